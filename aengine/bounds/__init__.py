@@ -24,13 +24,16 @@ MAX_COMPLETIONS = 1024
 MAX_NAME_CHARACTERS = 1024
 """Of a request_id, a cache_salt, the name of a prompt."""
 MAX_TOOLS = 1024
+MAX_VARIABLES = 1024
+"""Variables of a chat template."""
 MAX_PROMPTS = 2048
-"""Prompts of one completion over HTTP."""
-MAX_CHOICES = 4096
-"""Choices of one completion over HTTP, of all its prompts."""
+"""Over HTTP: prompts of one call, choices of all of them together, and texts for vectors or scores. Each is a request
+of the engine, and so many of these are held at once."""
 MAX_INPUTS = 1 << 20
 """Texts of one call for vectors or scores."""
 MAX_VALUES = 300_000
-"""Values of a body, counted by commas and brackets."""
+"""Values of a body, counted by commas and brackets. A bracket counts as `HOLDER_VALUES`."""
+HOLDER_VALUES = 4
+"""That a list or a mapping counts as: Python's collector goes through all of them, while everything else waits."""
 MAX_QUEUED_CALLS = 64
 """Calls of the tokenizer that wait for a thread, short and long ones each."""

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from . import (
     CHARACTERS_PER_TOKEN,
+    HOLDER_VALUES,
     LONG_TEXT,
-    MAX_CHOICES,
     MAX_COMPLETIONS,
     MAX_INPUTS,
     MAX_LOGIT_BIAS,
@@ -25,6 +25,7 @@ from . import (
     MAX_STOP_TOKEN_IDS,
     MAX_TOOLS,
     MAX_VALUES,
+    MAX_VARIABLES,
 )
 
 __all__ = ["BOUNDS", "Bound", "as_markdown"]
@@ -79,6 +80,7 @@ BOUNDS = (
         "ToolUseBlock.input ToolUseBlock.id ToolUseBlock.name ToolBody.name ToolChoiceBody.name tool_use_id "
         "instructions chat_template_kwargs options args query documents queries text_1 text_2 instruction",
     ),
+    Bound("variables of a chat template", f"{MAX_VARIABLES:,}", _INVALID, "chat_template_kwargs"),
     Bound(
         "a JSON schema, also of a type; the tools' together; a list of choices",
         "1 MiB, 128 levels, 2 s to compile ([structured.md](structured.md#limits))",
@@ -94,8 +96,8 @@ BOUNDS = (
     ),
     Bound("completions of a prompt", f"`n` {MAX_COMPLETIONS:,}", _INVALID, "n best_of"),
     Bound(
-        "prompts of one call of `/v1/completions`; these times `n`",
-        f"{MAX_PROMPTS:,}; {MAX_CHOICES:,}",
+        "prompts of one call of `/v1/completions`, times `n`",
+        f"{MAX_PROMPTS:,}",
         "400",
         "CompletionBody.prompt",
     ),
@@ -110,7 +112,7 @@ BOUNDS = (
     Bound("`stop_token_ids`", f"{MAX_STOP_TOKEN_IDS:,}", _INVALID, "stop_token_ids"),
     Bound(
         "texts of one call for vectors or scores",
-        f"{MAX_INPUTS:,}; computed some at a time",
+        f"{MAX_PROMPTS:,} over HTTP, else {MAX_INPUTS:,}; computed some at a time",
         _INVALID,
         "inputs EmbeddingBody.input documents queries text_1 text_2 top_n",
     ),
@@ -138,7 +140,9 @@ BOUNDS = (
         "413",
         "include modalities type mcp_servers container compaction thread",
     ),
-    Bound("values in a body, by its commas and brackets", f"{MAX_VALUES:,}", "413"),
+    Bound(
+        "values in a body, by its commas and brackets", f"{MAX_VALUES:,}; a bracket counts as {HOLDER_VALUES}", "413"
+    ),
     Bound("stored responses", "1,000, 256 MiB", "the oldest are forgotten"),
     Bound(
         "a message between processes of one user (`connect`, `--workers`)",

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..bounds import MAX_VARIABLES
 from ..errors import InvalidRequestError
 from ..params import shown
 from ..tokenizer.messages import WRITTEN_BY_MODEL, Messages
@@ -166,6 +167,8 @@ def _check_mapping(extra: object) -> None:
     name = "chat_template_kwargs"
     if not isinstance(extra, Mapping | None):
         raise InvalidRequestError(f"{name} must be a mapping of names to values, or None", param=name)
+    if extra and len(extra) > MAX_VARIABLES:
+        raise InvalidRequestError(f"{name} has {len(extra)} variables: there may be {MAX_VARIABLES}", param=name)
 
 
 def _check_variables(extra: Mapping[Any, Any]) -> None:

@@ -25,6 +25,7 @@ from .health import health, livez, readyz, version
 from .http import ClientLeftError, CloseAfterTwoLengths, HTTPError, JSONAnswer
 from .lifespan import engine_lifespan
 from .metrics import metrics, new_registry
+from .openai.answers import headers_of_id
 from .openai.chat import chat_completions
 from .openai.completions import completions
 from .openai.embeddings import EmbeddingBody, RerankBody, ScoreBody, embeddings, rerank, score
@@ -208,7 +209,7 @@ def _answer(request: Request, error: HTTPError) -> Response:
     """Return the response for an error, in the shape of the interface that the path belongs to."""
     if is_for_anthropic(_path_of(request)):
         return answer_error(request, error)
-    return JSONAnswer(error_body(error), error.status, headers=error.headers)
+    return JSONAnswer(error_body(error), error.status, headers={**headers_of_id(request), **error.headers})
 
 
 def _path_of(request: Request) -> str:

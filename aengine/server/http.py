@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..bounds import MAX_VALUES
+from ..bounds import HOLDER_VALUES, MAX_VALUES
 from ..threads.lanes import Lanes
 from ..threads.yield_gil import yield_gil
 
@@ -51,7 +51,7 @@ MANY_VALUES = 100_000
 """From which on others should not wait for it."""
 _LONG_BODY = 1 << 20
 """Bytes, from which on the loop does not read a body itself: few values may be numbers of thousands of digits."""
-_COUNTED = 1 << 16  # bytes of a chunk whose values are counted at once: a chunk may be a whole body
+_COUNTED = 1 << 20  # bytes of a chunk whose values are counted at once: a chunk may be a whole body
 _PIECE = 64  # values that are written at once
 
 
@@ -188,9 +188,12 @@ async def _read_body(request: Request, max_bytes: int) -> tuple[bytes, int]:
         if size > max_bytes:
             raise too_large
         for start in range(0, len(chunk), _COUNTED):
-            num_values += sum(chunk.count(mark, start, start + _COUNTED) for mark in (b",", b"[", b"{"))
+            if start:
+                await asyncio.sleep(0)
+            num_holders = sum(chunk.count(mark, start, start + _COUNTED) for mark in (b"[", b"{"))
+            num_values += chunk.count(b",", start, start + _COUNTED) + HOLDER_VALUES * num_holders
             if num_values > MAX_VALUES:
-                text = f"the body has more than {MAX_VALUES} values: send less, or texts in place of token ids"
+                text = f"the body has more than {MAX_VALUES} values, a bracket counting as {HOLDER_VALUES}: send less"
                 raise HTTPError(413, text, code="request_too_large")
         chunks.append(chunk)
         if not message.get("more_body", False):

@@ -17,10 +17,11 @@ from aengine import AsyncLLM, InvalidRequestError, SamplingParams
 from aengine.chat.syntax.spellings import Spellings
 from aengine.server import create_app, http
 from aengine.server.anthropic import conversation
+from aengine.server.anthropic.requests import CountBody
 from aengine.server.http import ClientLeftError, HTTPError, JSONAnswer, json_in_pieces, read_json
 from aengine.server.in_process import streaming_transport
 from aengine.server.openai import completions
-from aengine.server.openai.requests import ChatBody
+from aengine.server.openai.requests import ChatBody, _names_of
 from aengine.server.openai.responses import messages, store
 from aengine.server.service import validated
 from aengine.testing import FakeAsyncLLM, Reply
@@ -173,6 +174,41 @@ async def test_what_a_response_repeats_is_small() -> None:
         assert {name: answer[name] for name in right} == right
 
 
+SEALED = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x" * 50_000, "status": None}
+PART = {"type": "input_text", "text": "a", "extra": ["x"] * 1000}
+CALLING = {
+    "type": "function_call",
+    "call_id": "c",
+    "name": "f",
+    "arguments": "{}",
+    "id": "x" * 5000,
+    "extra": "x" * 999,
+}
+OUTPUT = {"type": "function_call_output", "call_id": "c", "output": [PART], "status": "x" * 999, "name": "x" * 999}
+
+
+async def test_of_what_a_response_is_given_no_more_is_stored_than_was_read() -> None:
+    """Else fields that the context does not bound would fill the memory, and be written on the loop."""
+    namespace = {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "g"}], "extra": "x" * 999}
+    search = {"type": "web_search", "filters": ["x"] * 1000}
+    tools = [{"type": "function", "name": "f"}, namespace, search]
+    async with FakeAsyncLLM("a") as engine, http_client(engine) as client:
+        given = [SEALED, {"role": "user", "content": [PART]}, CALLING, OUTPUT, {"role": "user", "content": "b"}]
+        answer = (await client.post("/v1/responses", json={"input": given, "tools": tools})).json()
+        assert [tool.get("name") for tool in answer["tools"]] == ["f", "n"] and "xxx" not in str(answer)
+        listed = (await client.get(f"/v1/responses/{answer['id']}/input_items?order=asc")).json()["data"]
+        assert "xxx" not in str(listed)
+        text = {"type": "input_text", "text": "a"}
+        sealed, user, call, output, last = listed
+        assert sealed == {"type": "reasoning", "id": "rs_1", "summary": []}
+        assert user["content"] == output["output"] == [text] and last["content"] == [text | {"text": "b"}]
+        assert (call["name"], call["arguments"], output["call_id"], output["status"]) == ("f", "{}", "c", "completed")
+        inner = [{"type": "function", "name": "g"}] * 1024
+        many = {"input": "x", "tools": [tools[0], namespace | {"tools": inner}]}
+        refused = await client.post("/v1/responses", json=many)
+        assert refused.status_code == 400 and "there may be 1024 functions" in refused.text
+
+
 async def test_items_of_a_conversation_are_read_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     loads, threads = store._joined, []
 
@@ -208,7 +244,88 @@ async def test_the_rest_of_a_body_of_too_many_values_is_not_read(chunk: bytes) -
     lanes = Lanes("unused")
     with pytest.raises(HTTPError, match="more than 300000 values") as caught:
         await read_json(request, 1 << 25, lanes, lambda value: value)
-    assert caught.value.status == 413 and num_read == (16 if len(chunk) < 100_000 else 1)
+    assert caught.value.status == 413 and num_read == (7 if len(chunk) < 100_000 else 1)
+
+
+async def test_others_have_the_loop_while_a_body_is_counted() -> None:
+    num_turns, is_read = 0, False
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b'"%s"' % (b"x" * (10 << 20))}
+
+    async def take_turns() -> None:
+        nonlocal num_turns
+        while not is_read:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    others = asyncio.create_task(take_turns())
+    read, num_values = await http._read_body(Request({"type": "http", "headers": []}, receive), 1 << 25)
+    is_read = True
+    await others
+    assert len(read) > 10 << 20 and num_values == 0 and num_turns >= 10
+
+
+NONE: list[None] = [None] * 2049
+NEEDED: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [SAID]},
+    "/v1/responses": {"input": "x"},
+    "/v1/messages": NAMED | {"messages": [SAID], "max_tokens": 1},
+    "/v1/messages/count_tokens": NAMED | {"messages": [SAID]},
+    "/v1/rerank": {"query": "x"},
+    "/v1/score": {"text_1": "x"},
+}
+MANY_OF: list[tuple[str, str, Any]] = [
+    ("/v1/completions", "prompt", NONE),
+    ("/v1/embeddings", "input", NONE),
+    ("/v1/rerank", "documents", NONE),
+    ("/v1/score", "text_1", NONE),
+    ("/v1/score", "text_2", NONE),
+    ("/v1/chat/completions", "tools", NONE),
+    ("/v1/responses", "tools", NONE),
+    ("/v1/messages", "tools", NONE),
+    ("/tokenize", "tools", NONE),
+    *[
+        (path, "chat_template_kwargs", dict.fromkeys(map(str, range(1025))))
+        for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages/count_tokens", "/tokenize")
+    ],
+]
+
+
+@pytest.mark.parametrize(("path", "field", "value"), MANY_OF, ids=lambda value: str(value)[:40])
+async def test_too_many_are_refused_before_one_is_looked_at(path: str, field: str, value: Any) -> None:
+    async with FakeAsyncLLM("a") as engine, http_client(engine) as client:
+        refused = await client.post(path, json=NEEDED.get(path, {}) | {field: value})
+        assert refused.status_code == 400 and refused.json()["error"]["message"].startswith(f"{field} is wrong")
+        assert "it may have at most" in refused.text, "else it would be told that None is none"
+
+
+async def test_as_many_texts_as_openai_takes_are_taken() -> None:
+    async with FakeAsyncLLM("a") as engine, http_client(engine) as client:
+        texts = ["x"] * 2048
+        assert len((await client.post("/v1/embeddings", json={"input": texts})).json()["data"]) == 2048
+        assert len((await client.post("/v1/completions", json={"prompt": texts})).json()["choices"]) == 2048
+        ids = {"prompt": [97] * 3000, "max_tokens": 1}
+        assert len((await client.post("/v1/completions", json=ids)).json()["choices"]) == 1, "is one prompt"
+        refused = await client.post("/v1/completions", json={"prompt": texts[1024:], "n": 3})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "n"
+        with pytest.raises(InvalidRequestError, match="1025 variables"):
+            await engine.chat([SAID], chat_template_kwargs={f"v{i}": 1 for i in range(1025)})
+
+
+async def test_a_bracket_counts_as_several_values() -> None:
+    """A body of 150,000 lists is a burden for Python's collector, which halts everything."""
+    async with FakeAsyncLLM("a") as engine, http_client(engine) as client:
+        for num_lists, status in ((20_000, 400), (70_000, 413)):
+            assert (await client.post("/tokenize", json={"prompt": [[]] * num_lists})).status_code == status
+
+
+def test_the_names_of_fields_are_found_once() -> None:
+    blocks = {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 200}], "model": "m"}
+    validated(CountBody, blocks)
+    misses = _names_of.cache_info().misses
+    validated(CountBody, blocks)
+    assert _names_of.cache_info().misses == misses
 
 
 async def test_a_body_whose_client_has_left_is_not_read() -> None:
@@ -290,6 +407,11 @@ async def test_large_answers_are_written_in_a_thread(path: str, monkeypatch: pyt
             asked |= {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 20}
         large = (await client.post(path, json=asked)).json()
         assert len(large["choices"]) == 4 and threads == ["aengine-http"]
+        few = {"n": 700, "max_tokens": 1, "logprobs": None} | (
+            {} if path == "/v1/completions" else {"top_logprobs": None}
+        )
+        many = (await client.post(path, json=asked | few)).json()
+        assert len(many["choices"]) == 700 and threads.pop() == "aengine-http"
         small = (await client.post(path, json=asked | {"n": 1, "max_tokens": 1})).json()
         assert len(small["choices"]) == 1 and threads[1:] == ["MainThread"]
         entries = large["choices"][3]["logprobs"]

@@ -119,6 +119,7 @@ NULLS: list[tuple[str, dict[str, Any]]] = [
                     ],
                 },
                 {"role": "tool", "content": [{"type": "text", "text": "3"}], "tool_call_id": "c", "name": None},
+                {"role": "tool", "content": None, "tool_call_id": "c"},
                 {"role": "assistant", "content": "3", "tool_calls": None},
                 {"role": "user", "content": [{"type": "text", "text": "hello", "cache_control": None}]},
             ],

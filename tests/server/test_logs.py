@@ -75,6 +75,23 @@ async def test_who_leaves_and_what_is_wrong_have_lines_too(caplog: pytest.LogCap
     assert "the client left" in left and re.search(r"and [1-9]\d* generated", left)
 
 
+@pytest.mark.parametrize("body", [{"cache_salt": "x" * 1025}, {"unknown": 1}, {}])
+@pytest.mark.parametrize("path", BODIES)
+async def test_what_fails_has_an_id_too(path: str, body: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """The client's own, where the interface has one; whether it fails as a body, as a request or in the engine."""
+    caplog.set_level(logging.INFO, "aengine.access")
+    engine = FakeAsyncLLM("yes")
+    async with client_of(engine) as client:
+        if not body:
+            await engine.aclose()
+        given = await client.post(path, json=BODIES[path] | body, headers={"x-request-id": "mine"})
+        fresh = await client.post(path, json=BODIES[path] | body)
+        assert given.status_code == fresh.status_code >= 400
+    ids = [vars(record)["request_id"] for record in caplog.records if record.name == "aengine.access"]
+    assert ids[0] == ("mine" if path != "/v1/messages" else given.headers["request-id"])
+    assert ids[1] and ids[1] == (fresh.headers.get("x-request-id") or fresh.headers.get("request-id"))
+
+
 async def test_probes_have_a_logger_of_their_own(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "aengine.access")
     async with client_of(FakeAsyncLLM("yes")) as client:

@@ -10,9 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
+from ...bounds import MAX_TOOLS
 from ...params import SamplingParams, StructuredOutput
 from ..http import HTTPError
-from ..openai.requests import Body, Ignored, Many, Text
+from ..openai.requests import Body, Ignored, Many, Text, Variables, at_most
 from .errors import THREAD_UNSUPPORTED
 
 __all__ = [
@@ -162,13 +163,13 @@ class CountBody(Body):
     model: str
     messages: Many[Message]
     system: Text | Many[TextOnly] | None = None
-    tools: Many[ToolBody] | None = None
+    tools: Annotated[Many[ToolBody], at_most(MAX_TOOLS, "tools")] | None = None
     tool_choice: ToolChoiceBody | None = None
     thinking: ThinkingBody | None = None
     output_config: OutputConfigBody | None = None
     output_format: FormatBody | None = None
     # of the engine
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Variables | None = None
     # what would change the answer, and what the engine does not have
     mcp_servers: Many[Any] | None = None
     container: Any = None

@@ -24,6 +24,7 @@ __all__ = [
     "dumps",
     "finish_reason",
     "finite",
+    "headers_of_id",
     "num_values_of",
     "rows_of",
     "token_entry",
@@ -35,6 +36,9 @@ TokenRow = tuple[int, float | None, Sequence[Logprob]]
 
 MOST_EVENTS = 64
 """That are sent at once: a reader that is slow would be sent all at once, and the loop stand still meanwhile."""
+
+_CHOICE_VALUES = 8
+"""About as many values a choice has as JSON, besides its tokens."""
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
@@ -52,7 +56,20 @@ class AnswerId(NamedTuple):
 
 
 def answer_id(prefix: str, request: Request, given: str | None = None) -> AnswerId:
-    """Name a request, after ``given`` or its header ``X-Request-Id`` if there is one."""
+    """Name a request, after ``given`` or its header ``X-Request-Id`` if there is one. An error that follows has its
+    header, too."""
+    name = _answer_id(prefix, request, given)
+    request.state.headers_of_id = name.headers
+    return name
+
+
+def headers_of_id(request: Request) -> dict[str, str]:
+    """Return the header that names a request, also of one that has failed before it was named."""
+    known: dict[str, str] | None = getattr(request.state, "headers_of_id", None)
+    return answer_id("req", request).headers if known is None else known
+
+
+def _answer_id(prefix: str, request: Request, given: str | None) -> AnswerId:
     fresh = uuid.uuid4().hex
     header = request.headers.get("x-request-id", "")
     name = given or (header if _REQUEST_ID.fullmatch(header) else None)
@@ -97,7 +114,7 @@ def num_values_of(*completions: Completion[Any]) -> int:
     """Return about how many values the answer has as JSON: choices, tokens, log-probabilities."""
     choices = [choice for completion in completions for choice in completion.choices]
     num_rows = sum(len(row) for choice in choices for row in choice.logprobs or ())
-    return len(choices) + sum(len(choice.token_ids) // 16 for choice in choices) + 8 * num_rows
+    return _CHOICE_VALUES * len(choices) + sum(len(choice.token_ids) // 16 for choice in choices) + 8 * num_rows
 
 
 def _entry(tokenizer: TokenizerView, token_id: int, logprob: float | None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from ..http import HTTPError, while_connected
 from ..logs import note_usage
 from ..service import Service
 from .answers import answer_id
-from .requests import Body, Ignored, Many, Text, TokenIds
+from .requests import Body, Ignored, Many, Prompts, Text, TokenIds
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["EmbeddingBody", "RerankBody", "ScoreBody", "embeddings", "rerank", "score"]
 
 Said = Annotated[Text, Field(min_length=1)]
-Texts = Many[str]
 
 
 class PoolingBody(Body):
@@ -42,7 +41,7 @@ class PoolingBody(Body):
 
 
 class EmbeddingBody(PoolingBody):
-    input: str | Texts | TokenIds | Many[TokenIds]
+    input: Annotated[str | Many[str] | TokenIds | Many[TokenIds], Prompts]
     dimensions: int | None = None
     encoding_format: Literal["float", "base64"] = "float"
     normalize: bool = True
@@ -72,7 +71,7 @@ class Document(Body):
 
 class RerankBody(PoolingBody):
     query: Said
-    documents: Annotated[Many[str | Document], Field(min_length=1)]
+    documents: Annotated[Many[str | Document], Field(min_length=1), Prompts]
     top_n: Annotated[int, Field(ge=0)] | None = Field(None, description="0, null: all.")
     return_documents: bool = True
     instruction: str | None = None
@@ -82,8 +81,8 @@ class RerankBody(PoolingBody):
 
 
 class ScoreBody(PoolingBody):
-    text_1: Said | Many[Said]
-    text_2: str | Texts
+    text_1: Annotated[Said | Many[Said], Prompts]
+    text_2: Annotated[str | Many[str], Prompts]
     instruction: str | None = None
 
     def field_names(self) -> dict[str, str]:

@@ -7,12 +7,13 @@ taken and left alone; those that would, and that it does not have (`Refused`), a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from ...bounds import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_PROMPTS
+from ...bounds import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_PROMPTS, MAX_TOOLS, MAX_VARIABLES
 from ...params import SamplingParams, StructuredOutput, is_unicode
 from ..http import HTTPError
 
@@ -24,6 +25,7 @@ __all__ = [
     "JSONSchemaFormat",
     "Many",
     "Messages",
+    "Prompts",
     "Refused",
     "ResponseFormat",
     "SamplingBody",
@@ -33,6 +35,7 @@ __all__ = [
     "TokenIds",
     "Tools",
     "TopLogprobs",
+    "Variables",
     "any_strict",
     "at_most",
     "structured_output_of",
@@ -70,10 +73,11 @@ Text = Annotated[str, AfterValidator(_check_unicode)]
 
 
 def at_most(most: int, entries: str) -> BeforeValidator:
-    """Return what refuses a dict that is too long before any entry is looked at."""
+    """Return what refuses a dict or a list that is too long before any entry is looked at. A prompt of token ids is one
+    entry, which the context bounds."""
 
     def check(value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > most:
+        if isinstance(value, dict | list) and len(value) > most and not _is_ids(value):
             raise PydanticCustomError(
                 "too_long", "it may have at most {most} {entries}", {"most": most, "entries": entries}
             )
@@ -82,6 +86,13 @@ def at_most(most: int, entries: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _is_ids(value: dict[Any, Any] | list[Any]) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], int)
+
+
+Prompts = at_most(MAX_PROMPTS, "texts")
+Variables = Annotated[dict[str, Any], at_most(MAX_VARIABLES, "variables")]
+"""Of the chat template."""
 LogitBias = Annotated[dict[int, float], Field(max_length=MAX_LOGIT_BIAS), at_most(MAX_LOGIT_BIAS, "tokens")]
 
 
@@ -116,6 +127,7 @@ Messages = Annotated[
 """Chat messages, which the engine checks."""
 Tools = Annotated[
     Many[dict[str, Any]],
+    at_most(MAX_TOOLS, "tools"),
     WithJsonSchema(
         {
             "type": "array",
@@ -154,13 +166,12 @@ class Body(BaseModel):
         """Return the fields that are given; of very many those that there are, and one to refuse."""
         if not isinstance(given, dict):
             return given
-        if len(given) > len(cls.model_fields):
-            names = {field.alias or name for name, field in cls.model_fields.items()}
+        names, optional = _names_of(cls)
+        if len(given) > len(names):
             unknown = next(name for name in given if name not in names)
             given = {name: value for name, value in given.items() if name in names or name == unknown}
         if None not in given.values():
             return given
-        optional = {field.alias or name for name, field in cls.model_fields.items() if not field.is_required()}
         return {name: value for name, value in given.items() if value is not None or name not in optional}
 
     @property
@@ -171,6 +182,13 @@ class Body(BaseModel):
     def field_names(self) -> dict[str, str]:
         """Return the fields of this body for what the engine calls otherwise."""
         return {}
+
+
+@cache
+def _names_of(body: type[Body]) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names of a body's fields, and of those that may be left out: asked for each block of a message."""
+    fields = {field.alias or name: field for name, field in body.model_fields.items()}
+    return frozenset(fields), frozenset(name for name, field in fields.items() if not field.is_required())
 
 
 class StreamOptions(Body):
@@ -359,12 +377,7 @@ class _ChoicesBody(SamplingBody):
 class CompletionBody(_ChoicesBody):
     """The body of a completion."""
 
-    prompt: (
-        str
-        | TokenIds
-        | Annotated[Many[str], Field(max_length=MAX_PROMPTS)]
-        | Annotated[Many[TokenIds], Field(max_length=MAX_PROMPTS)]
-    )
+    prompt: Annotated[str | TokenIds | Many[str] | Many[TokenIds], Prompts]
     echo: bool = False
     logprobs: int | None = None
     best_of: int | None = None
@@ -382,8 +395,8 @@ class CompletionBody(_ChoicesBody):
         """Raises HTTPError 400 and InvalidRequestError."""
         if self.best_of is not None and self.best_of != (1 if self.n is None else self.n):
             raise HTTPError(400, "best_of must be as n: choose the best of n completions yourself", param="best_of")
-        if len(self.prompts) * (self.n or 1) > MAX_CHOICES:
-            raise HTTPError(400, f"prompts times n is more than {MAX_CHOICES}: ask several times", param="n")
+        if len(self.prompts) * (self.n or 1) > MAX_PROMPTS:
+            raise HTTPError(400, f"prompts times n is more than {MAX_PROMPTS}: ask several times", param="n")
         if self.suffix:
             raise HTTPError(
                 400, "suffix is not supported: write the model's own fill-in-the-middle prompt", param="suffix"
@@ -413,7 +426,7 @@ class ChatBody(_ChoicesBody):
     reasoning_effort: str | None = None
     modalities: Many[Literal["text"]] | None = None
     # vLLM's
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Variables | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     include_reasoning: bool = True

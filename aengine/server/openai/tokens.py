@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from ..http import HTTPError, JSONAnswer, while_connected
 from ..service import Service
-from .requests import Body, Ignored, Messages, TokenIds, Tools
+from .requests import Body, Ignored, Messages, TokenIds, Tools, Variables
 
 if TYPE_CHECKING:
     from ...tokenizer.async_tokenizer import AsyncTokenizer
@@ -28,7 +28,7 @@ class TokenizeBody(Body):
     tools: Tools | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Variables | None = None
     mm_processor_kwargs: Ignored = None
 
     def field_names(self) -> dict[str, str]:

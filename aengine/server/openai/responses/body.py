@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ....bounds import MAX_NAME_CHARACTERS
+from ....bounds import MAX_NAME_CHARACTERS, MAX_TOOLS
 from ....params import SamplingParams, StructuredOutput
 from ...http import HTTPError
 from ..requests import (
@@ -19,6 +19,7 @@ from ..requests import (
     SamplingBody,
     Text,
     TopLogprobs,
+    Variables,
     any_strict,
     at_most,
     template_variables,
@@ -64,7 +65,7 @@ class ResponseBody(SamplingBody):
     previous_response_id: str | None = None
     store: bool | None = None
     max_output_tokens: int | None = None
-    tools: Many[dict[str, Any]] | None = None
+    tools: Annotated[Many[dict[str, Any]], at_most(MAX_TOOLS, "tools")] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -76,7 +77,7 @@ class ResponseBody(SamplingBody):
     stream_options: ResponseStreamOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     # vLLM's
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Variables | None = None
     # without effect here
     max_tool_calls: Ignored = None
     access_programs: Ignored = None

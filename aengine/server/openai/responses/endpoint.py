@@ -126,7 +126,7 @@ class _Writer:
             "temperature": _either(body.temperature, defaults.get("temperature"), 1.0),
             "text": {"format": body.text_format.model_dump(by_alias=True, exclude_none=True)},
             "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
+            "tools": body.functions.shown,
             "top_logprobs": body.top_logprobs or 0,
             "top_p": _either(body.top_p, defaults.get("top_p"), 1.0),
             "truncation": body.truncation or "disabled",

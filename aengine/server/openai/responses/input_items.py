@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ....bounds import MAX_NAME_CHARACTERS
 from ...http import HTTPError, JSONAnswer
 from ...service import Service
 
@@ -16,6 +17,13 @@ __all__ = ["cancel_response", "items_of", "list_input_items"]
 
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fc", "reasoning": "rs"}
 _MOST_ITEMS = 100
+_FIELDS = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "namespace", "arguments"),
+    "function_call_output": ("call_id", "output"),
+}
+"""What is kept of an item: what its message is made of, which the context bounds."""
+_STATES = ("in_progress", "completed", "incomplete")
 
 
 def items_of(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -27,15 +35,32 @@ def items_of(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _item_of(given: Mapping[str, Any]) -> dict[str, Any]:
     kind = given.get("type") or "message"
-    item = {**given, "type": kind, "id": given.get("id") or f"{_PREFIXES.get(kind, 'item')}_{uuid.uuid4().hex}"}
-    if kind == "reasoning":
-        return {"summary": [], **item}
-    item.setdefault("status", "completed")
-    if kind == "message" and isinstance(item.get("content"), str):
-        is_answer = item["role"] == "assistant"
-        part = {"type": "output_text", "annotations": []} if is_answer else {"type": "input_text"}
-        item["content"] = [part | {"text": item["content"]}]
-    return item
+    known = given.get("id")
+    is_named = isinstance(known, str) and 0 < len(known) <= MAX_NAME_CHARACTERS
+    item = {"type": kind, "id": known if is_named else f"{_PREFIXES.get(kind, 'item')}_{uuid.uuid4().hex}"}
+    is_answer = given.get("role") == "assistant"
+    if kind == "reasoning":  # what is encrypted nobody can read but its author
+        read = "content" if given.get("content") else "summary"
+        return item | {"summary": []} | {read: _kept(given.get(read) or [])}
+    for name in _FIELDS[kind]:
+        if isinstance(given.get(name), str | list):
+            item[name] = _kept(given[name])
+    if kind == "message" and isinstance(item["content"], str):
+        item["content"] = [_kept_part({"type": "output_text" if is_answer else "input_text", "text": item["content"]})]
+    status = given.get("status")
+    return item | {"status": status if status in _STATES else "completed"}
+
+
+def _kept(value: Any) -> Any:
+    """Return a text, or parts of one, without what was not read of them."""
+    return [_kept_part(part) for part in value] if isinstance(value, list) else value
+
+
+def _kept_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    kind = part["type"]
+    if kind == "refusal":
+        return {"type": kind, "refusal": part["refusal"]}
+    return {"type": kind, "text": part["text"]} | ({"annotations": []} if kind == "output_text" else {})
 
 
 async def list_input_items(service: Service, request: Request) -> Response:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ....bounds import MAX_NAME_CHARACTERS, MAX_TOOLS
 from ...http import HTTPError
 
 __all__ = ["ResponseTools", "name_in_prompt"]
@@ -32,6 +33,8 @@ class ResponseTools:
     """Functions in the form that the engine takes."""
     left_out: list[str] = field(default_factory=list)
     """Types of the tools that can't be called here."""
+    shown: list[dict[str, Any]] = field(default_factory=list)
+    """What the answer repeats: the tools that can be called, which the context bounds."""
     _places: dict[str, dict[str, str]] = field(default_factory=dict)
 
     @classmethod
@@ -46,6 +49,7 @@ class ResponseTools:
                 read.left_out.append(kind[:80])
             else:
                 read.functions.append(dict(tool))  # the engine checks it
+                read.shown.append(dict(tool))
         if read.left_out and not read.functions:
             message = f"this server runs no tools such as {read.left_out[0]!r}: give it functions, which you run"
             raise HTTPError(400, message, param="tools")
@@ -66,6 +70,10 @@ class ResponseTools:
             raise HTTPError(400, f"{where}.name is wrong: a namespace needs a name", param=f"{where}.name")
         if not isinstance(inner, list):
             raise HTTPError(400, f"{where}.tools is wrong: it must be a list of functions", param=f"{where}.tools")
+        if len(self.functions) + len(inner) > MAX_TOOLS:
+            raise HTTPError(400, f"{where}.tools is wrong: there may be {MAX_TOOLS} functions in all", param="tools")
+        description = str(tool.get("description") or "")[:MAX_NAME_CHARACTERS]  # the model is not shown it
+        self.shown.append({"type": "namespace", "name": namespace, "description": description, "tools": inner})
         for j, function in enumerate(inner):
             name = function.get("name") if isinstance(function, Mapping) else None
             if not isinstance(name, str):
