@@ -66,9 +66,10 @@ bench: $(TESTS) ## the benchmarks, JSON lines on stdout
 
 CHAOS := kills_--kills_12 hangs_--hangs_3 hosts_--hosts_16 cancels_--cancels_50000 cancels_--cancels_20000_--blocks_300_--tokens_300 requests_--count_200000
 
-stress: $(TESTS) ## attacks and malformed input, seeded: fifteen minutes; fails if a promise is broken
+stress: $(TESTS) ## attacks and malformed input, seeded: twenty minutes; fails if a promise is broken
 	@failed=0; for part in $(CHAOS); do $(BIN)/python tests/stress/chaos.py $${part//_/ } || failed=1; done; \
-		for part in fuzz fuzz_files grow; do $(BIN)/python tests/stress/$$part.py || failed=1; done; exit $$failed
+		for part in fuzz fuzz_files grow; do $(BIN)/python tests/stress/$$part.py || failed=1; done; \
+		$(BIN)/python -m pytest -q -n $(JOBS) -m hypothesis --hypothesis-profile random || failed=1; exit $$failed
 
 clean: ## remove what make made
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

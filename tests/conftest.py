@@ -35,7 +35,8 @@ for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):  # a shell has som
     if signal.getsignal(number) is signal.SIG_IGN:  # and our children would inherit that
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
-settings.register_profile("aengine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("aengine", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+settings.register_profile("random", settings.get_profile("aengine"), derandomize=False)  # for `make stress`
 settings.load_profile("aengine")
 
 

@@ -71,7 +71,6 @@ def test_no_request_is_a_500(path: str, method: str, mode: str) -> None:
     @given(case=operation.as_strategy(generation_mode=schemathesis.GenerationMode(mode)))
     @settings(
         max_examples=20 if method == "post" else 2,
-        derandomize=True,
         database=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
@@ -139,7 +138,7 @@ def test_no_value_of_a_field_is_a_500(path: str, kind: type[BaseModel], body: di
     fields = st.dictionaries(st.sampled_from(sorted(kind.model_fields)), JSON_VALUES, min_size=1, max_size=2)
 
     @given(change=fields, inside=JSON_VALUES)
-    @settings(max_examples=60, derandomize=True, database=None, phases=[Phase.generate])
+    @settings(max_examples=60, database=None, phases=[Phase.generate])
     def check(change: dict[str, Any], inside: Any) -> None:
         runner.run(send(body | change))
         name, value = next(iter(body.items()))
