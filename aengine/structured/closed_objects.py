@@ -7,22 +7,27 @@ A model that may invent members rambles. What is closed is a *place*, the root o
 ``items`` and so on, to the names that all parts which apply to the place together give, as ``unevaluatedProperties:
 false`` does; closed part by part, the two above could not be met together.
 
-- What applies together: the schema itself, what ``$ref`` leads to, and each of ``allOf``. A member of an ``anyOf`` or a
-  ``oneOf`` is closed by itself, to its own names and those around it; in a ``oneOf`` whose members no type or required
-  constant tells apart, to the names of all, as closing must not tell them apart.
-- Names are those of ``properties``, ``patternProperties``, ``required``, and of what depends on a condition. A place of
-  which no ``properties`` speaks stays open; so does one where ``additionalProperties`` or ``unevaluatedProperties`` is
-  written, which lists its values (``enum``, ``const``), refers to what can't be found here, or wants more members than
-  are named. So what could be met still can.
+- What applies together: the schema itself, what ``$ref`` leads to, and each of ``allOf``. A member of an ``anyOf``, or
+  of a ``oneOf`` whose members a type or a required constant tells apart, is closed by itself, to its own names and
+  those around it; another ``oneOf`` is closed as a whole, to the names of all.
+- Names are those of ``properties``, ``patternProperties``, ``required``, and of all that is or depends on a condition.
+- A member that several parts speak of is closed to the names of all of them.
 - A definition may be a place's own schema here and a part of another there: parts get a copy of it that is open.
+
+What could be met still can: a value that fits may lose its members that no part names. So a place stays open where that
+changes what a part says (`_can_have_enough`, `_SAYS_ALL`, `_SEES_ALL`), or where it refers to what can't be found. So
+does one of which no ``properties`` speaks, and one where ``additionalProperties`` is written.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain, count
 from typing import Any
 
 from ..errors import GrammarError
@@ -37,25 +42,36 @@ _PLACES = frozenset(
 """Under these stand the schemas of an object's or a list's members."""
 _NEGATED = frozenset(("contains", "if", "not", "propertyNames", "unevaluatedItems", "unevaluatedProperties"))
 """Narrower under these might be wider above."""
-_CONDITIONAL = ("if", "then", "else")
+_CONDITIONAL = ("if", "then", "else", "not")
+_DEPENDENT = ("dependencies", "dependentRequired", "dependentSchemas")
 _UNIONS = ("anyOf", "oneOf")
-_SAYS_ALL = ("additionalProperties", "unevaluatedProperties", "const", "enum", "$dynamicRef", "$recursiveRef")
+_OTHERS = ("additionalProperties", "unevaluatedProperties")
+_ITEMS = ("additionalItems", "contains", "items", "prefixItems", "unevaluatedItems")
+_SAYS_ALL = frozenset((*_OTHERS, "const", "enum", "$dynamicRef", "$recursiveRef"))
+"""A place with one of these, which also speak of members that no part names, stays open."""
+_SEES_ALL = _SAYS_ALL | {"maxProperties", "minProperties", "propertyNames"}
+"""So does one of which a part that may apply or not, or must not, has one of these."""
+_MAY_FORBID = frozenset((*_CONDITIONAL, *_DEPENDENT, "oneOf", "patternProperties", "propertyNames"))
+"""These may forbid a member that ``properties`` allows."""
+_MEMBERS = frozenset((*_DEPENDENT, "patternProperties", "properties", "required"))
+"""Keywords that name members."""
+_NAMING = _MEMBERS.union(_CONDITIONAL, _UNIONS, _OTHERS, ("$ref", "allOf"))
+"""Keywords under which members may be named, or that say that there are others."""
 _NO_ASSERTION = frozenset(
     ("$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description", "examples", "title",
      "readOnly", "writeOnly")
 )  # fmt: skip
-_NAMING = frozenset(
-    ("$ref", "allOf", "anyOf", "dependencies", "dependentRequired", "dependentSchemas", "else", "if", "oneOf",
-     "patternProperties", "properties", "required", "then")
+_LEAVES_A_VALUE = frozenset(
+    ("additionalProperties", "const", "enum", "format", "items", "maxItems", "maxLength", "maxProperties", "maximum",
+     "minItems", "minLength", "minProperties", "minimum", "multipleOf", "properties")
 )  # fmt: skip
-"""Keywords that may name members."""
+"""By one of these, alone or beside a ``type``, a schema has a value; by two of them, it may have none."""
+_PREFIX = re.compile(r"\^([\w-]*)(?![\w*?{-])")
 _DEPTH = 16
 """References in a row."""
 _YIELD_EVERY = 32
-_MOST_WORK = 500_000
-"""Parts and names looked at; a second or less."""
-_MOST_APART = 64
-"""Members of a ``oneOf`` that are compared with each other."""
+_MOST_WORK = 130_000
+"""Parts, references and names looked at: half a second or less. OpenAPI 2's own schema (40 KB) takes 9,000."""
 
 _PLACE, _PART = 1, 2
 """Uses of a schema."""
@@ -70,34 +86,40 @@ def close_objects(root: Any) -> None:
 
 
 @dataclass(slots=True)
-class _Names:
-    """What the parts of a place say of its members."""
+class _Known:
+    """What is known of a place."""
 
-    names: dict[str, None] = field(default_factory=dict)
-    patterns: dict[str, None] = field(default_factory=dict)
-    is_object: bool = False
-    """``properties`` is written."""
-    is_open: bool = False
+    parts: dict[int, Schema] = field(default_factory=dict)
+    """All that may apply to it, by their ids."""
+    required: frozenset[str] = frozenset()
+    """Members that there are in any case."""
     least: int = 0
     """Members that there must be."""
-    unions: list[tuple[list[Schema], bool]] = field(default_factory=list)
-    """The members of each, and whether they may be closed to different names."""
+    is_object: bool = False
+    """``properties`` is written in what applies in any case."""
+    is_named: bool = False
+    """A part names members."""
+    is_open: bool = False
+    unions: list[list[Schema]] = field(default_factory=list)
+    """The members of each, which may be closed to different names."""
 
-    def add(self, other: _Names) -> None:
-        self.names |= other.names
-        self.patterns |= other.patterns
+    def add(self, part: Schema) -> None:
+        self.parts[id(part)] = part
+        self.is_named = self.is_named or not _MEMBERS.isdisjoint(part)
 
-    def __bool__(self) -> bool:
-        return self.is_object or bool(self.names or self.patterns)
+    def key(self) -> tuple[frozenset[int], frozenset[str], bool]:
+        return frozenset(self.parts), self.required, self.is_open
 
-    def beside(self, other: _Names) -> _Names:
-        """Return both, without the unions."""
-        return _Names(
-            self.names | other.names,
-            self.patterns | other.patterns,
-            self.is_object or other.is_object,
-            self.is_open or other.is_open,
-            max(self.least, other.least),
+    def beside(self, *others: _Known) -> _Known:
+        """Return all of them, without the unions."""
+        every = (self, *others)
+        return _Known(
+            dict(chain.from_iterable(one.parts.items() for one in every)),
+            frozenset[str]().union(*(one.required for one in every)),
+            max(one.least for one in every),
+            any(one.is_object for one in every),
+            any(one.is_named for one in every),
+            any(one.is_open for one in every),
         )
 
 
@@ -111,15 +133,24 @@ class _Closing:
             path and isinstance(part, dict) and isinstance(part.get("$id"), str) for path, part in walk(root)
         )
         self._anchors = dict(_anchors(root))
-        self._done: set[int] = set()
-        self._closed: dict[int, tuple[Schema, _Names]] = {}
+        self._targets: dict[str, Schema | None] = {}
+        self._apart: dict[int, bool] = {}
+        self._numbers = count()
+        self._closable: set[int] = set()
+        self._done: set[tuple[Any, ...]] = set()
+        self._done_together: set[frozenset[int]] = set()
+        self._closed: dict[int, tuple[Schema, _Known]] = {}
 
     def close(self) -> None:
         self._separate_uses()
-        for place in self._places():
-            self._close(self._end(place), _Names())
+        negated = self._negated()
+        places = list(self._places())
+        self._closable = {id(place) for place in places} - negated
+        for place in places:
+            self._close(place, _Known())
         for part, known in self._closed.values():
-            _write(part, known)
+            if not known.is_open and id(part) not in negated:
+                _write(part, known)
 
     # What refers to what.
 
@@ -136,12 +167,31 @@ class _Closing:
                     if keys[0] in _PLACES:
                         yield member
 
+    def _negated(self) -> set[int]:
+        """Return the ids of what is negated, of all that is in it, and of what that refers to."""
+        stack = [member for _, part in walk(self._root) for keys, member in subschemas(part) if keys[0] in _NEGATED]
+        seen: set[int] = set()
+        while stack:
+            part = stack.pop()
+            if not isinstance(part, dict) or id(part) in seen:
+                continue
+            seen.add(id(part))
+            self._count(1)
+            stack += [member for _, member in subschemas(part)]
+            stack += [self._target(part)] if "$ref" in part else []
+        return seen
+
     def _target(self, part: Schema) -> Schema | None:
         """Return what the part refers to; None if that is not here."""
         ref = part["$ref"]
+        self._count(1)
         if not isinstance(ref, str) or self._has_names:
             return None
-        ref = ref.removeprefix(self._name)
+        if ref not in self._targets:
+            self._targets[ref] = self._find(ref.removeprefix(self._name))
+        return self._targets[ref]
+
+    def _find(self, ref: str) -> Schema | None:
         if ref.startswith("#") and ref[1:] in self._anchors:
             return self._anchors[ref[1:]]
         found = pointed_at(self._root, ref) if ref in ("", "#") or ref.startswith("#/") else None
@@ -202,7 +252,7 @@ class _Closing:
             for keyword in ("allOf", *_UNIONS):
                 members = _members(part, keyword)
                 is_only = part.keys() & _NAMING == {keyword} and keyword != "allOf"
-                own = use if is_only and (keyword == "anyOf" or self._are_apart(members)) else _PART
+                own = use if is_only and (keyword == "anyOf" or self._are_apart(part["oneOf"])) else _PART
                 stack += [(member, own) for member in members]
             stack += [(member, _PART) for member in _conditional(part)]
         return uses, references
@@ -211,7 +261,7 @@ class _Closing:
         definitions = self._root.setdefault("$defs", {})
         if not isinstance(definitions, dict):
             raise GrammarError("$defs is no object", kind="invalid", path="$['$defs']")
-        name = next(name for i in range(len(definitions) + 1) if (name := f"open_{i}") not in definitions)
+        name = next(name for i in self._numbers if (name := f"open_{i}") not in definitions)
         definitions[name] = part
         for _, named in list(_anchors(part)):
             del named["$anchor"]
@@ -220,94 +270,133 @@ class _Closing:
 
     # What is closed to what.
 
-    def _close(self, part: Schema, around: _Names) -> None:
-        if not around:
-            if id(part) in self._done:
-                return
-            self._done.add(id(part))
-        own = self._joined(part)
-        known = around.beside(own)
-        if known.is_open:
-            return
-        if not own.unions:
-            if known.is_object and (known.patterns or known.least <= len(known.names)):
-                before = self._closed.get(id(part), (part, _Names()))[1]
-                self._closed[id(part)] = part, known.beside(before)
-            return
-        names = [self._all_names(members) for members, _ in own.unions]
-        for i, (members, are_apart) in enumerate(own.unions):
-            others = known
-            for j, these in enumerate(names):
-                if j != i or not are_apart:
-                    others = others.beside(these)
-            for member in members:
-                self._close(member if others else self._end(member), others)
+    def _close(self, place: Schema, beside: _Known) -> None:
+        """Find out what the place is closed to, where ``beside`` may apply to it, too."""
+        stack = [(self._end(place), _Known(), beside)]
+        while stack:
+            part, around, beside = stack.pop()
+            self._count(len(around.parts) + len(beside.parts) + len(around.required))
+            key = id(part), around.key(), beside.key()
+            if key in self._done:
+                continue
+            self._done.add(key)
+            own = self._joined(part)
+            known = around.beside(own)
+            if own.unions:
+                stack += [(member, others, beside) for member, others in self._members_of_unions(own, known)]
+                continue
+            known = known.beside(beside)
+            self._count(sum(_cost(part) for part in known.parts.values()))
+            known.is_open = known.is_open or not known.is_object or not _can_have_enough(known)
+            before = self._closed.get(id(part), (part, _Known()))[1]
+            self._closed[id(part)] = part, known.beside(before)
+            stack += self._members_beside(known)
 
-    def _joined(self, part: Schema) -> _Names:
-        """Return what the part and all that applies together with it say."""
-        found = _Names()
-        seen: set[int] = set()
+    def _members_of_unions(self, own: _Known, known: _Known) -> Iterator[tuple[Schema, _Known]]:
+        """Yield the members of the unions, each with what applies beside it."""
+        every = [self._all(members) for members in own.unions] if len(own.unions) > 1 else [_Known()]
+        for i, members in enumerate(own.unions):
+            others = known.beside(*every[:i], *every[i + 1 :])
+            self._count(len(others.parts))
+            for member in members:
+                yield member if others.is_named or others.is_open else self._end(member), others
+
+    def _members_beside(self, known: _Known) -> Iterator[tuple[Schema, _Known, _Known]]:
+        """Yield the schemas of members to which others apply, too, with all of those."""
+        for together in self._applied_together([*known.parts.values()]):
+            if (key := frozenset(map(id, together))) not in self._done_together:
+                self._done_together.add(key)
+                beside = self._all(together)
+                yield from ((self._end(one), _Known(), beside) for one in together if id(one) in self._closable)
+
+    def _applied_together(self, parts: list[Schema]) -> Iterator[list[Schema]]:
+        """Yield the schemas that may apply to the same member of a value, each time two or more."""
+        members = _schemas_by_name(parts)
+        elsewhere: list[Any] = []
+        for part in parts:
+            patterns = [(_prefix(pattern), member) for pattern, member in _of(part, "patternProperties").items()]
+            others = [one for one in map(part.get, _OTHERS) if isinstance(one, dict)]
+            elsewhere += [*(member for _, member in patterns), *(others if len(parts) > 1 else ())]
+            for name, found in members.items() if patterns or others else ():
+                self._count(1 + len(patterns))
+                found += [member for prefix, member in patterns if name.startswith(prefix)]
+                found += others if name not in _of(part, "properties") else []
+        items = [[one for keyword in _ITEMS for one in _members(part, keyword)] for part in parts]
+        has_several = sum(map(bool, items)) > 1 or any("contains" in part for part in parts)
+        for found in (*members.values(), elsewhere, *([list(chain(*items))] if has_several else ())):
+            schemas = {id(one): one for one in found if isinstance(one, dict) and one.keys() - _NO_ASSERTION}
+            if len(schemas) > 1:
+                self._count(len(schemas))
+                yield [*schemas.values()]
+
+    def _joined(self, part: Schema) -> _Known:
+        """Return what is known of the part and of all that applies together with it."""
+        found = _Known()
+        possible: list[Schema] = []
         stack = [part]
         while stack:
             one = stack.pop()
-            if id(one) in seen:
+            if id(one) in found.parts:
                 continue
-            seen.add(id(one))
-            self._add_names(one, found)
-            found.is_open = found.is_open or any(keyword in one for keyword in _SAYS_ALL)
+            self._count(1)
+            found.add(one)
+            found.is_object = found.is_object or isinstance(one.get("properties"), dict)
+            found.is_open = found.is_open or not _SAYS_ALL.isdisjoint(one)
+            found.required |= set(required := _strings(one.get("required")))
+            self._count(len(required))
             least = one.get("minProperties")
-            found.least = max(found.least, least if isinstance(least, int) else 0)
-            for keyword in _UNIONS:
-                if members := _members(one, keyword):
-                    found.unions.append((members, keyword == "anyOf" or self._are_apart(members)))
-            if conditional := _conditional(one):
-                found.add(self._all_names(conditional))
+            found.least = max(found.least, math.ceil(least) if isinstance(least, int | float) else 0)
+            found.unions += [members] if (members := _members(one, "anyOf")) else []
+            if members := _members(one, "oneOf"):
+                if self._are_apart(one["oneOf"]):
+                    found.unions.append(members)
+                else:  # closed one by one, a value that fits two of them could fit one
+                    possible += members
+                    found.is_object = found.is_object or all("properties" in self._end(member) for member in members)
+            possible += _conditional(one)
             stack += reversed(_members(one, "allOf"))
             if "$ref" in one:
                 target = self._target(one)
                 found.is_open = found.is_open or target is None
                 stack += [target] if target is not None else []
-        return found
+        return replace(found.beside(self._all(possible)), unions=found.unions) if possible else found
 
-    def _add_names(self, part: Schema, found: _Names) -> None:
-        properties, patterns = part.get("properties"), part.get("patternProperties")
-        found.is_object = found.is_object or isinstance(properties, dict)
-        found.names.update(dict.fromkeys([*(properties if isinstance(properties, dict) else ()), *_required(part)]))
-        found.patterns.update(dict.fromkeys(patterns if isinstance(patterns, dict) else ()))
-        self._count(1 + len(found.names))
-
-    def _all_names(self, parts: list[Schema]) -> _Names:
-        """Return the names that the parts may give, whichever of them apply."""
-        found = _Names()
-        seen: set[int] = set()
-        stack = [*parts]
+    def _all(self, schemas: list[Schema]) -> _Known:
+        """Return what is known where any of the schemas, and of their parts, may apply or not."""
+        found = _Known()
+        stack = [*schemas]
         while stack:
             one = stack.pop()
-            if id(one) in seen:
+            if id(one) in found.parts or "object" not in _types(one):
                 continue
-            seen.add(id(one))
-            self._add_names(one, found)
+            self._count(1)
+            found.add(one)
             target = self._target(one) if "$ref" in one else None
+            found.is_open = found.is_open or not _SEES_ALL.isdisjoint(one) or ("$ref" in one and target is None)
             stack += [*([target] if target is not None else []), *_conditional(one)]
             stack += [member for keyword in ("allOf", *_UNIONS) for member in _members(one, keyword)]
-        found.is_object = False
         return found
 
-    def _are_apart(self, members: list[Schema]) -> bool:
-        """Return whether no two members of a ``oneOf`` can hold at once, by their types or by a constant."""
-        if len(members) > _MOST_APART:
-            return False
-        known = [(_types(end := self._end(member)), _constants(end)) for member in members]
-        self._count(len(members) ** 2)
-        return all(
-            not (types & others) or any(not (constants[name] & more[name]) for name in constants.keys() & more.keys())
-            for i, (types, constants) in enumerate(known)
-            for others, more in known[:i]
+    def _are_apart(self, members: list[Any]) -> bool:
+        """Return whether no object fits two members of a ``oneOf``, by their types or a constant."""
+        if id(members) not in self._apart:
+            self._apart[id(members)] = self._have_a_constant(members)
+        return self._apart[id(members)]
+
+    def _have_a_constant(self, members: list[Any]) -> bool:
+        ends = [self._end(member) for member in members if isinstance(member, dict)]
+        objects = [end for end in ends if "object" in _types(end)]
+        if True in members or len(objects) < 2:
+            return len(objects) + members.count(True) < 2
+        constants = [_constants(end) for end in objects]
+        return any(
+            sum(len(one[name]) for one in constants) == len(set[Any]().union(*(one[name] for one in constants)))
+            for name in set(constants[0]).intersection(*constants[1:])
         )
 
     def _count(self, amount: int) -> None:
-        self._work += amount
-        if self._work % _YIELD_EVERY == 0:
+        before, self._work = self._work, self._work + amount
+        if before // _YIELD_EVERY != self._work // _YIELD_EVERY:
             yield_gil()
         if self._work > _MOST_WORK:
             raise GrammarError(
@@ -325,8 +414,9 @@ def _anchors(root: Schema) -> Iterator[tuple[str, Schema]]:
 
 
 def _members(part: Schema, keyword: str) -> list[Schema]:
+    """Return the schemas under a keyword, one or a list."""
     members = part.get(keyword)
-    return [member for member in members if isinstance(member, dict)] if isinstance(members, list) else []
+    return [one for one in (members if isinstance(members, list) else [members]) if isinstance(one, dict)]
 
 
 def _conditional(part: Schema) -> list[Schema]:
@@ -335,41 +425,95 @@ def _conditional(part: Schema) -> list[Schema]:
     return [member for member in (*map(part.get, _CONDITIONAL), *members) if isinstance(member, dict)]
 
 
-def _required(part: Schema) -> list[str]:
-    dependent = [part.get("dependentRequired"), part.get("dependencies")]
-    lists = [part.get("required"), *(names for one in dependent if isinstance(one, dict) for names in one.values())]
-    return [name for names in lists if isinstance(names, list) for name in names if isinstance(name, str)]
+def _strings(values: Any) -> list[str]:
+    return [value for value in values if isinstance(value, str)] if isinstance(values, list) else []
+
+
+def _of(part: Schema, keyword: str) -> Schema:
+    """Return the part's object of that keyword; an empty one, if there is none."""
+    value = part.get(keyword)
+    return value if isinstance(value, dict) else {}
+
+
+def _names(part: Schema) -> list[str]:
+    """Return the members that the part names, but for those of its own parts and patterns."""
+    names = [*_of(part, "properties"), *_strings(part.get("required"))]
+    for keyword in _DEPENDENT:
+        for name, needed in _of(part, keyword).items():
+            names += [name, *_strings(needed)]
+    return names
+
+
+def _cost(part: Schema) -> int:
+    """Return how many names there are to look at."""
+    return 1 + sum(len(part[keyword]) for keyword in _MEMBERS if isinstance(part.get(keyword), dict | list))
 
 
 def _types(part: Schema) -> frozenset[str]:
+    """Return the types that a value of the schema may have, "object" or others."""
     given = part.get("type")
-    names = [given] if isinstance(given, str) else given if isinstance(given, list) else []
-    found = {"number" if name == "integer" else str(name) for name in names}
-    return frozenset(found or ("array", "boolean", "null", "number", "object", "string"))
+    if isinstance(given, str | list):
+        return frozenset([given] if isinstance(given, str) else _strings(given))
+    values = [part["const"]] if "const" in part else part.get("enum")
+    if isinstance(values, list) and not any(isinstance(value, dict) for value in values):
+        return frozenset()
+    return frozenset(("object",))
 
 
-def _constants(part: Schema) -> dict[str, frozenset[str]]:
-    """Return the values of those properties that must be there and are constants."""
-    properties, required = part.get("properties"), set(_required(part))
-    found: dict[str, frozenset[str]] = {}
-    for name, member in properties.items() if isinstance(properties, dict) else ():
-        if (
-            name in required
-            and isinstance(member, dict)
-            and ("const" in member or isinstance(member.get("enum"), list))
-        ):
-            values = [member["const"]] if "const" in member else member["enum"]
-            found[name] = frozenset(map(json.dumps, values))
+def _constants(part: Schema) -> dict[str, frozenset[Any]]:
+    """Return the values of those properties that must be there and are constants, true apart from 1."""
+    found: dict[str, frozenset[Any]] = {}
+    for name in _strings(part.get("required")):
+        member = _of(_of(part, "properties"), name)
+        values = [member["const"]] if "const" in member else member.get("enum")
+        if isinstance(values, list) and not any(isinstance(value, dict | list) for value in values):
+            found[name] = frozenset((isinstance(value, bool), value) for value in values)
     return found
 
 
-def _write(part: Schema, known: _Names) -> None:
+def _schemas_by_name(parts: Iterable[Schema]) -> dict[str, list[Any]]:
+    members: dict[str, list[Any]] = {}
+    for part in parts:
+        for name, member in _of(part, "properties").items():
+            members.setdefault(name, []).append(member)
+    return members
+
+
+def _prefix(pattern: str) -> str:
+    """Return what each name begins with that the pattern fits, as far as that is plain: "x-" of ``^x-``."""
+    found = _PREFIX.match(pattern)
+    return found[1] if found and "|" not in pattern else ""
+
+
+def _can_have_enough(known: _Known) -> bool:
+    """Return whether as many members as there must be can come of those that are named."""
+    if known.least <= len(known.required):
+        return True
+    if any(not _MAY_FORBID.isdisjoint(part) for part in known.parts.values()):
+        return False
+    members = _schemas_by_name(known.parts.values())
+    possible = {name for name, found in members.items() if len(found) == 1 and _has_a_value(found[0])}
+    return known.least <= len(known.required | possible)
+
+
+def _has_a_value(schema: Any) -> bool:
+    """Return whether some value fits the schema for sure."""
+    if not isinstance(schema, dict):
+        return schema is True
+    said = schema.keys() - _NO_ASSERTION
+    listed = said & {"const", "enum"}
+    said = said if listed else said - {"type"}
+    return len(said) <= 1 and said <= _LEAVES_A_VALUE and schema.get("enum") != []
+
+
+def _write(part: Schema, known: _Known) -> None:
     if "$ref" in part:  # drafts before 2019 read nothing beside it
         members = part.get("allOf")
         part["allOf"] = [*(members if isinstance(members, list) else ()), {"$ref": part.pop("$ref")}]
-    for keyword, names in (("properties", known.names), ("patternProperties", known.patterns)):
-        own = part.get(keyword)
-        own = own if isinstance(own, dict) else {}
-        if names or keyword == "properties":
-            part[keyword] = {**own, **{name: {} for name in names if name not in own}}
+    parts = known.parts.values()
+    names: Schema = {name: {} for one in parts for name in _names(one)}
+    patterns: Schema = {name: {} for one in parts for name in _of(one, "patternProperties")}
+    for keyword, named in (("properties", names), ("patternProperties", patterns)):
+        if named or keyword == "properties":
+            part[keyword] = {**(own := _of(part, keyword)), **{n: {} for n in named if n not in own}}
     part["additionalProperties"] = False
