@@ -175,7 +175,6 @@ def test_environment_is_read_in_one_file(path: Path) -> None:
 
 _RE = {"compile", "match", "search", "fullmatch", "split", "findall", "finditer", "sub", "subn"}
 FOREIGN_PATTERNS = {
-    "runner/weights/formats.py": "a checkpoint's list of matrices left plain, in the worker while it loads",
     "tokenizer/message_encoding.py": "names of control tokens that the tokenizer has, escaped and joined",
     "chat/syntax/literals.py": "_signs_outside: a format's quotes, escaped and joined",
 }

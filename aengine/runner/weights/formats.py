@@ -12,13 +12,14 @@ To add a format, write its file and name it in `_QUANTISED`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from ...checkpoint.name_patterns import NamePatterns
+from ...checkpoint.value_reader import ValueReader
 from ...errors import ModelLoadError
 from . import float16_cpu
 from .int8 import read_int8
@@ -37,12 +38,7 @@ class QuantisedMatrices(NamedTuple):
     """A checkpoint's quantised matrices: their format, and the names of those that are left plain."""
 
     format: WeightFormat
-    ignored: tuple[str, ...]  # a name, or "re:" and a regular expression that matches a name's beginning
-
-    def has(self, name: str) -> bool:
-        return not any(
-            re.match(entry[3:], name) if entry.startswith("re:") else entry == name for entry in self.ignored
-        )
+    ignored: NamePatterns
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +62,7 @@ class WeightFormats:
         """
         if self.quantised is None:
             return self.plain
-        are_quantised = {self.quantised.has(name) for name in names}
+        are_quantised = {name not in self.quantised.ignored for name in names}
         if len(are_quantised) > 1:
             raise ModelLoadError(
                 f"quantization_config of config.json: of {', '.join(names)}, which are multiplied together, some are "
@@ -111,7 +107,8 @@ def _read_quantization(hf_config: Mapping[str, Any]) -> QuantisedMatrices | None
             continue
         for read in _QUANTISED:
             if (found := read(how)) is not None:
-                return QuantisedMatrices(found, tuple(map(str, how.get("ignore") or ())))
+                ignored = ValueReader(hf_config).at(key).texts("ignore")
+                return QuantisedMatrices(found, NamePatterns(ignored, f"config.json: {key}: ignore"))
         method = how.get("quant_method") or how.get("format") or "unknown method"
         raise ModelLoadError(
             f"the weights are quantised ({key} of config.json: {method}), and of quantised checkpoints aengine reads "
