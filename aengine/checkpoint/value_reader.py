@@ -21,16 +21,19 @@ __all__ = [
     "ValueReader",
     "check_counts",
     "check_nesting",
+    "check_size",
     "damage_explained",
     "inner_path",
     "read_any_json",
+    "read_bytes",
     "read_json",
+    "read_text",
 ]
 
 logger = logging.getLogger("aengine.checkpoint")
 
 _MOST_BYTES = 1 << 26
-"""Of a JSON file. The largest are Mistral's vocabularies and the indices of split checkpoints, of 20 MB."""
+"""Of a file that is read whole. The largest are tokenizers, of 33 MB, and the indices of split checkpoints, of 20."""
 _MOST_DEPTH = 64
 _MOST = (1 << 31) - 1
 """Of an integer that has no bound of its own: ids, positions and sizes are 32-bit integers on a device."""
@@ -176,6 +179,11 @@ class ValueReader:
         """Return a reader of the object of that name."""
         return ValueReader(self.mapping(key), f"{self._where}: {key}")
 
+    def elements(self, key: str) -> ValueReader:
+        """Return a reader of a list's elements, by their places as texts; of none where there is no list."""
+        found = self._list(key, "texts or objects")
+        return ValueReader({str(i): value for i, value in enumerate(found)}, f"{self._where}: {key}")
+
     def missing(self, key: str) -> ModelLoadError:
         """Return the error that says that there is no such key."""
         return ModelLoadError(f"{self._where} has no {key!r}, which this model needs")
@@ -213,18 +221,44 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_any_json(path: Path) -> Any:
     """Any JSON value out of a file, else as `read_json`."""
+    text = read_text(path)
     try:
-        if (size := path.stat().st_size) > _MOST_BYTES:
-            raise ModelLoadError(f"{path} is no file of a model's settings: it has {size} bytes")
-        text = path.read_text(encoding="utf-8")
         value = json.loads(text, parse_int=_integer)
         if "\\u" in text:  # half a surrogate pair can be written so, and is no character
             json.dumps(value, ensure_ascii=False).encode()
-    except OSError as error:
-        raise ModelLoadError(f"can't read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} is not valid JSON: {error}") from error
     return value
+
+
+def read_text(path: Path) -> str:
+    """The text of a file in UTF-8. Raises ModelLoadError if it can't be read, is too large, or is no text."""
+    check_size(path)
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ModelLoadError(f"can't read {path}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise ModelLoadError(f"{path} is no text in UTF-8: {error}") from error
+
+
+def read_bytes(path: Path) -> bytes:
+    """All of a file. Raises ModelLoadError if it can't be read, or is too large."""
+    check_size(path)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ModelLoadError(f"can't read {path}: {error.strerror or error}") from error
+
+
+def check_size(path: Path) -> None:
+    """Raise ModelLoadError for a file that is not there, or larger than any that is read whole."""
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise ModelLoadError(f"can't read {path}: {error.strerror or error}") from error
+    if size > _MOST_BYTES:
+        raise ModelLoadError(f"{path} is no file of a model's settings: it has {size} bytes, {_MOST_BYTES} at most")
 
 
 def _integer(digits: str) -> int | float:

@@ -189,10 +189,15 @@ def test_unknown_pre_tokenizer_warns(tmp_path: Path, caplog: pytest.LogCaptureFi
         ({"ggml.model": "gpt2"}, "lacks tokenizer.ggml.tokens"),
         (byte_level_metadata(ggml__merges=["1 ☃"]), "can't be built"),
         (byte_level_metadata(ggml__merges=["nonsense"]), "can't be built"),
-        (byte_level_metadata(ggml__merges=[1, 2]), "lacks tokenizer.ggml.merges"),
+        (byte_level_metadata(ggml__merges=[1, 2]), "merges=.* must be a list of texts"),
         (byte_level_metadata(ggml__token_type=[1, 1]), "token_type does not have one entry"),
         (byte_level_metadata(ggml__eos_token_id=99999), "eos_token_id is 99999"),
         (sentencepiece_metadata(ggml__scores=[0.0]), "scores does not have one entry"),
+        (sentencepiece_metadata(ggml__add_space_prefix="yes"), "tokenizer.ggml.add_space_prefix='yes' must be true or"),
+        (byte_level_metadata(ggml__add_bos_token=7), "tokenizer.ggml.add_bos_token=7 must be true or false"),
+        (byte_level_metadata(ggml__model="x" * 5000), "a tokenizer of kind 'x{79};"),
+        (byte_level_metadata(chat_templates=[5]), "tokenizer.chat_templates=.* must be a list of texts"),
+        (byte_level_metadata(chat_template=5), "tokenizer.chat_template=5 must be a text"),
     ],
 )
 def test_damage(tmp_path: Path, metadata: dict[str, Any], problem: str) -> None:

@@ -21,6 +21,7 @@ from tokenizers import models, pre_tokenizers, trainers
 from transformers import BertTokenizer
 
 from aengine.checkpoint import ModelSource
+from aengine.checkpoint.value_reader import ValueReader
 from aengine.errors import ModelLoadError
 from aengine.tokenizer.token_text import gpt2_bytes
 from aengine.tokenizer.tokenizer import Tokenizer
@@ -356,7 +357,7 @@ def test_missing_tokens_are_added_at_once(monkeypatch: pytest.MonkeyPatch) -> No
             calls.append(name)
             return getattr(encoder, name)
 
-    folder._add_missing_tokens(Counting(), listed)  # type: ignore[arg-type]
+    folder._add_missing_tokens(Counting(), ValueReader(listed))  # type: ignore[arg-type]
     assert calls.count("add_tokens") == 1 and encoder.get_vocab_size() == 20_003
     assert encoder.token_to_id("<more 19999>") == 20_002 and encoder.token_to_id("<far>") is None
 
@@ -385,3 +386,56 @@ def test_a_token_id_that_no_vocabulary_has(tmp_path: Path) -> None:
             "pre_tokenizer": None, "post_processor": None, "decoder": None, "model": model}  # fmt: skip
     with pytest.raises(ModelLoadError, match="16777215 at most"):
         load(tmp_path, tokenizer__json=data)
+
+
+CONFIG = "tokenizer_config.json: "
+
+
+@pytest.mark.parametrize(
+    ("files", "problem"),
+    [
+        ({"tokenizer_config__json": {"bos_token": 5}}, CONFIG + "bos_token=5 must be a text"),
+        ({"tokenizer_config__json": {"bos_token": {"content": 5}}}, CONFIG + "bos_token: content=5 must be a text"),
+        ({"special_tokens_map__json": {"eos_token": ["a"]}}, r"special_tokens_map.json: eos_token=\['a'\] must be"),
+        ({"tokenizer_config__json": {"do_lower_case": "x"}}, CONFIG + "do_lower_case='x' must be true or false"),
+        ({"tokenizer_config__json": {"strip_accents": []}}, CONFIG + r"strip_accents=\[\] must be true or false"),
+        ({"tokenizer_config__json": {"tokenizer_class": 5}}, CONFIG + "tokenizer_class=5 must be a text"),
+        ({"tokenizer_config__json": {"tokenizer_class": "x" * 5000}}, "is read by transformers' x{80}, which gives"),
+        (
+            {"tokenizer_config__json": {"added_tokens_decoder": [5]}},
+            CONFIG + "added_tokens_decoder=.* must be an object",
+        ),
+        (
+            {"tokenizer_config__json": {"added_tokens_decoder": {"6": {"content": "<x>", "special": "no"}}}},
+            CONFIG + "added_tokens_decoder: 6: special='no' must be true or false",
+        ),
+        (
+            {"tokenizer_config__json": {"additional_special_tokens": "x"}},
+            "additional_special_tokens='x' must be a list",
+        ),
+        ({"special_tokens_map__json": {"additional_special_tokens": [5]}}, "additional_special_tokens: 0=5 must be a"),
+        ({"added_tokens__json": {"<x>": "9"}}, "added_tokens.json: <x>='9' must be an integer"),
+        ({"tokenizer_config__json": {"chat_template": 5}}, CONFIG + "chat_template=5 must be a text"),
+        ({"tokenizer_config__json": {"chat_template": ["x"]}}, CONFIG + "chat_template: 0='x' must be an object"),
+        (
+            {"tokenizer_config__json": {"chat_template": [{"name": "a", "template": None}, {"template": 5}]}},
+            CONFIG + "chat_template: 1: template=5 must be a text",
+        ),
+        ({"chat_template__jinja": b"\xff"}, "chat_template.jinja is no text in UTF-8"),
+        ({"vocab__txt": b"\xff"}, "vocab.txt is no text in UTF-8"),
+    ],
+)
+def test_a_value_that_can_not_be_is_named(tmp_path: Path, files: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ModelLoadError, match=problem):
+        load(tmp_path, **{"vocab__txt": b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\n", **files})
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tekken.json", "tokenizer.model", "vocab.txt", "chat_template.jinja"]
+)
+def test_a_file_is_not_read_into_all_memory(tmp_path: Path, name: str) -> None:
+    (tmp_path / "vocab.txt").write_bytes(b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\n")
+    with open(tmp_path / name, "r+b" if name == "vocab.txt" else "wb") as file:
+        file.truncate(1 << 40)  # takes no place on the disk
+    with pytest.raises(ModelLoadError, match=f"{name} is no file of a model's settings: it has {1 << 40} bytes"):
+        load(tmp_path)

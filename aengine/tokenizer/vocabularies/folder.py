@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...checkpoint.value_reader import read_json
+from ...checkpoint.value_reader import ValueReader, check_size, read_json, read_text
 from ...errors import ModelLoadError
 from .loaded import ROLES, LoadedTokenizer, put_around
 from .sentencepiece_file import read_sentencepiece
@@ -55,9 +55,12 @@ def read_folder(folder: Path) -> LoadedTokenizer:
     path = _file_in(folder)
     if path is None:
         raise ModelLoadError(_missing(folder))
-    settings = _optional_json(folder / "tokenizer_config.json")
-    written = {**_optional_json(folder / "special_tokens_map.json"), **settings}
-    special_tokens = {role: text for role in ROLES if (text := _token_text(written.get(role))) is not None}
+    settings, older = (_optional_json(folder / name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
+    special_tokens = {}
+    for role in ROLES:
+        text = _token_text(settings if role in settings else older, role)
+        if text is not None:
+            special_tokens[role] = text
     if path.name == "tokenizer.json":
         encoder = _read_encoder(path)
     elif path.name == "tekken.json":
@@ -69,12 +72,14 @@ def read_folder(folder: Path) -> LoadedTokenizer:
     else:
         encoder, found = _from_sentencepiece(path, settings)
         special_tokens = found | special_tokens
-    _add_missing_tokens(encoder, settings.get("added_tokens_decoder"))
+    _add_missing_tokens(encoder, settings.at("added_tokens_decoder"))
     if path.name != "tokenizer.json":
-        _add_old_tokens(encoder, _optional_json(folder / "added_tokens.json"), written)
+        more = (settings if "additional_special_tokens" in settings else older).elements("additional_special_tokens")
+        special = {*special_tokens.values(), *(_token_text(more, place) for place in more)}
+        _add_old_tokens(encoder, _optional_json(folder / "added_tokens.json"), special)
     if path.name.startswith(("tokenizer.model", "spiece")):
         _begin_and_end(encoder, settings, special_tokens)
-    return LoadedTokenizer(encoder, special_tokens, _chat_templates(folder, settings.get("chat_template")))
+    return LoadedTokenizer(encoder, special_tokens, _chat_templates(folder, settings))
 
 
 def _file_in(folder: Path) -> Path | None:
@@ -97,6 +102,7 @@ def _missing(folder: Path) -> str:
 def _read_encoder(path: Path) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer
 
+    check_size(path)
     try:
         encoder = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
@@ -122,21 +128,18 @@ def _growth(part: Any) -> float:
     return min(1e9, math.prod(map(_growth, steps), start=own))
 
 
-def _from_sentencepiece(path: Path, settings: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+def _from_sentencepiece(path: Path, settings: ValueReader) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     _check_class(path, settings, _SENTENCEPIECE_CLASSES)
-    found = read_sentencepiece(path, legacy=settings.get("legacy") is not False)
+    found = read_sentencepiece(path, legacy=settings.flag("legacy", True))
     try:
         return found.pieces.encoder(), found.special_tokens
     except Exception as error:  # whatever the library raises for pieces that don't fit together
         raise ModelLoadError(f"{path} can't be built as a tokenizer: {error}") from error
 
 
-def _from_vocab(path: Path, settings: Mapping[str, Any], special_tokens: dict[str, str]) -> tokenizers.Tokenizer:
+def _from_vocab(path: Path, settings: ValueReader, special_tokens: dict[str, str]) -> tokenizers.Tokenizer:
     _check_class(path, settings, _BERT_CLASSES)
-    try:
-        tokens = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelLoadError(f"{path} can't be read: {error}") from error
+    tokens = read_text(path).split("\n")
     vocab = {token.rstrip("\r"): i for i, token in enumerate(tokens) if token or i < len(tokens) - 1}
     missing = [
         special_tokens[role] for role in ("unk_token", "cls_token", "sep_token") if special_tokens[role] not in vocab
@@ -146,91 +149,80 @@ def _from_vocab(path: Path, settings: Mapping[str, Any], special_tokens: dict[st
     return word_piece(
         vocab,
         special_tokens,
-        lowercase=settings.get("do_lower_case", True),
-        strip_accents=settings.get("strip_accents"),
-        handle_chinese=settings.get("tokenize_chinese_chars", True),
+        lowercase=settings.flag("do_lower_case", True),
+        strip_accents=None if settings.raw("strip_accents") is None else settings.flag("strip_accents"),
+        handle_chinese=settings.flag("tokenize_chinese_chars", True),
     )
 
 
-def _check_class(path: Path, settings: Mapping[str, Any], known: tuple[str, ...]) -> None:
+def _check_class(path: Path, settings: ValueReader, known: tuple[str, ...]) -> None:
     """Raises ModelLoadError where the class that the settings name makes other ids of the file's."""
-    name = str(settings.get("tokenizer_class") or "")
+    name = settings.text("tokenizer_class")
     plain = name.removesuffix("Backend").removesuffix("Fast").removesuffix("Tokenizer")
-    if plain not in known or settings.get("auto_map"):
-        owner = f"transformers' {name}" if name else "code of the model's own"
+    if plain not in known or settings.raw("auto_map"):
+        owner = f"transformers' {name:.80}" if name else "code of the model's own"
         raise ModelLoadError(
             f"{path} is read by {owner}, which gives its tokens other ids: {_CURE}; give that folder with tokenizer="
         )
 
 
-def _begin_and_end(encoder: tokenizers.Tokenizer, settings: Mapping[str, Any], special_tokens: dict[str, str]) -> None:
+def _begin_and_end(encoder: tokenizers.Tokenizer, settings: ValueReader, special_tokens: dict[str, str]) -> None:
     """Put BOS before a text and EOS after it: as the settings say, else as transformers does for that class."""
-    is_t5 = str(settings.get("tokenizer_class")).startswith("T5")
-    bos = special_tokens.get("bos_token") if settings.get("add_bos_token", not is_t5) else None
-    eos = special_tokens.get("eos_token") if settings.get("add_eos_token", is_t5) else None
+    is_t5 = settings.text("tokenizer_class").startswith("T5")
+    adds_bos = settings.flag("add_bos_token", "add_bos_token" not in settings and not is_t5)  # a null is a no there
+    adds_eos = settings.flag("add_eos_token", "add_eos_token" not in settings and is_t5)
+    bos = special_tokens.get("bos_token") if adds_bos else None
+    eos = special_tokens.get("eos_token") if adds_eos else None
     known = [name if name is not None and encoder.token_to_id(name) is not None else None for name in (bos, eos)]
     put_around(encoder, *known)
 
 
-def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
+def _optional_json(path: Path) -> ValueReader:
+    return ValueReader(read_json(path) if path.is_file() else {}, str(path))
 
 
-def _token_text(value: Any) -> str | None:
+def _token_text(values: ValueReader, key: str) -> str | None:
     """Return a special token's text: it is written as that, or as an object with its content."""
-    if isinstance(value, Mapping):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
+    if isinstance(values.raw(key), Mapping):
+        return _token_text(values.at(key), "content")
+    return None if values.raw(key) is None else values.text(key)
 
 
-def _add_missing_tokens(encoder: tokenizers.Tokenizer, listed: Any) -> None:
+def _add_missing_tokens(encoder: tokenizers.Tokenizer, listed: ValueReader) -> None:
     """Add the tokens that tokenizer_config.json lists and the vocabulary lacks; they take the next ids, in order."""
     from tokenizers import AddedToken
 
-    if not isinstance(listed, Mapping):
-        return
-    by_id = {int(key): token for key, token in listed.items() if key.isdecimal() and len(key) < _MOST_DIGITS}
+    by_id = {int(key): key for key in listed if key.isdecimal() and len(key) < _MOST_DIGITS}
     next_id = encoder.get_vocab_size()
     added: dict[str, AddedToken] = {}  # all at once: the library takes as long for one as for all
-    for token_id, token in sorted(by_id.items()):
-        text = _token_text(token)
+    for token_id, key in sorted(by_id.items()):
+        text = _token_text(listed, key)
         if not text or text in added or encoder.token_to_id(text) is not None or token_id != next_id + len(added):
             continue
-        own = token if isinstance(token, Mapping) else {}
-        flags = {name: bool(own.get(name)) for name in ("lstrip", "rstrip", "single_word", "normalized", "special")}
+        own = listed.at(key) if isinstance(listed.raw(key), Mapping) else ValueReader({})
+        flags = {name: own.flag(name) for name in ("lstrip", "rstrip", "single_word", "normalized", "special")}
         added[text] = AddedToken(text, **flags)
     encoder.add_tokens(list(added.values()))
 
 
-def _add_old_tokens(encoder: tokenizers.Tokenizer, ids: Mapping[str, Any], written: Mapping[str, Any]) -> None:
-    """Add the tokens of added_tokens.json, ids by text, which is older than tokenizer_config.json's list. Those that
-    are named special elsewhere are."""
-    named = [written.get(role) for role in ROLES]
-    more = written.get("additional_special_tokens")
-    special = {_token_text(token) for token in named + (more if isinstance(more, list) else [])}
-    as_listed = {
-        str(token_id): {"content": text, "special": text in special}
-        for text, token_id in ids.items()
-        if isinstance(token_id, int)
-    }
-    _add_missing_tokens(encoder, as_listed)
+def _add_old_tokens(encoder: tokenizers.Tokenizer, ids: ValueReader, special: Container[str | None]) -> None:
+    """Add the tokens of added_tokens.json, ids by text, which is older than tokenizer_config.json's list."""
+    as_listed = {str(ids.integer(text, least=0)): {"content": text, "special": text in special} for text in ids}
+    _add_missing_tokens(encoder, ValueReader(as_listed))
 
 
-def _chat_templates(folder: Path, configured: Any) -> dict[str, str]:
+def _chat_templates(folder: Path, settings: ValueReader) -> dict[str, str]:
     """Return templates by name. chat_template.jinja goes before the one in tokenizer_config.json."""
     templates: dict[str, str] = {}
-    if isinstance(configured, str):
-        templates["default"] = configured
-    elif isinstance(configured, list):
-        for entry in configured:
-            if isinstance(entry, Mapping) and isinstance(entry.get("template"), str):
-                templates[str(entry.get("name", "default"))] = entry["template"]
+    if isinstance(settings.raw("chat_template"), list):
+        listed = settings.elements("chat_template")
+        for entry in map(listed.at, listed):
+            templates[entry.text("name", "default")] = entry.text("template")
+    elif settings.raw("chat_template") is not None:
+        templates["default"] = settings.text("chat_template")
     files = {"default": folder / "chat_template.jinja"}
     files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     for name, path in files.items():
         if path.is_file():
-            try:
-                templates[name] = path.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise ModelLoadError(f"can't read the chat template {path}: {error}") from error
+            templates[name] = read_text(path)
     return templates

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ...checkpoint.gguf_file import GgufFile
+from ...checkpoint.value_reader import ValueReader
 from ...errors import ModelLoadError
 from .loaded import LoadedTokenizer, put_around
 from .sentencepiece import BYTE, CONTROL, NORMAL, UNKNOWN, SentencePieces, add_tokens, first_ids
@@ -39,13 +40,11 @@ _IDS = {
 def read_gguf_tokenizer(file: GgufFile) -> LoadedTokenizer:
     """Build the tokenizer. Raises ModelLoadError saying what is missing, inconsistent or not supported."""
     tokens: list[str] = _strings(file, "tokenizer.ggml.tokens")
-    kinds = file.metadata.get("tokenizer.ggml.token_type")
-    if kinds is None:
-        kinds = [NORMAL] * len(tokens)
-    elif not isinstance(kinds, list) or len(kinds) != len(tokens):
+    kinds = _values(file).integers("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    if len(kinds) != len(tokens):
         raise ModelLoadError(f"{file.path}: tokenizer.ggml.token_type does not have one entry a token")
     special_tokens = _special_tokens(file, tokens)
-    model = file.metadata.get("tokenizer.ggml.model")
+    model = _values(file).text("tokenizer.ggml.model")
     build = _BUILDERS.get(model)
     if build is None:
         raise ModelLoadError(
@@ -71,12 +70,12 @@ _Built = tuple["tokenizers.Tokenizer", bool, bool]
 def _byte_level(file: GgufFile, tokens: list[str], kinds: list[int], special: dict[str, str]) -> _Built:
     from tokenizers import Tokenizer, decoders, models
 
-    pre = file.metadata.get("tokenizer.ggml.pre", "default")
+    pre = _values(file).text("tokenizer.ggml.pre", "default")
     splitting = SPLITTINGS.get(pre)
     if splitting is None:
         splitting = DEFAULT
         logger.warning(
-            "%s: pre-tokenizer %r is not known; GPT-2's is used, so some prompts may be split into other tokens "
+            "%s: pre-tokenizer %.80r is not known; GPT-2's is used, so some prompts may be split into other tokens "
             "than the model was trained on (tokenizer= takes a better one)",
             file.path,
             pre,
@@ -97,7 +96,7 @@ def _sentencepiece(file: GgufFile, tokens: list[str], kinds: list[int], special:
         tokens=tokens,
         scores=_scores(file, tokens),
         kinds=kinds,
-        add_prefix=bool(file.metadata.get("tokenizer.ggml.add_space_prefix", True)),
+        add_prefix=_values(file).flag("tokenizer.ggml.add_space_prefix", True),
     )
     return pieces.encoder(), True, False
 
@@ -110,8 +109,8 @@ def _unigram(file: GgufFile, tokens: list[str], kinds: list[int], special: dict[
         kinds=kinds,
         is_unigram=True,
         byte_fallback=BYTE in kinds,
-        add_prefix=bool(file.metadata.get("tokenizer.ggml.add_space_prefix", True)),
-        merges_blanks=bool(file.metadata.get("tokenizer.ggml.remove_extra_whitespaces", True)),
+        add_prefix=_values(file).flag("tokenizer.ggml.add_space_prefix", True),
+        merges_blanks=_values(file).flag("tokenizer.ggml.remove_extra_whitespaces", True),
         charsmap=bytes(byte & 0xFF for byte in charsmap),
     )
     return pieces.encoder(), False, True
@@ -150,8 +149,8 @@ _BUILDERS: dict[Any, Callable[[GgufFile, list[str], list[int], dict[str, str]], 
 
 
 def _scores(file: GgufFile, tokens: list[str]) -> list[float]:
-    scores = file.metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(tokens):
+    scores = _values(file).numbers("tokenizer.ggml.scores")
+    if len(scores) != len(tokens):
         raise ModelLoadError(f"{file.path}: tokenizer.ggml.scores does not have one entry a token")
     return scores
 
@@ -159,8 +158,9 @@ def _scores(file: GgufFile, tokens: list[str]) -> list[float]:
 def _put_around(
     file: GgufFile, encoder: tokenizers.Tokenizer, special_tokens: dict[str, str], add_bos: bool, add_eos: bool
 ) -> None:
-    bos = special_tokens.get("bos_token") if file.metadata.get("tokenizer.ggml.add_bos_token", add_bos) else None
-    eos = special_tokens.get("eos_token") if file.metadata.get("tokenizer.ggml.add_eos_token", add_eos) else None
+    values = _values(file)
+    bos = special_tokens.get("bos_token") if values.flag("tokenizer.ggml.add_bos_token", add_bos) else None
+    eos = special_tokens.get("eos_token") if values.flag("tokenizer.ggml.add_eos_token", add_eos) else None
     put_around(encoder, bos, eos)
 
 
@@ -179,15 +179,19 @@ def _special_tokens(file: GgufFile, tokens: list[str]) -> dict[str, str]:
 
 
 def _chat_templates(file: GgufFile) -> dict[str, str]:
-    names = file.metadata.get("tokenizer.chat_templates", [])
-    named = {str(name): file.metadata.get(f"tokenizer.chat_template.{name}") for name in names}
-    named["default"] = file.metadata.get("tokenizer.chat_template")
-    return {name: template for name, template in named.items() if isinstance(template, str)}
+    values = _values(file)
+    keys = {name: f"tokenizer.chat_template.{name}" for name in values.texts("tokenizer.chat_templates")}
+    keys["default"] = "tokenizer.chat_template"
+    return {name: values.text(key) for name, key in keys.items() if values.raw(key) is not None}
+
+
+def _values(file: GgufFile) -> ValueReader:
+    return ValueReader(file.metadata, str(file.path))
 
 
 def _strings(file: GgufFile, key: str) -> list[str]:
-    value = file.metadata.get(key)
-    if not isinstance(value, list) or not value or not isinstance(value[0], str):
+    value = _values(file).texts(key)
+    if not value:
         raise ModelLoadError(
             f"{file.path} lacks {key}, so it has no tokenizer: give one with tokenizer=, a folder or hub id that has "
             "tokenizer.json (or use skip_tokenizer=True)"

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...checkpoint.value_reader import read_bytes
 from ...errors import ModelLoadError
 from .sentencepiece import NORMAL, SentencePieces
 
@@ -39,9 +40,9 @@ def read_sentencepiece(path: Path, *, legacy: bool = True) -> SentencePieceFile:
     """Read a model. ``legacy`` as of `SentencePieces`. Raises ModelLoadError for a file that is damaged, or of a kind
     that is not supported."""
     try:
-        return _model(path, path.read_bytes(), legacy)
-    except (OSError, ValueError, LookupError, struct.error) as error:
-        raise ModelLoadError(f"{path} can't be read as a SentencePiece model: {error}") from error
+        return _model(path, read_bytes(path), legacy)
+    except (ValueError, LookupError, struct.error) as error:
+        raise ModelLoadError(f"{path} can't be read as a SentencePiece model: {error!s:.200}") from error
 
 
 def _model(path: Path, data: bytes, legacy: bool) -> SentencePieceFile:
