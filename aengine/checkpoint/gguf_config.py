@@ -29,7 +29,7 @@ def gguf_hf_config(file: GgufFile) -> dict[str, Any]:
     Raises ModelLoadError naming what is missing or not supported.
     """
     values = _Metadata(file)
-    arch = values.text("general.architecture")
+    arch = values.name("general.architecture")
     if not arch:
         raise values.missing("general.architecture")
     _check_layers(file, values.integer(f"{arch}.block_count"))

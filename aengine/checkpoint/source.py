@@ -28,7 +28,7 @@ from .gguf_file import GgufFile
 from .pooling import gguf_pooling, read_pooling
 from .safetensors_files import has_safetensors, safetensors_files
 from .text_config import text_config
-from .value_reader import check_counts, check_nesting, damage_explained, read_json
+from .value_reader import check_nesting, check_settings, damage_explained, read_json
 
 __all__ = ["ModelSource", "locate", "resolve_model", "weights_in"]
 
@@ -121,7 +121,7 @@ def _read_settings(path: Path, config: EngineConfig, choice: GgufChoice | None) 
     generation_file = path / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
     check_nesting(settings, path / "config.json")
-    check_counts(settings)
+    check_settings(settings)
     check_nesting(generation, generation_file)
     pooling = read_pooling(path, settings).to_wire()
     return ModelSource(config.model, str(path), "dummy" if dummy else "safetensors", settings, generation, pooling)

@@ -19,8 +19,8 @@ from ..errors import AEngineError, ModelLoadError
 
 __all__ = [
     "ValueReader",
-    "check_counts",
     "check_nesting",
+    "check_settings",
     "check_size",
     "damage_explained",
     "inner_path",
@@ -35,6 +35,7 @@ logger = logging.getLogger("aengine.checkpoint")
 _MOST_BYTES = 1 << 26
 """Of a file that is read whole. The largest are tokenizers, of 33 MB, and the indices of split checkpoints, of 20."""
 _MOST_DEPTH = 64
+_MOST_NAME = 100
 _MOST = (1 << 31) - 1
 """Of an integer that has no bound of its own: ids, positions and sizes are 32-bit integers on a device."""
 _MOST_OF = {
@@ -71,7 +72,7 @@ class ValueReader:
 
     def error(self, key: str, problem: str) -> ModelLoadError:
         """Return the error that says what is wrong with the value of ``key``."""
-        return ModelLoadError(f"{self._where}: {key}={self.raw(key)!r:.80} {problem}")
+        return ModelLoadError(f"{self._where}: {key:.80}={self.raw(key)!r:.80} {problem}")
 
     def raw(self, key: str) -> Any:
         """Return the value as it is; None if there is none."""
@@ -152,6 +153,13 @@ class ValueReader:
             raise self.error(key, "must be a text")
         return value
 
+    def name(self, key: str) -> str:
+        """Return a text that is short enough for an error to quote."""
+        value = self.text(key)
+        if len(value) > _MOST_NAME:
+            raise self.error(key, f"must be a name of at most {_MOST_NAME} letters")
+        return value
+
     def texts(self, key: str) -> list[str]:
         """Return a list of texts; [] where there is none."""
         found = self._list(key, "texts")
@@ -177,16 +185,16 @@ class ValueReader:
 
     def at(self, key: str) -> ValueReader:
         """Return a reader of the object of that name."""
-        return ValueReader(self.mapping(key), f"{self._where}: {key}")
+        return ValueReader(self.mapping(key), f"{self._where}: {key:.80}")
 
     def elements(self, key: str) -> ValueReader:
         """Return a reader of a list's elements, by their places as texts; of none where there is no list."""
         found = self._list(key, "texts or objects")
-        return ValueReader({str(i): value for i, value in enumerate(found)}, f"{self._where}: {key}")
+        return ValueReader({str(i): value for i, value in enumerate(found)}, f"{self._where}: {key:.80}")
 
     def missing(self, key: str) -> ModelLoadError:
         """Return the error that says that there is no such key."""
-        return ModelLoadError(f"{self._where} has no {key!r}, which this model needs")
+        return ModelLoadError(f"{self._where} has no {key!r:.80}, which this model needs")
 
     def _list(self, key: str, of: str) -> Sequence[Any]:
         value = self.raw(key)
@@ -271,9 +279,10 @@ def _beyond_64_bits(digits: str) -> int | float:
     return float(digits)
 
 
-def check_counts(settings: Mapping[str, Any], where: str = "config.json") -> None:
-    """Raise ModelLoadError for a count that no model has, whoever is to read it."""
+def check_settings(settings: Mapping[str, Any], where: str = "config.json") -> None:
+    """Raise ModelLoadError for a count that no model has, or a ``model_type`` that is no name, whoever reads them."""
     values = ValueReader(settings, where)
+    values.name("model_type")
     for key in _MOST_OF:
         if isinstance(values.raw(key), int | float):
             values.integer_or_none(key, least=0)

@@ -87,11 +87,17 @@ def test_numbers_that_nobody_reads_reach_the_worker(tmp_path: Path, config: dict
         ('{"a": "\\ud800"}', "config.json is not valid JSON: .*surrogates"),
         ({**CONFIG, "sentence_transformers": 5}, "config.json: sentence_transformers=5 must be an object"),
         ({**CONFIG, "num_labels": 10**9}, "config.json: num_labels=1000000000 is more than any model has"),
+        (
+            {**CONFIG, "model_type": "y" * 5000},
+            "config.json: model_type='y{75}.* must be a name of at most 100 letters",
+        ),
+        ({**CONFIG, "model_type": 5}, "config.json: model_type=5 must be a text"),
     ],
 )
 def test_a_config_that_can_not_be(tmp_path: Path, config: Any, problem: str) -> None:
-    with pytest.raises(ModelLoadError, match=problem):
+    with pytest.raises(ModelLoadError, match=problem) as caught:
         resolve(folder(tmp_path / "m", config))
+    assert len(str(caught.value)) < 400
 
 
 @pytest.mark.parametrize(

@@ -212,6 +212,23 @@ def test_what_the_config_ignores_is_plain(copied: Callable[..., Path]) -> None:
     check_near(logits(folder), logits(plain))
 
 
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"ignore": [5]}, "quantization_config: ignore=.* must be a list of texts"),
+        ({"ignore": ["re:(a"]}, "quantization_config: ignore: aengine can't read the pattern '\\(a'"),
+        ({"quant_method": "y" * 5000}, r"\(quantization_config of config.json: y{80}\)"),
+    ],
+)
+def test_a_quantization_that_can_not_be_read_is_named(
+    fields: dict[str, Any], problem: str, copied: Callable[..., Path]
+) -> None:
+    folder = copied("llama")
+    set_quantization(folder, {**CONFIG, "format": "int-quantized", **fields})
+    with pytest.raises(ModelLoadError, match=problem):
+        build(source_of(folder))
+
+
 def test_parts_of_a_matrix_are_quantised_together(copied: Callable[..., Path]) -> None:
     folder = copied("llama")
     quantise(folder, "int-quantized", ignored=("v_proj",))

@@ -25,8 +25,8 @@ Change = Callable[[random.Random, Path], str]
 ODD: list[Any] = [
     None, True, False, 0, 1, -1, -5, 3, 7, 2**15, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1, 2**64,
     10**30, 10**400, 0.0, 0.5, -1.5, 1e-45, 1e300, float("nan"), float("inf"), "", "x", "{}", "{0}", "\ud800",
-    "é" * 300, [], [[]], [1], [None], ["x"], {}, {"a": 1}, {"a": {"b": []}}, {"rope_type": "yarn"}, "../x",
-    "/etc/passwd", "a\0b",
+    "é" * 300, "y" * 5000, ["y" * 5000], {"y" * 5000: "y" * 5000}, ["re:(a+)+$"], [], [[]], [1], [None], ["x"], {},
+    {"a": 1}, {"a": {"b": []}}, {"rope_type": "yarn"}, "../x", "/etc/passwd", "a\0b",
 ]  # fmt: skip
 EXTRA_KEYS = (
     "rope_scaling", "rope_theta", "rope_parameters", "sliding_window", "layer_types", "quantization_config",
@@ -34,13 +34,19 @@ EXTRA_KEYS = (
     "text_config", "partial_rotary_factor", "use_sliding_window", "max_window_layers", "sentence_transformers",
     "hidden_act", "model_type", "tie_word_embeddings", "attention_bias", "torch_dtype", "model_max_length",
     "is_decoder", "use_bidirectional_attention", "mlp_only_layers", "no_rope_layers", "auto_map", "chat_template",
-    "added_tokens_decoder", "extra_special_tokens",
+    "added_tokens_decoder", "extra_special_tokens", "additional_special_tokens", "bos_token", "add_bos_token",
+    "tokenizer_class", "ignore",
 )  # fmt: skip
 ROPES: list[Any] = [
     {"rope_type": kind, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "short_factor": [1.0] * 4,
      "long_factor": [2.0] * 4, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1}
     for kind in ("linear", "yarn", "llama3", "longrope", "dynamic", "su", "x")
 ]  # fmt: skip
+PLAIN: dict[str, Any] = {  # 8-bit integers, but for all matrices
+    "quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head", "re:.*_proj$"],
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {
+        "num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}}},
+}  # fmt: skip
 
 
 # -- the files that are spoiled
@@ -68,6 +74,10 @@ def write_bases(folder: Path) -> list[Path]:
     sharded = write_tiny_model(folder / "sharded", "llama", max_shard_size="60KB")
     (sharded / "tokenizer.json").write_bytes(tokenizer)
     bases.append(sharded)
+    ignoring = Path(shutil.copytree(folder / "llama", folder / "ignoring"))
+    config = json.loads((ignoring / "config.json").read_text())
+    (ignoring / "config.json").write_text(json.dumps({**config, "quantization_config": PLAIN}))
+    bases.append(ignoring)
     for name, write in (("tekken", write_tekken), ("sentencepiece", write_sentencepiece)):
         path = folder / name
         shutil.copytree(folder / "mistral", path)

@@ -46,7 +46,7 @@ from aengine.workers.rank import Rank, check_division
 CPU_SECONDS = 10  # of a case; an honest one takes a tenth
 WALL_SECONDS = 120  # the machine may be busy
 MORE_MEMORY = 2 << 30  # of addresses, beyond what the process had
-LONGEST_MESSAGE = 1500
+LONGEST_MESSAGE = 800  # a file's own text is quoted by 80 letters or so
 
 assert _transformers
 

@@ -68,7 +68,7 @@ def _load_dense(folder: Path, device: torch.device) -> DenseLayer:
     name = str(config.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
     if name not in _ACTIVATIONS:
         known = ", ".join(_ACTIVATIONS)
-        raise ModelLoadError(f"{folder}: activation_function {name!r} is not supported; these are: {known}")
+        raise ModelLoadError(f"{folder}: activation_function {name!r:.80} is not supported; these are: {known}")
     path = folder / "model.safetensors"
     if not path.is_file():
         raise ModelLoadError(f"{path} is not there: a dense layer's weights must be in that format")

@@ -109,7 +109,7 @@ def _read_quantization(hf_config: Mapping[str, Any]) -> QuantisedMatrices | None
             if (found := read(how)) is not None:
                 ignored = ValueReader(hf_config).at(key).texts("ignore")
                 return QuantisedMatrices(found, NamePatterns(ignored, f"config.json: {key}: ignore"))
-        method = how.get("quant_method") or how.get("format") or "unknown method"
+        method = f"{how.get('quant_method') or how.get('format') or 'unknown method'!s:.80}"
         raise ModelLoadError(
             f"the weights are quantised ({key} of config.json: {method}), and of quantised checkpoints aengine reads "
             f"GGUF and 8-bit integers of compressed-tensors with a scale a row: give the checkpoint in 16 or 32 bits "

@@ -145,7 +145,7 @@ def _from_vocab(path: Path, settings: ValueReader, special_tokens: dict[str, str
         special_tokens[role] for role in ("unk_token", "cls_token", "sep_token") if special_tokens[role] not in vocab
     ]
     if missing:
-        raise ModelLoadError(f"{path} is no vocabulary of BERT's kind: it lacks {', '.join(missing)}")
+        raise ModelLoadError(f"{path} is no vocabulary of BERT's kind: it lacks {', '.join(missing):.200}")
     return word_piece(
         vocab,
         special_tokens,
