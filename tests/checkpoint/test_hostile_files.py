@@ -177,6 +177,30 @@ def test_a_header_that_is_none_is_the_loaders_to_tell(tmp_path: Path, weights: b
         stored_names(path)
 
 
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+def test_what_is_no_file_is_no_weight(tmp_path: Path, kind: str) -> None:
+    """The GGUF file beside it is the model."""
+    path = folder(tmp_path / "m")
+    (path / "model.safetensors").unlink()
+    (os.mkfifo if kind == "pipe" else os.mkdir)(path / "model.safetensors")
+    write_gguf(path / "m.gguf")
+    assert resolve(path).format == "gguf"
+
+
+def test_a_generation_config_is_bounded_too(tmp_path: Path) -> None:
+    deep: Any = 1
+    for _ in range(100):
+        deep = [deep]
+    with pytest.raises(ModelLoadError, match=r"generation_config.json is nested more than 64 deep"):
+        resolve(folder(tmp_path / "m", generation={"a": deep}))
+
+
+def test_what_is_left_is_an_error_that_names_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aengine.checkpoint.source.text_config", lambda *_: {}["x"])
+    with pytest.raises(ModelLoadError, match="m: config.json or a file beside it is damaged: KeyError: 'x'"):
+        resolve(folder(tmp_path / "m"))
+
+
 def test_no_home_is_no_model() -> None:
     with pytest.raises(ModelLoadError, match="can't be a model's name"):
         locate("~nosuchuser/model")
@@ -334,6 +358,29 @@ def test_a_value_of_another_kind_is_named(value: Any, read: str, problem: str) -
     with pytest.raises(ModelLoadError, match=rf"config.json: the_key=.*{problem}") as caught:
         getattr(ValueReader({"the_key": value}), read)("the_key")
     assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("key", "most"),
+    [
+        ("num_hidden_layers", 4096),
+        ("num_layers", 4096),
+        ("n_layers", 4096),
+        ("n_layer", 4096),
+        ("llama.block_count", 4096),
+        ("num_attention_heads", 65_536),
+        ("num_key_value_heads", 65_536),
+        ("llama.attention.head_count", 65_536),
+        ("llama.attention.head_count_kv", 65_536),
+        ("num_local_experts", 16_384),
+        ("num_experts", 16_384),
+        ("llama.expert_count", 16_384),
+    ],
+)
+def test_counts_of_what_is_made_one_by_one_have_bounds_of_their_own(key: str, most: int) -> None:
+    assert ValueReader({key: most}).integer(key) == most
+    with pytest.raises(ModelLoadError, match=f"{key}={most + 1} is more than any model has: {most} at most"):
+        ValueReader({key: most + 1}).integer(key)
 
 
 @pytest.mark.parametrize("read", ["integer_or_none", "number_or_none"])

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -343,3 +344,31 @@ def test_a_stack_of_experts_is_named_by_what_is_around_its_number() -> None:
     names = GgufNames(layer=EXPERT_NAMES)
     assert names.hf_name("blk.3.ffn_up_exps.weight") == ("model.layers.3.mlp.experts.", ".up_proj.weight")
     assert names.hf_name("blk.3.attn_q.bias") == "model.layers.3.self_attn.q_proj.bias"
+
+
+class OddFile:
+    """A file of one tensor of an odd shape, whose numbers nobody reads."""
+
+    path = "odd.gguf"
+
+    def __init__(self, name: str, *shape: int) -> None:
+        self.tensors = {name: SimpleNamespace(shape=shape)}
+
+
+def test_a_stack_of_more_experts_than_any_model_has() -> None:
+    names = GgufNames(layer=EXPERT_NAMES)
+    for count in (2**14, 2**14 + 1):
+        read = gguf_source._read(OddFile("blk.0.ffn_up_exps.weight", count, 2, 2), names, 8, Target({}, CPU))  # type: ignore[arg-type]
+        if count == 2**14:
+            assert next(iter(read)).name == "model.layers.0.mlp.experts.0.up_proj.weight"
+        else:
+            with pytest.raises(ModelLoadError, match=r"odd.gguf: tensor blk.0.ffn_up_exps.weight is a stack of 16385"):
+                next(iter(read))
+
+
+def test_rows_that_heads_do_not_divide_are_the_loaders_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_source, "_dequantise", lambda *_: torch.zeros(10, 4))
+    names, hf_name = GgufNames(interleaved=("q_proj",)), "model.layers.0.self_attn.q_proj.weight"
+    target = Target({hf_name: SimpleNamespace(shape=(16, 4), part=None)}, CPU)  # type: ignore[dict-item]
+    (named,) = gguf_source._read(OddFile("blk.0.attn_q.weight", 10, 4), names, 8, target)  # type: ignore[arg-type]
+    assert (named.name, named.shape) == (hf_name, (10, 4))

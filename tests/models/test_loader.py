@@ -21,7 +21,7 @@ from aengine.config import EngineConfig
 from aengine.errors import ModelLoadError
 from aengine.runner.platforms.platform import DeviceMemory
 from aengine.runner.startup.load import load_model
-from aengine.runner.weights import random_source, safetensors_source
+from aengine.runner.weights import loader, random_source, safetensors_source
 from aengine.runner.weights.loader import load_weights
 from aengine.runner.weights.reading import Named, Target
 from aengine.runner.weights.scope import Place
@@ -390,3 +390,8 @@ def test_what_is_left_is_an_error_that_names_the_model(copied: Path, monkeypatch
     settings = EngineConfig.create(str(copied), {"dtype": "float32", "num_threads": 1})
     with pytest.raises(ModelLoadError, match="model: config.json or a file beside it is damaged: KeyError: 'x'"):
         load_model(settings, source_of(copied).to_wire(), Rank(), lambda *progress: None)
+
+
+def test_sizes_in_errors_have_no_bound() -> None:
+    assert loader._gib(3 * 2**29) == "1.50 GiB"
+    assert loader._gib(10**400) == "more than 2**30 GiB"  # which is no float

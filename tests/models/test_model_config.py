@@ -230,6 +230,7 @@ def test_a_key_that_is_left_out_has_transformers_default(model_type: str) -> Non
         ({"num_attention_heads": 2**31}, "num_attention_heads=2147483648 is more than any model has"),
         ({"hidden_size": 2**30}, "heads of 178956970 elements"),
         ({"num_hidden_layers": 10**5}, "num_hidden_layers"),
+        ({"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok=3, of 2"),
         ({"rope_theta": float("nan")}, "rope_theta=nan must be a finite number above 0"),
         ({"rms_norm_eps": float("inf")}, "rms_norm_eps=inf must be a finite number"),
         ({"rope_scaling": [1]}, "rope_scaling=.1. must be an object"),

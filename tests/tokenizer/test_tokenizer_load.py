@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tokenizers import models, pre_tokenizers, processors
 from aengine.checkpoint import ModelSource
 from aengine.checkpoint.source import resolve_model
 from aengine.config import EngineConfig
+from aengine.engine.core import EngineCore
 from aengine.engine.tokenizer_view import TokenizerView
 from aengine.errors import ContextLengthError, InvalidRequestError, ModelLoadError
 from aengine.tokenizer import pooled_texts
@@ -55,6 +57,39 @@ def test_saved_and_loaded_is_the_same(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="no chat template") as caught:
         tokenizer.apply_chat_template(MESSAGES)
     assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize("skip", [False, True])
+async def test_ends_are_tokens_of_the_model(tmp_path: Path, skip: bool) -> None:
+    """Others could not be packed into the columns of a step, or would never come."""
+    source = make_folder(tmp_path, tokenizer_config__json={"eos_token": "<|endoftext|>"})
+    source = replace(source, generation_config={"eos_token_id": [5, 2**40, -5, True, 49152]})
+    config = EngineConfig(model=str(tmp_path), skip_tokenizer=skip)
+    tokenizer, ends = await EngineCore._load_tokenizer(config, source)
+    assert (tokenizer is None) == skip and ends - {0, 2} == {5}
+
+
+class PanicException(BaseException):
+    """As pyo3's of that name, which is no `Exception`."""
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (KeyError("x"), "config.json or a file beside it is damaged: KeyError: 'x'"),
+        (PanicException("index out of bounds"), "makes the tokenizers library fail: index out of bounds"),
+    ],
+)
+def test_what_is_left_is_an_error_that_names_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, said: str
+) -> None:
+    def fail(path: Path) -> None:
+        raise error
+
+    source = make_folder(tmp_path)
+    monkeypatch.setattr("aengine.tokenizer.tokenizer._loaded", fail)
+    with pytest.raises(ModelLoadError, match=f"{tmp_path}.*{said}"):
+        Tokenizer.load(source)
 
 
 def test_settings(tmp_path: Path) -> None:
