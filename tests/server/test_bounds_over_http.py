@@ -13,8 +13,10 @@ import pytest
 from starlette.requests import Request
 from starlette.types import Message
 
-from aengine import AsyncLLM, InvalidRequestError, SamplingParams
+from aengine import AsyncLLM, ContextLengthError, EngineOverloadedError, InvalidRequestError, SamplingParams
+from aengine.bounds import LONG_TEXT
 from aengine.chat.syntax.spellings import Spellings
+from aengine.engine.preparation import Preparation
 from aengine.server import create_app, http
 from aengine.server.anthropic import conversation
 from aengine.server.anthropic.requests import CountBody
@@ -58,6 +60,59 @@ async def test_what_is_larger_than_any_prompt_is_not_encoded(
         answer = await client.post(path, json=body)
         assert answer.status_code == 400, answer.text
         assert "max_model_len" in answer.text
+
+
+async def test_what_is_larger_than_any_prompt_needs_no_place_in_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Lanes, "num_queued", lambda *_, is_long: 1000)
+    async with FakeAsyncLLM("a", max_model_len=2048) as engine:
+        for prompt in (TEXT, MANY):
+            with pytest.raises(ContextLengthError):
+                await engine.async_tokenizer.count(prompt)  # type: ignore[arg-type]
+        with pytest.raises(EngineOverloadedError):
+            await engine.async_tokenizer.count("x")
+
+
+async def test_a_long_text_that_can_not_fit_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it has fewer characters than a prompt may have, of other tokens."""
+    text = "x" * (LONG_TEXT + 1)
+    async with FakeAsyncLLM("a", max_model_len=2048) as engine:
+        monkeypatch.setattr(Tokenizer, "encode", lambda *args, **options: pytest.fail("it was encoded"))
+        with pytest.raises(ContextLengthError, match=r"at least \d+ tokens"):
+            await engine.async_tokenizer.count(text)
+        with pytest.raises(ContextLengthError, match=r"at least \d+ tokens"):
+            await engine.async_tokenizer.render([{"role": "user", "content": text}])
+
+
+@pytest.mark.parametrize("path", sorted({path for path, _ in COUNTS}))
+async def test_who_leaves_takes_back_a_call_of_the_tokenizer(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    async def wait(*_: Any) -> None:
+        calls.append("begun")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            calls.append("cancelled")
+
+    body = {"prompt": "x", "tokens": [97], "input": "x", "messages": [{"role": "user", "content": "x"}]}
+    fields = {"/tokenize": ["prompt"], "/detokenize": ["tokens"], "/v1/responses/input_tokens": ["input"]}
+    sent = json.dumps({name: body[name] for name in fields.get(path, ["messages"])} | {"model": "fake"}).encode()
+    messages: list[Message] = [{"type": "http.disconnect"}, {"type": "http.request", "body": sent}]
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "http_version": "1.1"}
+
+    async def send(message: Message) -> None:
+        pass
+
+    async def receive() -> Message:
+        while len(messages) == 1 and not calls:
+            await asyncio.sleep(0)
+        return messages.pop() if messages else {"type": "http.disconnect"}
+
+    monkeypatch.setattr(Preparation, "ask_tokenizer", wait)
+    async with FakeAsyncLLM("a") as engine, asyncio.timeout(60):
+        headers = [(b"content-type", b"application/json"), (b"host", b"engine")]
+        await create_app(engine)(scope | {"headers": headers}, receive, send)
+    assert calls == ["begun", "cancelled"]
 
 
 async def test_calls_of_the_tokenizer_wait_in_a_bounded_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,14 +473,29 @@ async def test_large_answers_are_written_in_a_thread(path: str, monkeypatch: pyt
         assert len(entries["tokens" if path == "/v1/completions" else "content"]) == 40
 
 
+async def test_the_strings_of_many_tokens_are_written_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    token_bytes = Tokenizer.token_bytes
+
+    def noted(self: Tokenizer, token_id: int) -> bytes:
+        threads.append(threading.current_thread().name)
+        return token_bytes(self, token_id)
+
+    async with FakeAsyncLLM("a", max_model_len=16_384) as engine, http_client(engine) as client:
+        monkeypatch.setattr(Tokenizer, "token_bytes", noted)
+        answer = await client.post("/tokenize", json={"prompt": "x" * 6000, "return_token_strs": True})
+        assert answer.json()["token_strs"] == ["x"] * 6000 and set(threads) == {"aengine-http"}
+
+
 async def test_reasoning_is_counted_by_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not by encoding its text again."""
-    async with FakeAsyncLLM(Reply("answer", reasoning="so it is"), reasoning=True) as engine:
+    async with FakeAsyncLLM(Reply("answer", reasoning="so </it is"), reasoning=True) as engine:
         monkeypatch.setattr(type(engine.tokenizer), "encode", lambda *args, **options: pytest.fail("it was encoded"))
         completion = await engine.chat([{"role": "user", "content": "x"}], SamplingParams(n=2))
-        assert completion.usage.reasoning_tokens == 2 * len("so it is")
-        cut = await engine.chat([{"role": "user", "content": "x"}], SamplingParams(max_tokens=12))
-        assert cut.message.reasoning and cut.usage.reasoning_tokens == len(cut.message.reasoning)
+        assert completion.usage.reasoning_tokens == 2 * len("so </it is")
+        cut = await engine.chat([{"role": "user", "content": "x"}], SamplingParams(max_tokens=len("<think>\nso </")))
+        assert cut.message.reasoning == "so </", "held back as long as it might end the reasoning"
+        assert cut.usage.reasoning_tokens == len("so </")
 
 
 async def test_the_strings_of_tools_are_made_once_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
