@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple
@@ -63,7 +64,7 @@ class Token(NamedTuple):
     logprob: float | None = None  # of this token; None unless SamplingParams.logprobs was given
     finish_reason: FinishReason | None = None  # set on the last token of its completion
     position: int = 0  # 0 for the completion's first token
-    top_logprobs: tuple[Logprob, ...] = ()  # the likeliest alternatives, likeliest first
+    top_logprobs: Sequence[Logprob] = ()  # the likeliest alternatives, likeliest first; read-only
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +117,9 @@ class Choice(Generic[T_co]):
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
-    logprobs: tuple[tuple[Logprob, ...], ...] | None = None
-    """One entry a token: the sampled token first, then the likeliest, likeliest first. None unless asked for."""
+    logprobs: Sequence[tuple[Logprob, ...]] | None = None
+    """One entry a token: the sampled token first, then the likeliest, likeliest first. None unless asked for. A
+    read-only sequence, whose entries are made when they are read."""
     parsed: T_co = _NO_VALUE
     """With an output_type: its value. None if the text is not complete or not valid, which ``finish_reason`` and
     ``parse_error`` tell; the type leaves that out."""
@@ -160,7 +162,7 @@ class Completion(Generic[T_co]):
         return self.choices[0].parse_error
 
     @property
-    def logprobs(self) -> tuple[tuple[Logprob, ...], ...] | None:
+    def logprobs(self) -> Sequence[tuple[Logprob, ...]] | None:
         return self.choices[0].logprobs
 
 

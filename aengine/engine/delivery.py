@@ -9,19 +9,19 @@ from typing import Any
 
 from ..errors import EngineError, InternalError, InvalidRequestError, RequestError
 from ..ipc.messages import LogprobColumns, RowError
-from ..outputs import FinishReason, Logprob
+from ..outputs import FinishReason
 from ..scheduler.request import Request
 from ..scheduler.scheduler import Scheduler
+from ..streams.logprobs import TokenLogprobs
 from ..structured.bitmasks import Filling
 
 __all__ = ["Delivery", "Logprobs", "Sampled", "logprobs_by_token", "request_error"]
 
 Sampled = list[tuple[Request, int, int]]
 """The tokens of an answer: the request, the id, and the place in the answer of each."""
-Logprobs = dict[int, tuple[Logprob, ...]]
-"""Log-probabilities by the place of a token: its own first (with -1 for its id), then the likeliest."""
+Logprobs = dict[int, TokenLogprobs]
+"""Log-probabilities by the place of a token."""
 
-_NO_LOGPROBS: tuple[Logprob, ...] = ()
 _TURN = 32
 """Tokens delivered before the host's loop gets a turn: some 100 us of work, their consumers' included."""
 _TURN_BESIDE_FILL = 8
@@ -77,26 +77,20 @@ class Delivery:
                 continue
             if reason is not None and len(sink.token_ids) + 1 < request.num_output_tokens:
                 reason = None  # others of this answer follow
-            entry = logprobs.get(place, _NO_LOGPROBS) if logprobs else _NO_LOGPROBS
-            if sink.put(token_id, reason, _with_token(entry, token_id) if entry else entry):
+            if sink.put(token_id, reason, logprobs.get(place) if logprobs else None):
                 self._scheduler.finish(request, FinishReason.STOP)
                 sink.end(FinishReason.STOP)
 
 
 def logprobs_by_token(columns: LogprobColumns) -> Logprobs:
-    """Read the columns of an answer, for `Delivery`."""
+    """Divide the columns of an answer, for `Delivery`."""
     rows: Logprobs = {}
     start = 0
     for place, sampled, count in zip(columns.token_idx, columns.sampled, columns.counts, strict=True):
         stop = start + count
-        likeliest = zip(columns.token_ids[start:stop], columns.values[start:stop], strict=True)
-        rows[place] = (Logprob(-1, sampled), *(Logprob(i, value) for i, value in likeliest))
+        rows[place] = sampled, columns.token_ids[start:stop], columns.values[start:stop]
         start = stop
     return rows
-
-
-def _with_token(entry: tuple[Logprob, ...], token_id: int) -> tuple[Logprob, ...]:
-    return (Logprob(token_id, entry[0].logprob), *entry[1:])
 
 
 def request_error(error: RowError) -> RequestError | EngineError:

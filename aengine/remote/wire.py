@@ -1,9 +1,11 @@
-"""Values as plain data for msgpack, and back: dataclasses and named tuples become lists of their fields."""
+"""Values as plain data for msgpack, and back: dataclasses and named tuples become lists of their fields, log-probabilities
+the bytes of their columns."""
 
 from __future__ import annotations
 
 import dataclasses
 import types
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import cache
@@ -25,6 +27,7 @@ from ..errors import AEngineError, InternalError, InvalidRequestError
 from ..outputs import Completion, Token, Usage
 from ..params import DEFAULT_TYPES, SamplingParams, StructuredOutput
 from ..pooling import PoolingRequest, PoolingResult
+from ..streams.logprobs import Logprobs, TopLogprobs, of_columns, of_likeliest
 
 __all__ = [
     "delta_from_wire",
@@ -46,7 +49,7 @@ __all__ = [
 T = TypeVar("T")
 Decoder = Callable[[Any], Any]
 
-_BIG_INTEGER = 1
+_BIG_INTEGER, _LOGPROBS, _TOP_LOGPROBS = 1, 2, 3
 
 
 def pack(value: object) -> bytes:
@@ -62,6 +65,10 @@ def pack(value: object) -> bytes:
 def _plain(value: object) -> object:
     if isinstance(value, int):  # of more than 64 bits
         return msgpack.ExtType(_BIG_INTEGER, hex(value).encode())
+    if isinstance(value, TopLogprobs):
+        return msgpack.ExtType(_TOP_LOGPROBS, b"".join(value.columns()))
+    if isinstance(value, Logprobs):
+        return msgpack.ExtType(_LOGPROBS, msgpack.packb([column.tobytes() for column in value.columns()]))
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Sequence):
@@ -74,9 +81,15 @@ def unpack(data: bytes) -> Any:
 
 
 def _extended(code: int, data: bytes) -> object:
-    if code != _BIG_INTEGER:
-        raise ValueError(f"unknown extension {code}")
-    return int(data, 16)
+    if code == _BIG_INTEGER:
+        return int(data, 16)
+    if code == _TOP_LOGPROBS:
+        half = len(data) // 2
+        return of_likeliest(array("i", data[:half]), array("f", data[half:]))
+    if code == _LOGPROBS:
+        token_ids, values, ends = msgpack.unpackb(data)
+        return of_columns(array("i", token_ids), array("f", values), array("q", ends))
+    raise ValueError(f"unknown extension {code}")
 
 
 # -- by type

@@ -22,9 +22,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import AEngineError, InvalidRequestError
-from ..outputs import Choice, Completion, FinishReason, Logprob, Timings, Token, Usage
+from ..outputs import Choice, Completion, FinishReason, Timings, Token, Usage
 from ..telemetry.request_times import RequestTimes
 from ..threads.futures import settle, wait_at_most
+from .logprobs import Logprobs, LogprobTable, TokenLogprobs
 
 if TYPE_CHECKING:
     from typing import Self
@@ -206,7 +207,7 @@ class ChoiceOutput:
         self.detokenizer: IncrementalText | None = None  # without one, there is no text
         self.token_ids: list[int] = []
         self.texts: list[str] = []  # one for each token, perhaps empty, if there is a detokenizer
-        self.logprobs: list[tuple[Logprob, ...]] | None = [] if want_logprobs else None
+        self.logprobs = LogprobTable() if want_logprobs else None
         self.finish_reason: FinishReason | None = None
         self.vector: array[float] | None = None  # float32; of a request that gets one in place of tokens
         self.stop_reason: str | int | None = None
@@ -217,8 +218,8 @@ class ChoiceOutput:
         """Set the ``detokenizer`` that makes the text of the tokens to come."""
         self.detokenizer = detokenizer
 
-    def put(self, token_id: int, finish_reason: FinishReason | None, logprobs: tuple[Logprob, ...] = ()) -> bool:
-        """Deliver one token. ``logprobs``: the sampled token's first, then the likeliest.
+    def put(self, token_id: int, finish_reason: FinishReason | None, logprobs: TokenLogprobs | None = None) -> bool:
+        """Deliver one token.
 
         Returns whether a stop string ends the completion here, which the scheduler can't know: the caller takes
         it out there, and then calls `end`.
@@ -239,15 +240,12 @@ class ChoiceOutput:
             self.texts.append(text)
         ids = self.token_ids
         ids.append(token_id)
-        if self.logprobs is not None:
-            self.logprobs.append(logprobs)
+        top = () if self.logprobs is None else self.logprobs.append(token_id, logprobs)
         mailbox = self.mailbox
         assert mailbox is not None, "it has not ended"
         if not mailbox.final_only:
-            logprob = logprobs[0].logprob if logprobs else None
-            mailbox.pending.append(
-                Token(text, token_id, self.index, logprob, finish_reason, len(ids) - 1, logprobs[1:])
-            )
+            logprob = None if logprobs is None else logprobs[0]
+            mailbox.pending.append(Token(text, token_id, self.index, logprob, finish_reason, len(ids) - 1, top))
             if mailbox.waiter is not None or (mailbox.buffer is not None and not mailbox.buffer.is_due):
                 mailbox.wake()
         if finish_reason is not None and not stopped:
@@ -298,7 +296,7 @@ class ChoiceOutput:
             text=text,
             token_ids=tuple(self.token_ids),
             finish_reason=self.finish_reason or FinishReason.ABORT,
-            logprobs=None if self.logprobs is None else tuple(self.logprobs),
+            logprobs=None if self.logprobs is None else Logprobs(self.logprobs, range(len(self.logprobs))),
             parsed=parsed,
             parse_error=parse_error,
             stop_reason=self.stop_reason,
