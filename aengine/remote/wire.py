@@ -1,5 +1,5 @@
-"""Values as plain data for msgpack, and back: dataclasses and named tuples become lists of their fields, log-probabilities
-the bytes of their columns."""
+"""Values as plain data for msgpack, and back: dataclasses and named tuples become lists of their fields, and
+log-probabilities the bytes of their columns."""
 
 from __future__ import annotations
 

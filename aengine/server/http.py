@@ -114,6 +114,12 @@ class CloseAfterTwoLengths:
         await self._app(scope, receive, send_and_close if has_two else send)
 
 
+class WrittenJSON(str):
+    """A value that is written already."""
+
+    __slots__ = ()
+
+
 class JSONAnswer(Response):
     """A JSON body; compact, and without NaN, which JSON does not have."""
 
@@ -140,6 +146,8 @@ def _pieces(value: Any, depth: int) -> Iterator[str]:
             yield "," if number else ""
             yield from _pieces(one, depth - 1)
         yield "]"
+    elif isinstance(value, WrittenJSON):
+        yield value
     elif not isinstance(value, dict | list) or not depth:
         yield dumps(value)
     elif isinstance(value, dict):
@@ -156,7 +164,7 @@ def _pieces(value: Any, depth: int) -> Iterator[str]:
             piece = value[start : start + _PIECE]
             if start:
                 yield ","
-            if isinstance(piece[0], dict | list):
+            if isinstance(piece[0], dict | list | WrittenJSON):
                 for number, one in enumerate(piece):
                     yield "," if number else ""
                     yield from _pieces(one, depth - 1)

@@ -28,9 +28,7 @@ class LogprobTable:
 
     __slots__ = ("ends", "token_ids", "values")
 
-    def __init__(
-        self, token_ids: Iterable[int] = (), values: Iterable[float] = (), ends: Iterable[int] = (0,)
-    ) -> None:
+    def __init__(self, token_ids: Iterable[int] = (), values: Iterable[float] = (), ends: Iterable[int] = (0,)) -> None:
         self.token_ids = array("i", token_ids)
         self.values = array("f", values)  # the log-probability of each, as workers send it
         self.ends = array("q", ends)  # 0, and where each row ends

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import httpx
@@ -105,7 +106,8 @@ def test_tokens_of_one_text_have_keys_of_their_own(chosen: int) -> None:
     others = [Logprob(1, -0.5), Logprob(2, -1.0), Logprob(3, -2.0)]
     logprob = {**dict(others), 4: -5.0}[chosen]
     tokenizer: Any = Tokenizer()
-    written = completions._Logprobs(tokenizer, 0, False).take([(chosen, logprob, others)])
+    texts = completions._TokenTexts(tokenizer, skips_special=False)
+    written = json.loads(completions._Logprobs(texts, 0).take_written([(chosen, logprob, others)]))
     (likeliest,), (token,) = written["top_logprobs"], written["tokens"]
     assert len(likeliest) == len({1, 2, 3, chosen})
     assert likeliest[token] == written["token_logprobs"][0]

@@ -1,4 +1,4 @@
-"""Answers of many log-probabilities, whole and streamed, and requests of many choices: the loop's longest stall in each.
+"""Answers of many log-probabilities, whole and streamed, and many choices: the longest stall of the loop in each.
 
     python tests/stress/large_answers.py [--cases generate stream ...] [--n 256] [--logprobs 64] [--tokens 32]
 
@@ -136,7 +136,9 @@ async def measure(args: argparse.Namespace, words: int, is_mine: Callable[[str],
                         engine.requests.clear()
                         line = {"case": name, "stall_ms": ticker.wall * 1e3, "cpu_ms": ticker.cpu * 1e3, "s": seconds}
                         size = result if isinstance(result, int) else len(result.choices)
-                        print(json.dumps({k: v if k == "case" else round(v, 2) for k, v in line.items()} | {"size": size}))
+                        print(
+                            json.dumps({k: v if k == "case" else round(v, 2) for k, v in line.items()} | {"size": size})
+                        )
                         failed += ticker.cpu > args.stall
                         del result
     return failed

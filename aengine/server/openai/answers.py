@@ -5,29 +5,32 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache, partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from starlette.requests import Request
 
 from ...chat.messages import Delta, ReasoningDelta, TextDelta
-from ...outputs import Completion, FinishReason, Logprob, Usage
-from ..http import dumps
+from ...outputs import Completion, FinishReason, Logprob, Token, Usage
+from ..http import WrittenJSON, dumps
 
 if TYPE_CHECKING:
     from ...engine.tokenizer_view import TokenizerView
 
 __all__ = [
     "AnswerId",
+    "EntryWriter",
     "TokenRow",
     "answer_id",
     "dumps",
     "finish_reason",
-    "finite",
     "headers_of_id",
+    "json_number",
     "num_values_of",
     "rows_of",
     "token_entry",
+    "tokens_at_once",
     "usage_of",
 ]
 
@@ -36,6 +39,13 @@ TokenRow = tuple[int, float | None, Sequence[Logprob]]
 
 MOST_EVENTS = 64
 """That are sent at once: a reader that is slow would be sent all at once, and the loop stand still meanwhile."""
+_MOST_TOKENS = 256
+_MOST_LOGPROBS = 2048
+"""Likewise; of the latter a chat's event has 65 at most."""
+_LEAST = -9999.0
+"""What a token that is impossible has, as in vLLM: JSON has no infinity."""
+KNOWN_TOKENS = 4096
+"""Tokens of which an answer's writer keeps how they are written."""
 
 _CHOICE_VALUES = 8
 """About as many values a choice has as JSON, besides its tokens."""
@@ -99,10 +109,39 @@ def usage_of(usage: Usage) -> dict[str, Any]:
     }
 
 
+def tokens_at_once(num_logprobs: int | None) -> int:
+    """Return how many tokens should be written before what was written is sent; ``num_logprobs``: of each token."""
+    return _MOST_TOKENS if num_logprobs is None else min(_MOST_TOKENS, _MOST_LOGPROBS // (1 + num_logprobs))
+
+
+class EntryWriter:
+    """Writes the entries of tokens in the logprobs of chat completions and of responses."""
+
+    def __init__(self, tokenizer: TokenizerView) -> None:
+        self._parts = lru_cache(KNOWN_TOKENS)(partial(_parts, tokenizer))
+
+    def entry(self, row: TokenRow) -> WrittenJSON:
+        token_id, logprob, others = row
+        parts = self._parts
+        top = ",".join([f"{parts(one)[0]}{json_number(value)}{parts(one)[1]}}}" for one, value in others])
+        before, after = parts(token_id)
+        return WrittenJSON(f'{before}{json_number(logprob)}{after},"top_logprobs":[{top}]}}')
+
+    def entries(self, tokens: Iterable[Token]) -> str:
+        """Return a JSON list of these tokens' entries."""
+        return f"[{','.join([self.entry((one.token_id, one.logprob, one.top_logprobs)) for one in tokens])}]"
+
+
 def token_entry(tokenizer: TokenizerView, row: TokenRow) -> dict[str, Any]:
-    """Return a token's entry in the logprobs of chat completions and of responses."""
+    """Return a token's entry in the logprobs of responses, which is kept as it is."""
     token_id, logprob, others = row
     return _entry(tokenizer, token_id, logprob) | {"top_logprobs": [_entry(tokenizer, *other) for other in others]}
+
+
+def _entry(tokenizer: TokenizerView, token_id: int, logprob: float | None) -> dict[str, Any]:
+    raw = tokenizer.token_bytes(token_id)
+    shown = None if logprob is None else max(_LEAST, logprob)
+    return {"token": raw.decode("utf-8", "replace"), "logprob": shown, "bytes": list(raw)}
 
 
 def rows_of(logprobs: Iterable[tuple[Logprob, ...]]) -> Iterable[TokenRow]:
@@ -113,13 +152,14 @@ def rows_of(logprobs: Iterable[tuple[Logprob, ...]]) -> Iterable[TokenRow]:
 def num_values_of(*completions: Completion[Any]) -> int:
     """Return about how many values the answer has as JSON: choices, tokens, log-probabilities."""
     choices = [choice for completion in completions for choice in completion.choices]
-    num_rows = sum(len(row) for choice in choices for row in choice.logprobs or ())
-    return _CHOICE_VALUES * len(choices) + sum(len(choice.token_ids) // 16 for choice in choices) + 8 * num_rows
+    num_logprobs = sum(len(choice.logprobs) * len(choice.logprobs[0]) for choice in choices if choice.logprobs)
+    return _CHOICE_VALUES * len(choices) + sum(len(choice.token_ids) // 16 for choice in choices) + 8 * num_logprobs
 
 
-def _entry(tokenizer: TokenizerView, token_id: int, logprob: float | None) -> dict[str, Any]:
+def _parts(tokenizer: TokenizerView, token_id: int) -> tuple[str, str]:
+    """Return what stands before a token's log-probability in its entry, and after."""
     raw = tokenizer.token_bytes(token_id)
-    return {"token": raw.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(raw)}
+    return f'{{"token":{dumps(raw.decode("utf-8", "replace"))},"logprob":', f',"bytes":{dumps(list(raw))}'
 
 
 def merged(deltas: list[Delta]) -> Iterator[Delta]:
@@ -131,6 +171,6 @@ def merged(deltas: list[Delta]) -> Iterator[Delta]:
             yield kind("".join(delta.text for delta in group), choice=choice)  # type: ignore[union-attr]
 
 
-def finite(logprob: float | None) -> float | None:
-    """Return what JSON can say: -9999.0, as vLLM, for a token that is impossible."""
-    return None if logprob is None else max(logprob, -9999.0)
+def json_number(logprob: float | None) -> str:
+    """Return a log-probability as JSON."""
+    return "null" if logprob is None else repr(max(_LEAST, logprob))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,14 +30,14 @@ from ..logs import note_usage
 from ..service import Service
 from .answers import (
     MOST_EVENTS,
-    TokenRow,
+    EntryWriter,
     answer_id,
     dumps,
     finish_reason,
     merged,
     num_values_of,
     rows_of,
-    token_entry,
+    tokens_at_once,
     usage_of,
 )
 from .errors import error_events
@@ -74,7 +75,7 @@ class _Writer:
     def __init__(self, service: Service, body: ChatBody, head: dict[str, Any]) -> None:
         self._body = body
         self._head = head
-        self._tokenizer = service.engine.tokenizer
+        self._entries = EntryWriter(service.engine.tokenizer)
 
     # -- a whole answer
 
@@ -89,8 +90,7 @@ class _Writer:
     def choice(self, choice: ChatChoice) -> dict[str, Any]:
         logprobs = None
         if choice.logprobs is not None:
-            rows = rows_of(choice.logprobs)
-            logprobs = {"content": (token_entry(self._tokenizer, row) for row in rows), "refusal": None}
+            logprobs = {"content": map(self._entries.entry, rows_of(choice.logprobs)), "refusal": None}
         return {
             "index": choice.index,
             "message": self._message(choice.message),
@@ -119,7 +119,8 @@ class _Writer:
         """
         options = self._body.stream_options or StreamOptions()
         has_several = self._body.n is not None and self._body.n > 1
-        writer = _ChunkWriter(self._head, include_usage=options.include_usage, is_forced=self._body.names_function)
+        most = min(MOST_EVENTS, tokens_at_once(self._body.top_logprobs))
+        writer = _ChunkWriter(self._head, most, options.include_usage, is_forced=self._body.names_function)
         async with aclosing(stream):
             try:
                 while deltas := await stream.read():
@@ -129,6 +130,7 @@ class _Writer:
                         self._write(writer, delta)
                         if writer.is_full:
                             yield writer.take()
+                            await asyncio.sleep(0)  # the server does not wait for a reader that has room
                     if has_several:
                         ends = zip(stream.finish_reasons, stream.stop_reasons)
                         for index, (reason, stop_reason) in enumerate(ends):
@@ -152,9 +154,7 @@ class _Writer:
         yield writer.take() + (error_events(self._body, aborted()) if is_aborted else event("[DONE]"))
 
     def _write(self, writer: _ChunkWriter, delta: Delta) -> None:
-        logprobs = None
-        if delta.tokens:
-            logprobs = self._logprobs((token.token_id, token.logprob, token.top_logprobs) for token in delta.tokens)
+        logprobs = f'{{"content":{self._entries.entries(delta.tokens)},"refusal":null}}' if delta.tokens else "null"
         match delta:
             case TextDelta(text=text):
                 writer.write_text(delta.choice, "content", text, logprobs)
@@ -167,11 +167,8 @@ class _Writer:
             case ToolCallDelta():
                 call = {"index": delta.index, "function": {"arguments": delta.arguments}}
                 writer.write(delta.choice, {"tool_calls": [call]}, logprobs)
-            case _ if logprobs is not None:  # of what is not shown, the tokens are
+            case _ if delta.tokens:  # of what is not shown, the tokens are
                 writer.write(delta.choice, {}, logprobs)
-
-    def _logprobs(self, rows: Iterable[TokenRow]) -> dict[str, Any]:
-        return {"content": [token_entry(self._tokenizer, row) for row in rows], "refusal": None}
 
 
 def _usage_of(usage: Usage) -> dict[str, Any]:
@@ -181,7 +178,8 @@ def _usage_of(usage: Usage) -> dict[str, Any]:
 class _ChunkWriter:
     """Writes the chunks of one stream, as server-sent events. What all of them share is written once."""
 
-    def __init__(self, head: dict[str, Any], *, include_usage: bool, is_forced: bool) -> None:
+    def __init__(self, head: dict[str, Any], most_events: int, include_usage: bool, *, is_forced: bool) -> None:
+        self._most_events = most_events
         self._is_forced = is_forced
         self._head = dumps(head | {"object": "chat.completion.chunk"})[:-1]
         self._tail = ',"usage":null}\n\n' if include_usage else "}\n\n"
@@ -202,7 +200,7 @@ class _ChunkWriter:
     def is_full(self) -> bool:
         """Whether what was written should be taken first: a reader that is slow would be sent all at once, and the loop
         stand still meanwhile."""
-        return len(self._events) >= MOST_EVENTS
+        return len(self._events) >= self._most_events
 
     def take(self) -> bytes:
         """Return what was written since the last time."""
@@ -214,15 +212,14 @@ class _ChunkWriter:
         """Set what the next chunks say of the tokens so far."""
         self._tail = f',"usage":{dumps(usage)}}}\n\n'
 
-    def write_text(self, choice: int, key: str, text: str, logprobs: dict[str, Any] | None) -> None:
+    def write_text(self, choice: int, key: str, text: str, logprobs: str) -> None:
         """Write a chunk whose delta has one text; the most frequent one."""
         role = self._role(choice)
-        shown = "null" if logprobs is None else dumps(logprobs)
-        self._add(choice, f'{{{role}"{key}":{dumps(text)}}}', shown, "null")
+        self._add(choice, f'{{{role}"{key}":{dumps(text)}}}', logprobs, "null")
 
-    def write(self, choice: int, delta: dict[str, Any], logprobs: dict[str, Any] | None) -> None:
+    def write(self, choice: int, delta: dict[str, Any], logprobs: str) -> None:
         role = {"role": "assistant", "content": None} if self._role(choice) else {}
-        self._add(choice, dumps(role | delta), "null" if logprobs is None else dumps(logprobs), "null")
+        self._add(choice, dumps(role | delta), logprobs, "null")
 
     def end(self, choice: int, reason: FinishReason, stop_reason: str | int | None) -> None:
         """Write a choice's last chunk, once."""

@@ -7,7 +7,7 @@ import codecs
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing
-from functools import partial
+from functools import lru_cache, partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +16,24 @@ from starlette.responses import Response
 
 from ...errors import AEngineError
 from ...outputs import Choice, Completion, FinishReason, Token, Usage
+from ...threads.yield_gil import yield_gil
 from ..errors import aborted, check_not_aborted
-from ..http import as_utf8, begin_events, event, while_connected
+from ..http import WrittenJSON, as_utf8, begin_events, event, while_connected
 from ..logs import note_usage
 from ..service import Service
-from .answers import AnswerId, TokenRow, answer_id, dumps, finish_reason, finite, num_values_of, rows_of, usage_of
+from .answers import (
+    KNOWN_TOKENS,
+    AnswerId,
+    TokenRow,
+    answer_id,
+    dumps,
+    finish_reason,
+    json_number,
+    num_values_of,
+    rows_of,
+    tokens_at_once,
+    usage_of,
+)
 from .errors import error_events
 from .requests import CompletionBody
 
@@ -32,8 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = ["completions"]
 
-MOST_TOKENS = 256
-"""That are written at once: a reader that is slow would be sent all at once, and the loop stand still meanwhile."""
+_FIELDS = "tokens", "token_logprobs", "top_logprobs", "text_offset"
 
 
 async def completions(service: Service, request: Request) -> Response:
@@ -144,7 +156,9 @@ class _Writer:
         self.body = body
         self.head = head
         self.num_choices = 1 if body.n is None else body.n  # of each prompt
-        self._tokenizer = service.engine.tokenizer if body.logprobs is not None else None
+        self._texts: _TokenTexts | None = None
+        if body.logprobs is not None:
+            self._texts = _TokenTexts(service.engine.tokenizer, skips_special=body.skip_special_tokens is not False)
         self._echoes: list[str] = []  # what of each prompt is repeated before its completions
 
     async def set_echoes(self, tokenizer: AsyncTokenizer) -> None:
@@ -181,11 +195,14 @@ class _Writer:
         What fails before the first event is raised; what fails later is an event.
         """
         writer = _ChunkWriter(self, streams)
+        most = tokens_at_once(self.body.logprobs)
         async with aclosing(_read_all(streams)) as reading:
             try:
                 async for index, tokens in reading:
-                    for i in range(0, len(tokens), MOST_TOKENS):
-                        if events := writer.events(index, tokens[i : i + MOST_TOKENS]):
+                    for i in range(0, len(tokens), most):
+                        if i:  # the server does not wait for a reader that has room
+                            await asyncio.sleep(0)
+                        if events := writer.events(index, tokens[i : i + most]):
                             yield as_utf8("".join(events))
             except AEngineError as error:
                 if not writer.has_begun:
@@ -203,9 +220,8 @@ class _Writer:
         return self._echoes[prompt_index] if self._echoes else ""
 
     def new_logprobs(self, prompt_index: int) -> _Logprobs:
-        assert self._tokenizer is not None
-        skips_special = self.body.skip_special_tokens is not False
-        return _Logprobs(self._tokenizer, len(self.echo(prompt_index)), skips_special)
+        assert self._texts is not None, "logprobs are asked for"
+        return _Logprobs(self._texts, len(self.echo(prompt_index)))
 
 
 class _ChunkWriter:
@@ -222,10 +238,8 @@ class _ChunkWriter:
         self._begun: set[int] = set()  # choices of which something was written
         self._usages = [Usage(0, 0)] * len(streams)
         self._total = Usage(0, 0)
-        self._logprobs: dict[int, _Logprobs] = {}
-        if writer.body.logprobs is not None:
-            numbers = range(len(streams) * self._num_choices)
-            self._logprobs = {number: writer.new_logprobs(number // self._num_choices) for number in numbers}
+        self._has_logprobs = writer.body.logprobs is not None
+        self._logprobs: dict[int, _Logprobs] = {}  # of choices that have begun
 
     @property
     def has_begun(self) -> bool:
@@ -244,12 +258,14 @@ class _ChunkWriter:
             if number not in self._begun:
                 self._begun.add(number)
                 text = self._writer.echo(index) + text
+                if self._has_logprobs:
+                    self._logprobs[number] = self._writer.new_logprobs(index)
             shown = "null"
-            if self._logprobs:
+            if self._has_logprobs:
                 rows: list[TokenRow] = [(token.token_id, token.logprob, token.top_logprobs) for token in run]
-                shown = dumps(self._logprobs[number].take(rows))
+                shown = self._logprobs[number].take_written(rows)
             reason = run[-1].finish_reason
-            if text or reason is not None or self._logprobs:
+            if text or reason is not None or self._has_logprobs:
                 stop_reason = None if reason is None else self._streams[index].stop_reasons[choice]
                 events.append(self._chunk(number, text, shown, reason, tail, stop_reason))
         return events
@@ -303,42 +319,60 @@ class _ChunkWriter:
         return dumps(usage_of(self._total))
 
 
+class _TokenTexts:
+    """The texts of tokens as one answer's logprobs have them, written as JSON."""
+
+    def __init__(self, tokenizer: TokenizerView, *, skips_special: bool) -> None:
+        self.bytes_of = tokenizer.token_bytes
+        self.written = lru_cache(KNOWN_TOKENS)(partial(_written_text, tokenizer))
+        self.hidden = frozenset(tokenizer.special_tokens.values()) if skips_special else frozenset()
+
+
 class _Logprobs:
     """Writes the logprobs of one completion, and counts the characters before each of its tokens."""
 
-    def __init__(self, tokenizer: TokenizerView, offset: int, skips_special: bool) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, texts: _TokenTexts, offset: int) -> None:
+        self._texts = texts
         self._offset = offset
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._hidden = set(tokenizer.special_tokens.values()) if skips_special else set()
 
-    def take(self, rows: Iterable[TokenRow]) -> dict[str, Any]:
+    def take(self, rows: Iterable[TokenRow]) -> dict[str, list[WrittenJSON]]:
         """Return OpenAI's ``logprobs`` of the tokens that follow."""
-        written: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        texts = self._texts
+        taken: dict[str, list[WrittenJSON]] = {name: [] for name in _FIELDS}
+        tokens, token_logprobs, top_logprobs, text_offset = taken.values()
         for token_id, logprob, others in rows:
-            written["tokens"].append(self._text(token_id))
-            written["token_logprobs"].append(finite(logprob))
-            written["top_logprobs"].append(self._likeliest(token_id, {**dict(others), token_id: logprob}))
-            written["text_offset"].append(self._offset)
-            if token_id not in self._hidden:
-                self._offset += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
-        return written
+            yield_gil()
+            tokens.append(texts.written(token_id))
+            token_logprobs.append(WrittenJSON(json_number(logprob)))
+            top_logprobs.append(self._likeliest(token_id, {**dict(others), token_id: logprob}))
+            text_offset.append(WrittenJSON(self._offset))
+            if token_id not in texts.hidden:
+                self._offset += len(self._decoder.decode(texts.bytes_of(token_id)))
+        return taken
 
-    def _likeliest(self, chosen: int, logprobs: dict[int, float | None]) -> dict[str, float | None]:
+    def take_written(self, rows: Iterable[TokenRow]) -> str:
+        """Return the same as JSON."""
+        fields = [f'"{name}":[{",".join(values)}]' for name, values in self.take(rows).items()]
+        return f"{{{','.join(fields)}}}"
+
+    def _likeliest(self, chosen: int, logprobs: dict[int, float | None]) -> WrittenJSON:
         """Return each token's logprob under its text. Of several with one text that is the chosen one, else the first;
         the others are under their ids, as vLLM writes them."""
-        ids = {self._text(chosen): chosen}
-        likeliest: dict[str, float | None] = {}
+        written = self._texts.written
+        ids: dict[str, int] = {written(chosen): chosen}
+        entries = []
         for token_id, logprob in logprobs.items():
-            text = self._text(token_id)
-            key = text if ids.setdefault(text, token_id) == token_id else f"token_id:{token_id}"
-            likeliest[key] = finite(logprob)
-        return likeliest
+            text: str = written(token_id)
+            key = text if ids.setdefault(text, token_id) == token_id else f'"token_id:{token_id}"'
+            entries.append(f"{key}:{json_number(logprob)}")
+        return WrittenJSON(f"{{{','.join(entries)}}}")
 
-    def _text(self, token_id: int) -> str:
-        """Return the token's text, or of one that is no UTF-8 by itself its bytes as OpenAI writes them."""
-        raw = self._tokenizer.token_bytes(token_id)
-        try:
-            return raw.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+def _written_text(tokenizer: TokenizerView, token_id: int) -> WrittenJSON:
+    """Return the token's text, or of one that is no UTF-8 by itself its bytes as OpenAI writes them; as JSON."""
+    raw = tokenizer.token_bytes(token_id)
+    try:
+        return WrittenJSON(dumps(raw.decode()))
+    except UnicodeDecodeError:
+        return WrittenJSON(dumps("bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)))
