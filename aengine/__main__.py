@@ -15,7 +15,8 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, NoReturn
 
 from .cli.progress import tell
-from .errors import AEngineError
+from .errors import AEngineError, InvalidRequestError
+from .params import nearest
 from .system.ulimits import limit_hint
 
 _EPILOG = """\
@@ -41,6 +42,14 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse, and end with an error for what no option is called: a command knows the names that are near."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            near = nearest(unknown[0].partition("=")[0], set(self._option_string_actions))
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{f'; did you mean {near}?' if near else ''}")
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         """End with the error alone: the options of `serve` are a page, above which it would be lost."""
@@ -130,7 +139,8 @@ def _count(text: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point. Returns the exit status: 0, 1 for an error that is explained on stderr, 130 for Ctrl-C."""
+    """Entry point. Returns the exit status: 0, 1 for an error that is explained on stderr, 2 for a wrong option, value
+    or prompt, as `argparse` does, 130 for Ctrl-C."""
     _open_standard_files()
     try:
         args = build_parser().parse_args(argv)
@@ -151,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(args)
     except AEngineError as error:
         tell(f"aengine: {error}")
-        return 1
+        return 2 if isinstance(error, InvalidRequestError) else 1
     except BrokenPipeError:  # the reader of our stdout went away, as `| head` does
         sys.stderr.close()
         return 1

@@ -183,12 +183,14 @@ class Farewell:
             numbers = self._engine.statistics()
             self._begun, self._num_aborted = time.perf_counter(), numbers.num_aborted
             count = numbers.num_running + numbers.num_waiting
-            logger.info("stopping: no new connections; %d requests have %.1f s to end", count, self._seconds)
+            who = f"{count} {'request has' if count == 1 else 'requests have'} {self._seconds:.1f} s to end"
+            logger.info("stopping: no new connections; %s", who if count else "no request is running")
 
     def __exit__(self, *_: object) -> None:
         if self._tells and self._engine.state in ("running", "draining"):
             count = self._engine.statistics().num_aborted - self._num_aborted
-            how = f"{count} requests were ended before their answers were whole" if count else "all requests have ended"
+            ended = f"{count} {'request was' if count == 1 else 'requests were'} ended before the answer was whole"
+            how = ended if count else "all requests have ended"
             logger.info("stopping: after %.1f s %s", time.perf_counter() - self._begun, how)
 
 

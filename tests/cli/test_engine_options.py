@@ -7,9 +7,10 @@ from dataclasses import fields
 import pytest
 
 from aengine import AsyncLLM
-from aengine.__main__ import build_parser
+from aengine.__main__ import build_parser, main
 from aengine.cli.engine_options import engine_config, engine_settings
 from aengine.config import EngineConfig
+from aengine.errors import ModelLoadError
 
 COMMANDS = {"run": ["run", "m", "hello"], "chat": ["chat", "m"], "bench": ["bench", "m"], "serve": ["serve", "m"]}
 NO_OPTIONS = {"model", "progress", "on_request_end", "own_thread", "skip_tokenizer"}
@@ -88,3 +89,42 @@ def test_options_are_written_out(command: str, capsys: pytest.CaptureFixture[str
         with pytest.raises(SystemExit):
             build_parser().parse_args([*COMMANDS[command], *words])
         assert f"unrecognized arguments: {' '.join(words)}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "word", "near"),
+    [
+        ("run", "--max-token", "--max-tokens"),
+        ("serve", "--max-num-seq=3", "--max-num-seqs"),
+        ("chat", "--sytem", "--system"),
+    ],
+)
+def test_a_slip_of_the_pen_is_told_what_was_meant(
+    command: str, word: str, near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        build_parser().parse_args([*COMMANDS[command], word])
+    assert caught.value.code == 2 and f"{word}; did you mean {near}? (" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        build_parser().parse_args([*COMMANDS[command], "--nothing-of-the-kind"])
+    assert "did you mean" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_takes_the_settings_and_says_2_for_a_wrong_one(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And a model that is not there is 1."""
+    found: list[EngineConfig] = []
+
+    def note(config: EngineConfig) -> None:
+        found.append(config)
+        raise ModelLoadError("there is none")
+
+    monkeypatch.setattr("aengine.server.logs.log_to_stderr", lambda *_, **__: None)
+    monkeypatch.setenv("AENGINE_MAX_MODEL_LEN", "512")
+    assert main([*COMMANDS[command], "--dtype", "int4"]) == 2
+    assert "dtype='int4' is not valid" in capsys.readouterr().err
+    monkeypatch.setattr(f"aengine.cli.{command}.AsyncLLM", note)
+    assert main([*COMMANDS[command], "--max-num-seqs", "9"]) == 1
+    assert [(config.max_model_len, config.max_num_seqs) for config in found] == [(512, 9)]

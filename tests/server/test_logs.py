@@ -17,6 +17,7 @@ from serving import Served, rest_of
 from aengine.server import create_app
 from aengine.server.in_process import streaming_transport
 from aengine.server.logs import AccessLog, JSONFormatter, rates
+from aengine.server.serve import Farewell
 from aengine.testing import FakeAsyncLLM
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -125,6 +126,25 @@ async def test_rates_between_two_statistics() -> None:
         assert found["prompt_tokens_per_second"] == round(after.prompt_tokens / 2, 1) and found["running"] == 0
 
 
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [(0, "no request is running"), (1, "1 request has 14.0 s to end"), (3, "3 requests have 14.0 s to end")],
+)
+async def test_who_is_waited_for(count: int, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "aengine.server")
+    async with FakeAsyncLLM("a" * 1000, token_delay=0.005) as engine:
+        tasks = [asyncio.create_task(engine.chat(HELLO)) for _ in range(count)]
+        while engine.statistics().num_running < count:
+            await asyncio.sleep(0.001)
+        with Farewell(engine, 14.0):
+            engine.abort_all()
+            await asyncio.gather(*tasks)
+    begun, ended = [record.getMessage() for record in caplog.records if record.name == "aengine.server"]
+    assert begun == f"stopping: no new connections; {said}"
+    how = {0: "all requests have ended", 1: "1 request was ended before the answer was whole"}
+    assert ended.endswith(how.get(count, "3 requests were ended before the answer was whole"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_end_is_told(workers: int) -> None:
@@ -134,10 +154,10 @@ def test_the_end_is_told(workers: int) -> None:
         stream = served.begin_stream()
         served.until(r"generated tokens/s, 1 running, 0 waiting, [\d.]+ % of the KV cache")
         served.signal()
-        served.until(r"stopping: no new connections; 1 requests have [\d.]+ s to end")
+        served.until(r"stopping: no new connections; 1 request has [\d.]+ s to end")
         rest_of(stream)
         assert served.end() == 0
-        assert re.search(r"stopping: after [\d.]+ s 1 requests were ended before their answers were whole", served.log)
+        assert re.search(r"stopping: after [\d.]+ s 1 request was ended before the answer was whole", served.log)
         assert served.log.count("stopping:") == 2
         assert re.search(
             r"POST /v1/chat/completions 200 in [\d.]+ s, \d+ prompt and \d+ generated tokens, chatcmpl-", served.log

@@ -127,6 +127,13 @@ def test_an_exhausting_template_is_stopped(template: str) -> None:
     assert len(str(caught.value)) < 300
 
 
+@pytest.mark.parametrize("call", ["ljust(%s)", "rjust(%s)", "center(%s, 'y')", "zfill(%s)"])
+def test_a_text_of_great_width_is_not_made(call: str) -> None:
+    """Once it is there, a gigabyte is taken."""
+    with pytest.raises(InvalidRequestError, match=r"asks for 1e\+09, where 131072 is the most"):
+        render("{{ 'x'.%s }}".replace("%s", call).replace("%s", "1000000000"))
+
+
 def test_long_chats_stay_within_the_bounds() -> None:
     """What templates do with each message, over thousands."""
     template = (
