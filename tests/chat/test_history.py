@@ -198,6 +198,12 @@ def test_results_of_what_is_no_call_stay(calls):
     assert checked_messages(messages) == messages
 
 
+def test_a_result_of_nothing_is_an_empty_text():
+    for given in ({"content": None}, {}):
+        (_, nothing) = checked_messages([HELLO, {"role": "tool", "tool_call_id": "c", **given}])
+        assert nothing["content"] == ""
+
+
 def test_each_prompt_has_the_results_in_order():
     asked = [HELLO, calls_of("a", "b"), *results("b", "a")]
     assert [m["content"] for m in ChatRequest(messages=asked).messages[2:]] == ["a", "b"]

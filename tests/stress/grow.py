@@ -1,15 +1,16 @@
 """Each field of each door grows tenfold at a time, beside one small client that must not notice.
 
-    python tests/stress/grow.py [--doors process remote http bodies] [--fields messages prompt ...]
+    python tests/stress/grow.py [--doors process remote http bodies cases] [--fields messages prompt ...]
                                 [--most-values 1000000] [--stall 0.1] [--delay 0.5] [--rounds 2]
 
 The engine is a real one whose worker is a script (`FakeAsyncLLM`), so that all that is measured is the host's: doors,
 bounds, threads, the loop. A door is the engine in this process, `connect()` over its socket, or HTTP without a port;
-all of them are on one loop, so its longest stall is that of whichever side stood still. The door "bodies" is HTTP, too:
-each field of each body that there is (`aengine.server.app`) is a long text, a large number, and lists and mappings of
-what may be wrong there, all at once. Values are made in threads
-before they are sent, and a body is written ahead. What is loaded is kept from garbage collection as `aengine serve`
-does.
+all of them are on one loop, so its longest stall is that of whichever side stood still. The door "bodies" is HTTP,
+too: each field of each body that there is (`aengine.server.app`) is a long text, lists and mappings of what may be
+wrong there, nested deeply, and numbers that are large, long or none, all at once. The door "cases" has what no single
+field grows: products (choices x log-probabilities x prompts), chains of references, blocks of tools, JSON nested
+deeply wherever a caller gives JSON. Values are made in threads before they are sent, and a body is written ahead. What
+is loaded is kept from garbage collection as `aengine serve` does.
 
 Of each value a line is printed: door, field, size, its seconds, the longest wait of the small client beside it, the
 longest stall of the loop, and what came of it ("ok" or its error). Of a wait and a stall "own" is what this process
@@ -31,6 +32,7 @@ import contextlib
 import ctypes
 import gc
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -55,7 +57,7 @@ SMALL = SamplingParams(max_tokens=4)
 MOST_CONTEXT = 4096
 ALLOWED_MEMORY = 64 << 20
 HANGS = 60.0  # seconds
-DOORS = ("process", "remote", "http", "bodies")
+DOORS = ("process", "remote", "http", "bodies", "cases")
 
 
 def tool(number: int) -> dict[str, Any]:
@@ -87,7 +89,7 @@ VALUES: dict[str, Callable[[int], Any]] = {
     "cache_salt": lambda size: "x" * size,
 }
 """By the name of what grows, a value of a size."""
-SLOW = ("tools", "schema", "enum", "choice", "regex")
+SLOW = ("tools", "schema", "enum", "choice", "regex", "chain of $ref", "chain of anyOf", "chain of allOf in a tool")
 
 CHATS = {
     "messages": lambda value: {"messages": value},
@@ -174,14 +176,119 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 """By route, what it answers."""
 
-KINDS: dict[str, Callable[[int], Any]] = {
-    "text": lambda size: "x" * size,
-    "number": lambda size: size,
-    "numbers": lambda size: [1] * size,
-    "texts": lambda size: ["x"] * size,
-    "objects": lambda size: [{"type": "x"}] * size,
-    "mapping": lambda size: {f"k{i}": "x" for i in range(size)},
+KINDS: dict[str, Callable[[int], str]] = {
+    "text": lambda size: json.dumps("x" * size),
+    "number": str,
+    "digits": lambda size: "9" * size,
+    "exponent": lambda size: f"1e{size}",
+    "not a number": lambda size: "NaN",
+    "infinity": lambda size: "-Infinity",
+    "numbers": lambda size: json.dumps([1] * size),
+    "texts": lambda size: json.dumps(["x"] * size),
+    "objects": lambda size: json.dumps([{"type": "x"}] * size),
+    "mapping": lambda size: json.dumps({f"k{i}": "x" for i in range(size)}),
+    "nested lists": lambda size: "[" * size + "]" * size,
+    "nested mappings": lambda size: '{"a":' * size + "1" + "}" * size,
 }
+"""By name, JSON of a size, also what Python can't write."""
+
+CHAT = "/v1/chat/completions"
+MESSAGE = {"model": "fake", "max_tokens": 4}
+
+
+def completions_of(side: int) -> tuple[str, Any]:
+    body = {"prompt": ["x"] * side, "n": side, "logprobs": min(side, 64), "max_tokens": 32}
+    return "/v1/completions", body
+
+
+def called(size: int) -> tuple[str, Any]:
+    uses = [{"type": "tool_use", "id": f"c{i}", "name": "f", "input": {"x": "y"}} for i in range(size)]
+    results = [{"type": "tool_result", "tool_use_id": f"c{i}", "content": "x"} for i in range(size)]
+    messages = [HELLO, {"role": "assistant", "content": uses}, {"role": "user", "content": results}]
+    return "/v1/messages", MESSAGE | {"messages": messages}
+
+
+def result_of_parts(size: int) -> tuple[str, Any]:
+    use = {"type": "tool_use", "id": "c", "name": "f", "input": {"x": ["y"] * size}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "x"}] * size}
+    messages = [HELLO, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+    return "/v1/messages", MESSAGE | {"messages": messages}
+
+
+def chain(size: int, keyword: str | None = None) -> dict[str, Any]:
+    """A schema of references that follow each other."""
+    refs: list[Any] = [{"$ref": f"#/$defs/d{i + 1}"} for i in range(size)]
+    links = [{keyword: [ref, {"type": "null"}]} for ref in refs] if keyword else refs
+    defs = {f"d{i}": link for i, link in enumerate(links)} | {f"d{size}": {"type": "string"}}
+    return {"$defs": defs, "type": "object", "properties": {"x": {"$ref": "#/$defs/d0"}}}
+
+
+def shaped_by(schema: Any) -> tuple[str, Any]:
+    shape = {"type": "json_schema", "json_schema": {"schema": schema}}
+    return CHAT, {"messages": [HELLO], "max_tokens": 4, "response_format": shape}
+
+
+def with_parameters(schema: Any) -> tuple[str, Any]:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    return CHAT, {"messages": [HELLO], "max_tokens": 4, "tools": tools}
+
+
+CASES: dict[str, Callable[[int], tuple[str, Any]]] = {
+    "prompts x n x logprobs": lambda size: completions_of(round(size ** (1 / 3))),
+    "choices x tools": lambda size: (
+        CHAT,
+        {"messages": [HELLO], "n": round(size**0.5), "tools": VALUES["tools"](round(size**0.5)), "max_tokens": 4},
+    ),
+    "messages x parts": lambda size: (
+        CHAT,
+        {"messages": VALUES["parts"](round(size**0.5)) * round(size**0.5), "max_tokens": 4},
+    ),
+    "tool_use and tool_result": called,
+    "parts of a tool_result": result_of_parts,
+    "chain of $ref": lambda size: shaped_by(chain(size)),
+    "chain of anyOf": lambda size: shaped_by(chain(size, "anyOf")),
+    "chain of allOf in a tool": lambda size: with_parameters(chain(size, "allOf")),
+}
+"""By name, the route and the body of a size."""
+
+HOLE = "@"
+HOLES: dict[str, tuple[str, Any]] = {
+    "variables": (CHAT, {"messages": [HELLO], "chat_template_kwargs": {"a": HOLE}}),
+    "message": (CHAT, {"messages": [HELLO | {"extra": HOLE}]}),
+    "arguments": (CHAT, {"messages": [HELLO, {"role": "assistant", "tool_calls": HOLE}]}),
+    "schema": shaped_by({"properties": {"a": HOLE}}),
+    "enum": shaped_by({"enum": [HOLE]}),
+    "tool": with_parameters({"type": "object", "properties": {"a": {"default": HOLE}}}),
+    "tool_choice": (CHAT, with_parameters({})[1] | {"tool_choice": {"type": "function", "function": HOLE}}),
+    "structured_outputs": ("/v1/completions", {"prompt": "x", "structured_outputs": {"json": {"a": HOLE}}}),
+    "item": ("/v1/responses", {"input": [HELLO | {"extra": HOLE}]}),
+    "tool of a response": ("/v1/responses", {"input": "x", "tools": [{"type": "function", "name": "f", "a": HOLE}]}),
+    "input of a tool_use": (
+        "/v1/messages",
+        MESSAGE
+        | {
+            "messages": [
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": HOLE}]}
+            ]
+        },
+    ),
+    "input_schema": ("/v1/messages", MESSAGE | {"messages": [HELLO], "tools": [{"name": "f", "input_schema": HOLE}]}),
+}
+"""By name, a route and a body in which JSON is nested: wherever it is a caller's own."""
+
+
+def whole_bodies(client: httpx.AsyncClient, name: str, value: list[tuple[str, bytes]]) -> list[Request]:
+    return [Request(posting(client, path, body)) for path, body in value]
+
+
+def bodies_of(name: str, size: int) -> list[tuple[str, bytes]]:
+    """What a case, or a place of JSON, is at a size: routes and bodies."""
+    if name in CASES:
+        path, body = CASES[name](size)
+        return [(path, json.dumps(body).encode())]
+    path, body = HOLES[name.removeprefix("nested ")]
+    kinds = ("nested lists", "nested mappings", "digits", "exponent", "not a number")
+    return [(path, json.dumps(body).replace(f'"{HOLE}"', KINDS[kind](size)).encode()) for kind in kinds]
 
 
 def fields_of_bodies() -> list[str]:
@@ -195,9 +302,11 @@ def http_client(engine: Any) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=600)
 
 
-def wrong_bodies(client: httpx.AsyncClient, field: str, values: list[Any]) -> list[Request]:
+def wrong_bodies(client: httpx.AsyncClient, field: str, values: list[str]) -> list[Request]:
     path, name = field.split()
-    return [Request(posting(client, path, json.dumps({**BODIES[path], name: value}).encode())) for value in values]
+    head = json.dumps({key: one for key, one in BODIES[path].items() if key != name})[:-1]
+    separator = ", " if len(head) > 1 else ""
+    return [Request(posting(client, path, f'{head}{separator}"{name}": {one}}}'.encode())) for one in values]
 
 
 def posting(client: httpx.AsyncClient, path: str, body: bytes) -> Callable[[], Awaitable[Any]]:
@@ -299,12 +408,14 @@ async def try_value(door: str, field: str, size: int, requests: list[Request], w
 def value_of(door: str, field: str, size: int) -> Any:
     if door == "bodies":
         return [make(size) for make in KINDS.values()]
+    if door == "cases":
+        return bodies_of(field, size)
     return VALUES[field](size)
 
 
 def sizes(field: str, most: int) -> Iterator[int]:
     size = 10
-    is_of_body = field.startswith("/")  # six values each
+    is_of_body = field.startswith("/")  # of each kind
     while size <= (min(most, 100_000) if is_of_body or field in SLOW else most):
         yield size
         size *= 10
@@ -318,7 +429,12 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def is_no_fault_of_the_script(record: logging.LogRecord) -> bool:
+    return record.exc_info is None or not isinstance(record.exc_info[1], ScriptError)
+
+
 async def grow(args: argparse.Namespace) -> dict[str, Any]:
+    logging.getLogger("aengine.server").addFilter(is_no_fault_of_the_script)
     found: list[Found] = []
     with tempfile.TemporaryDirectory() as folder:
         async with FakeAsyncLLM("word", max_model_len=MOST_CONTEXT) as engine:
@@ -329,8 +445,10 @@ async def grow(args: argparse.Namespace) -> dict[str, Any]:
                         "remote": (in_process, remote, lambda: remote.chat([HELLO], SMALL)),
                         "http": (over_http, client, over_http(client, "messages", [HELLO])[0].send),
                         "bodies": (wrong_bodies, client, over_http(client, "messages", [HELLO])[0].send),
+                        "cases": (whole_bodies, client, over_http(client, "messages", [HELLO])[0].send),
                     }
-                    fields = {door: fields_of_bodies() if door == "bodies" else args.fields for door in args.doors}
+                    own = {"bodies": fields_of_bodies(), "cases": [*CASES, *(f"nested {name}" for name in HOLES)]}
+                    fields = {door: own.get(door, args.fields) for door in args.doors}
                     for door in args.doors:  # what the first of each kind loads or keeps stays
                         make, end, _ = doors[door]
                         for field in fields[door]:

@@ -40,6 +40,20 @@ def test_a_little_of_each_door(door: str) -> None:
     assert outcomes["logprobs", "100"] == {"400" if door == "http" else "InvalidRequestError"}
 
 
+async def test_cases_are_what_they_say() -> None:
+    """Each is answered where it is small: else what it grows would not be looked at."""
+    async with FakeAsyncLLM("word") as engine, grow.http_client(engine) as client:
+        for name in [*grow.CASES, *(f"nested {name}" for name in grow.HOLES)]:
+            found = [await grow.outcome(one) for one in grow.whole_bodies(client, name, grow.bodies_of(name, 8))]
+            assert len(found) == (1 if name in grow.CASES else 5) and not {"404", "413", "415"} & set(found), name
+            if "x" in name.split() or "tool_result" in name:
+                assert found == ["ok"], name
+            if name.startswith("nested"):
+                assert found[4] == "400", "NaN is none"
+    texts = [make(3) for make in grow.KINDS.values()]
+    assert len(texts) == len(set(texts)) and "999" in texts and "1e3" in texts and "[[[]]]" in texts
+
+
 async def test_each_field_of_each_body_grows() -> None:
     """Of every interface that takes a body, and from one that is answered: else its fields would not be looked at."""
     bodies = {path: body for method, path, _, body in (entry for entry in grow.ENDPOINTS if len(entry) == 4)}
