@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, overload
 
 from .blocking import Batch, ChatIterator, TokenIterator, is_list_of_prompts, one_each, showing
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from os import PathLike
     from types import TracebackType
     from typing import Self, Unpack
+
+    import openai
 
     from .chat.messages import ChatCompletion
     from .outputs import Completion, T
@@ -225,6 +228,22 @@ class SyncLLM(ImmediateCalls, SyncPoolingCalls):
         self._check()
         context = self._handle.local.listeners.context()
         return self._handle.wait(lambda core: answer_pooling(core, request, context))
+
+    def openai_client(self, **options: Any) -> openai.OpenAI:
+        """OpenAI's own blocking client, whose calls this engine answers: no port, no other process.
+
+        Args:
+            options: of `openai.OpenAI`, such as ``timeout`` and ``max_retries``.
+
+        Any number of threads may use it at once. Needs ``pip install 'aengine-llm[openai]'``.
+        """
+        in_process = import_module("aengine.server.in_process")  # it is above the engine
+        return in_process.blocking_openai_client(self._engine, self._run, **options)
+
+    def _run(self, function: Callable[[], Awaitable[T]]) -> T:
+        """Run a coroutine on the engine's loop, blocking this thread."""
+        self._check()
+        return self._handle.wait(lambda core: function())
 
     # -- the worker
 

@@ -22,7 +22,7 @@ from .anthropic.requests import CountBody, MessagesBody
 from .errors import http_error
 from .guard import Guard, checked_hosts, checked_origins
 from .health import health, livez, readyz, version
-from .http import ClientLeftError, CloseAfterTwoLengths, HTTPError, JSONAnswer
+from .http import ClientLeftError, CloseAfterTwoLengths, HTTPError, JSONAnswer, Pace
 from .lifespan import engine_lifespan
 from .metrics import metrics, new_registry
 from .openai.answers import headers_of_id
@@ -98,6 +98,7 @@ def create_app(
     allow_origins: str | Sequence[str] = (),
     allow_hosts: str | Sequence[str] | None = None,
     pieces_per_second: float = 2500,
+    unpaced_streams: int = 4,
 ) -> Starlette:
     """Make the ASGI application that serves an engine under OpenAI's and Anthropic's interfaces.
 
@@ -123,6 +124,7 @@ def create_app(
             ``allow_origins``. None: that is not looked at.
         pieces_per_second: that all event streams together send at most. Many streams at once get fewer, larger ones,
             each with all that has come since the one before.
+        unpaced_streams: while there are no more event streams than these, each sends all at once.
     """
     names = [model_names] if isinstance(model_names, str) else model_names
     keys = [api_keys] if isinstance(api_keys, str) else list(api_keys or ())
@@ -136,7 +138,7 @@ def create_app(
         model_names=names,
         max_body_bytes=max_body_bytes,
         max_stored_responses=max_stored_responses,
-        pieces_per_second=pieces_per_second,
+        pace=Pace(pieces_per_second, unpaced_streams),
     )
     origins = checked_origins([allow_origins] if isinstance(allow_origins, str) else allow_origins)
     hosts = [allow_hosts] if isinstance(allow_hosts, str) else allow_hosts

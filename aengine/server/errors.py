@@ -6,6 +6,7 @@ import logging
 import math
 import re
 from collections.abc import Iterable
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from ..errors import (
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from ..outputs import Choice
     from .openai.requests import Body
 
-__all__ = ["aborted", "check_not_aborted", "http_error"]
+__all__ = ["aborted", "check_not_aborted", "http_error", "raised_errors"]
 
 _NO_RETRY = {"x-should-retry": "false"}
 """Heeded by OpenAI's and Anthropic's clients, which try again otherwise, as for any 5xx."""
@@ -44,6 +45,9 @@ _PUBLIC: dict[type[EngineError], str] = {
 _ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}", re.IGNORECASE)
 """Of an object, in the text that Python gives it: whoever knows it knows where the process' memory lies."""
 
+raised_errors: ContextVar[list[AEngineError] | None] = ContextVar("raised_errors", default=None)
+"""Takes the engine's errors as they are, for a client in the same process."""
+
 logger = logging.getLogger("aengine.server")
 
 
@@ -51,6 +55,8 @@ def http_error(error: BaseException, body: Body | None = None) -> HTTPError:
     """Return what ``error`` is in HTTP, with the fields of the ``body`` that was sent."""
     if isinstance(error, HTTPError):
         return error
+    if isinstance(error, AEngineError) and (raised := raised_errors.get()) is not None:
+        raised.append(error)
     text = _ADDRESS.sub("", str(error))
     names = {} if body is None else body.field_names()
     match error:

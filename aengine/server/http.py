@@ -309,16 +309,19 @@ class Pace:
     the next: of 2,500 a second 64 streams get some 40 each.
     """
 
-    FEW = 4  # streams, which never wait
-
-    def __init__(self, pieces_per_second: float) -> None:
-        """``pieces_per_second``: of all streams together, at most."""
+    def __init__(self, pieces_per_second: float, unpaced_streams: int = 4) -> None:
+        """
+        Args:
+            pieces_per_second: of all streams together, at most.
+            unpaced_streams: so few never wait.
+        """
         self.num_streams = 0  # that are being sent
         self._pieces_per_second = pieces_per_second
+        self._unpaced_streams = unpaced_streams
 
     async def wait(self, rest: Rest) -> None:
         """``rest``: of what is sent."""
-        seconds = (self.num_streams - self.FEW) / self._pieces_per_second
+        seconds = (self.num_streams - self._unpaced_streams) / self._pieces_per_second
         if seconds > 0:
             await rest(seconds)
 

@@ -2,6 +2,7 @@
 
     AsyncOpenAI ──httpx or httpx2──> transport ──ASGI──> the application ──> AsyncLLM
                 <── chunks as they come ──────┘
+    OpenAI      ──the same, blocking──> transport ──the engine's own thread──> the application ──> AsyncLLM
 
 httpx and its successor httpx2, which newer versions of openai use, each come with an ASGI transport that keeps back the
 body until it is whole. This one hands out what comes as it comes, and a response that is closed early is a client that
@@ -12,9 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, MutableMapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weakref import WeakSet
+
+from ..errors import AEngineError, EngineClosedError
+from .errors import raised_errors
 
 if TYPE_CHECKING:
     import anthropic
@@ -22,34 +27,62 @@ if TYPE_CHECKING:
 
     from ..async_llm import AsyncLLM
 
-__all__ = ["anthropic_client", "openai_client", "streaming_transport"]
+__all__ = ["anthropic_client", "blocking_openai_client", "openai_client", "streaming_transport"]
 
 ASGIApp = Callable[[Any, Any, Any], Awaitable[None]]
 Message = MutableMapping[str, Any]
 
 T = TypeVar("T")
 
+
+class Run(Protocol):
+    """Runs a coroutine on the engine's loop, and blocks the calling thread until it has ended."""
+
+    def __call__(self, function: Callable[[], Awaitable[T]]) -> T: ...
+
+
 BASE_URL = "http://aengine"
+ERRORS = "aengine_errors"
+"""The extension of an httpx request that has the engine's errors which its answer tells of, the last one last."""
+
+_OPTIONS: dict[str, Any] = {"api_key": "none", "base_url": f"{BASE_URL}/v1"}
 _PIECES_PER_SECOND = 500
 """OpenAI's client takes some 0.15 ms of the engine's own loop for each event, so 64 streams get 12 a second each."""
 
 
-def openai_client(engine: AsyncLLM, **options: Any) -> openai.AsyncOpenAI:
+def openai_client(engine: AsyncLLM, *, app_options: Any = None, **options: Any) -> openai.AsyncOpenAI:
     """Make an `openai.AsyncOpenAI` whose calls this engine answers, on the event loop that makes them.
 
     Args:
         engine: on that loop, or with ``own_thread=True``.
+        app_options: of `create_app`.
         options: as of `openai.AsyncOpenAI`, such as ``max_retries``.
     """
+    openai = _openai()
+    http_client = _http_client(openai.DefaultAsyncHttpxClient, engine, streaming_transport, app_options)
+    return openai.AsyncOpenAI(**{**_OPTIONS, "http_client": http_client, **options})
+
+
+def blocking_openai_client(engine: AsyncLLM, run: Run, *, app_options: Any = None, **options: Any) -> openai.OpenAI:
+    """Make an `openai.OpenAI` whose calls this engine answers, in any thread but the engine's.
+
+    Args:
+        engine: with a thread of its own.
+        run: makes a coroutine there and returns what it returns; raises EngineClosedError if the thread has ended.
+        app_options: of `create_app`.
+        options: as of `openai.OpenAI`, such as ``max_retries``.
+    """
+    openai = _openai()
+    http_client = _http_client(openai.DefaultHttpxClient, engine, partial(_blocking_transport, run), app_options)
+    return openai.OpenAI(**{**_OPTIONS, "http_client": http_client, **options})
+
+
+def _openai() -> Any:
     try:
         import openai
     except ImportError as error:
         raise ImportError("openai_client needs the package openai: pip install 'aengine-llm[openai]'") from error
-
-    http_client = _http_client(openai.DefaultAsyncHttpxClient, engine)
-    return openai.AsyncOpenAI(
-        **{"api_key": "none", "base_url": f"{BASE_URL}/v1", "http_client": http_client, **options}
-    )
+    return openai
 
 
 def anthropic_client(engine: AsyncLLM, **options: Any) -> anthropic.AsyncAnthropic:
@@ -59,18 +92,23 @@ def anthropic_client(engine: AsyncLLM, **options: Any) -> anthropic.AsyncAnthrop
     except ImportError as error:
         raise ImportError("anthropic_client needs Anthropic's client: pip install 'aengine-llm[anthropic]'") from error
 
-    http_client = _http_client(anthropic.DefaultAsyncHttpxClient, engine)
+    http_client = _http_client(anthropic.DefaultAsyncHttpxClient, engine, streaming_transport)
     return anthropic.AsyncAnthropic(**{"api_key": "none", "base_url": BASE_URL, "http_client": http_client, **options})
 
 
-def _http_client(client_class: type[Any], engine: AsyncLLM) -> Any:
+def _http_client(
+    client_class: type[Any],
+    engine: AsyncLLM,
+    transport: Callable[[ASGIApp, str], Any],
+    app_options: Mapping[str, Any] | None = None,
+) -> Any:
     """Make the client of httpx or httpx2 that a library's own client is to use."""
     from .app import create_app
 
     roots = [kind.__module__.partition(".")[0] for kind in client_class.__mro__]
     library = next(root for root in roots if root.startswith("httpx"))
-    app = create_app(engine, page=False, pieces_per_second=_PIECES_PER_SECOND)
-    return client_class(transport=streaming_transport(app, library), base_url=BASE_URL)
+    app = create_app(engine, page=False, **{"pieces_per_second": _PIECES_PER_SECOND, **(app_options or {})})
+    return client_class(transport=transport(app, library), base_url=BASE_URL)
 
 
 def streaming_transport(app: ASGIApp, library: str = "httpx") -> Any:
@@ -83,14 +121,6 @@ def streaming_transport(app: ASGIApp, library: str = "httpx") -> Any:
     __import__(library)
     http: Any = sys.modules[library]
 
-    async def in_time(answer: Coroutine[Any, Any, T], request: Any) -> T:
-        """Return what is waited for no longer than the request's read timeout."""
-        try:
-            async with asyncio.timeout(request.extensions.get("timeout", {}).get("read")):
-                return await answer
-        except TimeoutError as error:
-            raise http.ReadTimeout("the application did not answer in time", request=request) from error
-
     class Body(http.AsyncByteStream):
         def __init__(self, exchange: _Exchange, request: Any) -> None:
             self._exchange = exchange
@@ -98,7 +128,7 @@ def streaming_transport(app: ASGIApp, library: str = "httpx") -> Any:
 
         async def __aiter__(self) -> AsyncIterator[bytes]:
             exchange = self._exchange
-            while chunk := exchange.take_chunk() or await in_time(exchange.next_chunk(), self._request):
+            while chunk := exchange.take_chunk() or await _in_time(http, exchange.next_chunk(), self._request):
                 yield chunk
 
         async def aclose(self) -> None:
@@ -119,14 +149,77 @@ def streaming_transport(app: ASGIApp, library: str = "httpx") -> Any:
             body = b"".join([part async for part in request.stream])
             exchange = _Exchange(app, _scope_of(request), body)
             self._exchanges.add(exchange)
-            try:
-                status, headers = await in_time(exchange.start(), request)
-            except BaseException:
-                await exchange.close()
-                raise
+            status, headers = await _begin(http, exchange, request)
             return http.Response(status, headers=headers, stream=Body(exchange, request), request=request)
 
     return Transport()
+
+
+def _blocking_transport(run: Run, app: ASGIApp, library: str) -> Any:
+    """Make a transport for ``httpx.Client(transport=...)`` that calls an ASGI application on the engine's loop."""
+    __import__(library)
+    http: Any = sys.modules[library]
+
+    def run_open(function: Callable[[], Awaitable[T]], request: Any) -> T:
+        try:
+            return run(function)
+        except EngineClosedError as error:
+            request.extensions[ERRORS] = [error]
+            raise http.ConnectError(str(error), request=request) from error
+
+    class Body(http.SyncByteStream):
+        def __init__(self, exchange: _Exchange, request: Any) -> None:
+            self._exchange = exchange
+            self._request = request
+
+        def __iter__(self) -> Iterator[bytes]:
+            request = self._request
+            while chunk := run_open(lambda: _in_time(http, self._exchange.next_chunk(), request), request):
+                yield chunk
+
+        def close(self) -> None:
+            try:
+                run(self._exchange.close)
+            except EngineClosedError:  # and with it the request
+                pass
+
+        def __del__(self) -> None:  # of an answer that was dropped
+            self._exchange.drop()
+
+    class Transport(http.BaseTransport):
+        def handle_request(self, request: Any) -> Any:
+            body = b"".join(request.stream)
+
+            async def begin() -> tuple[_Exchange, int, Any]:
+                exchange = _Exchange(app, _scope_of(request), body)
+                return exchange, *(await _begin(http, exchange, request))
+
+            exchange, status, headers = run_open(begin, request)
+            return http.Response(status, headers=headers, stream=Body(exchange, request), request=request)
+
+    return Transport()
+
+
+async def _in_time(http: Any, answer: Coroutine[Any, Any, T], request: Any) -> T:
+    """Return what is waited for no longer than the request's read timeout."""
+    seconds = request.extensions.get("timeout", {}).get("read")
+    if seconds is None:
+        return await answer
+    try:
+        async with asyncio.timeout(seconds):
+            return await answer
+    except TimeoutError as error:
+        raise http.ReadTimeout("the application did not answer in time", request=request) from error
+
+
+async def _begin(http: Any, exchange: _Exchange, request: Any) -> tuple[int, Any]:
+    """Return the status and the headers of an exchange, or end it."""
+    request.extensions[ERRORS] = exchange.errors
+    try:
+        return await _in_time(http, exchange.start(), request)
+    except BaseException:
+        await exchange.close()
+        raise
 
 
 def _scope_of(request: Any) -> dict[str, Any]:
@@ -155,6 +248,7 @@ class _Exchange:
     """One request to the application, and its answer."""
 
     def __init__(self, app: ASGIApp, scope: dict[str, Any], body: bytes) -> None:
+        self.errors: list[AEngineError] = []
         self._body: bytes | None = body
         self._loop = asyncio.get_running_loop()
         self._has_left = asyncio.Event()  # the client closed the response
@@ -208,6 +302,7 @@ class _Exchange:
         self._has_room.set()
 
     async def _run(self, app: ASGIApp, scope: dict[str, Any]) -> None:
+        raised_errors.set(self.errors)
         try:
             await app(scope, self._receive, self._send)
             if not self._head.done():

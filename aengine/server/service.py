@@ -49,14 +49,14 @@ class Service:
         model_names: Sequence[str] | None,
         max_body_bytes: int,
         max_stored_responses: int,
-        pieces_per_second: float,
+        pace: Pace,
     ) -> None:
         self.engine = engine
         self.model_names = tuple(model_names or (_name_of(engine.config.model),))
         self.max_body_bytes = max_body_bytes
         self.created = int(time.time())
         self.health = Health(engine)
-        self.pace = Pace(pieces_per_second)
+        self.pace = pace
         self._lanes = Lanes("http")
         self.openapi: dict[str, Any] = {}
         """The application's description of itself."""
