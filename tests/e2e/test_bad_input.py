@@ -116,6 +116,27 @@ def no_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
 
 
+def endless_tokenizer(folder: Path) -> None:
+    """Of 64 GB that take no place on the disk."""
+    with open(folder / "tokenizer.json", "wb") as file:
+        file.truncate(1 << 36)
+
+
+def odd_special_token(folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text('{"bos_token": [1]}')
+
+
+def exploding_patterns(folder: Path) -> None:
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    how = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"all": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["re:([a-z0-9_.]+)+!", "re:(((([a-z0-9_.]*)*)*)*)*!"],
+    }
+    edit_config(folder, quantization_config=how)
+
+
 def intact(folder: Path) -> None:
     pass
 
@@ -131,6 +152,13 @@ BAD: dict[str, tuple[Callable[[Path], None], dict[str, Any], str]] = {
     "config no JSON": (config_that_is_no_json, {}, r"config\.json is not valid JSON"),
     "architecture": (unknown_architecture, {}, r"'perceptron' is not supported: .*`aengine models` lists what runs"),
     "truncated": (truncated, {}, r"model\.safetensors is truncated or corrupt: .*fetch it again"),
+    "patterns": (exploding_patterns, {}, r"is stored as F32, but by the quantization_config of config\.json it is I8"),
+    "endless tokenizer": (
+        endless_tokenizer,
+        {},
+        r"tokenizer\.json is no file of a model's settings: it has 68719476736",
+    ),
+    "odd token": (odd_special_token, {}, r"tokenizer_config\.json: bos_token=\[1\] must be a text"),
     "no tokenizer": (no_tokenizer, {}, r"no tokenizer\.json.*skip_tokenizer=True"),
     "tiny KV": (intact, {"kv_cache_memory_bytes": 50_000}, r"max_model_len=256 are needed: raise kv_cache_memory_b"),
 }
