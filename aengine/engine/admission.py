@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from ..errors import AEngineError, DeadlineExceededError, InternalError, InvalidRequestError
 from ..outputs import FinishReason, RequestEnd
 from ..params import SamplingParams
-from ..scheduler.request import CacheKey, Request, RequestStatus
+from ..scheduler.request import CacheKey, PromptTokens, Request, RequestStatus
 from ..streams.token_stream import Buffer, Mailbox, error_for_waiter
 from ..structured.asked_type import AskedType
 from ..structured.bitmasks import RequestGrammar
@@ -302,10 +302,11 @@ class Admission:
                     after=() if prepared.begins_text else ids,
                 )
                 choice.begin(detokenizer)
+        prompt = PromptTokens(ids)
         request.requests = [
             Request(
                 request.request_id,
-                ids,
+                prompt,
                 params,
                 seed=_nth_seed(seed, i),
                 max_num_tokens=max_num_tokens,

@@ -80,6 +80,8 @@ class Delivery:
             if sink.put(token_id, reason, logprobs.get(place) if logprobs else None):
                 self._scheduler.finish(request, FinishReason.STOP)
                 sink.end(FinishReason.STOP)
+            if sink.finish_reason is not None:
+                request.end()
 
 
 def logprobs_by_token(columns: LogprobColumns) -> Logprobs:

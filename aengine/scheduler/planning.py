@@ -21,6 +21,9 @@ __all__ = ["StepPlan"]
 _sort_key = attrgetter("sort_key")
 _LEAST_LOGITS = 64
 """Rows of logits that a step may have, drafts included, however few rows there are."""
+_MOST_KNOWN_TOKENS = 1 << 18
+"""Tokens of the requests that get a row in one step, if they are several. The blocks of each one's prompt are looked up
+and its tokens sent, though they are computed already: hundreds of completions of one long prompt would take seconds."""
 _CATCHING_UP, _DECODING, _DRAINING = RequestStatus.CATCHING_UP, RequestStatus.DECODING, RequestStatus.DRAINING
 
 
@@ -177,6 +180,7 @@ class StepPlan:
         """Give rows to the waiting, while their known tokens fit and everybody with a row could grow by a block.
         ``whole_prompts``: only while all of their tokens fit into this step."""
         rows, kv = self._rows, self._rows.kv
+        num_known = 0  # tokens of those that got a row here
         most_running = -(-(len(rows.running) + len(waiting)) // len(rows.micro_batches))  # each gets an equal share
         while waiting and self._budget > 0 and self.num_prompt_tokens < self._prompt_budget and rows.free_rows:
             if rows.micro_batch.num_running >= most_running:
@@ -189,6 +193,8 @@ class StepPlan:
                 return
             num_tokens = len(request.token_ids)
             if whole_prompts and num_tokens > self._budget:
+                return
+            if num_known and num_known + num_tokens > _MOST_KNOWN_TOKENS:
                 return
             rows.choose_rope(request)
             prefix = kv.match(request)
@@ -213,7 +219,9 @@ class StepPlan:
                 self._page_copies += kv.restore_states(request, prefix)
             rows.take(request)
             rows.prefixes.lead(request)
+            num_known += num_tokens
             if request.milestone == 0:  # its first time here: what it finds later may be its own
+                request.begin()
                 request.num_cached_tokens = num_cached
                 self.newcomers.append(request)
                 if request.root_hash is not None:

@@ -25,6 +25,7 @@ A step in which it has k drafts brings 1 to 1 + k tokens. Until its answer comes
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,7 +38,7 @@ from .block_pool import BlockTable
 if TYPE_CHECKING:
     from ..structured.bitmasks import RequestGrammar
 
-__all__ = ["CacheKey", "Request", "RequestStates", "RequestStatus", "StateCopy"]
+__all__ = ["CacheKey", "PromptTokens", "Request", "RequestStates", "RequestStatus", "StateCopy"]
 
 
 class RequestStatus(Enum):
@@ -58,6 +59,23 @@ class CacheKey(NamedTuple):
     salt: bytes = b""  # of the caller
     adapter: bytes = b""  # by which the weights are changed
     media: bytes = b""  # digest of what stands for tokens of the prompt
+
+
+class PromptTokens:
+    """The tokens of a prompt, which the n completions of a call share. Nobody changes them."""
+
+    __slots__ = ("_packed", "token_ids")
+
+    def __init__(self, token_ids: Iterable[int]) -> None:
+        self.token_ids = list(token_ids)
+        self._packed: array[int] | None = None
+
+    @property
+    def packed(self) -> array[int]:
+        """The tokens as a message has them. Made once."""
+        if self._packed is None:
+            self._packed = int32(self.token_ids)
+        return self._packed
 
 
 class StateCopy(NamedTuple):
@@ -140,6 +158,7 @@ class Request:
         "params",
         "pooled_token_ids",
         "priority",
+        "prompt",
         "req_idx",
         "request_id",
         "root_hash",
@@ -155,7 +174,7 @@ class Request:
     def __init__(
         self,
         request_id: str,
-        prompt_token_ids: Iterable[int],
+        prompt_token_ids: Iterable[int] | PromptTokens,
         params: SamplingParams,
         *,
         seed: int,
@@ -172,7 +191,9 @@ class Request:
         num_first_tokens: int = 0,
     ) -> None:
         self.request_id = request_id
-        self.token_ids = list(prompt_token_ids)  # prompt, then the committed output
+        prompt = prompt_token_ids
+        self.prompt = prompt if isinstance(prompt, PromptTokens) else PromptTokens(prompt)
+        self.token_ids = self.prompt.token_ids  # prompt, then the committed output; its own from `begin` on
         self.num_prompt_tokens = len(self.token_ids)
         self.params = params
         self.seed = seed
@@ -238,6 +259,15 @@ class Request:
         """Tokens that steps in flight sample, at most: they count as known, their ids have not come yet."""
         return max(0, self.num_computed_tokens + 1 - len(self.token_ids))
 
+    def begin(self) -> None:
+        """Take a list of its own for its tokens, before its first step."""
+        self.token_ids = list(self.token_ids)
+
+    def end(self) -> None:
+        """Give back the list of its own, when all of its tokens are delivered: those of its call's completions are freed
+        one by one then, not all at the call's end."""
+        self.token_ids = self.prompt.token_ids
+
     def forget_worker(self) -> None:
         """Forget the row, the blocks and what is computed."""
         self.block_tables = []
@@ -274,7 +304,7 @@ class Request:
             spans.extend(count for table in tables for count in (table.begin, len(table.block_ids)))
         return NewRequest(
             req_idx=self.req_idx,
-            token_ids=int32(self.token_ids),
+            token_ids=self.prompt.packed + int32(self.output_token_ids),
             num_prompt_tokens=self.num_prompt_tokens,
             num_computed_tokens=self.num_computed_tokens,
             block_ids=block_ids,

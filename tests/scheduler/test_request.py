@@ -9,7 +9,7 @@ import pytest
 from aengine.ipc.messages import Kind, SchedulerOutput, pack, unpack
 from aengine.params import SamplingParams
 from aengine.scheduler.block_pool import BlockTable
-from aengine.scheduler.request import Request, RequestStatus
+from aengine.scheduler.request import PromptTokens, Request, RequestStatus
 
 
 def make(prompt: list[int], params: SamplingParams | None = None, **more: object) -> Request:
@@ -24,6 +24,22 @@ def test_the_prompt_is_copied() -> None:
     assert prompt == [5, 6, 7] == second.token_ids
     assert first.output_token_ids == [8] and first.num_prompt_tokens == 3
     assert first.status is RequestStatus.NEW and first.finish_reason is None and first.req_idx == -1
+
+
+def test_completions_of_a_call_share_its_prompt() -> None:
+    """Until they begin, and after their end; it is packed once for all of them."""
+    prompt = PromptTokens([5, 6, 7])
+    first, second = (
+        Request("r", prompt, SamplingParams(), seed=7, max_num_tokens=9, stop_token_ids=frozenset()) for _ in "ab"
+    )
+    assert first.token_ids is second.token_ids and prompt.packed is prompt.packed
+    first.begin()
+    first.token_ids.append(8)
+    assert second.token_ids == [5, 6, 7] and second.output_token_ids == []
+    assert first.to_message().token_ids == array("i", [5, 6, 7, 8])
+    assert second.to_message().token_ids == array("i", [5, 6, 7])
+    first.end()
+    assert first.token_ids is second.token_ids
 
 
 @pytest.mark.parametrize(("computed", "pending"), [(0, 0), (2, 0), (3, 1), (5, 3)])
@@ -47,6 +63,7 @@ def test_every_parameter_reaches_the_worker() -> None:
         logit_bias={11: -1.5, 4: 2.0},
     )
     request = make([1, 2, 3], params, seed=-(2**63))
+    request.begin()
     request.token_ids.append(50)  # generated before a preemption
     request.req_idx, request.block_tables, request.num_computed_tokens = 3, [BlockTable(1, 0, [8, 1])], 2
     (message,) = unpack(Kind.STEP, pack(SchedulerOutput(0, new_requests=[request.to_message()]))).new_requests
