@@ -264,8 +264,8 @@ class Request:
         self.token_ids = list(self.token_ids)
 
     def end(self) -> None:
-        """Give back the list of its own, when all of its tokens are delivered: those of its call's completions are freed
-        one by one then, not all at the call's end."""
+        """Give back its own list, when all of its tokens are delivered: those of a call's completions are freed one by
+        one then, not all at the call's end."""
         self.token_ids = self.prompt.token_ids
 
     def forget_worker(self) -> None:
