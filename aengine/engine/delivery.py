@@ -78,9 +78,10 @@ class Delivery:
             if reason is not None and len(sink.token_ids) + 1 < request.num_output_tokens:
                 reason = None  # others of this answer follow
             if sink.put(token_id, reason, logprobs.get(place) if logprobs else None):
-                self._scheduler.finish(request, FinishReason.STOP)
-                sink.end(FinishReason.STOP)
-            if sink.finish_reason is not None:
+                reason = FinishReason.STOP
+                self._scheduler.finish(request, reason)
+                sink.end(reason)
+            if reason is not None:
                 request.end()
 
 
