@@ -12,6 +12,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -328,8 +329,35 @@ def test_the_first_error_ends_the_others(make_llm: MakeLLM) -> None:
 # -- interrupts
 
 
+@pytest.fixture
+def insistent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupt again where Python has swallowed it, as it does in the callback of a weak reference, of which each of
+    asyncio's tasks has one: a user presses Ctrl-C again, too."""
+    told = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if unraisable.exc_type is KeyboardInterrupt:
+            interrupt_after(0.2)
+        else:
+            told(unraisable)
+
+    monkeypatch.setattr(sys, "unraisablehook", hook)
+
+
+def test_a_swallowed_interrupt_comes_again(insistent: None) -> None:
+    class Held:
+        pass
+
+    held = Held()
+    reference = weakref.ref(held, lambda _: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        del held
+        assert reference() is None  # which is reached: the first one is swallowed
+        time.sleep(20)
+
+
 @pytest.mark.parametrize("what", ["one", "many", "stream", "chat"])
-def test_an_interrupt_aborts_and_leaves_the_engine(make_llm: MakeLLM, what: str) -> None:
+def test_an_interrupt_aborts_and_leaves_the_engine(make_llm: MakeLLM, insistent: None, what: str) -> None:
     llm = make_llm(fake={"delay": 0.005})
     for seconds in (0.0, 0.05):
         with pytest.raises(KeyboardInterrupt):
