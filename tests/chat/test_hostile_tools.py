@@ -158,3 +158,15 @@ def test_what_no_grammar_can_be_composed_of_is_the_callers_error(monkeypatch):
         with pytest.raises(GrammarError) as caught:
             _spec("hermes", _of_text())
         assert caught.value.kind == "too_complex"
+
+
+ENUM = {"enum": [f"option {i}" for i in range(2000)]}
+OBJECT = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(2000)}}
+
+
+@pytest.mark.parametrize("definition", [ENUM, OBJECT])
+def test_a_definition_that_many_arguments_refer_to_is_not_written_without_end(definition):
+    properties = {f"a{i}": {"$ref": "#/$defs/e"} for i in range(600)}
+    with pytest.raises(GrammarError, match="refer to so much") as caught:
+        _spec("glm", {"properties": properties, "$defs": {"e": definition}})
+    assert caught.value.kind == "too_complex"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -119,3 +120,23 @@ def test_a_pattern_of_another_dialect_has_a_place_and_can_be_left_out(letters: L
 @pytest.mark.parametrize("pattern", [r"\\b", r"a\\1", "[(]?=", r"\(?=", r"\d{2}", "(?:a)", "(?i)a", r"\p{L}", ""])
 def test_patterns_that_only_look_so(pattern: str) -> None:
     rust_pattern(pattern)
+
+
+def test_what_is_left_out_of_many_definitions_takes_linear_work():
+    schema = {
+        "properties": {f"x{i}": {"$ref": f"#/$defs/e{i}"} for i in range(2000)},
+        "$defs": {f"{kind}{i}": {"type": "string", "pattern": "(?=a)b"} for kind in "de" for i in range(2000)},
+    }
+    num_calls = 0
+
+    def count(frame, event, argument):
+        nonlocal num_calls
+        num_calls += 1
+
+    sys.setprofile(count)
+    try:
+        warnings = make_readable(schema, relax=True)
+    finally:
+        sys.setprofile(None)
+    assert len(warnings) == 2000
+    assert num_calls < 4_000_000

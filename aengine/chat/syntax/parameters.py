@@ -61,6 +61,7 @@ class Parameters(ArgumentSyntax):
         options = value.options()
         if options is not None:
             written = list(dict.fromkeys(name for option in options for name in _written(option)))
+            value.root.spend(sum(map(len, written)) + len(written))
             texts = tuple(filter(None, written))
             choice = [Repeat(Choice(texts), least=int(len(texts) == len(written)), most=1)] if texts else []
             return seq(*choice, end)

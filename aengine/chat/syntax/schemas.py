@@ -34,6 +34,7 @@ _NOT_ONE_BY_ONE = (
 )  # fmt: skip
 """Keywords of an object that say something of several members, or of members that have no name."""
 _DEPTH = 16
+_MAX_LETTERS = 1 << 22
 _FORMATS = {
     "date": r"[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])",
     "time": r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]+)?(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])",
@@ -45,13 +46,24 @@ _FORMATS["date-time"] = f"{_FORMATS['date']}T{_FORMATS['time']}"
 class Root:
     """The schema of all arguments, to which references lead, and what was found of its parts: many may refer to one."""
 
-    __slots__ = ("options", "schema", "types")
+    __slots__ = ("num_letters", "options", "schema", "types")
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self.schema = schema
+        self.num_letters = 0
         # By the id of a part, which they keep alive.
         self.types: dict[int, tuple[object, frozenset[str]]] = {}
         self.options: dict[int, tuple[object, list[Any] | None]] = {}
+
+    def spend(self, num_letters: int) -> None:
+        """Count what is written of a part, which may be written for each argument that refers to it."""
+        self.num_letters += num_letters
+        if self.num_letters > _MAX_LETTERS:
+            raise GrammarError(
+                f"the parameters of a tool refer to so much, so often, that their grammar has over {_MAX_LETTERS} "
+                "letters: make what they refer to smaller",
+                kind="too_complex",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +158,17 @@ class Value:
         """Return the schema as JSON that stands for itself: with the definitions that it may refer to."""
         if not isinstance(self.schema, dict):
             return json.dumps(self.schema if isinstance(self.schema, bool) else {})
-        root = self.root.schema
-        own = {key: root[key] for key in ("$defs", "definitions") if key in root and key not in self.schema}
-        return json.dumps({**self.schema, **own}, ensure_ascii=False, separators=(",", ":"))
+        text = _compact(self.schema)
+        if '"$ref"' in text:
+            root = self.root.schema
+            own = {key: root[key] for key in ("$defs", "definitions") if key in root and key not in self.schema}
+            text = _compact({**self.schema, **own})
+        self.root.spend(len(text))
+        return text
+
+
+def _compact(schema: Mapping[str, Any]) -> str:
+    return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
 
 
 def values_of(schema: Mapping[str, Any], tool: Tool, relax: bool) -> tuple[list[Value], bool]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from bisect import bisect_left
 from typing import Any, Literal
 from urllib.parse import unquote
 
@@ -98,8 +99,9 @@ def make_readable(schema: Any, *, relax: bool) -> tuple[str, ...]:
         _translate_patterns(path, part, left_out)
         if relax:
             _leave_out_counts(path, part, left_out)
-    refs = [unquote(part["$ref"]) for _, part in walk(schema) if _refers(part)] if left_out else []
-    faults = [(json_path(path), fault) for path, fault in left_out if _is_used(path, refs)]
+    refs = sorted(unquote(part["$ref"]) for _, part in walk(schema) if _refers(part)) if left_out else []
+    has_names = not all(map(_is_pointer, refs))  # they may lead to any definition
+    faults = [(json_path(path), fault) for path, fault in left_out if has_names or _is_used(path, refs)]
     if faults and not relax:
         at, fault = faults[0]
         message = f"the JSON schema can't be used at {at}: {fault}"
@@ -109,11 +111,12 @@ def make_readable(schema: Any, *, relax: bool) -> tuple[str, ...]:
 
 
 def _is_used(path: Path, refs: list[str]) -> bool:
-    """Return whether a place of a schema is in no definition, or in one that something refers to."""
+    """Return whether a place of a schema is in no definition, or in one that something refers to; ``refs``: sorted."""
     for depth, key in enumerate(path[:-1]):
         if key in ("$defs", "definitions"):
             pointer = "#/" + "/".join(str(key).replace("~", "~0").replace("/", "~1") for key in path[: depth + 2])
-            return any(ref.startswith(pointer) or not _is_pointer(ref) for ref in refs)  # names may lead there
+            at = bisect_left(refs, pointer)
+            return at < len(refs) and refs[at].startswith(pointer)
     return True
 
 
