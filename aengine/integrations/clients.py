@@ -41,9 +41,11 @@ def engine_error(error: Any) -> AEngineError:
     raised: list[AEngineError] = error.request.extensions.get(ERRORS, [])
     if raised:
         return raised[-1]
-    if getattr(error, "status_code", 500) < 500:
-        return InvalidRequestError(error.message, param=error.param)
-    return RequestError(error.message)
+    status, body = getattr(error, "status_code", 500), error.body
+    if error.code == "request_aborted" or status == 200:  # a chunk with a finish reason that OpenAI does not have
+        return RequestError("the request was aborted")
+    message = body["message"] if isinstance(body, dict) and "message" in body else error.message
+    return InvalidRequestError(message, param=error.param) if status < 500 else RequestError(message)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import pytest
 FRAMEWORKS = [
     ("pydantic_ai", "pydantic_ai", "pydantic-ai-slim"),
     ("openai_agents", "agents", "openai-agents"),
-    ("langchain", "langchain_core", "langchain-core"),
+    ("langchain", "langchain_openai", "langchain-openai"),
     ("llama_index", "llama_index", "llama-index-core"),
     ("dspy", "dspy", "dspy"),
     ("litellm", "litellm", "litellm"),
