@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .async_llm import AsyncLLM
-    from .blocking import ChatIterator, TokenIterator
-    from .chat.messages import (
+    from .config import EngineConfig
+    from .engine.chat.messages import (
         ChatChoice,
         ChatCompletion,
         ChatMessage,
@@ -30,8 +30,12 @@ if TYPE_CHECKING:
         ToolCallEnd,
         ToolCallStart,
     )
-    from .chat.tools import Tool, ToolChoice
-    from .config import EngineConfig
+    from .engine.chat.tools import Tool, ToolChoice
+    from .engine.handles.blocking import ChatIterator, TokenIterator
+    from .engine.handles.sync_llm import SyncLLM
+    from .engine.pooling.requests import PoolingOptions, PoolingRequest, PoolingResult, RankedDocument
+    from .engine.streams.chat_stream import ChatStream
+    from .engine.streams.token_stream import TokenStream
     from .engine.tokenizer_view import TokenizerView
     from .errors import (
         AEngineError,
@@ -50,23 +54,9 @@ if TYPE_CHECKING:
     )
     from .llm import LLM
     from .options import ChatOptions, GenerateOptions, RequestOptions
-    from .outputs import (
-        Choice,
-        Completion,
-        FinishReason,
-        Logprob,
-        RequestEnd,
-        StartupProgress,
-        Timings,
-        Token,
-        Usage,
-    )
+    from .outputs import Choice, Completion, FinishReason, Logprob, RequestEnd, StartupProgress, Timings, Token, Usage
     from .params import SamplingParams, StructuredOutput
-    from .pooling import PoolingOptions, PoolingRequest, PoolingResult, RankedDocument
     from .settings import Settings
-    from .streams.chat_stream import ChatStream
-    from .streams.token_stream import TokenStream
-    from .sync_llm import SyncLLM
     from .telemetry.listeners import RequestListener, RequestStart
     from .telemetry.metrics import Histogram, Histograms, ReplicaStatistics, Statistics, WorkerRestart
 
@@ -75,10 +65,10 @@ __version__ = "0.1.0"
 _HOME = {
     "TokenizerView": "engine.tokenizer_view",
     "AsyncLLM": "async_llm",
-    "SyncLLM": "sync_llm",
+    "SyncLLM": "engine.handles.sync_llm",
     "LLM": "llm",
-    "ChatIterator": "blocking",
-    "TokenIterator": "blocking",
+    "ChatIterator": "engine.handles.blocking",
+    "TokenIterator": "engine.handles.blocking",
     "EngineConfig": "config",
     "StartupProgress": "outputs",
     "Settings": "settings",
@@ -105,27 +95,27 @@ _HOME = {
     "InternalError": "errors",
     "InvalidRequestError": "errors",
     "ModelLoadError": "errors",
-    "PoolingOptions": "pooling",
-    "PoolingRequest": "pooling",
-    "PoolingResult": "pooling",
-    "RankedDocument": "pooling",
+    "PoolingOptions": "engine.pooling.requests",
+    "PoolingRequest": "engine.pooling.requests",
+    "PoolingResult": "engine.pooling.requests",
+    "RankedDocument": "engine.pooling.requests",
     "RequestError": "errors",
     "WorkerCallError": "errors",
     "WorkerDiedError": "errors",
-    "ChatChoice": "chat.messages",
-    "ChatCompletion": "chat.messages",
-    "ChatMessage": "chat.messages",
-    "Delta": "chat.messages",
-    "ReasoningDelta": "chat.messages",
-    "TextDelta": "chat.messages",
-    "ToolCall": "chat.messages",
-    "ToolCallDelta": "chat.messages",
-    "ToolCallEnd": "chat.messages",
-    "ToolCallStart": "chat.messages",
-    "Tool": "chat.tools",
-    "ToolChoice": "chat.tools",
-    "TokenStream": "streams.token_stream",
-    "ChatStream": "streams.chat_stream",
+    "ChatChoice": "engine.chat.messages",
+    "ChatCompletion": "engine.chat.messages",
+    "ChatMessage": "engine.chat.messages",
+    "Delta": "engine.chat.messages",
+    "ReasoningDelta": "engine.chat.messages",
+    "TextDelta": "engine.chat.messages",
+    "ToolCall": "engine.chat.messages",
+    "ToolCallDelta": "engine.chat.messages",
+    "ToolCallEnd": "engine.chat.messages",
+    "ToolCallStart": "engine.chat.messages",
+    "Tool": "engine.chat.tools",
+    "ToolChoice": "engine.chat.tools",
+    "TokenStream": "engine.streams.token_stream",
+    "ChatStream": "engine.streams.chat_stream",
     "RequestListener": "telemetry.listeners",
     "RequestStart": "telemetry.listeners",
     "Histogram": "telemetry.metrics",

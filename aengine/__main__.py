@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 from .cli.progress import tell
 from .errors import AEngineError, InvalidRequestError
+from .limits.ulimits import limit_hint
 from .params import nearest
-from .system.ulimits import limit_hint
 
 _EPILOG = """\
 examples:

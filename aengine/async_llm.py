@@ -6,8 +6,8 @@
 
 An `AsyncLLM` belongs to the event loop on which it was started, and to no other at the same time. It can be started
 again, on any loop, after `aclose` or after its loop was closed. With ``own_thread=True`` it belongs to none, and has
-blocking calls as well (`AsyncLLM.sync`). It holds the engine by a handle of one or the other kind, see `handles/`;
-calls that return at once are in `handles/immediate_calls.py`, those of workers in `handles/worker_calls.py`, those for
+blocking calls as well (`AsyncLLM.sync`). It holds the engine by a handle of one or the other kind, see `engine/handles/`;
+calls that return at once are in `engine/handles/immediate_calls.py`, those of workers in `engine/handles/worker_calls.py`, those for
 vectors and scores in `pooling.py`.
 """
 
@@ -18,14 +18,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, overload
 
 from .config import EngineConfig
+from .engine.handles.calls import resume, seconds
+from .engine.handles.immediate_calls import ImmediateCalls
+from .engine.handles.local import LocalHandle
+from .engine.handles.worker_calls import WorkerCalls
+from .engine.pooling.requests import PoolingCalls
 from .errors import InvalidRequestError
-from .handles.calls import resume, seconds
-from .handles.immediate_calls import ImmediateCalls
-from .handles.local import LocalHandle
-from .handles.worker_calls import WorkerCalls
 from .options import ChatOptions, RequestOptions, request_options
 from .params import SamplingParams
-from .pooling import PoolingCalls
 from .settings import ENGINE_SETTINGS, described
 
 if TYPE_CHECKING:
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
     import openai
 
-    from .chat.messages import ChatCompletion
+    from .engine.chat.messages import ChatCompletion
     from .engine.executor import Executor
-    from .handles.on_thread import ThreadHandle
+    from .engine.handles.on_thread import ThreadHandle
+    from .engine.handles.sync_llm import SyncLLM
+    from .engine.pooling.requests import PoolingRequest, PoolingResult
+    from .engine.streams.chat_stream import ChatStream
+    from .engine.streams.token_stream import TokenStream
+    from .engine.tokenizer.async_tokenizer import AsyncTokenizer
+    from .engine.tokenizer.prompt import Prompt
     from .outputs import Completion, T
-    from .pooling import PoolingRequest, PoolingResult
     from .settings import Settings
-    from .streams.chat_stream import ChatStream
-    from .streams.token_stream import TokenStream
-    from .sync_llm import SyncLLM
-    from .tokenizer.async_tokenizer import AsyncTokenizer
-    from .tokenizer.prompt import Prompt
 
 __all__ = ["AsyncLLM"]
 
@@ -68,7 +68,7 @@ class AsyncLLM(ImmediateCalls, WorkerCalls, PoolingCalls):
         self.config = EngineConfig.create(model, config)
         self._handle: LocalHandle | ThreadHandle
         if self.config.own_thread:
-            from .handles.on_thread import ThreadHandle
+            from .engine.handles.on_thread import ThreadHandle
 
             self._handle = ThreadHandle(self, self.config)
         else:
@@ -84,8 +84,8 @@ class AsyncLLM(ImmediateCalls, WorkerCalls, PoolingCalls):
         Raises:
             InvalidRequestError: the engine has no thread of its own.
         """
-        from .handles.on_thread import ThreadHandle
-        from .sync_llm import SyncLLM
+        from .engine.handles.on_thread import ThreadHandle
+        from .engine.handles.sync_llm import SyncLLM
 
         if not isinstance(self._handle, ThreadHandle):
             raise InvalidRequestError(
@@ -297,7 +297,7 @@ class AsyncLLM(ImmediateCalls, WorkerCalls, PoolingCalls):
             GrammarError: a tool's parameters or the type can't be held; it names which.
             ContextLengthError, EngineOverloadedError, DeadlineExceededError, EngineClosedError: as of `stream`.
         """
-        from .handles.chats import begin_chat  # brings all of chats with it
+        from .engine.handles.chats import begin_chat  # brings all of chats with it
 
         core = self._handle.running_core()
         return begin_chat(core, self._handle.submit, messages, params, output_type, options)
@@ -305,7 +305,7 @@ class AsyncLLM(ImmediateCalls, WorkerCalls, PoolingCalls):
     async def pool(self, request: PoolingRequest) -> PoolingResult:
         """Answer a request for vectors or scores as it is: what `embed`, `score`, `rerank` and `classify` are made of.
         Errors as of `embed`."""
-        from .handles.pooling import answer_pooling
+        from .engine.pooling.answers import answer_pooling
 
         context = self._handle.listeners.context()
         return await self._handle.run(lambda core: answer_pooling(core, request, context))
@@ -314,7 +314,7 @@ class AsyncLLM(ImmediateCalls, WorkerCalls, PoolingCalls):
     def async_tokenizer(self) -> AsyncTokenizer:
         """The calls of `tokenizer` for code on an event loop: ``await engine.async_tokenizer.count(messages, tools)``.
         They are made in the engine's threads, within its bounds."""
-        from .tokenizer.async_tokenizer import AsyncTokenizer
+        from .engine.tokenizer.async_tokenizer import AsyncTokenizer
 
         return AsyncTokenizer(self._ask_tokenizer)
 

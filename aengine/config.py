@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import InvalidRequestError
+from .limits.cgroups import num_usable_cpus
 from .params import refuses_unknown_names, shown, unknown_name
 from .plugins import PLATFORMS, WORKERS, registered, target_of
 from .settings import ENGINE_SETTINGS, described
-from .system.cgroups import num_usable_cpus
 
 if TYPE_CHECKING:
     from typing import Unpack

@@ -13,12 +13,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .async_llm import AsyncLLM
+from .engine.handles.local import StartAdvice
+from .engine.handles.on_thread import ThreadHandle
+from .engine.handles.sync_llm import SyncLLM
+from .engine.threads.loop_ownership import check_may_block
 from .errors import InvalidRequestError
-from .handles.local import StartAdvice
-from .handles.on_thread import ThreadHandle
 from .settings import ENGINE_SETTINGS, described
-from .sync_llm import SyncLLM
-from .threads.loop_ownership import check_may_block
 
 if TYPE_CHECKING:
     from os import PathLike

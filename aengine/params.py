@@ -8,7 +8,8 @@ from functools import wraps
 from reprlib import Repr
 from typing import Any, Literal, TypeVar
 
-from .bounds import (
+from .errors import InvalidRequestError
+from .limits.bounds import (
     MAX_COMPLETIONS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
@@ -16,8 +17,7 @@ from .bounds import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
-from .bounds.checks import size_of
-from .errors import InvalidRequestError
+from .limits.checks import size_of
 from .settings import SAMPLING_SETTINGS, STRUCTURED_OUTPUT_SETTINGS, described
 
 __all__ = ["SamplingParams", "StructuredOutput"]

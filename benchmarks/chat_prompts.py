@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from aengine import EngineConfig
 from aengine.checkpoint.source import resolve_model
-from aengine.tokenizer.tokenizer import Tokenizer
+from aengine.engine.tokenizer.tokenizer import Tokenizer
 
 TEXT = "An engine belongs to the loop on which it was started, and to no other at the same time.\n" * 240
 

@@ -34,14 +34,14 @@ import numpy as np
 
 from aengine.checkpoint.source import resolve_model
 from aengine.config import EngineConfig
+from aengine.engine.structured.backend import Backend, Compiled, Matcher, MatcherError
+from aengine.engine.structured.backends import load_backend
+from aengine.engine.structured.schema_walk import pointed_at
+from aengine.engine.structured.spec import spec_of
+from aengine.engine.structured.vocabulary import Vocabulary
+from aengine.engine.tokenizer.tokenizer import Tokenizer
 from aengine.errors import GrammarError
 from aengine.params import StructuredOutput
-from aengine.structured.backend import Backend, Compiled, Matcher, MatcherError
-from aengine.structured.backends import load_backend
-from aengine.structured.schema_walk import pointed_at
-from aengine.structured.spec import spec_of
-from aengine.structured.vocabulary import Vocabulary
-from aengine.tokenizer.tokenizer import Tokenizer
 
 NAMED = (
     "compiles slower than 2 s",

@@ -27,10 +27,10 @@ from itertools import count
 from typing import NamedTuple
 
 from aengine.engine.replicas.routing import Router
+from aengine.engine.scheduler.request import Request
+from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.ipc.messages import KVCacheGroup, ModelRunnerOutput, SchedulerOutput, int32
 from aengine.params import SamplingParams
-from aengine.scheduler.request import Request
-from aengine.scheduler.scheduler import Scheduler
 
 _BLOCK_SIZE = 16
 _NUM_BLOCKS = 6_000  # of each replica: some 100,000 tokens

@@ -22,10 +22,10 @@ import random
 import time
 from collections import deque
 
+from aengine.engine.scheduler.request import Request
+from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.ipc.messages import KVCacheGroup, ModelRunnerOutput, SchedulerOutput, int32
 from aengine.params import SamplingParams
-from aengine.scheduler.request import Request
-from aengine.scheduler.scheduler import Scheduler
 
 BLOCK_SIZE = 16
 TOKEN = 7

@@ -12,10 +12,10 @@ import tokenizers
 
 from aengine import AsyncLLM
 from aengine.engine.core import EngineCore
+from aengine.engine.handles.local import LocalHandle
+from aengine.engine.handles.on_thread import ThreadHandle
+from aengine.engine.tokenizer.tokenizer import Tokenizer
 from aengine.engine.user_request import UserRequest
-from aengine.handles.local import LocalHandle
-from aengine.handles.on_thread import ThreadHandle
-from aengine.tokenizer.tokenizer import Tokenizer
 
 
 def handle_of(engine: AsyncLLM) -> LocalHandle | ThreadHandle:

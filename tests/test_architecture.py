@@ -175,8 +175,8 @@ def test_environment_is_read_in_one_file(path: Path) -> None:
 
 _RE = {"compile", "match", "search", "fullmatch", "split", "findall", "finditer", "sub", "subn"}
 FOREIGN_PATTERNS = {
-    "tokenizer/message_encoding.py": "names of control tokens that the tokenizer has, escaped and joined",
-    "chat/syntax/literals.py": "_signs_outside: a format's quotes, escaped and joined",
+    "engine/tokenizer/message_encoding.py": "names of control tokens that the tokenizer has, escaped and joined",
+    "engine/chat/syntax/literals.py": "_signs_outside: a format's quotes, escaped and joined",
 }
 """Files in which one call of `re` has a pattern that is not spelt in the file."""
 
@@ -221,7 +221,7 @@ def calls_of(path: Path) -> list[tuple[ast.Call, bool]]:
 
 @pytest.mark.parametrize("path", FILES, ids=module_of)
 def test_nothing_runs_in_the_executor_of_the_loop(path: Path) -> None:
-    """The host's loop joins it at its end, however long its threads work; those of `threads/pools.py` are daemons."""
+    """The host's loop joins it at its end, however long its threads work; those of `engine/threads/pools.py` are daemons."""
     for call, _ in calls_of(path):
         name = ast.unparse(call.func)
         is_executor = name.split(".")[-1] in ("run_in_executor", "set_default_executor")

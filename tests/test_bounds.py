@@ -22,17 +22,17 @@ from aengine import (
     StructuredOutput,
     TokenizerView,
 )
-from aengine.bounds.checks import check_num_messages, check_num_values, is_long, size_of
-from aengine.bounds.table import BOUNDS, as_markdown
-from aengine.chat.plan import ChatRequest
+from aengine.engine.chat.plan import ChatRequest
+from aengine.engine.pooling.requests import PoolingOptions, PoolingRequest
+from aengine.engine.structured.spec import check_schema_size
+from aengine.engine.tokenizer.async_tokenizer import AsyncTokenizer
+from aengine.limits.bounds_table import BOUNDS, as_markdown
+from aengine.limits.checks import check_num_messages, check_num_values, is_long, size_of
 from aengine.options import ChatOptions, RenderOptions, RequestOptions
-from aengine.pooling import PoolingOptions, PoolingRequest
 from aengine.remote import RemoteEngine
 from aengine.remote.serving import _Session
 from aengine.server import app  # noqa: F401  # imports every interface, and so every body
 from aengine.server.openai import requests
-from aengine.structured.spec import check_schema_size
-from aengine.tokenizer.async_tokenizer import AsyncTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMED = {name for row in BOUNDS for name in row.fields.split()}
@@ -112,7 +112,9 @@ def test_what_can_be_large_is_in_the_list(found: Any) -> None:
     fields = list(found())
     assert len(fields) > 20
     missing = {f"{owner}.{name}" for owner, name in fields if not NAMED & {name, f"{owner}.{name}"}}
-    assert not missing, "name each in a row of aengine/bounds/table.py, and bound it before any work that grows with it"
+    assert not missing, (
+        "name each in a row of aengine/limits/bounds_table.py, and bound it before any work that grows with it"
+    )
 
 
 def lists_of(schema: Any) -> Iterator[dict[str, Any]]:

@@ -136,7 +136,7 @@ def test_what_users_import_is_public() -> None:
     use = prose(ROOT / "docs" / "index.md").partition("## How it works")[0]
     public = (ROOT / "docs" / "versions.md").read_text().partition("## What is not public")[0]
     names = set(_CODE.findall(public))
-    extending = {"aengine.structured.parts", "aengine.structured.spec"}
+    extending = {"aengine.engine.structured.parts", "aengine.engine.structured.spec"}
     for name in re.findall(r"\]\(([\w-]+\.md)\)", use):
         for module in re.findall(r"^from (aengine\.[\w.]+) import", (ROOT / "docs" / name).read_text(), re.MULTILINE):
             is_named = module in names or module.startswith("aengine.integrations.")

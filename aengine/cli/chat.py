@@ -13,9 +13,9 @@ import sys
 from typing import Any
 
 from ..async_llm import AsyncLLM
+from ..engine.threads.pools import run_in_thread
 from ..errors import ContextLengthError, RequestError
 from ..params import SamplingParams
-from ..threads.pools import run_in_thread
 from .engine_options import engine_config
 from .progress import sampling_params, tell
 

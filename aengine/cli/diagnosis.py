@@ -27,8 +27,8 @@ from ..checkpoint.embedded import EMBEDDED_MODELS, find_embedded
 from ..config import EngineConfig, is_offline, model_cache, thread_environment, worker_environment
 from ..errors import EngineError, ModelLoadError
 from ..ipc.channel import HostChannel
-from ..system.cgroups import cpu_quota, memory_left, memory_limit, num_usable_cpus, threads_limit
-from ..system.ulimits import memory_ulimit_hint
+from ..limits.cgroups import cpu_quota, memory_left, memory_limit, num_usable_cpus, threads_limit
+from ..limits.ulimits import memory_ulimit_hint
 
 __all__ = ["Diagnosis", "Finding", "diagnose"]
 

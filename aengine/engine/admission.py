@@ -26,23 +26,23 @@ from typing import TYPE_CHECKING
 from ..errors import AEngineError, DeadlineExceededError, InternalError, InvalidRequestError
 from ..outputs import FinishReason, RequestEnd
 from ..params import SamplingParams
-from ..scheduler.request import CacheKey, PromptTokens, Request, RequestStatus
-from ..streams.token_stream import Buffer, Mailbox, error_for_waiter
-from ..structured.asked_type import AskedType
-from ..structured.bitmasks import RequestGrammar
 from ..telemetry.metrics import Counters
 from ..telemetry.observer import Kind, Observer
-from ..threads.pools import ThreadPool
-from ..tokenizer.prompt import Prompt, PromptPart, TokensPart, part_of
-from ..tokenizer.tokenizer import Tokenizer
 from .preparation import Preparation
 from .replicas.replicas import Replicas
+from .scheduler.request import CacheKey, PromptTokens, Request, RequestStatus
+from .streams.token_stream import Buffer, Mailbox, error_for_waiter
+from .structured.asked_type import AskedType
+from .structured.bitmasks import RequestGrammar
+from .threads.pools import ThreadPool
+from .tokenizer.prompt import Prompt, PromptPart, TokensPart, part_of
+from .tokenizer.tokenizer import Tokenizer
 from .unread import UnreadWatch
 from .user_request import Limits, Phase, PooledText, Prepared, UserRequest, check_request
 from .waiting_line import WaitingLine
 
 if TYPE_CHECKING:
-    from ..structured.output_type import OutputType
+    from .structured.output_type import OutputType
 
 __all__ = ["Admission"]
 

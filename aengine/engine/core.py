@@ -24,18 +24,18 @@ from ..checkpoint.source import ModelSource, resolve_model
 from ..config import EngineConfig
 from ..errors import EngineClosedError, EngineError, InternalError
 from ..outputs import StartupProgress
-from ..structured.service import GrammarService
 from ..telemetry.listeners import Listeners
 from ..telemetry.metrics import Counters, Statistics
 from ..telemetry.observer import Observer
 from ..telemetry.summary import summary_of
-from ..threads.pools import end_pools, run_in_thread
-from ..tokenizer.tokenizer import Tokenizer
 from .admission import Admission
 from .preparation import Preparation
 from .replicas.replica import Replica, Started
 from .replicas.replicas import Replicas
 from .replicas.start import ExecutorFactory, ReplicasStart
+from .structured.service import GrammarService
+from .threads.pools import end_pools, run_in_thread
+from .tokenizer.tokenizer import Tokenizer
 from .user_request import Limits
 from .waiting_line import WaitingLine
 from .worker_control import NUM_RESTARTS_TOLD

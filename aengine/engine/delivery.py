@@ -10,10 +10,10 @@ from typing import Any
 from ..errors import EngineError, InternalError, InvalidRequestError, RequestError
 from ..ipc.messages import LogprobColumns, RowError
 from ..outputs import FinishReason
-from ..scheduler.request import Request
-from ..scheduler.scheduler import Scheduler
-from ..streams.logprobs import TokenLogprobs
-from ..structured.bitmasks import Filling
+from .scheduler.request import Request
+from .scheduler.scheduler import Scheduler
+from .streams.logprobs import TokenLogprobs
+from .structured.bitmasks import Filling
 
 __all__ = ["Delivery", "Logprobs", "Sampled", "logprobs_by_token", "request_error"]
 

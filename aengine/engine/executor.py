@@ -25,15 +25,15 @@ from ..config import EngineConfig
 from ..errors import EngineClosedError, EngineError, InternalError, ModelLoadError, WorkerDiedError
 from ..ipc.messages import GrammarOutput, Kind, MessageError, SchedulerOutput, pack, unpack
 from ..ipc.vitals import Vitals
+from ..limits.ulimits import limit_hint, memory_ulimit_hint
 from ..outputs import StartupProgress
 from ..plugins import WORKERS, target_of
-from ..system.ulimits import limit_hint, memory_ulimit_hint
 from ..telemetry.worker_logs import level_for_workers, log_for_worker
-from ..threads.pools import run_in_thread
 from ..workers.answers import AnswerFuture, PendingAnswers, reported_error
 from ..workers.group import RankWorker, WorkerGroup
 from ..workers.handshake import Handshake
 from ..workers.rank import check_division, ranks_of
+from .threads.pools import run_in_thread
 
 __all__ = ["Executor", "ProcessExecutor", "call_ranks", "new_executor"]
 

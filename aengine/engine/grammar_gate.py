@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 
 from ..errors import InternalError
 from ..ipc.messages import GrammarOutput, int32
-from ..scheduler.proposers import ForcedTokens, Proposer
-from ..scheduler.request import Request
-from ..scheduler.scheduler import Scheduler
-from ..scheduler.step import InFlightStep
-from ..structured.bitmasks import Filled, Filling, MaskJob
-from ..structured.service import GrammarService
 from .delivery import Sampled
 from .executor import Executor
 from .recovery import Watchdog
+from .scheduler.proposers import ForcedTokens, Proposer
+from .scheduler.request import Request
+from .scheduler.scheduler import Scheduler
+from .scheduler.step import InFlightStep
+from .structured.bitmasks import Filled, Filling, MaskJob
+from .structured.service import GrammarService
 
 __all__ = ["ALWAYS", "IN_SMALL_BATCHES", "Forcing", "GrammarGate", "Masks"]
 

@@ -5,7 +5,7 @@
 
 The grammar comes first, so that a prompt is not encoded for a request that is refused. One coroutine prepares a
 request; cancelling it, at any await, leaves nothing behind: work that no thread has begun is taken back, and what runs
-was bounded before it began. Long prompts have a lane of their own (`aengine.bounds.is_long`).
+was bounded before it began. Long prompts have a lane of their own (`aengine.limits.bounds.is_long`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from ..bounds import MAX_QUEUED_CALLS
-from ..bounds.checks import check_num_characters, check_num_messages, is_long
 from ..errors import EngineOverloadedError, GrammarError
-from ..structured.service import GrammarService
-from ..threads.lanes import Lanes
-from ..threads.pools import ThreadPool
-from ..tokenizer.prompt import MessagesPart, TextPart, TokensPart, check_token_ids
-from ..tokenizer.tokenizer import Tokenizer
+from ..limits.bounds import MAX_QUEUED_CALLS
+from ..limits.checks import check_num_characters, check_num_messages, is_long
+from .structured.service import GrammarService
+from .threads.lanes import Lanes
+from .threads.pools import ThreadPool
+from .tokenizer.prompt import MessagesPart, TextPart, TokensPart, check_token_ids
+from .tokenizer.tokenizer import Tokenizer
 from .tokenizer_view import TokenizerView
 from .user_request import Limits, Phase, Prepared, UserRequest
 
@@ -67,7 +67,7 @@ class Preparation:
         return Prepared(self.check_ids(ids), grammar, begins_text=isinstance(prompt, MessagesPart))
 
     async def _plan(self, request: UserRequest) -> Prepared:
-        from ..chat import plan  # brings all of chats with it
+        from .chat import plan  # brings all of chats with it
 
         chat, max_model_len = request.prompt, self._limits.max_model_len
         assert self._tokenizer is not None and isinstance(chat, plan.ChatRequest)

@@ -4,7 +4,7 @@
     death ──RestartBudget──> start again after `delay` seconds, or give up
           ──Scheduler.preempt_all──> everybody is computed again from the ids that the host holds
 
-Which request a worker may have died of is another question: see scheduler/crash_quarantine.py.
+Which request a worker may have died of is another question: see engine/scheduler/crash_quarantine.py.
 """
 
 from __future__ import annotations

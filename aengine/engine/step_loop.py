@@ -21,10 +21,6 @@ from typing import Protocol
 from ..errors import EngineError
 from ..ipc.messages import ModelRunnerOutput, SchedulerOutput
 from ..outputs import FinishReason
-from ..scheduler.request import Request, RequestStatus
-from ..scheduler.scheduler import Scheduler
-from ..structured.bitmasks import Filled
-from ..structured.service import GrammarService
 from ..telemetry.metrics import Counters, LoopLag
 from ..telemetry.observer import Observer
 from .delivery import Delivery, logprobs_by_token, request_error
@@ -33,6 +29,10 @@ from .grammar_gate import ALWAYS, Forcing, GrammarGate, Masks
 from .pacing.in_flight_limit import InFlightLimit
 from .pacing.step_time import StepTime
 from .recovery import Watchdog, hang_error
+from .scheduler.request import Request, RequestStatus
+from .scheduler.scheduler import Scheduler
+from .structured.bitmasks import Filled
+from .structured.service import GrammarService
 
 __all__ = ["StepLoop", "Turn"]
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..bounds.checks import check_num_messages, check_size
 from ..errors import ContextLengthError, InvalidRequestError
+from ..limits.checks import check_num_messages, check_size
 from ..params import shown
-from ..tokenizer.prompt import check_length
+from .tokenizer.prompt import check_length
 
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from ..chat.prompt import ChatPrompt
     from ..options import RenderOptions
-    from ..tokenizer.tokenizer import Tokenizer
+    from .chat.prompt import ChatPrompt
+    from .tokenizer.tokenizer import Tokenizer
 
 __all__ = ["TokenizerView"]
 
@@ -164,8 +164,8 @@ class TokenizerView:
     def _prompt(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, options: RenderOptions
     ) -> ChatPrompt:
-        from ..chat.prompt import ChatPrompt, PromptOptions  # brings all of chats with it
-        from ..tokenizer.messages import checked_messages
+        from .chat.prompt import ChatPrompt, PromptOptions  # brings all of chats with it
+        from .tokenizer.messages import checked_messages
 
         if self._max_model_len is not None:
             check_num_messages(self._max_model_len, messages, tools)

@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from ..bounds.checks import check_name
 from ..checkpoint.sampling_defaults import SamplingDefaults
 from ..errors import InvalidRequestError
+from ..limits.checks import check_name
 from ..params import SamplingParams, StructuredOutput, is_unicode, shown
-from ..scheduler.request import Request
-from ..streams.token_stream import Mailbox
-from ..structured.asked_type import AskedType
-from ..tokenizer.prompt import PromptPart
+from .scheduler.request import Request
+from .streams.token_stream import Mailbox
+from .structured.asked_type import AskedType
+from .tokenizer.prompt import PromptPart
 
 if TYPE_CHECKING:
-    from ..structured.backend import Compiled
     from .replicas.replica import Replica
+    from .structured.backend import Compiled
 
 __all__ = ["MAX_DEADLINE", "Limits", "Phase", "PooledText", "Prepared", "UserRequest", "check_options", "check_request"]
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from ..errors import EngineError, InternalError, InvalidRequestError, WorkerDiedError
 from ..ipc.messages import Kind, MessageError, pack, unpack
-from ..streams.token_stream import error_for_waiter
 from ..telemetry.metrics import Counters, WorkerRestart
 from .executor import Executor
 from .recovery import RestartBudget
 from .step_loop import StepLoop
+from .streams.token_stream import error_for_waiter
 
 __all__ = ["NUM_RESTARTS_TOLD", "Restart", "WorkerControl", "check_arguments"]
 

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..async_llm import AsyncLLM
+from ..engine.handles.sync_llm import SyncLLM
 from ..errors import InvalidRequestError, RequestError
 from ..llm import LLM
 from ..outputs import Completion, FinishReason, Logprob
 from ..params import SamplingParams, StructuredOutput
-from ..sync_llm import SyncLLM
 from .settings import engine_settings, reasoning_variables
 
 __all__ = ["async_side", "blocking_side", "check_not_aborted", "openai_logprobs", "openai_settings", "text_of"]

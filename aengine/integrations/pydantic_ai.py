@@ -13,7 +13,15 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from ..chat.messages import ChatCompletion, ChatMessage, Delta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
+from ..engine.chat.messages import (
+    ChatCompletion,
+    ChatMessage,
+    Delta,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallDelta,
+    ToolCallStart,
+)
 from ..errors import (
     AEngineError,
     ContextLengthError,
@@ -76,8 +84,8 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from ..async_llm import AsyncLLM
+    from ..engine.streams.chat_stream import ChatStream
     from ..llm import LLM
-    from ..streams.chat_stream import ChatStream
 
 __all__ = ["AEngineModel", "AEngineStreamedResponse"]
 

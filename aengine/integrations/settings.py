@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+from ..engine.structured.pydantic_schema import adapt
 from ..options import ChatOptions
 from ..params import SamplingParams
-from ..structured.pydantic_schema import adapt
 
 if TYPE_CHECKING:
     from ..async_llm import AsyncLLM

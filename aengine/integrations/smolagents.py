@@ -11,8 +11,8 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from ..async_llm import AsyncLLM
-from ..blocking import ChatIterator
-from ..chat.messages import Delta, TextDelta, ToolCallDelta, ToolCallStart
+from ..engine.chat.messages import Delta, TextDelta, ToolCallDelta, ToolCallStart
+from ..engine.handles.blocking import ChatIterator
 from ..llm import LLM
 from ..outputs import Completion
 from .openai_style import async_side, blocking_side, check_not_aborted, openai_settings, text_of

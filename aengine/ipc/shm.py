@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import posix_ipc
 
 from aengine.errors import EngineError
-from aengine.system.ulimits import is_out_of_files, memory_ulimit_hint, open_files_hint
+from aengine.limits.ulimits import is_out_of_files, memory_ulimit_hint, open_files_hint
 
 from .layout import (
     CONTROL_BYTES,

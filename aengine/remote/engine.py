@@ -13,19 +13,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
-from ..bounds.checks import check_num_characters, check_num_messages, check_num_values
-from ..chat.messages import ChatCompletion, Delta
 from ..config import EngineConfig
+from ..engine.chat.messages import ChatCompletion, Delta
+from ..engine.pooling.requests import PoolingCalls, PoolingRequest, PoolingResult
+from ..engine.structured.spec import check_schema_size
+from ..engine.threads.pools import run_in_thread
+from ..engine.tokenizer.async_tokenizer import AsyncTokenizer
 from ..errors import ContextLengthError, EngineClosedError, EngineError, InvalidRequestError
+from ..limits.checks import check_num_characters, check_num_messages, check_num_values
 from ..options import ChatOptions, RequestOptions, chat_options, request_options
 from ..outputs import Completion, Token
 from ..params import SamplingParams
-from ..pooling import PoolingCalls, PoolingRequest, PoolingResult
-from ..structured.spec import check_schema_size
 from ..telemetry.metrics import Statistics
 from ..telemetry.trace_context import current_trace
-from ..threads.pools import run_in_thread
-from ..tokenizer.async_tokenizer import AsyncTokenizer
 from .connection import Connection
 from .stream import RemoteStream
 from .tokenizer import RemoteTokenizer
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self, Unpack
 
-    from ..tokenizer.prompt import Prompt
+    from ..engine.tokenizer.prompt import Prompt
 
 __all__ = ["RemoteEngine", "connect"]
 
@@ -242,7 +242,7 @@ class RemoteEngine(_Calls, PoolingCalls):
     async def _describe(self, output_type: Any) -> None:
         """Describe a type in a thread, unless it is known: that can take long. Raises InvalidRequestError."""
         if output_type is not None:
-            from ..structured.asked_type import AskedType
+            from ..engine.structured.asked_type import AskedType
 
             await run_in_thread("type", AskedType(output_type, "error").described)
 

@@ -12,19 +12,19 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__
+from ..engine.threads.pools import run_in_thread
+from ..engine.tokenizer.async_tokenizer import CALLS
 from ..errors import AEngineError, EngineClosedError, InternalError, InvalidRequestError
 from ..telemetry.trace_context import trace_of
-from ..threads.pools import run_in_thread
-from ..tokenizer.async_tokenizer import CALLS
 from .link import Link
 from .unix_socket import bind_unix
 from .wire import delta_to_wire, error_to_wire, params_from_wire, pooled_to_wire, pooling_from_wire, to_wire
 
 if TYPE_CHECKING:
     from ..async_llm import AsyncLLM
+    from ..engine.streams.chat_stream import ChatStream
+    from ..engine.streams.token_stream import TokenStream
     from ..engine.tokenizer_view import TokenizerView
-    from ..streams.chat_stream import ChatStream
-    from ..streams.token_stream import TokenStream
 
 __all__ = ["serve_engine"]
 

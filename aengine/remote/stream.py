@@ -8,18 +8,18 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ..chat.messages import TextDelta
+from ..engine.chat.messages import TextDelta
+from ..engine.structured.partial_json import partial_json
+from ..engine.threads.futures import settle, wait_at_most
 from ..errors import AEngineError, InvalidRequestError
 from ..outputs import Completion, FinishReason, Token, Usage
-from ..structured.partial_json import partial_json
-from ..threads.futures import settle, wait_at_most
 from .types import with_values
 from .wire import from_wire
 
 if TYPE_CHECKING:
     from typing import Self
 
-    from ..structured.output_type import OutputType
+    from ..engine.structured.output_type import OutputType
 
 __all__ = ["WINDOW", "RemoteStream"]
 

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..chat.messages import ChatChoice
-from ..chat.tools import Tool, ToolChoice
+from ..engine.chat.messages import ChatChoice
+from ..engine.chat.tools import Tool, ToolChoice
+from ..engine.structured.asked_type import with_output_type
 from ..options import OnUnsupported
 from ..outputs import Completion, FinishReason
 from ..params import SamplingParams
-from ..structured.asked_type import with_output_type
 
 if TYPE_CHECKING:
-    from ..structured.output_type import OutputType
+    from ..engine.structured.output_type import OutputType
 
 __all__ = ["plain_options", "typed_params", "with_values"]
 

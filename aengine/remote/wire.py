@@ -14,7 +14,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 import msgpack
 
 from .. import errors
-from ..chat.messages import (
+from ..engine.chat.messages import (
     ChatCompletion,
     Delta,
     ReasoningDelta,
@@ -23,11 +23,11 @@ from ..chat.messages import (
     ToolCallEnd,
     ToolCallStart,
 )
+from ..engine.pooling.requests import PoolingRequest, PoolingResult
+from ..engine.streams.logprobs import Logprobs, TopLogprobs, of_columns, of_likeliest
 from ..errors import AEngineError, InternalError, InvalidRequestError
 from ..outputs import Completion, Token, Usage
 from ..params import DEFAULT_TYPES, SamplingParams, StructuredOutput
-from ..pooling import PoolingRequest, PoolingResult
-from ..streams.logprobs import Logprobs, TopLogprobs, of_columns, of_likeliest
 
 __all__ = [
     "delta_from_wire",

@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..bounds import HOLDER_VALUES, MAX_VALUES
-from ..threads.lanes import Lanes
-from ..threads.yield_gil import yield_gil
+from ..engine.threads.lanes import Lanes
+from ..engine.threads.yield_gil import yield_gil
+from ..limits.bounds import HOLDER_VALUES, MAX_VALUES
 
 __all__ = [
     "FEW_VALUES",

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from .. import __version__
-from ..threads.lanes import Lanes
+from ..engine.threads.lanes import Lanes
 from .health import Health
 from .http import FEW_VALUES, MANY_VALUES, HTTPError, Pace, json_in_pieces, read_json
 from .openai.responses.store import ResponseStore

@@ -21,8 +21,8 @@ from .metrics import HistogramCounts
 from .request_times import RequestTimes
 
 if TYPE_CHECKING:
+    from ..engine.scheduler.request import Request
     from ..params import SamplingParams
-    from ..scheduler.request import Request
 
 __all__ = ["Kind", "Observer"]
 

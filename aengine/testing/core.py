@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 from typing import Any, ClassVar
 
-from ..chat.plan import ChatRequest
-from ..chat.tools import Tool, tools_of
 from ..checkpoint.source import ModelSource
 from ..config import EngineConfig
 from ..engine.admission import Admission
+from ..engine.chat.plan import ChatRequest
+from ..engine.chat.tools import Tool, tools_of
 from ..engine.core import EngineCore, ProgressCallback
+from ..engine.tokenizer.prompt import MessagesPart, TextPart, TokensPart
+from ..engine.tokenizer.tokenizer import Tokenizer
 from ..engine.user_request import UserRequest
 from ..errors import InternalError
 from ..outputs import FinishReason
 from ..params import shown
-from ..tokenizer.prompt import MessagesPart, TextPart, TokensPart
-from ..tokenizer.tokenizer import Tokenizer
 from .executor import SCRIPT_ERROR, ScriptedExecutor
 from .script import Line, Script, ScriptError
 from .vocabulary import tokenizer

@@ -11,14 +11,14 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..chat.formats import FORMATS
-from ..chat.tools import Tool
+from ..engine.chat.formats import FORMATS
+from ..engine.chat.tools import Tool
 from ..errors import AEngineError
 from ..params import SamplingParams, shown
 from .vocabulary import END_OF_TURN, ids_of
 
 if TYPE_CHECKING:
-    from ..tokenizer.prompt import Prompt
+    from ..engine.tokenizer.prompt import Prompt
 
 __all__ = ["FakeRequest", "Line", "Reply", "Script", "ScriptError"]
 
@@ -185,7 +185,7 @@ def _of_type(value: Any, output_type: Any) -> Any:
     """The value as the type writes it: its keys in order, its defaults; as it is, if the type refuses it."""
     if output_type is None:
         return value
-    from ..structured.output_type import OutputType
+    from ..engine.structured.output_type import OutputType
 
     adapter = OutputType.of(output_type).adapter
     try:

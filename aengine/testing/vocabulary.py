@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 
-from ..tokenizer.token_text import gpt2_bytes
-from ..tokenizer.tokenizer import Tokenizer
+from ..engine.tokenizer.token_text import gpt2_bytes
+from ..engine.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["END_OF_TURN", "REASONING_TEMPLATE", "TEMPLATE", "ids_of", "tokenizer"]
 

@@ -12,13 +12,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from ..config import EngineConfig
+from ..engine.threads.pools import run_in_thread
 from ..errors import EngineClosedError, EngineError, WorkerDiedError
 from ..ipc.channel import Frame, HostChannel
 from ..ipc.lead import new_lead
 from ..ipc.messages import Kind
 from ..ipc.vitals import Vitals
-from ..system.ulimits import limit_hint
-from ..threads.pools import run_in_thread
+from ..limits.ulimits import limit_hint
 from .device_watch import overdue_seconds
 from .rank import Rank
 from .supervisor import WorkerProcess

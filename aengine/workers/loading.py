@@ -17,7 +17,7 @@ from ..config import EngineConfig
 from ..errors import AEngineError, ModelLoadError
 from ..ipc.channel import WorkerChannel
 from ..ipc.messages import Kind, pack
-from ..system.ulimits import is_out_of_memory, limit_hint, memory_ulimit_hint
+from ..limits.ulimits import is_out_of_memory, limit_hint, memory_ulimit_hint
 from .calls import Extension, extension_class
 from .loaded import LoadedModel, Runner, WorkerContext
 from .logs import WorkerLogs

@@ -32,7 +32,7 @@ from weakref import WeakMethod
 from ..config import EngineConfig, thread_environment, worker_environment
 from ..errors import EngineError, WorkerDiedError
 from ..ipc.channel import HostChannel
-from ..system.ulimits import limit_hint
+from ..limits.ulimits import limit_hint
 
 __all__ = ["WorkerProcess"]
 

@@ -12,7 +12,7 @@ from own_thread_helpers import own_threads
 from aengine import AsyncLLM, EngineConfig
 from aengine.checkpoint.source import resolve_model
 from aengine.engine import core
-from aengine.tokenizer.tokenizer import Tokenizer
+from aengine.engine.tokenizer.tokenizer import Tokenizer
 
 VOCAB_SIZE = 49152
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Encoder
 
 from aengine import AsyncLLM, Completion, SamplingParams
 from aengine.engine import core
-from aengine.tokenizer.tokenizer import Tokenizer
+from aengine.engine.tokenizer.tokenizer import Tokenizer
 
 Make = Callable[..., AsyncLLM]
 pytestmark = pytest.mark.usefixtures("no_blocking")
@@ -45,7 +45,7 @@ async def answered(
     """What becomes of a chat whose answer is ``text``, by a model that nothing constrains."""
     known = sentencepiece(template)
     monkeypatch.setattr(core.Tokenizer, "load", classmethod(lambda cls, *args: known))
-    monkeypatch.setattr("aengine.chat.plan.compose", lambda **parts: None)
+    monkeypatch.setattr("aengine.engine.chat.plan.compose", lambda **parts: None)
     ids = known.encode(text, add_special_tokens=False) + [known.token_id("</s>")] * 200
     begin = len(known.encode(known.apply_chat_template(HELLO), add_special_tokens=False))
     fake = {"vocab_size": known.vocab_size, "token": lambda row, position: ids[position - begin]}

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from aengine.chat import TextDelta, ToolCallStart
 from conftest_api import expire, settled, user_requests
 from pydantic import BaseModel
 
@@ -28,8 +29,7 @@ from aengine import (
     StructuredOutput,
     Token,
 )
-from aengine.chat import TextDelta, ToolCallStart
-from aengine.chat import plan as chat_module
+from aengine.engine.chat import plan as chat_module
 
 Make = Callable[..., AsyncLLM]
 pytestmark = pytest.mark.usefixtures("no_blocking")

@@ -13,7 +13,7 @@ from conftest_api import core_of, encoder_of
 
 from aengine import AsyncLLM, EngineClosedError, SamplingParams, StructuredOutput
 from aengine.engine import core as core_module
-from aengine.tokenizer.tokenizer import Tokenizer
+from aengine.engine.tokenizer.tokenizer import Tokenizer
 
 Make = Callable[..., AsyncLLM]
 SHAPE = SamplingParams(max_tokens=4, structured_output=StructuredOutput(regex="[ab]{2,8}"))

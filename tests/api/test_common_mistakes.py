@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from aengine import AsyncLLM, EngineConfig, InvalidRequestError, SamplingParams
-from aengine.chat.functions import describe
+from aengine.engine.chat.functions import describe
 from aengine.testing import FakeAsyncLLM, FakeLLM
 
 

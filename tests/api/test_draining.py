@@ -23,8 +23,8 @@ from aengine import (
     SamplingParams,
     WorkerDiedError,
 )
-from aengine.chat import plan as chat_module
 from aengine.engine import recovery
+from aengine.engine.chat import plan as chat_module
 
 Make = Callable[..., AsyncLLM]
 pytestmark = pytest.mark.usefixtures("no_blocking", "no_thread_left")

@@ -11,7 +11,7 @@ from tokenizers import decoders, models, normalizers
 
 from aengine import AsyncLLM, SamplingParams
 from aengine.engine import core
-from aengine.tokenizer.tokenizer import Tokenizer
+from aengine.engine.tokenizer.tokenizer import Tokenizer
 
 Make = Callable[..., AsyncLLM]
 HELLO = [{"role": "user", "content": "hello"}]

@@ -27,8 +27,8 @@ from aengine import (
     StructuredOutput,
     WorkerDiedError,
 )
-from aengine.chat import plan as chat_module
-from aengine.tokenizer.prompt import TextPart
+from aengine.engine.chat import plan as chat_module
+from aengine.engine.tokenizer.prompt import TextPart
 
 Make = Callable[..., AsyncLLM]
 pytestmark = pytest.mark.usefixtures("no_blocking")

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import uvloop
+from aengine.chat import ToolCallStart
 from conftest_api import handle_of, settled
 from pydantic import BaseModel
 
@@ -35,8 +36,7 @@ from aengine import (
     SamplingParams,
     WorkerDiedError,
 )
-from aengine.chat import ToolCallStart
-from aengine.threads import loop_thread
+from aengine.engine.threads import loop_thread
 
 MakeLLM = Callable[..., LLM]
 pytestmark = pytest.mark.usefixtures("no_blocking")

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from aengine import SamplingParams
+from aengine.engine.streams import logprobs
+from aengine.engine.streams.logprobs import Logprobs, LogprobTable
 from aengine.outputs import Logprob
 from aengine.remote.wire import from_wire, pack, to_wire, unpack
 from aengine.server.openai.answers import tokens_at_once
-from aengine.streams import logprobs
-from aengine.streams.logprobs import Logprobs, LogprobTable
 from aengine.testing import FakeAsyncLLM
 
 ROWS = [(Logprob(5, -0.5), Logprob(5, -0.5), Logprob(6, -1.5)), (), (Logprob(8, -0.25), Logprob(1, -0.125))]

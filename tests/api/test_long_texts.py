@@ -19,11 +19,11 @@ from aengine import (
     SamplingParams,
     StructuredOutput,
 )
-from aengine.bounds import LONG_TEXT
-from aengine.chat.plan import ChatRequest
-from aengine.tokenizer.messages import checked_messages
-from aengine.tokenizer.prompt import part_of
-from aengine.tokenizer.tokenizer import Tokenizer
+from aengine.engine.chat.plan import ChatRequest
+from aengine.engine.tokenizer.messages import checked_messages
+from aengine.engine.tokenizer.prompt import part_of
+from aengine.engine.tokenizer.tokenizer import Tokenizer
+from aengine.limits.bounds import LONG_TEXT
 
 Make = Callable[..., AsyncLLM]
 ONE = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -176,7 +176,7 @@ async def test_a_panic_of_a_library_is_an_error_of_the_request(
 
     constrained = ONE.replace(structured_output=StructuredOutput(regex="a"))  # read on the loop, if it is short
     if place == "spec_of":
-        monkeypatch.setattr("aengine.structured.spec.spec_of", fail)
+        monkeypatch.setattr("aengine.engine.structured.spec.spec_of", fail)
     else:
         monkeypatch.setattr(Tokenizer, place.partition(".")[2], fail)
     async with make_engine() as engine, asyncio.timeout(30):

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from aengine import SamplingParams
-from aengine.scheduler import planning, request
-from aengine.scheduler.planning import StepPlan
+from aengine.engine.scheduler import planning, request
+from aengine.engine.scheduler.planning import StepPlan
 from aengine.testing import FakeAsyncLLM
 
 PROMPT = [97] * 100

@@ -12,7 +12,7 @@ import pytest
 from conftest_api import settled
 
 from aengine import AsyncLLM, EngineError, EngineOverloadedError, SamplingParams, StructuredOutput
-from aengine.structured.llguidance.backend import LLGuidanceBackend
+from aengine.engine.structured.llguidance.backend import LLGuidanceBackend
 
 Make = Callable[..., AsyncLLM]
 
@@ -83,7 +83,7 @@ async def test_a_library_that_can_start_no_threads(
         raise ValueError("Resource temporarily unavailable (os error 11)")
 
     monkeypatch.setattr(llguidance, "LLExecutor", refuse)
-    monkeypatch.setattr("aengine.structured.llguidance.backend.num_usable_cpus", lambda: 8)
+    monkeypatch.setattr("aengine.engine.structured.llguidance.backend.num_usable_cpus", lambda: 8)
     asked: list[object] = []
     executor = LLGuidanceBackend.executor
     monkeypatch.setattr(LLGuidanceBackend, "executor", lambda self: asked.append(1) or executor(self))

@@ -34,9 +34,9 @@ from aengine import (
     StructuredOutput,
     TokenStream,
 )
-from aengine.handles.local import LocalHandle
-from aengine.handles.on_thread import ThreadHandle
-from aengine.threads.call_queue import call_queue_of
+from aengine.engine.handles.local import LocalHandle
+from aengine.engine.handles.on_thread import ThreadHandle
+from aengine.engine.threads.call_queue import call_queue_of
 
 pytestmark = pytest.mark.usefixtures("no_blocking", "no_thread_left")
 

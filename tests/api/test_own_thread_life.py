@@ -25,7 +25,7 @@ from aengine import (
     TokenStream,
     WorkerDiedError,
 )
-from aengine.threads.loop_ownership import check_may_block
+from aengine.engine.threads.loop_ownership import check_may_block
 
 pytestmark = pytest.mark.usefixtures("no_blocking", "no_thread_left")
 

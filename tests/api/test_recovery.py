@@ -15,11 +15,11 @@ from fakes import FakeExecutor
 
 from aengine import AsyncLLM, Completion, InternalError, SamplingParams, StructuredOutput, WorkerDiedError
 from aengine.engine import recovery
+from aengine.engine.scheduler.block_pool import BlockPool
+from aengine.engine.scheduler.rows import Rows
+from aengine.engine.structured.llguidance.matcher import LLGuidanceMatcher
 from aengine.errors import DeadlineExceededError, EngineClosedError
 from aengine.ipc.messages import ModelRunnerOutput, SchedulerOutput, int32
-from aengine.scheduler.block_pool import BlockPool
-from aengine.scheduler.rows import Rows
-from aengine.structured.llguidance.matcher import LLGuidanceMatcher
 
 Make = Callable[..., AsyncLLM]
 pytestmark = pytest.mark.usefixtures("no_blocking")

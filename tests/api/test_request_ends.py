@@ -28,7 +28,7 @@ from aengine import (
     Timings,
     WorkerDiedError,
 )
-from aengine.scheduler.request import Request
+from aengine.engine.scheduler.request import Request
 from aengine.telemetry import observer
 
 Make = Callable[..., AsyncLLM]

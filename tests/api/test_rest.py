@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from aengine import FinishReason, SamplingParams
-from aengine.chat.parser import ChatParser
+from aengine.engine.chat.parser import ChatParser
 from aengine.remote import connect, serve_engine
 from aengine.testing import FakeAsyncLLM
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from aengine import DeadlineExceededError, FinishReason, SamplingParams, Tool, ToolCallEnd
-from aengine.streams.token_stream import ChoiceOutput
+from aengine.engine.streams.token_stream import ChoiceOutput
 from aengine.testing import FakeAsyncLLM, FakeLLM, Reply
 
 pytestmark = pytest.mark.usefixtures("no_blocking", "no_thread_left")

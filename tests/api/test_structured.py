@@ -27,10 +27,10 @@ from aengine import (
     WorkerDiedError,
 )
 from aengine.engine import recovery
-from aengine.scheduler.scheduler import Scheduler
-from aengine.structured.backend import MatcherError
-from aengine.structured.bitmasks import BitmaskFiller, RequestGrammar
-from aengine.structured.llguidance.matcher import LLGuidanceMatcher
+from aengine.engine.scheduler.scheduler import Scheduler
+from aengine.engine.structured.backend import MatcherError
+from aengine.engine.structured.bitmasks import BitmaskFiller, RequestGrammar
+from aengine.engine.structured.llguidance.matcher import LLGuidanceMatcher
 
 Make = Callable[..., AsyncLLM]
 pytestmark = pytest.mark.usefixtures("no_blocking")

@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from aengine.chat import ChatMessage, ChatParser, Delta, ReasoningDelta, TextDelta, ToolCallDelta
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Encoder
 
 from aengine import StructuredOutput
-from aengine.chat import ChatMessage, ChatParser, Delta, ReasoningDelta, TextDelta, ToolCallDelta
-from aengine.chat.prompt import token_ids_of
-from aengine.structured.backend import Backend, Compiled
-from aengine.structured.backends import load_backend
-from aengine.structured.spec import GrammarSpec, spec_of
-from aengine.structured.vocabulary import Vocabulary
-from aengine.tokenizer.detokenizer import Detokenizer
-from aengine.tokenizer.tokenizer import Tokenizer
+from aengine.engine.chat.prompt import token_ids_of
+from aengine.engine.structured.backend import Backend, Compiled
+from aengine.engine.structured.backends import load_backend
+from aengine.engine.structured.spec import GrammarSpec, spec_of
+from aengine.engine.structured.vocabulary import Vocabulary
+from aengine.engine.tokenizer.detokenizer import Detokenizer
+from aengine.engine.tokenizer.tokenizer import Tokenizer
 
 EOS = "<|im_end|>"
 MARKERS = (

@@ -8,15 +8,15 @@ import sys
 from dataclasses import replace
 
 import pytest
+from aengine.chat import FORMATS, ChatParser, ReasoningFormat, Tool, ToolChoice, compose
 from chat_harness import Setting, backend, parse_ids, shape_of, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aengine.chat import FORMATS, ChatParser, ReasoningFormat, Tool, ToolChoice, compose
-from aengine.chat.formats import HERMES, LLAMA3, MISTRAL_ARGS, Markers
-from aengine.chat.syntax.arguments import JSON_OBJECT
+from aengine.engine.chat.formats import HERMES, LLAMA3, MISTRAL_ARGS, Markers
+from aengine.engine.chat.syntax.arguments import JSON_OBJECT
+from aengine.engine.structured.parts import SpecialToken, Text, seq
 from aengine.errors import GrammarError, InvalidRequestError
-from aengine.structured.parts import SpecialToken, Text, seq
 
 NO_TOKENS = lambda name: None  # noqa: E731
 

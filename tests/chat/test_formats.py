@@ -6,10 +6,10 @@ import json
 from dataclasses import dataclass, replace
 
 import pytest
+from aengine.chat import FORMATS, ChatParser, ReasoningFormat, ToolChoice, ToolFormat, compose, detect, tools_of
 from chat_harness import MARKERS_ARE, Setting, merged, parse, parse_ids, shape_of, token_id_of, tokenizer
 
-from aengine.chat import FORMATS, ChatParser, ReasoningFormat, ToolChoice, ToolFormat, compose, detect, tools_of
-from aengine.chat.formats import (
+from aengine.engine.chat.formats import (
     COHERE,
     DEEPSEEK_V3,
     DEEPSEEK_V31,

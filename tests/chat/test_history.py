@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 
 import pytest
+from aengine.chat import FORMATS, ChatMessage, ChatParser, ToolCall, tools_of
 from chat_harness import EOS, parse_ids, token_id_of, tokenizer
 from conftest_api import encoder_of
 
-from aengine.chat import FORMATS, ChatMessage, ChatParser, ToolCall, tools_of
-from aengine.chat.history import with_instructions, written_out
-from aengine.chat.plan import ChatRequest, plan_chat
+from aengine.engine.chat.history import with_instructions, written_out
+from aengine.engine.chat.plan import ChatRequest, plan_chat
+from aengine.engine.structured.backends import load_backend
+from aengine.engine.structured.vocabulary import Vocabulary
+from aengine.engine.tokenizer.chat_template import ChatTemplate
+from aengine.engine.tokenizer.messages import checked_messages
+from aengine.engine.tokenizer.prompt import part_of
+from aengine.engine.tokenizer.tokenizer import Tokenizer
 from aengine.errors import InvalidRequestError
-from aengine.structured.backends import load_backend
-from aengine.structured.vocabulary import Vocabulary
-from aengine.tokenizer.chat_template import ChatTemplate
-from aengine.tokenizer.messages import checked_messages
-from aengine.tokenizer.prompt import part_of
-from aengine.tokenizer.tokenizer import Tokenizer
 
 PARIS = {"city": 'Zürich "HB"', "days": [1, None]}
 HELLO = {"role": "user", "content": "Hello"}

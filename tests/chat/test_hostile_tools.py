@@ -6,11 +6,11 @@ import json
 import random
 
 import pytest
+from aengine.chat import FORMATS, ChatParser, ToolChoice, compose, tools_of
 from chat_harness import Setting, backend, parse, token_id_of, tokenizer
 
-from aengine.chat import FORMATS, ChatParser, ToolChoice, compose, tools_of
+from aengine.engine.structured.llguidance.cost import is_quick
 from aengine.errors import AEngineError, GrammarError
-from aengine.structured.llguidance.cost import is_quick
 
 NAMES = ("olmo3", "gemma4", "glm", "hermes")
 """Python's literals, Gemma's, marked texts, and JSON."""

@@ -5,10 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from chat_harness import merged, parse
-from hypothesis import given
-from hypothesis import strategies as st
-
 from aengine.chat import (
     FORMATS,
     ChatParser,
@@ -20,7 +16,11 @@ from aengine.chat import (
     ToolCallStart,
     tools_of,
 )
-from aengine.chat.formats import HARMONY, HERMES, JSON, LLAMA3, MISTRAL, Markers
+from chat_harness import merged, parse
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aengine.engine.chat.formats import HARMONY, HERMES, JSON, LLAMA3, MISTRAL, Markers
 from aengine.errors import InvalidRequestError
 
 TOOLS = tools_of([{"name": "f"}, {"name": "g"}])

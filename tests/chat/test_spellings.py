@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import pytest
+from aengine.chat import FORMATS, ChatMessage, ChatParser, tools_of
 from chat_harness import MARKERS
 
-from aengine.chat import FORMATS, ChatMessage, ChatParser, tools_of
-from aengine.chat.formats import GRANITE, HARMONY, HERMES, KIMI_K2, LFM2, LLAMA3, LLAMA_PYTHONIC, MISTRAL, Markers
-from aengine.chat.scan import squeezed
-from aengine.chat.syntax import spellings
+from aengine.engine.chat.formats import (
+    GRANITE,
+    HARMONY,
+    HERMES,
+    KIMI_K2,
+    LFM2,
+    LLAMA3,
+    LLAMA_PYTHONIC,
+    MISTRAL,
+    Markers,
+)
+from aengine.engine.chat.scan import squeezed
+from aengine.engine.chat.syntax import spellings
 
 TOOLS = tools_of([
     {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}, "s": {"type": "string"}}}},

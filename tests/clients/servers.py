@@ -15,7 +15,7 @@ from pathlib import Path
 
 from aengine.checkpoint.source import resolve_model
 from aengine.config import EngineConfig
-from aengine.tokenizer.tokenizer import Tokenizer
+from aengine.engine.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["answers_in", "real_server", "scripted_server", "write_tokenizer"]
 

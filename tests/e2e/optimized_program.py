@@ -6,14 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from aengine import (
-    AsyncLLM,
-    ContextLengthError,
-    GrammarError,
-    InvalidRequestError,
-    SamplingParams,
-    StructuredOutput,
-)
+from aengine import AsyncLLM, ContextLengthError, GrammarError, InvalidRequestError, SamplingParams, StructuredOutput
 
 FRANCE = "The capital of France is"
 GREEDY = SamplingParams(max_tokens=8, temperature=0)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from aengine.config import EngineConfig, num_worker_threads, thread_environment
-from aengine.system.cgroups import cpu_quota, memory_left, memory_limit, num_usable_cpus
+from aengine.limits.cgroups import cpu_quota, memory_left, memory_limit, num_usable_cpus
 
 V2 = "31 23 0:28 {shown} /sys/fs/cgroup rw,relatime shared:4 - cgroup2 cgroup2 rw"
 V1 = "33 31 0:30 {shown} /sys/fs/cgroup/{name} rw,relatime - cgroup cgroup rw,{controllers}"
@@ -155,7 +155,7 @@ def real_group() -> Iterator[Path]:
 
 def test_a_real_quota(real_group: Path) -> None:
     """A process that was put into a group with a quota of one CPU finds it by itself."""
-    code = "from aengine.system.cgroups import *; import sys; sys.stdin.read(); print(cpu_quota(), num_usable_cpus())"
+    code = "from aengine.limits.cgroups import *; import sys; sys.stdin.read(); print(cpu_quota(), num_usable_cpus())"
     try:
         if (real_group / "cpu.max").exists():
             (real_group / "cpu.max").write_text("100000 100000")

@@ -10,11 +10,11 @@ from typing import Any
 from fakes import FakeExecutor
 
 from aengine.engine.pacing.step_time import StepTime
+from aengine.engine.scheduler.request import Request, RequestStatus
+from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.engine.step_loop import StepLoop
 from aengine.ipc.messages import KVCacheGroup, ModelRunnerOutput, int32
 from aengine.params import SamplingParams
-from aengine.scheduler.request import Request, RequestStatus
-from aengine.scheduler.scheduler import Scheduler
 from aengine.telemetry.metrics import Counters
 from aengine.telemetry.observer import Observer
 

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from aengine.engine.replicas.rounds import Rounds
+from aengine.engine.scheduler.crash_quarantine import CrashQuarantine
 from aengine.ipc.messages import SchedulerOutput, int32
-from aengine.scheduler.crash_quarantine import CrashQuarantine
 
 pytestmark = pytest.mark.anyio
 

@@ -27,13 +27,7 @@ from langchain_core.messages import (
 from langchain_core.tools import tool
 from pydantic import BaseModel, ValidationError
 
-from aengine import (
-    AsyncLLM,
-    ContextLengthError,
-    DeadlineExceededError,
-    EngineOverloadedError,
-    WorkerDiedError,
-)
+from aengine import AsyncLLM, ContextLengthError, DeadlineExceededError, EngineOverloadedError, WorkerDiedError
 from aengine.integrations.langchain import ChatAEngine
 from aengine.remote import connect, serve_engine
 from aengine.testing import FakeAsyncLLM, FakeLLM, Reply

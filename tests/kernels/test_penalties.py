@@ -7,14 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from aengine.kernels.penalties import (
-    IN_PROMPT,
-    PenaltyInputs,
-    apply_penalties,
-    count_sampled,
-    count_tokens,
-    penalize,
-)
+from aengine.kernels.penalties import IN_PROMPT, PenaltyInputs, apply_penalties, count_sampled, count_tokens, penalize
 
 NUM_ROWS = 9  # of the table
 

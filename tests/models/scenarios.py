@@ -20,12 +20,12 @@ from torch import Tensor
 
 from aengine.checkpoint.source import resolve_model
 from aengine.config import EngineConfig
+from aengine.engine.scheduler import kv_cache_manager
+from aengine.engine.scheduler.request import Request
+from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.ipc.messages import KVCacheGroup, kv_capacity
 from aengine.params import SamplingParams
 from aengine.runner.startup.load import LocalModel, load_model
-from aengine.scheduler import kv_cache_manager
-from aengine.scheduler.request import Request
-from aengine.scheduler.scheduler import Scheduler
 from aengine.workers.rank import ranks_of
 
 MAX_TOKENS = 12

@@ -20,8 +20,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from aengine.__main__ import main
-from aengine.chat.formats import FORMATS, HARMONY
 from aengine.cli.families import FAMILIES, Family
+from aengine.engine.chat.formats import FORMATS, HARMONY
 from aengine.runner import models
 from aengine.runner.models.encoders import ENCODERS
 

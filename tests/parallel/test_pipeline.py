@@ -19,6 +19,8 @@ from torch import Tensor
 
 from aengine.checkpoint.source import ModelSource
 from aengine.config import EngineConfig
+from aengine.engine.scheduler.request import Request
+from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.errors import ModelLoadError
 from aengine.outputs import FinishReason
 from aengine.params import SamplingParams
@@ -32,8 +34,6 @@ from aengine.runner.weights.formats import choose_formats
 from aengine.runner.weights.int8 import Int8Weight
 from aengine.runner.weights.loader import load_weights
 from aengine.runner.weights.plain import PlainWeight
-from aengine.scheduler.request import Request
-from aengine.scheduler.scheduler import Scheduler
 
 TinyModel = Callable[..., Path]
 NUM_BLOCKS, BLOCK_SIZE, MAX_LEN, ROWS, BATCHED = 96, 4, 64, 6, 24

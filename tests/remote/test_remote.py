@@ -26,12 +26,12 @@ from aengine import (
     Tool,
     ToolChoice,
 )
+from aengine.engine.tokenizer.tokenizer import Tokenizer
 from aengine.outputs import Choice, Completion, Timings, Usage
 from aengine.remote import RemoteEngine, connect, serve_engine
 from aengine.remote.stream import RemoteStream
 from aengine.remote.wire import to_wire, token_from_wire
 from aengine.testing import FakeAsyncLLM, Reply
-from aengine.tokenizer.tokenizer import Tokenizer
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}

@@ -12,14 +12,14 @@ import pytest
 import torch
 from runner_fakes import FakeModel, make_runner, request, step
 
+from aengine.engine.scheduler.request import Request
+from aengine.engine.scheduler.scheduler import Scheduler
+from aengine.engine.scheduler.step import InFlightStep
 from aengine.errors import InternalError
 from aengine.ipc.messages import DraftColumns, GrammarOutput, Kind, KVCacheGroup, SchedulerOutput, int32, pack, unpack
 from aengine.params import SamplingParams
 from aengine.runner.drafts import Verification
 from aengine.runner.model_runner import ModelRunner
-from aengine.scheduler.request import Request
-from aengine.scheduler.scheduler import Scheduler
-from aengine.scheduler.step import InFlightStep
 
 VOCAB, BLOCK_SIZE, NUM_BLOCKS, ROWS, MAX_LEN, STOP_ID = 61, 4, 40, 6, 48, 7
 GROUPS = [KVCacheGroup("full", BLOCK_SIZE)]

@@ -11,12 +11,12 @@ import pytest
 import torch
 from test_gpu_path import MAX_LEN, MAX_SEQS, NUM_BLOCKS, make_runner
 
+from aengine.engine.scheduler import kv_cache_manager
+from aengine.engine.scheduler.request import Request
+from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.kernels.dispatch import triton_everywhere
 from aengine.params import SamplingParams
 from aengine.runner.model_runner import ModelRunner
-from aengine.scheduler import kv_cache_manager
-from aengine.scheduler.request import Request
-from aengine.scheduler.scheduler import Scheduler
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))  # behind all else: that folder has a conftest.py too
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_idle_programs")]

@@ -12,6 +12,7 @@ from runner_fakes import FakeModel, expected_logits, make_runner, request, step
 from aengine.config import EngineConfig
 from aengine.errors import ModelLoadError
 from aengine.ipc.messages import KVCacheGroup
+from aengine.limits.memory import free_memory
 from aengine.runner.startup.kv_memory import (
     GIB,
     KvPlan,
@@ -21,7 +22,6 @@ from aengine.runner.startup.kv_memory import (
     profile_run,
     resolve_max_model_len,
 )
-from aengine.system.memory import free_memory
 
 
 def config(**settings: Any) -> EngineConfig:

@@ -11,6 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from aengine.engine.scheduler import kv_cache_manager
+from aengine.engine.scheduler.request import Request
+from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.ipc.messages import ModelRunnerOutput
 from aengine.outputs import FinishReason
 from aengine.params import SamplingParams
@@ -21,9 +24,6 @@ from aengine.runner.layers.states import LayerStates, StateRows, state_rows_of_b
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.models.transformers.mixers import mix_batch
 from aengine.runner.platforms.cpu import CpuPlatform
-from aengine.scheduler import kv_cache_manager
-from aengine.scheduler.request import Request
-from aengine.scheduler.scheduler import Scheduler
 
 VOCAB, PRIME = 61, 1_000_003
 CPU = torch.device("cpu")

@@ -15,6 +15,8 @@ import pytest
 import torch
 from test_gpu_path import CPU, make_model
 
+from aengine.engine.scheduler.request import Request
+from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.ipc.messages import Kind, pack, unpack
 from aengine.kernels.dispatch import triton_everywhere
 from aengine.params import SamplingParams
@@ -23,8 +25,6 @@ from aengine.runner.attention.prefill import TritonPrefill
 from aengine.runner.attention.torch_attention import KvCache
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.platforms.cpu import CpuPlatform
-from aengine.scheduler.request import Request
-from aengine.scheduler.scheduler import Scheduler
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))  # behind all else: that folder has a conftest.py too
 

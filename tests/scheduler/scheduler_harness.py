@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+from aengine.engine.scheduler.request import Request, RequestStatus
+from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.ipc.messages import (
     Kind,
     KVCacheGroup,
@@ -27,8 +29,6 @@ from aengine.ipc.messages import (
 )
 from aengine.outputs import FinishReason
 from aengine.params import SamplingParams
-from aengine.scheduler.request import Request, RequestStatus
-from aengine.scheduler.scheduler import Scheduler
 
 VOCAB = 50
 STOP_ID = 0

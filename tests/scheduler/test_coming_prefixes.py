@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from scheduler_harness import VOCAB, Driver
 
+from aengine.engine.scheduler import kv_cache_manager
+from aengine.engine.scheduler.request import CacheKey, Request, RequestStatus
+from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.ipc.messages import KVCacheGroup, ModelRunnerOutput, SchedulerOutput, int32
 from aengine.outputs import FinishReason
 from aengine.params import SamplingParams
-from aengine.scheduler import kv_cache_manager
-from aengine.scheduler.request import CacheKey, Request, RequestStatus
-from aengine.scheduler.scheduler import Scheduler
 
 SHARED = [1 + i * i % (VOCAB - 1) for i in range(40)]
 LIMITS: dict[str, Any] = {"num_blocks": 64, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64}

@@ -6,9 +6,9 @@ import random
 
 from scheduler_harness import Driver
 
+from aengine.engine.scheduler.crash_quarantine import CrashQuarantine
+from aengine.engine.scheduler.request import Request
 from aengine.params import SamplingParams
-from aengine.scheduler.crash_quarantine import CrashQuarantine
-from aengine.scheduler.request import Request
 
 
 def make(name: str) -> Request:

@@ -7,7 +7,7 @@ from scheduler_harness import Driver
 
 from aengine.engine.pacing import in_flight_limit as lease
 from aengine.engine.pacing.in_flight_limit import InFlightLimit
-from aengine.scheduler.scheduler import Scheduler
+from aengine.engine.scheduler.scheduler import Scheduler
 
 LIMITS = {"num_blocks": 200, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 64}
 

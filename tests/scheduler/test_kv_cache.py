@@ -7,13 +7,13 @@ from collections.abc import Iterable
 
 import pytest
 
+from aengine.engine.scheduler import kv_cache_manager
+from aengine.engine.scheduler.block_pool import BlockPool
+from aengine.engine.scheduler.kv_cache_manager import KVCacheManager, private_root, shared_root
+from aengine.engine.scheduler.request import CacheKey, Request
+from aengine.engine.scheduler.waiting_queue import WaitingQueue
 from aengine.ipc.messages import STATE_BLOCK_SIZE, KVCacheGroup, kv_capacity
 from aengine.params import SamplingParams
-from aengine.scheduler import kv_cache_manager
-from aengine.scheduler.block_pool import BlockPool
-from aengine.scheduler.kv_cache_manager import KVCacheManager, private_root, shared_root
-from aengine.scheduler.request import CacheKey, Request
-from aengine.scheduler.waiting_queue import WaitingQueue
 
 SIZE = 4
 ROOT = shared_root(CacheKey())

@@ -6,10 +6,10 @@ from array import array
 
 import pytest
 
+from aengine.engine.scheduler.block_pool import BlockTable
+from aengine.engine.scheduler.request import PromptTokens, Request, RequestStatus
 from aengine.ipc.messages import Kind, SchedulerOutput, pack, unpack
 from aengine.params import SamplingParams
-from aengine.scheduler.block_pool import BlockTable
-from aengine.scheduler.request import PromptTokens, Request, RequestStatus
 
 
 def make(prompt: list[int], params: SamplingParams | None = None, **more: object) -> Request:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from scheduler_harness import VOCAB, Driver
 
+from aengine.engine.scheduler.request import Request
+from aengine.engine.scheduler.scheduler import reset_prefix_cache
 from aengine.ipc.messages import KVCacheGroup
 from aengine.outputs import FinishReason
-from aengine.scheduler.request import Request
-from aengine.scheduler.scheduler import reset_prefix_cache
 
 PROMPT = [1 + i * i % (VOCAB - 1) for i in range(300)]
 KINDS = {

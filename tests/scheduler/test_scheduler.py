@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from scheduler_harness import STOP_ID, Driver, expected_output
 
+from aengine.engine.scheduler.request import CacheKey, Request, RequestStatus
+from aengine.engine.scheduler.scheduler import Scheduler, StepResult
 from aengine.errors import InternalError
 from aengine.ipc.messages import KVCacheGroup, ModelRunnerOutput, PooledColumns, RowError, SchedulerOutput, int32
 from aengine.outputs import FinishReason
 from aengine.params import SamplingParams
-from aengine.scheduler.request import CacheKey, Request, RequestStatus
-from aengine.scheduler.scheduler import Scheduler, StepResult
 
 LIMITS: dict[str, Any] = {"num_blocks": 64, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 32}
 
@@ -334,7 +334,9 @@ def test_siblings_do_not_hash_the_prompt_again(monkeypatch: pytest.MonkeyPatch) 
     add(scheduler, *group)
     reply(scheduler, step(scheduler), [50])
     assert len(group[0].block_hashes) >= 5
-    monkeypatch.setattr("aengine.scheduler.kv_cache_manager.blake2b", lambda *args, **options: pytest.fail("hashed"))
+    monkeypatch.setattr(
+        "aengine.engine.scheduler.kv_cache_manager.blake2b", lambda *args, **options: pytest.fail("hashed")
+    )
     assert [new.num_computed_tokens for new in step(scheduler).new_requests] == [20] * 3
 
 

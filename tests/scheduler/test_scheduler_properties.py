@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_harness import VOCAB, Driver
 
+from aengine.engine.scheduler import kv_cache_manager
+from aengine.engine.scheduler.request import CacheKey
 from aengine.errors import InternalError
 from aengine.ipc.messages import STATE_BLOCK_SIZE, KVCacheGroup
 from aengine.outputs import FinishReason
-from aengine.scheduler import kv_cache_manager
-from aengine.scheduler.request import CacheKey
 
 STREAMS = [[random.Random(k).randrange(1, VOCAB) for _ in range(200)] for k in range(3)]
 

@@ -11,8 +11,8 @@ from typing import Any
 from aengine.__main__ import main
 from aengine.cli import serve
 from aengine.config import EngineConfig
+from aengine.engine.tokenizer.tokenizer import Tokenizer
 from aengine.testing import FakeAsyncLLM, Reply
-from aengine.tokenizer.tokenizer import Tokenizer
 
 NOT_OF_A_FAKE = ("model", "device", "dtype", "load_format")
 

@@ -17,14 +17,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from test_over_tcp import CHAT, connected, post, read_answer, served
 
-from aengine import (
-    EngineClosedError,
-    EngineError,
-    InternalError,
-    InvalidRequestError,
-    ModelLoadError,
-    WorkerDiedError,
-)
+from aengine import EngineClosedError, EngineError, InternalError, InvalidRequestError, ModelLoadError, WorkerDiedError
 from aengine.server import create_app
 from aengine.server.errors import http_error
 from aengine.server.in_process import streaming_transport

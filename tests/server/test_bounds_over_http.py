@@ -14,9 +14,11 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from aengine import AsyncLLM, ContextLengthError, EngineOverloadedError, InvalidRequestError, SamplingParams
-from aengine.bounds import LONG_TEXT
-from aengine.chat.syntax.spellings import Spellings
+from aengine.engine.chat.syntax.spellings import Spellings
 from aengine.engine.preparation import Preparation
+from aengine.engine.threads.lanes import Lanes
+from aengine.engine.tokenizer.tokenizer import Tokenizer
+from aengine.limits.bounds import LONG_TEXT
 from aengine.server import create_app, http
 from aengine.server.anthropic import conversation
 from aengine.server.anthropic.requests import CountBody
@@ -27,8 +29,6 @@ from aengine.server.openai.requests import ChatBody, _names_of
 from aengine.server.openai.responses import messages, store
 from aengine.server.service import validated
 from aengine.testing import FakeAsyncLLM, Reply
-from aengine.threads.lanes import Lanes
-from aengine.tokenizer.tokenizer import Tokenizer
 
 
 def http_client(engine: AsyncLLM, **options: Any) -> httpx.AsyncClient:
@@ -409,7 +409,7 @@ async def test_what_a_template_is_given_is_checked_in_a_thread(monkeypatch: pyte
         threads.append(threading.current_thread().name)
         return json.dumps(*args, **options)
 
-    monkeypatch.setattr("aengine.chat.prompt.json", SimpleNamespace(dumps=noted))
+    monkeypatch.setattr("aengine.engine.chat.prompt.json", SimpleNamespace(dumps=noted))
     async with FakeAsyncLLM("a") as engine:
         hello = [{"role": "user", "content": "hi"}]
         await engine.chat(hello, chat_template_kwargs={"documents": ["x"]})

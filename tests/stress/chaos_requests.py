@@ -17,9 +17,9 @@ from chaos_common import MIB, FakeWorkerLLM, ProcessResources, Promises, say, se
 from conftest_api import user_requests
 
 from aengine import AsyncLLM, DeadlineExceededError, SamplingParams
+from aengine.engine.scheduler.request import Request
+from aengine.engine.streams.token_stream import ChoiceOutput, Mailbox, TokenStream
 from aengine.engine.user_request import UserRequest
-from aengine.scheduler.request import Request
-from aengine.streams.token_stream import ChoiceOutput, Mailbox, TokenStream
 
 WATCHED = (UserRequest, Request, ChoiceOutput, Mailbox, TokenStream)
 WORDS = "one two three four five six seven eight nine ten"

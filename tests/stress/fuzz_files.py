@@ -37,10 +37,10 @@ from fuzz_checkpoints import spoiled, write_bases
 
 from aengine.checkpoint.source import ModelSource, resolve_model
 from aengine.config import EngineConfig
+from aengine.engine.tokenizer.tokenizer import Tokenizer
 from aengine.errors import ModelLoadError
 from aengine.runner.models.transformers import config as _transformers  # imported once, and not in each process
 from aengine.runner.startup.load import load_model
-from aengine.tokenizer.tokenizer import Tokenizer
 from aengine.workers.rank import Rank, check_division
 
 CPU_SECONDS = 10  # of a case; an honest one takes a tenth

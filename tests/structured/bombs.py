@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grammar_helpers import schema_spec
 
-from aengine.structured.spec import GrammarSpec
+from aengine.engine.structured.spec import GrammarSpec
 
 
 def any_of(count: int, letters: str = "a") -> str:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from grammar_helpers import BUILT, TOKENIZERS, backend_of
 
-from aengine.structured.backend import Backend
-from aengine.tokenizer.tokenizer import Tokenizer
+from aengine.engine.structured.backend import Backend
+from aengine.engine.tokenizer.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,11 +14,11 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from aengine.checkpoint.source import resolve_model
 from aengine.config import EngineConfig
-from aengine.structured.backend import Backend, Matcher
-from aengine.structured.backends import load_backend
-from aengine.structured.spec import GrammarSpec
-from aengine.structured.vocabulary import Vocabulary
-from aengine.tokenizer.tokenizer import Tokenizer
+from aengine.engine.structured.backend import Backend, Matcher
+from aengine.engine.structured.backends import load_backend
+from aengine.engine.structured.spec import GrammarSpec
+from aengine.engine.structured.vocabulary import Vocabulary
+from aengine.engine.tokenizer.tokenizer import Tokenizer
 
 
 @functools.cache

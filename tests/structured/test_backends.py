@@ -26,11 +26,11 @@ from grammar_helpers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aengine.engine.structured.backend import Backend, Matcher, MatcherError, advance_batch
+from aengine.engine.structured.backends import load_backend
+from aengine.engine.structured.spec import GrammarSpec
+from aengine.engine.tokenizer.tokenizer import Tokenizer
 from aengine.errors import GrammarError
-from aengine.structured.backend import Backend, Matcher, MatcherError, advance_batch
-from aengine.structured.backends import load_backend
-from aengine.structured.spec import GrammarSpec
-from aengine.tokenizer.tokenizer import Tokenizer
 
 PERSON = {
     "type": "object",
@@ -175,7 +175,7 @@ def test_ids_that_do_not_exist_are_refused(backend: Backend, wrong: list[int]) -
 
 
 def test_a_batch_in_threads_is_as_one_by_one() -> None:
-    from aengine.structured.llguidance.backend import LLGuidanceBackend
+    from aengine.engine.structured.llguidance.backend import LLGuidanceBackend
 
     backend = LLGuidanceBackend(vocabulary("smollm2"), fill_threads=2)
     matchers = [matcher_of(backend, spec) for spec, _, _ in SPECS.values()]

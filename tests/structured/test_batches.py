@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from grammar_helpers import allowed, schema_spec, smollm2
 
-from aengine.structured.backend import MatcherError, advance_batch
-from aengine.structured.llguidance.backend import LLGuidanceBackend
-from aengine.structured.llguidance.matcher import LLGuidanceMatcher
-from aengine.structured.spec import GrammarSpec
-from aengine.structured.vocabulary import Vocabulary
-from aengine.tokenizer.tokenizer import Tokenizer
+from aengine.engine.structured.backend import MatcherError, advance_batch
+from aengine.engine.structured.llguidance.backend import LLGuidanceBackend
+from aengine.engine.structured.llguidance.matcher import LLGuidanceMatcher
+from aengine.engine.structured.spec import GrammarSpec
+from aengine.engine.structured.vocabulary import Vocabulary
+from aengine.engine.tokenizer.tokenizer import Tokenizer
 
 SPECS = [
     GrammarSpec("regex", "[a-z]{1,9}( [0-9]{2,30})?"),

@@ -7,7 +7,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from aengine.structured.bitmasks import BitmaskFiller, Filled, MaskJob, RequestGrammar, _are_short
+from aengine.engine.structured.bitmasks import BitmaskFiller, Filled, MaskJob, RequestGrammar, _are_short
 
 
 def grammar(mask_seconds: float = 0.0) -> RequestGrammar:

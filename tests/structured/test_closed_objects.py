@@ -14,9 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from aengine import StructuredOutput
+from aengine.engine.structured.closed_objects import close_objects
+from aengine.engine.structured.spec import spec_of
 from aengine.errors import GrammarError, InvalidRequestError
-from aengine.structured.closed_objects import close_objects
-from aengine.structured.spec import spec_of
 
 A = {"properties": {"a": {"type": "integer"}}}
 B = {"properties": {"b": {"type": "integer"}}}

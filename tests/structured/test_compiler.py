@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from grammar_helpers import vocabulary
 
+from aengine.engine.structured.compiler import GrammarCompiler
+from aengine.engine.structured.spec import GrammarSpec
 from aengine.errors import EngineClosedError, EngineOverloadedError, GrammarError, InternalError
-from aengine.structured.compiler import GrammarCompiler
-from aengine.structured.spec import GrammarSpec
 
 pytestmark = pytest.mark.usefixtures("no_blocking")
 
@@ -269,7 +269,7 @@ async def test_failures_are_remembered_each_with_an_error_of_its_own() -> None:
 
 
 async def test_a_failure_is_tried_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aengine.structured.compiler._FAILURE_SECONDS", 0.0)
+    monkeypatch.setattr("aengine.engine.structured.compiler._FAILURE_SECONDS", 0.0)
     async with compiling() as (compiler, backend):
         for _ in range(2):
             with pytest.raises(GrammarError):
@@ -318,7 +318,7 @@ async def test_closing_ends_a_warm_up_that_is_queued() -> None:
 
 
 async def test_closing_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aengine.threads.pools._END_SECONDS", 0.01)
+    monkeypatch.setattr("aengine.engine.threads.pools._END_SECONDS", 0.01)
     async with compiling() as (compiler, backend):
         busy = asyncio.create_task(compiler.compile(regex("wait")))
         await begun(backend)

@@ -11,9 +11,9 @@ from bombs import BOMBS
 from grammar_helpers import schema_spec, wide
 
 from aengine import StructuredOutput
-from aengine.structured.llguidance.cost import _divisor, _weight, is_quick
-from aengine.structured.parts import AnyOf, Choice, Json, Regex, Text, seq
-from aengine.structured.spec import GrammarSpec, composed_of, spec_of
+from aengine.engine.structured.llguidance.cost import _divisor, _weight, is_quick
+from aengine.engine.structured.parts import AnyOf, Choice, Json, Regex, Text, seq
+from aengine.engine.structured.spec import GrammarSpec, composed_of, spec_of
 
 SCHEMAS = Path(__file__).parents[2] / "benchmarks" / "schemas.jsonl"
 

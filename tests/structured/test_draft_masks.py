@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from grammar_helpers import allowed_by, backend_of, schema_spec, smollm2, text_ids
 
-from aengine.structured.backend import Backend
-from aengine.structured.bitmasks import BitmaskFiller, Filled, MaskJob, RequestGrammar
+from aengine.engine.structured.backend import Backend
+from aengine.engine.structured.bitmasks import BitmaskFiller, Filled, MaskJob, RequestGrammar
 
 SCHEMA = {
     "type": "object",

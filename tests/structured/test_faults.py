@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aengine import GrammarError, StructuredOutput
-from aengine.structured.llguidance.faults import grammar_error
-from aengine.structured.schema_walk import json_path, relocated, walk
-from aengine.structured.spec import GrammarSpec, spec_of
+from aengine.engine.structured.llguidance.faults import grammar_error
+from aengine.engine.structured.schema_walk import json_path, relocated, walk
+from aengine.engine.structured.spec import GrammarSpec, spec_of
 
 
 def refused(schema: Any) -> tuple[str, str]:

@@ -6,8 +6,8 @@ import pytest
 from grammar_helpers import accepts, backend_of, schema_spec, tiny
 
 from aengine import StructuredOutput
+from aengine.engine.structured.spec import spec_of
 from aengine.errors import GrammarError
-from aengine.structured.spec import spec_of
 
 
 @pytest.mark.parametrize(

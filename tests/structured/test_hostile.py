@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from grammar_helpers import accepts, allowed_by, bitmask, matcher_of, schema_spec, smollm2, vocabulary, wide
 
+from aengine.engine.structured.backend import Backend, MatcherError
+from aengine.engine.structured.backends import load_backend
+from aengine.engine.structured.spec import GrammarSpec
 from aengine.errors import GrammarError
-from aengine.structured.backend import Backend, MatcherError
-from aengine.structured.backends import load_backend
-from aengine.structured.spec import GrammarSpec
 
 
 def nested(depth: int) -> Any:

@@ -9,8 +9,8 @@ import sys
 from typing import Any
 
 from aengine import GrammarError, StructuredOutput
-from aengine.structured.llguidance.cost import is_quick
-from aengine.structured.spec import GrammarSpec, spec_of
+from aengine.engine.structured.llguidance.cost import is_quick
+from aengine.engine.structured.spec import GrammarSpec, spec_of
 
 LETTERS = 60_000
 UNITS = [

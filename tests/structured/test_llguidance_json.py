@@ -12,12 +12,12 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from aengine import GrammarError, StructuredOutput
-from aengine.structured.backend import Compiled
-from aengine.structured.llguidance.backend import LLGuidanceBackend
-from aengine.structured.llguidance.json_schema import left_out_of, make_readable
-from aengine.structured.llguidance.patterns import rust_pattern
-from aengine.structured.spec import spec_of
-from aengine.structured.vocabulary import Vocabulary
+from aengine.engine.structured.backend import Compiled
+from aengine.engine.structured.llguidance.backend import LLGuidanceBackend
+from aengine.engine.structured.llguidance.json_schema import left_out_of, make_readable
+from aengine.engine.structured.llguidance.patterns import rust_pattern
+from aengine.engine.structured.spec import spec_of
+from aengine.engine.structured.vocabulary import Vocabulary
 
 
 @pytest.fixture(scope="module")

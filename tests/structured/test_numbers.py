@@ -9,9 +9,9 @@ from typing import Any, Literal
 import pytest
 from grammar_helpers import accepts, backend_of, schema_spec, tiny
 
+from aengine.engine.structured.llguidance.numbers import inexact_value
+from aengine.engine.structured.output_type import OutputType
 from aengine.errors import GrammarError
-from aengine.structured.llguidance.numbers import inexact_value
-from aengine.structured.output_type import OutputType
 
 BIG = 1234567890123456789
 

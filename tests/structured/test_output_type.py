@@ -24,9 +24,9 @@ from pydantic import UUID4, AwareDatetime, BaseModel, ConfigDict, Field, HttpUrl
 from typing_extensions import TypedDict
 
 from aengine import InvalidRequestError, StructuredOutput
-from aengine.structured.output_type import OutputType
-from aengine.structured.pydantic_schema import KNOWN_FORMATS
-from aengine.structured.spec import spec_of
+from aengine.engine.structured.output_type import OutputType
+from aengine.engine.structured.pydantic_schema import KNOWN_FORMATS
+from aengine.engine.structured.spec import spec_of
 
 
 class Colour(enum.Enum):
@@ -301,7 +301,7 @@ def test_without_pydantic() -> None:
     code = """
 import sys
 sys.modules["pydantic"] = None
-from aengine.structured.output_type import OutputType
+from aengine.engine.structured.output_type import OutputType
 try:
     OutputType.of(int)
 except Exception as error:

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aengine.engine.structured.partial_json import partial_json
 from aengine.errors import InvalidRequestError
-from aengine.structured.partial_json import partial_json
 
 STRINGS = st.text(st.characters(exclude_categories=("Cs",))) | st.sampled_from(
     ["", '"', "\\", "\U0001f600", "12", "é\n", "\\1"]

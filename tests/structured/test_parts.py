@@ -11,8 +11,7 @@ from grammar_helpers import accepts, allowed, backend_of, matcher_of, text_ids, 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aengine.errors import GrammarError
-from aengine.structured.parts import (
+from aengine.engine.structured.parts import (
     AnyOf,
     Choice,
     FreeText,
@@ -28,7 +27,8 @@ from aengine.structured.parts import (
     leaves,
     seq,
 )
-from aengine.structured.spec import GrammarSpec, composed_of
+from aengine.engine.structured.spec import GrammarSpec, composed_of
+from aengine.errors import GrammarError
 
 NUMBER = Json('{"type":"integer"}', "the number")
 NOT_THREE = '{"type":"integer","not":{"const":3}}'

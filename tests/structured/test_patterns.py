@@ -7,8 +7,8 @@ import json
 import pytest
 from grammar_helpers import accepts, backend_of, schema_spec, tiny
 
+from aengine.engine.structured.llguidance.patterns import UntranslatablePattern, rust_pattern
 from aengine.errors import GrammarError
-from aengine.structured.llguidance.patterns import UntranslatablePattern, rust_pattern
 
 
 def _accepts(pattern: str, text: str) -> bool:

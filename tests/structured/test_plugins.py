@@ -10,10 +10,10 @@ import pytest
 from grammar_helpers import allowed, vocabulary
 
 from aengine import GrammarError, InternalError, StructuredOutput
-from aengine.structured.backend import advance_batch
-from aengine.structured.backends import load_backend
-from aengine.structured.compiler import GrammarCompiler
-from aengine.structured.spec import GrammarSpec, spec_of
+from aengine.engine.structured.backend import advance_batch
+from aengine.engine.structured.backends import load_backend
+from aengine.engine.structured.compiler import GrammarCompiler
+from aengine.engine.structured.spec import GrammarSpec, spec_of
 
 MODULE = """
 import threading

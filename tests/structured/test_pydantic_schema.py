@@ -29,11 +29,11 @@ from pydantic import (
 )
 
 from aengine import StructuredOutput
-from aengine.structured.llguidance.backend import LLGuidanceBackend
-from aengine.structured.output_type import OutputType
-from aengine.structured.pydantic_schema import schema_generator
-from aengine.structured.spec import spec_of
-from aengine.structured.vocabulary import Vocabulary
+from aengine.engine.structured.llguidance.backend import LLGuidanceBackend
+from aengine.engine.structured.output_type import OutputType
+from aengine.engine.structured.pydantic_schema import schema_generator
+from aengine.engine.structured.spec import spec_of
+from aengine.engine.structured.vocabulary import Vocabulary
 
 
 class Size(enum.IntEnum):

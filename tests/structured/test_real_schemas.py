@@ -11,7 +11,7 @@ import pytest
 from grammar_helpers import accepts, backend_of, matcher_of, tiny
 
 from aengine import StructuredOutput
-from aengine.structured.spec import GrammarSpec, spec_of
+from aengine.engine.structured.spec import GrammarSpec, spec_of
 
 PATH = Path(__file__).parents[2] / "benchmarks" / "schemas.jsonl"
 SCHEMAS: dict[str, Any] = {row["name"]: row["schema"] for row in map(json.loads, PATH.read_text().splitlines())}

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aengine import GrammarError, StructuredOutput
-from aengine.structured import spec
-from aengine.structured.spec import (
+from aengine.engine.structured import spec
+from aengine.engine.structured.spec import (
     MAX_DEPTH,
     MAX_JSON_BYTES,
     MAX_NUMBER_BITS,

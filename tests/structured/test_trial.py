@@ -18,12 +18,12 @@ from bombs import BOMBS, COUNTED, ENDLESS
 from grammar_helpers import accepts, matcher_of, schema_spec, smollm2, tiny, vocabulary
 from test_compiler import no_threads
 
+from aengine.engine.structured.compiler import GrammarCompiler
+from aengine.engine.structured.llguidance import trial
+from aengine.engine.structured.llguidance.backend import LLGuidanceBackend
+from aengine.engine.structured.llguidance.trial import TrialError, Trials
+from aengine.engine.structured.spec import GrammarSpec
 from aengine.errors import GrammarError
-from aengine.structured.compiler import GrammarCompiler
-from aengine.structured.llguidance import trial
-from aengine.structured.llguidance.backend import LLGuidanceBackend
-from aengine.structured.llguidance.trial import TrialError, Trials
-from aengine.structured.spec import GrammarSpec
 
 ENDS = schema_spec({"type": "integer", "multipleOf": 30_011})
 """Tried, and quick."""
@@ -245,7 +245,7 @@ sys.path.insert(0, sys.argv[1])
 from bombs import BOMBS
 from grammar_helpers import vocabulary
 from aengine.errors import GrammarError
-from aengine.structured.llguidance.backend import LLGuidanceBackend
+from aengine.engine.structured.llguidance.backend import LLGuidanceBackend
 """
 
 

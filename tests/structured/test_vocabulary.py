@@ -10,11 +10,11 @@ import tokenizers
 from grammar_helpers import TOKENIZERS, allowed_by, tiny, vocabulary
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
-from aengine.structured.backends import load_backend
-from aengine.structured.llguidance.tokenizer import _ByBytes
-from aengine.structured.spec import GrammarSpec
-from aengine.structured.vocabulary import Vocabulary, row_of
-from aengine.tokenizer.tokenizer import Tokenizer
+from aengine.engine.structured.backends import load_backend
+from aengine.engine.structured.llguidance.tokenizer import _ByBytes
+from aengine.engine.structured.spec import GrammarSpec
+from aengine.engine.structured.vocabulary import Vocabulary, row_of
+from aengine.engine.tokenizer.tokenizer import Tokenizer
 
 
 def test_control_tokens_and_padding_have_no_text(vocabulary_name: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from aengine.threads.call_queue import CallQueue
+from aengine.engine.threads.call_queue import CallQueue
 
 
 class Interrupted:

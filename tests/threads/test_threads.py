@@ -9,9 +9,9 @@ import time
 
 import pytest
 
+from aengine.engine.threads.lanes import Lanes
+from aengine.engine.threads.pools import ThreadPool, end_pools, run_in_thread
 from aengine.errors import EngineClosedError, EngineError, EngineOverloadedError, InternalError
-from aengine.threads.lanes import Lanes
-from aengine.threads.pools import ThreadPool, end_pools, run_in_thread
 
 
 def threads(name: str) -> list[threading.Thread]:
@@ -164,7 +164,7 @@ async def test_what_is_no_exception_does_not_reach_the_loop(kind: type[BaseExcep
 
 
 async def test_closing_leaves_a_thread_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aengine.threads.pools._END_SECONDS", 0.01)
+    monkeypatch.setattr("aengine.engine.threads.pools._END_SECONDS", 0.01)
     lanes, gate = Lanes("endless"), threading.Event()
     running, queued = lanes.run(gate.wait, is_long=True), lanes.run(gate.wait, is_long=True)
     assert await lanes.run(max, 1, 2, is_long=False) == 2  # the short lane goes on

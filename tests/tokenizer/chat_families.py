@@ -15,7 +15,7 @@ import tokenizers
 from tokenizer_helpers import TEXTS, sentencepiece_vocab, smollm2, write_gguf
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from aengine.tokenizer.tokenizer import Tokenizer
+from aengine.engine.tokenizer.tokenizer import Tokenizer
 
 _WORDS = [*TEXTS, "system user assistant tool Evil Hello <|im_start|>|> [INST] [/INST] </s> tool_call think start end"]
 _SPLIT = r"(?i:'s|'t|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -365,7 +365,7 @@ def _llama3() -> Family:
 
 
 def _gguf_llama(folder: Path) -> Tokenizer:
-    from aengine.tokenizer.tokenizer import Tokenizer
+    from aengine.engine.tokenizer.tokenizer import Tokenizer
 
     rows = [*sentencepiece_vocab(), ("[", -70.0, 1), ("]", -71.0, 1), ("/", -72.0, 1), ("<", -73.0, 1), (">", -74.0, 1)]
     rows += [

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tokenizer_helpers import FAMILIES, TEXTS, clip_style, random_ids, sentencepiece, smollm2
 from tokenizers import decoders, models
 
-from aengine.tokenizer.detokenizer import Detokenizer
-from aengine.tokenizer.stop_strings import StopSearch
-from aengine.tokenizer.tokenizer import Tokenizer
+from aengine.engine.tokenizer.detokenizer import Detokenizer
+from aengine.engine.tokenizer.stop_strings import StopSearch
+from aengine.engine.tokenizer.tokenizer import Tokenizer
 
 
 def pieces(detokenizer: Detokenizer, ids: list[int]) -> list[str]:

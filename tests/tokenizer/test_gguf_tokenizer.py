@@ -15,8 +15,8 @@ from tokenizers import pre_tokenizers
 
 from aengine.checkpoint import GgufFile, resolve_model
 from aengine.config import EngineConfig
+from aengine.engine.tokenizer.tokenizer import Tokenizer
 from aengine.errors import ModelLoadError
-from aengine.tokenizer.tokenizer import Tokenizer
 
 
 def naive_bpe(word: list[str], ranks: dict[tuple[str, str], int]) -> list[str]:

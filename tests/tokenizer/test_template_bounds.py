@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
+from aengine.engine.tokenizer.chat_template import ChatTemplate
 from aengine.errors import InvalidRequestError
-from aengine.tokenizer.chat_template import ChatTemplate
 
 MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "x" * 1000}]
 DOUBLED = "{% set ns = namespace(x=%s) %}{% for i in range(60) %}{% set ns.x = %s %}{% endfor %}{{ ns.x %s }}"

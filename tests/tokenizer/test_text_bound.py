@@ -11,8 +11,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from aengine import EngineConfig
 from aengine.checkpoint.source import resolve_model
-from aengine.tokenizer.text_bound import TextBound
-from aengine.tokenizer.tokenizer import Tokenizer
+from aengine.engine.tokenizer.text_bound import TextBound
+from aengine.engine.tokenizer.tokenizer import Tokenizer
 
 BYTES = {f"<0x{byte:02X}>": byte for byte in range(256)}
 

@@ -23,12 +23,12 @@ from aengine.checkpoint import ModelSource
 from aengine.checkpoint.source import resolve_model
 from aengine.config import EngineConfig
 from aengine.engine.core import EngineCore
+from aengine.engine.tokenizer import pooled_texts
+from aengine.engine.tokenizer.messages import checked_messages
+from aengine.engine.tokenizer.pooled_texts import EncodedText, encode_pairs, encode_texts
+from aengine.engine.tokenizer.tokenizer import Tokenizer
 from aengine.engine.tokenizer_view import TokenizerView
 from aengine.errors import ContextLengthError, InvalidRequestError, ModelLoadError
-from aengine.tokenizer import pooled_texts
-from aengine.tokenizer.messages import checked_messages
-from aengine.tokenizer.pooled_texts import EncodedText, encode_pairs, encode_texts
-from aengine.tokenizer.tokenizer import Tokenizer
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
@@ -87,7 +87,7 @@ def test_what_is_left_is_an_error_that_names_the_files(
         raise error
 
     source = make_folder(tmp_path)
-    monkeypatch.setattr("aengine.tokenizer.tokenizer._loaded", fail)
+    monkeypatch.setattr("aengine.engine.tokenizer.tokenizer._loaded", fail)
     with pytest.raises(ModelLoadError, match=f"{tmp_path}.*{said}"):
         Tokenizer.load(source)
 
@@ -144,7 +144,7 @@ def test_a_tokenizer_of_the_models_repository_is_of_its_revision(
         asked.append((name, of))
         return tmp_path
 
-    monkeypatch.setattr("aengine.tokenizer.tokenizer.locate", locate)
+    monkeypatch.setattr("aengine.engine.tokenizer.tokenizer.locate", locate)
     Tokenizer.load(ModelSource("maker/model:Q8_0", "/nowhere", "gguf", {}), tokenizer, "v1")
     assert asked == [(tokenizer, revision)]
 

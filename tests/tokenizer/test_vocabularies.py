@@ -22,13 +22,13 @@ from transformers import BertTokenizer
 
 from aengine.checkpoint import ModelSource
 from aengine.checkpoint.value_reader import ValueReader
+from aengine.engine.tokenizer.token_text import gpt2_bytes
+from aengine.engine.tokenizer.tokenizer import Tokenizer
+from aengine.engine.tokenizer.vocabularies import folder
+from aengine.engine.tokenizer.vocabularies.sentencepiece import NORMAL, SentencePieces
+from aengine.engine.tokenizer.vocabularies.sentencepiece_file import read_sentencepiece
+from aengine.engine.tokenizer.vocabularies.splitting import SPLITTINGS
 from aengine.errors import ModelLoadError
-from aengine.tokenizer.token_text import gpt2_bytes
-from aengine.tokenizer.tokenizer import Tokenizer
-from aengine.tokenizer.vocabularies import folder
-from aengine.tokenizer.vocabularies.sentencepiece import NORMAL, SentencePieces
-from aengine.tokenizer.vocabularies.sentencepiece_file import read_sentencepiece
-from aengine.tokenizer.vocabularies.splitting import SPLITTINGS
 
 SENTENCEPIECE = {
     entry["name"]: entry for entry in json.loads(Path(__file__).with_name("sentencepiece_models.json").read_text())

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from aengine.checkpoint import ModelSource, resolve_model
 from aengine.config import EngineConfig
-from aengine.tokenizer.tokenizer import Tokenizer
+from aengine.engine.tokenizer.tokenizer import Tokenizer
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog, doesn't it? I've seen 17 of 2024.",

@@ -18,9 +18,9 @@ from worker_helpers import HERE, gone, leftovers, make, start
 from aengine.errors import EngineError, InternalError, InvalidRequestError, ModelLoadError, WorkerDiedError
 from aengine.ipc.channel import HostChannel
 from aengine.ipc.shm import Segment
-from aengine.system import ulimits
-from aengine.system.cgroups import threads_limit
-from aengine.system.ulimits import is_out_of_memory, limit_hint, memory_ulimit_hint
+from aengine.limits import ulimits
+from aengine.limits.cgroups import threads_limit
+from aengine.limits.ulimits import is_out_of_memory, limit_hint, memory_ulimit_hint
 
 PROGRAM = """
     import asyncio, sys

@@ -9,8 +9,8 @@ import pytest
 from paced_runner import STEP_SECONDS, STEP_SIZES
 from test_leases import PacedLLM, expected, params, steps_of
 
+from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.ipc.messages import Kind, ModelRunnerOutput, SchedulerOutput
-from aengine.scheduler.scheduler import Scheduler
 from aengine.workers.answers import PendingAnswers
 
 

@@ -23,7 +23,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ...scheduler.scheduler import Scheduler
+    from ..scheduler.scheduler import Scheduler
 
 __all__ = ["InFlightLimit"]
 

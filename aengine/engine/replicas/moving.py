@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ...scheduler.request import Request, RequestStatus
-from ...scheduler.scheduler import Scheduler, name_prefix
+from ..scheduler.request import Request, RequestStatus
+from ..scheduler.scheduler import Scheduler, name_prefix
 
 __all__ = ["can_move", "is_untouched", "num_cached", "take_out", "waits_for_room"]
 

@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 from ...config import EngineConfig
 from ...errors import EngineError
 from ...ipc.messages import KVCacheGroup
-from ...scheduler.scheduler import Scheduler, reset_prefix_cache
-from ...structured.service import GrammarService
 from ...telemetry.metrics import Counters, ReplicaStatistics
 from ...telemetry.observer import Observer
 from ..executor import Executor
 from ..grammar_gate import ALWAYS, IN_SMALL_BATCHES
 from ..pacing.step_time import StepTime
 from ..recovery import RestartBudget
+from ..scheduler.scheduler import Scheduler, reset_prefix_cache
 from ..step_loop import StepLoop
+from ..structured.service import GrammarService
 from ..worker_control import Restart, WorkerControl
 from .rounds import Turn
 

@@ -22,9 +22,9 @@ from typing import Any
 from ...config import EngineConfig
 from ...errors import EngineError
 from ...outputs import FinishReason
-from ...structured.service import GrammarService
 from ...telemetry.metrics import Counters
 from ...telemetry.observer import Observer
+from ..structured.service import GrammarService
 from ..user_request import UserRequest
 from ..waiting_line import WaitingLine
 from ..worker_control import check_arguments

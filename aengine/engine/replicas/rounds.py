@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from ...ipc.messages import SchedulerOutput
-from ...scheduler.crash_quarantine import CrashQuarantine
 from ..recovery import Watchdog
+from ..scheduler.crash_quarantine import CrashQuarantine
 
 __all__ = ["Rounds", "Turn"]
 
@@ -82,7 +82,7 @@ class Rounds:
 
     def is_open(self, index: int) -> bool:
         """Whether a replica may make steps: while workers may have died of a request that runs again, no other replica
-        has steps that they might die of instead (scheduler/crash_quarantine.py)."""
+        has steps that they might die of instead (engine/scheduler/crash_quarantine.py)."""
         suspicious = next((turn.index for turn in self.turns if turn.quarantine), index)
         if suspicious != index:
             self._refused.add(index)

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...scheduler.kv_cache_manager import extend_hashes
-from ...scheduler.request import Request
-from ...scheduler.scheduler import Scheduler
+from ..scheduler.kv_cache_manager import extend_hashes
+from ..scheduler.request import Request
+from ..scheduler.scheduler import Scheduler
 from .moving import num_cached
 
 __all__ = ["Router"]

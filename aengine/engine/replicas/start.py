@@ -13,8 +13,8 @@ from ...checkpoint.source import ModelSource
 from ...config import EngineConfig, num_worker_threads
 from ...errors import ModelLoadError
 from ...outputs import StartupProgress
-from ...threads.pools import run_in_thread
 from ..executor import Executor, ProcessExecutor
+from ..threads.pools import run_in_thread
 from .joint import Joint, shares_experts
 from .replica import Started
 from .rounds import Turn

@@ -32,10 +32,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ...bounds import MAX_LOGPROBS
 from ...kernels.bitmask import apply_bitmask
 from ...kernels.gumbel import gumbel_sample
 from ...kernels.input_prep import DecodeInputs, advance_rows, commit_decode, prepare_decode
+from ...limits.bounds import MAX_LOGPROBS
 from ..async_output import Published
 from ..input_batch import NO_ROWS, Rows
 from ..platforms.platform import Graph, Platform

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...config import EngineConfig
 from ...errors import InternalError
-from ...system.memory import free_memory
+from ...limits.memory import free_memory
 from ..attention.backend import AttentionBackend, TorchAttention
 from ..model_config import ModelConfig
 from .platform import DeviceMemory, Event, Graph, Platform, Unavailable

@@ -15,7 +15,7 @@ import torch
 
 from ...config import EngineConfig, num_worker_threads
 from ...errors import ModelLoadError
-from ...system.memory import free_memory
+from ...limits.memory import free_memory
 from ..attention.library import choose_library
 from ..startup.kv_memory import CPU_DEFAULT
 from ..weights.float16_cpu import float16_plan

@@ -13,7 +13,7 @@ import gc
 import logging
 import time
 
-from ...system.memory import free_memory
+from ...limits.memory import free_memory
 from ..model_runner import ModelRunner
 from ..weights.loader import Progress
 from .kv_memory import KvPlan, cpu_budget, gpu_budget, plan_kv, profile_run, resolve_max_model_len

@@ -8,7 +8,15 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from ...chat.messages import ChatCompletion, ChatMessage, Delta, ReasoningDelta, TextDelta, ToolCall, ToolCallStart
+from ...engine.chat.messages import (
+    ChatCompletion,
+    ChatMessage,
+    Delta,
+    ReasoningDelta,
+    TextDelta,
+    ToolCall,
+    ToolCallStart,
+)
 from ...outputs import FinishReason, Usage
 from .requests import MessagesBody
 

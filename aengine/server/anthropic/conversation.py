@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection
 from typing import Any
 
-from ...bounds.checks import check_num_items
+from ...limits.checks import check_num_items
 from ..http import HTTPError
 from .requests import CountBody, Message, TextBlock, ThinkingBlock, ToolResultBlock, ToolUseBlock
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
-from ...chat.messages import Delta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
+from ...engine.chat.messages import Delta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
 from ...errors import AEngineError
 from ...outputs import FinishReason
 from ..errors import aborted, http_error
@@ -24,7 +24,7 @@ from .errors import error_body
 from .requests import MessagesBody
 
 if TYPE_CHECKING:
-    from ...streams.chat_stream import ChatStream
+    from ...engine.streams.chat_stream import ChatStream
 
 __all__ = ["error_event", "event_chunks"]
 

@@ -21,8 +21,8 @@ from .events import error_event, event_chunks
 from .requests import CountBody, MessagesBody
 
 if TYPE_CHECKING:
-    from ...chat.messages import Delta
-    from ...streams.chat_stream import ChatStream
+    from ...engine.chat.messages import Delta
+    from ...engine.streams.chat_stream import ChatStream
 
 __all__ = ["count_tokens", "create_message"]
 

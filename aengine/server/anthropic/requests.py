@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
-from ...bounds import MAX_TOOLS
+from ...limits.bounds import MAX_TOOLS
 from ...params import SamplingParams, StructuredOutput
 from ..http import HTTPError
 from ..openai.requests import Body, Ignored, Many, Text, Variables, at_most

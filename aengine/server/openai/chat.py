@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...chat.messages import (
+from ...engine.chat.messages import (
     ChatChoice,
     ChatCompletion,
     ChatMessage,
@@ -45,7 +45,7 @@ from .messages import chat_messages
 from .requests import ChatBody, StreamOptions
 
 if TYPE_CHECKING:
-    from ...streams.chat_stream import ChatStream
+    from ...engine.streams.chat_stream import ChatStream
 
 __all__ = ["chat_completions"]
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ...engine.threads.yield_gil import yield_gil
 from ...errors import AEngineError
 from ...outputs import Choice, Completion, FinishReason, Token, Usage
-from ...threads.yield_gil import yield_gil
 from ..errors import aborted, check_not_aborted
 from ..http import WrittenJSON, as_utf8, begin_events, event, while_connected
 from ..logs import note_usage
@@ -38,10 +38,10 @@ from .errors import error_events
 from .requests import CompletionBody
 
 if TYPE_CHECKING:
+    from ...engine.streams.token_stream import TokenStream
+    from ...engine.tokenizer.async_tokenizer import AsyncTokenizer
+    from ...engine.tokenizer.prompt import Prompt
     from ...engine.tokenizer_view import TokenizerView
-    from ...streams.token_stream import TokenStream
-    from ...tokenizer.async_tokenizer import AsyncTokenizer
-    from ...tokenizer.prompt import Prompt
 
 __all__ = ["completions"]
 

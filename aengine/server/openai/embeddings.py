@@ -10,8 +10,8 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ...engine.pooling.requests import PoolingRequest, PoolingResult
 from ...outputs import Usage
-from ...pooling import PoolingRequest, PoolingResult
 from ..http import HTTPError, while_connected
 from ..logs import note_usage
 from ..service import Service

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from ...bounds import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_PROMPTS, MAX_TOOLS, MAX_VARIABLES
+from ...limits.bounds import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_PROMPTS, MAX_TOOLS, MAX_VARIABLES
 from ...params import SamplingParams, StructuredOutput, is_unicode
 from ..http import HTTPError
 

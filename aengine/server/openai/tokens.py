@@ -12,7 +12,7 @@ from ..service import Service
 from .requests import Body, Ignored, Messages, TokenIds, Tools, Variables
 
 if TYPE_CHECKING:
-    from ...tokenizer.async_tokenizer import AsyncTokenizer
+    from ...engine.tokenizer.async_tokenizer import AsyncTokenizer
 
 __all__ = ["DetokenizeBody", "TokenizeBody", "detokenize", "tokenize", "tokenizer_info"]
 

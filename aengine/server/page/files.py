@@ -10,7 +10,7 @@ from typing import NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...threads.pools import run_in_thread
+from ...engine.threads.pools import run_in_thread
 from ..http import HTTPError
 from ..service import Service
 

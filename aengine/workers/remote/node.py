@@ -25,10 +25,10 @@ from typing import Any
 
 from ... import __version__
 from ...config import EngineConfig
+from ...engine.threads.pools import run_in_thread
 from ...errors import EngineError, WorkerDiedError
 from ...ipc.link import Link, LinkFrame, authenticate, watch_silence
-from ...system.cgroups import num_usable_cpus
-from ...threads.pools import run_in_thread
+from ...limits.cgroups import num_usable_cpus
 from ..group import RankWorker, WorkerGroup
 from ..rank import Rank
 

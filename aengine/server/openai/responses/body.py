@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from ....bounds import MAX_NAME_CHARACTERS, MAX_TOOLS
+from ....limits.bounds import MAX_NAME_CHARACTERS, MAX_TOOLS
 from ....params import SamplingParams, StructuredOutput
 from ...http import HTTPError
 from ..requests import (

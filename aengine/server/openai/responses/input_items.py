@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ....bounds import MAX_NAME_CHARACTERS
+from ....limits.bounds import MAX_NAME_CHARACTERS
 from ...http import HTTPError, JSONAnswer
 from ...service import Service
 

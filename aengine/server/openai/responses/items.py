@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ....chat.messages import Delta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
+from ....engine.chat.messages import Delta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
 from ....outputs import Token
 from ..answers import MOST_EVENTS, dumps
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from ....bounds.checks import check_num_items
+from ....limits.checks import check_num_items
 from ...http import HTTPError
 from .tools import name_in_prompt
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from sys import getsizeof
 from typing import Any
 
-from ....threads.yield_gil import yield_gil
+from ....engine.threads.yield_gil import yield_gil
 from ...http import HTTPError, as_utf8
 from ..answers import dumps
 

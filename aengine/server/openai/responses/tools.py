@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ....bounds import MAX_NAME_CHARACTERS, MAX_TOOLS
+from ....limits.bounds import MAX_NAME_CHARACTERS, MAX_TOOLS
 from ...http import HTTPError
 
 __all__ = ["ResponseTools", "name_in_prompt"]

@@ -1,0 +1,92 @@
+"""Calls of the engine's core that are no requests, for its loop, and the checks of their arguments."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from ...errors import InvalidRequestError
+from ..threads.pools import run_in_thread
+
+if TYPE_CHECKING:
+    from ..core import EngineCore
+
+__all__ = [
+    "collective_rpc",
+    "positive_seconds",
+    "reset_prefix_cache",
+    "resume",
+    "seconds",
+    "start_profile",
+    "stop_profile",
+]
+
+_START_PROFILE_SECONDS = 60.0  # torch prepares CUDA's profiling interface the first time
+_STOP_PROFILE_SECONDS = 600.0  # of a long recording some GB of JSON are written
+
+
+async def resume(core: EngineCore) -> None:
+    """See `AsyncLLM.resume`."""
+    core.resume()
+
+
+async def start_profile(core: EngineCore, folder: str | os.PathLike[str] | None) -> str:
+    """See `AsyncLLM.start_profile`."""
+    if folder is not None:
+        if not isinstance(folder, str | os.PathLike) or not _is_text(os.fspath(folder)):
+            raise InvalidRequestError(f"folder={folder!r} is not valid: it must be a path, or None", param="folder")
+        folder = await run_in_thread("abspath", os.path.abspath, folder)  # the worker's own place may be another
+    elif len(core.replicas) > 1:  # one for all of them
+        folder = await run_in_thread("mkdtemp", partial(tempfile.mkdtemp, prefix="aengine-profile-"))
+    replies = await core.replicas.call("start_profile", folder, timeout=_START_PROFILE_SECONDS)
+    return min(map(_path_of, replies))  # all are the same; any may have refused
+
+
+async def stop_profile(core: EngineCore) -> str:
+    """See `AsyncLLM.stop_profile`."""
+    replies = await core.replicas.call("stop_profile", timeout=_STOP_PROFILE_SECONDS)
+    # A worker that was started again meanwhile records nothing.
+    return _path_of(next((reply for reply in replies if "path" in reply), replies[0]))
+
+
+async def collective_rpc(core: EngineCore, method: object, args: tuple[Any, ...], timeout: float) -> list[Any]:
+    """See `AsyncLLM.collective_rpc`."""
+    if not isinstance(method, str) or not method.isidentifier() or method.startswith("_"):
+        raise InvalidRequestError(f"method={method!r:.100} is not valid: it must be a public name", param="method")
+    return await core.replicas.call_all(method, args, timeout)
+
+
+async def reset_prefix_cache(core: EngineCore) -> int:
+    """See `AsyncLLM.reset_prefix_cache`."""
+    return sum(replica.reset_prefix_cache() for replica in core.replicas)
+
+
+def seconds(name: str, value: object) -> float:
+    """The value, if an event loop's timer can be set to it. Raises InvalidRequestError."""
+    if not _is_seconds(value):
+        raise InvalidRequestError(f"{name} must be a number of seconds, at least 0 and at most 1e8", param=name)
+    return float(value)
+
+
+def positive_seconds(name: str, value: object) -> float:
+    """The value, likewise, if it is above 0. Raises InvalidRequestError."""
+    if not _is_seconds(value) or not value:
+        raise InvalidRequestError(f"{name} must be a number of seconds, above 0 and at most 1e8", param=name)
+    return float(value)
+
+
+def _is_seconds(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1e8
+
+
+def _is_text(path: object) -> bool:
+    """Whether it can be told to a worker: a path of bytes that are not UTF-8 can't."""
+    return isinstance(path, str) and path == path.encode(errors="ignore").decode()
+
+
+def _path_of(reply: dict[str, str]) -> str:
+    if "refused" in reply:
+        raise InvalidRequestError(reply["refused"])
+    return reply["path"]

@@ -1,0 +1,78 @@
+"""`ImmediateCalls`: the calls of an engine that return at once, the same for code that awaits and code that blocks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..threads.loop_ownership import not_copied
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import NoReturn
+
+    from ...telemetry.listeners import RequestListener
+    from ...telemetry.metrics import Statistics
+    from ..tokenizer_view import TokenizerView
+    from .local import LocalHandle
+    from .on_thread import ThreadHandle
+
+__all__ = ["ImmediateCalls"]
+
+
+class ImmediateCalls:
+    """Calls that need no waiting, of an engine held by a handle."""
+
+    _handle: LocalHandle | ThreadHandle
+
+    def __repr__(self) -> str:
+        return repr(self._handle)
+
+    def __reduce__(self) -> NoReturn:
+        raise not_copied(self)
+
+    @property
+    def state(self) -> str:
+        """ "new", "starting", "running", "draining", "failed" or "closed"; in a fork of its process "closed"."""
+        return self._handle.state
+
+    def abort(self, request_id: str) -> bool:
+        """End a request by its id; its stream ends with FinishReason.ABORT. Returns whether it was running."""
+        return self._handle.abort(request_id)
+
+    def abort_all(self) -> int:
+        """End all requests; their streams end with FinishReason.ABORT. Returns how many there were."""
+        return self._handle.abort_all()
+
+    # -- what there is to know
+
+    def add_listener(self, listener: RequestListener) -> Callable[[], None]:
+        """Tell ``listener`` of every request that is accepted from now on: its beginning, first token and end. On the
+        engine's loop; with ``own_thread=True`` in its thread.
+
+        Returns a function that removes it; it still hears the ends of the requests that it knows of. Before the start,
+        too, and over all lives of the engine. From any thread.
+        """
+        return self._handle.listeners.add(listener)
+
+    def statistics(self) -> Statistics:
+        """The engine's counters at this moment. From any thread, with or without a loop."""
+        return self._handle.open_core().statistics()
+
+    def describe(self) -> dict[str, Any]:
+        """What runs: vocab_size, max_model_len, num_blocks, block_size, device, dtype, weight_format, pid, ...;
+        ``sampling_defaults``: what the checkpoint's generation_config.json says for requests that don't. With
+        ``data_parallel_size`` above 1 it is of the first replica, and ``replicas`` has that of each."""
+        core = self._handle.running_core()
+        described = core.ready | {"sampling_defaults": dict(core.sampling.values)}
+        if len(core.replicas) > 1:
+            described["replicas"] = [replica.worker.ready for replica in core.replicas]
+        return described
+
+    @property
+    def tokenizer(self) -> TokenizerView:
+        """The model's tokenizer: encode, decode, count, render, which block; on an event loop take `async_tokenizer`.
+        Raises InvalidRequestError with skip_tokenizer=True."""
+        from ..tokenizer_view import TokenizerView
+
+        core = self._handle.open_core()
+        return TokenizerView(core.tokenizer, core.limits.vocab_size)

@@ -1,0 +1,152 @@
+"""`ThreadHandle`: an engine on an event loop of its own, in a thread; its users on any other loop, or on none.
+
+    your loops and threads                                    the engine's thread
+    start, aclose, drain, ...            ── Job ───────────>  LocalHandle
+    stream, generate ─> CrossThreadStream ── CallQueue ────>  Admission.submit
+                        CrossThreadStream <─────────────────  Mailbox
+
+The thread is there from `start` to `aclose` or `terminate`. It holds the engine's core, not the `AsyncLLM`: one that is
+dropped without being closed takes the thread along.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ...params import SamplingParams
+from ..core import EngineCore
+from ..streams.cross_thread_stream import CrossThreadStream
+from ..streams.token_stream import Buffer, Mailbox
+from ..structured.asked_type import with_output_type
+from ..threads.loop_thread import LoopEndedError, LoopThread
+from .local import Owner
+from .thread_life import ThreadLife
+
+if TYPE_CHECKING:
+    from ...config import EngineConfig
+    from ..tokenizer.prompt import Prompt, PromptPart
+
+__all__ = ["ThreadHandle"]
+
+T = TypeVar("T")
+S = TypeVar("S", bound=CrossThreadStream)
+
+
+class ThreadHandle(ThreadLife):
+    """Runs a `LocalHandle` on a thread of its own; each call may come from any loop in any thread.
+
+    What differs from a `LocalHandle`: `submit` and `abort` return before the engine has seen them, so a request_id that
+    is in use, or a queue that others fill at this moment, is an error of the stream.
+
+    `wait` and the methods with ``_and_wait`` block the calling thread.
+    """
+
+    def __init__(self, owner: Owner, config: EngineConfig) -> None:
+        super().__init__(owner, config)
+        self._arriving: set[str] = set()  # ids of requests that the engine has not seen yet
+        self._leaving: set[str] = set()  # and of those that it is being told to abort
+        self._ids = itertools.count(1)
+
+    # -- the core
+
+    def open_core(self) -> EngineCore:
+        """The core, for what may be asked from any thread. Raises EngineClosedError if none runs."""
+        return self.local.open_core()
+
+    def running_core(self) -> EngineCore:
+        """The core, likewise; raises EngineClosedError in a fork, too."""
+        if self.thread is not None and not self.thread.has_ended:
+            self.thread.check_process()
+        return self.local.open_core()
+
+    async def run(self, function: Callable[[EngineCore], Awaitable[T]]) -> T:
+        """Await ``function(core)`` on the engine's loop. Raises what it does, and EngineClosedError."""
+        thread = self._running()[1]
+        try:
+            return await thread.run(lambda: self.local.run(function))
+        except LoopEndedError:
+            raise self._ended_meanwhile() from None
+
+    def wait(self, function: Callable[[EngineCore], Awaitable[T]]) -> T:
+        """Run ``function(core)`` as `run` does, blocking this thread."""
+        thread = self._running()[1]
+        try:
+            return thread.wait(lambda: self.local.run(function))
+        except LoopEndedError:
+            raise self._ended_meanwhile() from None
+
+    # -- requests
+
+    def submit(self, prompt: Prompt | PromptPart, params: SamplingParams | None, **options: Any) -> CrossThreadStream:
+        """Register a request. ``options``: those of `request_options`, ``output_type`` and ``final_only``."""
+        return self.submit_as(CrossThreadStream, prompt, params, **options)
+
+    def submit_as(
+        self, stream_class: type[S], prompt: Prompt | PromptPart, params: SamplingParams | None, **options: Any
+    ) -> S:
+        """Register a request, and return a stream of this class."""
+        core, thread = self._running()
+        core.check_accepts()
+        params, shape = with_output_type(params, options)
+        final_only = options.pop("final_only")
+        part = core.admission.check(prompt, params, **options)
+        core.admission.check_room(self._arriving)
+        request_id = options["request_id"] = options["request_id"] or f"own-{next(self._ids)}"
+        stream = stream_class(thread, self.local.owner(), request_id)
+        options["context"] = self.local.listeners.context()
+
+        def submit(buffer: Buffer) -> Mailbox:
+            if not core.is_alive:
+                raise self._ended_meanwhile()
+            core.check_accepts()
+            how = {"final_only": final_only, "buffer": buffer, **shape, **options}
+            return core.admission.submit(part, params, **how).mailbox
+
+        def begin() -> None:
+            """Begin the stream, on the engine's thread."""
+            try:
+                stream.begin(submit, core.admission.abort)
+            finally:
+                self._arriving.discard(request_id)
+
+        try:
+            self._arriving.add(request_id)
+            self._leaving.discard(request_id)  # that was another of this name
+            thread.post(begin)
+        except BaseException:  # a Ctrl-C
+            self._arriving.discard(request_id)
+            raise
+        return stream
+
+    def abort(self, request_id: str) -> bool:
+        """See `AsyncLLM.abort`. Whether it was running when this was called; the engine ends it at its next turn."""
+        core, thread = self._running()
+        admission = core.admission
+        if request_id in self._leaving or not (request_id in self._arriving or admission.has(request_id)):
+            return False
+
+        def abort() -> None:
+            admission.abort(request_id)
+            self._leaving.discard(request_id)
+
+        self._leaving.add(request_id)
+        thread.post(abort)
+        return True
+
+    def abort_all(self) -> int:
+        """See `AsyncLLM.abort_all`. How many there were when this was called; the engine ends them at its next turn."""
+        core, thread = self._running()
+        number = core.admission.count(self._arriving)
+        thread.post(core.admission.abort_all)
+        return number
+
+    # -- internals
+
+    def _running(self) -> tuple[EngineCore, LoopThread]:
+        """The core, and the thread that it runs on."""
+        core, thread = self.running_core(), self.thread
+        if thread is None or thread.loop is not core.loop:
+            raise self._ended_meanwhile()
+        return core, thread

@@ -1,0 +1,280 @@
+"""`SyncLLM`: the blocking calls of an engine that has a thread of its own, as ``engine.sync`` and as an `LLM`."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, overload
+
+from ...errors import InvalidRequestError
+from ...options import ChatOptions, GenerateOptions, RequestOptions, generate_options, request_options
+from ...params import SamplingParams
+from ..pooling.requests import SyncPoolingCalls
+from ..streams.cross_thread_stream import BlockingStream, run_now
+from ..threads.loop_ownership import check_may_block
+from .blocking import Batch, ChatIterator, TokenIterator, is_list_of_prompts, one_each, showing
+from .calls import collective_rpc, positive_seconds, reset_prefix_cache, resume, seconds, start_profile, stop_profile
+from .chats import begin_chat
+from .immediate_calls import ImmediateCalls
+from .on_thread import ThreadHandle
+
+if TYPE_CHECKING:
+    from os import PathLike
+    from types import TracebackType
+    from typing import Self, Unpack
+
+    import openai
+
+    from ...outputs import Completion, T
+    from ..chat.messages import ChatCompletion
+    from ..pooling.requests import PoolingRequest, PoolingResult
+    from ..tokenizer.prompt import Prompt
+
+
+__all__ = ["SyncLLM"]
+
+
+class SyncLLM(ImmediateCalls, SyncPoolingCalls):
+    """An engine's calls for code that awaits nothing. Each blocks its thread until it has what it returns.
+
+    Any number of threads may use it at once; their requests are batched together, with those of the `AsyncLLM`.
+    In the engine's own thread (``progress``, ``on_request_end``) the calls that block raise InvalidRequestError.
+    """
+
+    _handle: ThreadHandle
+
+    def __init__(self, engine: object, handle: ThreadHandle, *, block_running_loop: bool = True) -> None:
+        self._engine = engine  # an `AsyncLLM`, which ends when it is dropped
+        self._handle = handle
+        self._block_running_loop = block_running_loop
+
+    # -- life
+
+    def start(self) -> Self:
+        """Start the engine, also one that was closed. Idempotent while running. Errors as of `AsyncLLM.start`."""
+        self._check()
+        self._handle.start_and_wait()
+        return self
+
+    def close(self, *, drain: float = 0.0) -> None:
+        """End the engine, its worker and its thread. Bounded and idempotent.
+
+        Args:
+            drain: seconds that requests of other threads may take to end by themselves; see `AsyncLLM.aclose`.
+        """
+        self._check()
+        self._handle.close_and_wait(seconds("drain", drain))
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Take no new requests, and wait for those of other threads to end; see `AsyncLLM.drain`."""
+        self._check()
+        limit = None if timeout is None else seconds("timeout", timeout)
+        return self._handle.wait(lambda core: core.drain(limit))
+
+    def resume(self) -> None:
+        """Take new requests again after `drain`."""
+        self._check()
+        self._handle.wait(resume)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- requests
+
+    @overload
+    def generate(
+        self,
+        prompts: str,
+        params: SamplingParams | None = None,
+        *,
+        output_type: type[T] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Completion[T]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: list[str] | tuple[str, ...],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        output_type: type[T] | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> list[Completion[T]]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        output_type: Any = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Any: ...
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        output_type: Any = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Any:
+        """The `Completion` of one prompt, or a list with that of each of a list of prompts; they run side by side.
+
+        Args:
+            prompts: one prompt (a text, token ids, or chat messages, as of `AsyncLLM.stream`), or a list of them.
+            params: for all, or a list with one for each.
+            output_type: for each, as of `AsyncLLM.stream`.
+            options: those of `AsyncLLM.stream`, for each prompt; also progress and return_exceptions, see
+                `GenerateOptions`. A deadline counts from when the engine takes the prompt in; of a long list it takes
+                in some hundreds at a time.
+
+        Raises what `AsyncLLM.generate` does. An exception in this thread, as Ctrl-C's KeyboardInterrupt, aborts the
+        requests and leaves the engine as it was.
+        """
+        self._check()
+        request, progress, return_exceptions = generate_options(options)
+        begin = partial(self._handle.submit_as, BlockingStream, final_only=True, output_type=output_type, **request)
+        if not is_list_of_prompts(prompts):
+            if params is not None and not isinstance(params, SamplingParams):
+                raise InvalidRequestError("one prompt takes one SamplingParams", param="params")
+            return run_now(begin(prompts, params).wait())  # type: ignore[call-arg, arg-type]
+        if request["request_id"] is not None:
+            raise InvalidRequestError("a request_id is for one prompt, not for a list", param="request_id")
+        every: Sequence[Any] = prompts
+        with showing(progress, len(prompts)) as show:
+            return Batch(begin, every, one_each(params, len(every)), self._window, return_exceptions).run(show)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        output_type: Any = None,
+        **options: Unpack[RequestOptions],
+    ) -> TokenIterator:
+        """Begin a request and return its tokens as they come. Arguments and errors as of `AsyncLLM.stream`."""
+        self._check()
+        request = request_options(options)
+        stream = self._handle.submit_as(
+            BlockingStream, prompt, params, final_only=False, output_type=output_type, **request
+        )
+        return TokenIterator(stream, self._check)
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        output_type: type[T] | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> ChatCompletion[T]: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        output_type: Any,
+        **options: Unpack[ChatOptions],
+    ) -> ChatCompletion[Any]: ...
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        output_type: Any = None,
+        **options: Unpack[ChatOptions],
+    ) -> ChatCompletion[Any]:
+        """The answer to chat messages, whole. Arguments and errors as of `AsyncLLM.chat`."""
+        with self.stream_chat(messages, params, output_type=output_type, **options) as stream:
+            return stream.wait()
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        output_type: Any = None,
+        **options: Unpack[ChatOptions],
+    ) -> ChatIterator:
+        """Begin to answer chat messages. Arguments and errors as of `AsyncLLM.stream_chat`."""
+        self._check()
+        core, submit = self._handle.running_core(), partial(self._handle.submit_as, BlockingStream)
+        stream = begin_chat(core, submit, messages, params, output_type, options)
+        return ChatIterator(stream, self._check)
+
+    def pool(self, request: PoolingRequest) -> PoolingResult:
+        """See `AsyncLLM.pool`."""
+        from ..pooling.answers import answer_pooling
+
+        self._check()
+        context = self._handle.local.listeners.context()
+        return self._handle.wait(lambda core: answer_pooling(core, request, context))
+
+    def openai_client(self, **options: Any) -> openai.OpenAI:
+        """OpenAI's own blocking client, whose calls this engine answers: no port, no other process.
+
+        Args:
+            options: of `openai.OpenAI`, such as ``timeout`` and ``max_retries``.
+
+        Any number of threads may use it at once. Needs ``pip install 'aengine-llm[openai]'``.
+        """
+        in_process = import_module("aengine.server.in_process")  # it is above the engine
+        return in_process.blocking_openai_client(self._engine, self._run, **options)
+
+    def _run(self, function: Callable[[], Awaitable[T]]) -> T:
+        """Run a coroutine on the engine's loop, blocking this thread."""
+        self._check()
+        return self._handle.wait(lambda core: function())
+
+    # -- the worker
+
+    def check_health(self, timeout: float = 10.0) -> float:
+        """Check that the worker answers. Arguments and errors as of `AsyncLLM.check_health`."""
+        self._check()
+        limit = positive_seconds("timeout", timeout)
+        return self._handle.wait(lambda core: core.replicas.check_health(limit))
+
+    def start_profile(self, folder: str | PathLike[str] | None = None) -> str:
+        """See `AsyncLLM.start_profile`."""
+        self._check()
+        return self._handle.wait(lambda core: start_profile(core, folder))
+
+    def stop_profile(self) -> str:
+        """See `AsyncLLM.stop_profile`."""
+        self._check()
+        return self._handle.wait(stop_profile)
+
+    def collective_rpc(self, method: str, *args: Any, timeout: float = 60.0) -> list[Any]:
+        """See `AsyncLLM.collective_rpc`."""
+        self._check()
+        limit = positive_seconds("timeout", timeout)
+        return self._handle.wait(lambda core: collective_rpc(core, method, args, limit))
+
+    def reset_prefix_cache(self) -> int:
+        """See `AsyncLLM.reset_prefix_cache`."""
+        self._check()
+        return self._handle.wait(reset_prefix_cache)
+
+    # -- internals
+
+    def _check(self) -> None:
+        """Raises InvalidRequestError where this thread must not be blocked."""
+        thread = self._handle.thread
+        check_may_block(None if thread is None else thread.loop, any_thread=self._block_running_loop)
+
+    @property
+    def _window(self) -> int:
+        """Return how many prompts of a list the engine has at once: enough to fill its batches for a while."""
+        config = self._handle.config
+        return max(1, min(config.max_num_queued_requests, max(64, 2 * config.max_num_seqs)))

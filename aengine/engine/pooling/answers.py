@@ -1,0 +1,399 @@
+"""Answers a `PoolingRequest` on the engine's loop: its texts are encoded some at a time, and each is a request.
+
+inputs ──> encoded, in a thread ──> submitted, some at a time ──> vectors ──> embeddings, logits or scores
+
+The longest come first, so that those computed together are of like length. While the worker computes some, the next are
+encoded. All end together: the first error, a deadline, or a cancelled caller ends the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import Context
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ...errors import ContextLengthError, DeadlineExceededError, InvalidRequestError, RequestError
+from ...limits.bounds import LONG_TEXT
+from ...outputs import Usage
+from ...params import shown
+from ..core import EngineCore
+from ..streams.token_stream import Token
+from ..threads.pools import run_in_thread
+from ..threads.yield_gil import yield_gil
+from ..tokenizer.pooled_texts import YesNoPrompt, encode_pairs, encode_texts
+from ..tokenizer.tokenizer import Tokenizer
+from ..user_request import PooledText, UserRequest, check_options
+from .requests import PoolingRequest, PoolingResult
+
+T = TypeVar("T")
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Vectors = NDArray[np.float32]
+
+__all__ = ["answer_pooling"]
+
+_CHUNK = 64
+"""Texts that are encoded at once."""
+_LARGE = 1 << 20
+"""Bytes of vectors from which on a thread goes through them: some tenths of a millisecond."""
+_MANY = 1024
+"""Inputs, or token ids in them, from which on a thread goes through them: likewise."""
+
+
+async def answer_pooling(core: EngineCore, request: PoolingRequest, context: Context | None) -> PoolingResult:
+    """See `PoolingCalls.pool`. ``context``: of the caller, for those who listen."""
+    core.check_accepts()
+    if "numpy" not in sys.modules:
+        await run_in_thread("import", import_module, "numpy")  # it would block the loop
+    call = _Call(core, request, context)
+    if request.task == "score":
+        return await _score(call, request)
+    if request.task not in core.limits.tasks:
+        raise InvalidRequestError(_why_not(core, request.task))
+    prompt = await _off_loop(len(request.inputs) >= _MANY, _prompt_of, core, request)
+    values = await call.run(request.inputs, partial(_encode_inputs, call, prompt))
+    if request.task == "embed":
+        values = await _off_loop(values.nbytes >= _LARGE, _finished, values, request)
+    return PoolingResult(values, call.usage())
+
+
+async def _off_loop(is_large: bool, function: Callable[..., T], *args: Any) -> T:
+    """Call a function: in a thread, if what it goes through is so large that the loop would notice."""
+    return await run_in_thread("pooling", function, *args) if is_large else function(*args)
+
+
+def _yielding(items: Iterable[T]) -> Iterator[T]:
+    """Iterate over the items, and let the loop have the GIL after every few."""
+    for number, item in enumerate(items):
+        if not number % 256:
+            yield_gil()
+        yield item
+
+
+def _why_not(core: EngineCore, task: str) -> str:
+    """Say why the model does not do it, and what would help."""
+    if task == "classify":
+        return "this model has no head that classifies texts (a ...ForSequenceClassification has)"
+    if core.pooling.fault:
+        return f"this model gives no embeddings: {core.pooling.fault}"
+    if "classify" in core.limits.tasks:
+        return "this model classifies texts, and gives no embeddings: call score(), rerank() or classify()"
+    return (
+        "this model gives no embeddings: its checkpoint does not say how (1_Pooling/config.json); load a model of "
+        "embeddings, or start the engine with pooling='last' or 'mean'"
+    )
+
+
+def _finished(values: Vectors, request: PoolingRequest) -> Vectors:
+    """The embeddings as they were asked for."""
+    import numpy as np
+
+    size = values.shape[1]
+    if request.dimensions is not None:
+        if request.dimensions > size:
+            message = f"dimensions={request.dimensions}, but this model's embeddings have {size}"
+            raise InvalidRequestError(message, param="dimensions")
+        values = np.ascontiguousarray(values[:, : request.dimensions])
+    return _normalised(values) if request.normalize else values
+
+
+async def _score(call: _Call, request: PoolingRequest) -> PoolingResult:
+    core, pairs = call.core, request.inputs
+    tasks, labels = core.limits.tasks, core.ready.get("labels", ())
+    are_many = len(pairs) >= _MANY
+    await _off_loop(are_many, _check_pairs, pairs)
+    tokenizer = call.tokenizer()
+    if "classify" in tasks:
+        if len(labels) != 1:
+            raise InvalidRequestError(f"this model has {len(labels)} classes, and no score: call classify()")
+        encode = partial(_encode_pairs, call)
+        if core.ready.get("asks_yes_no"):
+            question = await run_in_thread("encode", YesNoPrompt, tokenizer, request.instruction)
+            encode = partial(_encode_questions, call, question, is_classified=True)
+        logits = await call.run(pairs, encode)
+        is_plain = core.pooling.score_activation.endswith("Identity")
+        return PoolingResult(logits if is_plain else _sigmoid(logits), call.usage())
+    if "embed" in tasks:
+        texts, *sides = await _off_loop(are_many, _distinct_texts, pairs)
+        vectors = await call.run(texts, partial(_encode_inputs, call, core.pooling.default_prompt))
+        return PoolingResult(await _off_loop(vectors.nbytes >= _LARGE, _cosines, vectors, *sides), call.usage())
+    if "generate" not in tasks:
+        raise InvalidRequestError(_why_not(core, request.task))
+    question = await run_in_thread("encode", YesNoPrompt, tokenizer, request.instruction)
+    logits = await call.run(pairs, partial(_encode_questions, call, question))
+    return PoolingResult(_sigmoid(logits[:, :1] - logits[:, 1:]), call.usage())
+
+
+def _check_pairs(pairs: Sequence[tuple[str, str]]) -> None:
+    """Raise InvalidRequestError for a text that is empty."""
+    for place, pair in enumerate(_yielding(pairs)):
+        if not all(pair):
+            raise InvalidRequestError(f"pair {place} has an empty text", param="inputs")
+
+
+def _distinct_texts(pairs: Sequence[tuple[str, str]]) -> tuple[list[str], list[int], list[int]]:
+    """Return the texts, each once, and the places among them of each pair's first and second."""
+    places: dict[str, int] = {}
+    first, second = ([places.setdefault(pair[side], len(places)) for pair in _yielding(pairs)] for side in (0, 1))
+    return list(places), first, second
+
+
+def _normalised(vectors: Vectors) -> Vectors:
+    import numpy as np
+
+    return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+
+
+def _cosines(vectors: Vectors, first: list[int], second: list[int]) -> Vectors:
+    """[n, 1], of the vectors at n pairs of places."""
+    vectors = _normalised(vectors)
+    cosines: Vectors = (vectors[first] * vectors[second]).sum(axis=1, keepdims=True)
+    return cosines
+
+
+def _sigmoid(x: Vectors) -> Vectors:
+    import numpy as np
+
+    return 0.5 * (1.0 + np.tanh(0.5 * x))
+
+
+def _prompt_of(core: EngineCore, request: PoolingRequest) -> str:
+    """Return what each text begins with. Raises InvalidRequestError."""
+    if request.prompt is None and request.prompt_name is None:
+        return core.pooling.default_prompt if request.task == "embed" else ""
+    if not all(isinstance(given, str) for given in request.inputs):
+        raise InvalidRequestError("token ids can't begin with a prompt: give the texts", param="prompt")
+    if request.prompt is not None:
+        return request.prompt
+    prompts = core.pooling.prompts
+    if request.prompt_name not in prompts:
+        known = ", ".join(map(repr, prompts)) or "none"
+        message = f"prompt_name={shown(request.prompt_name)}: the checkpoint has no such prompt; these are: {known}"
+        raise InvalidRequestError(message, param="prompt_name")
+    return prompts[request.prompt_name or ""]
+
+
+# -- in the tokenizer's thread
+
+
+def _encode_inputs(call: _Call, prompt: str, inputs: Sequence[Any]) -> list[PooledText]:
+    texts = [prompt + given for given in inputs if isinstance(given, str)]
+    encoded = iter(encode_texts(call.tokenizer(), texts, call.most, truncate=call.truncate) if texts else ())
+    return [PooledText(next(encoded).token_ids if isinstance(given, str) else given.tolist()) for given in inputs]
+
+
+def _encode_pairs(call: _Call, pairs: Sequence[tuple[str, str]]) -> list[PooledText]:
+    encoded = encode_pairs(call.tokenizer(), pairs, call.most, truncate=call.truncate)
+    return [PooledText(text.token_ids, text.num_first_tokens) for text in encoded]
+
+
+def _encode_questions(
+    call: _Call, question: YesNoPrompt, pairs: Sequence[tuple[str, str]], *, is_classified: bool = False
+) -> list[PooledText]:
+    """``is_classified``: a head gives the score, in place of the logits of yes and no."""
+    encoded = question.encode(pairs, call.most, truncate=call.truncate)
+    answers = () if is_classified else question.answers
+    return [PooledText(text.token_ids, pooled_token_ids=answers) for text in encoded]
+
+
+# -- on the loop
+
+
+class _Call:
+    """The texts of one call under way."""
+
+    def __init__(self, core: EngineCore, request: PoolingRequest, context: Context | None) -> None:
+        options: Mapping[str, Any] = request.options
+        self.core = core
+        self.truncate = bool(options.get("truncate", False))
+        self._deadline = options.get("deadline")
+        self._priority = options.get("priority", 0)
+        self._cache_salt = options.get("cache_salt")
+        check_options(self._deadline, None, self._priority, None, self._cache_salt)
+        limit, own = core.limits.max_model_len, core.pooling.max_tokens
+        is_asked = core.config.max_model_len is not None
+        self.most = limit if own is None or is_asked else min(limit, own)
+        """Most tokens of a text."""
+        self._context = context
+        self._vectors: list[array[float]] = []
+        self._open: dict[int, UserRequest] = {}
+        self._ended: list[int] = []  # of them, those that have ended since it was last looked
+        self._news: asyncio.Future[None] | None = None
+        self._window = 2 * core.config.max_num_seqs * len(core.replicas)
+        self._num_done = self._num_tokens = self._num_cached = 0
+
+    def tokenizer(self) -> Tokenizer:
+        """Raises InvalidRequestError if there is none."""
+        if self.core.tokenizer is None:
+            message = "a text needs a tokenizer, and the engine was started with skip_tokenizer=True: give token ids"
+            raise InvalidRequestError(message, param="inputs")
+        return self.core.tokenizer
+
+    def usage(self) -> Usage:
+        return Usage(self._num_tokens, 0, self._num_cached)
+
+    async def run(self, inputs: Sequence[Any], encode: Callable[[Sequence[Any]], list[PooledText]]) -> Vectors:
+        """float32 [n, size]: the vectors of the inputs; ``encode`` is called in a thread."""
+        import numpy as np
+
+        if not inputs:
+            return np.empty((0, self._size()), dtype=np.float32)
+        self._vectors = [array("f")] * len(inputs)
+        try:
+            async with asyncio.timeout(self._deadline) as limit:
+                checked, chunks = await _off_loop(_are_large(inputs), self._arranged, inputs)
+                await self._compute(checked, chunks, encode)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise self._expired(len(inputs)) from None
+        finally:
+            for request in self._open.values():
+                request.mailbox.abort()
+            self._open.clear()
+        num_bytes = len(inputs) * self._vectors[0].itemsize * len(self._vectors[0])
+        return await _off_loop(num_bytes >= _LARGE, _joined, self._vectors)
+
+    def _size(self) -> int:
+        ready = self.core.ready
+        return int(ready.get("embedding_size") or len(ready.get("labels", ())) or 1)
+
+    def _arranged(self, inputs: Sequence[Any]) -> tuple[list[Any], list[list[int]]]:
+        """Return the inputs, checked, and their places: the longest first, as many together as are encoded at once.
+        Raises as `_checked`."""
+        import numpy as np
+
+        checked = [self._checked(place, given) for place, given in enumerate(_yielding(inputs))]
+        lengths = np.fromiter(map(_length, _yielding(checked)), np.int64, len(checked))
+        order = np.argsort(-lengths, kind="stable").tolist()  # without the GIL
+        return checked, [order[begin : begin + _CHUNK] for begin in range(0, len(order), _CHUNK)]
+
+    def _checked(self, place: int, given: Any) -> Any:
+        """A text or a pair as it is, token ids as a column. Raises InvalidRequestError, ContextLengthError."""
+        if isinstance(given, str | tuple):
+            if not given:
+                raise InvalidRequestError(f"inputs[{place}] is empty: give it at least one character", param="inputs")
+            if isinstance(given, str):
+                self.tokenizer()
+                return str.__str__(given)
+            if not all(isinstance(part, int) for part in given):
+                return given
+        vocab_size = self.core.limits.vocab_size
+        try:
+            if len(given) > self.most:
+                if not self.truncate:
+                    raise ContextLengthError(len(given), self.most, generates=False)
+                given = given[: self.most]
+            ids = array("i", given)
+            if min(ids) >= 0 and max(ids) < vocab_size:
+                return ids
+        except (TypeError, OverflowError, ValueError):
+            pass
+        wanted = f"a text, or a list of token ids from 0 to {vocab_size - 1}"
+        raise InvalidRequestError(f"inputs[{place}]={shown(given)} must be {wanted}, and not empty", param="inputs")
+
+    def _expired(self, num_inputs: int) -> DeadlineExceededError:
+        text = f"{self._num_done} of {num_inputs} inputs were done within the deadline of {self._deadline:g} s"
+        error = DeadlineExceededError(text, deadline=float(self._deadline or 0))
+        for request in self._open.values():
+            request.mailbox.fail(error)
+        return error
+
+    async def _compute(
+        self, inputs: list[Any], chunks: list[list[int]], encode: Callable[[Sequence[Any]], list[PooledText]]
+    ) -> None:
+        encoding: asyncio.Future[list[PooledText]] | None = None
+        try:
+            for number, chunk in enumerate(chunks):
+                encoding = encoding or self._begin(chunk, inputs, encode)
+                texts = await encoding
+                encoding = self._begin(chunks[number + 1], inputs, encode) if number + 1 < len(chunks) else None
+                for place, text in zip(chunk, texts, strict=True):
+                    await self._submit(place, text)
+            while self._open:
+                await self._take_ended()
+        finally:
+            if encoding is not None and not encoding.cancel() and not encoding.cancelled():
+                encoding.exception()  # retrieved: another error is raised
+
+    def _begin(
+        self, chunk: list[int], inputs: list[Any], encode: Callable[[Sequence[Any]], list[PooledText]]
+    ) -> asyncio.Future[list[PooledText]]:
+        """Encode in a thread."""
+        own = [inputs[place] for place in chunk]
+        return self.core.admission.preparation.run(encode, own, is_long=max(map(_length, own)) > LONG_TEXT)
+
+    async def _submit(self, place: int, text: PooledText) -> None:
+        while len(self._open) >= self._window or (self._open and self.core.line.is_full):
+            await self._take_ended()
+        self.core.check_accepts()
+        how = {"priority": self._priority, "cache_salt": self._cache_salt, "context": self._context}
+        self._open[place] = self.core.admission.submit_pooled(text, _End(self, place), **how)
+        self._num_tokens += len(text.token_ids)
+
+    async def _take_ended(self) -> None:
+        """Wait until some have ended, and take their vectors. Raises the error of one that failed."""
+        if not self._ended:
+            self._news = asyncio.get_running_loop().create_future()
+            await self._news
+        ended, self._ended = self._ended, []
+        for place in ended:
+            mailbox = self._open.pop(place).mailbox
+            if mailbox.error is not None:
+                raise mailbox.error
+            vector = mailbox.choices[0].vector
+            if vector is None:
+                raise RequestError("the call was aborted: its requests were ended by abort_all()")
+            self._vectors[place] = vector
+            self._num_done += 1
+            self._num_cached += mailbox.cached_tokens
+
+    def note_end(self, place: int) -> None:
+        self._ended.append(place)
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+
+def _joined(vectors: list[array[float]]) -> Vectors:
+    import numpy as np
+
+    return np.frombuffer(b"".join(map(memoryview, vectors)), dtype=np.float32).reshape(len(vectors), -1)
+
+
+def _are_large(inputs: Sequence[Any]) -> bool:
+    """Whether there are many inputs, or token ids in them. A text counts as one, however long: it is not
+    read here."""
+    sizes = (len(given) if hasattr(given, "__len__") and not isinstance(given, str) else 1 for given in inputs)
+    return len(inputs) >= _MANY or sum(sizes) >= _MANY
+
+
+def _length(given: Any) -> int:
+    """Return the length of a text in characters, of a pair that of both, of token ids about as many."""
+    if isinstance(given, str):
+        return len(given)
+    return sum(map(len, given)) if isinstance(given, tuple) else 4 * len(given)
+
+
+class _End:
+    """A `Buffer` that is told of the end of one text."""
+
+    __slots__ = ("_call", "_place", "is_due")
+
+    def __init__(self, call: _Call, place: int) -> None:
+        self._call = call
+        self._place = place
+        self.is_due = False
+
+    def note_news(self) -> None:
+        self._call.note_end(self._place)
+
+    def oldest_unread(self) -> Token | None:
+        return None

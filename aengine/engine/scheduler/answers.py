@@ -1,0 +1,151 @@
+"""Applying the worker's answers: ids are committed, ends found, and what was counted for rejected drafts taken back."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ...ipc.messages import ModelRunnerOutput, PooledColumns, RowError
+from ...outputs import FinishReason
+from .crash_quarantine import CrashQuarantine
+from .request import Request
+from .rows import Rows
+from .step import InFlightStep
+
+__all__ = ["Answers", "StepResult"]
+
+
+class StepResult(NamedTuple):
+    """The result of applying an answer."""
+
+    sampled: list[tuple[Request, int, int]]  # request, token id, and its place in the answer's ``token_ids``
+    failed: list[tuple[Request, RowError]]
+    pooled: list[tuple[Request, array[float]]]  # with the vector of each, which ends it
+    num_rows: int  # requests that got tokens
+    begun: list[Request]  # of them, those that got their first one
+
+
+class Answers:
+    """``finish`` ends a request; ``on_prompt`` is called when a prompt is computed that other requests wait for."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        quarantine: CrashQuarantine,
+        finish: Callable[[Request, FinishReason], None],
+        on_prompt: Callable[[Request], None],
+    ) -> None:
+        self._rows = rows
+        self._quarantine = quarantine
+        self._finish = finish
+        self._on_prompt = on_prompt
+        self._begun: list[Request] = []  # with the answer in hand
+
+    def apply(self, step: InFlightStep, output: ModelRunnerOutput, token_ids: list[int]) -> StepResult:
+        """Commit the answer to ``step``, which was checked and is in flight no more; ``token_ids`` are its ids."""
+        begun: list[Request] = []
+        self._begun = begun
+        failed: list[tuple[Request, RowError]] = []
+        for error in output.errors:
+            request = step.batch[error.batch_idx]
+            if request.finish_reason is None:
+                self._finish(request, FinishReason.ERROR)
+                failed.append((request, error))
+        if output.counts is None:
+            sampled = self._commit(step, token_ids)
+            num_rows = len(sampled)
+        else:
+            sampled, num_rows = self._commit_ragged(step, token_ids, output.counts)
+        pooled = [] if output.pooled is None else self._commit_pooled(step, output.pooled)
+        for request in step.leavers:
+            self._rows.release(request)
+        self._begun = []
+        return StepResult(sampled, failed, pooled, num_rows, begun)
+
+    def _commit(self, step: InFlightStep, column: list[int]) -> list[tuple[Request, int, int]]:
+        """Append to each request its token of ``column``, unless that is -1."""
+        sampled: list[tuple[Request, int, int]] = []
+        batch_idx = -1
+        for request, token_id in zip(step.batch, column, strict=True):
+            batch_idx += 1
+            if request.finish_reason is not None:  # sampled past its end
+                continue
+            if token_id < 0:
+                self._note_chunk(request, step.chunks.get(batch_idx, 0))
+                continue
+            token_ids = request.token_ids
+            token_ids.append(token_id)
+            sampled.append((request, token_id, batch_idx))
+            if len(token_ids) == request.milestone or token_id in request.stop_token_ids:
+                self._on_milestone(request, token_id)
+        return sampled
+
+    def _commit_ragged(
+        self, step: InFlightStep, column: list[int], counts: Sequence[int]
+    ) -> tuple[list[tuple[Request, int, int]], int]:
+        """``counts[i]`` tokens for request i; and how many requests got some."""
+        sampled: list[tuple[Request, int, int]] = []
+        num_rows = end = 0
+        for batch_idx, (request, count) in enumerate(zip(step.batch, counts, strict=True)):
+            begin, end = end, end + count
+            if request.finish_reason is not None:
+                continue
+            if batch_idx in step.chunks:
+                self._note_chunk(request, step.chunks[batch_idx])
+            num_rows += count > 0
+            places = range(begin, end)
+            sampled += [(request, column[place], place) for place in places if self._append(request, column[place])]
+            if batch_idx in step.drafts and batch_idx not in step.certain and request.req_idx >= 0:
+                self._rows.settle(request, 1 + len(step.drafts[batch_idx]) - count)
+        return sampled, num_rows
+
+    def _note_chunk(self, request: Request, num_tokens: int) -> None:
+        """A chunk of its prompt is written, up to ``num_tokens``."""
+        self._rows.kv.note_written(request, num_tokens)
+        self._rows.prefixes.advance(request)
+
+    def _append(self, request: Request, token_id: int) -> bool:
+        """False: the request has ended, and this one was sampled past its end."""
+        if request.finish_reason is not None:
+            return False
+        request.token_ids.append(token_id)
+        if len(request.token_ids) == request.milestone or token_id in request.stop_token_ids:
+            self._on_milestone(request, token_id)
+        return True
+
+    def _commit_pooled(self, step: InFlightStep, columns: PooledColumns) -> list[tuple[Request, array[float]]]:
+        """A vector is all that these requests wait for."""
+        pooled = []
+        for batch_idx, vector in columns.vectors():
+            request = step.batch[batch_idx]
+            if request.finish_reason is None:
+                self._rows.kv.note_written(request, len(request.token_ids))
+                self._finish(request, FinishReason.STOP)
+                pooled.append((request, vector))
+        return pooled
+
+    def _on_milestone(self, request: Request, token_id: int) -> None:
+        """Handle a stop token, the last token, the first one after (re)starting, or one past a full block."""
+        num_tokens = len(request.token_ids)
+        if num_tokens == request.milestone:
+            # Its last token was sampled just now, so the KV of all before it is written, however many steps overlap.
+            self._rows.kv.note_written(request, num_tokens - 1)
+            block_size = self._rows.kv.block_size
+            next_full = ((num_tokens - 1) // block_size + 1) * block_size
+            if request.states.copies:  # the answer to the step that begins with a copy brings the token after next
+                next_full = min(next_full, request.states.copies[0].border + 1)
+            if self._quarantine and self._quarantine.holds(request):
+                next_full = num_tokens
+            request.milestone = min(next_full + 1, request.max_num_tokens)
+            if request.is_leading:
+                self._rows.prefixes.leave(request)
+            if request.dependents:
+                self._on_prompt(request)
+        num_output = num_tokens - request.num_prompt_tokens
+        if num_output == 1:
+            self._begun.append(request)
+        if token_id in request.stop_token_ids and num_output > request.params.min_tokens:
+            self._finish(request, FinishReason.STOP)
+        elif num_tokens == request.max_num_tokens:
+            self._finish(request, FinishReason.LENGTH)

@@ -1,0 +1,465 @@
+"""Blocks of each request in each KV group, and the prefixes that others can take over. All groups draw on one pool.
+
+    group      needs for the query at position p    a prefix of L tokens is a hit when
+    full       the blocks of tokens 0 to p          all its blocks are found
+    window w   those of tokens p - w + 1 to p       the blocks of its last w - 1 tokens are found
+    state      its one block                        it was kept there
+
+A hit is the longest prefix that all groups agree on.
+
+A state goes on with each token, so it is found only where a copy of it was kept: at the last block border of a prompt;
+where a prompt begins to differ from those that were seen before, or from one that waits for it; and at the latest
+border within a completion. A copy is made before the step that goes on from there. It is a page of its own, with a name
+like any other block's; a hit copies it into the request's own page.
+
+A block that has left a window is freed when the answer is in of the step that passed it (`note_written`). By then the
+next query of that request, also in any step in flight, is past the window of all tokens in the block: nothing reads it
+any more, and a step that is revoked does not either, since only unanswered steps are. Whoever gets the block writes it
+in a later step. The worker is not told: its table keeps the number, and the kernels never look at what is before a
+window.
+
+Prefixes are known by a hash that chains through all tokens before, so equal hash means equal tokens from position 0:
+
+    root = H(parts)      hash[0] = H(root, tokens[0:B])      hash[i] = H(hash[i-1], tokens[iB:(i+1)B])
+
+``parts`` are all else that the KV depends on, and who may share it: the cache's salt, an adapter, media. Requests
+beyond a model's rope border have a root of their own (`long_root`). H is BLAKE2b with 32 bytes: nobody can make a
+prompt that hits another's blocks by accident or by craft, and a tenant without the salt can't even tell whether a
+prompt is cached. B is the smallest block size of the groups; a block of several B goes by the last of its hashes. A
+block is offered to others only after the step that wrote its last slot was answered without an error for that request
+(see scheduling.md for why not earlier).
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right, insort
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from typing import NamedTuple
+
+from ...ipc.messages import KVCacheGroup
+from .block_pool import BlockPool, BlockTable
+from .request import Request, RequestStates, StateCopy
+
+__all__ = [
+    "STATE_INTERVAL",
+    "KVCacheManager",
+    "Prefix",
+    "extend_hashes",
+    "long_root",
+    "private_root",
+    "retired_root",
+    "shared_root",
+]
+
+STATE_INTERVAL = 256
+"""Least number of tokens from one kept state of a request to the next: a prompt is cut where its state is kept, and a
+copy takes memory (Qwen3-Next's 75 MiB, as its keys and values of 3168 tokens do)."""
+
+_DIGEST_SIZE = 32
+_TOKEN_BYTES = array("i").itemsize
+
+
+def shared_root(parts: Sequence[bytes]) -> bytes:
+    """Root of the hashes of all requests that are equal in these parts: (salt, adapter, media)."""
+    framed = b"".join([len(part).to_bytes(8, "little") + part for part in parts])
+    return blake2b(framed, digest_size=_DIGEST_SIZE, person=b"shared root").digest()
+
+
+def long_root(root: bytes) -> bytes:
+    """Root of a request beyond the model's rope border, made of the one that it has up to there."""
+    return blake2b(root, digest_size=_DIGEST_SIZE, person=b"long root").digest()
+
+
+def retired_root(root: bytes) -> bytes:
+    """Root of a request that was being computed when all prefixes were forgotten: what it offers from then on is found
+    by no later one."""
+    return blake2b(root, digest_size=_DIGEST_SIZE, person=b"retired root").digest()
+
+
+def private_root(number: int) -> bytes:
+    """Root for the n completions of one call, which share among themselves alone."""
+    return blake2b(number.to_bytes(8, "little"), digest_size=_DIGEST_SIZE, person=b"private root").digest()
+
+
+class Prefix(NamedTuple):
+    """The tokens with which a request can begin without computing them."""
+
+    length: int
+    attended: int  # as far as the layers go that attend; the states may have been kept for less
+    tables: list[BlockTable]  # of each group; empty of those with states
+    kept: list[int]  # pages of the states, to be copied; one of each group with states if there is a prefix
+
+
+class KVCacheManager:
+    """``num_blocks`` pages, which ``groups`` share. At most ``step_tokens`` tokens of a request are in one step."""
+
+    __slots__ = (
+        "_groups",
+        "_states",
+        "_step_tokens",
+        "_strictest_last",
+        "block_size",
+        "has_states",
+        "has_windows",
+        "num_groups",
+        "num_growing",
+        "pool",
+        "prefix_unit",
+    )
+
+    def __init__(self, num_blocks: int, groups: Sequence[KVCacheGroup], step_tokens: int) -> None:
+        self.num_groups = len(groups)
+        self.num_growing = sum(group.kind != "state" for group in groups)  # as many blocks as one token more can need
+        self.block_size = min(group.block_size for group in groups)
+        self.has_states = any(group.kind == "state" for group in groups)
+        self.has_windows = any(group.window for group in groups)
+        # Others can take over a multiple of so many tokens of a prompt that is being computed. 0: none.
+        self.prefix_unit = max((group.block_size for group in groups if group.kind != "state"), default=0)
+        self.pool = BlockPool(num_blocks)
+        self._groups = [_Group(group, index, self.block_size) for index, group in enumerate(groups)]
+        attending = [own for own, group in zip(self._groups, groups, strict=True) if group.kind != "state"]
+        # A full group looks up a prefix from its begin, and so tells the windows cheaply how far to look at most.
+        self._strictest_last = sorted(attending, key=lambda group: group.window)
+        with_states = [own for own, group in zip(self._groups, groups, strict=True) if group.kind == "state"]
+        self._states = _KeptStates(self.pool, with_states, self.block_size)
+        self._step_tokens = step_tokens
+
+    # -- prefixes
+
+    def match(self, request: Request) -> Prefix:
+        """The longest prefix of ``request`` that all groups have. One token at least is left to compute."""
+        if request.root_hash is None or not self._strictest_last:
+            return self.no_prefix()
+        tables = self._empty_tables()
+        length = attended = self._agree(request, tables, len(request.token_ids) - 1)
+        while self.has_states and length:
+            found, kept = self._states.longest(request, length)
+            if found == length:
+                return Prefix(length, attended, tables, kept)
+            length = self._agree(request, tables, found)
+        return Prefix(length, attended, tables, [])
+
+    def no_prefix(self) -> Prefix:
+        return Prefix(0, 0, self._empty_tables(), [])
+
+    def _empty_tables(self) -> list[BlockTable]:
+        return [BlockTable(group.block_size, 0, []) for group in self._groups]
+
+    def _agree(self, request: Request, tables: list[BlockTable], length: int) -> int:
+        """Set the tables of the groups that attend to the longest prefix, of at most ``length`` tokens, that they all
+        have; it is returned."""
+        num_agreed = 0
+        while num_agreed < len(self._strictest_last):
+            for group in self._strictest_last:
+                table = tables[group.index] = group.longest_hit(self.pool, request, length)
+                num_agreed = num_agreed + 1 if table.room == length else 1
+                length = table.room
+        return length
+
+    def num_coming(self, request: Request, most: int) -> int:
+        """Return how many of the first ``most`` tokens of its prompt others will be able to take over; of a model with
+        states it will keep them there, if that is worth its while."""
+        border = most - most % self.prefix_unit
+        return self._states.plan(request, border) if self.has_states else border
+
+    def shares_prompt(self, request: Request) -> bool:
+        """Return whether another completion of its call can take over some of its prompt's blocks."""
+        least = max(self.block_size, STATE_INTERVAL if self.has_states else 0)
+        return request.num_prompt_tokens > least and bool(self._strictest_last)
+
+    def num_missing(self, prefix: Prefix, num_tokens: int) -> int:
+        """Return how many blocks must be free for a request of so many tokens that begins with these."""
+        needed = self.pool.count_idle(prefix.kept) if prefix.kept else 0
+        for group, table in zip(self._groups, prefix.tables, strict=True):
+            most = group.most_blocks(num_tokens, self._step_tokens)
+            to_come = -((table.room - num_tokens) // group.block_size)
+            needed += self.pool.count_idle(table.block_ids) + min(most - len(table.block_ids), to_come)
+        return needed
+
+    def begin(self, request: Request, prefix: Prefix) -> None:
+        """Give the request the tables of its prefix."""
+        for table in prefix.tables:
+            self.pool.acquire(table.block_ids)
+        request.block_tables = prefix.tables
+        request.num_computed_tokens = request.num_offered_tokens = prefix.length
+        if self.has_states:
+            self._states.begin(request, prefix)
+
+    def note_written(self, request: Request, num_tokens: int) -> None:
+        """The KV of the first ``num_tokens`` tokens is surely written by now, and the next query is at that position.
+
+        Offers their full blocks, and frees those that have left a window.
+        """
+        size, first = self.block_size, request.num_offered_tokens
+        last = num_tokens - num_tokens % size
+        if last > first and request.root_hash is not None:
+            extend_hashes(request, last // size, size)
+            for group in self._strictest_last:
+                group.offer(self.pool, request, first, last)
+            request.num_offered_tokens = last
+        if self.has_states:
+            self._states.note_written(request, num_tokens)
+        if self.has_windows:
+            for group, table in zip(self._groups, request.block_tables, strict=True):
+                num_left = min(group.first_needed(num_tokens) - table.begin, len(table.block_ids))
+                if num_left > 0:
+                    self.pool.release(table.block_ids[:num_left])
+                    del table.block_ids[:num_left]
+                    table.begin += num_left
+
+    def restore_states(self, request: Request, prefix: Prefix) -> list[int]:
+        """Return the copies of pages that its first step begins with, if any were kept: pairs, from and to."""
+        return self._states.pairs(request, prefix.kept, is_kept=False)
+
+    def keep_states(self, request: Request, num_running: int) -> list[int]:
+        """Return the copies of pages, as above, that its next step begins with: of its states as they are now, if it
+        is at a border where that is worth its while, and all that run can grow by a block beside. Only if the model
+        `has_states`."""
+        if request.num_computed_tokens % self.block_size:
+            return []
+        return self._states.keep(request, self.pool.num_free - num_running * self.num_growing)
+
+    # -- room
+
+    @staticmethod
+    def room(request: Request) -> int:
+        """Return how many tokens its blocks hold."""
+        tables = request.block_tables
+        return tables[0].room if len(tables) == 1 else min(table.room for table in tables)
+
+    @staticmethod
+    def num_lacking(request: Request, num_tokens: int) -> int:
+        """Return how many blocks it needs for so many tokens, beside those that it has."""
+        lacking = 0
+        for table in request.block_tables:
+            if num_tokens > table.room:
+                lacking -= (table.room - num_tokens) // table.block_size
+        return lacking
+
+    def reach(self, request: Request, num_blocks: int, num_tokens: int) -> int:
+        """Return how many tokens, at most ``num_tokens``, it can hold with so many blocks more."""
+        size, held = self.block_size, self.room(request)
+        ends = range(held + size, num_tokens, size)  # where a block more is needed for each token after
+        fitting = bisect_right(ends, num_blocks, key=lambda end: self.num_lacking(request, end))
+        return held + size * fitting
+
+    def grow(self, request: Request, num_tokens: int) -> list[tuple[int, list[int]]]:
+        """Give it the blocks that it lacks to hold so many tokens. Returns (group, block ids) where there are any."""
+        grown = []
+        for group, table in enumerate(request.block_tables):
+            if num_tokens > table.room:
+                block_ids = self.pool.allocate(-((table.room - num_tokens) // table.block_size))
+                table.append(block_ids)
+                grown.append((group, block_ids))
+        return grown
+
+    def take_back(self, request: Request, group: int) -> None:
+        """Take the newest block of that group's table."""
+        self.pool.release([request.block_tables[group].pop()])
+
+    def release(self, request: Request) -> None:
+        """Free all its blocks."""
+        for table in request.block_tables:
+            self.pool.release(table.block_ids)
+        if self.has_states:
+            self._states.release(request)
+
+    def num_held(self, request: Request) -> int:
+        num_blocks = sum([len(table.block_ids) for table in request.block_tables])
+        return num_blocks + request.states.num_copied if self.has_states else num_blocks
+
+    def num_leaving(self, request: Request) -> int:
+        """Return how many of its blocks are freed when its prompt is computed as far as it has been scheduled."""
+        position = request.num_computed_tokens
+        tables = zip(self._groups, request.block_tables, strict=True)
+        return sum(max(0, min(g.first_needed(position) - t.begin, len(t.block_ids))) for g, t in tables)
+
+    def check(self, requests: Iterable[Request]) -> None:
+        """Assert that the pool agrees with the tables of all who hold blocks."""
+        self.pool.check(
+            [i for t in request.block_tables for i in t.block_ids] + [i for c in request.states.copies for i in c.pages]
+            for request in requests
+        )
+
+
+class _Group:
+    """The rules of a KV group: which blocks a query needs, and which prefix is a hit."""
+
+    __slots__ = ("_hash_size", "_hashes_per_block", "_suffix", "block_size", "index", "most_blocks", "window")
+
+    def __init__(self, group: KVCacheGroup, index: int, hash_size: int) -> None:
+        self.index = index
+        self.block_size = group.block_size
+        self.window = group.window
+        self.most_blocks = group.most_blocks
+        self._hash_size = hash_size
+        self._hashes_per_block = group.block_size // hash_size
+        self._suffix = bytes([index]) if index else b""  # tells the names of this group's blocks from the others'
+
+    def first_needed(self, position: int) -> int:
+        """Index of the first block that queries from ``position`` on read."""
+        return max(0, position - self.window + 1) // self.block_size if self.window else 0
+
+    def longest_hit(self, pool: BlockPool, request: Request, length: int) -> BlockTable:
+        """The blocks of the longest prefix of at most ``length`` tokens with which this group can begin.
+
+        A full group hashes no further than twice the hits: a long prompt that is new here costs one hash now, the
+        others as its chunks are offered. A window must know all hashes up to the length.
+        """
+        hashes, step, suffix = request.block_hashes, self._hashes_per_block, self._suffix
+        end = length // self.block_size
+        hits: list[int] = []
+        if not self.window:
+            for i in range(end):
+                if (i + 1) * step > len(hashes):
+                    extend_hashes(request, min(end, 2 * i + 1) * step, self.block_size // step)
+                block_id = pool.find(hashes[(i + 1) * step - 1] + suffix)
+                if block_id is None:
+                    break
+                hits.append(block_id)
+            return BlockTable(self.block_size, 0, hits)
+        extend_hashes(request, end * step, self.block_size // step)
+        i = end
+        while i > self.first_needed(end * self.block_size):
+            i -= 1
+            block_id = pool.find(hashes[(i + 1) * step - 1] + suffix)
+            if block_id is None:
+                end, hits = i, []
+            else:
+                hits.append(block_id)
+        return BlockTable(self.block_size, i, hits[::-1])
+
+    def name_at(self, request: Request, border: int) -> bytes:
+        """The name of this group's block that ends at ``border``; of a state: as it was there. All hashes are known."""
+        return request.block_hashes[border // self._hash_size - 1] + self._suffix
+
+    def offer(self, pool: BlockPool, request: Request, first: int, last: int) -> None:
+        """Offer the blocks that have become full with the tokens ``first`` to ``last`` - 1."""
+        table, step, size = request.block_tables[self.index], self._hashes_per_block, self.block_size
+        for i in range(first // size, last // size):
+            pool.offer(table.block_ids[i - table.begin], request.block_hashes[(i + 1) * step - 1] + self._suffix)
+
+
+class _KeptStates:
+    """The states that are kept at block borders, of all groups that have states."""
+
+    __slots__ = ("_border", "_groups", "_pool")
+
+    def __init__(self, pool: BlockPool, groups: list[_Group], border: int) -> None:
+        """``border``: a multiple of so many tokens is one."""
+        self._pool = pool
+        self._groups = groups
+        self._border = border
+
+    def longest(self, request: Request, length: int) -> tuple[int, list[int]]:
+        """The last border within ``length`` tokens at which all states were kept, and their pages. 0: there is none."""
+        extend_hashes(request, length // self._border, self._border)
+        for border in range(length - length % self._border, 0, -self._border):
+            kept = self._find(request, border)
+            if kept:
+                return border, kept
+        return 0, []
+
+    def _find(self, request: Request, border: int) -> list[int]:
+        """The pages kept there; none unless all are."""
+        kept: list[int] = []
+        for group in self._groups:
+            page = self._pool.find(group.name_at(request, border))
+            if page is None:
+                return []
+            kept.append(page)
+        return kept
+
+    def begin(self, request: Request, prefix: Prefix) -> None:
+        """Note where the request will keep its states on the way through its prompt."""
+        states = request.states = RequestStates()
+        states.begun = states.newest = newest = prefix.length
+        if prefix.kept:
+            self._pool.acquire(prefix.kept)
+            states.copies.append(StateCopy(prefix.length, prefix.kept))
+        num_tokens = len(request.token_ids) - 1  # one at least is computed after a hit
+        for border in sorted({prefix.attended, num_tokens - num_tokens % self._border}):
+            if border - newest >= STATE_INTERVAL and request.root_hash is not None:
+                states.planned.append(border)
+                newest = border
+
+    def plan(self, request: Request, border: int) -> int:
+        """Have the request keep its states at this border of its prompt, if it is not past it and none is kept shortly
+        before. Returns the last border up to there at which they are, or will be, kept; 0: there is none."""
+        states = request.states
+        borders = [copy.border for copy in states.copies] + states.planned
+        last = max((known for known in borders if known <= border), default=0)
+        if border >= request.num_computed_tokens and border - max(last, states.newest) >= STATE_INTERVAL:
+            insort(states.planned, border)
+            return border
+        return last
+
+    def keep(self, request: Request, num_spare: int) -> list[int]:
+        """See `KVCacheManager.keep_states`."""
+        states, position = request.states, request.num_computed_tokens
+        if request.root_hash is None or position - states.newest < STATE_INTERVAL:
+            return []
+        states.newest = position
+        num_known = len(request.token_ids)
+        if position <= num_known:
+            extend_hashes(request, position // self._border, self._border)
+            if self._find(request, position):  # by another request with these tokens
+                return []
+        if num_spare < len(self._groups):
+            return []
+        pages = self._pool.allocate(len(self._groups))
+        states.copies.append(StateCopy(position, pages))
+        if position + 2 > num_known:  # with that many the step that begins with the copy was answered
+            request.milestone = min(request.milestone, position + 2)
+        return self.pairs(request, pages, is_kept=True)
+
+    def pairs(self, request: Request, pages: list[int], *, is_kept: bool) -> list[int]:
+        """Copies between ``pages`` and the request's own: to them if ``is_kept``."""
+        pairs = []
+        for group, page in zip(self._groups, pages, strict=True):
+            (own,) = request.block_tables[group.index].block_ids
+            pairs += [own, page] if is_kept else [page, own]
+        return pairs
+
+    def note_written(self, request: Request, num_tokens: int) -> None:
+        """The step that computed the token before ``num_tokens`` was answered: offer what was copied before it."""
+        states = request.states
+        while states.copies and states.copies[0].border < num_tokens:
+            border, pages = states.copies.pop(0)
+            extend_hashes(request, border // self._border, self._border)
+            for group, page in zip(self._groups, pages, strict=True):
+                self._pool.offer(page, group.name_at(request, border))
+            self._pool.release(pages)
+            if states.offered and request.num_prompt_tokens < states.offered[-1] < border:
+                self._drop(request, states.offered.pop())  # within a completion only the latest is of use
+            states.offered.append(border)
+
+    def _drop(self, request: Request, border: int) -> None:
+        for group in self._groups:
+            self._pool.drop(group.name_at(request, border))
+
+    def release(self, request: Request) -> None:
+        """Free the pages of copies under way. What the request kept becomes the last to be evicted, as its blocks."""
+        states = request.states
+        for copy in states.copies:
+            self._pool.release(copy.pages)
+        for border in states.offered:
+            for group in self._groups:
+                self._pool.touch(group.name_at(request, border))
+
+
+def extend_hashes(request: Request, num_hashes: int, size: int) -> None:
+    """Know the hashes of the first ``num_hashes`` times ``size`` tokens."""
+    hashes = request.block_hashes
+    first = len(hashes)
+    if num_hashes <= first:
+        return
+    parent = hashes[-1] if hashes else request.root_hash
+    assert parent is not None
+    tokens = array("i", request.token_ids[first * size : num_hashes * size]).tobytes()
+    width = size * _TOKEN_BYTES
+    for start in range(0, len(tokens), width):
+        parent = blake2b(parent + tokens[start : start + width], digest_size=_DIGEST_SIZE).digest()
+        hashes.append(parent)

@@ -1,0 +1,322 @@
+"""A step being planned: which requests compute how many tokens in it, and the changes that it carries.
+
+All that decode are in it with one token each. Then, by urgency, those that catch up: chunks of prompts, decodes that
+lack a block, requests with drafts. Then the waiting. What keeps it right is drawn in scheduler.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+
+from ...ipc.messages import DraftColumns, NewRequest, SchedulerOutput, int32
+from .crash_quarantine import CrashQuarantine
+from .request import Request, RequestStatus
+from .rows import Rows
+from .step import NOT_SETTLED, NOTHING, InFlightStep
+from .waiting_queue import WaitingQueue
+
+__all__ = ["StepPlan"]
+
+_sort_key = attrgetter("sort_key")
+_LEAST_LOGITS = 64
+"""Rows of logits that a step may have, drafts included, however few rows there are."""
+_MOST_KNOWN_TOKENS = 1 << 18
+"""Tokens of the requests that get a row in one step, if they are several. The blocks of each one's prompt are looked up
+and its tokens sent, though they are computed already: hundreds of completions of one long prompt would take seconds."""
+_CATCHING_UP, _DECODING, _DRAINING = RequestStatus.CATCHING_UP, RequestStatus.DECODING, RequestStatus.DRAINING
+
+
+class StepPlan:
+    """The part of a step that is not plain decoding, until `make`."""
+
+    __slots__ = (
+        *("_budget", "_coming", "_counts", "_drafts", "_grown_groups", "_grown_ids", "_grown_rows", "_new_requests"),
+        *(
+            "_keeps_states",
+            "_num_drafts",
+            "_num_waiting",
+            "_page_copies",
+            "_prompt_budget",
+            "_rows",
+            "extras",
+            "newcomers",
+        ),
+        *("num_cache_hits", "num_cache_queries", "num_prompt_tokens"),
+    )
+
+    def __init__(
+        self, rows: Rows, budget: int, num_waiting: int, prompt_budget: int, *, is_leased: bool = False
+    ) -> None:
+        """``budget``: tokens that may be scheduled; ``prompt_budget``: those of prompts among them; ``num_waiting``:
+        requests that may be admitted."""
+        self._keeps_states = rows.kv.has_states and not is_leased  # a step that may be taken back can be undone
+        self._page_copies: list[int] = []  # pairs
+        self._rows = rows
+        self._budget = budget
+        self._prompt_budget = prompt_budget
+        self.num_prompt_tokens = 0
+        self._num_waiting = num_waiting
+        self._num_drafts = 0
+        self.extras: list[Request] = []  # catching up or new
+        self._counts: list[int] = []  # tokens of each
+        self._drafts: dict[int, list[int]] = {}  # place in ``extras`` of a request that has some
+        self._new_requests: list[NewRequest] = []
+        self.newcomers: list[Request] = []  # that were never in a step before
+        self.num_cache_queries = self.num_cache_hits = 0  # of their tokens
+        self._grown_rows: list[int] = []  # of each new block
+        self._grown_ids: list[int] = []
+        self._grown_groups: list[int] = []
+        self._coming: int | None = None  # blocks that answers in flight will free, at most; counted when first needed
+
+    def serve_rows(self, due: list[Request]) -> None:
+        """Blocks for the decoding that need one, tokens and blocks for those that catch up.
+
+        In order of urgency, and before any progress is noted: a request that is preempted for another comes later in
+        this order, so nothing of this step has to be undone.
+        """
+        for request in self._rows.crossing(due):
+            self._rows.restart(request)
+        # A decode short of a block catches up too. Its one token is kept for it, whatever chunks come before.
+        needy = [request for request in self._rows.catching_up_here() if not request.is_paused]
+        kept = sum(r.num_computed_tokens + 1 >= len(r.token_ids) for r in needy)
+        for request in due:
+            if request.status is not _DECODING:  # it is restarted
+                continue
+            if request.num_computed_tokens < request.max_num_tokens - 1:
+                needy.append(request)
+            else:  # the token in flight is its last
+                self._rows.drain(request)
+        needy.sort(key=_sort_key)
+        for request in needy:
+            if request.status is _DECODING:
+                self._continue_decode(request)
+            elif request.status is _CATCHING_UP:
+                to_go = max(1, len(request.token_ids) - request.num_computed_tokens)
+                kept -= to_go == 1
+                self._catch_up(request, to_go, self._budget - kept)
+
+    def _continue_decode(self, request: Request) -> None:
+        """Continue a decode whose next token needs a block, in some group."""
+        kv, num_tokens = self._rows.kv, request.num_computed_tokens + 1
+        if kv.pool.num_free < kv.num_growing:
+            lacking = kv.num_lacking(request, num_tokens)
+            if self._make_room(request, lacking) < lacking:
+                self._rows.stop_decoding(request)
+                return
+        self._grow(request, num_tokens)
+        if self._keeps_states:
+            self._keep_states(request)
+        self._rows.set_limit(request)
+
+    def _catch_up(self, request: Request, to_go: int, most: int) -> None:
+        """Schedule as many of ``to_go`` tokens as ``most`` and the blocks allow; then its drafts."""
+        kv, begin = self._rows.kv, request.num_computed_tokens
+        num_tokens = min(to_go, most) if to_go == 1 else min(to_go, most, self._prompt_budget - self.num_prompt_tokens)
+        if self._keeps_states:
+            num_tokens = request.states.to_border(begin, num_tokens)
+        lacking = kv.num_lacking(request, begin + num_tokens)
+        if lacking:
+            granted = self._make_room(request, lacking)
+            if granted < lacking:
+                num_tokens = kv.reach(request, granted, begin + num_tokens) - begin
+            self._grow(request, begin + num_tokens)
+        if num_tokens <= 0:
+            return
+        if self._keeps_states:
+            self._keep_states(request)
+        drafts: list[int] = []
+        if request.draft_token_ids and num_tokens == to_go:
+            drafts, request.draft_token_ids = request.draft_token_ids, []
+            end = begin + num_tokens
+            drafts = drafts[: self._room_for_drafts(request, end, min(len(drafts), most - num_tokens))]
+            self._grow(request, end + len(drafts))
+        self._add(request, num_tokens, drafts)
+
+    def _keep_states(self, request: Request) -> None:
+        """Keep its states as they are before this step, if it is at a border."""
+        self._page_copies += self._rows.kv.keep_states(request, len(self._rows.running))
+
+    def _room_for_drafts(self, request: Request, end: int, wanted: int) -> int:
+        """Return for how many drafts after ``end`` tokens there are rows of logits and blocks: they preempt no request,
+        and all others can still grow by one block."""
+        rows, kv = self._rows, self._rows.kv
+        num_logits = len(rows.running) + min(len(rows.free_rows), self._num_waiting) + self._num_drafts  # at most
+        wanted = min(wanted, max(rows.num_rows, _LEAST_LOGITS) - num_logits)
+        spare = max(0, kv.pool.num_free - len(rows.running) * kv.num_growing)
+        if kv.num_lacking(request, end + wanted) > spare:
+            wanted = min(wanted, kv.reach(request, spare, end + wanted) - end)
+        return max(0, wanted)
+
+    def _make_room(self, request: Request, num_wanted: int) -> int:
+        """Return how many of ``num_wanted`` blocks it can have now; preempts the least urgent as far as that helps."""
+        kv = self._rows.kv
+        if kv.pool.num_free < num_wanted:
+            if self._coming is None:
+                self._coming = self._count_coming()
+            while kv.pool.num_free + self._coming < num_wanted:
+                victim = max((r for r in self._rows.running if r.status is not _DRAINING), key=_sort_key)
+                if victim is request:
+                    break
+                if self._rows.in_flight:
+                    self._coming += kv.num_held(victim)
+                self._rows.preempt(victim)
+        return min(num_wanted, kv.pool.num_free)
+
+    def _count_coming(self) -> int:
+        """Blocks that answers in flight will free, at most."""
+        kv = self._rows.kv
+        leaving = [request for step in self._rows.in_flight for request in step.leavers]
+        leaving += [request for request in self._rows.running if request.status is _DRAINING]
+        coming = sum(map(kv.num_held, leaving))
+        if self._rows.in_flight and kv.has_windows:
+            coming += sum(kv.num_leaving(request) for request in self._rows.catching_up if not request.is_paused)
+        if self._rows.in_flight and kv.has_states:
+            running = (request for request in self._rows.running if request.status is not _DRAINING)
+            coming += sum(request.states.num_copied for request in running)
+        return coming
+
+    def admit(self, waiting: WaitingQueue, quarantine: CrashQuarantine, *, whole_prompts: bool = False) -> None:
+        """Give rows to the waiting, while their known tokens fit and everybody with a row could grow by a block.
+        ``whole_prompts``: only while all of their tokens fit into this step."""
+        rows, kv = self._rows, self._rows.kv
+        num_known = 0  # tokens of those that got a row here
+        most_running = -(-(len(rows.running) + len(waiting)) // len(rows.micro_batches))  # each gets an equal share
+        while waiting and self._budget > 0 and self.num_prompt_tokens < self._prompt_budget and rows.free_rows:
+            if rows.micro_batch.num_running >= most_running:
+                return
+            spare = kv.pool.num_free - len(rows.running) * kv.num_growing
+            if spare <= 0:
+                return
+            request = quarantine.first if quarantine else waiting.peek()
+            if request.status is not RequestStatus.WAITING:  # one of the quarantine runs, and no other comes in
+                return
+            num_tokens = len(request.token_ids)
+            if whole_prompts and num_tokens > self._budget:
+                return
+            if num_known and num_known + num_tokens > _MOST_KNOWN_TOKENS:
+                return
+            rows.choose_rope(request)
+            prefix = kv.match(request)
+            num_cached = prefix.length
+            if prefix.kept and not rows.running and spare < kv.num_missing(prefix, num_tokens):
+                prefix = kv.no_prefix()  # it fits alone, but not beside the states to be copied
+                num_cached = 0
+            if spare < kv.num_missing(prefix, num_tokens):
+                return
+            waiting.discard(request)
+            if not quarantine and rows.prefixes.follow(request, num_cached):
+                continue
+            most = min(self._budget, self._prompt_budget - self.num_prompt_tokens)
+            num_scheduled = min(num_tokens - num_cached, most)
+            kv.begin(request, prefix)
+            if self._keeps_states and not whole_prompts:
+                if waiting and not quarantine:
+                    rows.prefixes.expect(request, waiting.peek())
+                num_scheduled = request.states.to_border(num_cached, num_scheduled)
+            kv.grow(request, num_cached + num_scheduled)
+            if prefix.kept:
+                self._page_copies += kv.restore_states(request, prefix)
+            rows.take(request)
+            rows.prefixes.lead(request)
+            num_known += num_tokens
+            if request.milestone == 0:  # its first time here: what it finds later may be its own
+                request.begin()
+                request.num_cached_tokens = num_cached
+                self.newcomers.append(request)
+                if request.root_hash is not None:
+                    self.num_cache_queries += num_tokens
+                    self.num_cache_hits += num_cached
+            request.milestone = num_tokens + 1
+            self._new_requests.append(request.to_message())
+            self._add(request, num_scheduled)
+
+    def _add(self, request: Request, num_tokens: int, drafts: Sequence[int] = ()) -> None:
+        if num_tokens > 1:
+            self.num_prompt_tokens += num_tokens
+        if drafts:
+            self._drafts[len(self.extras)] = list(drafts)
+            self._num_drafts += len(drafts)
+            num_tokens += len(drafts)
+        self.extras.append(request)
+        self._counts.append(num_tokens)
+        self._budget -= num_tokens
+        request.num_computed_tokens += num_tokens
+
+    def _grow(self, request: Request, num_tokens: int) -> None:
+        """Give the request the blocks that it lacks to hold so many tokens."""
+        for group, block_ids in self._rows.kv.grow(request, num_tokens):
+            self._grown_ids += block_ids
+            self._grown_rows += [request.req_idx] * len(block_ids)
+            self._grown_groups += [group] * len(block_ids)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it has no room for another token of a prompt."""
+        return self._budget <= 0 or self.num_prompt_tokens >= self._prompt_budget
+
+    def make(self, step_id: int, *, has_grammars: bool, is_leased: bool) -> SchedulerOutput:
+        """The step, which is in flight from now on."""
+        rows, decoding = self._rows, self._rows.decoding
+        batch, req_idx, num_scheduled = decoding.requests, decoding.req_idx, decoding.num_scheduled
+        chunks: dict[int, int] = {}
+        drafts = self._drafts
+        num_tokens = len(batch) + sum(self._counts)
+        if self.extras:
+            drafts = {len(batch) + place: token_ids for place, token_ids in drafts.items()}
+            req_idx = req_idx + int32([request.req_idx for request in self.extras])
+            num_scheduled = num_scheduled + int32(self._counts)
+            chunks = self._plan_next_step(len(batch))
+            batch = batch + self.extras
+        step = InFlightStep(step_id, batch, chunks, drafts, num_tokens, self.num_prompt_tokens)
+        step.newcomers = self.newcomers
+        step.is_gated = has_grammars and bool(step.constrained())
+        rows.in_flight.append(step)
+        removed, rows.removed = int32(rows.removed), []
+        settled, rows.settled = rows.settled, NOT_SETTLED
+        grown = NOTHING, NOTHING, NOTHING
+        if self._grown_ids:
+            groups = int32(self._grown_groups) if rows.kv.num_groups > 1 else NOTHING
+            grown = int32(self._grown_rows), int32(self._grown_ids), groups
+        if is_leased:
+            assert not self.extras and not rows.catching_up, "only a step of decodes can be taken back"
+            step.is_leased, step.settled, step.removed = True, settled, removed
+            step.grown_rows, step.grown_groups = self._grown_rows, self._grown_groups
+        flags = (not step.is_gated, is_leased)
+        columns = None
+        if drafts:
+            step.certain = frozenset(i for i in drafts if batch[i].are_drafts_certain)
+            columns = _draft_columns(step)
+        changes = (*settled, removed, self._new_requests, *grown)
+        copies = int32(self._page_copies) if self._page_copies else NOTHING
+        return SchedulerOutput(step_id, *changes, req_idx, num_scheduled, *flags, columns, copies)
+
+    def _plan_next_step(self, batch_idx: int) -> dict[int, int]:
+        """Set what the requests that catch up in this step do in the next: the first is at ``batch_idx``. Returns the
+        chunks of prompts, see `InFlightStep`."""
+        chunks: dict[int, int] = {}
+        joining, num_complete = [], 0
+        for request in self.extras:
+            if request.num_computed_tokens < len(request.token_ids):
+                chunks[batch_idx] = request.num_computed_tokens
+            elif request.is_pooled:
+                self._rows.drain(request)
+                num_complete += 1
+            else:
+                joining.append(request)
+                num_complete += 1
+            batch_idx += 1
+        self._rows.join(joining)
+        if num_complete:
+            rows = self._rows
+            rows.catching_up = [request for request in rows.catching_up if request.status is _CATCHING_UP]
+        return chunks
+
+
+def _draft_columns(step: InFlightStep) -> DraftColumns:
+    counts, token_ids, is_certain = int32(bytes(4 * len(step.batch))), int32(), int32(bytes(4 * len(step.batch)))
+    for batch_idx in sorted(step.drafts):
+        counts[batch_idx] = len(step.drafts[batch_idx])
+        token_ids.extend(step.drafts[batch_idx])
+        is_certain[batch_idx] = batch_idx in step.certain
+    return DraftColumns(counts, token_ids, is_certain)

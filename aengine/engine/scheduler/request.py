@@ -1,0 +1,329 @@
+"""A request in the scheduler: its tokens, how far they are computed, its row and its blocks.
+
+                                                all known tokens          its last token
+                                                  are scheduled             is scheduled
+    NEW ── add_request ──> WAITING ── schedule ──> CATCHING_UP ──> DECODING ──> DRAINING
+                │           ^  ^                       │    ^         │ │
+                │           │  └──────── HELD <── preempted ├─────────┘ │
+                └> WAITING_ ┘             ^                 └ no block ─┤
+                   FOR_PROMPT             └──────────── preempted ──────┘
+
+Any of them becomes FINISHED. Everything a request does is one rule: let ``num_computed_tokens`` catch up with the
+number of its tokens. A token that a step in flight samples counts as known from the moment that the step is made,
+although its id comes later. So while a request computes prompt or resumed tokens, ``num_computed_tokens`` is less
+than ``len(token_ids)``; and once it samples in each step,
+
+    position    0 ............. len(token_ids) - 1 | len(token_ids) ......... num_computed_tokens
+                ids known here                     | ids in flight: num_pending of them
+                <---------- KV written, by steps answered or in flight -----> the next step's input
+
+which is why ``num_pending`` needs no counter.
+
+A step in which it has k drafts brings 1 to 1 + k tokens. Until its answer comes it counts as 1 + k, so that
+``num_computed_tokens`` is an upper bound, for which there are blocks; the answer takes back what was rejected.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...ipc.messages import NewRequest, float32, int32
+from ...outputs import FinishReason
+from ...params import SamplingParams
+from .block_pool import BlockTable
+
+if TYPE_CHECKING:
+    from ..structured.bitmasks import RequestGrammar
+
+__all__ = ["CacheKey", "PromptTokens", "Request", "RequestStates", "RequestStatus", "StateCopy"]
+
+
+class RequestStatus(Enum):
+    NEW = auto()  # not in the scheduler yet
+    WAITING = auto()  # in the queue, without a row or blocks
+    WAITING_FOR_PROMPT = auto()  # one of n completions, waits until the prompt of index 0 is computed
+    WAITING_FOR_PREFIX = auto()  # another request computes tokens that it begins with, see coming_prefixes.py
+    HELD = auto()  # preempted; steps in flight may still bring tokens and write its blocks
+    CATCHING_UP = auto()  # has a row; tokens known but not computed, or short of a block
+    DECODING = auto()  # has a row; in every step, one token each
+    DRAINING = auto()  # has a row; its last token is in flight, nothing is left to schedule
+    FINISHED = auto()
+
+
+class CacheKey(NamedTuple):
+    """The key of KV besides the tokens: only requests of equal key share prefixes."""
+
+    salt: bytes = b""  # of the caller
+    adapter: bytes = b""  # by which the weights are changed
+    media: bytes = b""  # digest of what stands for tokens of the prompt
+
+
+class PromptTokens:
+    """The tokens of a prompt, which the n completions of a call share. Nobody changes them."""
+
+    __slots__ = ("_packed", "token_ids")
+
+    def __init__(self, token_ids: Iterable[int]) -> None:
+        self.token_ids = list(token_ids)
+        self._packed: array[int] | None = None
+
+    @property
+    def packed(self) -> array[int]:
+        """The tokens as a message has them. Made once."""
+        if self._packed is None:
+            self._packed = int32(self.token_ids)
+        return self._packed
+
+
+class StateCopy(NamedTuple):
+    """Pages that a step under way copies from or to."""
+
+    border: int  # tokens of which they hold the states
+    pages: list[int]  # one of each group that has states
+
+
+class RequestStates:
+    """Borders at which a request's states are kept, see kv_cache_manager.py."""
+
+    __slots__ = ("begun", "copies", "newest", "offered", "planned")
+
+    def __init__(self) -> None:
+        self.planned: list[int] = []  # borders at which a chunk of its prompt ends, ascending
+        self.begun = 0  # the border that it has begun with
+        self.newest = 0  # that one, or the one that it has kept last
+        self.copies: list[StateCopy] = []  # under way, ascending
+        self.offered: list[int] = []  # borders whose states others can find, ascending
+
+    @property
+    def num_found(self) -> int:
+        """Tokens of its prompt that others can go on from already."""
+        return self.offered[-1] if self.offered else self.begun
+
+    @property
+    def num_copied(self) -> int:
+        return sum(len(copy.pages) for copy in self.copies)
+
+    def to_border(self, num_computed: int, num_tokens: int) -> int:
+        """Return how many of the next ``num_tokens`` come before a border that is planned."""
+        ahead = (border - num_computed for border in self.planned if border > num_computed)
+        return min(num_tokens, next(ahead, num_tokens))
+
+
+NO_STATES = RequestStates()
+"""The borders of a request without a row, or of a model without states; never changed in place."""
+
+
+class Request:
+    """The computation of one completion.
+
+    ``priority``: lower is more urgent; among equals the earlier ``arrival_time`` (any unit), then the earlier added.
+    ``max_num_tokens`` counts prompt and completion. ``is_pooled``: it gets one vector in place of the one token that
+    ``max_num_tokens`` counts: the logits of ``pooled_token_ids``, if there are any, else as the model's pooling says;
+    ``num_first_tokens``: see `NewRequest`. ``stop_token_ids`` includes the model's end-of-sequence tokens unless
+    those are ignored. ``sink`` is the caller's; ``grammar`` what its tokens must obey.
+    """
+
+    __slots__ = (
+        "are_drafts_certain",
+        "arrival_time",
+        "block_hashes",
+        "block_tables",
+        "cache_key",
+        "dependents",
+        "draft_token_ids",
+        "exception_alone",
+        "finish_reason",
+        "grammar",
+        "index",
+        "is_leading",
+        "is_long",
+        "is_paused",
+        "is_pooled",
+        "limit",
+        "max_num_tokens",
+        "micro_batch",
+        "milestone",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_deaths",
+        "num_deaths_alone",
+        "num_first_tokens",
+        "num_offered_tokens",
+        "num_pauses",
+        "num_prompt_tokens",
+        "num_tokens_at_death",
+        "params",
+        "pooled_token_ids",
+        "priority",
+        "prompt",
+        "req_idx",
+        "request_id",
+        "root_hash",
+        "seed",
+        "sink",
+        "sort_key",
+        "states",
+        "status",
+        "stop_token_ids",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Iterable[int] | PromptTokens,
+        params: SamplingParams,
+        *,
+        seed: int,
+        max_num_tokens: int,
+        stop_token_ids: frozenset[int],
+        index: int = 0,
+        priority: int = 0,
+        arrival_time: float = 0.0,
+        cache_key: CacheKey = CacheKey(),  # noqa: B008 - a tuple, which nobody changes
+        sink: Any = None,
+        grammar: RequestGrammar | None = None,
+        is_pooled: bool = False,
+        pooled_token_ids: Sequence[int] = (),
+        num_first_tokens: int = 0,
+    ) -> None:
+        self.request_id = request_id
+        prompt = prompt_token_ids
+        self.prompt = prompt if isinstance(prompt, PromptTokens) else PromptTokens(prompt)
+        self.token_ids = self.prompt.token_ids  # prompt, then the committed output; its own from `begin` on
+        self.num_prompt_tokens = len(self.token_ids)
+        self.params = params
+        self.seed = seed
+        self.max_num_tokens = max_num_tokens
+        self.stop_token_ids = stop_token_ids
+        self.index = index
+        self.priority = priority
+        self.arrival_time = arrival_time
+        self.cache_key = cache_key
+        self.sink = sink
+        self.grammar = grammar
+        self.is_pooled = is_pooled
+        self.pooled_token_ids = pooled_token_ids
+        self.num_first_tokens = num_first_tokens
+        assert 0 < self.num_prompt_tokens < max_num_tokens, "admission leaves room for one token at least"
+        assert not is_pooled or max_num_tokens == self.num_prompt_tokens + 1
+
+        self.status = RequestStatus.NEW
+        self.is_paused = False  # no step has it until it is resumed, although it keeps its row
+        self.num_pauses = 0  # so far
+        self.finish_reason: FinishReason | None = None
+        self.sort_key: tuple[int, float, int] = (priority, arrival_time, 0)  # add_request sets the last
+        self.req_idx = -1  # row on the worker, -1: none
+        self.micro_batch = 0  # index of the one in whose steps it is, while it has a row
+        self.block_tables: list[BlockTable] = []  # of each KV group, while it has a row
+        self.states = NO_STATES
+        self.num_computed_tokens = 0  # steps in flight included, and all of their drafts
+        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when it first ran
+        # Two precomputed turns, so that the loop over all requests compares one number with another:
+        self.limit = 0  # while DECODING: num_computed_tokens at which a block or the end is due
+        self.milestone = 0  # len(token_ids) at which update has more to do than append; 0: it has had no step
+
+        self.draft_token_ids: list[int] = []
+        self.are_drafts_certain = False  # nothing else can be sampled
+        """Guesses at what follows the tokens in flight, for the next step."""
+
+        # See crash_quarantine.py: deaths of workers that had it in a step, of late; those of them while it was the
+        # first in quarantine; and its length at the last of them.
+        self.num_deaths = self.num_deaths_alone = 0
+        self.exception_alone = ""  # that ended the last worker, if nobody else was in its steps
+        self.num_tokens_at_death = -(1 << 31)
+
+        self.is_long = False  # it has had a row with more tokens than the model's rope border, see `Rows.take`
+        self.root_hash: bytes | None = None  # None: its blocks are not shared
+        self.block_hashes: list[bytes] = []  # of its leading full blocks, as far as they were needed
+        self.num_offered_tokens = 0  # whose blocks came from the prefix cache or were offered to it
+        self.is_leading = False  # others may wait for its prompt, see coming_prefixes.py
+        self.dependents: list[Request] = []  # completions 1 .. n-1 that wait for this one's prompt
+
+    def __repr__(self) -> str:
+        return (
+            f"<Request {self.request_id}/{self.index} {self.status.name} "
+            f"computed {self.num_computed_tokens} of {len(self.token_ids)}>"
+        )
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether it has had a row, and waits for another."""
+        return self.milestone != 0 and self.status in (RequestStatus.WAITING, RequestStatus.HELD)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that steps in flight sample, at most: they count as known, their ids have not come yet."""
+        return max(0, self.num_computed_tokens + 1 - len(self.token_ids))
+
+    def begin(self) -> None:
+        """Take a list of its own for its tokens, before its first step."""
+        self.token_ids = list(self.token_ids)
+
+    def end(self) -> None:
+        """Give back its own list, when all of its tokens are delivered: those of a call's completions are freed one by
+        one then, not all at the call's end."""
+        self.token_ids = self.prompt.token_ids
+
+    def forget_worker(self) -> None:
+        """Forget the row, the blocks and what is computed."""
+        self.block_tables = []
+        self.is_leading = False
+        self.states = NO_STATES
+        self.num_computed_tokens = self.num_offered_tokens = 0
+        self.req_idx = -1
+        self.is_paused = False
+        self.draft_token_ids = []
+
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether what it asks of the sampler is the same at each of several positions of one step. Penalties depend on
+        the tokens between them, and ``min_tokens`` on how many there are."""
+        params = self.params
+        has_penalties = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+        return not has_penalties and self.num_output_tokens >= params.min_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def to_message(self) -> NewRequest:
+        """Return the message from which a worker can run it from here on."""
+        params, bias, tables = self.params, self.params.logit_bias, self.block_tables
+        block_ids, spans = int32(), int32()
+        for table in tables:
+            block_ids.extend(table.block_ids)
+        if len(tables) > 1 or any(table.begin for table in tables):
+            spans.extend(count for table in tables for count in (table.begin, len(table.block_ids)))
+        return NewRequest(
+            req_idx=self.req_idx,
+            token_ids=self.prompt.packed + int32(self.output_token_ids),
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_computed_tokens=self.num_computed_tokens,
+            block_ids=block_ids,
+            block_spans=spans,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            min_p=params.min_p,
+            seed=self.seed,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=params.repetition_penalty,
+            logprobs=-1 if params.logprobs is None else params.logprobs,
+            min_tokens=params.min_tokens,
+            max_num_tokens=self.max_num_tokens,
+            stop_token_ids=int32(sorted(self.stop_token_ids)),
+            bias_token_ids=int32(bias.keys()),
+            bias_values=float32(bias.values()),
+            is_pooled=self.is_pooled,
+            pooled_token_ids=int32(self.pooled_token_ids),
+            num_first_tokens=self.num_first_tokens,
+        )

@@ -1,0 +1,227 @@
+"""Rows on the worker, the requests that have them, and the steps in flight: what planning and answers share.
+
+All of it is as of the newest step made. A row that is left is told as ``removed`` in the next one, and may be given
+anew in that same step. Blocks that are left are freed when the newest step made so far has been answered.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from ...errors import InternalError
+from ...ipc.messages import KVCacheGroup, int32
+from .coming_prefixes import ComingPrefixes
+from .kv_cache_manager import KVCacheManager, long_root
+from .request import Request, RequestStatus
+from .step import NOT_SETTLED, DecodeBatch, InFlightStep, MicroBatch
+
+__all__ = ["Rows"]
+
+_CATCHING_UP, _DECODING, _DRAINING = RequestStatus.CATCHING_UP, RequestStatus.DECODING, RequestStatus.DRAINING
+
+
+class Rows:
+    """The rows of one worker. ``on_free`` gets each unfinished request that has left its row, once no step in flight
+    uses its blocks, and those that need not wait for a prefix any more."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        num_blocks: int,
+        kv_groups: Sequence[KVCacheGroup],
+        max_num_batched_tokens: int,
+        on_free: Callable[[Request], None],
+        rope_border: int | None = None,
+        least_awaited: int = 128,
+        num_micro_batches: int = 1,
+    ) -> None:
+        self.num_rows = num_rows
+        self._num_micro_batches = num_micro_batches
+        self.running: set[Request] = set()  # all that have a row
+        self.held: set[Request] = set()
+        self.num_preemptions = 0
+        self._kv_groups = kv_groups
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._on_free = on_free
+        self._rope_border = rope_border
+        self._least_awaited = least_awaited
+        self.begin_worker(num_blocks)
+
+    def begin_worker(self, num_blocks: int) -> None:
+        """Know what is known of a worker that has not been told anything."""
+        self.kv = KVCacheManager(num_blocks, self._kv_groups, self._max_num_batched_tokens)
+        self.prefixes = ComingPrefixes(self.kv, self._on_free, self._least_awaited)
+        self.free_rows = list(range(self.num_rows - 1, -1, -1))
+        self.removed: list[int] = []  # rows to be told as removed
+        self.settled = NOT_SETTLED  # rows of which a step with drafts was answered, and what was rejected
+        self.micro_batches = [MicroBatch(index) for index in range(self._num_micro_batches)]
+        self.turn_to(self.micro_batches[0])
+        self.catching_up: list[Request] = []
+        self.in_flight: deque[InFlightStep] = deque()
+
+    def turn_to(self, micro_batch: MicroBatch) -> None:
+        """The step to be made is this one's: its requests decode in it, and new ones become its."""
+        self.micro_batch = micro_batch
+        self.decoding = micro_batch.decoding
+
+    def catching_up_here(self) -> list[Request]:
+        """Return those of this micro-batch that catch up."""
+        if len(self.micro_batches) == 1:
+            return self.catching_up
+        return [request for request in self.catching_up if request.micro_batch == self.micro_batch.index]
+
+    def choose_rope(self, request: Request) -> None:
+        """Note before it gets a row whether it is beyond the model's rope border: then all of its KV is another than
+        that of the same tokens in a shorter request."""
+        border = self._rope_border
+        if border is not None and not request.is_long and len(request.token_ids) > border:
+            request.is_long = True
+            request.block_hashes = []
+            if request.root_hash is not None:
+                request.root_hash = long_root(request.root_hash)
+
+    def crossing(self, due: list[Request]) -> list[Request]:
+        """Return those that are ``due`` or catch up whose next token is the first beyond the rope border: they must be
+        computed anew (`restart`)."""
+        border = self._rope_border
+        if border is None:
+            return []
+        return [
+            request
+            for request in (*due, *self.catching_up_here())
+            if not request.is_long and not request.is_paused
+            if border <= request.num_computed_tokens < request.max_num_tokens - 1
+        ]
+
+    def room_for_drafts(self, request: Request) -> int:
+        """Return how many drafts its next step may compute at most: the last token is sampled, and none is beyond the
+        rope border."""
+        most = request.max_num_tokens - 1
+        if self._rope_border is not None and not request.is_long:
+            most = min(most, self._rope_border)
+        return max(0, most - 1 - request.num_computed_tokens)
+
+    def take(self, request: Request) -> None:
+        """Give it a row."""
+        request.req_idx = self.free_rows.pop()
+        request.micro_batch = self.micro_batch.index
+        self.micro_batch.num_running += 1
+        request.status = _CATCHING_UP
+        self.catching_up.append(request)
+        self.running.add(request)
+
+    def stop_decoding(self, request: Request) -> None:
+        """Leave it out of the batch that decodes; it keeps its row."""
+        request.status = _CATCHING_UP
+        self.catching_up.append(request)
+        self._batch_of(request).leave()
+
+    def drain(self, request: Request) -> None:
+        """Take the request out of later steps: its last token is in flight."""
+        request.status = _DRAINING
+        self._batch_of(request).leave()
+
+    def join(self, requests: list[Request]) -> None:
+        """Let the requests, which are of one micro-batch, decode from its next step on."""
+        for request in requests:
+            request.status = _DECODING
+            self.set_limit(request)
+        if requests:
+            self._batch_of(requests[0]).join(requests)
+
+    def _batch_of(self, request: Request) -> DecodeBatch:
+        return self.micro_batches[request.micro_batch].decoding
+
+    def set_limit(self, request: Request) -> None:
+        request.limit = min(self.kv.room(request), request.max_num_tokens - 1)
+        if self._rope_border is not None and not request.is_long:
+            request.limit = min(request.limit, self._rope_border)
+
+    def preempt(self, request: Request) -> None:
+        """Take its row, for another request."""
+        self.num_preemptions += 1
+        self.restart(request)
+
+    def restart(self, request: Request) -> None:
+        """Take its row. It is free when its answers in flight have come, and is computed anew in another row."""
+        status, request.status = request.status, RequestStatus.HELD
+        self.held.add(request)
+        self.leave(request, status)
+
+    def leave(self, request: Request, status: RequestStatus) -> None:
+        """Free the row of a request that had this status."""
+        self.running.discard(request)
+        self.micro_batches[request.micro_batch].num_running -= 1
+        if request.is_leading:
+            self.prefixes.leave(request)
+        self.removed.append(request.req_idx)
+        self.free_rows.append(request.req_idx)
+        request.req_idx = -1
+        if status is _DECODING:
+            self._batch_of(request).leave()
+        elif status is _CATCHING_UP:
+            self.catching_up.remove(request)
+        # The newest step, not the request's own last one: a step later than need be at most, and nothing to count.
+        if self.in_flight:
+            self.in_flight[-1].leavers.append(request)
+        else:
+            self.release(request)
+
+    def release(self, request: Request) -> None:
+        """Free the request's blocks, which no step in flight uses."""
+        self.kv.release(request)
+        request.forget_worker()
+        if request.finish_reason is None:
+            self.held.discard(request)
+            self._on_free(request)
+
+    def settle(self, request: Request, num_rejected: int) -> None:
+        """A step in which it had drafts was answered: it has computed so many tokens less than was counted."""
+        self._tell_settled(int32([request.req_idx]), int32([num_rejected]))
+        request.num_computed_tokens -= num_rejected
+        if request.status is _DRAINING and request.num_computed_tokens < request.max_num_tokens - 1:
+            self._batch_of(request).refresh()
+            self.join([request])
+
+    def _tell_settled(self, rows: array[int], num_rejected: array[int]) -> None:
+        self.settled = self.settled[0] + rows, self.settled[1] + num_rejected
+
+    def revoke(self, num_steps: int) -> None:
+        """Undo the newest ``num_steps``. Raises InternalError if not all of them were leased."""
+        requests: dict[Request, None] = {}
+        leavers: list[Request] = []
+        for _ in range(num_steps):
+            if not self.in_flight or not self.in_flight[-1].is_leased:
+                raise InternalError(f"the worker dropped {num_steps} steps, which were not leased")
+            step = self.in_flight.pop()
+            requests |= dict.fromkeys(step.undo(self.kv))
+            leavers += step.leavers
+            self.removed += step.removed
+            self._tell_settled(*step.settled)
+        for micro_batch in self.micro_batches:
+            micro_batch.decoding.refresh()
+            own = (request for request in requests if request.micro_batch == micro_batch.index)
+            self.join([request for request in own if request.status is _DRAINING])
+        for request in requests:
+            self.set_limit(request)
+        for step in self.in_flight:
+            step.is_leased = False  # the worker has begun it
+        if self.in_flight:
+            self.in_flight[-1].leavers += leavers
+            return
+        for request in leavers:
+            self.release(request)
+
+    def preempt_all(self) -> None:
+        """The worker is a new one: no row, no KV, no answer on its way."""
+        leaving = [request for step in self.in_flight for request in step.leavers]
+        unfinished = (*self.running, *self.held, *self.prefixes.waiting)
+        for request in (*unfinished, *leaving):
+            request.forget_worker()
+        self.running.clear()
+        self.held.clear()
+        self.begin_worker(self.kv.pool.num_blocks)
+        for request in unfinished:
+            self._on_free(request)

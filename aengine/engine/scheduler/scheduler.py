@@ -1,0 +1,343 @@
+"""Which requests compute how many tokens in the next step. A pure function of its state: no clock, no I/O, no tensors.
+
+    add_request ──> waiting ──> rows: catching up ──> decoding ──> draining ──> gone
+                       ^                  └─────────────┴── preempted, for want of a block
+                       └─────────────────────────────────────────┘
+
+    schedule()  step N+1 is made while step N is under way: a token that N samples counts as known, its id comes later
+    propose()   drafts: a request's next step computes and samples at several positions, and brings 1 to 1 + k tokens
+    update()    the answers, in the order of the steps: ids are committed, stops found, a token past a stop is dropped;
+                what was counted for drafts that were rejected is taken back, and the worker is told with the next step
+    revoke()    the newest steps were leased, and the worker has dropped them unbegun: as if they had not been made
+
+Order of a step: all that decode (one token each, the budget always covers them), then those that catch up, then the
+waiting, each by (priority, arrival): lower and earlier first. The state of rows and
+blocks is in rows.py, a step in the making in planning.py, an answer's way in answers.py. What keeps it right:
+
+* A row that is left is told as ``removed`` in the next step made, and may be given anew in that same step.
+* Blocks that are left are freed when the newest step made so far has been answered: no step in flight writes them.
+* A preempted request waits for its answers in flight (HELD), then its prompt and output are computed again. So does one
+  that grows past the model's rope border, up to which and beyond which KV differ.
+* Only a less urgent request is preempted, so the most urgent one with a row always gets its blocks; every request fits
+  into the pool alone (`max_tokens_capacity`); and one that lacks a block was given all that were free, so nobody is
+  admitted past it. Hence all end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ...errors import InternalError
+from ...ipc.messages import KVCacheGroup, ModelRunnerOutput, SchedulerOutput, kv_capacity
+from ...outputs import FinishReason
+from .answers import Answers, StepResult
+from .crash_quarantine import CrashQuarantine
+from .invariants import check_scheduler
+from .kv_cache_manager import private_root, retired_root, shared_root
+from .parallel_sampling import ParallelSampling
+from .planning import StepPlan
+from .request import Request, RequestStatus
+from .rows import Rows
+from .step import InFlightStep
+from .waiting_queue import WaitingQueue
+
+__all__ = ["Scheduler", "StepResult", "name_prefix", "reset_prefix_cache"]
+
+_DECODING = RequestStatus.DECODING
+
+
+class Scheduler:
+    """Owns the requests, the rows and the KV blocks of one worker group.
+
+    ``num_blocks`` pages, which the ``kv_groups`` share; ``max_num_batched_tokens`` in one step. At most
+    ``max_num_seqs`` requests have a row, and no more than the token budget covers, so that a request that decodes is in
+    every step.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        kv_groups: Sequence[KVCacheGroup],
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        enable_prefix_caching: bool = True,
+        max_in_flight_steps: int = 2,
+        vocab_size: int = 1 << 31,
+        rope_border: int | None = None,
+        computes_whole_prompts: bool = False,
+        pools_all_tokens: bool = False,
+        least_awaited_prefix: int = 128,
+        prompt_limit: Callable[[int, int], int | None] = lambda num_decoding, num_left: None,
+        num_micro_batches: int = 1,
+    ) -> None:
+        """
+        Args:
+            rope_border: a request of more tokens than that has other KV for all of them (longrope)
+            computes_whole_prompts: each prompt in one step
+            pools_all_tokens: the vector of a request depends on all of its hidden states, so that those of a prefix
+                must be computed again
+            least_awaited_prefix: tokens that another request must be computing for one to wait for them; a GPU computes
+                fewer in no more time than the step that the waiting may cost
+            prompt_limit: returns how many prompt tokens a step may have beside so many requests that decode, if the
+                last step had no room for so many others; None: no fewer than ``max_num_batched_tokens`` allows
+            num_micro_batches: the requests with a row are divided among so many, whose steps follow each other: as many
+                as there are pipeline stages, so that a request's next token is not due before its last one has come
+                through all of them
+        """
+        self.num_rows = min(max_num_seqs, max_num_batched_tokens)
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting = WaitingQueue()
+        limits = self.num_rows, num_blocks, kv_groups, max_num_batched_tokens
+        self.rows = Rows(*limits, self.waiting.add, rope_border, least_awaited_prefix, num_micro_batches)
+        self.max_tokens_capacity = kv_capacity(kv_groups, num_blocks, max_model_len, max_num_batched_tokens)
+        """Most tokens, prompt and completion, that one request may have; admission sees to it."""
+        self.enable_prefix_caching = enable_prefix_caching
+        self.max_in_flight_steps = max_in_flight_steps
+        self._vocab_size = vocab_size  # ids beyond it are no answer
+        self._computes_whole_prompts = computes_whole_prompts
+        self.pools_all_tokens = pools_all_tokens
+        self._prompt_limit = prompt_limit
+        self._num_left = 0  # requests with prompt tokens for which the last step had no room
+
+        self.parallel_sampling = ParallelSampling()
+        self.quarantine = CrashQuarantine()
+        self._answers = Answers(self.rows, self.quarantine, self.finish, self._release_dependents)
+        self._num_added = 0
+        self.num_constrained = 0  # unfinished requests with a grammar; those preempted may still get tokens
+        self._next_step_id = 0
+        self.prefix_cache_queries = 0  # prompt tokens looked up
+        self.prefix_cache_hits = 0  # of them found
+
+    def drop_tables(self) -> None:
+        """Free what is known of blocks and steps, when nothing is scheduled any more."""
+        self.rows.begin_worker(0)
+
+    @property
+    def oldest_step(self) -> InFlightStep | None:
+        """The step whose answer comes next."""
+        return self.rows.in_flight[0] if self.rows.in_flight else None
+
+    @property
+    def newest_step(self) -> InFlightStep | None:
+        return self.rows.in_flight[-1] if self.rows.in_flight else None
+
+    @property
+    def num_running(self) -> int:
+        return len(self.rows.running)
+
+    @property
+    def num_waiting(self) -> int:
+        rows = self.rows
+        return len(self.waiting) + len(self.parallel_sampling.waiting) + len(rows.held) + len(rows.prefixes.waiting)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.rows.kv.pool.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self.rows.kv.pool.num_free
+
+    # -- coming and going
+
+    def add_request(self, request: Request) -> None:
+        """Queue it. Completions 1 .. n-1 of a call are added after its index 0, whose prompt they share."""
+        assert request.status is RequestStatus.NEW, f"{request} was added before"
+        num_tokens = request.max_num_tokens - request.is_pooled  # a vector takes no place
+        assert num_tokens <= self.max_tokens_capacity, f"{request} does not fit into the KV cache"
+        self._num_added += 1
+        self.num_constrained += request.grammar is not None
+        request.sort_key = (request.priority, request.arrival_time, self._num_added)
+        name_prefix(self, request)
+        if request.params.n > 1 and self.rows.kv.shares_prompt(request):
+            if request.index == 0:
+                self.parallel_sampling.add_first(request)
+                if not self.enable_prefix_caching:
+                    request.root_hash = private_root(self._num_added)
+            elif self.parallel_sampling.wait_for_first(request):
+                return
+        self.waiting.add(request)
+        self.rows.prefixes.announce(request)
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request in whatever state it is. Idempotent: the first reason counts."""
+        if request.finish_reason is not None:
+            return
+        status = request.status
+        request.finish_reason = reason
+        if status is not RequestStatus.NEW:
+            self.num_constrained -= request.grammar is not None
+        request.status = RequestStatus.FINISHED
+        self.quarantine.discard(request)
+        if status is RequestStatus.WAITING:
+            self.waiting.discard(request)
+        elif status is RequestStatus.HELD:
+            self.rows.held.discard(request)
+        elif status is RequestStatus.WAITING_FOR_PROMPT:
+            self.parallel_sampling.discard(request)
+        elif status is RequestStatus.WAITING_FOR_PREFIX:
+            self.rows.prefixes.discard(request)
+        elif status is not RequestStatus.NEW:
+            self.rows.leave(request, status)
+        self._release_dependents(request)
+
+    def _release_dependents(self, first: Request) -> None:
+        for request in self.parallel_sampling.release(first):
+            if request.root_hash == first.root_hash:  # of a long prompt each would take its time to hash the blocks
+                request.block_hashes = first.block_hashes[: len(request.token_ids) // self.rows.kv.block_size]
+            self.waiting.add(request)
+
+    def propose(self, request: Request, token_ids: Sequence[int], *, are_certain: bool = False) -> None:
+        """Guess that ``token_ids`` follow what the request has sampled, all steps in flight included.
+
+        Its next step computes them too and samples after each, as far as there is room. Whatever they are, the tokens
+        that it gets are those of a run without. ``are_certain``: nothing else can be sampled, so that it samples after
+        the last alone; not so while drafts in flight may be rejected, since then these may belong elsewhere. Nothing
+        happens unless it decodes and `Request.takes_drafts`, nor with a model that keeps a state, out of which a
+        rejected token could not be taken again.
+        """
+        if request.status is not _DECODING or not request.takes_drafts or self.rows.kv.has_states:
+            return
+        if len(self.rows.micro_batches) > 1:  # the first stage would wait for how many were accepted
+            return
+        stops = request.stop_token_ids
+        stop = next((i for i, token_id in enumerate(token_ids) if token_id in stops), len(token_ids))
+        drafts = list(token_ids[: min(stop, self.rows.room_for_drafts(request))])
+        if drafts:
+            request.draft_token_ids = drafts
+            may_be_rejected = any(step.may_reject(request) for step in self.rows.in_flight)
+            request.are_drafts_certain = are_certain and not may_be_rejected
+            self.rows.stop_decoding(request)
+
+    def pause(self, request: Request) -> None:
+        """Leave a request that decodes out of the steps to come, until `resume`. It keeps its row and its blocks.
+        Nothing happens if its last token is in flight."""
+        if request.status is _DECODING and request.num_computed_tokens < request.max_num_tokens - 1:
+            request.is_paused = True
+            request.num_pauses += 1
+            self.rows.stop_decoding(request)
+
+    @staticmethod
+    def resume(request: Request) -> None:
+        request.is_paused = False
+
+    def preempt_all(self, exception: str = "") -> list[Request]:
+        """The worker is a new one: no row, no KV, no answer on its way. Every request will be computed again.
+        ``exception``: what the last one raised, if it could say.
+
+        Returns the unfinished requests that have killed the worker before, and others before it, as far as can be said.
+        They should be finished.
+        """
+        in_flight = {request: None for step in self.rows.in_flight for request in step.batch}
+        at_fault = self.quarantine.note_death(
+            (request for request in in_flight if request.finish_reason is None), exception
+        )
+        self.rows.preempt_all()
+        return at_fault
+
+    # -- steps
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the next step does nothing but continue requests that decode: such a step may be leased."""
+        rows = self.rows
+        waiting = self.waiting or rows.prefixes.waiting or self.parallel_sampling.waiting
+        others = waiting or rows.catching_up or rows.held or self.num_constrained
+        return not others and rows.kv.pool.num_free >= len(rows.running) * rows.kv.num_growing
+
+    def schedule(self, *, is_leased: bool = False) -> SchedulerOutput | None:
+        """Make the next step; None when there is nothing to compute before more answers or requests come.
+
+        ``is_leased``: `revoke` may take it back. Only while `is_steady`.
+        """
+        rows = self.rows
+        assert len(rows.in_flight) < self.max_in_flight_steps, "too many steps in flight"
+        micro_batches = rows.micro_batches
+        if len(micro_batches) == 1:
+            return self._schedule_micro_batch(is_leased)
+        for _ in micro_batches:
+            rows.turn_to(micro_batches[(rows.micro_batch.index + 1) % len(micro_batches)])
+            output = self._schedule_micro_batch(is_leased)
+            if output is not None:
+                return output
+        return None
+
+    def _schedule_micro_batch(self, is_leased: bool) -> SchedulerOutput | None:
+        """Make the next step of the micro-batch whose turn it is; None: it has nothing to compute."""
+        rows = self.rows
+        decoding = rows.decoding.refresh()
+        budget = prompt_budget = self.max_num_batched_tokens - len(decoding)
+        num_waiting = len(self.waiting)
+        if (num_waiting or rows.catching_up) and decoding:
+            limit = self._prompt_limit(len(decoding), self._num_left)
+            if limit is not None:
+                prompt_budget = limit
+        plan = StepPlan(rows, budget, num_waiting, prompt_budget, is_leased=is_leased)
+        due = [request for request in decoding if request.num_computed_tokens == request.limit]
+        if due or rows.catching_up:
+            plan.serve_rows(due)
+            decoding = rows.decoding.refresh()
+            num_waiting = len(self.waiting)  # who was preempted may be there already
+        for request in decoding:
+            request.num_computed_tokens += 1
+        if num_waiting:
+            plan.admit(self.waiting, self.quarantine, whole_prompts=self._computes_whole_prompts)
+            self.prefix_cache_queries += plan.num_cache_queries
+            self.prefix_cache_hits += plan.num_cache_hits
+        if not decoding and not plan.extras:
+            return None
+        step_id = self._next_step_id
+        self._next_step_id = step_id + 1
+        output = plan.make(step_id, has_grammars=self.num_constrained > 0, is_leased=is_leased)
+        self._num_left = len(self.waiting) + len(rows.catching_up) if plan.is_full else 0
+        return output
+
+    def revoke(self, num_steps: int) -> None:
+        """Undo the newest ``num_steps``: the worker has not begun them, and never will.
+
+        Raises:
+            InternalError: not all of them were leased.
+        """
+        self.rows.revoke(num_steps)
+
+    def update(self, output: ModelRunnerOutput) -> StepResult:
+        """Apply the answer to the oldest step in flight. Requests that ended have their ``finish_reason`` set.
+
+        Raises:
+            InternalError: it is not the answer to that step. Then nothing was committed.
+        """
+        in_flight = self.rows.in_flight
+        if not in_flight or in_flight[0].step_id != output.step_id:
+            wanted = f"step {in_flight[0].step_id}" if in_flight else "none"
+            raise InternalError(f"the worker answered step {output.step_id}, but {wanted} is due")
+        token_ids = output.token_ids.tolist()  # once: a list is read faster than a column
+        in_flight[0].check(output, token_ids, self._vocab_size)
+        return self._answers.apply(in_flight.popleft(), output, token_ids)
+
+    def check(self) -> None:
+        """Assert what must hold between any two calls. Costs a walk over everything: for tests, and for idle times."""
+        check_scheduler(self)
+
+
+def reset_prefix_cache(scheduler: Scheduler) -> int:
+    """Forget all prefixes; requests that are being computed go on, and nobody takes over what they compute. Returns how
+    many blocks were known."""
+    rows = scheduler.rows
+    computed = {*rows.running, *(request for step in rows.in_flight for request in step.batch)}
+    for request in computed:
+        if request.is_leading:
+            rows.prefixes.leave(request)
+        if request.root_hash is not None:
+            request.root_hash = retired_root(request.root_hash)
+            request.block_hashes = []
+            request.states.offered.clear()
+    return rows.kv.pool.forget_all()
+
+
+def name_prefix(scheduler: Scheduler, request: Request) -> None:
+    """Give a request the root of the hashes by which its prefix is known to others, if it shares it. Idempotent."""
+    is_shared = scheduler.enable_prefix_caching and not (request.is_pooled and scheduler.pools_all_tokens)
+    if is_shared and request.root_hash is None:
+        request.root_hash = shared_root(request.cache_key)

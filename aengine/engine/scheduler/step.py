@@ -1,0 +1,148 @@
+"""Steps on the host: the batches of decoding requests, and steps in flight."""
+
+from __future__ import annotations
+
+from array import array
+
+from ...errors import InternalError
+from ...ipc.messages import ModelRunnerOutput, int32
+from .kv_cache_manager import KVCacheManager
+from .request import Request, RequestStatus
+
+__all__ = ["NOTHING", "NOT_SETTLED", "DecodeBatch", "InFlightStep", "MicroBatch"]
+
+
+NOTHING: array[int] = int32()
+"""For columns that are replaced, never changed in place."""
+NOT_SETTLED = NOTHING, NOTHING
+
+
+class DecodeBatch:
+    """The requests that are in every step of a micro-batch with one token each, and the columns that say so.
+
+    While no request joins or leaves, each step has the same list and the same columns. They are replaced, never changed
+    in place, since steps in flight and their messages hold them too.
+    """
+
+    __slots__ = ("_is_stale", "num_scheduled", "req_idx", "requests")
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.req_idx: array[int] = int32()  # row of each request
+        self.num_scheduled: array[int] = int32()  # as many ones
+        self._is_stale = False
+
+    def leave(self) -> None:
+        """Note that one of them is not DECODING any more: `refresh` leaves it out."""
+        self._is_stale = True
+
+    def join(self, requests: list[Request]) -> None:
+        self.requests = self.requests + requests
+        self.req_idx = self.req_idx + int32([request.req_idx for request in requests])
+        self.num_scheduled = int32((1,)) * len(self.requests)
+
+    def refresh(self) -> list[Request]:
+        if self._is_stale:
+            self._is_stale = False
+            self.requests = [request for request in self.requests if request.status is RequestStatus.DECODING]
+            self.req_idx = int32([request.req_idx for request in self.requests])
+            self.num_scheduled = int32((1,)) * len(self.requests)
+        return self.requests
+
+
+class MicroBatch:
+    """Requests that are computed in the same steps.
+
+    With one pipeline stage there is one. With several, the requests that have a row are divided among as many, so that
+    each stage computes another one's step at a time."""
+
+    __slots__ = ("decoding", "index", "num_running")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.decoding = DecodeBatch()
+        self.num_running = 0  # requests with a row
+
+
+class InFlightStep:
+    """A step that was made and has not been answered."""
+
+    __slots__ = (
+        *("batch", "certain", "chunks", "drafts", "grown_groups", "grown_rows", "is_gated", "is_leased"),
+        *("leavers", "newcomers", "num_prompt_tokens", "num_tokens", "removed", "settled", "step_id"),
+    )
+
+    def __init__(
+        self,
+        step_id: int,
+        batch: list[Request],
+        chunks: dict[int, int],
+        drafts: dict[int, list[int]],
+        num_tokens: int,
+        num_prompt_tokens: int,
+    ) -> None:
+        self.step_id = step_id
+        self.batch = batch
+        self.chunks = chunks  # batch index of each row that does not sample: its computed tokens after this step
+        self.drafts = drafts  # batch index of each row that has some
+        self.certain: frozenset[int] = frozenset()  # batch indices of those that are all accepted
+        self.num_tokens = num_tokens  # that it computes
+        self.num_prompt_tokens = num_prompt_tokens  # of requests that catch up with more than one
+        self.is_gated = False  # a GRAMMAR frame must be sent for it
+        self.newcomers: list[Request] = []  # whose first step it is
+        self.leavers: list[Request] = []  # their blocks are freed once this step is answered
+        self.is_leased = False  # it may be revoked; then what it told the worker is needed once more:
+        self.removed: array[int] = NOTHING  # rows that it told as removed
+        self.settled = NOT_SETTLED  # rows that it told as settled, and how
+        self.grown_rows: list[int] = []  # rows that it gave a block each, ...
+        self.grown_groups: list[int] = []  # ... and in which group
+
+    def check(self, answer: ModelRunnerOutput, token_ids: list[int], vocab_size: int) -> None:
+        """Raise InternalError unless ``answer``, with these ids, has the form that an answer to this step must have."""
+        num_reqs = len(self.batch)
+        is_odd = answer.errors or answer.pooled or self.drafts or self.chunks or answer.counts is not None
+        if not is_odd and len(token_ids) == num_reqs and min(token_ids) >= 0 and max(token_ids) < vocab_size:
+            return  # one token each: as most answers
+        pooled = () if answer.pooled is None else answer.pooled.batch_idx
+        if (
+            (answer.counts is None) == bool(self.drafts)
+            or len(token_ids if answer.counts is None else answer.counts) != num_reqs
+            or not all(0 <= error.batch_idx < num_reqs for error in answer.errors)
+            or not all(0 <= i < num_reqs and self.batch[i].is_pooled for i in pooled)
+            or max(token_ids, default=0) >= vocab_size
+        ):
+            raise InternalError(f"the worker's answer to step {self.step_id} does not have the form of its batch")
+        excused = self.chunks.keys() | {error.batch_idx for error in answer.errors} | set(pooled)
+        for i, (request, count) in enumerate(zip(self.batch, answer.num_tokens(), strict=True)):
+            most = 0 if i in self.chunks or request.is_pooled else 1 + len(self.drafts.get(i, ()))
+            if count > most:
+                raise InternalError(f"step {self.step_id} sampled {count} tokens for {request}, but {most} were due")
+            least = most if i in self.certain else 1
+            if count < least and i not in excused and request.finish_reason is None:
+                raise InternalError(f"step {self.step_id} should have sampled for {request}, but did not")
+        if answer.counts is not None and min(token_ids, default=0) < 0:
+            raise InternalError(f"step {self.step_id} sampled tokens that the model does not have")
+
+    def undo(self, kv: KVCacheManager) -> list[Request]:
+        """Take back what making this leased step changed in its requests; they are returned, but for those that have
+        left since."""
+        requests = {request.req_idx: request for request in self.batch if request.req_idx >= 0}
+        for row, group in zip(self.grown_rows, self.grown_groups, strict=True):
+            if row in requests:
+                kv.take_back(requests[row], group)
+        for request in requests.values():
+            request.num_computed_tokens -= 1
+        return list(requests.values())
+
+    def num_samples(self, batch_idx: int) -> int:
+        """Return at how many positions a row that samples does so."""
+        return 1 if batch_idx in self.certain else 1 + len(self.drafts.get(batch_idx, ()))
+
+    def may_reject(self, request: Request) -> bool:
+        """Return whether it has drafts of the request that are not certain."""
+        return any(self.batch[i] is request for i in self.drafts if i not in self.certain)
+
+    def constrained(self) -> list[tuple[int, Request]]:
+        """(batch index, request) of those that sample under a grammar in this step."""
+        chunks = self.chunks
+        return [(i, r) for i, r in enumerate(self.batch) if r.grammar is not None and i not in chunks]

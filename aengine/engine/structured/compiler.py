@@ -1,0 +1,347 @@
+"""`GrammarCompiler`: grammars for requests, compiled off the loop, each once.
+
+    compile(spec) ──cached?──────────────────────────────> Compiled, or the error of before
+         │ no
+         ├──in the works?──> wait for it with the others
+         │ no
+         └──queue ──> quick thread ──Backend.is_quick──> Backend.compile
+                                          │ no
+                                          └──queue ──> slow thread ──> Backend.compile ──> a process, to be killed
+
+After `timeout`, counted from when its compile begins, the waiter gets a GrammarError; the thread is busy until it ends.
+A compile can't be cancelled once begun, so backends run those that may take long where they can be killed, and threads
+of their own wait for them: the quick ones never do. Both queues are bounded together, and the slow one to half of that.
+
+A caller who is cancelled only stops waiting; when nobody waits for a grammar that no thread has begun, it is taken out
+of its queue. What comes out late is still kept: the next one who asks has it.
+
+All state is the loop's; a thread touches nothing but its job. One compiler serves one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...errors import AEngineError, EngineClosedError, EngineOverloadedError, GrammarError, InternalError
+from ..threads.futures import settle
+from ..threads.pools import Job, ThreadPool, end_pools, tell
+from .backend import Backend, Compiled
+from .backends import Backends, Load, load_backend
+from .spec import GrammarSpec
+from .vocabulary import Vocabulary
+
+__all__ = ["GrammarCompiler"]
+
+logger = logging.getLogger("aengine.engine.structured")
+
+_FAILURE_SECONDS = 30.0
+"""How long a grammar that failed is not tried again."""
+_MAX_FAILURES = 256
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    """The compile of one grammar: its waiters, its place in the queue, its timer."""
+
+    spec: GrammarSpec
+    waiters: list[asyncio.Future[Compiled]] = field(default_factory=list)
+    job: Job | None = None  # until a thread has begun it
+    timer: asyncio.TimerHandle | None = None
+    begun: float | None = None  # loop time
+
+
+class GrammarCompiler:
+    """Compiles `GrammarSpec`s for one vocabulary."""
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        *,
+        num_threads: int = 2,
+        max_queued: int = 256,
+        timeout: float = 2.0,
+        cache_bytes: int = 256 << 20,
+        load: Load | None = None,
+    ) -> None:
+        """``num_threads``: for quick grammars, and as many for others; ``max_queued``: grammars that wait for a thread;
+        ``load``: makes a backend by name (tests give their own)."""
+        self._timeout = timeout
+        self._max_queued = max_queued
+        self._cache_bytes = cache_bytes
+        self._pool = ThreadPool("grammar-compile", num_threads)
+        self._slow_pool = ThreadPool("grammar-compile-slow", num_threads)
+        self._backends: Backends | None = Backends(vocabulary, timeout, load or load_backend)
+        self._cache: OrderedDict[GrammarSpec, Compiled] = OrderedDict()
+        self._cached_bytes = 0
+        self._failures: OrderedDict[GrammarSpec, tuple[AEngineError, float]] = OrderedDict()
+        self._works: dict[GrammarSpec, _Work] = {}
+        self._warming: set[asyncio.Future[None]] = set()
+        self._num_queued = 0
+        self._seconds_each = 0.01  # a moving average
+        self._closed = False
+        self._finalizer = weakref.finalize(self, _stop, self._pool, self._slow_pool, self._backends)
+
+    async def warm_up(self, backend: str = "llguidance") -> None:
+        """Build a backend ahead of the first grammar: some 0.5 s of a thread, part of it with the GIL held.
+
+        Raises GrammarError when the backend can't serve this model.
+        """
+        backends = self._open_backends()
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        self._warming.add(done)
+        try:
+            self._pool.submit(functools.partial(_build, loop, backends, backend, done))
+            await done
+        finally:
+            self._warming.discard(done)
+
+    async def compile(self, spec: GrammarSpec) -> Compiled:
+        """The compiled grammar of ``spec``.
+
+        Raises GrammarError: it can't be used, or took longer than the time limit (kind "too_complex");
+        EngineOverloadedError: too many are queued; EngineClosedError; InternalError.
+        """
+        backends = self._open_backends()
+        loop = asyncio.get_running_loop()
+        found = self._cache.get(spec)
+        if found is not None:
+            self._cache.move_to_end(spec)
+            return found
+        self._raise_known_failure(spec, loop.time())
+        work = self._works.get(spec) or self._enqueue(spec, loop, backends)
+        waiter: asyncio.Future[Compiled] = loop.create_future()
+        work.waiters.append(waiter)
+        try:
+            return await waiter
+        finally:
+            if waiter in work.waiters:  # cancelled
+                work.waiters.remove(waiter)
+                self._drop_if_unwanted(work)
+
+    async def aclose(self) -> None:
+        """Fail the waiters, end the threads; waits for a compile in progress a second at most. May be called twice."""
+        self._fail_all()
+        self._finalizer()
+        await end_pools(self._pool, self._slow_pool)
+
+    def abandon(self) -> None:
+        """Close without waiting, from any thread: waiters are told when the loop runs next, if it does."""
+        self._closed = True
+        self._finalizer()
+        waiters: list[asyncio.Future[Any]] = [*self._warming]
+        waiters += [waiter for work in list(self._works.values()) for waiter in work.waiters]
+        for waiter in waiters:
+            tell(waiter.get_loop(), settle, waiter, None, EngineClosedError("the engine was closed"))
+
+    # -- on the loop
+
+    def drop_tables(self) -> None:
+        """`abandon`, and free what grammars were compiled with; a compile in progress has it until it ends."""
+        self.abandon()
+        self._cache.clear()
+        self._cached_bytes = 0
+        self._failures.clear()
+        self._backends = None
+
+    def _open_backends(self) -> Backends:
+        if self._closed or self._backends is None:
+            raise EngineClosedError("the engine is closed: it compiles no more grammars")
+        return self._backends
+
+    def _raise_known_failure(self, spec: GrammarSpec, now: float) -> None:
+        known = self._failures.get(spec)
+        if known is None:
+            return
+        error, until = known
+        if now < until:
+            raise _copy_of(error)
+        del self._failures[spec]
+
+    def _enqueue(self, spec: GrammarSpec, loop: asyncio.AbstractEventLoop, backends: Backends) -> _Work:
+        if self._num_queued >= self._max_queued:
+            raise EngineOverloadedError(
+                f"{self._num_queued} grammars are waiting to be compiled, the most allowed: try again later",
+                retry_after=max(0.1, self._num_queued * self._seconds_each),
+            )
+        work = _Work(spec)
+        work.job = self._pool.submit(functools.partial(_run, loop, weakref.ref(self), backends, work))
+        self._works[spec] = work
+        self._num_queued += 1
+        return work
+
+    def _drop_if_unwanted(self, work: _Work) -> None:
+        if work.waiters or work.job is None:
+            return
+        if self._pool.discard(work.job) or self._slow_pool.discard(work.job):
+            self._num_queued -= 1
+            self._forget(work)
+
+    def _move_to_slow(self, work: _Work, backend: Backend) -> None:
+        """Move a compile to the slow threads, once a quick one has found that it may take long. It stays queued."""
+        if self._closed:
+            return
+        if not work.waiters:  # they were cancelled while that was found out
+            self._num_queued -= 1
+            self._forget(work)
+            return
+        loop = asyncio.get_running_loop()
+        num_slow = self._slow_pool.num_queued
+        try:
+            if num_slow >= max(1, self._max_queued // 2):  # quick ones would be refused for minutes otherwise
+                message = f"{num_slow} grammars that may take long are waiting to be compiled, the most allowed"
+                raise EngineOverloadedError(f"{message}: try again later", retry_after=self._timeout)
+            work.job = self._slow_pool.submit(functools.partial(_compile, loop, weakref.ref(self), backend, work))
+        except EngineOverloadedError as error:
+            self._num_queued -= 1
+            self._forget(work)
+            _settle_all(work, error)
+
+    def _begun(self, work: _Work) -> None:
+        loop = asyncio.get_running_loop()
+        self._num_queued -= 1
+        work.job = None
+        work.begun = loop.time()
+        self._set_waiting(work, False)
+
+    def _set_waiting(self, work: _Work, is_waiting: bool) -> None:
+        """Stop the time of a compile while a process is started for it; start it anew when it runs."""
+        if work.timer is not None:
+            work.timer.cancel()
+            work.timer = None
+        if not is_waiting and self._works.get(work.spec) is work and not self._closed:
+            work.timer = asyncio.get_running_loop().call_later(self._timeout, self._timed_out, work)
+
+    def _timed_out(self, work: _Work) -> None:
+        error = GrammarError(
+            f"the grammar took longer than {self._timeout:g} s to compile: make it smaller, or less ambiguous",
+            kind="too_complex",
+        )
+        self._forget(work)
+        self._remember_failure(work.spec, error)
+        _settle_all(work, error)
+
+    def _ended(self, work: _Work, result: Compiled | BaseException) -> None:
+        if work.timer is not None:
+            work.timer.cancel()
+        if work.begun is not None:
+            seconds = asyncio.get_running_loop().time() - work.begun
+            self._seconds_each += 0.1 * (seconds - self._seconds_each)
+        self._forget(work)
+        if self._closed:
+            result = EngineClosedError("the engine was closed while the grammar was compiled")
+        elif not isinstance(result, BaseException):
+            self._failures.pop(work.spec, None)  # it was too late for its time limit, and is here now
+            self._remember(result)
+        elif isinstance(result, GrammarError):
+            self._remember_failure(work.spec, result)
+        else:
+            logger.error("compiling a grammar failed", exc_info=result)
+            result = InternalError(f"compiling the grammar failed: {type(result).__name__}: {result}")
+        _settle_all(work, result)
+
+    def _forget(self, work: _Work) -> None:
+        if self._works.get(work.spec) is work:
+            del self._works[work.spec]
+
+    def _remember(self, compiled: Compiled) -> None:
+        before = self._cache.pop(compiled.spec, None)
+        self._cached_bytes += compiled.num_bytes - (before.num_bytes if before is not None else 0)
+        self._cache[compiled.spec] = compiled
+        while self._cached_bytes > self._cache_bytes:
+            _, oldest = self._cache.popitem(last=False)
+            self._cached_bytes -= oldest.num_bytes
+
+    def _remember_failure(self, spec: GrammarSpec, error: AEngineError) -> None:
+        self._failures[spec] = (error, asyncio.get_running_loop().time() + _FAILURE_SECONDS)
+        self._failures.move_to_end(spec)
+        while len(self._failures) > _MAX_FAILURES:
+            self._failures.popitem(last=False)
+
+    def _fail_all(self) -> None:
+        self._closed = True
+        for work in list(self._works.values()):
+            if work.timer is not None:
+                work.timer.cancel()
+            _settle_all(work, EngineClosedError("the engine was closed while the grammar was compiled"))
+        for waiter in self._warming:
+            settle(waiter, None, EngineClosedError("the engine was closed while its grammar library was loaded"))
+        self._works.clear()
+        self._cache.clear()
+        self._cached_bytes = 0
+
+
+# -- in a thread of a pool
+
+_Owner = weakref.ref[GrammarCompiler]
+
+
+def _build(loop: asyncio.AbstractEventLoop, backends: Backends, name: str, done: asyncio.Future[None]) -> None:
+    error: BaseException | None = None
+    try:
+        backends.get(name)
+    except BaseException as caught:
+        error = caught
+    tell(loop, settle, done, None, error)
+
+
+def _run(loop: asyncio.AbstractEventLoop, owner: _Owner, backends: Backends, work: _Work) -> None:
+    try:
+        backend = backends.get(work.spec.backend)
+        is_quick = backend.is_quick(work.spec)
+    except BaseException as error:
+        tell(loop, _to, owner, GrammarCompiler._begun, work)
+        tell(loop, _to, owner, GrammarCompiler._ended, work, error)
+        return
+    if is_quick:
+        _compile(loop, owner, backend, work)
+    else:
+        tell(loop, _to, owner, GrammarCompiler._move_to_slow, work, backend)
+
+
+def _compile(loop: asyncio.AbstractEventLoop, owner: _Owner, backend: Backend, work: _Work) -> None:
+    tell(loop, _to, owner, GrammarCompiler._begun, work)  # its time counts from here
+    on_wait = functools.partial(tell, loop, _to, owner, GrammarCompiler._set_waiting, work)
+    result: Compiled | BaseException
+    try:
+        result = backend.compile(work.spec, on_wait)
+    except BaseException as error:
+        result = error
+    tell(loop, _to, owner, GrammarCompiler._ended, work, result)
+
+
+def _to(owner: _Owner, method: Callable[..., None], *args: object) -> None:
+    compiler = owner()
+    if compiler is not None:
+        method(compiler, *args)
+
+
+def _settle_all(work: _Work, result: Compiled | BaseException) -> None:
+    waiters, work.waiters = work.waiters, []
+    for waiter in waiters:
+        if isinstance(result, BaseException):
+            settle(waiter, None, _copy_of(result) if isinstance(result, AEngineError) else result)
+        else:
+            settle(waiter, result)
+
+
+def _copy_of(error: AEngineError) -> AEngineError:
+    """Return a fresh error for each waiter: a traceback grows each time an exception is raised."""
+    if isinstance(error, GrammarError):
+        return GrammarError(str(error), kind=error.kind, path=error.path, tool=error.tool)
+    if isinstance(error, EngineOverloadedError):
+        return EngineOverloadedError(str(error), retry_after=error.retry_after)
+    return type(error)(str(error))
+
+
+def _stop(pool: ThreadPool, slow_pool: ThreadPool, backends: Backends) -> None:
+    pool.close()
+    slow_pool.close()
+    backends.close()

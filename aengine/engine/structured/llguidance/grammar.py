@@ -1,0 +1,50 @@
+"""A `GrammarSpec` as llguidance reads it."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import llguidance
+
+from ....errors import GrammarError
+from ..spec import GrammarSpec
+from .json_schema import json_options, readable_text
+from .lark import choice_lark, lark_of
+
+__all__ = ["grammar_of"]
+
+
+_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*+"|\[(?:[^\]\\\n]|\\.)*+\]|#[^\n]*+')
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|x([0-9a-fA-F]{2})|(.))")
+
+
+def grammar_of(spec: GrammarSpec) -> str:
+    """Return the library's form. Raises GrammarError or ValueError; most faults are only found by its matcher."""
+    if spec.kind == "json_schema":
+        text, options = readable_text(spec.text, relax=spec.relax), json_options(spec.whitespace, relax=spec.relax)
+        return llguidance.LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]
+    if spec.kind == "regex":
+        return llguidance.LLMatcher.grammar_from_regex(spec.text)
+    if spec.kind == "choice":
+        return llguidance.LLMatcher.grammar_from_lark(choice_lark(json.loads(spec.text)))
+    if spec.kind == "ebnf":
+        return llguidance.grammar_from("ebnf", _without_escapes(spec.text))
+    if spec.root is not None:
+        return llguidance.LLMatcher.grammar_from_lark(lark_of(spec.root))
+    return llguidance.LLMatcher.grammar_from_lark(spec.text)
+
+
+def _without_escapes(grammar: str) -> str:
+    """Return a GBNF grammar in which characters stand for those escapes that the library's converter does not know."""
+    return _QUOTED.sub(lambda quoted: quoted[0] if quoted[0][0] == "#" else _ESCAPE.sub(_character, quoted[0]), grammar)
+
+
+def _character(escape: re.Match[str]) -> str:
+    digits = escape[1] or escape[2] or escape[3]
+    if digits is None:
+        return escape[4] if escape[4] in "[]" and escape.string[0] == '"' else escape[0]
+    code = int(digits, 16)
+    if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+        raise GrammarError(f"the grammar has the escape {escape[0]}, which is no character", kind="invalid")
+    return f"\\x{code:02x}" if code < 0x80 else chr(code)

@@ -1,0 +1,212 @@
+"""Matchers of llguidance: a request's place in a grammar; many are advanced at a time in the library's threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import llguidance
+
+from ..backend import Bitmask, MatcherError, address_of, note_failure, refused
+from .faults import matcher_message
+
+if TYPE_CHECKING:
+    from .backend import LLGuidanceBackend
+
+__all__ = ["LLGuidanceMatcher", "Root", "forced_tokens"]
+
+_MIN_PARALLEL = 8
+"""Fewer rows are filled one by one: handing them to threads takes longer."""
+_MAX_FORCED_BYTES = 4096
+"""Making tokens of a longer run would hold the GIL for more than a millisecond: it is sampled instead."""
+
+
+class Root:
+    """A matcher that stays at the start, for others to be copied from. Its copies share what its lexer has learnt, and
+    a lock with it: their masks are computed one after the other. They share its end, too: when one of them exceeds the
+    lexer's limits, none can go on."""
+
+    __slots__ = ("__weakref__", "grammar", "inner", "is_spoilt", "num_copies")
+
+    def __init__(self, inner: llguidance.LLMatcher, grammar: str) -> None:
+        self.inner = inner
+        self.grammar = grammar
+        self.num_copies = 0  # alive
+        self.is_spoilt = False
+
+
+class LLGuidanceMatcher:
+    """One request's place; see `aengine.engine.structured.backend.Matcher`."""
+
+    __slots__ = ("_backend", "_ended", "_inner", "_is_restarted", "_root", "_token_ids")
+
+    def __init__(self, backend: LLGuidanceBackend, root: Root, inner: llguidance.LLMatcher) -> None:
+        root.num_copies += 1
+        self._backend = backend
+        self._root = root
+        self._inner = inner
+        self._token_ids: list[int] = []  # accepted by the library: without the end
+        self._is_restarted = False
+        self._ended = False
+
+    def __del__(self) -> None:
+        self._root.num_copies -= 1
+
+    def fill(self, bitmask: Bitmask, row: int) -> None:
+        row_bytes = self._backend.row_bytes
+        address, view = address_of(bitmask, (row,), row_bytes)
+        if self._ended:
+            view[row * row_bytes : (row + 1) * row_bytes] = self._backend.eos_row
+            return
+        self._inner.unsafe_compute_mask_ptr(address + row * row_bytes, row_bytes)
+        if self._inner.is_error():
+            self._restart()
+            self._inner.unsafe_compute_mask_ptr(address + row * row_bytes, row_bytes)
+            self._check()
+
+    @staticmethod
+    def advance_group(
+        items: Sequence[tuple[int, LLGuidanceMatcher, list[int]]], bitmask: Bitmask, on_fill: Callable[[], None]
+    ) -> dict[int, MatcherError]:
+        """Accept and fill for several matchers of one backend, in the library's threads; see `advance_batch`."""
+        backend = items[0][1]._backend
+        executor = backend.executor() if len(items) >= _MIN_PARALLEL else None
+        failed: dict[int, MatcherError] = {}
+        if executor is None:
+            for row, matcher, ids in items:
+                note_failure(failed, row, matcher.accept_all, ids)
+            on_fill()
+            for row, matcher, _ in items:
+                if row not in failed:
+                    note_failure(failed, row, matcher.fill, bitmask, row)
+            return failed
+        vocab_size, eos_ids = backend.vocabulary.vocab_size, backend.eos_ids
+        plain = [
+            item
+            for item in items
+            if len(ids := item[2]) == 1 and 0 <= ids[0] < vocab_size and ids[0] not in eos_ids and not item[1]._ended
+        ]
+        others: Sequence[tuple[int, LLGuidanceMatcher, list[int]]] = []
+        if len(plain) < len(items):
+            rows = {row for row, _, _ in plain}
+            others = [item for item in items if item[0] not in rows]
+        tokens = [(matcher._inner, ids[0]) for _, matcher, ids in plain]
+        accepted = executor.consume_token_par(tokens) if tokens else []
+        for (row, matcher, ids), is_accepted in zip(plain, accepted, strict=True):
+            if is_accepted:
+                matcher._token_ids += ids
+            else:  # refused, or its lexer has come to its end: which of both is found out
+                note_failure(failed, row, matcher.accept_all, ids)
+        for row, matcher, ids in others:
+            note_failure(failed, row, matcher.accept_all, ids)
+        on_fill()
+        running = [(matcher._inner, row) for row, matcher, _ in items if row not in failed and not matcher._ended]
+        if running:
+            address, view = address_of(bitmask, (running[0][1], running[-1][1]), backend.row_bytes)
+            executor.unsafe_compute_mask_ptr(running, address, backend.row_bytes, len(view) // backend.row_bytes)
+        for row, matcher, _ in items:
+            if row not in failed and (matcher._ended or matcher._inner.is_error()):
+                note_failure(failed, row, matcher.fill, bitmask, row)
+        return failed
+
+    def accept_all(self, token_ids: list[int]) -> None:
+        """Accept every one of ``token_ids``. Raises MatcherError."""
+        accepted = self.accept(token_ids) if token_ids else 0
+        if accepted < len(token_ids):
+            raise refused(token_ids[accepted])
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        if self._is_plain(token_ids) and self._inner.try_consume_tokens(list(token_ids)):  # as in most steps
+            self._token_ids.append(token_ids[0])
+            return 1
+        if self._inner.is_error():
+            self._restart()
+        eos_ids = self._backend.eos_ids
+        ids = list(token_ids)
+        accepted = 0
+        while accepted < len(ids) and not self._ended:
+            if ids[accepted] in eos_ids and self._inner.is_accepting():
+                self._ended = True
+                return accepted + 1
+            end = next((i for i in range(accepted + 1, len(ids)) if ids[i] in eos_ids), len(ids))
+            consumed = self._consume(ids[accepted:end])
+            accepted += consumed
+            if accepted < end:
+                break
+        return accepted
+
+    def rollback(self, num_tokens: int) -> None:
+        self._check()
+        num_accepted = len(self._token_ids) + self._ended
+        if not 0 <= num_tokens <= num_accepted:
+            raise MatcherError(f"can't undo {num_tokens} tokens: {num_accepted} were accepted")
+        if num_tokens and self._ended:
+            self._ended = False
+            num_tokens -= 1
+        if num_tokens:
+            self._inner.rollback(num_tokens)
+            del self._token_ids[-num_tokens:]
+            self._check()
+
+    def forced_tokens(self) -> list[int]:
+        if self._ended:
+            return []
+        forced = forced_tokens(self._inner)
+        self._check()
+        return forced
+
+    @property
+    def is_accepting(self) -> bool:
+        return self._ended or self._inner.is_accepting()
+
+    @property
+    def is_finished(self) -> bool:
+        return self._ended or (self._inner.is_stopped() and not self._inner.is_error())
+
+    def _is_plain(self, token_ids: Sequence[int]) -> bool:
+        """Whether it is one token, and not the end."""
+        return (
+            len(token_ids) == 1
+            and 0 <= token_ids[0] < self._backend.vocabulary.vocab_size
+            and token_ids[0] not in self._backend.eos_ids
+            and not self._ended
+        )
+
+    def _consume(self, token_ids: list[int]) -> int:
+        vocab_size = self._backend.vocabulary.vocab_size
+        known = next((i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size), len(token_ids))
+        consumed = self._inner.try_consume_tokens(token_ids[:known]) if known else 0  # stops before the first wrong one
+        self._token_ids += token_ids[:consumed]
+        if self._inner.is_error():
+            self._restart()
+            more = self._inner.try_consume_tokens(token_ids[consumed:known])
+            self._token_ids += token_ids[consumed : consumed + more]
+            consumed += more
+            self._check()
+        return consumed
+
+    def _restart(self) -> None:
+        """Make the library's matcher anew with a lexer of its own, once, and advance it as far as it was: the failure
+        may be due to another request that shares the lexer; if not, it fails again. Raises MatcherError."""
+        self._root.is_spoilt = True
+        if self._is_restarted:
+            self._check()
+        self._is_restarted = True
+        root = Root(self._backend.root(self._root.grammar), self._root.grammar)
+        inner = root.inner.deep_copy()
+        if self._token_ids and inner.try_consume_tokens(self._token_ids) != len(self._token_ids):
+            self._check()
+        self._root.num_copies -= 1
+        root.num_copies += 1
+        self._root, self._inner = root, inner
+
+    def _check(self) -> None:
+        if self._inner.is_error():
+            raise MatcherError(f"the grammar can't be followed any further: {matcher_message(self._inner.get_error())}")
+
+
+def forced_tokens(matcher: llguidance.LLMatcher) -> list[int]:
+    """Return what must come; best of a matcher whose mask was computed, which then has the bytes and counts them."""
+    if len(matcher.compute_ff_bytes()) > _MAX_FORCED_BYTES:
+        return []
+    return matcher.compute_ff_tokens()

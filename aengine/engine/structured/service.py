@@ -1,0 +1,132 @@
+"""Grammars of the running requests: compiled before they are queued, in a pool, never on the loop.
+
+admission ──prepare──> Compiled ──RequestGrammar──> Request.grammar ──BitmaskFiller──> GRAMMAR frames
+
+step N     [ forward N ][ sample N ]
+step N+1                [ forward N+1 ...........  ][ sample N+1 ]       a forward needs no grammar, sampling does
+host                    answer N ─> accept ids of N, fill rows ─> GRAMMAR frame N+1
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ...errors import AEngineError, EngineClosedError
+from ...params import StructuredOutput
+from ..threads.pools import ThreadPool, run_in_thread
+from .bitmasks import BitmaskFiller
+
+if TYPE_CHECKING:
+    from ..tokenizer.tokenizer import Tokenizer
+    from .backend import Compiled
+    from .compiler import GrammarCompiler
+    from .spec import GrammarSpec
+
+__all__ = ["GrammarService"]
+
+
+T = TypeVar("T")
+_SHORT = 2000  # characters
+
+
+class GrammarService:
+    """Compiles for one engine, and has what fills its bitmasks; lives on its loop."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer: Tokenizer | None = tokenizer
+        self.vocab_size = vocab_size
+        self._compiler: GrammarCompiler | None = None
+        self._starting: asyncio.Task[GrammarCompiler] | None = None
+        self.bitmasks = BitmaskFiller(vocab_size)
+        self._planner = ThreadPool("grammar-plan", 2)
+        self._warming: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def begin_warm_up(self) -> None:
+        """Load the grammar library while the engine starts, in a thread; part of this holds the GIL."""
+        self._warming = asyncio.get_running_loop().create_task(self._warm_up(), name="aengine-grammar-warm-up")
+
+    async def _warm_up(self) -> None:
+        try:
+            await (await self._started()).warm_up()
+        except AEngineError:
+            pass  # the first request with a grammar gets the error, or finds that it works then
+
+    async def _started(self) -> GrammarCompiler:
+        if self._closed:
+            raise EngineClosedError("the engine is closed: it compiles no more grammars")
+        if self._compiler is not None:
+            return self._compiler
+        if self._starting is None:
+            self._starting = asyncio.get_running_loop().create_task(self._start(), name="aengine-grammar-start")
+            self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())  # if nobody waits now
+        return await asyncio.shield(self._starting)
+
+    async def _start(self) -> GrammarCompiler:
+        """Raises EngineError or EngineOverloadedError when no thread can be started; the next request tries again."""
+        from .compiler import GrammarCompiler
+        from .vocabulary import Vocabulary
+
+        try:
+            self.bitmasks.begin()
+            vocabulary = await run_in_thread("vocabulary", Vocabulary.of, self._tokenizer, self.vocab_size)
+            if self._closed:
+                raise EngineClosedError("the engine is closed: it compiles no more grammars")
+            self._compiler = GrammarCompiler(vocabulary)
+            return self._compiler
+        finally:
+            self._starting = None
+
+    async def prepare(self, wanted: StructuredOutput | GrammarSpec) -> Compiled:
+        """The compiled grammar. Raises GrammarError, EngineOverloadedError, EngineClosedError, InternalError."""
+        from .spec import spec_of
+
+        if isinstance(wanted, StructuredOutput):
+            # A large schema is walked for some 50 ms: not on the loop.
+            wanted = spec_of(wanted) if _is_short(wanted) else await self.run(spec_of, wanted)
+        return await (await self._started()).compile(wanted)
+
+    async def run(self, function: Callable[..., T], *args: Any) -> T:
+        """Run ``function(*args)``, which describes a type or reads a schema, in one of two threads for all requests."""
+        if self._closed:
+            raise EngineClosedError("the engine is closed")
+        return await self._planner.run(function, *args)
+
+    def drop_tables(self) -> None:
+        """Free the tokenizer and the library's tables, once requests have ended. `aclose` may follow."""
+        self._closed = True
+        self._tokenizer = None
+        if self._compiler is not None:
+            self._compiler.drop_tables()
+
+    def close(self) -> None:
+        """End the threads, from any thread; nothing is awaited."""
+        self._closed = True
+        if self._compiler is not None:
+            self._compiler.abandon()
+        self.bitmasks.close()
+        self._planner.close()
+
+    async def aclose(self) -> None:
+        """`close`, and wait for the threads; for a compile in progress a second at most."""
+        self._closed = True
+        self.bitmasks.close()
+        tasks = [task for task in (self._warming, self._starting) if task is not None]
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            await asyncio.wait([task])
+            if not task.cancelled():
+                task.exception()
+        if self._compiler is not None:
+            await self._compiler.aclose()
+        await self.bitmasks.aclose()
+        await self._planner.aclose()
+
+
+def _is_short(wanted: StructuredOutput) -> bool:
+    """Return whether it is read faster than a thread is asked to."""
+    text = wanted.json_schema if isinstance(wanted.json_schema, str) else wanted.regex or wanted.grammar
+    return wanted.json_object or (text is not None and len(text) < _SHORT)

@@ -1,0 +1,230 @@
+"""Blocking work off the host's loop, without leaving threads behind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+from ...errors import EngineClosedError, EngineError, EngineOverloadedError, InternalError
+from .futures import settle
+
+__all__ = ["Job", "ThreadPool", "end_pools", "run_in_thread", "tell"]
+
+T = TypeVar("T")
+Job = Callable[[bool], None]
+"""Work for a thread, which tells it whether the pool was closed before it had its turn."""
+_END_SECONDS = 1.0  # that closing waits for work that has begun
+
+
+async def run_in_thread(name: str, function: Callable[..., T], *args: Any) -> T:
+    """Run ``function(*args)`` in a thread of its own that ends with it.
+
+    Unlike ``asyncio.to_thread`` it makes no pool on the host's loop that would outlive the engine. When the caller is
+    cancelled the thread, a daemon, runs on and its result is dropped. Raises EngineError when none can be started, and
+    InternalError for what is no `Exception`.
+    """
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+
+    def body() -> None:
+        tell(loop, settle, result, *_outcome(partial(function, *args)))
+
+    try:
+        threading.Thread(target=body, name=f"aengine-{name}", daemon=True).start()
+    except RuntimeError as error:
+        raise EngineError(_no_thread(error)) from error
+    return await result
+
+
+def _outcome(call: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Call it. Returns its value, or what it raised: an InternalError for what is no `Exception`.
+
+    A panic of a library in Rust is none, and a task's `except Exception` would miss it; a SystemExit would end the
+    event loop that it is handed to.
+    """
+    try:
+        return call(), None
+    except Exception as error:
+        return None, error
+    except BaseException as error:
+        raised = InternalError(f"a function that ran in a thread raised {error!r}")
+        raised.__cause__ = error
+        return None, raised
+
+
+def _no_thread(error: RuntimeError) -> str:
+    return (
+        f"no thread can be started ({error}): this process, user or container has as many as it may have; raise "
+        f"`ulimit -u` or the container's pids limit"
+    )
+
+
+class ThreadPool:
+    """A few threads for the work of one kind, begun in its order; started when needed, ended by `close`.
+
+    They are daemons, other than those of ``concurrent.futures``, which refuse work once the main thread has ended,
+    though other threads of the host may still use the engine. All methods but `close` are for the loop's thread.
+
+    There are no locks, because finalisers close pools. An order of steps replaces them: a job is queued before its
+    ticket, and a thread counts as idle until it has taken a ticket, so a job never waits while a thread could be
+    started.
+    """
+
+    def __init__(self, name: str, num_threads: int = 1) -> None:
+        self._name = f"aengine-{name}"
+        self._num_threads = num_threads
+        self._work = _Work()
+        self._threads: list[threading.Thread] = []
+        self._end = weakref.finalize(self, self._work.close, num_threads)
+        self._end.atexit = False
+
+    @property
+    def num_queued(self) -> int:
+        """Jobs that no thread has begun."""
+        return len(self._work.jobs)
+
+    def run(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        """Begin ``function(*args)`` in a thread. A future that is cancelled before its turn takes the work back.
+
+        Raises EngineOverloadedError when there is no thread and none can be started, EngineClosedError when closed.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        job = self._put(partial(_do, loop, future, partial(function, *args)))
+        future.add_done_callback(partial(_take_back, self._work.jobs, job))
+        if self._work.is_closed:  # by another thread, meanwhile: no thread may be left to take it
+            future.cancel()
+        return future
+
+    def submit(self, job: Callable[[], object]) -> Job:
+        """Begin ``job()``, which may not raise, in a thread; it is dropped when the pool is closed before. Errors as of
+        `run`."""
+        return self._put(partial(_unless_closed, job))
+
+    def discard(self, job: Job) -> bool:
+        """Take a job back that no thread has begun; whether that was so."""
+        return _removed(self._work.jobs, job)
+
+    def begin(self) -> None:
+        """Start the first thread now; then `run` never lacks one. Raises EngineOverloadedError."""
+        if not self._threads:
+            self._add_thread()
+
+    def _put(self, job: Job) -> Job:
+        work = self._work
+        if work.is_closed:
+            raise EngineClosedError(f"the engine is closed, and {self._name} with it")
+        work.jobs.append(job)
+        if len(work.jobs) > len(work.idle) and len(self._threads) < self._num_threads:
+            try:
+                self._add_thread()
+            except EngineOverloadedError:
+                self.discard(job)
+                raise
+        work.tickets.put(None)
+        return job
+
+    def _add_thread(self) -> None:
+        thread = threading.Thread(target=self._work.do, name=self._name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            if not self._threads:  # else those that there are do the work
+                raise EngineOverloadedError(_no_thread(error), retry_after=1.0) from error
+        else:
+            self._threads.append(thread)
+
+    def close(self) -> None:
+        """Drop or cancel what was not begun. Nothing is awaited."""
+        self._end()
+
+    async def aclose(self) -> None:
+        """Close, and wait for the threads, a second at most: see `end_pools`."""
+        await end_pools(self)
+
+
+async def end_pools(*pools: ThreadPool) -> None:
+    """Close pools, and wait for what their threads do, a second at most. A thread that takes longer, as for a chat
+    template without an end, is left to end by itself; as a daemon it keeps no process alive."""
+    for pool in pools:
+        pool.close()
+    deadline = time.monotonic() + _END_SECONDS
+    threads = [thread for pool in pools for thread in pool._threads if thread.is_alive()]
+
+    def join() -> None:
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    if threads:
+        await run_in_thread("pool-end", join)
+
+
+class _Work:
+    """State that the threads of a pool share with it. They don't hold the pool, which is closed when it is dropped."""
+
+    def __init__(self) -> None:
+        self.jobs: deque[Job] = deque()
+        self.tickets: SimpleQueue[None] = SimpleQueue()  # one a job, discarded ones too; to end, one a thread
+        self.idle: deque[None] = deque()  # an entry for each thread that waits for a ticket
+        self.is_closed = False
+
+    def do(self) -> None:
+        """A thread's whole life."""
+        while True:
+            self.idle.append(None)
+            self.tickets.get()
+            self.idle.pop()
+            try:
+                job = self.jobs.popleft()
+            except IndexError:
+                if self.is_closed:
+                    return
+                continue  # it was discarded
+            job(self.is_closed)
+            del job  # not to be held while idle
+
+    def close(self, num_threads: int) -> None:
+        self.is_closed = True
+        for _ in range(num_threads):
+            self.tickets.put(None)
+
+
+def _removed(jobs: deque[Job], job: Job) -> bool:
+    try:
+        jobs.remove(job)
+    except ValueError:
+        return False
+    return True
+
+
+def _take_back(jobs: deque[Job], job: Job, future: asyncio.Future[Any]) -> None:
+    """Drop the job of a future that was cancelled, and what it holds, unless a thread has begun it."""
+    if future.cancelled():
+        _removed(jobs, job)
+
+
+def _unless_closed(job: Callable[[], object], is_closed: bool) -> None:
+    if not is_closed:
+        job()
+
+
+def _do(loop: asyncio.AbstractEventLoop, future: asyncio.Future[T], call: Callable[[], T], is_closed: bool) -> None:
+    if is_closed:
+        tell(loop, future.cancel)
+    elif not future.cancelled():
+        tell(loop, settle, future, *_outcome(call))
+
+
+def tell(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object) -> None:
+    """Call ``callback(*args)`` on the loop, from any thread."""
+    try:
+        loop.call_soon_threadsafe(callback, *args)
+    except RuntimeError:  # the loop is closed, and whatever waited there is gone
+        pass

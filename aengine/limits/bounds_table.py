@@ -1,0 +1,160 @@
+"""`BOUNDS`: all that a caller can make large, and what bounds it: the table of docs/operations.md.
+
+A field of a request is named by a row, as ``name`` or as ``Class.name``, unless its type can't be large (a bool, a
+float, a Literal) or it has no effect.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .bounds import (
+    CHARACTERS_PER_TOKEN,
+    HOLDER_VALUES,
+    LONG_TEXT,
+    MAX_COMPLETIONS,
+    MAX_INPUTS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_MESSAGES,
+    MAX_NAME_CHARACTERS,
+    MAX_PROMPTS,
+    MAX_QUEUED_CALLS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOOLS,
+    MAX_VALUES,
+    MAX_VARIABLES,
+)
+
+__all__ = ["BOUNDS", "Bound", "as_markdown"]
+
+
+class Bound(NamedTuple):
+    """A row: what is bounded, by what, and the error beyond it."""
+
+    what: str
+    bound: str
+    beyond: str
+    fields: str = ""
+    """Fields of requests that it bounds, divided by blanks."""
+
+
+_CONTEXT = "`ContextLengthError` (400)"
+_INVALID = "`InvalidRequestError` (400)"
+_GRAMMAR = "`GrammarError` (400)"
+
+BOUNDS = (
+    Bound("requests that run", "`max_num_seqs`, KV memory", "they wait"),
+    Bound(
+        "requests that wait",
+        "`max_num_queued_requests`",
+        '`EngineOverloadedError` (429), or waiting with `admission="wait"`',
+    ),
+    Bound("a request's time", "`deadline`, `first_token_deadline`: 0 to 1e8 s", "`DeadlineExceededError` (504)"),
+    Bound(
+        "tokens of a prompt, given as ids; ids to decode",
+        "`max_model_len`",
+        _CONTEXT,
+        "ids DetokenizeBody.tokens token_id",
+    ),
+    Bound(
+        "tokens of a completion",
+        "`max_tokens`, `max_model_len`",
+        'finish reason "length"',
+        "max_tokens max_completion_tokens max_output_tokens min_tokens",
+    ),
+    Bound("tokens that nobody reads", "`unread_timeout`", "the request ends"),
+    Bound(
+        "messages of a chat and its tools; text parts and calls in the messages",
+        f"fewer than `max_model_len`; {MAX_MESSAGES:,} of each, {MAX_TOOLS:,} tools",
+        f"{_CONTEXT}, {_INVALID}",
+        "messages tools ResponseBody.input content",
+    ),
+    Bound(
+        "characters of a text, of all of a chat, of its tools and its template's variables",
+        f"{CHARACTERS_PER_TOKEN} for each token of `max_model_len`, {2 * LONG_TEXT:,} at least",
+        _CONTEXT,
+        "prompt TokenizeBody.prompt CompletionBody.prompt suffix system text thinking description input_schema "
+        "ToolUseBlock.input ToolUseBlock.id ToolUseBlock.name ToolBody.name ToolChoiceBody.name tool_use_id "
+        "instructions chat_template_kwargs options args query documents queries text_1 text_2 instruction",
+    ),
+    Bound("variables of a chat template", f"{MAX_VARIABLES:,}", _INVALID, "chat_template_kwargs"),
+    Bound(
+        "a JSON schema, also of a type; the tools' together; a list of choices",
+        "1 MiB, 128 levels, 2 s to compile ([structured.md](structured.md#limits))",
+        _GRAMMAR,
+        "json_schema json_ schema_ choice output_type structured_output",
+    ),
+    Bound("a pattern, a grammar", "64 KiB, 2 s to compile", _GRAMMAR, "regex grammar"),
+    Bound(
+        "which tools may be called",
+        f"the names of the tools there are, {MAX_TOOLS:,} at most",
+        _INVALID,
+        "tool_choice backend",
+    ),
+    Bound("completions of a prompt", f"`n` {MAX_COMPLETIONS:,}", _INVALID, "n best_of"),
+    Bound(
+        "prompts of one call of `/v1/completions`, times `n`",
+        f"{MAX_PROMPTS:,}",
+        "400",
+        "CompletionBody.prompt",
+    ),
+    Bound("log-probabilities of a token", f"{MAX_LOGPROBS}", _INVALID, "logprobs top_logprobs"),
+    Bound("`logit_bias`", f"{MAX_LOGIT_BIAS:,} tokens", _INVALID, "logit_bias"),
+    Bound(
+        "stop strings",
+        f"{MAX_STOP_STRINGS}, of {MAX_STOP_CHARACTERS:,} characters",
+        _INVALID,
+        "stop stop_sequences",
+    ),
+    Bound("`stop_token_ids`", f"{MAX_STOP_TOKEN_IDS:,}", _INVALID, "stop_token_ids"),
+    Bound(
+        "texts of one call for vectors or scores",
+        f"{MAX_PROMPTS:,} over HTTP, else {MAX_INPUTS:,}; computed some at a time",
+        _INVALID,
+        "inputs EmbeddingBody.input documents queries text_1 text_2 top_n",
+    ),
+    Bound("elements of a vector", "`dimensions`: the model's", _INVALID, "dimensions"),
+    Bound(
+        "calls of the tokenizer that wait: `async_tokenizer`, `/tokenize`, counts of tokens",
+        f"{MAX_QUEUED_CALLS} short and {MAX_QUEUED_CALLS} long ones",
+        "`EngineOverloadedError` (429)",
+    ),
+    Bound(
+        "a name: `request_id`, `cache_salt`, `user`, of a prompt, a model, a response; 16 entries of `metadata`",
+        f"{MAX_NAME_CHARACTERS:,} characters; `request_id` over HTTP 128",
+        f"{_INVALID}, or it is not found (404)",
+        "request_id cache_salt prompt_name model previous_response_id name effort reasoning_effort user metadata",
+    ),
+    Bound(
+        "numbers that no work grows with",
+        "32 bits, `seed` 64",
+        _INVALID,
+        "top_k seed priority",
+    ),
+    Bound(
+        "a body over HTTP",
+        "`--max-body-bytes`, `max_body_bytes`: 32 MiB",
+        "413",
+        "include modalities type mcp_servers container compaction thread",
+    ),
+    Bound(
+        "values in a body, by its commas and brackets", f"{MAX_VALUES:,}; a bracket counts as {HOLDER_VALUES}", "413"
+    ),
+    Bound("stored responses", "1,000, 256 MiB", "the oldest are forgotten"),
+    Bound(
+        "a message between processes of one user (`connect`, `--workers`)",
+        f"{MAX_VALUES:,} values, 4 GiB; what it asks for is bounded as above",
+        f"{_INVALID}",
+        "number method params trace num_reads",
+    ),
+    Bound("connections, slow uploads", "none", "a proxy, `ulimit -n`"),
+)
+
+
+def as_markdown() -> str:
+    """The table, as docs/operations.md has it."""
+    rows = ["| what | bound | beyond it |", "|---|---|---|"]
+    return "\n".join(rows + [f"| {row.what} | {row.bound} | {row.beyond} |" for row in BOUNDS]) + "\n"
