@@ -15,6 +15,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .__version__ import __version__
+from .engine.handles.clients import CLIENTS
+
 if TYPE_CHECKING:
     from .async_llm import AsyncLLM
     from .config import EngineConfig
@@ -53,14 +56,11 @@ if TYPE_CHECKING:
         WorkerDiedError,
     )
     from .llm import LLM
-    from .options import ChatOptions, GenerateOptions, RequestOptions
     from .outputs import Choice, Completion, FinishReason, Logprob, RequestEnd, StartupProgress, Timings, Token, Usage
-    from .params import SamplingParams, StructuredOutput
+    from .params import ChatOptions, GenerateOptions, RequestOptions, SamplingParams, StructuredOutput
     from .settings import Settings
     from .telemetry.listeners import RequestListener, RequestStart
     from .telemetry.metrics import Histogram, Histograms, ReplicaStatistics, Statistics, WorkerRestart
-
-__version__ = "0.1.0"
 
 _HOME = {
     "TokenizerView": "engine.tokenizer_view",
@@ -72,9 +72,9 @@ _HOME = {
     "EngineConfig": "config",
     "StartupProgress": "outputs",
     "Settings": "settings",
-    "ChatOptions": "options",
-    "GenerateOptions": "options",
-    "RequestOptions": "options",
+    "ChatOptions": "params",
+    "GenerateOptions": "params",
+    "RequestOptions": "params",
     "SamplingParams": "params",
     "StructuredOutput": "params",
     "Choice": "outputs",
@@ -188,6 +188,17 @@ __all__ = [  # noqa: RUF022  # plainly sorted, as a test asks
     "WorkerRestart",
     "__version__",
 ]
+
+
+def _openai_client(engine: AsyncLLM, **options: Any) -> Any:
+    from .server.in_process import openai_client
+
+    return openai_client(engine, **options)
+
+
+CLIENTS["openai"] = _openai_client
+
+__path__.append(f"{__path__[0]}/engine/moved")  # the old places of modules that users import, for one version
 
 
 def __getattr__(name: str) -> Any:

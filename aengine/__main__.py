@@ -104,7 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _version() -> str:
-    from . import __version__
+    from .__version__ import __version__
 
     return f"aengine {__version__}"
 

@@ -6,26 +6,25 @@
 
 An `AsyncLLM` belongs to the event loop on which it was started, and to no other at the same time. It can be started
 again, on any loop, after `aclose` or after its loop was closed. With ``own_thread=True`` it belongs to none, and has
-blocking calls as well (`AsyncLLM.sync`). It holds the engine by a handle of one or the other kind, see `engine/handles/`;
-calls that return at once are in `engine/handles/immediate_calls.py`, those of workers in `engine/handles/worker_calls.py`, those for
-vectors and scores in `pooling.py`.
+blocking calls as well (`AsyncLLM.sync`). It holds the engine by a handle of one or the other kind, see
+`engine/handles/`; calls that return at once are in its `immediate_calls.py`, those of workers in its `worker_calls.py`,
+those for vectors and scores in `engine/pooling/requests.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, overload
 
 from .config import EngineConfig
 from .engine.handles.calls import resume, seconds
+from .engine.handles.clients import CLIENTS
 from .engine.handles.immediate_calls import ImmediateCalls
 from .engine.handles.local import LocalHandle
 from .engine.handles.worker_calls import WorkerCalls
 from .engine.pooling.requests import PoolingCalls
 from .errors import InvalidRequestError
-from .options import ChatOptions, RequestOptions, request_options
-from .params import SamplingParams
+from .params import ChatOptions, RequestOptions, SamplingParams, request_options
 from .settings import ENGINE_SETTINGS, described
 
 if TYPE_CHECKING:
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     import openai
 
     from .engine.chat.messages import ChatCompletion
+    from .engine.core import EngineCore
     from .engine.executor import Executor
     from .engine.handles.on_thread import ThreadHandle
     from .engine.handles.sync_llm import SyncLLM
@@ -333,11 +333,14 @@ class AsyncLLM(ImmediateCalls, WorkerCalls, PoolingCalls):
 
         Needs ``pip install 'aengine-llm[openai]'``. The engine may be started later.
         """
-        return import_module("aengine.server.in_process").openai_client(self, **options)  # it is above the engine
+        return CLIENTS["openai"](self, **options)
 
     # -- seams, for tests and for executors of other kinds
 
-    _core_class = "aengine.engine.core:EngineCore"
+    def _core_class(self) -> type[EngineCore]:
+        from .engine.core import EngineCore
+
+        return EngineCore
 
     def _make_executor(self, config: EngineConfig) -> Executor:
         from .engine.executor import new_executor

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -18,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import InvalidRequestError
 from .limits.cgroups import num_usable_cpus
-from .params import refuses_unknown_names, shown, unknown_name
-from .plugins import PLATFORMS, WORKERS, registered, target_of
+from .params import nearest, refuses_unknown_names, shown, unknown_name
 from .settings import ENGINE_SETTINGS, described
 
 if TYPE_CHECKING:
@@ -29,13 +29,19 @@ if TYPE_CHECKING:
     from .settings import Settings
 
 __all__ = [
+    "PLATFORMS",
+    "WORKERS",
     "EngineConfig",
     "is_offline",
     "model_cache",
     "num_worker_threads",
     "ray_cluster",
+    "read_settings",
+    "registered",
     "server_api_key",
+    "target_of",
     "thread_environment",
+    "value_of",
     "worker_environment",
 ]
 
@@ -214,8 +220,6 @@ class EngineConfig:
 
         Raises InvalidRequestError for a variable with the prefix that names no setting, or has a wrong value.
         """
-        from .env_settings import read_settings
-
         read = read_settings(cls, prefix, os.environ)
         given: dict[str, Any] = {**read, **settings}
         if model is not None:
@@ -457,3 +461,98 @@ def ray_cluster() -> str:
 def is_offline() -> bool:
     """Whether HF_HUB_OFFLINE forbids to ask the hub."""
     return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+
+
+WORKERS = "aengine.workers"
+"""The group of functions that load a model: see workers/loaded.py."""
+PLATFORMS = "aengine.platforms"
+"""The group of classes of devices: see runner/platforms/platform.py."""
+
+_OWN = {
+    WORKERS: {"default": "aengine.runner.startup.begin:load_model"},
+    PLATFORMS: {
+        "cuda": "aengine.runner.platforms.cuda:CudaPlatform",
+        "cpu": "aengine.runner.platforms.cpu:CpuPlatform",
+    },
+}
+
+
+def target_of(group: str, name: str) -> str | None:
+    """Return the "module:attribute" registered as ``name``; None: there is none. Blocking: reads files, unless the name
+    is one of our own."""
+    return _OWN[group].get(name) or registered(group).get(name)
+
+
+def registered(group: str) -> dict[str, str]:
+    """All names of the group, our own first, then those of other packages in order; each with its "module:attribute".
+    Blocking: reads files."""
+    from importlib.metadata import entry_points
+
+    return _OWN[group] | {point.name: point.value for point in sorted(entry_points(group=group))}
+
+
+_NO_SETTINGS = {"API_KEY"}
+"""What variables of the command line have behind the prefix."""
+
+_OF_KUBERNETES = re.compile(r"(^|_)(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?)?)$")
+"""Ends of variables that Kubernetes sets in each pod, with the name of a service before them: "aengine", for one."""
+
+_PAGE = "https://github.com/aengine/aengine/blob/main/docs/settings.md"
+
+_BOOLEANS = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
+
+
+def read_settings(config_class: type, prefix: str, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Name to value of the settings that variables with ``prefix`` give; those that are empty give none.
+
+    Raises InvalidRequestError for a variable that names no setting, or can't be read as its type.
+    """
+    if not isinstance(prefix, str) or not prefix:
+        raise InvalidRequestError(f"prefix={prefix!r} is not valid: it must be a non-empty string", param="prefix")
+    types: dict[str, str] = config_class.__annotations__
+    names = {f"{prefix}{name.upper()}": name for name in types}
+    read: dict[str, Any] = {}
+    for variable, text in environment.items():
+        if not variable.startswith(prefix):
+            continue
+        name = names.get(variable)
+        if name is None:
+            rest = variable.removeprefix(prefix)
+            if rest in _NO_SETTINGS or _OF_KUBERNETES.search(rest):
+                continue
+            near = nearest(rest.lower(), set(types))
+            hint = f"did you mean {prefix + near.upper()!r}?" if near else f"{_PAGE} lists them"
+            message = f"in the environment: there is no setting {variable!r}; {hint}"
+            raise InvalidRequestError(message, param=variable)
+        text = text.strip()
+        if text:
+            read[name] = value_of(variable, name, types[name], text)
+    return read
+
+
+def value_of(variable: str, name: str, type_name: str, text: str) -> Any:
+    """Read a setting's value. ``type_name``: as it stands in the class, "int | None".
+
+    Raises InvalidRequestError, which names ``variable``.
+    """
+    if type_name.startswith("Callable"):
+        raise InvalidRequestError(f"{variable}: a function can't be given in the environment", param=name)
+    kind = type_name.removesuffix(" | None")
+    if kind != type_name and text.lower() == "none":
+        return None
+    wanted = "1 or 0, true or false, yes or no, on or off"
+    try:
+        if kind == "bool":
+            return _BOOLEANS[text.lower()]
+        if kind == "int":
+            wanted = "an integer"
+            return int(text)
+        if kind == "float":
+            wanted = "a number"
+            return float(text)
+    except (KeyError, ValueError):
+        raise InvalidRequestError(f"{variable}={text!r} is not valid: it must be {wanted}", param=name) from None
+    return text

@@ -28,7 +28,7 @@ from aengine.engine.structured.spec import check_schema_size
 from aengine.engine.tokenizer.async_tokenizer import AsyncTokenizer
 from aengine.limits.bounds_table import BOUNDS, as_markdown
 from aengine.limits.checks import check_num_messages, check_num_values, is_long, size_of
-from aengine.options import ChatOptions, RenderOptions, RequestOptions
+from aengine.params import ChatOptions, RenderOptions, RequestOptions
 from aengine.remote import RemoteEngine
 from aengine.remote.serving import _Session
 from aengine.server import app  # noqa: F401  # imports every interface, and so every body

@@ -121,7 +121,7 @@ def test_architecture_places_every_module() -> None:
     for path in (ROOT / "aengine").iterdir():
         if path.is_dir() and (path / "__init__.py").exists():
             assert f"{path.name}/" in named, path.name
-        elif path.suffix == ".py" and path.name != "__init__.py":
+        elif path.suffix == ".py" and not path.name.startswith("__"):
             assert path.name in named, path.name
 
 

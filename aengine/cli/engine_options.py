@@ -6,8 +6,7 @@ import argparse
 from dataclasses import fields
 from typing import Any
 
-from ..config import EngineConfig
-from ..env_settings import value_of
+from ..config import EngineConfig, value_of
 from ..errors import InvalidRequestError
 from .progress import StartupLine
 

@@ -21,13 +21,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from ..config import EngineConfig
+from ..config import WORKERS, EngineConfig, target_of
 from ..errors import EngineClosedError, EngineError, InternalError, ModelLoadError, WorkerDiedError
 from ..ipc.messages import GrammarOutput, Kind, MessageError, SchedulerOutput, pack, unpack
 from ..ipc.vitals import Vitals
 from ..limits.ulimits import limit_hint, memory_ulimit_hint
 from ..outputs import StartupProgress
-from ..plugins import WORKERS, target_of
 from ..telemetry.worker_logs import level_for_workers, log_for_worker
 from ..workers.answers import AnswerFuture, PendingAnswers, reported_error
 from ..workers.group import RankWorker, WorkerGroup

@@ -13,7 +13,7 @@ from .tokenizer.prompt import check_length
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from ..options import RenderOptions
+    from ..params import RenderOptions
     from .chat.prompt import ChatPrompt
     from .tokenizer.tokenizer import Tokenizer
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 from ..async_llm import AsyncLLM
-from ..engine.chat.messages import Delta, ReasoningDelta, TextDelta, ToolCall, ToolCallDelta, ToolCallStart
+from ..chat import Delta, ReasoningDelta, TextDelta, ToolCall, ToolCallDelta, ToolCallStart
 from ..errors import (
     AEngineError,
     ContextLengthError,

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from ..async_llm import AsyncLLM
-from ..engine.chat.messages import Delta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
+from ..chat import Delta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
 from ..errors import (
     AEngineError,
     ContextLengthError,

@@ -10,8 +10,8 @@ import json
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
-from ..engine.chat.messages import ChatMessage as Answer
-from ..engine.chat.messages import Delta, ReasoningDelta, TextDelta, ToolCall
+from ..chat import ChatMessage as Answer
+from ..chat import Delta, ReasoningDelta, TextDelta, ToolCall
 from ..errors import InvalidRequestError
 from ..outputs import Completion, FinishReason, Token
 from .llama_index_embeddings import AEngineEmbedding, OverEngine

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from ..engine.chat.messages import (
+from ..chat import (
     ChatCompletion,
     ChatMessage,
     Delta,
@@ -31,9 +31,8 @@ from ..errors import (
     InternalError,
     RequestError,
 )
-from ..options import OnUnsupported
 from ..outputs import FinishReason
-from ..params import StructuredOutput
+from ..params import OnUnsupported, StructuredOutput
 from .openai_style import async_side
 from .settings import (
     as_of_type,

@@ -8,8 +8,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from ..engine.structured.pydantic_schema import adapt
-from ..options import ChatOptions
-from ..params import SamplingParams
+from ..params import ChatOptions, SamplingParams
 
 if TYPE_CHECKING:
     from ..async_llm import AsyncLLM

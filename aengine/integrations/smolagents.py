@@ -11,7 +11,7 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from ..async_llm import AsyncLLM
-from ..engine.chat.messages import Delta, TextDelta, ToolCallDelta, ToolCallStart
+from ..chat import Delta, TextDelta, ToolCallDelta, ToolCallStart
 from ..engine.handles.blocking import ChatIterator
 from ..llm import LLM
 from ..outputs import Completion

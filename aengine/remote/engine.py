@@ -12,18 +12,17 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .. import __version__
+from ..__version__ import __version__
+from ..chat import ChatCompletion, Delta
 from ..config import EngineConfig
-from ..engine.chat.messages import ChatCompletion, Delta
 from ..engine.pooling.requests import PoolingCalls, PoolingRequest, PoolingResult
 from ..engine.structured.spec import check_schema_size
 from ..engine.threads.pools import run_in_thread
 from ..engine.tokenizer.async_tokenizer import AsyncTokenizer
 from ..errors import ContextLengthError, EngineClosedError, EngineError, InvalidRequestError
 from ..limits.checks import check_num_characters, check_num_messages, check_num_values
-from ..options import ChatOptions, RequestOptions, chat_options, request_options
 from ..outputs import Completion, Token
-from ..params import SamplingParams
+from ..params import ChatOptions, RequestOptions, SamplingParams, chat_options, request_options
 from ..telemetry.metrics import Statistics
 from ..telemetry.trace_context import current_trace
 from .connection import Connection

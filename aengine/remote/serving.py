@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from .. import __version__
+from ..__version__ import __version__
 from ..engine.threads.pools import run_in_thread
 from ..engine.tokenizer.async_tokenizer import CALLS
 from ..errors import AEngineError, EngineClosedError, InternalError, InvalidRequestError

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from ..engine.chat.messages import TextDelta
+from ..chat import TextDelta
 from ..engine.structured.partial_json import partial_json
 from ..engine.threads.futures import settle, wait_at_most
 from ..errors import AEngineError, InvalidRequestError

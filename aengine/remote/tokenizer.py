@@ -17,7 +17,7 @@ from .wire import error_from_wire, pack, unpack
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from ..options import RenderOptions
+    from ..params import RenderOptions
 
 __all__ = ["RemoteTokenizer"]
 

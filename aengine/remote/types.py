@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..engine.chat.messages import ChatChoice
-from ..engine.chat.tools import Tool, ToolChoice
+from ..chat import ChatChoice, Tool, ToolChoice
 from ..engine.structured.asked_type import with_output_type
-from ..options import OnUnsupported
 from ..outputs import Completion, FinishReason
-from ..params import SamplingParams
+from ..params import OnUnsupported, SamplingParams
 
 if TYPE_CHECKING:
     from ..engine.structured.output_type import OutputType

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 import msgpack
 
 from .. import errors
-from ..engine.chat.messages import (
+from ..chat import (
     ChatCompletion,
     Delta,
     ReasoningDelta,

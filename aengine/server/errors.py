@@ -25,7 +25,7 @@ from ..outputs import FinishReason
 from .http import HTTPError
 
 if TYPE_CHECKING:
-    from ..engine.chat.messages import ChatChoice
+    from ..chat import ChatChoice
     from ..outputs import Choice
     from .openai.requests import Body
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 from starlette.responses import Response
 
-from .. import __version__
+from ..__version__ import __version__
 from ..errors import AEngineError
 from .errors import http_error
 from .http import JSONAnswer

@@ -11,7 +11,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import Response
 
-from .. import __version__
+from ..__version__ import __version__
 from .http import JSONAnswer
 from .service import Service
 

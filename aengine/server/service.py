@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from .. import __version__
+from ..__version__ import __version__
 from ..engine.threads.lanes import Lanes
 from .health import Health
 from .http import FEW_VALUES, MANY_VALUES, HTTPError, Pace, json_in_pieces, read_json

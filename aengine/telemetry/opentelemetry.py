@@ -103,7 +103,7 @@ class _Instrumentation(RequestListener):
     def __init__(
         self, model_name: str, tracer_provider: TracerProvider | None, meter_provider: MeterProvider | None
     ) -> None:
-        from .. import __version__
+        from ..__version__ import __version__
 
         self._model_name = model_name
         self._tracer = get_tracer("aengine", __version__, tracer_provider)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any, ClassVar
 
+from ..chat import Tool, tools_of
 from ..checkpoint.source import ModelSource
 from ..config import EngineConfig
 from ..engine.admission import Admission
 from ..engine.chat.plan import ChatRequest
-from ..engine.chat.tools import Tool, tools_of
 from ..engine.core import EngineCore, ProgressCallback
 from ..engine.tokenizer.prompt import MessagesPart, TextPart, TokensPart
 from ..engine.tokenizer.tokenizer import Tokenizer

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from os import PathLike
     from typing import Unpack
 
+    from ..engine.core import EngineCore
     from ..settings import Settings
     from .executor import ScriptedExecutor
 
@@ -43,7 +44,6 @@ class FakeAsyncLLM(AsyncLLM):
         self._script = Script(script)
         self._token_delay = token_delay
         self._reasoning = reasoning
-        self._core_class = f"aengine.testing.core:{'ReasoningCore' if reasoning else 'ScriptedCore'}"
         settings: Any = {**_SETTINGS, **config}
         super().__init__("fake", **settings)
 
@@ -51,6 +51,11 @@ class FakeAsyncLLM(AsyncLLM):
     def requests(self) -> list[FakeRequest]:
         """The completions that were asked for so far, in order; without those that were refused."""
         return self._script.requests
+
+    def _core_class(self) -> type[EngineCore]:
+        from .core import ReasoningCore, ScriptedCore
+
+        return ReasoningCore if self._reasoning else ScriptedCore
 
     def _make_executor(self, config: EngineConfig) -> ScriptedExecutor:
         from .executor import ScriptedExecutor

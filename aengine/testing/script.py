@@ -11,8 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..engine.chat.formats import FORMATS
-from ..engine.chat.tools import Tool
+from ..chat import FORMATS, Tool
 from ..errors import AEngineError
 from ..params import SamplingParams, shown
 from .vocabulary import END_OF_TURN, ids_of

@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from ..config import EngineConfig
-from ..engine.threads.pools import run_in_thread
 from ..errors import EngineClosedError, EngineError, WorkerDiedError
 from ..ipc.channel import Frame, HostChannel
 from ..ipc.lead import new_lead
 from ..ipc.messages import Kind
+from ..ipc.thread_calls import run_in_thread
 from ..ipc.vitals import Vitals
 from ..limits.ulimits import limit_hint
 from .device_watch import overdue_seconds

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from aengine.config import EngineConfig
+from aengine.config import PLATFORMS, WORKERS, EngineConfig, registered
 from aengine.engine.executor import ProcessExecutor
 from aengine.errors import InvalidRequestError, ModelLoadError
-from aengine.plugins import PLATFORMS, WORKERS, registered
 from aengine.runner.platforms.choice import choose_platform
 from aengine.runner.platforms.cpu import CpuPlatform
 

@@ -6,30 +6,3 @@
 
 Both read the same `ToolFormat` and `ReasoningFormat`. Nothing here depends on the engine.
 """
-
-from .compose import compose
-from .formats import FORMATS, ReasoningFormat, TextTokenId, ToolFormat, detect
-from .messages import ChatMessage, Delta, ReasoningDelta, TextDelta, ToolCall, ToolCallDelta, ToolCallEnd, ToolCallStart
-from .parser import ChatParser
-from .tools import Tool, ToolChoice, tools_of
-
-__all__ = [
-    "FORMATS",
-    "ChatMessage",
-    "ChatParser",
-    "Delta",
-    "ReasoningDelta",
-    "ReasoningFormat",
-    "TextDelta",
-    "TextTokenId",
-    "Tool",
-    "ToolCall",
-    "ToolCallDelta",
-    "ToolCallEnd",
-    "ToolCallStart",
-    "ToolChoice",
-    "ToolFormat",
-    "compose",
-    "detect",
-    "tools_of",
-]

@@ -6,9 +6,9 @@
 
     opening  call  (separator call)*  closing        several calls: a group
 
-These strings are all there is to a format. `aengine.engine.chat.compose` writes the grammar from them, blanks included, and
-`aengine.engine.chat.parser` looks for the very same ones, so what is allowed is understood. (It understands a few other
-spellings besides: `aengine.engine.chat.syntax.spellings`.)
+These strings are all there is to a format. `compose.py` writes the grammar from them, blanks included, and
+`parser.py` looks for the very same ones, so what is allowed is understood. (It understands a few other spellings
+besides: `syntax/spellings.py`.)
 """
 
 from __future__ import annotations

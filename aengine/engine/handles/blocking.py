@@ -11,9 +11,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
 
 from ...errors import AEngineError, InvalidRequestError
-from ...options import Progress, Show
 from ...outputs import Completion, FinishReason, Token, Usage
-from ...params import SamplingParams
+from ...params import Progress, SamplingParams, Show
 from ..streams.cross_thread_stream import BlockingStream, run_now
 
 if TYPE_CHECKING:

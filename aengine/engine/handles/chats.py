@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...limits.checks import check_num_messages
-from ...options import ChatOptions, chat_options
-from ...params import SamplingParams
+from ...params import ChatOptions, SamplingParams, chat_options
 from ..chat.plan import ChatRequest
 from ..streams.chat_stream import ChatStream
 

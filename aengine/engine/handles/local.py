@@ -12,7 +12,6 @@ import os
 import warnings
 import weakref
 from collections.abc import Awaitable, Callable
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from ...errors import EngineClosedError, EngineError
@@ -39,8 +38,9 @@ T = TypeVar("T")
 class Owner(Protocol):
     """Interface of the user's object that has a handle: the seams for tests and for executors of other kinds."""
 
-    _core_class: str
-    """The "module:class" of its `EngineCore`, imported by the first start."""
+    def _core_class(self) -> type[EngineCore]:
+        """Import its class of cores. Called by each start, in a thread."""
+        ...
 
     def _make_executor(self, config: EngineConfig) -> Executor: ...
 
@@ -120,9 +120,7 @@ class LocalHandle:
     async def _begin(self) -> None:
         from ..threads.pools import run_in_thread
 
-        module, _, name = self.owner()._core_class.partition(":")
-        imported = await run_in_thread("import", import_module, module)  # takes 0.1 s, which would block the loop
-        core_class: type[EngineCore] = getattr(imported, name)
+        core_class = await run_in_thread("import", self.owner()._core_class)  # takes 0.1 s, which would block the loop
         owner, config = self._owner, self.config
 
         def make_executor(config: EngineConfig) -> Executor:

@@ -8,8 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, overload
 
 from ...errors import InvalidRequestError
-from ...options import ChatOptions, GenerateOptions, RequestOptions, generate_options, request_options
-from ...params import SamplingParams
+from ...params import ChatOptions, GenerateOptions, RequestOptions, SamplingParams, generate_options, request_options
 from ..pooling.requests import SyncPoolingCalls
 from ..streams.cross_thread_stream import BlockingStream, run_now
 from ..threads.loop_ownership import check_may_block

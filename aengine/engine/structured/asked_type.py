@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import InvalidRequestError
-from ...options import OnUnsupported
-from ...params import SamplingParams, StructuredOutput, shown
+from ...params import OnUnsupported, SamplingParams, StructuredOutput, shown
 
 if TYPE_CHECKING:
     from .output_type import OutputType

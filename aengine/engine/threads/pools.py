@@ -12,8 +12,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from ...errors import EngineClosedError, EngineError, EngineOverloadedError, InternalError
-from .futures import settle
+from ...errors import EngineClosedError, EngineOverloadedError
+from ...ipc.thread_calls import no_thread, outcome_of, run_in_thread, settle, tell
 
 __all__ = ["Job", "ThreadPool", "end_pools", "run_in_thread", "tell"]
 
@@ -21,49 +21,6 @@ T = TypeVar("T")
 Job = Callable[[bool], None]
 """Work for a thread, which tells it whether the pool was closed before it had its turn."""
 _END_SECONDS = 1.0  # that closing waits for work that has begun
-
-
-async def run_in_thread(name: str, function: Callable[..., T], *args: Any) -> T:
-    """Run ``function(*args)`` in a thread of its own that ends with it.
-
-    Unlike ``asyncio.to_thread`` it makes no pool on the host's loop that would outlive the engine. When the caller is
-    cancelled the thread, a daemon, runs on and its result is dropped. Raises EngineError when none can be started, and
-    InternalError for what is no `Exception`.
-    """
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[T] = loop.create_future()
-
-    def body() -> None:
-        tell(loop, settle, result, *_outcome(partial(function, *args)))
-
-    try:
-        threading.Thread(target=body, name=f"aengine-{name}", daemon=True).start()
-    except RuntimeError as error:
-        raise EngineError(_no_thread(error)) from error
-    return await result
-
-
-def _outcome(call: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Call it. Returns its value, or what it raised: an InternalError for what is no `Exception`.
-
-    A panic of a library in Rust is none, and a task's `except Exception` would miss it; a SystemExit would end the
-    event loop that it is handed to.
-    """
-    try:
-        return call(), None
-    except Exception as error:
-        return None, error
-    except BaseException as error:
-        raised = InternalError(f"a function that ran in a thread raised {error!r}")
-        raised.__cause__ = error
-        return None, raised
-
-
-def _no_thread(error: RuntimeError) -> str:
-    return (
-        f"no thread can be started ({error}): this process, user or container has as many as it may have; raise "
-        f"`ulimit -u` or the container's pids limit"
-    )
 
 
 class ThreadPool:
@@ -137,7 +94,7 @@ class ThreadPool:
             thread.start()
         except RuntimeError as error:
             if not self._threads:  # else those that there are do the work
-                raise EngineOverloadedError(_no_thread(error), retry_after=1.0) from error
+                raise EngineOverloadedError(no_thread(error), retry_after=1.0) from error
         else:
             self._threads.append(thread)
 
@@ -219,12 +176,4 @@ def _do(loop: asyncio.AbstractEventLoop, future: asyncio.Future[T], call: Callab
     if is_closed:
         tell(loop, future.cancel)
     elif not future.cancelled():
-        tell(loop, settle, future, *_outcome(call))
-
-
-def tell(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object) -> None:
-    """Call ``callback(*args)`` on the loop, from any thread."""
-    try:
-        loop.call_soon_threadsafe(callback, *args)
-    except RuntimeError:  # the loop is closed, and whatever waited there is gone
-        pass
+        tell(loop, settle, future, *outcome_of(call))

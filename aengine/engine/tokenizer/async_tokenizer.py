@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from ...options import RenderOptions
+    from ...params import RenderOptions
 
 __all__ = ["CALLS", "AsyncTokenizer"]
 

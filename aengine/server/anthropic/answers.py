@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from ...engine.chat.messages import (
+from ...chat import (
     ChatCompletion,
     ChatMessage,
     Delta,

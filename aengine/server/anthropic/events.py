@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
-from ...engine.chat.messages import Delta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
+from ...chat import Delta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
 from ...errors import AEngineError
 from ...outputs import FinishReason
 from ..errors import aborted, http_error

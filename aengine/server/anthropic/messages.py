@@ -21,7 +21,7 @@ from .events import error_event, event_chunks
 from .requests import CountBody, MessagesBody
 
 if TYPE_CHECKING:
-    from ...engine.chat.messages import Delta
+    from ...chat import Delta
     from ...engine.streams.chat_stream import ChatStream
 
 __all__ = ["count_tokens", "create_message"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from starlette.requests import Request
 
-from ...engine.chat.messages import Delta, ReasoningDelta, TextDelta
+from ...chat import Delta, ReasoningDelta, TextDelta
 from ...outputs import Completion, FinishReason, Logprob, Token, Usage
 from ..http import WrittenJSON, dumps
 

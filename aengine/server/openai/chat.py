@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...engine.chat.messages import (
+from ...chat import (
     ChatChoice,
     ChatCompletion,
     ChatMessage,

@@ -19,10 +19,10 @@ from typing import Any, Protocol
 from weakref import WeakMethod
 
 from ...config import EngineConfig
-from ...engine.threads.pools import run_in_thread, tell
 from ...errors import EngineClosedError, EngineError, WorkerDiedError
 from ...ipc.channel import Frame
 from ...ipc.link import Link, LinkFrame, authenticate, watch_silence
+from ...ipc.thread_calls import run_in_thread, tell
 from ..group import OnDeath, OnFrames, WorkerGroup
 from ..rank import Rank
 from .node import DIED, STATUS

@@ -23,11 +23,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from ... import __version__
+from ...__version__ import __version__
 from ...config import EngineConfig
-from ...engine.threads.pools import run_in_thread
 from ...errors import EngineError, WorkerDiedError
 from ...ipc.link import Link, LinkFrame, authenticate, watch_silence
+from ...ipc.thread_calls import run_in_thread
 from ...limits.cgroups import num_usable_cpus
 from ..group import RankWorker, WorkerGroup
 from ..rank import Rank

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ... import __version__
+from ...__version__ import __version__
 from ...config import EngineConfig, ray_cluster
 from ...errors import EngineClosedError, EngineError, InvalidRequestError, ModelLoadError
 from ..rank import Rank

@@ -24,7 +24,7 @@ from .messages import messages_of, with_instructions
 from .store import ResponseStore
 
 if TYPE_CHECKING:
-    from ....engine.chat.messages import ChatCompletion
+    from ....chat import ChatCompletion
     from ....engine.streams.chat_stream import ChatStream
 
 __all__ = ["count_input_tokens", "create_response", "delete_response", "show_response"]

@@ -1,0 +1,14 @@
+"""Clients of other libraries over an engine of this process, made by the doors, which import the engine.
+
+The package's face, which may import both, registers a function for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["CLIENTS"]
+
+CLIENTS: dict[str, Callable[..., Any]] = {}
+"""Name of a client's library to the function that makes one: of the engine, and of the options of that client."""

@@ -1,0 +1,1 @@
+"""The old place of `aengine.engine.structured`, for one version."""
