@@ -119,7 +119,7 @@ class Watchdog:
             self.stop()
 
     def drop(self, num_steps: int) -> None:
-        """The newest steps were revoked: the worker will not answer them."""
+        """The worker will not answer the newest steps."""
         for _ in range(min(num_steps, len(self._steps))):
             self._steps.pop()
         if not self._steps:

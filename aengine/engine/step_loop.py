@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
 from collections.abc import Callable
 from time import perf_counter
 from typing import Protocol
@@ -26,8 +25,8 @@ from ..telemetry.observer import Observer
 from .delivery import Delivery, logprobs_by_token, request_error
 from .executor import Executor
 from .grammar_gate import ALWAYS, Forcing, GrammarGate, Masks
-from .pacing.in_flight_limit import InFlightLimit
 from .pacing.step_time import StepTime
+from .pacing.steps_in_flight import StepsInFlight
 from .recovery import Watchdog, hang_error
 from .scheduler.request import Request, RequestStatus
 from .scheduler.scheduler import Scheduler
@@ -71,8 +70,7 @@ class StepLoop:
         executor: Executor,
         work: asyncio.Event,
         *,
-        max_in_flight_steps: int,
-        max_leased_steps: int = 0,
+        in_flight: StepsInFlight,
         step_time: StepTime,
         counters: Counters,
         observer: Observer,
@@ -90,17 +88,11 @@ class StepLoop:
         is told the id of each request with its first step, once for each of n completions."""
         self.scheduler = scheduler
         self._executor = executor
-        self._limit = InFlightLimit(max_in_flight_steps, max_leased_steps)
-        self._max_in_flight = max_in_flight_steps
         self._step_time = step_time
         self._counters = counters
         self._observer = observer
         self._on_begun = on_begun
-        self._in_flight: deque[asyncio.Future[ModelRunnerOutput | None]] = deque()
-        self._must_revoke = False  # leased steps, before another step can be made
-        self._is_running = False
-        self._is_publishing = False  # a step is on its way to the workers, and not in `_in_flight` yet
-        self._is_revoking = False  # the worker was told to, and has not said yet how many it dropped
+        self.in_flight = in_flight
         self._work = work
         self._turn = turn
         self._is_idle = False
@@ -120,6 +112,7 @@ class StepLoop:
                 self._on_hang,
                 patience=step_patience,
             )
+        in_flight.attach(scheduler, executor, self.watchdog, work)
         rest = turn.rest if turn is not None else None
         self._gate = GrammarGate(scheduler, grammars, forcing, self.watchdog, rest)
         self._delivery = Delivery(scheduler)
@@ -131,7 +124,7 @@ class StepLoop:
             return
         self.scheduler.add_request(request)
         self._work.set()
-        self.revoke_leased()
+        self.in_flight.interrupt()
         if self._is_idle:
             self._num_new_tokens += len(request.token_ids)
             if self._num_new_tokens >= self.scheduler.max_num_batched_tokens:
@@ -139,9 +132,9 @@ class StepLoop:
 
     def _send_ahead(self) -> None:
         """A full step waits already, and the host's loop may be busy for long with adding more: send it now."""
-        if self._unsent is not None or self._gate.step is not None or self._is_revoking:
+        if self._unsent is not None or self._gate.step is not None or self.in_flight.is_interrupted:
             return
-        if len(self._in_flight) >= min(_MOST_SENT_AHEAD, self.scheduler.max_in_flight_steps):
+        if len(self.in_flight.answers) >= min(_MOST_SENT_AHEAD, self.scheduler.max_in_flight_steps):
             return
         if self._turn is not None and not self._turn.is_open:
             return
@@ -150,14 +143,13 @@ class StepLoop:
         if output is None:
             return
         try:
-            answer = self._executor.try_execute_model(output)
+            is_given = self.in_flight.try_give(output)
         except EngineError:  # `run` meets it too, and says so
-            answer = None
-        if answer is None:
+            is_given = False
+        if is_given:
+            self._note_scheduled(output)
+        else:
             self._unsent = output
-            return
-        self._in_flight.append(answer)
-        self._note_scheduled(output)
 
     def _note_scheduled(self, output: SchedulerOutput) -> None:
         if self._turn is None:
@@ -180,39 +172,12 @@ class StepLoop:
             return
         self.scheduler.finish(request, reason)
         self._work.set()
-        self.revoke_leased()
-
-    def revoke_leased(self) -> None:
-        """Revoke the leased steps that the worker has not begun: what has come is part of its next one."""
-        newest = self.scheduler.newest_step
-        if newest is not None and newest.is_leased and not self._is_revoking:
-            self._must_revoke = True
-            self._try_to_revoke()
-
-    def _try_to_revoke(self) -> None:
-        if self._is_publishing:  # the newest step that is revoked would not be the newest in `_in_flight`
-            return
-        try:
-            self._is_revoking = self._executor.try_revoke(self._on_revoked)
-        except EngineError:  # `run` meets it too, and says so
-            return
-        self._must_revoke = not self._is_revoking
-
-    def _on_revoked(self, num_steps: int) -> None:
-        """The worker has dropped so many, the newest of those in flight."""
-        if not self._is_running:  # the engine is being closed, and its requests have ended
-            return
-        self._is_revoking = False
-        self.scheduler.revoke(num_steps)
-        for _ in range(num_steps):
-            self._in_flight.pop()
-        self.watchdog.drop(num_steps)
-        self._work.set()
+        self.in_flight.interrupt()
 
     async def run(self) -> EngineError:
         """Run until the executor fails, whose error is returned, or until cancelled. Raises what a bug raises."""
         generation = self._turn.generation if self._turn is not None else 0
-        self._is_running = True
+        self.in_flight.is_running = True
         try:
             while True:
                 await self._step()
@@ -220,7 +185,7 @@ class StepLoop:
             self._executor.fail(error)  # if it has not failed by itself: a worker that answers nonsense is of no use
             return error.with_traceback(None)  # it is kept, and its frames hold requests
         finally:
-            self._is_running = False
+            self.in_flight.is_running = False
             if self._turn is None or self._turn.generation == generation:  # else it watches other workers already
                 self.watchdog.stop()
             self.lag.pause()
@@ -229,14 +194,14 @@ class StepLoop:
         """Have all requests wait to be computed again, from the ids that are known: their worker has died, of an
         ``exception`` if it could say. Returns those of which several workers died one after the other; they should not
         be run again."""
-        self._in_flight.clear()
-        self._must_revoke = self._is_revoking = False
+        self.in_flight.clear()
         self._gate.step = self._unsent = None
         return self.scheduler.preempt_all(exception)
 
     def restart(self, executor: Executor) -> None:
         """Let the next `run` be with another executor, after `preempt_all`."""
         self._executor = executor
+        self.in_flight.restart(executor)
 
     def _on_hang(self, fault: str) -> None:
         self._executor.fail(hang_error(fault))
@@ -244,53 +209,37 @@ class StepLoop:
     async def _step(self) -> None:
         """Run one turn: keep the worker supplied, then take the oldest answer."""
         await self._send_due_bitmask()
-        self._max_in_flight = self._limit.num_steps(self.scheduler)
-        if self._must_revoke:
-            self._try_to_revoke()
+        in_flight = self.in_flight
+        in_flight.begin_turn()
         if await self._publish_next():
             await self._send_due_bitmask()
-            if len(self._in_flight) < self._max_in_flight and self._gate.step is None:
+            if in_flight.has_room and self._gate.step is None:
                 return
-        if self._turn is not None and not (self._in_flight and self._in_flight[0].done()):
+        if self._turn is not None and not in_flight.has_answer:
             self._turn.rest()
-        if self._in_flight:
-            oldest = self._in_flight[0]
-            answer = await oldest
-            if answer is None:  # revoked meanwhile
-                assert not self._in_flight or self._in_flight[0] is not oldest, "a step was revoked, and is awaited"
-                return
-            self._in_flight.popleft()
-            if self._turn is None:
-                self.watchdog.end()
-            self._limit.note_answer(answer.answered_at)
-            await self._apply(answer)
-            if self._in_flight and self._in_flight[0].done():  # many have come: others on this loop get their turn
-                await asyncio.sleep(0)
-        else:
+        if not in_flight.answers:
             await self._idle()
+            return
+        answer = await in_flight.next_answer()
+        if answer is None:
+            return
+        if self._turn is None:
+            self.watchdog.end()
+        await self._apply(answer)
+        if in_flight.has_answer:  # many have come: others on this loop get their turn
+            await asyncio.sleep(0)
 
     async def _publish_next(self) -> bool:
         """Publish one more step, if the worker may have one and there is something to compute."""
-        if len(self._in_flight) >= self._max_in_flight or self._gate.step is not None or self._is_revoking:
+        if self._gate.step is not None or not self.in_flight.has_room:
             return False
         if self._turn is not None and not self._turn.is_open:
             return False
-        newest = self.scheduler.newest_step
-        is_leased = len(self._in_flight) >= self._limit.base or (newest is not None and newest.is_leased)
-        if is_leased and not self.scheduler.is_steady:
-            self.revoke_leased()
-            return False
-        output, self._unsent = self._unsent or self.scheduler.schedule(is_leased=is_leased), None
+        output, self._unsent = self._unsent or self.in_flight.schedule(), None
         if output is None:
             return False
         self._note_scheduled(output)
-        self._is_publishing = True
-        try:
-            self._in_flight.append(await self._executor.execute_model(output))
-        finally:
-            self._is_publishing = False
-        if self._must_revoke:
-            self._try_to_revoke()
+        await self.in_flight.give(output)
         return True
 
     async def _send_due_bitmask(self) -> None:
@@ -335,7 +284,7 @@ class StepLoop:
         if self._executor.failure is not None:
             raise self._executor.failure
         self.lag.resume()
-        self._limit.begin()
+        self.in_flight.note_idle()
 
     async def _apply(self, output: ModelRunnerOutput) -> None:
         """Commit an answer and deliver its tokens, giving the host's loop a turn after every few.

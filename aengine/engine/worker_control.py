@@ -119,7 +119,7 @@ class WorkerControl:
 
     async def call(self, method: str, *args: Any, timeout: float) -> Any:
         """Make a collective call of the workers, see `Executor.call`; one that takes longer is an InternalError."""
-        self._steps.revoke_leased()  # it comes after the steps that were given before
+        self._steps.in_flight.interrupt()  # it comes after the steps that were given before
         try:
             return await self.executor.call(method, *args, timeout=timeout)
         except TimeoutError:
@@ -134,7 +134,7 @@ class WorkerControl:
         """Make a call that every rank answers, see `Executor.call_all`. Steps and heartbeats may stop for as long as it
         takes, also when the caller is cancelled meanwhile."""
         self.check()
-        self._steps.revoke_leased()
+        self._steps.in_flight.interrupt()
         call = asyncio.get_running_loop().create_task(self._call_all(method, args, timeout), name="aengine-call")
         call.add_done_callback(lambda call: call.cancelled() or call.exception())  # the caller may have gone
         return await asyncio.shield(call)

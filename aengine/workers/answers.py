@@ -114,9 +114,10 @@ class PendingAnswers:
             return
         if on_revoked is None or num_steps > len(self.steps):
             raise MessageError(f"{num_steps} steps were dropped unasked")
-        revoked = dict(self.steps.popitem() for _ in range(num_steps))
-        on_revoked(list(revoked))
-        for future in revoked.values():
+        revoked = list(self.steps)[len(self.steps) - num_steps :]
+        on_revoked(revoked)
+        for step_id in revoked:
+            future = self.steps.pop(step_id)
             if not future.done():
                 future.set_result(None)
 

@@ -5,18 +5,13 @@ answered by all. An exception while loading is reported and ends the worker; so 
 the device's memory is not known after it: the host has every request's tokens and starts anew, all ranks together. One
 in a collective call is that call's answer.
 
-    ring ──> queue of frames ──> launched, at most max_in_flight_steps ──> answered
-                   └── REVOKE, when it arrives: leased steps in the queue are dropped
-
-Steps wait in the queue, not on the device, which could not drop them: so what the host sends next comes soon,
-however many steps it had leased before.
+    ring ──> queue of frames (step_queue.py) ──> launched, at most max_in_flight_steps ──> answered
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import threading
 import time
 import traceback
@@ -34,6 +29,7 @@ from .device_watch import DeviceWatch
 from .loaded import Answer, JoiningRunner, Runner
 from .loading import Loading
 from .logs import WorkerLogs
+from .step_queue import Queued, StepQueue
 
 __all__ = ["Worker"]
 
@@ -43,7 +39,7 @@ _HEARTBEAT_PERIOD = 0.25  # seconds
 _MEMORY_PERIOD = 5.0  # seconds between two looks at the device's memory
 _EAGER_POLL = 0.01  # seconds for which an answer that the device works on is looked for without a pause, ...
 _POLL = 0.0002  # ... and those between two looks after that, when no frame comes
-_LEAD_POLL = 50e-6  # seconds between two looks whether the first rank has begun a leased step
+_LEAD_POLL = 50e-6  # seconds between two looks whether the first rank has begun a step
 _HURRY = 0.0005  # seconds that it may take to wake up and to launch a step
 _LOGS_PERIOD = 0.25  # seconds between two attempts to publish a log for which the ring had no room
 
@@ -56,7 +52,7 @@ class Worker:
         self._logs = logs or WorkerLogs(channel)
         self._loading = Loading(channel, rank, target, self._logs)
         self._runner: Runner | None = None
-        self._queue: deque[tuple[Kind, int, Any]] = deque()  # kind, step id and message of frames taken, oldest first
+        self._queue = StepQueue()
         self._max_launched = 1
         self._answers: deque[tuple[int, Answer, int]] = deque()  # launched and not reported: step id, its tokens last
         self._times = AnswerTimes()  # of the same
@@ -64,8 +60,7 @@ class Worker:
         self._num_tokens = 0  # of the step that was executed last
         self._prepares = False  # in idle times
         self._awaits_bitmask = False  # the device works on a step that can't be sampled yet
-        self._lead: Lead | None = None  # None: there are no other ranks
-        self._check: AnswerCheck | None = None  # likewise
+        self._check: AnswerCheck | None = None  # None: there are no other ranks
         self._step_id = 0  # of the frame in hand, for error reports
         self._ended = threading.Event()
         self._last_event = 0.0  # when a frame came last
@@ -90,19 +85,18 @@ class Worker:
         """Take the frames that have come, handle one, and report what has become ready. False after SHUTDOWN."""
         # While the device computes it is either known to take a while, or looked at all the time.
         frame = self._channel.consume(self._wait_seconds(), spins=self._is_idle)
-        if self._lead is not None:
-            self._lead.look()
+        if self._queue.look():
             frame = frame or self._channel.consume(0)  # what came before that look
         while frame is not None:
             self._take(frame)
             frame = self._channel.consume(0)
         if self._may_handle:
-            kind, self._step_id, message = self._queue.popleft()
+            kind, self._step_id, message = self._queue.pop()
             self._device.note_busy()
             if not self._handle(kind, message):
                 return False
             self._last_event = time.monotonic()
-        elif self._queue and self._lead is not None and self._lead.is_over:
+        elif self._queue.is_over:
             return False
         elif self._is_idle and self._prepares_after is not None:
             self._prepare_more()
@@ -132,42 +126,21 @@ class Worker:
         is_bare = kind is Kind.SHUTDOWN or (kind is Kind.REVOKE and not frame.payload)
         message = None if is_bare else unpack(kind, frame.payload)
         if kind is Kind.REVOKE:
-            self._revoke(message)
+            num_dropped = self._queue.revoke(message)
+            if message is None:
+                self._channel.publish(Kind.REVOKED, self._step_id, pack(num_dropped))
         else:
-            self._queue.append((kind, frame.step_id, message))
+            self._queue.put(Queued(kind, frame.step_id, message))
 
-    def _revoke(self, dropped: list[int] | None) -> None:
-        """Drop the leased steps that have not begun. The host makes no other steps after them until it is answered.
-
-        ``dropped``: the first and the last of those that the first rank has dropped; None: this is the first rank.
-        """
-        first, last = (0, math.inf) if dropped is None else dropped
-
-        def is_dropped(kind: Kind, step_id: int, message: Any) -> bool:
-            return kind is Kind.STEP and message.is_leased and first <= step_id <= last
-
-        kept = [entry for entry in self._queue if not is_dropped(*entry)]
-        num_dropped = len(self._queue) - len(kept)
-        self._queue = deque(kept)
-        if dropped is None:
-            self._channel.publish(Kind.REVOKED, self._step_id, pack(num_dropped))
+    @property
+    def _may_launch(self) -> bool:
+        """Whether the device may be given another step."""
+        return len(self._answers) < self._max_launched
 
     @property
     def _may_handle(self) -> bool:
-        """Whether there is a frame to handle now: a step waits while the device has enough of them, and a leased one
-        until the first rank has begun it."""
-        if not self._queue:
-            return False
-        kind, step_id, message = self._queue[0]
-        if kind is not Kind.STEP:
-            return True
-        if len(self._answers) >= self._max_launched:
-            return False
-        return self._leads or not message.is_leased or self._lead is None or self._lead.has_begun(step_id)
-
-    @property
-    def _leads(self) -> bool:
-        return self._loading.rank.leads
+        """Whether there is a frame to handle now: a step waits while the device has enough of them."""
+        return self._queue.next_frame(may_step=self._may_launch) is not None
 
     @property
     def _is_idle(self) -> bool:
@@ -181,14 +154,14 @@ class Worker:
         """Return how long to wait for a frame, in seconds: for ever, if nothing else can happen."""
         if self._may_handle:
             return 0
-        if self._queue and len(self._answers) < self._max_launched:  # the first rank begins it soon, or drops it
+        if self._queue and self._may_launch:  # the first rank begins it soon, or drops it
             return _LEAD_POLL
         if self._is_idle:
             prepares_after = self._prepares_after
             return _LOGS_PERIOD if prepares_after is None and self._logs.is_pending else prepares_after
         now = time.monotonic()
         # A step that the host owes must be launched before the device is done with those that it has.
-        owes_none = len(self._answers) == self._max_launched
+        owes_none = not self._may_launch
         seconds = self._times.seconds_to_sleep(now, may_nap=owes_none) if self._answers else 0.0
         if seconds > 0 and (seconds > _HURRY or owes_none):
             return seconds
@@ -206,8 +179,7 @@ class Worker:
 
     def _handle(self, kind: Kind, message: Any) -> bool:
         if kind is Kind.SHUTDOWN:
-            if self._lead is not None and self._leads:
-                self._lead.note_over()
+            self._queue.note_over()
             return False
         if kind is Kind.STEP:
             self._execute(message)
@@ -229,8 +201,7 @@ class Worker:
 
     def _execute(self, out: SchedulerOutput) -> None:
         runner, begun = self._loaded(), time.monotonic()
-        if self._lead is not None and self._leads:
-            self._lead.note_begun(out.step_id)
+        self._queue.note_begun(out.step_id)
         runner.execute_model(out)
         self._awaits_bitmask = not out.sample_now
         self._num_tokens = sum(out.num_scheduled_tokens)
@@ -254,11 +225,11 @@ class Worker:
     # -- loading
 
     def _load(self, message: dict[str, Any]) -> None:
-        if "lead" in message:
-            self._lead = Lead(message["lead"])
+        lead = Lead(message["lead"]) if "lead" in message else None
         config = self._loading.load(message)
-        if self._lead is not None:
-            self._check = AnswerCheck(self._lead, self._loading.rank)
+        self._queue.lead, self._queue.leads = lead, self._loading.rank.leads
+        if lead is not None:
+            self._check = AnswerCheck(lead, self._loading.rank)
         self._max_launched = config.steps_in_flight
         self._prepares = True
 

@@ -10,6 +10,7 @@ from typing import Any
 from fakes import FakeExecutor
 
 from aengine.engine.pacing.step_time import StepTime
+from aengine.engine.pacing.steps_in_flight import StepsInFlight
 from aengine.engine.scheduler.request import Request, RequestStatus
 from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.engine.step_loop import StepLoop
@@ -33,7 +34,7 @@ async def test_a_row_that_was_begun_before_a_preemption_resumes_no_later_pause()
         scheduler,
         FakeExecutor(),
         asyncio.Event(),
-        max_in_flight_steps=2,
+        in_flight=StepsInFlight(2),
         step_time=StepTime(math.inf),
         counters=Counters(),
         observer=Observer(),

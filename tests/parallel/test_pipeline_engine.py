@@ -93,7 +93,7 @@ async def test_steps_are_leased_ahead(model: Path, monkeypatch: pytest.MonkeyPat
         expected = [(await engine.generate(prompt, params)).token_ids for prompt in prompts]
     async with AsyncLLM(model, pipeline_parallel_size=3, **SETTINGS) as engine:
         steps = core_of(engine).replicas[0].steps
-        monkeypatch.setattr(steps._limit, "num_steps", lambda scheduler: 40 if scheduler.is_steady else 3)
+        monkeypatch.setattr(steps.in_flight.limit, "num_steps", lambda scheduler: 40 if scheduler.is_steady else 3)
         most = 0
 
         async def one(index: int) -> None:
@@ -104,7 +104,7 @@ async def test_steps_are_leased_ahead(model: Path, monkeypatch: pytest.MonkeyPat
             got: list[int] = []
             async for token in stream:
                 got.append(token.token_id)
-                most = max(most, len(steps._in_flight))
+                most = max(most, len(steps.in_flight.answers))
                 if len(got) == leaves_after:
                     break
             await stream.aclose()

@@ -19,6 +19,7 @@ from conftest_api import core_of, settled
 
 from aengine import AsyncLLM, Completion, EngineConfig, EngineError, InvalidRequestError, ModelLoadError, SamplingParams
 from aengine.engine.executor import ProcessExecutor, new_executor
+from aengine.engine.pacing.steps_in_flight import StepsInFlight
 
 TinyModel = Callable[..., Path]
 HERE = Path(__file__).parent
@@ -127,8 +128,8 @@ async def test_a_rank_that_dies_costs_no_token(cluster: Cluster, model: Path, ri
         nodes = [worker.parent() for worker in workers]
         assert nodes[0] == nodes[1] != nodes[2] == nodes[3], "the ranks of a stage are on one node"
         assert nodes[0].parent() != nodes[2].parent(), "each node has two CPUs: the stages are on two of them"
-        limit = core_of(engine).replicas[0].steps._limit
-        assert limit._most == limit.base, "no step is leased: each machine has a Lead of its own"
+        in_flight = core_of(engine).replicas[0].steps.in_flight
+        assert type(in_flight) is StepsInFlight, "no step is leased: each machine has a Lead of its own"
         await computed(engine, right, workers[1].kill)
         assert not any(worker.is_running() for worker in workers)
         workers = workers_of(engine)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+from aengine.engine.pacing.multi_step import undo_steps
 from aengine.engine.scheduler.request import Request, RequestStatus
 from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.ipc.messages import (
@@ -208,6 +209,7 @@ class Driver:
         self.num_steps = 0
         self.num_drafted = 0
         self.num_paused = 0
+        self.leased: set[int] = set()  # ids of the steps that may be taken back
         self.num_revoked = 0
         self.num_awaited = 0  # most requests that waited for a prefix at once
 
@@ -259,12 +261,15 @@ class Driver:
     def schedule(self, is_leased: bool = False) -> bool:
         scheduler = self.scheduler
         newest = scheduler.newest_step
-        if newest is not None and newest.is_leased and not scheduler.is_steady:
+        follows_leased = newest is not None and newest.step_id in self.leased
+        if follows_leased and not scheduler.is_steady:
             self.revoke(0)  # as the engine does, or fewer steps would come after a leased one than it may undo
-        is_leased = scheduler.is_steady and (is_leased or (newest is not None and newest.is_leased))
+        is_leased = scheduler.is_steady and (is_leased or follows_leased)
         had_row = {r for r in scheduler.rows.running if r.status is not RequestStatus.DRAINING}
         decoding = {r for r in had_row if r.status is RequestStatus.DECODING}
-        out = scheduler.schedule(is_leased=is_leased)
+        out = scheduler.schedule(can_be_undone=is_leased)
+        if is_leased and out is not None:
+            self.leased.add(out.step_id)
         self.num_awaited = max(self.num_awaited, len(scheduler.rows.prefixes.waiting))
         lost = {r for r in had_row if r.req_idx < 0}
         kept = [r for r in scheduler.rows.running if r.status is not RequestStatus.DRAINING]
@@ -319,7 +324,8 @@ class Driver:
 
     def revoke(self, num_begun: int) -> None:
         """Of the leased steps in flight the worker has begun so many and drops the others."""
-        num_dropped = max(0, sum(step.is_leased for step in self.scheduler.rows.in_flight) - num_begun)
+        num_dropped = max(0, sum(step.step_id in self.leased for step in self.scheduler.rows.in_flight) - num_begun)
+        self.leased.clear()
         for _ in range(num_dropped):
             out, _, left = self.in_flight.pop()
             for row, group, block in reversed(growth_of(out)):
@@ -329,7 +335,7 @@ class Driver:
                 self.tables[row] = computed - 1, tables
             self.tables |= left  # the worker has these rows still
         self.num_revoked += num_dropped
-        self.scheduler.revoke(num_dropped)
+        undo_steps(self.scheduler.rows, num_dropped)
         self.scheduler.check()
 
     def answer(self) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_harness import VOCAB, Driver
 
+from aengine.engine.pacing.multi_step import MultiStep
 from aengine.engine.scheduler import kv_cache_manager
 from aengine.engine.scheduler.request import CacheKey
 from aengine.errors import InternalError
@@ -285,7 +286,11 @@ def test_steps_far_ahead_are_taken_back(rng: random.Random, model: str) -> None:
 def test_only_leased_steps_are_taken_back() -> None:
     driver = Driver(depth=4, num_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=64)
     driver.add([1, 2, 3], max_tokens=20)
+    steps = MultiStep(1, 4)
+    steps.attach(driver.scheduler, None, None, None)
+    steps.is_running = True
     driver.schedule()
-    driver.schedule(is_leased=True)
-    with pytest.raises(InternalError, match="not leased"):
-        driver.scheduler.revoke(2)
+    steps.answers.append(None)
+    assert steps.schedule().is_leased
+    with pytest.raises(InternalError, match="dropped 2 steps, of which 1 were leased"):
+        steps._on_revoked(2)

@@ -46,7 +46,7 @@ async def paced(monkeypatch: pytest.MonkeyPatch, ranks: int = 1) -> AsyncIterato
     llm: type[AsyncLLM] = PacedLLM if ranks == 1 else LockstepLLM
     settings: dict[str, Any] = {"skip_tokenizer": True, "preload_grammars": False, "device": "cpu", "num_threads": 1}
     async with llm("smollm2-135m", tensor_parallel_size=ranks, **settings) as engine:
-        lease = steps_of(engine)._limit
+        lease = steps_of(engine).in_flight.limit
         monkeypatch.setattr(lease, "num_steps", lambda scheduler: NUM_LEASED if scheduler.is_steady else lease.base)
         yield engine
 
@@ -65,7 +65,7 @@ def expected(prompt: list[int], num_tokens: int) -> tuple[int, ...]:
 
 async def leased(engine: AsyncLLM) -> None:
     """Wait until many steps are under way."""
-    while len(steps_of(engine)._in_flight) < NUM_LEASED - 5:
+    while len(steps_of(engine).in_flight.answers) < NUM_LEASED - 5:
         await asyncio.sleep(0.001)
 
 
@@ -107,7 +107,7 @@ async def test_a_new_request_waits_for_the_steps_on_the_device_only(
         for i, stream in enumerate(old, 1):
             await stream.wait()
             assert stream.completion.choices[0].token_ids == expected([i, 2, 3], 300)
-        while steps_of(engine)._in_flight:
+        while steps_of(engine).in_flight.answers:
             await asyncio.sleep(0.001)
         assert not steps_of(engine).watchdog._steps, "what was revoked is not watched"
 
@@ -168,7 +168,7 @@ async def test_closing_is_not_behind_all_of_them(monkeypatch: pytest.MonkeyPatch
         await leased(engine)
         await stream.aclose()
         closed = time.monotonic()
-        while steps_of(engine)._in_flight:
+        while steps_of(engine).in_flight.answers:
             await asyncio.sleep(0.001)
         assert len(steps_after(closed, frames)) <= MAX_LAUNCHED
 
@@ -197,7 +197,7 @@ async def test_closing_with_leased_steps_asks_the_worker_to_end(monkeypatch: pyt
             with pytest.raises(EngineClosedError):
                 await stream.wait()
         assert sent == [Kind.SHUTDOWN]
-        steps._on_revoked(2)  # comes when its step loop has ended
+        steps.in_flight._on_revoked(2)  # comes when its step loop has ended
         assert not [fault for fault in faults if not isinstance(fault, WorkerDiedError)], (
             "it has ended, and that is all"
         )
@@ -244,10 +244,9 @@ async def test_a_step_that_is_on_its_way_into_full_rings_is_not_revoked(
         def disturbed(broadcast: Any) -> None:
             nonlocal num_waited
             publish_in_turn(broadcast)
-            newest = steps.scheduler.newest_step
-            if broadcast.kind is Kind.STEP and newest is not None and newest.is_leased:
+            if broadcast.kind is Kind.STEP and steps.in_flight._leased:
                 num_waited += 1
-                loop.call_soon(steps.revoke_leased)
+                loop.call_soon(steps.in_flight.interrupt)
                 loop.call_soon(time.sleep, 0.003)
 
         monkeypatch.setattr(

@@ -17,7 +17,9 @@ from ...telemetry.metrics import Counters, ReplicaStatistics
 from ...telemetry.observer import Observer
 from ..executor import Executor
 from ..grammar_gate import ALWAYS, IN_SMALL_BATCHES
+from ..pacing.multi_step import MultiStep
 from ..pacing.step_time import StepTime
+from ..pacing.steps_in_flight import StepsInFlight
 from ..recovery import RestartBudget
 from ..scheduler.scheduler import Scheduler, reset_prefix_cache
 from ..step_loop import StepLoop
@@ -64,8 +66,10 @@ class Replica:
         self.task: asyncio.Task[None] | None = None  # runs it
         # Not where other replicas would have to drop theirs, too; nor over machines, which don't share a `Lead`.
         may_lease = turn is None and (config.executor == "process" or config.pipeline_parallel_size == 1)
-        max_leased_steps = config.max_leased_steps if may_lease else 0
-        self.scheduler = _new_scheduler(config, ready, step_time, max_leased_steps)
+        in_flight: StepsInFlight = StepsInFlight(config.steps_in_flight)
+        if may_lease and config.max_leased_steps > config.steps_in_flight:
+            in_flight = MultiStep(config.steps_in_flight, config.max_leased_steps)
+        self.scheduler = _new_scheduler(config, ready, step_time, in_flight.capacity)
         if turn is not None:
             turn.attach(self.scheduler.quarantine, work)
         patience = _GPU_PATIENCE if is_gpu else 0.0
@@ -73,8 +77,7 @@ class Replica:
             self.scheduler,
             executor,
             work,
-            max_in_flight_steps=config.steps_in_flight,
-            max_leased_steps=max_leased_steps,
+            in_flight=in_flight,
             step_time=step_time,
             counters=counters,
             observer=observer,
@@ -119,7 +122,7 @@ class Replica:
 
 
 def _new_scheduler(
-    config: EngineConfig, ready: dict[str, Any], step_time: StepTime, max_leased_steps: int
+    config: EngineConfig, ready: dict[str, Any], step_time: StepTime, max_in_flight_steps: int
 ) -> Scheduler:
     return Scheduler(
         num_blocks=ready["num_blocks"],
@@ -128,7 +131,7 @@ def _new_scheduler(
         max_num_batched_tokens=ready["max_num_batched_tokens"],
         max_model_len=ready["max_model_len"],
         enable_prefix_caching=config.enable_prefix_caching,
-        max_in_flight_steps=max(config.steps_in_flight, max_leased_steps),
+        max_in_flight_steps=max_in_flight_steps,
         vocab_size=ready["vocab_size"],
         rope_border=ready.get("rope_border"),
         computes_whole_prompts=bool(ready.get("is_encoder")),

@@ -46,11 +46,11 @@ class StepPlan:
     )
 
     def __init__(
-        self, rows: Rows, budget: int, num_waiting: int, prompt_budget: int, *, is_leased: bool = False
+        self, rows: Rows, budget: int, num_waiting: int, prompt_budget: int, *, can_be_undone: bool = False
     ) -> None:
         """``budget``: tokens that may be scheduled; ``prompt_budget``: those of prompts among them; ``num_waiting``:
-        requests that may be admitted."""
-        self._keeps_states = rows.kv.has_states and not is_leased  # a step that may be taken back can be undone
+        requests that may be admitted. ``can_be_undone``: no state is kept aside, which can't be taken back."""
+        self._keeps_states = rows.kv.has_states and not can_be_undone
         self._page_copies: list[int] = []  # pairs
         self._rows = rows
         self._budget = budget
@@ -255,7 +255,7 @@ class StepPlan:
         """Whether it has no room for another token of a prompt."""
         return self._budget <= 0 or self.num_prompt_tokens >= self._prompt_budget
 
-    def make(self, step_id: int, *, has_grammars: bool, is_leased: bool) -> SchedulerOutput:
+    def make(self, step_id: int, *, has_grammars: bool) -> SchedulerOutput:
         """The step, which is in flight from now on."""
         rows, decoding = self._rows, self._rows.decoding
         batch, req_idx, num_scheduled = decoding.requests, decoding.req_idx, decoding.num_scheduled
@@ -278,18 +278,15 @@ class StepPlan:
         if self._grown_ids:
             groups = int32(self._grown_groups) if rows.kv.num_groups > 1 else NOTHING
             grown = int32(self._grown_rows), int32(self._grown_ids), groups
-        if is_leased:
-            assert not self.extras and not rows.catching_up, "only a step of decodes can be taken back"
-            step.is_leased, step.settled, step.removed = True, settled, removed
-            step.grown_rows, step.grown_groups = self._grown_rows, self._grown_groups
-        flags = (not step.is_gated, is_leased)
+        step.settled, step.removed = settled, removed
+        step.grown_rows, step.grown_groups = self._grown_rows, self._grown_groups
         columns = None
         if drafts:
             step.certain = frozenset(i for i in drafts if batch[i].are_drafts_certain)
             columns = _draft_columns(step)
         changes = (*settled, removed, self._new_requests, *grown)
         copies = int32(self._page_copies) if self._page_copies else NOTHING
-        return SchedulerOutput(step_id, *changes, req_idx, num_scheduled, *flags, columns, copies)
+        return SchedulerOutput(step_id, *changes, req_idx, num_scheduled, not step.is_gated, False, columns, copies)
 
     def _plan_next_step(self, batch_idx: int) -> dict[int, int]:
         """Set what the requests that catch up in this step do in the next: the first is at ``batch_idx``. Returns the

@@ -10,7 +10,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ...errors import InternalError
 from ...ipc.messages import KVCacheGroup, int32
 from .coming_prefixes import ComingPrefixes
 from .kv_cache_manager import KVCacheManager, long_root
@@ -179,40 +178,15 @@ class Rows:
 
     def settle(self, request: Request, num_rejected: int) -> None:
         """A step in which it had drafts was answered: it has computed so many tokens less than was counted."""
-        self._tell_settled(int32([request.req_idx]), int32([num_rejected]))
+        self.tell_settled(int32([request.req_idx]), int32([num_rejected]))
         request.num_computed_tokens -= num_rejected
         if request.status is _DRAINING and request.num_computed_tokens < request.max_num_tokens - 1:
             self._batch_of(request).refresh()
             self.join([request])
 
-    def _tell_settled(self, rows: array[int], num_rejected: array[int]) -> None:
+    def tell_settled(self, rows: array[int], num_rejected: array[int]) -> None:
+        """Tell the worker in the next step how many drafts of these rows were rejected."""
         self.settled = self.settled[0] + rows, self.settled[1] + num_rejected
-
-    def revoke(self, num_steps: int) -> None:
-        """Undo the newest ``num_steps``. Raises InternalError if not all of them were leased."""
-        requests: dict[Request, None] = {}
-        leavers: list[Request] = []
-        for _ in range(num_steps):
-            if not self.in_flight or not self.in_flight[-1].is_leased:
-                raise InternalError(f"the worker dropped {num_steps} steps, which were not leased")
-            step = self.in_flight.pop()
-            requests |= dict.fromkeys(step.undo(self.kv))
-            leavers += step.leavers
-            self.removed += step.removed
-            self._tell_settled(*step.settled)
-        for micro_batch in self.micro_batches:
-            micro_batch.decoding.refresh()
-            own = (request for request in requests if request.micro_batch == micro_batch.index)
-            self.join([request for request in own if request.status is _DRAINING])
-        for request in requests:
-            self.set_limit(request)
-        for step in self.in_flight:
-            step.is_leased = False  # the worker has begun it
-        if self.in_flight:
-            self.in_flight[-1].leavers += leavers
-            return
-        for request in leavers:
-            self.release(request)
 
     def preempt_all(self) -> None:
         """The worker is a new one: no row, no KV, no answer on its way."""

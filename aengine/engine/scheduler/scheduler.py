@@ -8,7 +8,6 @@
     propose()   drafts: a request's next step computes and samples at several positions, and brings 1 to 1 + k tokens
     update()    the answers, in the order of the steps: ids are committed, stops found, a token past a stop is dropped;
                 what was counted for drafts that were rejected is taken back, and the worker is told with the next step
-    revoke()    the newest steps were leased, and the worker has dropped them unbegun: as if they had not been made
 
 Order of a step: all that decode (one token each, the budget always covers them), then those that catch up, then the
 waiting, each by (priority, arrival): lower and earlier first. The state of rows and
@@ -241,30 +240,30 @@ class Scheduler:
 
     @property
     def is_steady(self) -> bool:
-        """Whether the next step does nothing but continue requests that decode: such a step may be leased."""
+        """Whether the next step does nothing but continue requests that decode: such a step can be undone."""
         rows = self.rows
         waiting = self.waiting or rows.prefixes.waiting or self.parallel_sampling.waiting
         others = waiting or rows.catching_up or rows.held or self.num_constrained
         return not others and rows.kv.pool.num_free >= len(rows.running) * rows.kv.num_growing
 
-    def schedule(self, *, is_leased: bool = False) -> SchedulerOutput | None:
+    def schedule(self, *, can_be_undone: bool = False) -> SchedulerOutput | None:
         """Make the next step; None when there is nothing to compute before more answers or requests come.
 
-        ``is_leased``: `revoke` may take it back. Only while `is_steady`.
+        ``can_be_undone``: it changes nothing that can't be taken back. Only while `is_steady`.
         """
         rows = self.rows
         assert len(rows.in_flight) < self.max_in_flight_steps, "too many steps in flight"
         micro_batches = rows.micro_batches
         if len(micro_batches) == 1:
-            return self._schedule_micro_batch(is_leased)
+            return self._schedule_micro_batch(can_be_undone)
         for _ in micro_batches:
             rows.turn_to(micro_batches[(rows.micro_batch.index + 1) % len(micro_batches)])
-            output = self._schedule_micro_batch(is_leased)
+            output = self._schedule_micro_batch(can_be_undone)
             if output is not None:
                 return output
         return None
 
-    def _schedule_micro_batch(self, is_leased: bool) -> SchedulerOutput | None:
+    def _schedule_micro_batch(self, can_be_undone: bool) -> SchedulerOutput | None:
         """Make the next step of the micro-batch whose turn it is; None: it has nothing to compute."""
         rows = self.rows
         decoding = rows.decoding.refresh()
@@ -274,7 +273,7 @@ class Scheduler:
             limit = self._prompt_limit(len(decoding), self._num_left)
             if limit is not None:
                 prompt_budget = limit
-        plan = StepPlan(rows, budget, num_waiting, prompt_budget, is_leased=is_leased)
+        plan = StepPlan(rows, budget, num_waiting, prompt_budget, can_be_undone=can_be_undone)
         due = [request for request in decoding if request.num_computed_tokens == request.limit]
         if due or rows.catching_up:
             plan.serve_rows(due)
@@ -290,17 +289,9 @@ class Scheduler:
             return None
         step_id = self._next_step_id
         self._next_step_id = step_id + 1
-        output = plan.make(step_id, has_grammars=self.num_constrained > 0, is_leased=is_leased)
+        output = plan.make(step_id, has_grammars=self.num_constrained > 0)
         self._num_left = len(self.waiting) + len(rows.catching_up) if plan.is_full else 0
         return output
-
-    def revoke(self, num_steps: int) -> None:
-        """Undo the newest ``num_steps``: the worker has not begun them, and never will.
-
-        Raises:
-            InternalError: not all of them were leased.
-        """
-        self.rows.revoke(num_steps)
 
     def update(self, output: ModelRunnerOutput) -> StepResult:
         """Apply the answer to the oldest step in flight. Requests that ended have their ``finish_reason`` set.

@@ -6,7 +6,6 @@ from array import array
 
 from ...errors import InternalError
 from ...ipc.messages import ModelRunnerOutput, int32
-from .kv_cache_manager import KVCacheManager
 from .request import Request, RequestStatus
 
 __all__ = ["NOTHING", "NOT_SETTLED", "DecodeBatch", "InFlightStep", "MicroBatch"]
@@ -68,7 +67,7 @@ class InFlightStep:
     """A step that was made and has not been answered."""
 
     __slots__ = (
-        *("batch", "certain", "chunks", "drafts", "grown_groups", "grown_rows", "is_gated", "is_leased"),
+        *("batch", "certain", "chunks", "drafts", "grown_groups", "grown_rows", "is_gated"),
         *("leavers", "newcomers", "num_prompt_tokens", "num_tokens", "removed", "settled", "step_id"),
     )
 
@@ -91,7 +90,6 @@ class InFlightStep:
         self.is_gated = False  # a GRAMMAR frame must be sent for it
         self.newcomers: list[Request] = []  # whose first step it is
         self.leavers: list[Request] = []  # their blocks are freed once this step is answered
-        self.is_leased = False  # it may be revoked; then what it told the worker is needed once more:
         self.removed: array[int] = NOTHING  # rows that it told as removed
         self.settled = NOT_SETTLED  # rows that it told as settled, and how
         self.grown_rows: list[int] = []  # rows that it gave a block each, ...
@@ -122,17 +120,6 @@ class InFlightStep:
                 raise InternalError(f"step {self.step_id} should have sampled for {request}, but did not")
         if answer.counts is not None and min(token_ids, default=0) < 0:
             raise InternalError(f"step {self.step_id} sampled tokens that the model does not have")
-
-    def undo(self, kv: KVCacheManager) -> list[Request]:
-        """Take back what making this leased step changed in its requests; they are returned, but for those that have
-        left since."""
-        requests = {request.req_idx: request for request in self.batch if request.req_idx >= 0}
-        for row, group in zip(self.grown_rows, self.grown_groups, strict=True):
-            if row in requests:
-                kv.take_back(requests[row], group)
-        for request in requests.values():
-            request.num_computed_tokens -= 1
-        return list(requests.values())
 
     def num_samples(self, batch_idx: int) -> int:
         """Return at how many positions a row that samples does so."""

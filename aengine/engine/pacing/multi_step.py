@@ -1,0 +1,165 @@
+"""Multi-step scheduling: steps given ahead while the host's loop is late, and taken back when something comes.
+
+    in flight    [step 7][step 8] [step 9 ... step 40]          with a new request, an abort, a deadline:
+                  given anyway     leased                       REVOKE; those not begun are dropped, and undone here
+
+The scheduler can make steps far ahead: a token in flight counts as known, lengths are known too, and what is sampled
+past a stop is dropped. A leased step does nothing but continue requests that decode (`Scheduler.is_steady`), so it can
+be taken back, and nobody waits for more than the steps that are given anyway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from ...errors import EngineError, InternalError
+from ...ipc.messages import ModelRunnerOutput, SchedulerOutput
+from ..executor import Executor
+from ..recovery import Watchdog
+from ..scheduler.request import Request, RequestStatus
+from ..scheduler.rows import Rows
+from ..scheduler.scheduler import Scheduler
+from ..scheduler.step import InFlightStep
+from .in_flight_limit import InFlightLimit
+from .steps_in_flight import StepsInFlight
+
+__all__ = ["MultiStep", "undo_steps"]
+
+
+class MultiStep(StepsInFlight):
+    """Steps in flight, of which the newest may be leased."""
+
+    def __init__(self, base: int, most: int) -> None:
+        """``base``: steps in flight with a loop that is on time, ``most``, more of them, with one that is late."""
+        super().__init__(base)
+        self.capacity = most
+        self.limit = InFlightLimit(base, most)
+        self._leased: deque[InFlightStep] = deque()  # the newest ones, as far as the worker may not have begun them
+        self._must_revoke = False  # before another step can be made
+        self._is_publishing = False  # a step is on its way to the workers, and not among the answers yet
+        self._is_revoking = False  # the worker was told to, and has not said yet how many it dropped
+
+    def attach(self, scheduler: Scheduler, executor: Executor, watchdog: Watchdog, work: asyncio.Event) -> None:
+        super().attach(scheduler, executor, watchdog, work)
+        self._watchdog = watchdog
+        self._work = work
+
+    def clear(self) -> None:
+        super().clear()
+        self._leased.clear()
+        self._must_revoke = self._is_revoking = False
+
+    def begin_turn(self) -> None:
+        self.most = self.limit.num_steps(self.scheduler)
+        if self._must_revoke:
+            self._try_to_revoke()
+
+    @property
+    def has_room(self) -> bool:
+        return not self._is_revoking and super().has_room
+
+    @property
+    def is_interrupted(self) -> bool:
+        return self._is_revoking
+
+    def schedule(self) -> SchedulerOutput | None:
+        if len(self.answers) < self.limit.base and not self._leased:
+            return self.scheduler.schedule()
+        if not self.scheduler.is_steady:
+            self.interrupt()
+            return None
+        output = self.scheduler.schedule(can_be_undone=True)
+        if output is not None:
+            output.is_leased = True
+            newest = self.scheduler.newest_step
+            assert newest is not None
+            self._leased.append(newest)
+        return output
+
+    async def give(self, output: SchedulerOutput) -> None:
+        self._is_publishing = True
+        try:
+            await super().give(output)
+        finally:
+            self._is_publishing = False
+        if self._must_revoke:
+            self._try_to_revoke()
+
+    async def next_answer(self) -> ModelRunnerOutput | None:
+        oldest = self.answers[0]
+        answer = await oldest
+        if answer is None:  # revoked meanwhile
+            assert not self.answers or self.answers[0] is not oldest, "a step was revoked, and is awaited"
+            return None
+        self.answers.popleft()
+        if self._leased and self._leased[0].step_id == answer.step_id:
+            self._leased.popleft()
+        self.limit.note_answer(answer.answered_at)
+        return answer
+
+    def note_idle(self) -> None:
+        self.limit.begin()
+
+    def interrupt(self) -> None:
+        """Revoke the leased steps that the worker has not begun: what has come is part of its next one."""
+        if self._leased and not self._is_revoking:
+            self._must_revoke = True
+            self._try_to_revoke()
+
+    def _try_to_revoke(self) -> None:
+        if self._is_publishing:  # the newest step that is revoked would not be the newest among the answers
+            return
+        try:
+            self._is_revoking = self.executor.try_revoke(self._on_revoked)
+        except EngineError:  # the step loop meets it too, and says so
+            return
+        self._must_revoke = not self._is_revoking
+
+    def _on_revoked(self, num_steps: int) -> None:
+        """The worker has dropped so many, the newest of those in flight."""
+        if not self.is_running:  # the engine is being closed, and its requests have ended
+            return
+        self._is_revoking = False
+        if num_steps > len(self._leased):
+            raise InternalError(f"the worker dropped {num_steps} steps, of which {len(self._leased)} were leased")
+        undo_steps(self.scheduler.rows, num_steps)
+        self._leased.clear()  # those that are left have begun
+        for _ in range(num_steps):
+            self.answers.pop()
+        self._watchdog.drop(num_steps)
+        self._work.set()
+
+
+def undo_steps(rows: Rows, num_steps: int) -> None:
+    """Undo the newest steps, which were made with ``can_be_undone``: as if they had not been made."""
+    requests: dict[Request, None] = {}
+    leavers: list[Request] = []
+    for _ in range(num_steps):
+        step = rows.in_flight.pop()
+        requests |= dict.fromkeys(_undo(step, rows))
+        leavers += step.leavers
+        rows.removed += step.removed
+        rows.tell_settled(*step.settled)
+    for micro_batch in rows.micro_batches:
+        micro_batch.decoding.refresh()
+        own = (request for request in requests if request.micro_batch == micro_batch.index)
+        rows.join([request for request in own if request.status is RequestStatus.DRAINING])
+    for request in requests:
+        rows.set_limit(request)
+    if rows.in_flight:
+        rows.in_flight[-1].leavers += leavers
+        return
+    for request in leavers:
+        rows.release(request)
+
+
+def _undo(step: InFlightStep, rows: Rows) -> list[Request]:
+    """Take back what making this step changed in its requests; they are returned, but for those that have left."""
+    requests = {request.req_idx: request for request in step.batch if request.req_idx >= 0}
+    for row, group in zip(step.grown_rows, step.grown_groups, strict=True):
+        if row in requests:
+            rows.kv.take_back(requests[row], group)
+    for request in requests.values():
+        request.num_computed_tokens -= 1
+    return list(requests.values())

@@ -1,0 +1,88 @@
+"""The steps that the workers were given and have not answered: as many as keep a worker busy whose host is on time.
+
+    Scheduler.schedule ──> give ──> [oldest ... newest] ──> next_answer
+
+`MultiStep` has the same verbs, and gives more of them while the host's loop is late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from ...ipc.messages import ModelRunnerOutput, SchedulerOutput
+from ..executor import AnswerFuture, Executor
+from ..recovery import Watchdog
+from ..scheduler.scheduler import Scheduler
+
+__all__ = ["StepsInFlight"]
+
+
+class StepsInFlight:
+    """The answers that are due, oldest first."""
+
+    def __init__(self, most: int) -> None:
+        """``most``: steps in flight at once."""
+        self.most = self.capacity = most
+        self.answers: deque[AnswerFuture] = deque()
+        self.is_running = False  # the step loop is, which takes the answers
+
+    def attach(self, scheduler: Scheduler, executor: Executor, watchdog: Watchdog, work: asyncio.Event) -> None:
+        """Work for a step loop; ``work`` wakes it."""
+        self.scheduler = scheduler
+        self.executor = executor
+
+    def restart(self, executor: Executor) -> None:
+        """Give the next steps to another executor; those in flight are forgotten."""
+        self.clear()
+        self.executor = executor
+
+    def clear(self) -> None:
+        """Forget all steps: they won't be answered."""
+        self.answers.clear()
+
+    def begin_turn(self) -> None:
+        """A turn of the step loop begins."""
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another step may be made now."""
+        return len(self.answers) < self.most
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the newest steps are being taken back, and none can be made before that is done."""
+        return False
+
+    def interrupt(self) -> None:
+        """Something has come that the next step to begin is to have in it."""
+
+    def schedule(self) -> SchedulerOutput | None:
+        """Make the next step; None: there is none to be made now."""
+        return self.scheduler.schedule()
+
+    async def give(self, output: SchedulerOutput) -> None:
+        """Publish the step, awaiting room for it. Raises the executor's failure."""
+        self.answers.append(await self.executor.execute_model(output))
+
+    def try_give(self, output: SchedulerOutput) -> bool:
+        """Publish the step if that can be done at once; False: it has not been. Raises the executor's failure."""
+        answer = self.executor.try_execute_model(output)
+        if answer is not None:
+            self.answers.append(answer)
+        return answer is not None
+
+    async def next_answer(self) -> ModelRunnerOutput | None:
+        """Await and take the answer of the oldest step; None: another is the oldest now. Raises the executor's
+        failure."""
+        answer = await self.answers[0]
+        self.answers.popleft()
+        return answer
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether the oldest step was answered."""
+        return bool(self.answers) and self.answers[0].done()
+
+    def note_idle(self) -> None:
+        """There was nothing to do for a while."""
