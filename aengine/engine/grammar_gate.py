@@ -62,7 +62,7 @@ class GrammarGate:
         grammars: GrammarService | None,
         forcing: Forcing,
         watchdog: Watchdog,
-        rest: Callable[[], None] | None = None,
+        rest: Callable[[], None],
     ) -> None:
         """``rest`` is called while a bitmask takes long, if other replicas' steps wait for the next one here."""
         self.step: InFlightStep | None = None  # published, and waits for its bitmask before it samples
@@ -129,15 +129,12 @@ class GrammarGate:
     async def _filled(self, filling: Filling) -> Filled:
         """A grammar's row may take seconds, for which the worker is not to blame."""
         paused = self._watchdog.pause()
-        rest = None
-        if self._rest is not None:
-            rest = asyncio.get_running_loop().call_later(_LONG_FILLING, self._rest)
+        rest = asyncio.get_running_loop().call_later(_LONG_FILLING, self._rest)
         try:
             return await filling.filled
         finally:
             self._watchdog.resume(paused)
-            if rest is not None:
-                rest.cancel()
+            rest.cancel()
 
     def note_tokens(self, sampled: Sampled) -> set[Request]:
         """Note tokens for the grammars, whose matchers will accept them. Returns those paused whose next row is due."""

@@ -15,7 +15,6 @@ import asyncio
 import math
 from collections.abc import Callable
 from time import perf_counter
-from typing import Protocol
 
 from ..errors import EngineError
 from ..ipc.messages import ModelRunnerOutput, SchedulerOutput
@@ -27,35 +26,17 @@ from .executor import Executor
 from .grammar_gate import ALWAYS, Forcing, GrammarGate, Masks
 from .pacing.step_time import StepTime
 from .pacing.steps_in_flight import StepsInFlight
+from .pacing.turns import OwnTurn, Turn
 from .recovery import Watchdog, hang_error
 from .scheduler.request import Request, RequestStatus
 from .scheduler.scheduler import Scheduler
 from .structured.bitmasks import Filled
 from .structured.service import GrammarService
 
-__all__ = ["StepLoop", "Turn"]
+__all__ = ["StepLoop"]
 
 _MOST_SENT_AHEAD = 4
 """Full steps of prompts that are sent while a burst is still being submitted: no stream decodes that would wait."""
-
-
-class Turn(Protocol):
-    """When a step loop may give steps, where others depend on these (replicas/rounds.py)."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a step may be made now; if not, the loop's ``work`` is set once it may be."""
-
-    @property
-    def watchdog(self) -> Watchdog:
-        """The one that watches all that compute together; it is told of their steps."""
-
-    @property
-    def generation(self) -> int:
-        """A number that grows when these workers have gone, and when there are others."""
-
-    def rest(self) -> None:
-        """The loop gives no step before it gets an answer, or is woken."""
 
 
 class StepLoop:
@@ -81,8 +62,7 @@ class StepLoop:
         forcing: Forcing = ALWAYS,
         turn: Turn | None = None,
     ) -> None:
-        """``turn``: in what other step loops do, too, and its watchdog watches; None: there are none that this one's
-        steps depend on.
+        """``turn``: among other step loops, with a watchdog of all of them; None: no other depends on this one's steps.
 
         ``work`` wakes the idle loop, which then finds what there is to do; a failing executor sets it. ``on_begun``
         is told the id of each request with its first step, once for each of n completions."""
@@ -94,27 +74,17 @@ class StepLoop:
         self._on_begun = on_begun
         self.in_flight = in_flight
         self._work = work
-        self._turn = turn
         self._is_idle = False
         self._answered = perf_counter()  # when the last step was
         self._num_new_tokens = 0  # of requests added since it became idle
         self._unsent: SchedulerOutput | None = None
         loop = asyncio.get_running_loop()
         self.lag = LoopLag(loop)
-        if turn is not None:
-            self.watchdog = turn.watchdog
-            self.watchdog.patience = step_patience
-        else:
-            self.watchdog = Watchdog(
-                loop,
-                hang_timeout,
-                lambda: self._executor.vitals(),
-                self._on_hang,
-                patience=step_patience,
-            )
+        self._turn = turn or OwnTurn(Watchdog(loop, hang_timeout, lambda: self._executor.vitals(), self._on_hang))
+        self.watchdog = self._turn.watchdog
+        self.watchdog.patience = step_patience
         in_flight.attach(scheduler, executor, self.watchdog, work)
-        rest = turn.rest if turn is not None else None
-        self._gate = GrammarGate(scheduler, grammars, forcing, self.watchdog, rest)
+        self._gate = GrammarGate(scheduler, grammars, forcing, self.watchdog, self._turn.rest)
         self._delivery = Delivery(scheduler)
 
     def add(self, request: Request) -> None:
@@ -136,7 +106,7 @@ class StepLoop:
             return
         if len(self.in_flight.answers) >= min(_MOST_SENT_AHEAD, self.scheduler.max_in_flight_steps):
             return
-        if self._turn is not None and not self._turn.is_open:
+        if not self._turn.is_open:
             return
         self._num_new_tokens = 0
         output = self.scheduler.schedule()
@@ -152,8 +122,7 @@ class StepLoop:
             self._unsent = output
 
     def _note_scheduled(self, output: SchedulerOutput) -> None:
-        if self._turn is None:
-            self.watchdog.begin(sum(output.num_scheduled_tokens))
+        self._turn.note_given(sum(output.num_scheduled_tokens))
         newest = self.scheduler.newest_step
         assert newest is not None
         if newest.newcomers:
@@ -176,7 +145,7 @@ class StepLoop:
 
     async def run(self) -> EngineError:
         """Run until the executor fails, whose error is returned, or until cancelled. Raises what a bug raises."""
-        generation = self._turn.generation if self._turn is not None else 0
+        generation = self._turn.generation
         self.in_flight.is_running = True
         try:
             while True:
@@ -186,7 +155,7 @@ class StepLoop:
             return error.with_traceback(None)  # it is kept, and its frames hold requests
         finally:
             self.in_flight.is_running = False
-            if self._turn is None or self._turn.generation == generation:  # else it watches other workers already
+            if self._turn.generation == generation:  # else it watches other workers already
                 self.watchdog.stop()
             self.lag.pause()
 
@@ -215,7 +184,7 @@ class StepLoop:
             await self._send_due_bitmask()
             if in_flight.has_room and self._gate.step is None:
                 return
-        if self._turn is not None and not in_flight.has_answer:
+        if not in_flight.has_answer:
             self._turn.rest()
         if not in_flight.answers:
             await self._idle()
@@ -223,8 +192,7 @@ class StepLoop:
         answer = await in_flight.next_answer()
         if answer is None:
             return
-        if self._turn is None:
-            self.watchdog.end()
+        self._turn.note_answered()
         await self._apply(answer)
         if in_flight.has_answer:  # many have come: others on this loop get their turn
             await asyncio.sleep(0)
@@ -233,7 +201,7 @@ class StepLoop:
         """Publish one more step, if the worker may have one and there is something to compute."""
         if self._gate.step is not None or not self.in_flight.has_room:
             return False
-        if self._turn is not None and not self._turn.is_open:
+        if not self._turn.is_open:
             return False
         output, self._unsent = self._unsent or self.in_flight.schedule(), None
         if output is None:

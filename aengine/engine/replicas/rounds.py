@@ -127,6 +127,12 @@ class Turn:
         """See `Rounds`."""
         return self._rounds.generation
 
+    def note_given(self, num_tokens: int) -> None:
+        """See `Rounds.give`, which hears of it from the executor, as of answers."""
+
+    def note_answered(self) -> None:
+        """See `note_given`."""
+
     def rest(self) -> None:
         """See `Rounds.rest`."""
         self._rounds.rest(self.index)
