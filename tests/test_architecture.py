@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -246,6 +247,41 @@ def test_no_tokenizer_is_asked_on_a_loop(path: Path) -> None:
         asked = ast.unparse(call.func.value)
         if asked.endswith("tokenizer") and not asked.endswith("async_tokenizer") and not is_awaited:
             assert within(module_of(path), IN_THREADS), f"{path}:{call.lineno}: {asked}.{call.func.attr}"
+
+
+FEATURES: dict[str, tuple[set[str], set[str]]] = {
+    "multi-step scheduling": (
+        {"lease", "leases", "leased", "revoke", "revoked"},
+        {
+            "config.py",  # its setting
+            "settings.py",
+            "engine/pacing/multi_step.py",
+            "engine/pacing/in_flight_limit.py",
+            "engine/replicas/replica.py",  # chooses it
+            "engine/executor.py",  # carries what it asks of the workers, as those of other kinds do
+            "engine/replicas/joint.py",
+            "testing/executor.py",
+            "testing/fake.py",
+            "ipc/messages.py",
+            "ipc/lead.py",
+            "workers/answers.py",
+            "workers/step_queue.py",
+            "workers/worker.py",  # gives its messages to the queue
+        },
+    ),
+}
+"""A feature, its words, and the files that may say them: its own, and those in which it is registered."""
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_feature_is_named_in_its_own_files(feature: str) -> None:
+    words, files = FEATURES[feature]
+    naming: set[str] = set()
+    for path in FILES:
+        found = set(re.findall(r"[A-Za-z]+", path.read_text().replace("_", " ")))
+        if found & words:
+            naming.add(path.relative_to(PACKAGE).as_posix())
+    assert naming == files, "a core file knows no feature: give the feature's object a verb, or register it in one line"
 
 
 def test_one_device_is_named_in_one_room() -> None:

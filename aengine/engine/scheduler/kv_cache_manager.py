@@ -14,8 +14,8 @@ like any other block's; a hit copies it into the request's own page.
 
 A block that has left a window is freed when the answer is in of the step that passed it (`note_written`). By then the
 next query of that request, also in any step in flight, is past the window of all tokens in the block: nothing reads it
-any more, and a step that is revoked does not either, since only unanswered steps are. Whoever gets the block writes it
-in a later step. The worker is not told: its table keeps the number, and the kernels never look at what is before a
+any more, and a step that is taken back does not either, since only unanswered steps are. Whoever gets the block writes
+it in a later step. The worker is not told: its table keeps the number, and the kernels never look at what is before a
 window.
 
 Prefixes are known by a hash that chains through all tokens before, so equal hash means equal tokens from position 0:

@@ -108,7 +108,7 @@ class RunnerSetup:
             platform=platform,
             graph_sizes=graph_sizes(min(config.max_num_seqs, self.max_batched)) if platform.is_accelerator else None,
             max_graph_tokens=min(MAX_GRAPH_TOKENS, self.max_batched),
-            max_in_flight_steps=config.steps_in_flight,  # leased steps beyond these wait in the worker's queue
+            max_in_flight_steps=config.steps_in_flight,  # steps beyond these wait in the worker's queue
             enforce_eager=config.enforce_eager,
             is_alone=self.is_alone,
             vectors=self.vectors,
