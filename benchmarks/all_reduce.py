@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.distributed import FileStore, PrefixStore
 
 from aengine.kernels.all_reduce import add_all_reduced, all_gathered, sum_of
+from aengine.kernels.exchange_buffers import MAX_PROGRAMS
 from aengine.kernels.linear import add_linear, norm_gated_linear, norm_linear, plain_linear
-from aengine.kernels.mailbox import MAX_PROGRAMS
 from aengine.kernels.triton.exchange_bulk import BulkTiling, sum_in_bulk, sum_in_two_shots
 from aengine.kernels.triton.exchange_words import sum_in_words
 from aengine.runner.distributed.cuda_group import CudaGroup

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import NamedTuple
 
-from aengine.engine.replicas.routing import Router
+from aengine.engine.replicas.load_balancer import Router
 from aengine.engine.scheduler.request import Request
 from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.ipc.messages import KVCacheGroup, ModelRunnerOutput, SchedulerOutput, int32

@@ -4,7 +4,7 @@
                the queue    a chat      a grammar    a text       StepLoop
                is full      └──────── Preparation ─────────┘      StepLoop
                   │                                                   │
-                  └── WaitingLine: until its first step is made ──────┤
+                  └── AdmissionQueue: until its first step is made ──────┤
                                                                       │
     abort, deadline, unread, engine's end ─> Admission ─> Mailbox <───┴─ tokens, stop, failure: through the sink
 
@@ -28,6 +28,7 @@ from ..outputs import FinishReason, RequestEnd
 from ..params import SamplingParams
 from ..telemetry.metrics import Counters
 from ..telemetry.observer import Kind, Observer
+from .admission_queue import AdmissionQueue
 from .preparation import Preparation
 from .replicas.replicas import Replicas
 from .scheduler.request import CacheKey, PromptTokens, Request, RequestStatus
@@ -39,7 +40,6 @@ from .tokenizer.prompt import Prompt, PromptPart, TokensPart, part_of
 from .tokenizer.tokenizer import Tokenizer
 from .unread import UnreadWatch
 from .user_request import Limits, Phase, PooledText, Prepared, UserRequest, check_request
-from .waiting_line import WaitingLine
 
 if TYPE_CHECKING:
     from .structured.output_type import OutputType
@@ -57,7 +57,7 @@ class Admission:
         self,
         loop: asyncio.AbstractEventLoop,
         replicas: Replicas,
-        line: WaitingLine,
+        line: AdmissionQueue,
         preparation: Preparation,
         tokenizer: Tokenizer | None,
         limits: Limits,
@@ -235,7 +235,7 @@ class Admission:
         return len({*self._requests, *others})
 
     def check_room(self, coming: set[str]) -> None:
-        """See `WaitingLine.check_room`. ``coming``: ids of those that come, or have just come; from any thread."""
+        """See `AdmissionQueue.check_room`. ``coming``: ids of those that come, or have just come; from any thread."""
         if len(self._line) + len(coming) >= self._line.limit:  # else it makes no difference whether they have
             coming = coming - self._requests.keys()
         self._line.check_room(len(coming))

@@ -2,7 +2,7 @@
 
 AsyncLLM --owns--> EngineCore --owns--> Admission ───────> Replicas ──> Replica: Scheduler, StepLoop, WorkerControl
                                     | Preparation    |         |             |
-                                    | WaitingLine    |      Router           +──> Executor ──> worker processes
+                                    | AdmissionQueue    |      LoadBalancer           +──> Executor ──> worker processes
 
 What there is once belongs to the core; what each copy of the model has, to its `Replica` (with data_parallel_size=1
 there is one).
@@ -29,6 +29,7 @@ from ..telemetry.metrics import Counters, Statistics
 from ..telemetry.observer import Observer
 from ..telemetry.summary import summary_of
 from .admission import Admission
+from .admission_queue import AdmissionQueue
 from .preparation import Preparation
 from .replicas.replica import Replica, Started
 from .replicas.replicas import Replicas
@@ -37,7 +38,6 @@ from .structured.service import GrammarService
 from .threads.pools import end_pools, run_in_thread
 from .tokenizer.tokenizer import Tokenizer
 from .user_request import Limits
-from .waiting_line import WaitingLine
 from .worker_control import NUM_RESTARTS_TOLD
 
 __all__ = ["EngineCore"]
@@ -84,7 +84,7 @@ class EngineCore:
             grammars = GrammarService(tokenizer, vocab_size)
         self.grammars = grammars
         wait_when_full = config.admission == "wait"
-        self.line = WaitingLine(config.max_num_queued_requests, self._counters, wait_when_full=wait_when_full)
+        self.line = AdmissionQueue(config.max_num_queued_requests, self._counters, wait_when_full=wait_when_full)
         self.replicas = Replicas(
             started, config, line=self.line, counters=self._counters, observer=self._observer, grammars=grammars
         )

@@ -6,7 +6,7 @@
 
 Every rank calls the op at the same time with a tensor of the same shape. Sums are made in float32, in the order of the
 ranks, and rounded once: all ranks get the same bits, and a row's do not depend on the others'. Ranks write what they
-have into each other's `Mailbox`; nothing goes through the host, and a graph of such calls may be captured.
+have into each other's `ExchangeBuffers`; nothing goes through the host, and a graph of such calls may be captured.
 
 On the CPU ranks exchange tensors by gloo (runner/distributed/gloo_group.py); `sum_of` is what the ops compute.
 """
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .mailbox import Mailbox
+from .exchange_buffers import ExchangeBuffers
 
 __all__ = ["EACH_WAY", "add_all_reduced", "all_gathered", "all_reduced", "sum_of"]
 
@@ -33,7 +33,7 @@ def sum_of(parts: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def add_all_reduced(residual: Tensor, part: Tensor, mailbox: Mailbox) -> None:
+def add_all_reduced(residual: Tensor, part: Tensor, mailbox: ExchangeBuffers) -> None:
     """Add all ranks' ``part`` to ``residual``, in place; both [n, hidden_size], contiguous, of one dtype.
 
     A row has a multiple of 16 bytes, and no more than ``mailbox.bulk_per_rank``.
@@ -42,14 +42,14 @@ def add_all_reduced(residual: Tensor, part: Tensor, mailbox: Mailbox) -> None:
     _sum(residual, part, mailbox, add=True)
 
 
-def all_reduced(part: Tensor, mailbox: Mailbox) -> Tensor:
+def all_reduced(part: Tensor, mailbox: ExchangeBuffers) -> Tensor:
     """The sum of all ranks' ``part`` [n, hidden_size], in its dtype; its rows as of `add_all_reduced`."""
     out = part.new_empty(part.shape)
     _sum(out, part, mailbox, add=False)
     return out
 
 
-def all_gathered(x: Tensor, mailbox: Mailbox) -> Tensor:
+def all_gathered(x: Tensor, mailbox: ExchangeBuffers) -> Tensor:
     """[size, *x.shape]: all ranks' ``x``, contiguous, of any dtype."""
     assert x.is_contiguous(), "what is gathered is contiguous"
     from .triton import all_reduce as triton_op
@@ -57,7 +57,7 @@ def all_gathered(x: Tensor, mailbox: Mailbox) -> Tensor:
     return triton_op.all_gather(x, mailbox)
 
 
-def _sum(out: Tensor, part: Tensor, mailbox: Mailbox, *, add: bool) -> None:
+def _sum(out: Tensor, part: Tensor, mailbox: ExchangeBuffers, *, add: bool) -> None:
     assert out.is_contiguous() and part.is_contiguous() and part.dim() == 2, "parts of sums are contiguous matrices"
     row_bytes = part.shape[1] * part.element_size()
     assert row_bytes % 16 == 0 and row_bytes <= mailbox.bulk_per_rank, f"rows of {row_bytes} bytes"

@@ -7,7 +7,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from ..errors import AEngineError, EngineClosedError
-from .link import Link
+from .message_stream import MessageStream
 from .stream import RemoteStream
 from .wire import error_from_wire
 
@@ -20,7 +20,7 @@ _Stream = RemoteStream[Any, Any]
 class Connection:
     """Streams and calls under way, by number. Streams are held by their readers only."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: MessageStream) -> None:
         self.has_broken = False
         self.news: tuple[Any, ...] = ("starting", None, None)
         """State, statistics and description of the engine, as they come."""
@@ -39,7 +39,7 @@ class Connection:
         deadline = loop.time() + timeout
         while True:
             try:
-                return cls(Link(*await asyncio.open_unix_connection(path)))
+                return cls(MessageStream(*await asyncio.open_unix_connection(path)))
             except OSError as error:
                 if loop.time() >= deadline:
                     raise EngineClosedError(f"no engine is served at {path}: {error}") from None

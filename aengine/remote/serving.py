@@ -16,7 +16,7 @@ from ..engine.threads.pools import run_in_thread
 from ..engine.tokenizer.async_tokenizer import CALLS
 from ..errors import AEngineError, EngineClosedError, InternalError, InvalidRequestError
 from ..telemetry.trace_context import trace_of
-from .link import Link
+from .message_stream import MessageStream
 from .unix_socket import bind_unix
 from .wire import delta_to_wire, error_to_wire, params_from_wire, pooled_to_wire, pooling_from_wire, to_wire
 
@@ -72,7 +72,7 @@ class _ServedEngine:
         self._table: asyncio.Task[dict[str, Any] | None] | None = None
 
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        session = _Session(self, Link(reader, writer))
+        session = _Session(self, MessageStream(reader, writer))
         self.sessions[session] = asyncio.current_task()
         try:
             await session.run()
@@ -163,7 +163,7 @@ class _Request:
 class _Session:
     """One connection: its requests end with it."""
 
-    def __init__(self, served: _ServedEngine, link: Link) -> None:
+    def __init__(self, served: _ServedEngine, link: MessageStream) -> None:
         self.link = link
         self.wants_news = False
         self._served = served

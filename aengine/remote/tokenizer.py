@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import EngineClosedError, InvalidRequestError
 from ..params import shown
-from .link import HEAD
+from .message_stream import HEAD
 from .wire import error_from_wire, pack, unpack
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from test_recovery import Poisoned, death, essence, work
 
 from aengine import AsyncLLM, EngineConfig, InternalError, InvalidRequestError, SamplingParams, WorkerDiedError
 from aengine.engine import recovery
-from aengine.engine.replicas.routing import Load
+from aengine.engine.replicas.load_balancer import Load
 from aengine.errors import DeadlineExceededError, EngineClosedError, ModelLoadError
 from aengine.telemetry.prometheus import PrometheusCollector
 

@@ -55,9 +55,9 @@ from aengine.kernels import (
 from aengine.kernels import triton as triton_kernels
 from aengine.kernels.decode_plan import BatchSize
 from aengine.kernels.dispatch import triton_everywhere
+from aengine.kernels.exchange_buffers import MAX_PROGRAMS, ExchangeBuffers
 from aengine.kernels.expert_tilings import ExpertShape, default_tiling
 from aengine.kernels.expert_types import ExpertGate, ExpertMatrices, InputNorm, RoutingRule
-from aengine.kernels.mailbox import MAX_PROGRAMS, Mailbox
 from aengine.kernels.rotary import Rope
 from aengine.kernels.sequences import Sequences
 from aengine.kernels.triton import exchange_bulk, exchange_words, linear_streamed
@@ -352,7 +352,7 @@ def exchanges(compiler: Compiler) -> None:
     for rank, size in ((0, 2), (1, 2), (3, 4)):
         compiler.note = f"rank {rank} of {size}"
         addresses, calls = torch.zeros(size, dtype=torch.int64), torch.zeros(MAX_PROGRAMS, dtype=torch.int32)
-        mailbox = Mailbox(rank, size, 4096, 65536, addresses, calls)
+        mailbox = ExchangeBuffers(rank, size, 4096, 65536, addresses, calls)
         for dtype in (compiler.half, torch.float32):
             x = torch.zeros(2, 1024, dtype=dtype)
             for op in (exchange_words.sum_in_words, exchange_bulk.sum_in_bulk, exchange_bulk.sum_in_two_shots):

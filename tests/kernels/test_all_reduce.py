@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from aengine.kernels.all_reduce import EACH_WAY, all_gathered, all_reduced, sum_of
-from aengine.kernels.mailbox import MAX_PROGRAMS, Mailbox
+from aengine.kernels.exchange_buffers import MAX_PROGRAMS, ExchangeBuffers
 
 pytest.importorskip("triton")
 
@@ -31,11 +31,11 @@ class Ranks:
     """Mailboxes in one process' memory."""
 
     def __init__(self, size: int) -> None:
-        num_bytes = Mailbox.bytes_needed(size, WORDS, BULK)
+        num_bytes = ExchangeBuffers.bytes_needed(size, WORDS, BULK)
         self._memory = torch.zeros(size, num_bytes // 16 + 1, 2, dtype=torch.int64)
         addresses = torch.tensor([(memory.data_ptr() + 15) // 16 * 16 for memory in self._memory])
         self.mailboxes = [
-            Mailbox(rank, size, WORDS, BULK, addresses, torch.zeros(MAX_PROGRAMS, dtype=torch.int32))
+            ExchangeBuffers(rank, size, WORDS, BULK, addresses, torch.zeros(MAX_PROGRAMS, dtype=torch.int32))
             for rank in range(size)
         ]
 
@@ -83,7 +83,7 @@ def test_each_way_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
     for module, name in ((op.exchange_words, "sum_in_words"), *((op.exchange_bulk, one.__name__) for one in SUMS[1:])):
         monkeypatch.setattr(module, name, lambda *args, name=name, **how: called.append(name))
-    mailbox = Mailbox(0, 2, 2**16, 2**25, torch.zeros(2), torch.zeros(1))
+    mailbox = ExchangeBuffers(0, 2, 2**16, 2**25, torch.zeros(2), torch.zeros(1))
     for num_bytes in EACH_WAY:
         all_reduced(torch.zeros(-(-num_bytes // 8192), 4096, dtype=torch.float16), mailbox)
     assert called == [one.__name__ for one in SUMS]
@@ -129,7 +129,7 @@ def test_gathers_of_any_shape(gen: torch.Generator, monkeypatch: pytest.MonkeyPa
     """How tensors are cut into calls and padded, with exchanges that give every rank's part as this one's."""
     from aengine.kernels.triton import all_reduce as op
 
-    def exchange(out: torch.Tensor, x: torch.Tensor, mailbox: Mailbox) -> None:
+    def exchange(out: torch.Tensor, x: torch.Tensor, mailbox: ExchangeBuffers) -> None:
         assert x.dtype == torch.int32 and (is_small or (x.nbytes % 16 == 0 and x.nbytes <= BULK))
         out.copy_(x.expand_as(out))
 

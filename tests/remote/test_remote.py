@@ -399,7 +399,7 @@ async def test_a_slow_call_of_the_tokenizer_holds_up_no_other(tmp_path: Path, mo
 async def test_what_is_too_large_is_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both processes would work on it, on their loops."""
     async with both(tmp_path, "yes") as (_, remote):
-        monkeypatch.setattr("aengine.remote.link.pack", lambda message: pytest.fail("it was sent"))
+        monkeypatch.setattr("aengine.remote.message_stream.pack", lambda message: pytest.fail("it was sent"))
         for messages in (HELLO * 100_000, [HELLO[0] | {"x": [[0.5]] * 400_000}]):
             wrong = ContextLengthError if len(messages) > 1 else InvalidRequestError
             for ask in (

@@ -22,7 +22,7 @@ from ...outputs import StartupProgress
 from ...workers.answers import AnswerFuture, PendingAnswers
 from ..executor import FailureCallback, ProcessExecutor, ProgressCallback, call_ranks
 from ..recovery import Watchdog, hang_error
-from .rounds import Rounds, Turn
+from .rounds import ReplicaTurn, Rounds
 
 __all__ = ["Joint", "ReplicaExecutor", "shares_experts"]
 
@@ -51,7 +51,7 @@ class Joint:
         )
         self._rounds = Rounds(config.data_parallel_size, config.steps_in_flight, watchdog)
 
-    def turn(self, index: int) -> Turn:
+    def turn(self, index: int) -> ReplicaTurn:
         """A replica's, over whatever ranks."""
         return self._rounds.turns[index]
 

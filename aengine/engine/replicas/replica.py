@@ -25,7 +25,7 @@ from ..scheduler.scheduler import Scheduler, reset_prefix_cache
 from ..step_loop import StepLoop
 from ..structured.service import GrammarService
 from ..worker_control import Restart, WorkerControl
-from .rounds import Turn
+from .rounds import ReplicaTurn
 
 __all__ = ["Replica", "Started"]
 
@@ -40,7 +40,7 @@ class Started(NamedTuple):
     work: asyncio.Event  # set when it, or one that is started in its place, fails
     ready: dict[str, Any]  # what its workers say of themselves
     restart: Restart
-    turn: Turn | None = None  # in the rounds of replicas that share experts; None: they don't
+    turn: ReplicaTurn | None = None  # in the rounds of replicas that share experts; None: they don't
 
 
 class Replica:

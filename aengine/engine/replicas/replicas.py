@@ -1,6 +1,6 @@
 """`Replicas`: which replica computes a request, and where it goes on when that one's worker dies.
 
-    Admission ──add──> Router: tokens to compute + load ──> a Replica's StepLoop
+    Admission ──add──> LoadBalancer: tokens to compute + load ──> a Replica's StepLoop
     worker dies      its requests go on elsewhere, at once; those that it may have died of stay (crash_quarantine.py)
     worker is back   takes over what waits for another worker, or for room
     a request ends   its replica takes over one that waits for room elsewhere, if none waits here
@@ -24,13 +24,13 @@ from ...errors import EngineError
 from ...outputs import FinishReason
 from ...telemetry.metrics import Counters
 from ...telemetry.observer import Observer
+from ..admission_queue import AdmissionQueue
 from ..structured.service import GrammarService
 from ..user_request import UserRequest
-from ..waiting_line import WaitingLine
 from ..worker_control import check_arguments
+from .load_balancer import LoadBalancer
 from .moving import can_move, is_untouched, take_out, waits_for_room
 from .replica import Replica, Started
-from .routing import Router
 
 __all__ = ["Replicas"]
 
@@ -48,7 +48,7 @@ class Replicas:
         started: Sequence[Started],
         config: EngineConfig,
         *,
-        line: WaitingLine,
+        line: AdmissionQueue,
         counters: Counters,
         observer: Observer,
         grammars: GrammarService | None,
@@ -69,7 +69,7 @@ class Replicas:
             )
             for index, one in enumerate(started)
         ]
-        self._router = Router([replica.scheduler for replica in self._all]) if are_several else None
+        self._router = LoadBalancer([replica.scheduler for replica in self._all]) if are_several else None
         self._requests: list[dict[str, UserRequest]] = [{} for _ in self._all]  # of each replica, by id
 
     def __getitem__(self, index: int) -> Replica:

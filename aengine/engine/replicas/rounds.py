@@ -21,7 +21,7 @@ from ...ipc.messages import SchedulerOutput
 from ..recovery import Watchdog
 from ..scheduler.crash_quarantine import CrashQuarantine
 
-__all__ = ["Rounds", "Turn"]
+__all__ = ["ReplicaTurn", "Rounds"]
 
 
 class Rounds:
@@ -32,7 +32,7 @@ class Rounds:
         step like the longest."""
         self.watchdog = watchdog
         self.generation = 0  # grows when workers have gone, and when there are others
-        self.turns = [Turn(self, index) for index in range(num_replicas)]
+        self.turns = [ReplicaTurn(self, index) for index in range(num_replicas)]
         self._max_in_flight = max_in_flight
         self._publish: Callable[[Sequence[SchedulerOutput | None]], None] = lambda outs: None  # of the workers
         self._given: list[deque[SchedulerOutput]] = [deque() for _ in self.turns]  # that are in no round yet
@@ -99,7 +99,7 @@ class Rounds:
             self._publish(outs)
 
 
-class Turn:
+class ReplicaTurn:
     """One replica's view of the rounds, for its step loop."""
 
     def __init__(self, rounds: Rounds, index: int) -> None:

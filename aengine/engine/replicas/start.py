@@ -17,7 +17,7 @@ from ..executor import Executor, ProcessExecutor
 from ..threads.pools import run_in_thread
 from .joint import Joint, shares_experts
 from .replica import Started
-from .rounds import Turn
+from .rounds import ReplicaTurn
 
 __all__ = ["ReplicasStart", "replica_configs"]
 
@@ -77,7 +77,7 @@ class ReplicasStart:
         load: dict[str, Any],
         report: ProgressCallback,
         name: str,
-        turn: Turn | None = None,
+        turn: ReplicaTurn | None = None,
     ) -> Started:
         """``name``: with which errors begin."""
         work = asyncio.Event()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..mailbox import Mailbox
+from ..exchange_buffers import ExchangeBuffers
 from . import exchange_bulk, exchange_words
 
 __all__ = ["all_gather", "all_reduce"]
@@ -19,7 +19,7 @@ _MOST_IN_WORDS = 2**18
 _MOST_IN_ONE_SHOT = 2**22
 
 
-def all_reduce(out: Tensor, part: Tensor, mailbox: Mailbox, *, add: bool) -> None:
+def all_reduce(out: Tensor, part: Tensor, mailbox: ExchangeBuffers, *, add: bool) -> None:
     """out [n, size] = the sum of all ranks' parts, or is added to."""
     if part.nbytes <= min(_MOST_IN_WORDS, 4 * mailbox.words_per_rank):
         exchange_words.sum_in_words(out, part, mailbox, add=add)
@@ -32,7 +32,7 @@ def all_reduce(out: Tensor, part: Tensor, mailbox: Mailbox, *, add: bool) -> Non
             exchange_bulk.sum_in_two_shots(some_out, some, mailbox, add=add)
 
 
-def all_gather(x: Tensor, mailbox: Mailbox) -> Tensor:
+def all_gather(x: Tensor, mailbox: ExchangeBuffers) -> Tensor:
     """[size, *x.shape]: all ranks' x."""
     is_small = x.nbytes <= min(_MOST_IN_WORDS, 4 * mailbox.words_per_rank)
     words = _words_of(x, 1 if is_small else 4)

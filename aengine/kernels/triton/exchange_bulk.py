@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..mailbox import MAX_PROGRAMS, Mailbox
+from ..exchange_buffers import MAX_PROGRAMS, ExchangeBuffers
 from .exchange_parts import Phase, end_call, memory_of
 from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
 
@@ -39,7 +39,7 @@ _LARGE = BulkTiling(256, 16384, 8)
 def sum_in_bulk(
     out: Tensor,
     part: Tensor,
-    mailbox: Mailbox,
+    mailbox: ExchangeBuffers,
     *,
     add: bool,
     phases: int = Phase.ALL,
@@ -54,7 +54,7 @@ def sum_in_bulk(
 def sum_in_two_shots(
     out: Tensor,
     part: Tensor,
-    mailbox: Mailbox,
+    mailbox: ExchangeBuffers,
     *,
     add: bool,
     phases: int = Phase.ALL,
@@ -66,7 +66,7 @@ def sum_in_two_shots(
     _launch(_sum_in_two_shots, grid, out, part, mailbox, phases, BLOCK=block, ADD_TO=add, num_warps=tiling.num_warps)
 
 
-def gather_in_bulk(out: Tensor, x: Tensor, mailbox: Mailbox, *, phases: int = Phase.ALL) -> None:
+def gather_in_bulk(out: Tensor, x: Tensor, mailbox: ExchangeBuffers, *, phases: int = Phase.ALL) -> None:
     """out [size, n] = all ranks' x [n], of a multiple of 16 bytes."""
     block = _SMALL.block_bytes // x.element_size()
     grid = min(_SMALL.num_programs, triton.cdiv(x.numel(), block))
@@ -74,7 +74,7 @@ def gather_in_bulk(out: Tensor, x: Tensor, mailbox: Mailbox, *, phases: int = Ph
 
 
 def _launch(
-    kernel: object, grid: int, out: Tensor, x: Tensor, mailbox: Mailbox, phases: int, **options: int | bool
+    kernel: object, grid: int, out: Tensor, x: Tensor, mailbox: ExchangeBuffers, phases: int, **options: int | bool
 ) -> None:
     two_shots = {"ADD": bool(phases & Phase.ADD)} if kernel is _sum_in_two_shots else {}
     launch(

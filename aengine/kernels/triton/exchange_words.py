@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..mailbox import MAX_PROGRAMS, Mailbox
+from ..exchange_buffers import MAX_PROGRAMS, ExchangeBuffers
 from .exchange_parts import Phase, end_call, memory_of
 from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
 
@@ -22,7 +22,7 @@ __all__ = ["gather_in_words", "sum_in_words"]
 def sum_in_words(
     out: Tensor,
     part: Tensor,
-    mailbox: Mailbox,
+    mailbox: ExchangeBuffers,
     *,
     add: bool,
     phases: int = Phase.ALL,
@@ -52,7 +52,7 @@ def sum_in_words(
     )
 
 
-def gather_in_words(out: Tensor, x: Tensor, mailbox: Mailbox, *, phases: int = Phase.ALL) -> None:
+def gather_in_words(out: Tensor, x: Tensor, mailbox: ExchangeBuffers, *, phases: int = Phase.ALL) -> None:
     """out [size, n] = all ranks' x [n], int32."""
     num_words = x.numel()
     words_per_program = 512

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from ...kernels.all_reduce import EACH_WAY, add_all_reduced, all_gathered, all_reduced
-from ...kernels.mailbox import MAX_PROGRAMS, Mailbox
+from ...kernels.exchange_buffers import MAX_PROGRAMS, ExchangeBuffers
 from .symmetric_memory import SymmetricMemory
 
 __all__ = ["CudaGroup"]
@@ -39,10 +39,10 @@ class CudaGroup:
         self._is_rehearsing = False
         store.set_timeout(timeout)
         bulk_per_rank = _BULK_BYTES // (2 * size) // 16 * 16
-        num_bytes = Mailbox.bytes_needed(size, _WORDS_PER_RANK, bulk_per_rank)
+        num_bytes = ExchangeBuffers.bytes_needed(size, _WORDS_PER_RANK, bulk_per_rank)
         self._memory = SymmetricMemory(num_bytes, store, rank, size, device)
         calls = torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=device)
-        self.mailbox = Mailbox(rank, size, _WORDS_PER_RANK, bulk_per_rank, self._memory.addresses, calls)
+        self.mailbox = ExchangeBuffers(rank, size, _WORDS_PER_RANK, bulk_per_rank, self._memory.addresses, calls)
 
     def add_sum(self, residual: Tensor, partial: Tensor) -> None:
         if self._is_rehearsing:

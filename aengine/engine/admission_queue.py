@@ -1,4 +1,4 @@
-"""`WaitingLine`: the queue of one engine, from a request's registration to its first step.
+"""`AdmissionQueue`: the queue of one engine, from a request's registration to its first step.
 
 join ──> inside (prepared, then in the scheduler's queue) ──leave──>  its first step is made, or it has ended
     └──> held (the queue was full) ──> inside, as soon as there is room: the most urgent first
@@ -13,12 +13,12 @@ from bisect import bisect_left, insort
 from ..errors import EngineOverloadedError
 from ..telemetry.metrics import Counters
 
-__all__ = ["WaitingLine"]
+__all__ = ["AdmissionQueue"]
 
 _Place = tuple[int, int, str]  # among those that are held: priority, order of arrival, request_id
 
 
-class WaitingLine:
+class AdmissionQueue:
     """The waiting requests, by request_id. Its length is the number that ``max_num_queued_requests`` bounds."""
 
     def __init__(self, limit: int, counters: Counters, *, wait_when_full: bool) -> None:

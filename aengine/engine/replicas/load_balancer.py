@@ -1,4 +1,4 @@
-"""`Router`: chooses the replica for a request, by the tokens that it would have to compute there, and the load.
+"""`LoadBalancer`: chooses the replica for a request, by the tokens that it would have to compute there, and the load.
 
     cost of a replica = tokens of the prompt that are not cached there
                       + _WAITING_SHARE  x tokens of prompts that wait there for their first step
@@ -19,7 +19,7 @@ from ..scheduler.request import Request
 from ..scheduler.scheduler import Scheduler
 from .moving import num_cached
 
-__all__ = ["Router"]
+__all__ = ["LoadBalancer"]
 
 _WAITING_SHARE = 0.5
 """What a prompt token that waits counts: whoever comes waits for it, but it is not computed for him."""
@@ -76,7 +76,7 @@ class Load:
         return low
 
 
-class Router:
+class LoadBalancer:
     """Chooses among replicas, and keeps count of what each was given."""
 
     def __init__(self, schedulers: Sequence[Scheduler]) -> None:

@@ -1,4 +1,4 @@
-"""`Mailbox`: memory in which ranks, each with a GPU of one machine, leave tensors for each other."""
+"""`ExchangeBuffers`: memory in which ranks, each with a GPU of one machine, leave tensors for each other."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["MAX_PROGRAMS", "Mailbox"]
+__all__ = ["MAX_PROGRAMS", "ExchangeBuffers"]
 
 MAX_PROGRAMS = 256
 """Most programs of a launch; a mailbox has as many counters of calls."""
 
 
 @dataclass(frozen=True, slots=True)
-class Mailbox:
+class ExchangeBuffers:
     """Where a rank receives what the others send, and how it reaches theirs.
 
     A rank's memory is [words | bulk | signals]: ``words`` (int64 [2, size, words_per_rank]) are entries, half of which

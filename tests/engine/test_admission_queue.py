@@ -7,14 +7,14 @@ import random
 
 import pytest
 
-from aengine.engine.waiting_line import WaitingLine
+from aengine.engine.admission_queue import AdmissionQueue
 from aengine.errors import EngineOverloadedError
 from aengine.telemetry.metrics import Counters
 
 
-def line_of(limit: int, *, wait: bool = True) -> tuple[WaitingLine, Counters]:
+def line_of(limit: int, *, wait: bool = True) -> tuple[AdmissionQueue, Counters]:
     counters = Counters()
-    return WaitingLine(limit, counters, wait_when_full=wait), counters
+    return AdmissionQueue(limit, counters, wait_when_full=wait), counters
 
 
 async def test_the_most_urgent_is_let_in_first_and_of_equals_the_first_that_came() -> None:

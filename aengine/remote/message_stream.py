@@ -1,4 +1,4 @@
-"""`Link`: messages over a stream socket. Those of one turn of the loop are one frame, and one write.
+"""`MessageStream`: messages over a stream socket. Those of one turn of the loop are one frame, and one write.
 
 frame: length (uint32, little endian) | msgpack of a list of messages, each a list: kind, id, ...
 """
@@ -12,12 +12,12 @@ from typing import Any
 
 from .wire import pack, unpack
 
-__all__ = ["HEAD", "Link"]
+__all__ = ["HEAD", "MessageStream"]
 
 HEAD = struct.Struct("<I")
 
 
-class Link:
+class MessageStream:
     """One end of a connection."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
