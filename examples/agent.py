@@ -7,10 +7,10 @@ import asyncio
 import json
 import sys
 
-from aengine.chat import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallEnd, ToolCallStart, tools_of
 from pydantic import BaseModel, Field
 
 from aengine import AsyncLLM, SamplingParams
+from aengine.chat import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallEnd, ToolCallStart, tools_of
 
 
 class Report(BaseModel):

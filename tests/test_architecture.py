@@ -264,7 +264,7 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
             "testing/fake.py",
             "ipc/messages.py",
             "ipc/lead.py",
-            "workers/answers.py",
+            "workers/host/answers.py",
             "workers/step_queue.py",
             "workers/worker.py",  # gives its messages to the queue
         },

@@ -28,9 +28,9 @@ from ..ipc.vitals import Vitals
 from ..limits.ulimits import limit_hint, memory_ulimit_hint
 from ..outputs import StartupProgress
 from ..telemetry.worker_logs import level_for_workers, log_for_worker
-from ..workers.answers import AnswerFuture, PendingAnswers, reported_error
-from ..workers.group import RankWorker, WorkerGroup
-from ..workers.handshake import Handshake
+from ..workers.host.answers import AnswerFuture, PendingAnswers, reported_error
+from ..workers.host.group import RankWorker, WorkerGroup
+from ..workers.host.handshake import Handshake
 from ..workers.rank import check_division, ranks_of
 from .threads.pools import run_in_thread
 

@@ -13,15 +13,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from ..chat import (
-    ChatCompletion,
-    ChatMessage,
-    Delta,
-    ReasoningDelta,
-    TextDelta,
-    ToolCallDelta,
-    ToolCallStart,
-)
+from ..chat import ChatCompletion, ChatMessage, Delta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
 from ..errors import (
     AEngineError,
     ContextLengthError,

@@ -6,7 +6,8 @@
 
 The host never blocks: it awaits room in a full ring, and its loop wakes it for frames. The worker spins, then parks.
 A message that doesn't fit into a quarter of the ring travels in fragments and arrives as one. Every wait of the worker
-is bounded, so that it can ask ``peer_gone``; the host learns of a worker's death elsewhere (workers/supervisor.py).
+is bounded, so that it can ask ``peer_gone``; the host learns of a worker's death elsewhere
+(workers/host/supervisor.py).
 """
 
 from __future__ import annotations

@@ -14,15 +14,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 import msgpack
 
 from .. import errors
-from ..chat import (
-    ChatCompletion,
-    Delta,
-    ReasoningDelta,
-    TextDelta,
-    ToolCallDelta,
-    ToolCallEnd,
-    ToolCallStart,
-)
+from ..chat import ChatCompletion, Delta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
 from ..engine.pooling.requests import PoolingRequest, PoolingResult
 from ..engine.streams.logprobs import Logprobs, TopLogprobs, of_columns, of_likeliest
 from ..errors import AEngineError, InternalError, InvalidRequestError

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from ..errors import InvalidRequestError, ModelLoadError
-from .answers import NoSuchMethodError
+from .host.answers import NoSuchMethodError
 from .loaded import LoadedModel, WorkerContext
 from .rank import Rank
 

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from aengine.chat import ReasoningDelta, TextDelta
 from conftest_api import encoder_of
 from own_thread_helpers import in_threads
 from tokenizers import AddedToken
 
 from aengine import LLM, AsyncLLM, EngineClosedError, InvalidRequestError, SamplingParams
+from aengine.chat import ReasoningDelta, TextDelta
 from aengine.engine import core
 from aengine.engine.tokenizer.tokenizer import Tokenizer
 from aengine.engine.tokenizer_view import TokenizerView

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from aengine.chat import TextDelta, ToolCallStart
 from conftest_api import expire, settled, user_requests
 from pydantic import BaseModel
 
@@ -29,6 +28,7 @@ from aengine import (
     StructuredOutput,
     Token,
 )
+from aengine.chat import TextDelta, ToolCallStart
 from aengine.engine.chat import plan as chat_module
 
 Make = Callable[..., AsyncLLM]

@@ -12,7 +12,6 @@ from datetime import date
 from typing import Any, Literal
 
 import pytest
-from aengine.chat import TextDelta, ToolCallStart
 from conftest_api import settled
 from pydantic import BaseModel, Field, field_validator
 
@@ -31,6 +30,7 @@ from aengine import (
     WorkerDiedError,
     testing,
 )
+from aengine.chat import TextDelta, ToolCallStart
 from aengine.testing import FakeAsyncLLM, FakeLLM, FakeRequest, Reply, ScriptError
 
 pytestmark = pytest.mark.usefixtures("no_blocking")

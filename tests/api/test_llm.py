@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 import uvloop
-from aengine.chat import ToolCallStart
 from conftest_api import handle_of, settled
 from pydantic import BaseModel
 
@@ -36,6 +35,7 @@ from aengine import (
     SamplingParams,
     WorkerDiedError,
 )
+from aengine.chat import ToolCallStart
 from aengine.engine.threads import loop_thread
 
 MakeLLM = Callable[..., LLM]

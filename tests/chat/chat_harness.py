@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from aengine.chat import ChatMessage, ChatParser, Delta, ReasoningDelta, TextDelta, ToolCallDelta
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Encoder
 
 from aengine import StructuredOutput
+from aengine.chat import ChatMessage, ChatParser, Delta, ReasoningDelta, TextDelta, ToolCallDelta
 from aengine.engine.chat.prompt import token_ids_of
 from aengine.engine.structured.backend import Backend, Compiled
 from aengine.engine.structured.backends import load_backend

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pytest
-from aengine.chat import Tool
 from chat_harness import Setting, shape_of
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
+from aengine.chat import Tool
 from aengine.errors import InvalidRequestError
 
 LOCK = threading.Lock()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from aengine.chat import FORMATS, ChatMessage, ChatParser, ToolCall, tools_of
 from chat_harness import EOS, parse_ids, token_id_of, tokenizer
 from conftest_api import encoder_of
 
+from aengine.chat import FORMATS, ChatMessage, ChatParser, ToolCall, tools_of
 from aengine.engine.chat.history import with_instructions, written_out
 from aengine.engine.chat.plan import ChatRequest, plan_chat
 from aengine.engine.structured.backends import load_backend

@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from chat_harness import merged, parse
+from hypothesis import given
+from hypothesis import strategies as st
+
 from aengine.chat import (
     FORMATS,
     ChatParser,
@@ -16,10 +20,6 @@ from aengine.chat import (
     ToolCallStart,
     tools_of,
 )
-from chat_harness import merged, parse
-from hypothesis import given
-from hypothesis import strategies as st
-
 from aengine.engine.chat.formats import HARMONY, HERMES, JSON, LLAMA3, MISTRAL, Markers
 from aengine.errors import InvalidRequestError
 

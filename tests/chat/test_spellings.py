@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from aengine.chat import FORMATS, ChatMessage, ChatParser, tools_of
 from chat_harness import MARKERS
 
+from aengine.chat import FORMATS, ChatMessage, ChatParser, tools_of
 from aengine.engine.chat.formats import (
     GRANITE,
     HARMONY,

@@ -7,9 +7,9 @@ from enum import Enum
 from typing import Annotated, Literal
 
 import pytest
-from aengine.chat import Tool, ToolChoice, tools_of
 from pydantic import BaseModel, Field
 
+from aengine.chat import Tool, ToolChoice, tools_of
 from aengine.errors import GrammarError, InvalidRequestError
 
 

@@ -45,7 +45,7 @@ async def test_refused_before_processes_start(
     tiny_model: TinyModel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("aengine.workers.group.WorkerProcess", None)
+    monkeypatch.setattr("aengine.workers.host.group.WorkerProcess", None)
     model = tiny_model(arch, **sizes)
     with pytest.raises(ModelLoadError, match=f"{next(iter(settings))}={next(iter(settings.values()))}: .*{message}"):
         await AsyncLLM(model, **SETTINGS | settings).start()
@@ -65,7 +65,7 @@ async def test_refused_before_processes_start(
 async def test_replicas_that_cannot_share_experts(
     settings: dict[str, Any], message: str, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("aengine.workers.group.WorkerProcess", None)
+    monkeypatch.setattr("aengine.workers.host.group.WorkerProcess", None)
     model = tiny_model("qwen3_moe")
     with pytest.raises(ModelLoadError, match=f"{message}.*leave enable_expert_parallel out"):
         await AsyncLLM(model, **SETTINGS, **settings, data_parallel_size=2, enable_expert_parallel=True).start()

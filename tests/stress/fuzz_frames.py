@@ -37,8 +37,8 @@ from aengine.ipc.messages import (
     unpack,
 )
 from aengine.ipc.ring import Assembler, Consumer, FrameError, Producer
-from aengine.workers.answers import PendingCall
-from aengine.workers.handshake import Handshake
+from aengine.workers.host.answers import PendingCall
+from aengine.workers.host.handshake import Handshake
 from aengine.workers.rank import Rank
 
 SLOW = 2.0  # seconds that one frame may take; the machine may be busy

@@ -25,7 +25,7 @@ from aengine import (
 from aengine.engine.executor import ProcessExecutor
 from aengine.engine.step_loop import StepLoop
 from aengine.ipc.messages import Kind, ModelRunnerOutput
-from aengine.workers.answers import PendingAnswers
+from aengine.workers.host.answers import PendingAnswers
 
 NUM_LEASED = 40
 

@@ -15,7 +15,7 @@ from aengine.errors import EngineError, InternalError, InvalidRequestError, Mode
 from aengine.ipc.messages import PLAN_LIMITS, Kind
 from aengine.outputs import StartupProgress
 from aengine.workers.agreement import merge
-from aengine.workers.handshake import Handshake
+from aengine.workers.host.handshake import Handshake
 from aengine.workers.rank import Rank, ranks_of
 
 OFFERS = {"0": {"num_blocks": 900, "max_model_len": 4000}, "1": {"num_blocks": 1200, "max_model_len": 3000}}

@@ -11,7 +11,7 @@ from test_leases import PacedLLM, expected, params, steps_of
 
 from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.ipc.messages import Kind, ModelRunnerOutput, SchedulerOutput
-from aengine.workers.answers import PendingAnswers
+from aengine.workers.host.answers import PendingAnswers
 
 
 @pytest.mark.slow

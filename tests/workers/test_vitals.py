@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from aengine.workers.device_watch import IDLE
-from aengine.workers.group import WorkerGroup
+from aengine.workers.host.group import WorkerGroup
 
 
 def group_of(*beats: int) -> tuple[WorkerGroup, list[Any]]:

@@ -22,7 +22,7 @@ from aengine.errors import EngineClosedError, EngineError, InternalError, ModelL
 from aengine.ipc.channel import Frame, HostChannel
 from aengine.ipc.messages import GrammarOutput, Kind, int32, pack
 from aengine.outputs import StartupProgress
-from aengine.workers import supervisor
+from aengine.workers.host import supervisor
 
 
 def inject(executor: ProcessExecutor, kind: int, step_id: int, payload: bytes) -> None:

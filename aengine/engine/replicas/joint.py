@@ -19,7 +19,7 @@ from ...errors import EngineClosedError, EngineError
 from ...ipc.messages import GrammarOutput, Kind, SchedulerOutput, int32, pack
 from ...ipc.vitals import Vitals
 from ...outputs import StartupProgress
-from ...workers.answers import AnswerFuture, PendingAnswers
+from ...workers.host.answers import AnswerFuture, PendingAnswers
 from ..executor import FailureCallback, ProcessExecutor, ProgressCallback, call_ranks
 from ..recovery import Watchdog, hang_error
 from .rounds import ReplicaTurn, Rounds

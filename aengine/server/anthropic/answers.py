@@ -8,15 +8,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from ...chat import (
-    ChatCompletion,
-    ChatMessage,
-    Delta,
-    ReasoningDelta,
-    TextDelta,
-    ToolCall,
-    ToolCallStart,
-)
+from ...chat import ChatCompletion, ChatMessage, Delta, ReasoningDelta, TextDelta, ToolCall, ToolCallStart
 from ...outputs import FinishReason, Usage
 from .requests import MessagesBody
 

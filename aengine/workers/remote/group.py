@@ -23,7 +23,7 @@ from ...errors import EngineClosedError, EngineError, WorkerDiedError
 from ...ipc.channel import Frame
 from ...ipc.link import Link, LinkFrame, authenticate, watch_silence
 from ...ipc.thread_calls import run_in_thread, tell
-from ..group import OnDeath, OnFrames, WorkerGroup
+from ..host.group import OnDeath, OnFrames, WorkerGroup
 from ..rank import Rank
 from .node import DIED, STATUS
 

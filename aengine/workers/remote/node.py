@@ -29,7 +29,7 @@ from ...errors import EngineError, WorkerDiedError
 from ...ipc.link import Link, LinkFrame, authenticate, watch_silence
 from ...ipc.thread_calls import run_in_thread
 from ...limits.cgroups import num_usable_cpus
-from ..group import RankWorker, WorkerGroup
+from ..host.group import RankWorker, WorkerGroup
 from ..rank import Rank
 
 __all__ = ["DIED", "STATUS", "Node"]

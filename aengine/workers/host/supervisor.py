@@ -29,10 +29,10 @@ from collections.abc import Callable
 from pathlib import Path
 from weakref import WeakMethod
 
-from ..config import EngineConfig, thread_environment, worker_environment
-from ..errors import EngineError, WorkerDiedError
-from ..ipc.channel import HostChannel
-from ..limits.ulimits import limit_hint
+from ...config import EngineConfig, thread_environment, worker_environment
+from ...errors import EngineError, WorkerDiedError
+from ...ipc.channel import HostChannel
+from ...limits.ulimits import limit_hint
 
 __all__ = ["WorkerProcess"]
 

@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-from ..config import EngineConfig
-from ..errors import EngineClosedError, EngineError, WorkerDiedError
-from ..ipc.channel import Frame, HostChannel
-from ..ipc.lead import new_lead
-from ..ipc.messages import Kind
-from ..ipc.thread_calls import run_in_thread
-from ..ipc.vitals import Vitals
-from ..limits.ulimits import limit_hint
-from .device_watch import overdue_seconds
-from .rank import Rank
+from ...config import EngineConfig
+from ...errors import EngineClosedError, EngineError, WorkerDiedError
+from ...ipc.channel import Frame, HostChannel
+from ...ipc.lead import new_lead
+from ...ipc.messages import Kind
+from ...ipc.thread_calls import run_in_thread
+from ...ipc.vitals import Vitals
+from ...limits.ulimits import limit_hint
+from ..device_watch import overdue_seconds
+from ..rank import Rank
 from .supervisor import WorkerProcess
 
 __all__ = ["OnDeath", "OnFrames", "RankChannel", "RankWorker", "WorkerGroup"]

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import AEngineError, EngineError, InternalError, InvalidRequestError, ModelLoadError, WorkerCallError
-from ..ipc.messages import Kind, MessageError, ModelRunnerOutput
+from ...errors import AEngineError, EngineError, InternalError, InvalidRequestError, ModelLoadError, WorkerCallError
+from ...ipc.messages import Kind, MessageError, ModelRunnerOutput
 
 __all__ = ["AnswerFuture", "NoSuchMethodError", "PendingAnswers", "PendingCall", "reported_error"]
 

@@ -7,11 +7,11 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import EngineError
-from ..ipc.messages import Kind
-from ..outputs import StartupProgress
-from .agreement import agree, merge
-from .rank import Rank
+from ...errors import EngineError
+from ...ipc.messages import Kind
+from ...outputs import StartupProgress
+from ..agreement import agree, merge
+from ..rank import Rank
 
 __all__ = ["Handshake"]
 
