@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,16 @@ HEAVY = {"torch", "numpy", "transformers", "tokenizers", "jinja2", "huggingface_
 TORCH_ROOMS = {"kernels", "runner", "workers.distributed"}
 
 
+@cache
+def text_of(path: Path) -> str:
+    return path.read_text()
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(text_of(path))
+
+
 def module_of(path: Path) -> str:
     parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
     if parts[-1] == "__init__" and len(parts) > 1:
@@ -78,10 +89,11 @@ def module_of(path: Path) -> str:
     return ".".join(parts)
 
 
+@cache
 def imports_of(path: Path, *, type_checking: bool = False) -> list[tuple[str, int, bool]]:
     """(absolute module name, line, whether at module level) of each import statement. ``type_checking``: also of those
     for type checkers only."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     package = ["aengine", *path.relative_to(PACKAGE).parent.parts]
     found: list[tuple[str, int, bool]] = []
 
@@ -113,27 +125,27 @@ def room_of(module: str) -> str:
     return best
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_of)
-def test_imports_go_one_way(path: Path) -> None:
-    module = module_of(path)
-    own_room = room_of(module)
-    for name, line, _ in imports_of(path):
-        target = name.removeprefix("aengine.")
-        if name.startswith("aengine.") and room_of(target) != own_room:
-            allowed = ROOMS[own_room] | ALSO.get(module, set())
-            assert within(target, allowed), f"{path}:{line}: {module} may not import {target}"
+def test_imports_go_one_way() -> None:
+    for path in FILES:
+        module = module_of(path)
+        own_room = room_of(module)
+        for name, line, _ in imports_of(path):
+            target = name.removeprefix("aengine.")
+            if name.startswith("aengine.") and room_of(target) != own_room:
+                allowed = ROOMS[own_room] | ALSO.get(module, set())
+                assert within(target, allowed), f"{path}:{line}: {module} may not import {target}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_of)
-def test_torch_only_in_the_device_half(path: Path) -> None:
-    module = module_of(path)
-    for name, line, _ in imports_of(path):
-        root = name.split(".")[0]
-        if root in ("torch", "triton"):
-            assert within(module, TORCH_ROOMS), f"{path}:{line}: the host half imports {root}"
-        if root in ("asyncio", "uvloop"):
-            assert not within(module, TORCH_ROOMS), f"{path}:{line}: the device half imports {root}"
-        assert root not in ("pickle", "cloudpickle", "dill", "multiprocessing"), f"{path}:{line}: {root}"
+def test_torch_only_in_the_device_half() -> None:
+    for path in FILES:
+        module = module_of(path)
+        for name, line, _ in imports_of(path):
+            root = name.split(".")[0]
+            if root in ("torch", "triton"):
+                assert within(module, TORCH_ROOMS), f"{path}:{line}: the host half imports {root}"
+            if root in ("asyncio", "uvloop"):
+                assert not within(module, TORCH_ROOMS), f"{path}:{line}: the device half imports {root}"
+            assert root not in ("pickle", "cloudpickle", "dill", "multiprocessing"), f"{path}:{line}: {root}"
 
 
 def test_one_kernel_file_knows_of_cuda() -> None:
@@ -161,16 +173,16 @@ def test_families_are_named_in_their_own_room() -> None:
     for path in FILES:
         heart = {"runner", "kernels", "checkpoint", "workers", "engine", "ipc"}
         if within(module_of(path), heart) and not within(module_of(path), FAMILIES_MAY_BE_NAMED):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in ast.walk(tree_of(path)):
                 value = node.value if isinstance(node, ast.Constant) else getattr(node, "id", None)
                 assert value not in names and not str(value).endswith("ForCausalLM"), f"{path}:{node.lineno}: {value}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_of)
-def test_environment_is_read_in_one_file(path: Path) -> None:
-    if module_of(path) != "config":
-        text = path.read_text()
-        assert "os.environ" not in text and "os.getenv" not in text
+def test_environment_is_read_in_one_file() -> None:
+    for path in FILES:
+        if module_of(path) != "config":
+            text = text_of(path)
+            assert "os.environ" not in text and "os.getenv" not in text
 
 
 _RE = {"compile", "match", "search", "fullmatch", "split", "findall", "finditer", "sub", "subn"}
@@ -198,7 +210,7 @@ def test_no_foreign_pattern_is_run_by_re() -> None:
     """It backtracks for as long as the pattern's author likes, and holds the GIL: grammars are llguidance's."""
     foreign: Counter[str] = Counter()
     for path in FILES:
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom):
                 assert node.module not in ("re", "regex"), f"{path}: write re.compile, so that this test sees it"
@@ -214,18 +226,18 @@ def test_no_foreign_pattern_is_run_by_re() -> None:
 
 def calls_of(path: Path) -> list[tuple[ast.Call, bool]]:
     """Each call of a file, and whether it is awaited as it is made."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
+    nodes = list(ast.walk(tree_of(path)))
     awaited = {id(node.value) for node in nodes if isinstance(node, ast.Await)}
     return [(node, id(node) in awaited) for node in nodes if isinstance(node, ast.Call)]
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_of)
-def test_nothing_runs_in_the_executor_of_the_loop(path: Path) -> None:
+def test_nothing_runs_in_the_executor_of_the_loop() -> None:
     """The host's loop joins it at its end, however long its threads work; those of `ThreadPool` are daemons."""
-    for call, _ in calls_of(path):
-        name = ast.unparse(call.func)
-        is_executor = name.split(".")[-1] in ("run_in_executor", "set_default_executor")
-        assert not is_executor and name not in ("asyncio.to_thread", "to_thread"), f"{path}:{call.lineno}"
+    for path in FILES:
+        for call, _ in calls_of(path):
+            name = ast.unparse(call.func)
+            is_executor = name.split(".")[-1] in ("run_in_executor", "set_default_executor")
+            assert not is_executor and name not in ("asyncio.to_thread", "to_thread"), f"{path}:{call.lineno}"
 
 
 TOKENIZING = {"encode", "encode_plain", "decode", "count", "render", "render_ids", "apply_chat_template"}
@@ -238,15 +250,15 @@ IN_THREADS = {
 }
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_of)
-def test_no_tokenizer_is_asked_on_a_loop(path: Path) -> None:
+def test_no_tokenizer_is_asked_on_a_loop() -> None:
     """A text's length is its sender's choice: a tokenizer is called in threads, or is an `AsyncTokenizer`."""
-    for call, is_awaited in calls_of(path):
-        if not isinstance(call.func, ast.Attribute) or call.func.attr not in TOKENIZING:
-            continue
-        asked = ast.unparse(call.func.value)
-        if asked.endswith("tokenizer") and not asked.endswith("async_tokenizer") and not is_awaited:
-            assert within(module_of(path), IN_THREADS), f"{path}:{call.lineno}: {asked}.{call.func.attr}"
+    for path in FILES:
+        for call, is_awaited in calls_of(path):
+            if not isinstance(call.func, ast.Attribute) or call.func.attr not in TOKENIZING:
+                continue
+            asked = ast.unparse(call.func.value)
+            if asked.endswith("tokenizer") and not asked.endswith("async_tokenizer") and not is_awaited:
+                assert within(module_of(path), IN_THREADS), f"{path}:{call.lineno}: {asked}.{call.func.attr}"
 
 
 FEATURES: dict[str, tuple[set[str], set[str]]] = {
@@ -278,7 +290,7 @@ def test_a_feature_is_named_in_its_own_files(feature: str) -> None:
     words, files = FEATURES[feature]
     naming: set[str] = set()
     for path in FILES:
-        found = set(re.findall(r"[A-Za-z]+", path.read_text().replace("_", " ")))
+        found = set(re.findall(r"[A-Za-z]+", text_of(path).replace("_", " ")))
         if found & words:
             naming.add(path.relative_to(PACKAGE).as_posix())
     assert naming == files, "a core file knows no feature: give the feature's object a verb, or register it in one line"
@@ -288,7 +300,7 @@ def test_one_device_is_named_in_one_room() -> None:
     """Streams, events, graphs and memory of CUDA are asked of a `Platform`; kernel bodies need no CUDA to be
     imported."""
     for path in FILES:
-        if "torch.cuda" in path.read_text():
+        if "torch.cuda" in text_of(path):
             assert within(module_of(path), {"runner.platforms"}), path
         if within(module_of(path), {"kernels"}) and path.stem != "launch":
             assert not [name for name, *_ in imports_of(path) if ".cuda" in name or ".nvidia" in name], path
@@ -297,7 +309,7 @@ def test_one_device_is_named_in_one_room() -> None:
 def test_functions_stay_small() -> None:
     too_big: list[str] = []
     for path in FILES:
-        text = path.read_text()
+        text = text_of(path)
         lines = text.splitlines()
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -352,7 +364,7 @@ def test_classes_stay_small() -> None:
     """Python's own methods (``__enter__``) are not counted."""
     sizes: dict[str, int] = {}
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef):
                 sizes[f"{path.stem}.{node.name}"] = sum(map(_is_own_method, node.body))
     too_large = {name: size for name, size in sizes.items() if size > MOST_METHODS}
