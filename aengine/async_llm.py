@@ -198,7 +198,7 @@ class AsyncLLM(ImmediateCalls, WorkerCalls, PoolingCalls):
             WorkerDiedError, InternalError: from the stream, when the engine failed.
         """
         asked = request_options(options)
-        return self._handle.submit(prompt, params, output_type=output_type, final_only=False, **asked)
+        return self._handle.submit(prompt, params, asked, output_type=output_type, final_only=False)
 
     @overload
     async def generate(
@@ -233,7 +233,7 @@ class AsyncLLM(ImmediateCalls, WorkerCalls, PoolingCalls):
         Cancelling the task that awaits it aborts the request.
         """
         asked = request_options(options)
-        return await self._handle.submit(prompt, params, output_type=output_type, final_only=True, **asked).wait()
+        return await self._handle.submit(prompt, params, asked, output_type=output_type, final_only=True).wait()
 
     @overload
     async def chat(

@@ -25,6 +25,7 @@ from .limits.checks import size_of
 from .settings import SAMPLING_SETTINGS, STRUCTURED_OUTPUT_SETTINGS, described
 
 __all__ = [
+    "CallOptions",
     "ChatOptions",
     "GenerateOptions",
     "OnUnsupported",
@@ -449,37 +450,44 @@ class GenerateOptions(RequestOptions, total=False):
     others, and is raised."""
 
 
-_REQUEST: dict[str, Any] = {
-    "on_unsupported": "error",
-    "deadline": None,
-    "first_token_deadline": None,
-    "priority": 0,
-    "request_id": None,
-    "cache_salt": None,
-}
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """What `RequestOptions` says of one call, whole: the value that goes from the call to the scheduler."""
+
+    on_unsupported: OnUnsupported = "error"
+    deadline: float | None = None
+    first_token_deadline: float | None = None
+    priority: int = 0
+    request_id: str | None = None
+    cache_salt: str | None = None
+
+
+_OF_REQUEST = {field.name for field in fields(CallOptions)}
 _SAMPLING_NAMES = {field.name for field in fields(SamplingParams)}
-_OF_CHAT = {"on_unsupported"} | (ChatOptions.__annotations__.keys() - _REQUEST.keys())
+_OF_CHAT = {"on_unsupported"} | (ChatOptions.__annotations__.keys() - _OF_REQUEST)
 
 
-def request_options(given: RequestOptions) -> dict[str, Any]:
-    """All options of a request, those that are not given by their defaults. Raises InvalidRequestError."""
-    _check_names(given, _REQUEST.keys())
-    return {**_REQUEST, **given}
+def request_options(given: RequestOptions) -> CallOptions:
+    """Return the options of a request. Raises InvalidRequestError for an unknown name."""
+    _check_names(given, _OF_REQUEST)
+    return CallOptions(**given)
 
 
-def chat_options(given: ChatOptions) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options that are given of the chat, and all of the request that it makes. Raises InvalidRequestError."""
+def chat_options(given: ChatOptions) -> tuple[dict[str, Any], CallOptions]:
+    """Return the options of the chat that are given, and those of its request. Raises InvalidRequestError for an
+    unknown name."""
     _check_names(given, ChatOptions.__annotations__.keys())
     chat = {name: value for name, value in given.items() if name in _OF_CHAT}
-    request = {name: given.get(name, default) for name, default in _REQUEST.items()}
-    return chat, request | {"on_unsupported": "error", "output_type": None}  # those are the chat's
+    request: dict[str, Any] = {name: value for name, value in given.items() if name not in _OF_CHAT}
+    return chat, CallOptions(**request)  # on_unsupported is the chat's
 
 
-def generate_options(given: GenerateOptions) -> tuple[dict[str, Any], Progress, bool]:
-    """All options of each request, then progress and return_exceptions. Raises InvalidRequestError."""
+def generate_options(given: GenerateOptions) -> tuple[CallOptions, Progress, bool]:
+    """Return the options of each request, then progress and return_exceptions. Raises InvalidRequestError for an
+    unknown name."""
     _check_names(given, GenerateOptions.__annotations__.keys())
-    request = {name: given.get(name, default) for name, default in _REQUEST.items()}
-    return request, given.get("progress", False), given.get("return_exceptions", False)
+    request: dict[str, Any] = {name: value for name, value in given.items() if name in _OF_REQUEST}
+    return CallOptions(**request), given.get("progress", False), given.get("return_exceptions", False)
 
 
 def _check_names(given: Mapping[str, Any], known: Any) -> None:

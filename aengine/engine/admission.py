@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import AEngineError, DeadlineExceededError, InternalError, InvalidRequestError
 from ..outputs import FinishReason, RequestEnd
-from ..params import SamplingParams
+from ..params import CallOptions, SamplingParams
 from ..telemetry.metrics import Counters
 from ..telemetry.observer import Kind, Observer
 from .admission_queue import AdmissionQueue
@@ -98,12 +98,8 @@ class Admission:
         self,
         prompt: Prompt | PromptPart,
         params: SamplingParams,
+        options: CallOptions,
         *,
-        deadline: float | None,
-        first_token_deadline: float | None,
-        priority: int,
-        request_id: str | None,
-        cache_salt: str | None,
         final_only: bool,
         output_type: OutputType | None = None,
         asked_type: AskedType | None = None,
@@ -121,8 +117,8 @@ class Admission:
             InvalidRequestError, ContextLengthError: see `stream`.
             EngineOverloadedError: the queue is full and admission is "error".
         """
-        options = (deadline, first_token_deadline, priority, request_id, cache_salt)
-        part = self.check(prompt, params, *options)
+        part = self.check(prompt, params, options)
+        request_id = options.request_id
         params = self._limits.sampling.applied(params)
         if request_id is None:
             self._next_id += 1
@@ -145,15 +141,16 @@ class Admission:
             request_id=request_id,
             prompt=part,
             params=params,
-            priority=priority,
-            cache_salt=(cache_salt or "").encode(),
+            priority=options.priority,
+            cache_salt=(options.cache_salt or "").encode(),
             arrival_time=self._loop.time(),
             mailbox=mailbox,
             constraint=constraint,
             asked_type=asked_type,
         )
         # The second timer checks for a token only when it is due, so that delivering tokens costs nothing more.
-        for seconds, expire in ((deadline, self._expire), (first_token_deadline, self._expire_unless_begun)):
+        limits = (options.deadline, self._expire), (options.first_token_deadline, self._expire_unless_begun)
+        for seconds, expire in limits:
             if seconds is not None:
                 timer = self._loop.call_at(request.arrival_time + seconds, expire, request, float(seconds))
                 request.timers += (timer,)
@@ -203,23 +200,13 @@ class Admission:
         if not mailbox.done:  # a listener may abort it
             self._begin(request, self._line.join(request_id, request.priority))
 
-    def check(
-        self,
-        prompt: Prompt | PromptPart,
-        params: SamplingParams,
-        deadline: float | None,
-        first_token_deadline: float | None,
-        priority: int,
-        request_id: str | None,
-        cache_salt: str | None,
-    ) -> PromptPart:
+    def check(self, prompt: Prompt | PromptPart, params: SamplingParams, options: CallOptions) -> PromptPart:
         """Raise what `submit` would of the request by itself. From any thread.
 
-        Returns the prompt, no longer the caller's to change. ``request_id`` may be in use.
+        Returns the prompt, no longer the caller's to change. The request_id may be in use.
         """
         part = prompt if isinstance(prompt, PromptPart) else part_of(prompt, self._limits.max_model_len)
-        options = (deadline, first_token_deadline, priority, request_id, cache_salt)
-        check_request(self._limits, self._has_tokenizer, part.kind, params, *options)
+        check_request(self._limits, self._has_tokenizer, part.kind, params, options)
         if part is not prompt and isinstance(part, TokensPart):
             return TokensPart(self.preparation.check_ids(part.token_ids))
         return part

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..checkpoint.sampling_defaults import SamplingDefaults
 from ..errors import InvalidRequestError
 from ..limits.checks import check_name
-from ..params import SamplingParams, StructuredOutput, is_unicode, shown
+from ..params import CallOptions, SamplingParams, StructuredOutput, is_unicode, shown
 from .scheduler.request import Request
 from .streams.token_stream import Mailbox
 from .structured.asked_type import AskedType
@@ -109,23 +109,13 @@ def _why_it_generates_nothing(limits: Limits) -> str:
     return f"this model's checkpoint has no output matrix (lm_head), without which it generates no text: {cure}"
 
 
-def check_request(
-    limits: Limits,
-    has_tokenizer: bool,
-    kind: str,
-    params: SamplingParams,
-    deadline: float | None,
-    first_token_deadline: float | None,
-    priority: int,
-    request_id: str | None,
-    cache_salt: str | None,
-) -> None:
+def check_request(limits: Limits, has_tokenizer: bool, kind: str, params: SamplingParams, options: CallOptions) -> None:
     """Raise InvalidRequestError for options and parameters that this engine can't take. ``kind``: of the prompt."""
     if "generate" not in limits.tasks:
         raise InvalidRequestError(_why_it_generates_nothing(limits), param="prompt")
     if not isinstance(params, SamplingParams):
         raise InvalidRequestError(f"params must be SamplingParams, not {type(params).__name__}", param="params")
-    check_options(deadline, first_token_deadline, priority, request_id, cache_salt)
+    check_options(options)
     if not has_tokenizer:
         if kind == "chat":
             raise InvalidRequestError("a chat needs a tokenizer: start without skip_tokenizer=True", param="messages")
@@ -143,24 +133,19 @@ def check_request(
                 )
 
 
-def check_options(
-    deadline: float | None,
-    first_token_deadline: float | None,
-    priority: int,
-    request_id: str | None,
-    cache_salt: str | None,
-) -> None:
+def check_options(options: CallOptions) -> None:
     """Raise InvalidRequestError for options that no engine can take."""
-    for name, limit in (("deadline", deadline), ("first_token_deadline", first_token_deadline)):
+    for name, limit in (("deadline", options.deadline), ("first_token_deadline", options.first_token_deadline)):
         if limit is not None and (
             isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit <= MAX_DEADLINE
         ):
             raise InvalidRequestError(
                 f"{name} must be a number of seconds above 0 and at most {MAX_DEADLINE:g}", param=name
             )
+    priority: object = options.priority
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise InvalidRequestError(f"priority={shown(priority)} is not valid: it must be an integer", param="priority")
-    for name, value in (("request_id", request_id), ("cache_salt", cache_salt)):
+    for name, value in (("request_id", options.request_id), ("cache_salt", options.cache_salt)):
         if value is None:
             continue
         if not isinstance(value, str) or not value:

@@ -9,6 +9,7 @@ import sys
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -170,7 +171,7 @@ class RemoteEngine(_Calls, PoolingCalls):
         A new ``output_type`` is described before this returns: some milliseconds as a rule. `generate` does so in a
         thread.
         """
-        return self._begin("stream", prompt, params, output_type, request_options(options))
+        return self._begin("stream", prompt, params, output_type, asdict(request_options(options)))
 
     async def generate(
         self,
@@ -182,7 +183,7 @@ class RemoteEngine(_Calls, PoolingCalls):
     ) -> Completion[Any]:
         """See `AsyncLLM.generate`."""
         await self._describe(output_type)
-        stream = self._begin("generate", prompt, params, output_type, request_options(options))
+        stream = self._begin("generate", prompt, params, output_type, asdict(request_options(options)))
         async with stream:
             completion: Completion[Any] = await stream.wait()
             return completion

@@ -25,7 +25,7 @@ def typed_params(
     """Return the parameters with the schema of the type, and the type. Raises InvalidRequestError."""
     if output_type is None:
         return params, None
-    params, options = with_output_type(params, {"output_type": output_type, "on_unsupported": on_unsupported})
+    params, options = with_output_type(params, output_type, on_unsupported)
     if "asked_type" not in options:
         return params, options["output_type"]
     known, shape = options["asked_type"].described()

@@ -31,4 +31,4 @@ def begin_chat(
     check_num_messages(core.limits.max_model_len, messages, chat.get("tools"))
     params = SamplingParams() if params is None else params
     chat |= {"messages": messages, "params": params, "output_type": output_type}
-    return ChatStream(submit(ChatRequest(**chat), params, final_only=False, **request), params)
+    return ChatStream(submit(ChatRequest(**chat), params, request, final_only=False), params)

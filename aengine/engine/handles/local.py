@@ -22,7 +22,7 @@ from ..threads.loop_ownership import foreign_process, other_loop, running_loop
 if TYPE_CHECKING:
     from ...config import EngineConfig
     from ...outputs import StartupProgress
-    from ...params import SamplingParams
+    from ...params import CallOptions, SamplingParams
     from ..core import EngineCore
     from ..executor import Executor
     from ..streams.token_stream import TokenStream
@@ -255,16 +255,24 @@ class LocalHandle:
 
     # -- requests
 
-    def submit(self, prompt: Prompt | PromptPart, params: SamplingParams | None, **options: Any) -> TokenStream:
-        """Register a request. ``options``: those of `request_options`, ``output_type`` and ``final_only``."""
+    def submit(
+        self,
+        prompt: Prompt | PromptPart,
+        params: SamplingParams | None,
+        options: CallOptions,
+        *,
+        final_only: bool,
+        output_type: Any = None,
+    ) -> TokenStream:
+        """Register a request."""
         from ..streams.token_stream import TokenStream
         from ..structured.asked_type import with_output_type
 
         core = self.running_core()
         core.check_accepts()
-        params, shape = with_output_type(params, options)
+        params, shape = with_output_type(params, output_type, options.on_unsupported)
         context = self.listeners.context()
-        request = core.admission.submit(prompt, params, context=context, **shape, **options)
+        request = core.admission.submit(prompt, params, options, final_only=final_only, context=context, **shape)
         return TokenStream(request.request_id, request.mailbox, core.loop, core.admission.abort)
 
     def abort(self, request_id: str) -> bool:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ...params import SamplingParams
+from ...params import CallOptions, SamplingParams
 from ..core import EngineCore
 from ..streams.cross_thread_stream import CrossThreadStream
 from ..streams.token_stream import Buffer, Mailbox
@@ -79,30 +80,47 @@ class ThreadHandle(ThreadLife):
 
     # -- requests
 
-    def submit(self, prompt: Prompt | PromptPart, params: SamplingParams | None, **options: Any) -> CrossThreadStream:
-        """Register a request. ``options``: those of `request_options`, ``output_type`` and ``final_only``."""
-        return self.submit_as(CrossThreadStream, prompt, params, **options)
+    def submit(
+        self,
+        prompt: Prompt | PromptPart,
+        params: SamplingParams | None,
+        options: CallOptions,
+        *,
+        final_only: bool,
+        output_type: Any = None,
+    ) -> CrossThreadStream:
+        """Register a request."""
+        return self.submit_as(
+            CrossThreadStream, prompt, params, options, final_only=final_only, output_type=output_type
+        )
 
     def submit_as(
-        self, stream_class: type[S], prompt: Prompt | PromptPart, params: SamplingParams | None, **options: Any
+        self,
+        stream_class: type[S],
+        prompt: Prompt | PromptPart,
+        params: SamplingParams | None,
+        options: CallOptions,
+        *,
+        final_only: bool,
+        output_type: Any = None,
     ) -> S:
         """Register a request, and return a stream of this class."""
         core, thread = self._running()
         core.check_accepts()
-        params, shape = with_output_type(params, options)
-        final_only = options.pop("final_only")
-        part = core.admission.check(prompt, params, **options)
+        params, shape = with_output_type(params, output_type, options.on_unsupported)
+        part = core.admission.check(prompt, params, options)
         core.admission.check_room(self._arriving)
-        request_id = options["request_id"] = options["request_id"] or f"own-{next(self._ids)}"
+        request_id = options.request_id or f"own-{next(self._ids)}"
+        named = replace(options, request_id=request_id)
         stream = stream_class(thread, self.local.owner(), request_id)
-        options["context"] = self.local.listeners.context()
+        context = self.local.listeners.context()
 
         def submit(buffer: Buffer) -> Mailbox:
             if not core.is_alive:
                 raise self._ended_meanwhile()
             core.check_accepts()
-            how = {"final_only": final_only, "buffer": buffer, **shape, **options}
-            return core.admission.submit(part, params, **how).mailbox
+            how = {"final_only": final_only, "buffer": buffer, "context": context, **shape}
+            return core.admission.submit(part, params, named, **how).mailbox
 
         def begin() -> None:
             """Begin the stream, on the engine's thread."""

@@ -139,12 +139,14 @@ class SyncLLM(ImmediateCalls, SyncPoolingCalls):
         """
         self._check()
         request, progress, return_exceptions = generate_options(options)
-        begin = partial(self._handle.submit_as, BlockingStream, final_only=True, output_type=output_type, **request)
+        begin = partial(
+            self._handle.submit_as, BlockingStream, options=request, final_only=True, output_type=output_type
+        )
         if not is_list_of_prompts(prompts):
             if params is not None and not isinstance(params, SamplingParams):
                 raise InvalidRequestError("one prompt takes one SamplingParams", param="params")
-            return run_now(begin(prompts, params).wait())  # type: ignore[call-arg, arg-type]
-        if request["request_id"] is not None:
+            return run_now(begin(prompts, params).wait())  # type: ignore[arg-type]
+        if request.request_id is not None:
             raise InvalidRequestError("a request_id is for one prompt, not for a list", param="request_id")
         every: Sequence[Any] = prompts
         with showing(progress, len(prompts)) as show:
@@ -162,7 +164,7 @@ class SyncLLM(ImmediateCalls, SyncPoolingCalls):
         self._check()
         request = request_options(options)
         stream = self._handle.submit_as(
-            BlockingStream, prompt, params, final_only=False, output_type=output_type, **request
+            BlockingStream, prompt, params, request, final_only=False, output_type=output_type
         )
         return TokenIterator(stream, self._check)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ...errors import ContextLengthError, DeadlineExceededError, InvalidRequestError, RequestError
 from ...limits.bounds import LONG_TEXT
 from ...outputs import Usage
-from ...params import shown
+from ...params import CallOptions, shown
 from ..core import EngineCore
 from ..streams.token_stream import Token
 from ..threads.pools import run_in_thread
@@ -217,7 +217,7 @@ class _Call:
         self._deadline = options.get("deadline")
         self._priority = options.get("priority", 0)
         self._cache_salt = options.get("cache_salt")
-        check_options(self._deadline, None, self._priority, None, self._cache_salt)
+        check_options(CallOptions(deadline=self._deadline, priority=self._priority, cache_salt=self._cache_salt))
         limit, own = core.limits.max_model_len, core.pooling.max_tokens
         is_asked = core.config.max_model_len is not None
         self.most = limit if own is None or is_asked else min(limit, own)

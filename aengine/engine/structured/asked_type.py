@@ -30,12 +30,13 @@ class AskedType(NamedTuple):
         return known, constraint_of(known, self.on_unsupported)
 
 
-def with_output_type(params: SamplingParams | None, options: dict[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:
-    """Return the parameters, and the options for `Admission.submit`, with the output type taken out of ``options``.
+def with_output_type(
+    params: SamplingParams | None, output_type: Any, on_unsupported: OnUnsupported
+) -> tuple[SamplingParams, dict[str, Any]]:
+    """Return the parameters, and the arguments of `Admission.submit` that say the output type.
 
     Raises InvalidRequestError.
     """
-    output_type, on_unsupported = options.pop("output_type"), options.pop("on_unsupported")
     if params is None:
         params = SamplingParams()
     check_on_unsupported(on_unsupported)
