@@ -19,7 +19,7 @@ from ..scheduler.request import Request
 from ..scheduler.scheduler import Scheduler
 from .moving import num_cached
 
-__all__ = ["LoadBalancer"]
+__all__ = ["LoadBalancer", "OnlyReplica"]
 
 _WAITING_SHARE = 0.5
 """What a prompt token that waits counts: whoever comes waits for it, but it is not computed for him."""
@@ -97,6 +97,28 @@ class LoadBalancer:
         *_, index, num_to_compute = min(costs)
         self.loads[index].add(request, num_to_compute, marks)
         return index
+
+    def begin(self, index: int, request_id: str) -> None:
+        """Note that the first step of a request of this replica is made. Idempotent."""
+        self.loads[index].begin(request_id)
+
+    def remove(self, index: int, request_id: str) -> None:
+        """Note that a request of this replica has ended, or was moved."""
+        self.loads[index].remove(request_id)
+
+
+class OnlyReplica:
+    """Chooses where there is one replica, of which there is nothing to count."""
+
+    def route(self, request: Request, candidates: Sequence[int]) -> int:
+        """Return the replica, also when it is being started again."""
+        return 0
+
+    def begin(self, index: int, request_id: str) -> None:
+        """Nothing depends on it."""
+
+    def remove(self, index: int, request_id: str) -> None:
+        """Nothing depends on it."""
 
 
 def cost(num_to_compute: int, waiting_tokens: int, num_completions: int) -> float:

@@ -28,7 +28,7 @@ from ..admission_queue import AdmissionQueue
 from ..structured.service import GrammarService
 from ..user_request import UserRequest
 from ..worker_control import check_arguments
-from .load_balancer import LoadBalancer
+from .load_balancer import LoadBalancer, OnlyReplica
 from .moving import can_move, is_untouched, take_out, waits_for_room
 from .replica import Replica, Started
 
@@ -55,7 +55,6 @@ class Replicas:
     ) -> None:
         """Requests leave ``line`` with their first step."""
         self._line = line
-        are_several = len(started) > 1
         self._are_joint = any(one.turn is not None for one in started)
         self._all = [
             Replica(
@@ -64,12 +63,13 @@ class Replicas:
                 one,
                 counters=counters,
                 observer=observer,
-                on_begun=partial(self._begun, index) if are_several else line.leave,
+                on_begun=partial(self._begun, index),
                 grammars=grammars,
             )
             for index, one in enumerate(started)
         ]
-        self._router = LoadBalancer([replica.scheduler for replica in self._all]) if are_several else None
+        schedulers = [replica.scheduler for replica in self._all]
+        self._balancer = LoadBalancer(schedulers) if len(schedulers) > 1 else OnlyReplica()
         self._requests: list[dict[str, UserRequest]] = [{} for _ in self._all]  # of each replica, by id
 
     def __getitem__(self, index: int) -> Replica:
@@ -108,11 +108,7 @@ class Replicas:
 
     def add(self, request: UserRequest) -> None:
         """Compute a request, on the replica that suits it best."""
-        if self._router is None:
-            replica = self._all[0]
-        else:
-            replica = self._route(request, self._able())
-        request.replica = replica
+        replica = request.replica = self._route(request, self._able())
         for one in request.requests:
             replica.steps.add(one)
 
@@ -123,10 +119,9 @@ class Replicas:
             return
         for one in request.requests:
             replica.steps.drop(one, reason)
-        if self._router is not None:
-            self._forget(request, replica)
-            if replica.state == "running" and not replica.scheduler.num_waiting and replica.scheduler.rows.free_rows:
-                self._take_one(replica)
+        self._forget(request, replica)
+        if replica.state == "running" and not replica.scheduler.num_waiting and replica.scheduler.rows.free_rows:
+            self._take_one(replica)
 
     def _able(self) -> list[Replica]:
         """Those that can compute a request soonest: that run, else that will."""
@@ -134,31 +129,27 @@ class Replicas:
         return running or [replica for replica in self._all if replica.failure is None]
 
     def _route(self, request: UserRequest, candidates: Sequence[Replica]) -> Replica:
-        assert self._router is not None
         first = next(one for one in request.requests if one.finish_reason is None)
-        index = self._router.route(first, [replica.index for replica in candidates])
+        index = self._balancer.route(first, [replica.index for replica in candidates])
         self._requests[index][request.request_id] = request
         return self._all[index]
 
     def _begun(self, index: int, request_id: str) -> None:
-        assert self._router is not None
         self._line.leave(request_id)
-        self._router.loads[index].begin(request_id)
+        self._balancer.begin(index, request_id)
 
     def _forget(self, request: UserRequest, replica: Replica) -> None:
-        assert self._router is not None
-        self._router.loads[replica.index].remove(request.request_id)
+        self._balancer.remove(replica.index, request.request_id)
         self._requests[replica.index].pop(request.request_id, None)
 
     # -- from one replica to another
 
     def _move(self, request: UserRequest, source: Replica, candidates: Sequence[Replica]) -> None:
-        assert self._router is not None
         self._forget(request, source)
         left = take_out(source.scheduler, request.requests)
         target = request.replica = self._route(request, candidates)
         if left[0].milestone:  # it has had its first step, of which `_begun` is told
-            self._router.loads[target.index].begin(request.request_id)
+            self._balancer.begin(target.index, request.request_id)
         for one in left:
             target.steps.add(one)
 
@@ -189,10 +180,9 @@ class Replicas:
         for other in self._all:
             if other.state == "restarting" and not self._are_joint:
                 self._move_all(other, [replica])
-        if self._router is not None:
-            num_rows = len(replica.scheduler.rows.free_rows)
-            while replica.scheduler.num_waiting < num_rows and self._take_one(replica):
-                pass
+        num_rows = len(replica.scheduler.rows.free_rows)
+        while replica.scheduler.num_waiting < num_rows and self._take_one(replica):
+            pass
 
     def _move_all(self, source: Replica, candidates: Sequence[Replica]) -> None:
         for request in list(self._requests[source.index].values()):
