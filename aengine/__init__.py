@@ -196,7 +196,13 @@ def _openai_client(engine: AsyncLLM, **options: Any) -> Any:
     return openai_client(engine, **options)
 
 
-CLIENTS["openai"] = _openai_client
+def _blocking_openai_client(engine: AsyncLLM, run: Any, **options: Any) -> Any:
+    from .server.in_process import blocking_openai_client
+
+    return blocking_openai_client(engine, run, **options)
+
+
+CLIENTS |= {"openai": _openai_client, "blocking openai": _blocking_openai_client}
 
 __path__.append(f"{__path__[0]}/engine/moved")  # the old places of modules that users import, for one version
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tokenizers
+from scheduler_invariants import check_scheduler
 
 from aengine import AsyncLLM
 from aengine.engine.core import EngineCore
@@ -77,4 +78,4 @@ async def settled(engine: AsyncLLM) -> None:
     assert statistics.num_running == statistics.num_waiting == 0
     assert core.admission.is_empty
     for replica in core.replicas:
-        replica.scheduler.check()
+        check_scheduler(replica.scheduler)

@@ -8,12 +8,12 @@ import sys
 from dataclasses import replace
 
 import pytest
-from aengine.chat import FORMATS, ChatParser, ReasoningFormat, Tool, ToolChoice, compose
 from chat_harness import Setting, backend, parse_ids, shape_of, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aengine.engine.chat.formats import HERMES, LLAMA3, MISTRAL_ARGS, Markers
+from aengine.chat import FORMATS, ChatParser, ReasoningFormat, Tool, ToolChoice, compose
+from aengine.engine.chat.formats import HERMES, LLAMA3, MISTRAL_ARGS, markers_of
 from aengine.engine.chat.syntax.arguments import JSON_OBJECT
 from aengine.engine.structured.parts import SpecialToken, Text, seq
 from aengine.errors import GrammarError, InvalidRequestError
@@ -288,9 +288,9 @@ def test_nothing_that_callers_write_becomes_grammar(names, key, value, name):
 
 
 def test_control_tokens_are_named_by_their_ids():
-    markers = Markers.of(MISTRAL_ARGS, None, {"[TOOL_CALLS]": 7, "[ARGS]": 8}.get)
+    markers = markers_of(MISTRAL_ARGS, None, {"[TOOL_CALLS]": 7, "[ARGS]": 8}.get)
     assert markers.part("[TOOL_CALLS]f[ARGS]") == seq(SpecialToken(7), Text("f"), SpecialToken(8))
     assert markers.part("") == seq()
     nested = replace(HERMES, markers=("<tool", "<tool_call>"))
-    markers = Markers.of(nested, None, {"<tool": 7, "<tool_call>": 8}.get)
+    markers = markers_of(nested, None, {"<tool": 7, "<tool_call>": 8}.get)
     assert markers.part("<tool_call><tool") == seq(SpecialToken(8), SpecialToken(7))

@@ -6,9 +6,9 @@ import json
 from dataclasses import dataclass, replace
 
 import pytest
-from aengine.chat import FORMATS, ChatParser, ReasoningFormat, ToolChoice, ToolFormat, compose, detect, tools_of
 from chat_harness import MARKERS_ARE, Setting, merged, parse, parse_ids, shape_of, token_id_of, tokenizer
 
+from aengine.chat import FORMATS, ChatParser, ReasoningFormat, ToolChoice, ToolFormat, compose, detect, tools_of
 from aengine.engine.chat.formats import (
     COHERE,
     DEEPSEEK_V3,
@@ -32,7 +32,7 @@ from aengine.engine.chat.formats import (
     PHI4,
     QWEN3_CODER,
     SEED_OSS,
-    Markers,
+    markers_of,
 )
 
 ANY_OBJECT = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -261,7 +261,7 @@ def test_whatever_is_held_back_for_a_stop_string(case, markers_are, rng):
     known = tokenizer(markers_are)
     token_id = token_id_of(known)
     ids = known.encode(case.text, add_special_tokens=False)
-    markers = frozenset(i for _, i in Markers.of(case.tool_format, case.think, token_id).ids)
+    markers = frozenset(i for _, i in markers_of(case.tool_format, case.think, token_id).ids)
     expected = parse_ids(_parser(case, token_id), known, ids)
     for _ in range(20):
         places = [rng.randrange(len(case.text) + 1) for _ in range(3)]

@@ -6,10 +6,10 @@ The format is documented in OpenAI's cookbook, "OpenAI Harmony Response Format",
 from __future__ import annotations
 
 import pytest
-from aengine.chat import ChatParser, ReasoningFormat, ToolChoice, compose, detect, tools_of
 from chat_harness import EOS, Setting, merged, parse, parse_ids, shape_of, token_id_of, tokenizer
 from conftest_api import encoder_of
 
+from aengine.chat import ChatParser, ReasoningFormat, ToolChoice, compose, detect, tools_of
 from aengine.engine.chat.formats import HARMONY
 from aengine.engine.chat.plan import ChatRequest, plan_chat
 from aengine.engine.tokenizer.tokenizer import Tokenizer

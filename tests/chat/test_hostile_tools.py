@@ -6,9 +6,9 @@ import json
 import random
 
 import pytest
-from aengine.chat import FORMATS, ChatParser, ToolChoice, compose, tools_of
 from chat_harness import Setting, backend, parse, token_id_of, tokenizer
 
+from aengine.chat import FORMATS, ChatParser, ToolChoice, compose, tools_of
 from aengine.engine.structured.llguidance.cost import is_quick
 from aengine.errors import AEngineError, GrammarError
 

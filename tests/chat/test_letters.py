@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from aengine.chat import FORMATS, ChatParser, ReasoningFormat, ToolChoice, compose, tools_of
 from chat_harness import EOS, MARKERS, Setting, parse_ids, token_id_of, tokenizer
 
+from aengine.chat import FORMATS, ChatParser, ReasoningFormat, ToolChoice, compose, tools_of
 from aengine.engine.tokenizer.tokenizer import Tokenizer
 
 TOOLS = tools_of([{"name": "get", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from aengine.chat import FORMATS, ChatParser, ToolChoice, compose, tools_of
 from chat_harness import MARKERS_ARE, Setting, parse, parse_ids, token_id_of, tokenizer
 
+from aengine.chat import FORMATS, ChatParser, ToolChoice, compose, tools_of
 from aengine.engine.chat.syntax.literal_text import literal_of
 from aengine.engine.tokenizer.chat_template import ChatTemplate
 from aengine.errors import GrammarError

@@ -20,7 +20,7 @@ from aengine.chat import (
     ToolCallStart,
     tools_of,
 )
-from aengine.engine.chat.formats import HARMONY, HERMES, JSON, LLAMA3, MISTRAL, Markers
+from aengine.engine.chat.formats import HARMONY, HERMES, JSON, LLAMA3, MISTRAL, markers_of
 from aengine.errors import InvalidRequestError
 
 TOOLS = tools_of([{"name": "f"}, {"name": "g"}])
@@ -135,7 +135,7 @@ def test_marked_arguments_that_are_cut_off(name):
 def test_a_call_that_is_cut_off_behind_its_name_is_a_call(known, ids):
     """Of heads as of separators: the name is whole, and no tool with a longer one can be meant."""
     tools = tools_of([{"name": "get"}, {"name": "get_time"}])
-    markers = Markers.of(known, None, ids.get)
+    markers = markers_of(known, None, ids.get)
 
     def feed(parser, text):
         for letter in text:

@@ -15,7 +15,7 @@ from aengine.engine.chat.formats import (
     LLAMA3,
     LLAMA_PYTHONIC,
     MISTRAL,
-    Markers,
+    markers_of,
 )
 from aengine.engine.chat.scan import squeezed
 from aengine.engine.chat.syntax import spellings
@@ -33,10 +33,10 @@ by_name = {"ids": lambda value: getattr(value, "name", "")}
 def read(known, text, token_id=lambda name: None, **options) -> tuple[str | None, list[tuple[str, str, bool]]]:
     """Read the text in one piece, or token by token, and letter by letter."""
     messages: list[ChatMessage] = []
-    encoded = Markers.of(known, None, token_id).encode(text)
+    encoded = markers_of(known, None, token_id).encode(text)
     for pieces in [encoded, *([[text]] if encoded == text else [])]:
         parser = ChatParser(known, None, TOOLS, options.get("has_shape", False), token_id)
-        ids = Markers.of(known, None, token_id).ids
+        ids = markers_of(known, None, token_id).ids
         for piece in pieces:
             if "\ud800" <= piece[:1] <= "\udfff":
                 parser.feed("", ids[ord(piece) - 0xD800][1])

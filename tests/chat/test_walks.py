@@ -7,9 +7,9 @@ import random
 import re
 
 import pytest
-from aengine.chat import FORMATS, ChatParser, ReasoningFormat, Tool, ToolChoice, compose, tools_of
 from chat_harness import MARKERS_ARE, Setting, is_valid, merged, parse_ids, shape_of, token_id_of, tokenizer
 
+from aengine.chat import FORMATS, ChatParser, ReasoningFormat, Tool, ToolChoice, compose, tools_of
 from aengine.engine.chat.formats import ID, LLAMA3
 
 TOOLS = tools_of(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from scheduler_invariants import check_scheduler
 from torch import Tensor
 
 from aengine.checkpoint.source import resolve_model
@@ -111,7 +112,7 @@ class Engine:
                 self.runner.execute_model(step)
                 self._answers.append(self.runner.sample_tokens(None))
             if not self._answers:
-                self.scheduler.check()
+                check_scheduler(self.scheduler)
                 return
             result = self.scheduler.update(self._answers.pop(0).get())
             assert not result.failed, [error.message for _, error in result.failed]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from driver import CPU, no_progress, source_of
+from scheduler_invariants import check_scheduler
 from test_divided_models import MODELS
 from test_weight_formats import KINDS, quantise
 from torch import Tensor
@@ -149,7 +150,7 @@ def run(setups: list[RunnerSetup], requests: list[Request], seed: int) -> list[l
             answers.append(answer)
         if answers and (out is None or rng.random() < 0.4):
             scheduler.update(answers.popleft().get())
-            scheduler.check()
+            check_scheduler(scheduler)
     return [list(request.token_ids[request.num_prompt_tokens :]) for request in requests if request is not gone]
 
 

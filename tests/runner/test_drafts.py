@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from runner_fakes import FakeModel, make_runner, request, step
+from scheduler_invariants import check_scheduler
 
 from aengine.engine.scheduler.request import Request
 from aengine.engine.scheduler.scheduler import Scheduler
@@ -123,7 +124,7 @@ def run(seed: int, budget: int, expected: dict[str, list[int]] | None, *, death_
                 are_certain = each.params.logprobs is None and rng.random() < 0.3
                 token_ids = guess(rng, each, expected[each.request_id], 0.0 if are_certain else 0.2)
                 scheduler.propose(each, token_ids, are_certain=are_certain)
-        scheduler.check()
+        check_scheduler(scheduler)
     outcome.tokens = {each.request_id: each.output_token_ids for each in requests}
     outcome.num_preemptions, outcome.num_hits = scheduler.rows.num_preemptions, scheduler.prefix_cache_hits
     return outcome

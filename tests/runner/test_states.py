@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from scheduler_invariants import check_scheduler
 from torch import Tensor
 
 from aengine.engine.scheduler import kv_cache_manager
@@ -185,7 +186,7 @@ class Engine:
         self.start_worker()
 
     def check(self) -> None:
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         for request in self.requests:
             for i in range(request.num_prompt_tokens, len(request.token_ids)):
                 assert request.token_ids[i] == expected(request.token_ids[:i]), (request, i)

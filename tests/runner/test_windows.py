@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from scheduler_invariants import check_scheduler
 from test_gpu_path import CPU, make_model
 
 from aengine.engine.scheduler.request import Request
@@ -109,7 +110,7 @@ class Engine:
                     self.most_used = max(self.most_used, scheduler.num_blocks - scheduler.num_free_blocks)
                 else:
                     scheduler.update(self._in_flight.popleft().get())
-                    scheduler.check()
+                    check_scheduler(scheduler)
 
     def die(self) -> None:
         """The worker is a new one; nothing is known of its KV."""

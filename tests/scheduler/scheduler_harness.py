@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
+from scheduler_invariants import check_scheduler
+
 from aengine.engine.pacing.multi_step import undo_steps
 from aengine.engine.scheduler.request import Request, RequestStatus
 from aengine.engine.scheduler.scheduler import Scheduler
@@ -336,7 +338,7 @@ class Driver:
             self.tables |= left  # the worker has these rows still
         self.num_revoked += num_dropped
         undo_steps(self.scheduler.rows, num_dropped)
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
 
     def answer(self) -> None:
         out, *_ = self.in_flight.popleft()
@@ -369,7 +371,7 @@ class Driver:
         self.verify()
 
     def verify(self) -> None:
-        self.scheduler.check()
+        check_scheduler(self.scheduler)
         for request, output in self.requests:
             got = request.output_token_ids
             if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from scheduler_harness import VOCAB, Driver
+from scheduler_invariants import check_scheduler
 
 from aengine.engine.scheduler import kv_cache_manager
 from aengine.engine.scheduler.request import CacheKey, Request, RequestStatus
@@ -61,7 +62,7 @@ def test_a_burst_with_a_long_prefix_computes_it_once(kinds: list[str]) -> None:
             to_go[row] -= count
             answer.token_ids.append(7 if to_go[row] <= 0 else -1)
         scheduler.update(answer)
-        scheduler.check()
+        check_scheduler(scheduler)
     assert scheduler.prefix_cache_hits == 63 * 2496  # 156 blocks: 0.958 of all tokens, the most that there can be
     assert num_computed == 64 * 2564 - 63 * 2496 + 64 * 3
 
@@ -179,7 +180,7 @@ def test_a_request_can_end_while_it_waits() -> None:
     second, third = (add(driver, [*SHARED, i]) for i in (2, 3))
     driver.schedule()
     driver.scheduler.finish(second, FinishReason.ABORT)
-    driver.scheduler.check()
+    check_scheduler(driver.scheduler)
     assert followers(driver) == [third]
     driver.scheduler.finish(third, FinishReason.ABORT)
     driver.drain()

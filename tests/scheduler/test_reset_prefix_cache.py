@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from scheduler_harness import VOCAB, Driver
+from scheduler_invariants import check_scheduler
 
 from aengine.engine.scheduler.request import Request
 from aengine.engine.scheduler.scheduler import reset_prefix_cache
@@ -38,7 +39,7 @@ def test_a_prompt_is_computed_anew(kind: str) -> None:
         before = scheduler.prefix_cache_hits
         if before and not is_known:
             assert reset_prefix_cache(scheduler) > 0 and reset_prefix_cache(scheduler) == 0
-            scheduler.check()
+            check_scheduler(scheduler)
             assert scheduler.num_free_blocks == scheduler.num_blocks
         add(driver, PROMPT)
         driver.drain()
@@ -59,7 +60,7 @@ def test_what_runs_goes_on_and_is_found_by_nobody(kind: str, num_steps: int) -> 
         driver.answer()
     driver.schedule()
     reset_prefix_cache(scheduler)
-    scheduler.check()
+    check_scheduler(scheduler)
     driver.drain()  # the harness knows what each has to get
     assert first.num_output_tokens == 20
     add(driver, first.token_ids)
@@ -93,7 +94,7 @@ def test_a_request_that_ends_right_after(kind: str) -> None:
         driver.answer()
     reset_prefix_cache(driver.scheduler)
     driver.scheduler.finish(first, FinishReason.ABORT)
-    driver.scheduler.check()
+    check_scheduler(driver.scheduler)
 
 
 @pytest.mark.parametrize("kind", KINDS)

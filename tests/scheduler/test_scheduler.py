@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from scheduler_harness import STOP_ID, Driver, expected_output
+from scheduler_invariants import check_scheduler
 
 from aengine.engine.scheduler.request import CacheKey, Request, RequestStatus
 from aengine.engine.scheduler.scheduler import Scheduler, StepResult
@@ -44,13 +45,13 @@ def add(scheduler: Scheduler, *requests: Request) -> None:
 def step(scheduler: Scheduler) -> SchedulerOutput:
     out = scheduler.schedule()
     assert out is not None
-    scheduler.check()
+    check_scheduler(scheduler)
     return out
 
 
 def reply(scheduler: Scheduler, out: SchedulerOutput, token_ids: list[int], errors: list[RowError] | None = None):
     result = scheduler.update(ModelRunnerOutput(out.step_id, int32(token_ids), errors=errors or []))
-    scheduler.check()
+    check_scheduler(scheduler)
     return result[:2]
 
 
@@ -204,7 +205,7 @@ def test_finish_from_outside_is_idempotent(answered: int) -> None:
         reply(scheduler, out, [5])
     scheduler.finish(request, FinishReason.ABORT)
     scheduler.finish(request, FinishReason.ERROR)
-    scheduler.check()
+    check_scheduler(scheduler)
     for out in steps[answered:]:
         assert reply(scheduler, out, [5]) == ([], [])
     assert request.finish_reason is FinishReason.ABORT and len(request.output_token_ids) == answered
@@ -353,7 +354,7 @@ def test_siblings_go_on_without_their_leader() -> None:
     step(scheduler)
     scheduler.finish(group[2], FinishReason.ABORT)
     scheduler.finish(group[0], FinishReason.ABORT)
-    scheduler.check()
+    check_scheduler(scheduler)
     assert [new.req_idx for new in step(scheduler).new_requests] == [group[1].req_idx]
     assert group[1].status is RequestStatus.DECODING and group[2].status is RequestStatus.FINISHED
 
@@ -374,7 +375,7 @@ def test_the_least_urgent_is_preempted_and_resumes_with_its_tokens(caching: bool
         reply(scheduler, oldest, [7] * len(oldest.req_idx))
         row = low.req_idx
     # high must have low's blocks, but not as long as a step in flight may know them: low lacked a block already
-    scheduler.check()
+    check_scheduler(scheduler)
     assert scheduler.rows.num_preemptions == 1 and scheduler.num_free_blocks == 0
     assert low.status is RequestStatus.HELD and high.status is RequestStatus.CATCHING_UP
     (oldest,) = steps
@@ -624,7 +625,7 @@ def test_who_seemed_to_be_at_its_end_goes_on_when_drafts_are_rejected() -> None:
     for token_id in (98, 97):
         reply(scheduler, step(scheduler), [token_id])
     assert request.output_token_ids == [11, 99, 98, 97] and request.finish_reason is FinishReason.LENGTH
-    scheduler.check()
+    check_scheduler(scheduler)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_harness import VOCAB, Driver
+from scheduler_invariants import check_scheduler
 
 from aengine.engine.pacing.multi_step import MultiStep
 from aengine.engine.scheduler import kv_cache_manager
@@ -157,7 +158,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def consistent(self) -> None:
         if hasattr(self, "driver"):
-            self.driver.scheduler.check()
+            check_scheduler(self.driver.scheduler)
 
     def teardown(self) -> None:
         if hasattr(self, "driver"):

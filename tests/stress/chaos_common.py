@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from scheduler_invariants import check_scheduler
 
 sys.path.append(str(Path(__file__).parents[1]))
 from conftest_api import core_of
@@ -121,6 +122,6 @@ async def settle(engine: AsyncLLM, promises: Promises) -> None:
     promises.hold("the engine holds no request", num_requests == 0, num_requests)
     try:
         for replica in core.replicas:
-            replica.scheduler.check()
+            check_scheduler(replica.scheduler)
     except AssertionError as error:
         promises.hold("the scheduler's state is consistent", False, repr(error))

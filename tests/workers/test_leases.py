@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from conftest_api import core_of
 from paced_runner import MAX_LAUNCHED, sampled
+from scheduler_invariants import check_scheduler
 
 from aengine import (
     AsyncLLM,
@@ -145,7 +146,7 @@ async def test_whatever_comes_in_whatever_order(
         while statistics.num_free_blocks < statistics.num_blocks:  # a step in flight may still write them
             await asyncio.sleep(0.01)
             statistics = engine.statistics()
-        steps_of(engine).scheduler.check()
+        check_scheduler(steps_of(engine).scheduler)
         assert statistics.num_restarts == 0
 
 

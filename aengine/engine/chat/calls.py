@@ -17,8 +17,9 @@ from typing import Any
 
 from ..structured.parts import Json, Part, Regex, Repeat, any_of, seq
 from ..structured.schema_walk import relocated
-from .formats import ID, INDEX, INDEX_DIGITS, Markers, ToolFormat
+from .formats import ID, INDEX, INDEX_DIGITS, ToolFormat
 from .syntax.arguments import JSON_OBJECT
+from .syntax.markers import Markers
 from .tools import Tool
 
 __all__ = ["Calls"]

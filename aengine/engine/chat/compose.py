@@ -21,8 +21,9 @@ from ...errors import GrammarError, InvalidRequestError
 from ..structured.parts import BLANKS, FreeText, Part, Regex, Repeat, Text, TextUpTo, any_of, seq
 from ..structured.spec import GrammarSpec, composed_of
 from .calls import Calls
-from .formats import Markers, ReasoningFormat, TokenId, ToolFormat
+from .formats import ReasoningFormat, TokenId, ToolFormat, markers_of
 from .syntax import harmony
+from .syntax.markers import Markers
 from .tools import Tool, ToolChoice
 
 __all__ = ["compose"]
@@ -79,7 +80,7 @@ def _composed(
         return shape
     if shape is not None:
         _check_composable(shape, "tools" if callable_tools else "the reasoning of this model")
-    markers = Markers.of(tool_format, reasoning, token_id)
+    markers = markers_of(tool_format, reasoning, token_id)
     calls = Calls(callable_tools, tool_format, markers, parallel and tool_choice.mode != "named", relax)
     must_call = tool_choice.mode in ("required", "named")
     if tool_format.channels:

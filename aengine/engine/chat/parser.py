@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..structured.parts import BLANKS
-from .formats import INDEX, Markers, ReasoningFormat, TokenId, ToolFormat
+from .formats import INDEX, ReasoningFormat, TokenId, ToolFormat, markers_of
 from .message_builder import MessageBuilder
 from .messages import ChatMessage, Delta
 from .scan import TOKENS, held_back, length_of, longest_of, squeezed
@@ -50,7 +50,7 @@ class ChatParser:
         token_id: TokenId,
     ) -> None:
         """``token_id`` as for `compose`; ``has_shape``: an answer without calls has one, so calls only stand first."""
-        self._markers = markers = Markers.of(tool_format, reasoning, token_id)
+        self._markers = markers = markers_of(tool_format, reasoning, token_id)
         self._sentinels = {known: (name, markers.encode(name)) for name, known in markers.ids}
         self._names_of_text = markers.names_of_text
         unseen = {markers.encode(mark) for marks in tool_format.text_marks for mark in marks} if tool_format else ()

@@ -22,7 +22,7 @@ from ..tokenizer.messages import Messages, checked_messages
 from ..tokenizer.prompt import PromptPart
 from ..tokenizer.tokenizer import Tokenizer
 from .compose import compose
-from .formats import Markers, ReasoningFormat, ToolFormat
+from .formats import ReasoningFormat, ToolFormat, markers_of
 from .parser import ChatParser
 from .prompt import ChatPrompt, PromptOptions, token_ids_of
 from .tools import Tool, ToolChoice, tools_of
@@ -181,6 +181,6 @@ def plan_chat(tokenizer: Tokenizer, asked: ChatRequest, max_model_len: int | Non
         stop=asked.params.stop,
         stop_token_ids=tokenizer.eos_token_ids | frozenset(asked.params.stop_token_ids),
         marker_ids=frozenset(
-            token_id for _, token_id in Markers.of(tool_format, reasoning, token_ids_of(tokenizer)).ids
+            token_id for _, token_id in markers_of(tool_format, reasoning, token_ids_of(tokenizer)).ids
         ),
     )

@@ -11,4 +11,4 @@ from typing import Any
 __all__ = ["CLIENTS"]
 
 CLIENTS: dict[str, Callable[..., Any]] = {}
-"""Name of a client's library to the function that makes one: of the engine, and of the options of that client."""
+"""Name of a client to the function that makes one: of the engine, what else it needs, and that client's options."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, overload
 
 from ...errors import InvalidRequestError
@@ -15,6 +14,7 @@ from ..threads.loop_ownership import check_may_block
 from .blocking import Batch, ChatIterator, TokenIterator, is_list_of_prompts, one_each, showing
 from .calls import collective_rpc, positive_seconds, reset_prefix_cache, resume, seconds, start_profile, stop_profile
 from .chats import begin_chat
+from .clients import CLIENTS
 from .immediate_calls import ImmediateCalls
 from .on_thread import ThreadHandle
 
@@ -230,8 +230,7 @@ class SyncLLM(ImmediateCalls, SyncPoolingCalls):
 
         Any number of threads may use it at once. Needs ``pip install 'aengine-llm[openai]'``.
         """
-        in_process = import_module("aengine.server.in_process")  # it is above the engine
-        return in_process.blocking_openai_client(self._engine, self._run, **options)
+        return CLIENTS["blocking openai"](self._engine, self._run, **options)
 
     def _run(self, function: Callable[[], Awaitable[T]]) -> T:
         """Run a coroutine on the engine's loop, blocking this thread."""

@@ -31,7 +31,6 @@ from ...ipc.messages import KVCacheGroup, ModelRunnerOutput, SchedulerOutput, kv
 from ...outputs import FinishReason
 from .answers import Answers, StepResult
 from .crash_quarantine import CrashQuarantine
-from .invariants import check_scheduler
 from .kv_cache_manager import private_root, retired_root, shared_root
 from .parallel_sampling import ParallelSampling
 from .planning import StepPlan
@@ -306,10 +305,6 @@ class Scheduler:
         token_ids = output.token_ids.tolist()  # once: a list is read faster than a column
         in_flight[0].check(output, token_ids, self._vocab_size)
         return self._answers.apply(in_flight.popleft(), output, token_ids)
-
-    def check(self) -> None:
-        """Assert what must hold between any two calls. Costs a walk over everything: for tests, and for idle times."""
-        check_scheduler(self)
 
 
 def reset_prefix_cache(scheduler: Scheduler) -> int:

@@ -19,7 +19,7 @@ from ..scan import ObjectScanner
 from ..tools import Tool
 
 if TYPE_CHECKING:
-    from ..formats import Markers
+    from .markers import Markers
 
 __all__ = [
     "JSON_OBJECT",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from ...structured.parts import FreeText, Part, Repeat, TextUpTo, any_of, seq
 
 if TYPE_CHECKING:
-    from ..formats import Markers
+    from .markers import Markers
 
 __all__ = ["ANALYSIS", "END", "FINAL", "MARKERS", "PREAMBLE", "heads", "messages"]
 

@@ -38,7 +38,7 @@ from .literal_text import literal_of
 from .schemas import ANY_TYPE, Root, Value, count_of, required_of, string_patterns, values_of
 
 if TYPE_CHECKING:
-    from ..formats import Markers
+    from .markers import Markers
 
 __all__ = ["Literals"]
 

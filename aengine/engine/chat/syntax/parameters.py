@@ -22,7 +22,7 @@ from .arguments import ArgumentReader, ArgumentSyntax, PiecewiseReader, Progress
 from .schemas import Root, Value, text_patterns, type_of, values_of
 
 if TYPE_CHECKING:
-    from ..formats import Markers
+    from .markers import Markers
 
 __all__ = ["Parameters"]
 

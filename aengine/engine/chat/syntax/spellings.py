@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...structured.parts import BLANKS
-from ..formats import ID, INDEX, INDEX_DIGITS, NAME, Markers, ToolFormat
+from ..formats import ID, INDEX, INDEX_DIGITS, NAME, ToolFormat
 from ..scan import ID_LETTER, begins_with, length_of, longest_of, squeezed
+from .markers import Markers
 
 __all__ = ["LOOSE", "Head", "Heads", "Spellings"]
 

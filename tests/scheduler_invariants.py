@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from .request import Request, RequestStatus
-
-if TYPE_CHECKING:
-    from .scheduler import Scheduler
-
-__all__ = ["check_scheduler"]
+from aengine.engine.scheduler.request import Request, RequestStatus
+from aengine.engine.scheduler.scheduler import Scheduler
 
 _CATCHING_UP, _DECODING, _DRAINING = RequestStatus.CATCHING_UP, RequestStatus.DECODING, RequestStatus.DRAINING
 
