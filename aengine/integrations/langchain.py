@@ -28,6 +28,7 @@ from .openai_style import async_side
 from .settings import model_name_of, reasoning_variables, with_one_system_message
 
 try:
+    import openai
     from langchain_core.exceptions import (
         ContextOverflowError,
         ModelAPIError,
@@ -88,7 +89,7 @@ class ChatAEngine(ChatOpenAI):
             )
         name = values.get("model") or model_name_of(async_side(values["engine"]))
         client = async_client(values["engine"], name)
-        clients = {"root_async_client": client, "async_client": client.chat.completions}
+        clients = {"root_async_client": client, "async_client": _Chats(client, openai.AsyncStream)}
         fixed = {"use_responses_api": False, "stream_usage": True, "stream_chunk_timeout": None}
         return {**values, "model": name, **clients, **fixed}
 
@@ -147,7 +148,7 @@ class ChatAEngine(ChatOpenAI):
     def _bind_blocking_client(self) -> None:
         if self.client is _LATER:
             self.root_client = blocking_client(self.engine, self.model_name)
-            self.client = self.root_client.chat.completions
+            self.client = _Chats(self.root_client, openai.Stream)
 
     def _has_shape(self, kwargs: dict[str, Any]) -> bool:
         return "response_format" in {**self.model_kwargs, **kwargs}
@@ -229,6 +230,20 @@ class ChatAEngine(ChatOpenAI):
             kwargs = {"response_format": shape, "ls_structured_output_format": traced, **kwargs}
             method, strict = "json_mode", None  # whose parsers read the same
         return super().with_structured_output(schema, method=method, include_raw=include_raw, strict=strict, **kwargs)
+
+
+class _Chats:
+    """Chat completions of OpenAI's client. Streams are of dicts, which is what LangChain makes of openai's chunks."""
+
+    def __init__(self, client: Any, stream_class: Any) -> None:
+        self._client = client
+        self._stream_class = stream_class[object]
+        self.with_raw_response = client.chat.completions.with_raw_response
+
+    def create(self, *, extra_body: dict[str, Any], **body: Any) -> Any:
+        body |= extra_body
+        how = {"cast_to": object, "stream": True, "stream_cls": self._stream_class}
+        return self._client.post("/chat/completions", body=body, **how)
 
 
 def _complete(message: BaseMessage, reasoning: str | None) -> None:
