@@ -38,7 +38,7 @@ __all__ = ["WorkerProcess"]
 
 logger = logging.getLogger("aengine.workers")
 
-_ENTRY = Path(__file__).with_name("entry.py")
+_ENTRY = Path(__file__).parents[1] / "entry.py"
 _STDERR_TAIL = 4096  # bytes of a dead worker's stderr that its error shows
 
 
