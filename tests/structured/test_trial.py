@@ -18,6 +18,7 @@ from bombs import BOMBS, COUNTED, ENDLESS
 from grammar_helpers import accepts, matcher_of, schema_spec, smollm2, tiny, vocabulary
 from test_compiler import no_threads
 
+import aengine
 from aengine.engine.structured.compiler import GrammarCompiler
 from aengine.engine.structured.llguidance import trial
 from aengine.engine.structured.llguidance.backend import LLGuidanceBackend
@@ -168,6 +169,15 @@ def test_closing_kills_it(backend: LLGuidanceBackend, started: list[Any]) -> Non
     assert started[0].returncode == -9 and len(caught) == 1
     with pytest.raises(GrammarError, match="closed"):
         backend.compile(ENDS)
+
+
+def test_the_process_finds_a_package_that_the_host_found_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a finder, or by a relative folder."""
+    package_parent = str(Path(aengine.__file__).parents[1])
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder and folder != package_parent])
+    trials = Trials(vocabulary("tiny"), 60.0)
+    assert trials.run("nonsense")
+    trials.close()
 
 
 def test_a_dropped_backend_leaves_no_file() -> None:

@@ -17,6 +17,7 @@ import psutil
 import pytest
 from worker_helpers import config, decode, descriptors, gone, leftovers, make, running, stage, start, step
 
+import aengine
 from aengine.engine.executor import ProcessExecutor
 from aengine.errors import EngineClosedError, EngineError, InternalError, ModelLoadError, WorkerDiedError
 from aengine.ipc.channel import Frame, HostChannel
@@ -389,6 +390,14 @@ async def test_the_worker_finds_what_the_host_finds(tmp_path: Path, monkeypatch:
     executor = ProcessExecutor(config(worker="house_runner:load_model"))
     await start(executor)
     await executor.aclose(5)
+
+
+async def test_the_worker_finds_a_package_that_the_host_found_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a finder, or by a relative folder."""
+    package_parent = str(Path(aengine.__file__).parents[1])
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder and folder != package_parent])
+    async with running():
+        pass
 
 
 @pytest.mark.parametrize("executable", ["", None, "/usr/sbin/uwsgi"])

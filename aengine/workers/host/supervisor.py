@@ -98,7 +98,7 @@ class WorkerProcess:
 
     def _command(self, config: EngineConfig, target: str) -> list[str]:
         """argv of the child: -P and a file of ours, so that nothing in its working directory can shadow a module."""
-        package_parent = str(Path(__file__).parents[2])
+        package_parent = str(Path(__file__).parents[3])
         search_path = [package_parent, *(folder for folder in sys.path if os.path.isabs(folder))]
         return [
             _interpreter(),
