@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Awaitable, Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, cast
 
 from starlette.applications import Starlette
@@ -144,7 +145,7 @@ def create_app(
     hosts = [allow_hosts] if isinstance(allow_hosts, str) else allow_hosts
     guard = None if hosts is None else Guard(checked_hosts(hosts), origins)
     endpoints = [*_ENDPOINTS, *(_PAGE if page else ())]
-    service.openapi = openapi_document(endpoints, has_keys=bool(keys))
+    service.openapi = cache(lambda: openapi_document(endpoints, has_keys=bool(keys)))
     service.metrics_registry = metrics_registry or new_registry(engine, service.model_name)
     routes = []
     for method, path, endpoint, *_ in endpoints:

@@ -89,4 +89,5 @@ def _operation(method: str, path: str, endpoint: Endpoint, body: Sequence[type[B
 async def show_openapi(service: Service, request: Request) -> Response:
     """Answer with this document. Of a mounted application it says where."""
     root: str = request.scope.get("root_path", "")
-    return JSONAnswer(service.openapi | ({"servers": [{"url": root}]} if root else {}))
+    document = await service.in_thread(service.openapi)
+    return JSONAnswer(document | ({"servers": [{"url": root}]} if root else {}))

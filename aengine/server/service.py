@@ -58,8 +58,8 @@ class Service:
         self.health = Health(engine)
         self.pace = pace
         self._lanes = Lanes("http")
-        self.openapi: dict[str, Any] = {}
-        """The application's description of itself."""
+        self.openapi: Callable[[], dict[str, Any]] = dict
+        """Makes the application's description of itself, the first time in a tenth of a second."""
         self._fingerprint: str | None = None
         self.responses = ResponseStore(max_stored_responses)
         self.metrics_registry: CollectorRegistry | None = None  # what /metrics shows; None: nothing can be
