@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .settings import Settings
 
 __all__ = [
+    "PACKAGE_FOLDER",
     "PLATFORMS",
     "WORKERS",
     "EngineConfig",
@@ -44,6 +45,9 @@ __all__ = [
     "value_of",
     "worker_environment",
 ]
+
+PACKAGE_FOLDER = Path(__file__).parent
+"""The folder of this package: what other processes run lies there, and they find the package beside it."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "triton", "flash-attn-2", "flash-attn-3", "flash-attn-4", "cudnn")

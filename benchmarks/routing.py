@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import NamedTuple
 
-from aengine.engine.replicas.load_balancer import Router
+from aengine.engine.replicas.load_balancer import LoadBalancer
 from aengine.engine.scheduler.request import Request
 from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.ipc.messages import KVCacheGroup, ModelRunnerOutput, SchedulerOutput, int32
@@ -148,7 +148,7 @@ def simulate(name: str, rule: str, num_replicas: int, num_requests: int, seed: i
     workload = Workload(name, num_requests, rng)
     scale = num_replicas if rule == "one" else 1
     replicas = [Replica(_NUM_BLOCKS * scale, scale) for _ in range(num_replicas // scale)]
-    router = Router([replica.scheduler for replica in replicas])
+    router = LoadBalancer([replica.scheduler for replica in replicas])
     turns = count()
 
     def choose(request: Request) -> int:

@@ -26,10 +26,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from weakref import WeakMethod
 
-from ...config import EngineConfig, thread_environment, worker_environment
+from ...config import PACKAGE_FOLDER, EngineConfig, thread_environment, worker_environment
 from ...errors import EngineError, WorkerDiedError
 from ...ipc.channel import HostChannel
 from ...limits.ulimits import limit_hint
@@ -38,7 +37,7 @@ __all__ = ["WorkerProcess"]
 
 logger = logging.getLogger("aengine.workers")
 
-_ENTRY = Path(__file__).parents[1] / "entry.py"
+_ENTRY = PACKAGE_FOLDER / "workers" / "entry.py"
 _STDERR_TAIL = 4096  # bytes of a dead worker's stderr that its error shows
 
 
@@ -98,7 +97,7 @@ class WorkerProcess:
 
     def _command(self, config: EngineConfig, target: str) -> list[str]:
         """argv of the child: -P and a file of ours, so that nothing in its working directory can shadow a module."""
-        package_parent = str(Path(__file__).parents[3])
+        package_parent = str(PACKAGE_FOLDER.parent)
         search_path = [package_parent, *(folder for folder in sys.path if os.path.isabs(folder))]
         return [
             _interpreter(),

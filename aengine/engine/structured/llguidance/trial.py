@@ -25,6 +25,7 @@ from pathlib import Path
 
 import msgpack
 
+from ....config import PACKAGE_FOLDER
 from ..backend import OnWait
 from ..vocabulary import Vocabulary, in_turns
 
@@ -94,7 +95,7 @@ class Trials:
         try:
             _write(text, grammar.encode())
             words = self._vocabulary_file()
-            search_path = [str(Path(__file__).parents[4]), *(folder for folder in sys.path if os.path.isabs(folder))]
+            search_path = [str(PACKAGE_FOLDER.parent), *(folder for folder in sys.path if os.path.isabs(folder))]
             command = [_interpreter(), "-P", str(Path(__file__).with_name("child.py")), str(os.getpid())]
             command += [*map(str, (words, text, target, MAX_BYTES)), os.pathsep.join(search_path)]
             none = subprocess.DEVNULL
