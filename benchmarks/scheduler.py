@@ -127,7 +127,6 @@ def churn(num_steps: int, *, common: int = 0, num_blocks: int = 65536) -> tuple[
             feed.seconds, feed.num_tokens = 0.0, 0
         for _ in range(feed.turn()):
             add()
-    feed.scheduler.check()
     return feed.seconds / feed.num_tokens * 1e6, feed.scheduler
 
 

@@ -46,7 +46,8 @@ STREAM_OPTIONS = "with `stream`: `include_usage`; vLLM's `continuous_usage_stats
 TOOLS = "functions, also `strict`; other types are refused"
 NOTES: dict[str, dict[str, str]] = {
     "ChatBody": {
-        "messages": "text only: images, audio and files are refused; `developer` is `system`",
+        "messages": "text only: images, audio and files are refused; `developer` is `system`; "
+        "`content: null` of a tool is an empty text, as for vLLM",
         "tools": TOOLS,
         "tool_choice": 'also `"required"`, one function, `allowed_tools`',
         "response_format": "together with tools, too; with `strict`, what can't be held is refused, else left out; "
@@ -61,7 +62,7 @@ NOTES: dict[str, dict[str, str]] = {
         "include_reasoning": "false: no `reasoning_content`",
     },
     "CompletionBody": {
-        "prompt": "a text, token ids, or a list of either, at most 2048",
+        "prompt": "a text, token ids, or a list of either: at most 2048, times `n`",
         "max_tokens": "16 unless given, as OpenAI's",
         "best_of": "refused unless it is `n`",
         "suffix": "refused unless it is empty",

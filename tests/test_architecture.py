@@ -530,6 +530,46 @@ def test_exported_names_are_pinned() -> None:
     ]
 
 
+def test_names_of_loggers_are_pinned() -> None:
+    """They are public: users set their levels (docs/versions.md)."""
+    found = {name for path in FILES for name in re.findall(r'getLogger\("(aengine[^"]*)"\)', path.read_text())}
+    ends = "access access.probes checkpoint remote requests runner server structured tokenizer workers".split()
+    assert found == {"aengine", *(f"aengine.{end}" for end in ends)}
+    page = (ROOT / "docs" / "logging.md").read_text()
+    assert [name for name in found if f"`{name}`" not in page] == []
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "examples", "scripts"])
+def test_what_programs_beside_the_package_import_is_there(folder: str) -> None:
+    """Most of them are run by hand, now and then."""
+    gone = []
+    for path in sorted((ROOT / folder).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("aengine."):
+                names = _names_in(PACKAGE.joinpath(*node.module.split(".")[1:]))  # type: ignore[union-attr]
+                gone += [f"{path.name}: {node.module}.{alias.name}" for alias in node.names if alias.name not in names]
+    assert gone == []
+
+
+def _names_in(module: Path) -> set[str]:
+    """The modules of a package, and what its file, or the module's, binds."""
+    names = {path.stem for path in module.glob("*") if path.suffix == ".py" or path.is_dir()}
+    path = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
+    if not path.exists():
+        return names
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.add(node.value)  # a name that a module finds when it is asked for it
+    return names
+
+
 def test_test_files_have_names_of_their_own() -> None:
     """pytest imports them by their base names."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]

@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 TOKENS = re.compile("[\ud800-\udfff]")
-"""Control tokens, as `aengine.engine.chat.formats.Markers` writes them."""
+"""Control tokens, as `aengine.engine.chat.syntax.markers.Markers` writes them."""
 ID_LETTER = "\udfff"
 """Stands for any letter or digit in a string that is looked for."""
 _MOST_BLANKS = 32

@@ -9,7 +9,7 @@ Lateness is the loop's own: the time between the moment at which the worker sent
 processes share, and the moment at which the step loop takes it. How long a step takes does not enter into it.
 
     in flight    [step 7][step 8] [step 9 ... step 40]          with a new request, an abort, a deadline:
-                  given anyway     leased                       REVOKE; those not begun are dropped, `Scheduler.revoke`
+                  given anyway     leased                       REVOKE; those not begun are dropped, `MultiStep`
 
 A leased step does nothing but continue requests that decode (`Scheduler.is_steady`), so it can be taken back, and
 nobody waits for more than the steps that are given anyway.

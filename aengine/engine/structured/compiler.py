@@ -39,7 +39,7 @@ from .vocabulary import Vocabulary
 
 __all__ = ["GrammarCompiler"]
 
-logger = logging.getLogger("aengine.engine.structured")
+logger = logging.getLogger("aengine.structured")
 
 _FAILURE_SECONDS = 30.0
 """How long a grammar that failed is not tried again."""

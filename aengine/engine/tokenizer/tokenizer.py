@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Tokenizer"]
 
-logger = logging.getLogger("aengine.engine.tokenizer")
+logger = logging.getLogger("aengine.tokenizer")
 
 _ENDS_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|eot|>", "<|eom|>")
 """Special tokens that end an answer, whatever the files name as end of sequence."""

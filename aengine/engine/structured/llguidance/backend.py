@@ -41,7 +41,7 @@ from .trial import TrialError, Trials
 
 __all__ = ["LLGuidanceBackend", "LLGuidanceCompiled"]
 
-logger = logging.getLogger("aengine.engine.structured")
+logger = logging.getLogger("aengine.structured")
 
 _MAX_FORCED = 256
 """Tokens that the first masks follow."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["read_gguf_tokenizer"]
 
-logger = logging.getLogger("aengine.engine.tokenizer")
+logger = logging.getLogger("aengine.tokenizer")
 
 _IDS = {
     "bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding", "cls_token": "cls",
