@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import tracemalloc
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai.types import responses as types
@@ -15,6 +17,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from aengine import WorkerDiedError
 from aengine.server import create_app
+from aengine.server.http import dumps
 from aengine.server.in_process import openai_client, streaming_transport
 from aengine.server.openai.responses.messages import messages_of
 from aengine.server.openai.responses.store import ResponseStore
@@ -221,8 +224,7 @@ async def test_what_is_stored_is_bounded() -> None:
             await http_client.aclose()
     store = ResponseStore(100, max_bytes=5000)
     for i in range(20):
-        response = {"id": str(i), "output": [{"id": f"msg_{i}"}]}
-        store.put(response, None, [{"role": "user", "content": "x" * 1000}], [])
+        store.put(str(i), b"x", [{"id": f"msg_{i}"}], None, [{"role": "user", "content": "x" * 1000}], [])
     assert len(store._responses) == len(store._places) == 4 and store._num_bytes <= 5000
     for response_id in list(store._responses):
         store.delete(response_id)
@@ -428,9 +430,10 @@ def test_the_store_takes_the_memory_that_it_counts() -> None:
         for i in range(60):
             values = [{"n": j, "p": [j / 3, {"k": str(j)}]} for j in range(500)]
             output = [{"type": "message", "id": f"i{i}", "content": values}]
-            store.put({"id": f"r{i}", "output": output}, before, [{"role": "user", "content": "x" * i}], output)
+            response_json = dumps({"id": f"r{i}", "output": output}).encode()
+            store.put(f"r{i}", response_json, output, before, [{"role": "user", "content": "x" * i}], output)
             before = store.get(f"r{i}") if i % 7 else None
-        del output, values, before
+        del output, values, before, response_json
         taken = tracemalloc.get_traced_memory()[0] - begun
     finally:
         tracemalloc.stop()
@@ -439,13 +442,59 @@ def test_the_store_takes_the_memory_that_it_counts() -> None:
 
 def test_what_is_stored_comes_back() -> None:
     store = ResponseStore(max_responses=10)
-    first = {"id": "a", "output": [{"type": "message", "id": "o1", "text": "\ud800 ä"}]}
-    store.put(first, None, [{"role": "user", "content": "1"}], [{"id": "i1"}])
-    store.put({"id": "b", "output": []}, store.get("a"), [{"role": "user", "content": "2"}], [{"id": "i2"}])
+    first = [{"type": "message", "id": "o1", "text": "\ud800 ä"}]
+    store.put("a", b"first", first, None, [{"role": "user", "content": "1"}], [{"id": "i1"}])
+    store.put("b", b"second", [], store.get("a"), [{"role": "user", "content": "2"}], [{"id": "i2"}])
     found = store.get("b")
-    assert store.get("a").response == first
+    assert store.get("a").response_json == b"first" and store.get("a").output == first
     assert [message["content"] for message in found.messages] == ["1", "2"]
-    assert found.items == [{"id": "i1"}, *first["output"], {"id": "i2"}]
+    assert found.items == [{"id": "i1"}, *first, {"id": "i2"}]
     store.delete("a")
     store.delete("b")
     assert store._num_bytes == 0
+
+
+async def test_log_probabilities_are_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a stream has them five times, and a stored response is shown, gone on with and referred to."""
+    sizes = []
+
+    def noted_dumps(value: Any) -> str:
+        written = dumps(value)
+        sizes.append(len(written))
+        return written
+
+    def noted_loads(text: bytes) -> Any:
+        sizes.append(len(text))
+        return json.loads(text)
+
+    room = "aengine.server.openai.responses"
+    for name in ("endpoint", "items", "store"):
+        monkeypatch.setattr(f"{room}.{name}.dumps", noted_dumps, raising=False)
+    monkeypatch.setattr(f"{room}.store.json", SimpleNamespace(loads=noted_loads))
+    said = {"role": "user", "content": "x"}
+    asked = {"input": "x", "top_logprobs": 20, "include": ["message.output_text.logprobs"]}
+    async with FakeAsyncLLM("a\ud7ff \U0001f600" * 50) as engine:
+        transport = streaming_transport(create_app(engine))
+        async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+            whole = (await client.post("/v1/responses", json=asked)).json()
+            lines = (await client.post("/v1/responses", json=asked | {"stream": True})).text.splitlines()
+            stored = (await client.get(f"/v1/responses/{whole['id']}")).json()
+            followed = await client.post("/v1/responses", json={"input": "y", "previous_response_id": whole["id"]})
+            reference = {"type": "item_reference", "id": whole["output"][0]["id"]}
+            referred = await client.post("/v1/responses", json={"input": [said, reference, said]})
+            assert followed.status_code == referred.status_code == 200
+            shown = (await client.get(f"/v1/responses/{followed.json()['id']}/input_items")).json()
+            chat = {"messages": [said], "logprobs": True, "top_logprobs": 20}
+            of_chat = (await client.post("/v1/chat/completions", json=chat)).json()
+    entries = of_chat["choices"][0]["logprobs"]["content"]
+    assert sum(sizes) < len(dumps(entries))
+
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    deltas = [event["logprobs"] for event in events if event["type"] == "response.output_text.delta"]
+    text_done, part_done, item_done, completed = events[-4:]
+    parts = [part_done["part"], item_done["item"]["content"][0], completed["response"]["output"][0]["content"][0]]
+    parts += [whole["output"][0]["content"][0]]
+    assert stored == whole and [event["sequence_number"] for event in events] == list(range(len(events)))
+    for logprobs in (sum(deltas, []), text_done["logprobs"], *(part["logprobs"] for part in parts)):
+        assert logprobs == entries[: len(logprobs)] and len(logprobs) >= len(entries) - 1  # the end may be no text
+    assert [item["content"][0].get("logprobs") for item in shown["data"]] == [None, [], None]

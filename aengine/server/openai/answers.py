@@ -29,7 +29,6 @@ __all__ = [
     "json_number",
     "num_values_of",
     "rows_of",
-    "token_entry",
     "tokens_at_once",
     "usage_of",
 ]
@@ -130,18 +129,6 @@ class EntryWriter:
     def entries(self, tokens: Iterable[Token]) -> str:
         """Return a JSON list of these tokens' entries."""
         return f"[{','.join([self.entry((one.token_id, one.logprob, one.top_logprobs)) for one in tokens])}]"
-
-
-def token_entry(tokenizer: TokenizerView, row: TokenRow) -> dict[str, Any]:
-    """Return a token's entry in the logprobs of responses, which is kept as it is."""
-    token_id, logprob, others = row
-    return _entry(tokenizer, token_id, logprob) | {"top_logprobs": [_entry(tokenizer, *other) for other in others]}
-
-
-def _entry(tokenizer: TokenizerView, token_id: int, logprob: float | None) -> dict[str, Any]:
-    raw = tokenizer.token_bytes(token_id)
-    shown = None if logprob is None else max(_LEAST, logprob)
-    return {"token": raw.decode("utf-8", "replace"), "logprob": shown, "bytes": list(raw)}
 
 
 def rows_of(logprobs: Iterable[tuple[Logprob, ...]]) -> Iterable[TokenRow]:

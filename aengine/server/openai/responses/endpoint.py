@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ....errors import AEngineError
-from ....outputs import FinishReason, Token, Usage
+from ....outputs import FinishReason, Usage
 from ...errors import aborted, check_not_aborted, http_error
 from ...http import HTTPError, JSONAnswer, as_utf8, begin_events, while_connected
 from ...logs import note_usage
 from ...service import Service
-from ..answers import answer_id, merged, token_entry
+from ..answers import MOST_EVENTS, EntryWriter, answer_id, dumps, merged, tokens_at_once
 from .body import ResponseBody
 from .input_items import items_of
 from .items import Events, Items
@@ -42,14 +43,14 @@ async def create_response(service: Service, request: Request) -> Response:
     if body.stream:
         chunks = writer.chunks(stream)
         return await begin_events(request, chunks, service.pace, stream.rest, writer.failed, name.headers)
-    return JSONAnswer(await while_connected(request, writer.whole(stream)), headers=name.headers)
+    return _json(await while_connected(request, writer.whole(stream)), name.headers)
 
 
 async def show_response(service: Service, request: Request) -> Response:
     """Answer with a response that is stored."""
     if request.query_params.get("stream") == "true":
         raise HTTPError(400, "a stored response is not streamed again", param="stream")
-    return JSONAnswer(service.responses.get(request.path_params["id"]).response)
+    return _json(service.responses.get(request.path_params["id"]).response_json)
 
 
 async def delete_response(service: Service, request: Request) -> Response:
@@ -88,10 +89,10 @@ class _Conversation:
             raise HTTPError(400, "the input is empty: give it at least one item", param="input")
         self.messages = with_instructions([*earlier, *self._new], body.instructions)
 
-    def put(self, response: dict[str, Any], completion: ChatCompletion[Any]) -> None:
+    def put(self, response_id: str, response: bytes, items: Items, completion: ChatCompletion[Any]) -> None:
         """Store the response, and with it the conversation."""
         messages = [*self._new, completion.message.to_dict()]
-        self._store.put(response, self._before, messages, items_of(self._input))
+        self._store.put(response_id, response, items.output, self._before, messages, items_of(self._input))
 
 
 class _Writer:
@@ -100,7 +101,8 @@ class _Writer:
     def __init__(self, service: Service, body: ResponseBody, conversation: _Conversation, response_id: str) -> None:
         self._body = body
         self._conversation = conversation
-        self._tokenizer = service.engine.tokenizer
+        self._entries = EntryWriter(service.engine.tokenizer) if body.wants_logprobs else None
+        self._most = min(MOST_EVENTS, tokens_at_once(body.top_logprobs))  # deltas, before others have their turn
         self._is_stored = body.store is not False and service.responses.is_kept
         defaults = service.engine.describe()["sampling_defaults"]
         self._response: dict[str, Any] = {
@@ -118,7 +120,6 @@ class _Writer:
             "max_tool_calls": None,
             "metadata": body.metadata or {},
             "model": service.model_name,
-            "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
@@ -134,75 +135,78 @@ class _Writer:
             "user": body.user,
         }
 
-    def _new_items(self, events: Events | None) -> Items:
-        token_entry = self._token_entry if self._body.wants_logprobs else None
-        return Items(events, token_entry, self._body.functions.fields)
-
-    def _token_entry(self, token: Token) -> dict[str, Any]:
-        return token_entry(self._tokenizer, (token.token_id, token.logprob, token.top_logprobs))
-
-    async def whole(self, stream: ChatStream) -> dict[str, Any]:
+    async def whole(self, stream: ChatStream) -> bytes:
         """Return the response once it is there."""
-        items = self._new_items(None)
+        items = Items(None, self._entries, self._body.functions.fields)
         async with aclosing(stream):
             while deltas := await stream.read():
-                for delta in deltas:
+                for number, delta in enumerate(deltas, 1):
                     items.add(delta)
+                    if not number % self._most:
+                        await asyncio.sleep(0)
         check_not_aborted(stream.completion.choices)
-        self._finish(items, stream.completion)
-        return self._response
+        return b"".join(self._finish(items, stream.completion))
 
     async def chunks(self, stream: ChatStream) -> AsyncGenerator[bytes, None]:
         """Yield server-sent events, those that are there at once together.
 
         What fails before the first event is raised; what fails later is an event.
         """
-        events = Events()
-        items = self._new_items(events)
+        events = Events(self._most)
+        items = Items(events, self._entries, self._body.functions.fields)
         has_begun = False
         async with aclosing(stream):
             try:
                 while deltas := await stream.read():
                     if not has_begun:
-                        has_begun = self._begin(events)
+                        has_begun = self._begin(events, items)
                     for delta in merged(deltas):
                         items.add(delta)
                         if events.is_full:
-                            yield as_utf8(events.take())
-                    if written := events.take():
-                        yield as_utf8(written)
+                            for piece in events.take():
+                                yield piece
+                                await asyncio.sleep(0)  # the server does not wait for a reader that has room
+                    for piece in events.take():
+                        yield piece
             except AEngineError as error:
                 if not has_begun:
                     raise
                 items.finish(is_complete=False)
-                self._fail(items, http_error(error, self._body))
-                events.add("response.failed", response=self._response)
-                yield as_utf8(events.take())
+                self._fail(http_error(error, self._body))
+                events.add_written("response.failed", b'"response":', *self._written(items))
+                for piece in events.take():
+                    yield piece
                 return
         if not has_begun:
             check_not_aborted(stream.completion.choices)
-            self._begin(events)
-        self._finish(items, stream.completion)
-        events.add(f"response.{self._response['status']}", response=self._response)
-        yield as_utf8(events.take())
+            self._begin(events, items)
+        response = self._finish(items, stream.completion)
+        events.add_written(f"response.{self._response['status']}", b'"response":', *response)
+        for piece in events.take():
+            yield piece
+            await asyncio.sleep(0)
 
     def failed(self, error: Exception) -> bytes:
         """Return the only event of a stream that fails before its first one."""
-        failed, events = http_error(error, self._body), Events()
+        failed, events = http_error(error, self._body), Events(self._most)
         events.add("error", code=failed.code, message=failed.message, param=failed.param)
-        return as_utf8(events.take())
+        return b"".join(events.take())
 
-    def _begin(self, events: Events) -> bool:
+    def _begin(self, events: Events, items: Items) -> bool:
         for kind in ("response.created", "response.in_progress"):
-            events.add(kind, response=self._response)
+            events.add_written(kind, b'"response":', *self._written(items))
         return True
 
-    def _finish(self, items: Items, completion: ChatCompletion[Any]) -> None:
-        """Complete the response, and store it."""
+    def _written(self, items: Items) -> list[bytes]:
+        """Return the response as JSON, in pieces."""
+        return [as_utf8(dumps(self._response)[:-1]), b',"output":', *items.written, b"}"]
+
+    def _finish(self, items: Items, completion: ChatCompletion[Any]) -> list[bytes]:
+        """Complete the response, and store it. Returns it as JSON, in pieces."""
         reason = completion.finish_reason
         is_complete = reason in (FinishReason.STOP, FinishReason.TOOL_CALLS)
         items.finish(is_complete)
-        self._response |= {"output": items.output, "usage": _usage_of(completion.usage)}
+        self._response["usage"] = _usage_of(completion.usage)
         if warnings := [*self._body.functions.warnings, *completion.warnings]:
             self._response["warnings"] = warnings
         if is_complete:
@@ -210,17 +214,19 @@ class _Writer:
         elif reason is FinishReason.LENGTH:
             self._response |= {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
         else:
-            self._fail(items, aborted())
+            self._fail(aborted())
+        written = self._written(items)
         if self._is_stored:
-            self._conversation.put(self._response, completion)
+            self._conversation.put(self._response["id"], b"".join(written), items, completion)
+        return written
 
-    def _fail(self, items: Items, error: HTTPError) -> None:
+    def _fail(self, error: HTTPError) -> None:
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
-        self._response |= {
-            "output": items.output,
-            "status": "failed",
-            "error": {"code": code, "message": error.message},
-        }
+        self._response |= {"status": "failed", "error": {"code": code, "message": error.message}}
+
+
+def _json(written: bytes, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(written, headers=headers, media_type="application/json")
 
 
 def _usage_of(usage: Usage) -> dict[str, Any]:

@@ -8,43 +8,52 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable
+from itertools import groupby
 from typing import Any
 
 from ....chat import Delta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
 from ....outputs import Token
-from ..answers import MOST_EVENTS, dumps
+from ...http import as_utf8
+from ..answers import EntryWriter, TokenRow, dumps
 
 __all__ = ["Events", "Items"]
 
-TokenEntry = Callable[[Token], dict[str, Any]]
 FieldsOfCall = Callable[[str], dict[str, str]]
+
+_LONG = 1 << 20
+"""Bytes of a piece that is sent by itself."""
 
 
 class Events:
-    """Writes server-sent events, numbered."""
+    """Writes server-sent events, numbered. What is long, and in several of them, is not copied.
 
-    def __init__(self) -> None:
-        self._written: list[str] = []
-        self._number = 0
+    Args:
+        most: after so many the caller should take them.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._pieces: list[bytes] = []
+        self._number = self._num_taken = 0
 
     def add(self, kind: str, **fields: Any) -> None:
-        self.add_written(kind, dumps(fields)[1:-1])
+        self.add_written(kind, as_utf8(dumps(fields)[1:-1]))
 
-    def add_written(self, kind: str, fields: str) -> None:
-        """Add an event whose fields are written already, without braces."""
-        self._written.append(f'event: {kind}\ndata: {{"type":"{kind}",{fields},"sequence_number":{self._number}}}\n\n')
+    def add_written(self, kind: str, *fields: bytes) -> None:
+        """Add an event whose fields are written already, without braces, in one piece or several."""
+        head = f'event: {kind}\ndata: {{"type":"{kind}",'.encode()
+        self._pieces += [head, *fields, f',"sequence_number":{self._number}}}\n\n'.encode()]
         self._number += 1
 
     @property
     def is_full(self) -> bool:
         """Whether what was written should be taken first."""
-        return len(self._written) >= MOST_EVENTS
+        return self._number - self._num_taken >= self._most
 
-    def take(self) -> str:
-        """Return what was written since the last time."""
-        text = "".join(self._written)
-        self._written.clear()
-        return text
+    def take(self) -> list[bytes]:
+        """Return what was written since the last time, each long piece by itself."""
+        pieces, self._pieces, self._num_taken = self._pieces, [], self._number
+        return [b"".join(group) for _, group in groupby(pieces, lambda piece: len(piece) > _LONG)]
 
 
 class Items:
@@ -52,26 +61,27 @@ class Items:
 
     Args:
         events: where each change is told; None: nowhere.
-        token_entry: what a token's logprob looks like; None: none are wanted.
+        entries: writes the tokens' log-probabilities; None: none are wanted.
         fields_of_call: the fields of a call that say which function it calls, by the name the model wrote.
     """
 
-    def __init__(self, events: Events | None, token_entry: TokenEntry | None, fields_of_call: FieldsOfCall) -> None:
+    def __init__(self, events: Events | None, entries: EntryWriter | None, fields_of_call: FieldsOfCall) -> None:
         self.output: list[dict[str, Any]] = []
+        """Without log-probabilities."""
+        self._written: list[bytes] = []  # the output that has ended, with them, and what stands between
         self._events = events
-        self._token_entry = token_entry
+        self._entries = entries
         self._fields_of_call = fields_of_call
         self._texts: list[str] = []  # of the open item: its text or its arguments
-        self._logprobs: list[dict[str, Any]] = []  # of the open message
+        self._logprobs: list[bytes] = []  # of the open message, an entry a token
         self._open: str | None = None  # type of the open item
         self._place = ""  # of the open item, as its deltas have it
         self._blank = ""  # white space that a message begins with; before a call there is no message then
 
     @property
-    def reasoning(self) -> str:
-        """All reasoning so far, which has ended."""
-        texts = [part["text"] for item in self.output if item["type"] == "reasoning" for part in item["content"]]
-        return "".join(texts)
+    def written(self) -> list[bytes]:
+        """The output as JSON, in pieces. Only what has ended is there."""
+        return [b"[", *self._written, b"]"]
 
     def add(self, delta: Delta) -> None:
         """Put in a delta."""
@@ -100,7 +110,7 @@ class Items:
         self._end("completed" if is_complete and self._open != "function_call" else "incomplete")
 
     def _add_text(self, text: str, tokens: Iterable[Token]) -> None:
-        entries = [self._token_entry(token) for token in tokens] if self._token_entry is not None else []
+        entries = [] if self._entries is None else [as_utf8(self._entries.entry(_row_of(token))) for token in tokens]
         if self._open != "message":
             self._blank += text
             if not self._blank.strip():
@@ -110,20 +120,20 @@ class Items:
             self._begin_message(entries)
         else:
             self._logprobs += entries
-            self._grow("response.output_text.delta", text, f',"logprobs":{dumps(entries)}')
+            self._grow("response.output_text.delta", text, b',"logprobs":' + _list_of(entries))
 
-    def _begin_message(self, entries: Iterable[dict[str, Any]] = ()) -> None:
+    def _begin_message(self, entries: Iterable[bytes] = ()) -> None:
         held = self._logprobs if self._open is None else []
         text, self._blank = self._blank, ""
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         self._begin_part("message", {"role": "assistant", "content": []}, part)
         self._logprobs = [*held, *entries]
-        self._grow("response.output_text.delta", text, f',"logprobs":{dumps(self._logprobs)}')
+        self._grow("response.output_text.delta", text, b',"logprobs":' + _list_of(self._logprobs))
 
     def _begin_part(self, kind: str, item: dict[str, Any], part: dict[str, Any]) -> None:
         self._begin(kind, item)
         self._place += ',"content_index":0'
-        self._tell("response.content_part.added", f'"part":{dumps(part)}')
+        self._tell("response.content_part.added", as_utf8(f'"part":{dumps(part)}'))
 
     def _begin(self, kind: str, fields: dict[str, Any]) -> None:
         self._end("completed")
@@ -137,9 +147,9 @@ class Items:
         if self._events is not None:
             self._events.add("response.output_item.added", output_index=index, item=item)
 
-    def _grow(self, kind: str, text: str, more: str = "") -> None:
+    def _grow(self, kind: str, text: str, more: bytes = b"") -> None:
         self._texts.append(text)
-        self._tell(kind, f'"delta":{dumps(text)}{more}')
+        self._tell(kind, as_utf8(f'"delta":{dumps(text)}') + more)
 
     def _end(self, status: str) -> None:
         """Close the open item, if there is one."""
@@ -150,22 +160,42 @@ class Items:
         item["status"] = status
         if kind == "function_call":
             item["arguments"] = text
-            self._tell(
-                "response.function_call_arguments.done", f'"name":{dumps(item["name"])},"arguments":{dumps(text)}'
-            )
-        else:
+            told = f'"name":{dumps(item["name"])},"arguments":{dumps(text)}'
+            self._tell("response.function_call_arguments.done", as_utf8(told))
+            written = [as_utf8(dumps(item))]
+        elif kind == "reasoning":
             part: dict[str, Any] = {"type": "reasoning_text", "text": text}
-            if kind == "message":
-                part = {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs}
-                self._tell("response.output_text.done", f'"text":{dumps(text)},"logprobs":{dumps(self._logprobs)}')
-            else:
-                self._tell("response.reasoning_text.done", f'"text":{dumps(text)}')
             item["content"] = [part]
-            self._tell("response.content_part.done", f'"part":{dumps(part)}')
+            self._tell("response.reasoning_text.done", as_utf8(f'"text":{dumps(text)}'))
+            self._tell("response.content_part.done", as_utf8(f'"part":{dumps(part)}'))
+            written = [as_utf8(dumps(item))]
+        else:
+            part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+            item["content"] = [part]
+            logprobs = _list_of(self._logprobs)
+            self._tell("response.output_text.done", as_utf8(f'"text":{dumps(text)},"logprobs":'), logprobs)
+            self._tell("response.content_part.done", b'"part":', *_filled(part, "}", logprobs))
+            written = _filled(item, "}]}", logprobs)
         self._logprobs = []
+        self._written += [b",", *written] if self._written else written
         if self._events is not None:
-            self._events.add("response.output_item.done", output_index=len(self.output) - 1, item=item)
+            head = f'"output_index":{len(self.output) - 1},"item":'.encode()
+            self._events.add_written("response.output_item.done", head, *written)
 
-    def _tell(self, kind: str, fields: str) -> None:
+    def _tell(self, kind: str, *fields: bytes) -> None:
         if self._events is not None:
-            self._events.add_written(kind, f"{self._place},{fields}")
+            self._events.add_written(kind, f"{self._place},".encode(), *fields)
+
+
+def _row_of(token: Token) -> TokenRow:
+    return token.token_id, token.logprob, token.top_logprobs
+
+
+def _list_of(entries: Iterable[bytes]) -> bytes:
+    return b"[%b]" % b",".join(entries)
+
+
+def _filled(value: dict[str, Any], end: str, logprobs: bytes) -> list[bytes]:
+    """Write a value whose JSON ends with an empty list of log-probabilities, before ``end``, and put them there."""
+    written = dumps(value).removesuffix(f"[]{end}")
+    return [as_utf8(written), logprobs, end.encode()]

@@ -27,12 +27,14 @@ class StoredResponse:
     """Lists of messages, those of each response before and its own; a response shares those before it."""
     items_json: tuple[bytes, ...]
     """Lists of items, likewise."""
+    output_json: bytes
+    """The response's own items, without their log-probabilities."""
     item_ids: tuple[str, ...]
-    """The ids that the response's own items have."""
+    """The ids that these have."""
 
     @property
-    def response(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.response_json)
+    def output(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(self.output_json)
         return found
 
     @property
@@ -47,7 +49,7 @@ class StoredResponse:
 
     @property
     def num_bytes(self) -> int:
-        return sum(map(getsizeof, (self.response_json, *self.messages_json, *self.items_json)))
+        return sum(map(getsizeof, (self.response_json, self.output_json, *self.messages_json, *self.items_json)))
 
 
 def _joined(lists: Sequence[bytes]) -> list[dict[str, Any]]:
@@ -96,24 +98,28 @@ class ResponseStore:
 
     def put(
         self,
-        response: dict[str, Any],
+        response_id: str,
+        response_json: bytes,
+        output: Sequence[dict[str, Any]],
         before: StoredResponse | None,
         messages: Messages,
         items: Sequence[dict[str, Any]],
     ) -> None:
-        """Keep a response, with the messages and the items of its input that it adds to those ``before``."""
+        """Keep a response and its ``output``, with the messages and the items of its input that it adds to those
+        ``before``."""
         if not self.is_kept:
             return
-        earlier = (before.messages_json, before.items_json) if before is not None else ((), ())
-        answered = [] if before is None else before.response["output"]
+        messages_json = () if before is None else before.messages_json
+        items_json = () if before is None else (*before.items_json, before.output_json)
         stored = StoredResponse(
-            as_utf8(dumps(response)),
-            (*earlier[0], as_utf8(dumps(messages))),
-            (*earlier[1], as_utf8(dumps([*answered, *items]))),
-            tuple(item["id"] for item in response["output"]),
+            response_json,
+            (*messages_json, as_utf8(dumps(messages))),
+            (*items_json, as_utf8(dumps(items))),
+            as_utf8(dumps(output)),
+            tuple(item["id"] for item in output),
         )
-        self._responses[response["id"]] = stored
-        self._places.update(dict.fromkeys(stored.item_ids, response["id"]))
+        self._responses[response_id] = stored
+        self._places.update(dict.fromkeys(stored.item_ids, response_id))
         self._num_bytes += stored.num_bytes
         while self._num_bytes > self._max_bytes or len(self._responses) > self._max_responses:
             _, oldest = self._responses.popitem(last=False)
@@ -146,7 +152,7 @@ class ResponseStore:
             message = f"{where} is wrong: there is no such item in a stored answer; send the item itself"
             raise HTTPError(400, message, code="invalid_value", param=where)
         if place not in outputs:
-            outputs[place] = {item["id"]: item for item in self._responses[place].response["output"]}
+            outputs[place] = {item["id"]: item for item in self._responses[place].output}
         found: Mapping[str, Any] | None = outputs[place].pop(str(item_id), None)
         if found is None:
             message = f"{where} is wrong: the item is in the input already"
