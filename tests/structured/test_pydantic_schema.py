@@ -87,6 +87,11 @@ OUT_OF_EACH = {
 }
 
 
+def test_keys_with_a_pattern_have_it() -> None:
+    schema = OutputType.of(dict[Annotated[str, Field(pattern="^k_")], int]).schema
+    assert schema["patternProperties"] == {"^k_": {"type": "integer"}} and schema["additionalProperties"] is False
+
+
 def test_keys_that_are_listed() -> None:
     schema = OutputType.of(dict[Size, int]).schema
     assert schema["properties"] == {"1": {"type": "integer"}, "2": {"type": "integer"}}

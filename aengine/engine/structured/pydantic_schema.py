@@ -6,7 +6,8 @@
   ``oneOf`` is written ``anyOf``.
 * A Decimal is a number, of as many digits as it may have; pydantic would take any string, too.
 * The keys of a dict are what can be read as them: ``dict[Literal["a", "b"], int]`` has two optional properties, and
-  ``dict[int, str]`` a pattern. (Keys with constraints of their own are checked by pydantic alone.)
+  ``dict[int, str]`` a pattern. Keys with a pattern of their own are held to it. (Other constraints of keys are checked
+  by pydantic alone.)
 * A uuid4 is a pattern, and so is an HttpUrl with its schemes.
 * An IPv4Interface, Base64, a FileUrl, and bytes of limited length, as ASCII, are patterns in an output type.
 * Dates, times, durations and complex numbers of an output type are patterns, by which every text is one that pydantic
@@ -97,7 +98,7 @@ def schema_generator(*, narrow: bool = False) -> Any:
             if name in _KEYS and "patternProperties" not in made:
                 made.pop("propertyNames", None)
                 made["patternProperties"] = {_KEYS[name]: made.pop("additionalProperties", True)}
-            if name in _KEYS or (narrow and name in ("complex", "datetime", "time", "timedelta")):
+            if "patternProperties" in made or (narrow and name in ("complex", "datetime", "time", "timedelta")):
                 made["additionalProperties"] = False
             return made
 

@@ -243,7 +243,8 @@ class StructuredOutputsBody(Body):
     @property
     def place(self) -> str:
         """The one that is given, as a place in the body."""
-        given = [name for name in ("regex", "choice", "grammar", "json_object") if getattr(self, name)]
+        names = ("regex", "choice", "grammar", "json_object")
+        given = [name for name in names if name in self.model_fields_set]
         return f"structured_outputs.{(given or ['json'])[0]}"
 
     def to_structured_output(self) -> StructuredOutput:
@@ -345,8 +346,9 @@ class SamplingBody(Body):
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
     def field_names(self) -> dict[str, str]:
-        container, _, last = self.place_of_shape.rpartition(".")
-        return {"structured_output": container or last}
+        place = self.place_of_shape
+        names = {} if self.structured_outputs is None else {"choice": place, "json_schema": "json"}
+        return {"structured_output": place.rpartition(".")[0], **names}
 
     def request_options(self) -> dict[str, Any]:
         """Return the options of the request, as of `AsyncLLM.stream`."""
@@ -371,7 +373,8 @@ class _ChoicesBody(SamplingBody):
     @property
     def place_of_shape(self) -> str:
         """The field that says which shape the answer has."""
-        return "response_format" if self.structured_outputs is None else self.structured_outputs.place
+        shape = self.structured_outputs
+        return "response_format.json_schema.schema" if shape is None else shape.place
 
 
 class CompletionBody(_ChoicesBody):
