@@ -134,10 +134,10 @@ class Settings(TypedDict, total=False):
     Default: 300.0."""
     worker: str
     """What loads and runs the model in a worker process: "default", the name of an entry point in the group
-    "aengine.workers", or "module:function" (docs/workers.md). Default: "default"."""
+    "aengine.workers", or "module:function" (docs/extending.md). Default: "default"."""
     worker_extension: str | None
-    """Class whose methods `AsyncLLM.collective_rpc` calls in each worker process: "module:Class" (docs/workers.md).
-    Default: None."""
+    """Class whose methods `AsyncLLM.collective_rpc` calls in each worker: "module:Class" (docs/extending.md). Default:
+    None."""
     own_thread: bool
     """The engine runs on an event loop of its own, in a daemon thread: its methods may be called from any loop in any
     thread, and a blocked loop of yours doesn't hold it up. progress and on_request_end are called in that thread.
@@ -283,10 +283,10 @@ ENGINE_SETTINGS = """\
             end of the model's context.
         worker: str = "default"
             What loads and runs the model in a worker process: "default", the name of an entry point in the
-            group "aengine.workers", or "module:function" (docs/workers.md).
+            group "aengine.workers", or "module:function" (docs/extending.md).
         worker_extension: str | None = None
-            Class whose methods `AsyncLLM.collective_rpc` calls in each worker process: "module:Class"
-            (docs/workers.md).
+            Class whose methods `AsyncLLM.collective_rpc` calls in each worker: "module:Class"
+            (docs/extending.md).
         own_thread: bool = False
             The engine runs on an event loop of its own, in a daemon thread: its methods may be called from
             any loop in any thread, and a blocked loop of yours doesn't hold it up. progress and

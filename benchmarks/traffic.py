@@ -7,7 +7,7 @@
     python benchmarks/traffic.py --small                                        no GPU: counts of steps, with a limit
 
 Each engine of each round is a process of its own, one after the other, after a calibration of the machine. One JSON
-line a result goes to OUT/traffic.jsonl, a table to stdout. What each figure means: docs/benchmarks.md.
+line a result goes to OUT/traffic.jsonl, a table to stdout. What each figure means: docs/internals/benchmarks.md.
 
 --set, --name, --path and --python belong to the --engine before them; before the first, to all.
 Exit code 1 if an engine or a workload failed, or if requests waited behind more steps than they may (--small).

@@ -1,4 +1,4 @@
-"""The house rules of docs/architecture.md, read off the source.
+"""The house rules of docs/internals/architecture.md, read off the source.
 
 Imports go one way:
 kernels <- runner <- workers.worker -> ipc <- engine.scheduler <- engine <- async_llm <- server, integrations, cli

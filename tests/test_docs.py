@@ -18,7 +18,7 @@ import pytest
 from aengine.__main__ import build_parser
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "examples" / "README.md", *DOCS]
 LANGUAGES = {"python", "bash", "sh", "text", "toml", "yaml", "dockerfile", "ini", "json", ""}
 USERS_FILES = {"main.py", "app.py", "conftest.py", "requirements.txt", "fake_runner.py", "results/traffic.jsonl"}
@@ -112,12 +112,16 @@ def test_blocks_say_what_they_are(page: Path) -> None:
 
 
 def test_index_places_every_page() -> None:
-    placed = {target.partition("#")[0] for target in _LINK.findall(prose(ROOT / "docs" / "index.md"))}
-    assert {page.name for page in DOCS} - {"index.md"} <= placed
+    """How it works: the second part, and only pages of docs/internals/."""
+    parts = prose(ROOT / "docs" / "index.md").split("## How it works")
+    use, internals = ({target.partition("#")[0] for target in _LINK.findall(part)} for part in parts)
+    names = {str(page.relative_to(ROOT / "docs")) for page in DOCS} - {"index.md"}
+    assert {name for name in names if name.startswith("internals/")} == internals
+    assert names - internals <= use
 
 
 def test_architecture_places_every_module() -> None:
-    named = set(_CODE.findall(prose(ROOT / "docs" / "architecture.md")))
+    named = set(_CODE.findall(prose(ROOT / "docs" / "internals" / "architecture.md")))
     for path in (ROOT / "aengine").iterdir():
         if path.is_dir() and (path / "__init__.py").exists():
             assert f"{path.name}/" in named, path.name
@@ -136,7 +140,7 @@ def test_what_users_import_is_public() -> None:
     use = prose(ROOT / "docs" / "index.md").partition("## How it works")[0]
     public = (ROOT / "docs" / "versions.md").read_text().partition("## What is not public")[0]
     names = set(_CODE.findall(public))
-    extending = {"aengine.engine.structured.parts", "aengine.engine.structured.spec"}
+    extending = {"aengine.engine.structured.parts", "aengine.engine.structured.spec", "aengine.workers.loaded"}
     for name in re.findall(r"\]\(([\w-]+\.md)\)", use):
         for module in re.findall(r"^from (aengine\.[\w.]+) import", (ROOT / "docs" / name).read_text(), re.MULTILINE):
             is_named = module in names or module.startswith("aengine.integrations.")
@@ -192,6 +196,6 @@ def test_messages_give_the_address_of_a_page() -> None:
         for node in ast.walk(tree):
             if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or id(node) in docstrings:
                 continue
-            for before, name in re.findall(r"(\S*?)docs/([\w-]+\.md)", node.value):
+            for before, name in re.findall(r"(\S*?)docs/([\w/-]+\.md)", node.value):
                 assert before + "docs/" == address, f"{path}: {node.value}"
                 assert (ROOT / "docs" / name).is_file(), f"{path}: {name}"

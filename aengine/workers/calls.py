@@ -93,7 +93,7 @@ def extension_class(setting: str | None) -> Callable[[WorkerContext], object] | 
     if not isinstance(cls, type):
         raise ModelLoadError(
             f"worker_extension={setting!r} is no class: it must be one of (context), see "
-            "https://github.com/aengine/aengine/blob/main/docs/workers.md#calls-of-your-own"
+            "https://github.com/aengine/aengine/blob/main/docs/extending.md#calls-of-your-own"
         )
     return cls
 

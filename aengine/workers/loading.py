@@ -128,5 +128,5 @@ def _imported(target: str) -> Any:
 def _not_a_loader(target: str, why: str) -> ModelLoadError:
     return ModelLoadError(
         f"worker={target!r} does not load a model ({why}): it must be a function of (config, source, rank, progress) "
-        "that returns a LoadedModel, see https://github.com/aengine/aengine/blob/main/docs/workers.md"
+        "that returns a LoadedModel, see https://github.com/aengine/aengine/blob/main/docs/extending.md#your-own-worker"
     )

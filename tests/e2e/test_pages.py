@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).parents[1] / "models"))  # behind all else: t
 from tiny import write_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if blocks_of(page)]
+PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if blocks_of(page)]
 WITH_THE_REAL_MODEL = {"README"}
 WITH_A_TINY_MODEL = {"gpu"}
 """About the worker. All other pages show the interface: they run over the real host and a scripted worker."""

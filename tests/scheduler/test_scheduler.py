@@ -1,4 +1,4 @@
-"""Each rule of docs/scheduling.md by itself."""
+"""Each rule of docs/internals/scheduling.md by itself."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ beyond a model's rope border have a root of their own (`long_root`). H is BLAKE2
 prompt that hits another's blocks by accident or by craft, and a tenant without the salt can't even tell whether a
 prompt is cached. B is the smallest block size of the groups; a block of several B goes by the last of its hashes. A
 block is offered to others only after the step that wrote its last slot was answered without an error for that request
-(see scheduling.md for why not earlier).
+(docs/internals/scheduling.md says why not earlier).
 """
 
 from __future__ import annotations

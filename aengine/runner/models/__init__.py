@@ -1,4 +1,4 @@
-"""The registry: which families of models there are. To add one, see docs/adding-a-model.md."""
+"""The registry: which families of models there are. To add one, see docs/internals/adding-a-model.md."""
 
 from __future__ import annotations
 
