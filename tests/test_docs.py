@@ -129,6 +129,30 @@ def test_architecture_places_every_module() -> None:
             assert path.name in named, path.name
 
 
+def names_of(tree: ast.AST, within: str = "") -> Iterator[str]:
+    """All functions and classes, those of classes as `Class.function`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield within + node.name
+            if isinstance(node, ast.ClassDef):
+                yield from names_of(node, f"{within}{node.name}.")
+
+
+def test_the_hour_of_reading_names_what_is_there() -> None:
+    """Twelve files, together short enough, and each name that a file's section has in code is defined in the file."""
+    page = ROOT / "docs" / "internals" / "read-the-code.md"
+    _, *sections = re.split(r"^## \d+\. ", prose(page).partition("## From here")[0], flags=re.MULTILINE)
+    assert len(sections) == 12
+    num_lines = 0
+    for section in sections:
+        text = (page.parent / _LINK.findall(section)[0]).read_text()
+        num_lines += sum(not line.isspace() for line in text.splitlines(keepends=True))
+        said = {name for name in _CODE.findall(section) if re.fullmatch(r"[\w.]+", name)}
+        assert said - set(names_of(ast.parse(text))) == set(), section.partition(":")[0]
+        assert said, section
+    assert num_lines <= 3500, f"{num_lines} lines without the blank ones take longer than an hour: name smaller files"
+
+
 def test_examples_are_all_described() -> None:
     text = (ROOT / "examples" / "README.md").read_text()
     for example in (ROOT / "examples").glob("*.py"):
