@@ -71,13 +71,15 @@ class Admission:
         self._line = line
         self.preparation = preparation
         self._tokenizer = tokenizer
-        self._has_tokenizer = tokenizer is not None  # stays when it is dropped
+        # whether the engine has a tokenizer; still true after `drop_tables`
+        self._has_tokenizer = tokenizer is not None
         self._limits = limits
         self._counters = counters
         self._observer = observer
         self._on_empty = on_empty
         self._requests: dict[str, UserRequest] = {}
-        self._random = random.Random()  # not the host's global one
+        # draws the seeds of requests without one; the host's global generator is left alone
+        self._random = random.Random()
         self._next_id = 0
         self._unread = UnreadWatch(loop, limits.unread_timeout, self._requests)
 
@@ -197,7 +199,7 @@ class Admission:
         self._observer.note_queued(
             request_id, request.params, request.priority, mailbox.times, kind=kind, context=context
         )
-        if not mailbox.done:  # a listener may abort it
+        if not mailbox.done:  # a listener may have aborted the request when it was told of it
             self._begin(request, self._line.join(request_id, request.priority))
 
     def check(self, prompt: Prompt | PromptPart, params: SamplingParams, options: CallOptions) -> PromptPart:
@@ -211,7 +213,7 @@ class Admission:
             return TokensPart(self.preparation.check_ids(part.token_ids))
         return part
 
-    # For another thread than the loop's, ahead of `submit`.
+    # The next three are called by other threads than the loop's, before they call `submit`.
 
     def has(self, request_id: str) -> bool:
         """Whether such a request is under way."""
@@ -223,7 +225,8 @@ class Admission:
 
     def check_room(self, coming: set[str]) -> None:
         """See `AdmissionQueue.check_room`. ``coming``: ids of those that come, or have just come; from any thread."""
-        if len(self._line) + len(coming) >= self._line.limit:  # else it makes no difference whether they have
+        # below the limit the requests in `coming` that are registered already need not be told apart
+        if len(self._line) + len(coming) >= self._line.limit:
             coming = coming - self._requests.keys()
         self._line.check_room(len(coming))
 
@@ -243,7 +246,7 @@ class Admission:
             prepared = await self.preparation.prepare(request)
         except asyncio.CancelledError:
             request.preparing = None
-            request.mailbox.abort()  # no effect if the request's end has cancelled this
+            request.mailbox.abort()  # this has no effect if the end of the request is what cancelled this task
             raise
         except AEngineError as ours:
             error = ours

@@ -15,7 +15,7 @@ from ..telemetry.metrics import Counters
 
 __all__ = ["AdmissionQueue"]
 
-_Place = tuple[int, int, str]  # among those that are held: priority, order of arrival, request_id
+_Place = tuple[int, int, str]  # place of a held request: priority, order of arrival, request_id
 
 
 class AdmissionQueue:
@@ -29,8 +29,9 @@ class AdmissionQueue:
         self._started = time.monotonic()
         self._num_joined = 0
         self._inside: set[str] = set()
-        self._held: list[_Place] = []  # sorted
-        self._turns: dict[str, tuple[_Place, asyncio.Future[None]]] = {}  # of those that are held
+        self._held: list[_Place] = []  # held requests, sorted: the next one to be admitted first
+        # held requests by request_id: their places, and the futures that are done when they are admitted
+        self._turns: dict[str, tuple[_Place, asyncio.Future[None]]] = {}
 
     def __len__(self) -> int:
         return len(self._inside) + len(self._held)

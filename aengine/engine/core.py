@@ -66,7 +66,7 @@ class EngineCore:
         """``started``: the workers of each replica; ``grammars``: of this tokenizer, warmed up ahead; None: made here,
         if there is a tokenizer."""
         self.loop = asyncio.get_running_loop()
-        self.state = "running"  # perhaps "draining"; then "failed" or "closed"
+        self.state = "running"  # the next states are "draining" (which can be left again), then "failed" or "closed"
         self._num_closers = 0  # calls of `aclose` that have not returned
         self._news: asyncio.Event | None = None  # set when calls of `drain` are to check again
         self.failure: EngineError | None = None
@@ -171,7 +171,7 @@ class EngineCore:
             logger.info("%s is ready after %.1f s: %s", name, seconds, summary_of(replica.worker.ready))
         return core
 
-    # What `aengine.testing` overrides.
+    # The following methods are overridden by `aengine.testing`.
 
     @classmethod
     async def _resolve(cls, config: EngineConfig, report: ProgressCallback) -> ModelSource:
@@ -327,7 +327,8 @@ class EngineCore:
         """Immediate and synchronous, from any thread: kill the worker, whatever state the loop is in."""
         if self.is_alive:
             self.state = "closed"
-            with contextlib.suppress(RuntimeError):  # the loop was closed, and its requests with it
+            # a RuntimeError says that the loop was closed, and its requests with it
+            with contextlib.suppress(RuntimeError):
                 self.loop.call_soon_threadsafe(self._end_requests)
         self.admission.close()
         if self.grammars is not None:
@@ -351,13 +352,14 @@ class EngineCore:
         self.replicas.terminate()
 
     def _loop_ended(self, replica: Replica, task: asyncio.Task[None]) -> None:
-        if replica.failure is not None and self.is_alive:  # the others go on
+        # one replica has failed for good; the engine goes on with the others
+        if replica.failure is not None and self.is_alive:
             replica.scheduler.drop_tables()
             return
         if not self.is_alive:
             self._drop_tables()
             return
-        # It was not told to end: the host's loop is being closed, or `StepLoop.run` has a bug.
+        # Nobody called `aclose`: either the host's loop is being closed, or `StepLoop.run` has a bug.
         if task.cancelled():
             self.state = "closed"
             self.admission.fail_all(EngineClosedError("the event loop of the engine was shut down"))

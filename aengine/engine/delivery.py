@@ -47,7 +47,8 @@ class Delivery:
         Both threads need the GIL: the one that fills would wait for all that the loop does meanwhile.
         """
         task = asyncio.get_running_loop().create_task(going_on, name="aengine-masks")
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())  # its error is retrieved
+        # retrieving its error keeps asyncio from logging it
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             until = await filling.free_until
             start = 0
@@ -73,7 +74,7 @@ class Delivery:
     def _deliver(self, sampled: Sampled, logprobs: Logprobs) -> None:
         for request, token_id, place in sampled:
             sink, reason = request.sink, request.finish_reason
-            if sink.finish_reason is not None:  # ended in a turn of the loop since
+            if sink.finish_reason is not None:  # the request has ended since, while this coroutine let other tasks run
                 continue
             if reason is not None and len(sink.token_ids) + 1 < request.num_output_tokens:
                 reason = None  # others of this answer follow

@@ -41,10 +41,12 @@ logger = logging.getLogger("aengine")
 ProgressCallback = Callable[[StartupProgress], None]
 FailureCallback = Callable[[], object]
 
-_MOST_MASKED_ROWS = 512  # as the largest graph of decodes; 10 MB for 151,936 tokens
-_CRASHES = (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGTRAP, 127)  # 127: the dynamic linker
-_SOON = 0.5  # seconds from a rank's error until the death of another that it came of is known
-_REAP_SECONDS = 5.0  # how long to wait for a killed process; one that hangs in the kernel (a GPU driver) takes longer
+# rows of bitmasks that shared memory holds, as many as the largest decode graph has; 10 MB for 151,936 tokens
+_MOST_MASKED_ROWS = 512
+# exit codes of a crash; 127: the dynamic linker failed
+_CRASHES = (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGTRAP, 127)
+_SOON = 0.5  # seconds to wait, after the error of a rank, for the death of another rank that may have caused it
+_REAP_SECONDS = 5.0  # seconds to wait for a killed process; one that hangs in the kernel (a GPU driver) takes longer
 
 
 class Executor(Protocol):
@@ -110,12 +112,13 @@ class ProcessExecutor:
         """``workers``: starts them; None: as processes of this machine."""
         self._config = config
         self.workers = WorkerGroup() if workers is None else workers
-        self._all_answers = [PendingAnswers() for _ in range(config.data_parallel_size)]  # by replica
+        self._all_answers = [PendingAnswers() for _ in range(config.data_parallel_size)]  # one for each replica
         self._answers = self._all_answers[0]
-        self._handshake: Handshake | None = None  # since start()
-        self._reports: dict[int, EngineError] = {}  # by rank: the error that it ended with, the first one first
-        self._on_failure: FailureCallback = lambda: None  # of `start`
-        self._loop: asyncio.AbstractEventLoop | None = None  # since start()
+        self._handshake: Handshake | None = None  # None before start()
+        # the error that each rank has reported, by rank, in the order of the reports
+        self._reports: dict[int, EngineError] = {}
+        self._on_failure: FailureCallback = lambda: None  # the `on_failure` that was given to `start`
+        self._loop: asyncio.AbstractEventLoop | None = None  # the loop that start() was called on; None before
         self._pid = os.getpid()
         self._released = False
 
@@ -158,7 +161,7 @@ class ProcessExecutor:
         except WorkerDiedError as died:
             self.terminate()
             hint = memory_ulimit_hint() if died.exit_code in _CRASHES else ""
-            if died.exit_code is None:  # there was none
+            if died.exit_code is None:  # no process was started
                 raise EngineError(str(died)) from died
             if hint := hint or limit_hint(str(died)):
                 raise ModelLoadError(f"the worker crashed while it loaded{hint}\n{died}") from died
@@ -186,13 +189,14 @@ class ProcessExecutor:
         """See `Executor`. The devices' is some seconds old."""
         try:
             resident, on_devices = (0, 0) if self._released else self.workers.memory()
-        except (EngineClosedError, ValueError):  # the workers end meanwhile, in another thread
+        except (EngineClosedError, ValueError):  # the workers are being ended by another thread
             resident, on_devices = 0, 0
         return resident or None, on_devices or None
 
     async def aclose(self, timeout: float) -> None:
         """See `Executor`. Takes at most ``timeout`` seconds, and then what the kernel takes to end a process."""
-        if self._loop is not asyncio.get_running_loop():  # never started, or on a loop that can't tell of anything now
+        # it was never started, or was started on a loop that tells it nothing any more
+        if self._loop is not asyncio.get_running_loop():
             self.terminate()
             return
         try:
@@ -206,7 +210,8 @@ class ProcessExecutor:
                     await self.workers.wait(None)
         except TimeoutError:
             logger.warning("a worker did not end within %g s and is killed", timeout)
-        except (EngineClosedError, WorkerDiedError):  # somebody else called terminate() meanwhile, or they have gone
+        # another caller has called terminate() meanwhile, or the workers have died
+        except (EngineClosedError, WorkerDiedError):
             pass
         finally:
             self.terminate()
@@ -265,7 +270,7 @@ class ProcessExecutor:
             return False
 
         def tell(step_ids: Sequence[int]) -> None:
-            if len(self.workers) > 1 and step_ids:  # the others have not begun them, see `Lead`
+            if len(self.workers) > 1 and step_ids:  # the other ranks have not begun these steps, see `Lead`
                 self.workers.follow(Kind.REVOKE, 0, pack([min(step_ids), max(step_ids)]))
             on_revoked(len(step_ids))
 
@@ -307,13 +312,14 @@ class ProcessExecutor:
         """Raises anything when a frame is not one that a worker sends."""
         assert self._handshake is not None
         for frame in worker.channel.drain():
-            if self._released:  # by the frame before
+            if self._released:  # a frame handled just before has released the workers
                 return
             kind = Kind(frame.kind)
             message = unpack(kind, frame.payload)
             if kind in PendingAnswers.KINDS:
                 if kind is Kind.OUTPUT:
-                    if self._reports:  # the ranks start again: it may have been computed with what a rank spoilt
+                    # the ranks will start again, and this answer may have been computed with what the failed rank sent
+                    if self._reports:
                         continue
                     message.answered_at += worker.clock_offset
                 replica = worker.rank // self._config.num_ranks
@@ -330,10 +336,11 @@ class ProcessExecutor:
 
     def _on_death(self, worker: RankWorker, error: WorkerDiedError) -> None:
         try:
-            self._take_frames(worker)  # its last words may explain it better
+            self._take_frames(worker)  # the frames that it sent last may name the cause of its death
         except Exception:
             logger.debug("worker %d left nonsense behind", worker.rank, exc_info=True)
-        if worker.rank not in self._reports:  # else it has said why
+        # a worker that has reported its error fails the executor by that report instead
+        if worker.rank not in self._reports:
             self.fail(error)
 
     def _fail_by_report(self, rank: int, error: EngineError) -> None:

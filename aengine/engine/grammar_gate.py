@@ -33,8 +33,9 @@ many as may be in flight."""
 class Forcing(NamedTuple):
     """Conditions under which tokens that a grammar forces are drafted."""
 
-    most_rows: int  # with a grammar in the step: to ask for each what it forces takes some 10 us
-    least_tokens: float  # forced, a request of the step: below, the steps that are saved cost less than the odd one
+    most_rows: int  # most rows with a grammar in a step: to ask a grammar which tokens it forces takes some 10 us a row
+    # least forced tokens a request of the step, on average: with fewer, the saved steps cost less than the larger one
+    least_tokens: float
 
 
 ALWAYS = Forcing(1 << 30, 0.0)
@@ -46,10 +47,10 @@ class Masks(NamedTuple):
     """The bitmask of a step that waits for it, filled or being filled."""
 
     step: InFlightStep
-    due: list[Request]  # of each job
-    batch_idx: array[int]  # of each row
-    rows: bytearray | memoryview
-    is_shared: bool  # the worker sees the rows
+    due: list[Request]  # the request of each job
+    batch_idx: array[int]  # the batch position of each row of the bitmask
+    rows: bytearray | memoryview  # the bitmasks, one row for each sampled position
+    is_shared: bool  # the rows lie in memory that the worker shares
     filled: Filled | Filling
 
 
@@ -65,7 +66,7 @@ class GrammarGate:
         rest: Callable[[], None],
     ) -> None:
         """``rest`` is called while a bitmask takes long, if other replicas' steps wait for the next one here."""
-        self.step: InFlightStep | None = None  # published, and waits for its bitmask before it samples
+        self.step: InFlightStep | None = None  # the published step that waits for its bitmask before it samples
         self._scheduler = scheduler
         self._grammars = grammars
         self._forcing = forcing
@@ -96,7 +97,7 @@ class GrammarGate:
         shared = executor.bitmask(num_bytes)
         rows = bytearray(num_bytes) if shared is None else shared
         bitmasks.check_open()
-        # Nothing may fail from here on: tokens that are taken must come to the matchers, which outlive a worker.
+        # Nothing may fail from here on: the matchers, which outlive a worker, must get the tokens taken out below.
         jobs = []
         wants_forced = len(due) <= self._forcing.most_rows
         for batch_idx, request in due:
@@ -123,7 +124,7 @@ class GrammarGate:
                 assert request.grammar is not None
                 request.grammar.forced = token_ids
                 drafts = self._proposer.propose(request)
-                # Log-probabilities are computed of each token.
+                # A request that wants log-probabilities of each token needs the logits of each position.
                 self._scheduler.propose(request, drafts, are_certain=request.params.logprobs is None)
 
     async def _filled(self, filling: Filling) -> Filled:
@@ -154,7 +155,7 @@ class GrammarGate:
 
         def tell(row: asyncio.Future[Any]) -> None:
             if not row.cancelled():
-                row.exception()  # whoever takes the row gets it
+                row.exception()  # the caller that takes the row later gets this error
             if request.finish_reason is None:
                 when_filled()
 

@@ -67,7 +67,7 @@ class Preparation:
         return Prepared(self.check_ids(ids), grammar, begins_text=isinstance(prompt, MessagesPart))
 
     async def _plan(self, request: UserRequest) -> Prepared:
-        from .chat import plan  # brings all of chats with it
+        from .chat import plan  # imported late: it imports all of the chat package
 
         chat, max_model_len = request.prompt, self._limits.max_model_len
         assert self._tokenizer is not None and isinstance(chat, plan.ChatRequest)
@@ -90,7 +90,7 @@ class Preparation:
     async def ask_tokenizer(self, method: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
         """Make one of `AsyncTokenizer`'s calls. Raises as that says."""
         max_model_len = self._limits.max_model_len
-        if isinstance(given := args[0], str):  # that can be told at once, and needs no place in the line
+        if isinstance(given := args[0], str):  # the length of a text is checked at once, without a thread
             check_num_characters(len(given), max_model_len)
         elif method != "decode":
             check_num_messages(max_model_len, *args)

@@ -26,7 +26,7 @@ _FIRST_STEP_SECONDS = 120.0
 _LATER_STEPS = 4.0
 """A step may take so many times as long, by its tokens, as the slowest of the last, and ``hang_timeout`` on top."""
 _NUM_STEPS = 64
-_LEAST_TOKENS = 16  # a step of fewer takes as long
+_LEAST_TOKENS = 16  # tokens; steps of fewer take as long as one of so many
 _BEATS_TO_CONFIRM = 2
 """Ranks say with each heartbeat how far their devices are. After so many more heartbeats, what all of them have said is
 of one time: not of before the step ended on one, and of after on another."""
@@ -48,7 +48,8 @@ class RestartBudget:
         if count >= self._most:
             return None
         self._restarts.append(now)
-        recent = sum(at > now - 60 for at in self._restarts) - 1  # of a minute: others are no series
+        # restarts within the last minute: older ones are no series with this one
+        recent = sum(at > now - 60 for at in self._restarts) - 1
         return 0.0 if recent <= 0 else min(_LONGEST_DELAY, _FIRST_DELAY * 2.0 ** min(recent - 1, 16))
 
     def __str__(self) -> str:
@@ -87,9 +88,11 @@ class Watchdog:
         self._on_hang = on_hang
         self.patience = patience
         self._timer: asyncio.TimerHandle | None = None
-        self._steps: deque[tuple[int, float]] = deque()  # tokens, and when it could begin
-        self._known: deque[tuple[float, float]] = deque(maxlen=_NUM_STEPS)  # seconds, and seconds per token
-        self._looked = self._beaten = 0.0  # when last
+        # tokens of each step under way, and the time at which it could begin
+        self._steps: deque[tuple[int, float]] = deque()
+        # seconds of each of the last steps, and seconds per token
+        self._known: deque[tuple[float, float]] = deque(maxlen=_NUM_STEPS)
+        self._looked = self._beaten = 0.0  # times of the last look and of the last heartbeat, by the loop's clock
         self._num_beats = -1
         self._overdue_since_beat: int | None = None  # number of heartbeats when the devices were found overdue
         self._num_pauses = 0
@@ -114,7 +117,7 @@ class Watchdog:
         if not self._num_suspenders:
             self._known.append((seconds, seconds / max(num_tokens, _LEAST_TOKENS)))
         if self._steps:
-            self._begin_anew()  # it could not begin earlier
+            self._begin_anew()  # the next step could not begin before this one ended
         else:
             self.stop()
 
@@ -132,7 +135,7 @@ class Watchdog:
         return self._num_stops
 
     def resume(self, paused: int) -> None:
-        if paused == self._num_stops:  # else what was paused is not watched any more
+        if paused == self._num_stops:  # after a `stop` the pause does not count any more
             self._num_pauses -= 1
             self._begin_anew()
 
@@ -190,7 +193,7 @@ class Watchdog:
             fault = f"has a device that is stuck in a step: it takes {overdue:.1f} s longer than it could"
         elif now - begun > self.allowed(num_tokens):
             fault = f"has worked on a step of {num_tokens} tokens for {now - begun:.1f} s"
-        if fault:  # an answer that has come just before is taken all the same, so its step stays
+        if fault:  # the step stays: its answer may have come just before, and is still taken
             self._timer = None
             self._on_hang(f"{vitals.slowest} {fault}")
         else:

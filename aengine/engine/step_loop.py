@@ -75,8 +75,8 @@ class StepLoop:
         self.in_flight = in_flight
         self._work = work
         self._is_idle = False
-        self._answered = perf_counter()  # when the last step was
-        self._num_new_tokens = 0  # of requests added since it became idle
+        self._answered = perf_counter()  # when the last step was answered, in seconds of `perf_counter`
+        self._num_new_tokens = 0  # tokens of the requests added since the loop became idle
         self._unsent: SchedulerOutput | None = None
         loop = asyncio.get_running_loop()
         self.lag = LoopLag(loop)
@@ -90,7 +90,7 @@ class StepLoop:
     def add(self, request: Request) -> None:
         """Compute a request. Its tokens, its end and its failure go to its sink."""
         if request.grammar is not None and request.grammar.is_slow and request.grammar.ahead is None:
-            self._fill_ahead(request)  # and is added then
+            self._fill_ahead(request)  # the request is added when its row has been filled
             return
         self.scheduler.add_request(request)
         self._work.set()
@@ -114,7 +114,7 @@ class StepLoop:
             return
         try:
             is_given = self.in_flight.try_give(output)
-        except EngineError:  # `run` meets it too, and says so
+        except EngineError:  # `run` meets the same error and reports it
             is_given = False
         if is_given:
             self._note_scheduled(output)
@@ -129,7 +129,8 @@ class StepLoop:
             self._observer.note_scheduled(newest.newcomers)
             for request in newest.newcomers:
                 self._on_begun(request.request_id)
-                if request.index == 0 and request.sink.mailbox is not None:  # the others of n find its prompt
+                # the other completions find the prompt of index 0 in the cache
+                if request.index == 0 and request.sink.mailbox is not None:
                     request.sink.mailbox.cached_tokens = request.num_cached_tokens
         if newest.is_gated:
             self._gate.close_for(newest)
@@ -151,11 +152,12 @@ class StepLoop:
             while True:
                 await self._step()
         except EngineError as error:
-            self._executor.fail(error)  # if it has not failed by itself: a worker that answers nonsense is of no use
-            return error.with_traceback(None)  # it is kept, and its frames hold requests
+            # without effect if the executor has failed already; a worker that answers nonsense is of no use
+            self._executor.fail(error)
+            return error.with_traceback(None)  # the error is kept, and the frames of its traceback hold requests
         finally:
             self.in_flight.is_running = False
-            if self._turn.generation == generation:  # else it watches other workers already
+            if self._turn.generation == generation:  # the watchdog does not watch other workers yet
                 self.watchdog.stop()
             self.lag.pause()
 
@@ -194,7 +196,7 @@ class StepLoop:
             return
         self._turn.note_answered()
         await self._apply(answer)
-        if in_flight.has_answer:  # many have come: others on this loop get their turn
+        if in_flight.has_answer:  # more answers have come: let other tasks of this loop run first
             await asyncio.sleep(0)
 
     async def _publish_next(self) -> bool:
@@ -231,9 +233,10 @@ class StepLoop:
         num_pauses = request.num_pauses
 
         def go_on() -> None:
-            if is_new and request.status is RequestStatus.NEW:  # else it was moved meanwhile
+            if is_new and request.status is RequestStatus.NEW:  # it was not moved to another replica meanwhile
                 self.add(request)
-            if request.num_pauses == num_pauses:  # else it was preempted meanwhile, and is paused for a later row
+            # a request that was preempted meanwhile has been paused again, for a later row
+            if request.num_pauses == num_pauses:
                 self.scheduler.resume(request)
             self._work.set()
 
@@ -248,7 +251,7 @@ class StepLoop:
         finally:
             self._is_idle = False
         self._work.clear()
-        self._answered = perf_counter()  # a request that comes from another replica has not waited here
+        self._answered = perf_counter()  # a request that comes from another replica has not waited for this one
         if self._executor.failure is not None:
             raise self._executor.failure
         self.lag.resume()
@@ -265,13 +268,14 @@ class StepLoop:
             self._step_time.learn(step.num_tokens, output.seconds)
         self._counters.generated_tokens += len(sampled)
         self._answered = self._observer.note_answer(begun, num_rows, self._answered)
-        begun.clear()  # an idle engine holds no request
+        begun.clear()  # an idle engine must hold no request
         for request, error in failed:
             request.sink.fail(request_error(error))
         for request, vector in pooled:
             request.sink.put_vector(vector)
         masks: Masks | None = None
-        failure: EngineError | None = None  # raised at the end: these tokens are known, and won't be sampled again
+        # raised at the end: the tokens of this answer are known, and are not sampled again
+        failure: EngineError | None = None
         if self.scheduler.num_constrained:
             for request in self._gate.note_tokens(sampled):
                 self._fill_ahead(request)

@@ -164,7 +164,7 @@ class TokenizerView:
     def _prompt(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, options: RenderOptions
     ) -> ChatPrompt:
-        from .chat.prompt import ChatPrompt, PromptOptions  # brings all of chats with it
+        from .chat.prompt import ChatPrompt, PromptOptions  # imported late: it imports all of the chat package
         from .tokenizer.messages import checked_messages
 
         if self._max_model_len is not None:

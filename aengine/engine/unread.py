@@ -29,7 +29,8 @@ class UnreadWatch:
         self._timeout = timeout
         self._requests = requests
         self._timer: asyncio.TimerHandle | None = None
-        self._met: dict[UserRequest, tuple[Token, int]] = {}  # the oldest unread token, and how often it was met again
+        # for each request its oldest unread token, and how many looks in a row have found it
+        self._met: dict[UserRequest, tuple[Token, int]] = {}
 
     def begin(self) -> None:
         """Note that there is a stream."""

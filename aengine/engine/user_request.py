@@ -67,20 +67,20 @@ class UserRequest:
     """A user's call: n completions of one prompt. `Admission` moves it from phase to phase."""
 
     request_id: str
-    prompt: PromptPart | None  # None once the requests hold it
+    prompt: PromptPart | None  # None once ``requests`` hold the tokens
     params: SamplingParams
     priority: int
     cache_salt: bytes
     arrival_time: float
     mailbox: Mailbox
-    constraint: StructuredOutput | None = None  # of a chat: see its plan
-    asked_type: AskedType | None = None  # it will be the constraint
-    pooled: PooledText | None = None  # it gets a vector; then the prompt is its tokens
+    constraint: StructuredOutput | None = None  # constraint of a completion; the one of a chat is part of its plan
+    asked_type: AskedType | None = None  # a type that is yet to be described, and then becomes the constraint
+    pooled: PooledText | None = None  # given for a request that gets a vector: its prompt is the tokens of this text
     phase: Phase = Phase.HELD
     preparing: asyncio.Task[None] | None = None
     requests: list[Request] = field(default_factory=list)  # one for each of the n completions
-    replica: Replica | None = None  # that computes the requests
-    timers: tuple[asyncio.TimerHandle, ...] = ()  # of its limits in time
+    replica: Replica | None = None  # the replica that computes the requests
+    timers: tuple[asyncio.TimerHandle, ...] = ()  # the timers of its deadlines
 
     @property
     def must_be_prepared(self) -> bool:
@@ -96,7 +96,7 @@ class Prepared:
     token_ids: Sequence[int]
     grammar: Compiled | None = None
     markers: frozenset[int] = frozenset()  # control tokens that divide the text into parts, see `MarkedDetokenizer`
-    begins_text: bool = False  # the completion is a text of its own, and does not go on with the prompt's
+    begins_text: bool = False  # the completion is a text of its own, and does not continue the prompt's last word
 
 
 def _why_it_generates_nothing(limits: Limits) -> str:

@@ -26,7 +26,7 @@ __all__ = ["NUM_RESTARTS_TOLD", "Restart", "WorkerControl", "check_arguments"]
 logger = logging.getLogger("aengine")
 
 NUM_RESTARTS_TOLD = 5
-_REASON_CHARACTERS = 500  # of what a worker died of, in the statistics
+_REASON_CHARACTERS = 500  # characters of an error's text that the statistics show
 
 Restart = Callable[[], tuple[Executor, Callable[[], Awaitable[dict[str, Any]]]]]
 """Makes an executor that is not started, and what starts it."""
@@ -53,9 +53,9 @@ class WorkerControl:
         self._tells = tells
         self.executor = executor
         self.ready = ready
-        self.restarts: deque[WorkerRestart] = deque(maxlen=NUM_RESTARTS_TOLD)  # the latest
+        self.restarts: deque[WorkerRestart] = deque(maxlen=NUM_RESTARTS_TOLD)  # the latest restarts
         self.num_restarts = 0
-        self.recovering: EngineError | None = None  # what the worker before died of, until the next one runs
+        self.recovering: EngineError | None = None  # the error of the worker that died, until the next one runs
         self._restart = restart
         self._steps = steps
         self._budget = budget
@@ -88,14 +88,15 @@ class WorkerControl:
                 logger.warning("%s is started again%s: %s", self.name, f" in {delay:g} s" if delay else "", error)
                 self._counters.num_restarts += 1
                 self.restarts.append(WorkerRestart(time.time(), str(error)[:_REASON_CHARACTERS]))
-            await self.executor.aclose(0)  # until the dead one has gone: its memory is needed
+            await self.executor.aclose(0)  # wait until the dead worker has gone: its memory is needed
             await asyncio.sleep(delay)
             if not is_wanted():
                 return None
             self.executor, start = self._restart()
             try:
                 ready = await start()
-            except (EngineError, OSError, RuntimeError) as again:  # the latter: no descriptor, no thread is left
+            # OSError, RuntimeError: no descriptor or no thread is left
+            except (EngineError, OSError, RuntimeError) as again:
                 if not is_wanted():
                     return None
                 if not isinstance(again, EngineError):
@@ -119,7 +120,7 @@ class WorkerControl:
 
     async def call(self, method: str, *args: Any, timeout: float) -> Any:
         """Make a collective call of the workers, see `Executor.call`; one that takes longer is an InternalError."""
-        self._steps.in_flight.interrupt()  # it comes after the steps that were given before
+        self._steps.in_flight.interrupt()  # the call's frame is handled after the steps that were given before
         try:
             return await self.executor.call(method, *args, timeout=timeout)
         except TimeoutError:
@@ -160,7 +161,7 @@ def check_arguments(method: str, args: Sequence[Any]) -> None:
     """Raise InvalidRequestError unless a worker can be sent these arguments of ``method``."""
     for index, arg in enumerate(args):
         try:
-            unpack(Kind.CALL, pack(arg))  # as a worker will: not all that can be packed can be unpacked
+            unpack(Kind.CALL, pack(arg))  # the worker decodes it too, and not all that can be packed can be unpacked
         except (MessageError, TypeError, ValueError, OverflowError) as error:
             raise InvalidRequestError(
                 f"argument {index} of {method} can't be sent to a worker ({error!s:.200}): it must be plain data "

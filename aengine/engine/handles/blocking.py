@@ -36,7 +36,7 @@ class _Blocking(Generic[T, C]):
     """
 
     def __init__(self, stream: Any, check: Callable[[], None]) -> None:
-        self._stream = stream  # over a `BlockingStream`, so that nothing of it ever suspends
+        self._stream = stream  # a stream over a `BlockingStream`: none of its awaits ever suspends
         self._check = check
 
     def __repr__(self) -> str:
@@ -163,7 +163,7 @@ class Batch:
             while self._fill():
                 i = self._ended.get()
                 stream = self._running.pop(i, None)
-                if stream is None:  # its end was reported twice
+                if stream is None:  # the end of this stream was reported twice
                     continue
                 with self._keeping_error(i):
                     self._results[i] = run_now(stream.wait())
@@ -203,7 +203,8 @@ class Batch:
         for stream in streams:
             stream.end_soon()
         if streams:
-            run_now(streams[-1].aclose())  # they are ended in their order
+            # streams end in the order of their ends being requested, so the last one ends last
+            run_now(streams[-1].aclose())
 
 
 def is_list_of_prompts(prompts: Any) -> bool:

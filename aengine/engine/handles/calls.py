@@ -23,8 +23,8 @@ __all__ = [
     "stop_profile",
 ]
 
-_START_PROFILE_SECONDS = 60.0  # torch prepares CUDA's profiling interface the first time
-_STOP_PROFILE_SECONDS = 600.0  # of a long recording some GB of JSON are written
+_START_PROFILE_SECONDS = 60.0  # seconds; torch prepares CUDA's profiling interface the first time
+_STOP_PROFILE_SECONDS = 600.0  # seconds; a long recording is written as some GB of JSON
 
 
 async def resume(core: EngineCore) -> None:
@@ -37,11 +37,12 @@ async def start_profile(core: EngineCore, folder: str | os.PathLike[str] | None)
     if folder is not None:
         if not isinstance(folder, str | os.PathLike) or not _is_text(os.fspath(folder)):
             raise InvalidRequestError(f"folder={folder!r} is not valid: it must be a path, or None", param="folder")
-        folder = await run_in_thread("abspath", os.path.abspath, folder)  # the worker's own place may be another
-    elif len(core.replicas) > 1:  # one for all of them
+        # the worker's working directory may be another one
+        folder = await run_in_thread("abspath", os.path.abspath, folder)
+    elif len(core.replicas) > 1:  # several replicas write into one folder
         folder = await run_in_thread("mkdtemp", partial(tempfile.mkdtemp, prefix="aengine-profile-"))
     replies = await core.replicas.call("start_profile", folder, timeout=_START_PROFILE_SECONDS)
-    return min(map(_path_of, replies))  # all are the same; any may have refused
+    return min(map(_path_of, replies))  # the replies are equal; `_path_of` raises the error of one that is a refusal
 
 
 async def stop_profile(core: EngineCore) -> str:

@@ -64,9 +64,9 @@ class LocalHandle:
         self.advice = advice or StartAdvice()
         self._owner = weakref.ref(owner)
         self._starting: asyncio.Task[None] | None = None
-        self._num_starters = 0  # callers that wait for it
-        self._has_starter = False  # one of them has returned: the engine is in use
-        self._pid: int | None = None  # of the process that has started it
+        self._num_starters = 0  # callers that wait for the start
+        self._has_starter = False  # a call of `start` has returned: the engine is in use
+        self._pid: int | None = None  # pid of the process that has started the engine
 
     def __repr__(self) -> str:
         return f"<{self.advice.name} {self.config.model} {self.state}>"
@@ -110,7 +110,7 @@ class LocalHandle:
                 self._has_starter = True
                 return
         if core is not None:
-            core.abandon()  # it failed, or its loop was closed: frees what is left of it
+            core.abandon()  # the core has failed or its loop was closed: free what it still holds
             self.core = None
         if self._starting is None or self._starting.done() or self._starting.get_loop() is not loop:
             self._starting = loop.create_task(self._begin(), name="aengine-start")
@@ -141,7 +141,8 @@ class LocalHandle:
 
         try:
             self.core = await core_class.start(config, report, make_executor, self.listeners)
-        except (OSError, RuntimeError, MemoryError) as error:  # what the shell that started us allows is used up
+        # a limit of the shell that started this process (ulimit) is reached
+        except (OSError, RuntimeError, MemoryError) as error:
             hint = limit_hint(str(error)) or (memory_ulimit_hint() if is_out_of_memory(error) else "")
             if not hint:
                 raise
@@ -177,7 +178,7 @@ class LocalHandle:
         try:
             await core.aclose(drain=0.0)
         finally:
-            core.abandon()  # if that was cancelled, too
+            core.abandon()  # this frees everything, also when `aclose` above was cancelled
 
     async def aclose(self, drain: float) -> None:
         """See `AsyncLLM.aclose`."""
@@ -188,7 +189,7 @@ class LocalHandle:
         if loop is not None and loop is not asyncio.get_running_loop():
             is_over = starting is None and self.core is not None and not (self.core.is_alive or self.core.is_closing)
             if loop.is_closed() or is_over:
-                self.terminate()  # what is left of it
+                self.terminate()  # free what a core without a running loop still holds
                 return
             raise other_loop(self, is_closed=False)
         if starting is not None:
@@ -205,7 +206,7 @@ class LocalHandle:
 
             def end() -> None:
                 starting.cancel()
-                if self.core is not None:  # it came up meanwhile
+                if self.core is not None:  # the start has succeeded just before it was cancelled
                     self.core.abandon()
 
             with contextlib.suppress(RuntimeError):  # the loop was closed

@@ -46,8 +46,8 @@ class ThreadHandle(ThreadLife):
 
     def __init__(self, owner: Owner, config: EngineConfig) -> None:
         super().__init__(owner, config)
-        self._arriving: set[str] = set()  # ids of requests that the engine has not seen yet
-        self._leaving: set[str] = set()  # and of those that it is being told to abort
+        self._arriving: set[str] = set()  # ids of requests that are on their way to the engine's thread
+        self._leaving: set[str] = set()  # ids of requests whose abort is on its way to the engine's thread
         self._ids = itertools.count(1)
 
     # -- the core
@@ -131,9 +131,9 @@ class ThreadHandle(ThreadLife):
 
         try:
             self._arriving.add(request_id)
-            self._leaving.discard(request_id)  # that was another of this name
+            self._leaving.discard(request_id)  # a pending abort of this id meant an earlier request
             thread.post(begin)
-        except BaseException:  # a Ctrl-C
+        except BaseException:  # a KeyboardInterrupt, for example
             self._arriving.discard(request_id)
             raise
         return stream

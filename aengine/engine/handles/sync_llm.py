@@ -44,7 +44,7 @@ class SyncLLM(ImmediateCalls, SyncPoolingCalls):
     _handle: ThreadHandle
 
     def __init__(self, engine: object, handle: ThreadHandle, *, block_running_loop: bool = True) -> None:
-        self._engine = engine  # an `AsyncLLM`, which ends when it is dropped
+        self._engine = engine  # an `AsyncLLM`: dropping the last reference closes it
         self._handle = handle
         self._block_running_loop = block_running_loop
 

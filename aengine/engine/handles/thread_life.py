@@ -35,12 +35,13 @@ class ThreadLife:
     """Starts, closes and drops an engine that has a thread of its own; from any loop in any thread, and from none."""
 
     def __init__(self, owner: Owner, config: EngineConfig) -> None:
-        self.local = LocalHandle(owner, config, _ADVICE)  # used on the thread; what only reads it is asked from any
+        # used on the engine's thread; calls that only read are made from any thread
+        self.local = LocalHandle(owner, config, _ADVICE)
         self.config = config
         self.thread: LoopThread | None = None
-        self._is_changing = threading.Lock()  # of ``thread``
-        self._starters: set[object] = set()  # one for each call of `start` that has not returned
-        self._has_caller = False  # one has returned: the engine is in use
+        self._is_changing = threading.Lock()  # held while ``thread`` is replaced
+        self._starters: set[object] = set()  # one token for each call of `start` that has not returned
+        self._has_caller = False  # a call of `start` has returned: the engine is in use
 
     def __repr__(self) -> str:
         return repr(self.local)
@@ -113,7 +114,7 @@ class ThreadLife:
             except LoopEndedError as ended:
                 self._begin_again_after(ended)
             except AEngineError:
-                _join_if_stopping(thread)  # nothing is left of a start that failed
+                _join_if_stopping(thread)  # a failed start must leave no thread behind
                 raise
 
     def _thread_to_start_on(self, like: asyncio.AbstractEventLoop | None) -> LoopThread | None:
@@ -142,7 +143,7 @@ class ThreadLife:
             return
         try:
             await thread.run(partial(self._close_on, thread, drain))
-        except LoopEndedError:  # another call has closed it
+        except LoopEndedError:  # another call has closed the loop
             pass
         if thread.is_stopping and asyncio.get_running_loop() is not thread.loop:
             await thread.ended()

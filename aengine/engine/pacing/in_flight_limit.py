@@ -27,11 +27,12 @@ if TYPE_CHECKING:
 
 __all__ = ["InFlightLimit"]
 
-_LATE = 0.004  # seconds; below, two steps in flight do
-_MARGIN = 1.5
-_HALF_LIFE = 2.0  # seconds in which half of a lateness is forgotten
-_NUM_INTERVALS = 8
-_SPARE_BLOCKS = 8  # free, for each running request and KV group: leased steps take blocks early, and preempt nobody
+_LATE = 0.004  # seconds of lateness below which two steps in flight are enough
+_MARGIN = 1.5  # steps leased, as a multiple of those that the lateness takes
+_HALF_LIFE = 2.0  # seconds in which half of a measured lateness is forgotten
+_NUM_INTERVALS = 8  # intervals between answers that are remembered
+# free blocks needed for each running request and KV group: leased steps take blocks early, and preempt nobody
+_SPARE_BLOCKS = 8
 
 
 class InFlightLimit:
@@ -41,10 +42,11 @@ class InFlightLimit:
         """``base`` with a loop that is on time, ``most`` (no less than that) with one that is not."""
         self.base = base
         self._most = max(base, most)
-        self._late = 0.0  # seconds
+        self._late = 0.0  # seconds by which answers were taken late, decaying
         self._taken_at = time.monotonic()
-        self._answered_at = math.inf  # the last answer, by the worker's clock; inf: none since there was nothing to do
-        self._intervals: deque[float] = deque(maxlen=_NUM_INTERVALS)  # seconds from answer to answer
+        # when the worker sent the last answer (monotonic seconds); inf: none was sent since the engine was idle
+        self._answered_at = math.inf
+        self._intervals: deque[float] = deque(maxlen=_NUM_INTERVALS)  # seconds between consecutive answers
 
     def begin(self) -> None:
         """Note that there is work again after a time without any."""
@@ -66,6 +68,6 @@ class InFlightLimit:
             return self.base
         if scheduler.num_free_blocks < _SPARE_BLOCKS * scheduler.num_running * scheduler.rows.kv.num_groups:
             return self.base
-        # A quick one of the last few: while the worker lacks steps, most intervals are the host's.
+        # The first quartile: while the worker lacks steps, most of the intervals are the host's own.
         step_seconds = sorted(self._intervals)[len(self._intervals) // 4]
         return min(self._most, self.base + math.ceil(_MARGIN * self._late / step_seconds))

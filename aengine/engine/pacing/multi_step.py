@@ -35,10 +35,10 @@ class MultiStep(StepsInFlight):
         super().__init__(base)
         self.capacity = most
         self.limit = InFlightLimit(base, most)
-        self._leased: deque[InFlightStep] = deque()  # the newest ones, as far as the worker may not have begun them
-        self._must_revoke = False  # before another step can be made
-        self._is_publishing = False  # a step is on its way to the workers, and not among the answers yet
-        self._is_revoking = False  # the worker was told to, and has not said yet how many it dropped
+        self._leased: deque[InFlightStep] = deque()  # leased steps that the worker may not have begun, oldest first
+        self._must_revoke = False  # a REVOKE must be sent before another step is made
+        self._is_publishing = False  # a step is being sent to the workers, and has no entry in ``answers`` yet
+        self._is_revoking = False  # a REVOKE was sent, and REVOKED has not come
 
     def attach(self, scheduler: Scheduler, executor: Executor, watchdog: Watchdog, work: asyncio.Event) -> None:
         super().attach(scheduler, executor, watchdog, work)
@@ -89,7 +89,7 @@ class MultiStep(StepsInFlight):
     async def next_answer(self) -> ModelRunnerOutput | None:
         oldest = self.answers[0]
         answer = await oldest
-        if answer is None:  # revoked meanwhile
+        if answer is None:  # the step was revoked while it was awaited
             assert not self.answers or self.answers[0] is not oldest, "a step was revoked, and is awaited"
             return None
         self.answers.popleft()
@@ -108,11 +108,11 @@ class MultiStep(StepsInFlight):
             self._try_to_revoke()
 
     def _try_to_revoke(self) -> None:
-        if self._is_publishing:  # the newest step that is revoked would not be the newest among the answers
+        if self._is_publishing:  # REVOKED would count from the newest answer, which is not the newest step yet
             return
         try:
             self._is_revoking = self.executor.try_revoke(self._on_revoked)
-        except EngineError:  # the step loop meets it too, and says so
+        except EngineError:  # the step loop meets the same error and reports it
             return
         self._must_revoke = not self._is_revoking
 
@@ -124,7 +124,7 @@ class MultiStep(StepsInFlight):
         if num_steps > len(self._leased):
             raise InternalError(f"the worker dropped {num_steps} steps, of which {len(self._leased)} were leased")
         undo_steps(self.scheduler.rows, num_steps)
-        self._leased.clear()  # those that are left have begun
+        self._leased.clear()  # the worker has begun those that it did not drop
         for _ in range(num_steps):
             self.answers.pop()
         self._watchdog.drop(num_steps)

@@ -26,19 +26,20 @@ from collections.abc import Sequence
 
 __all__ = ["StepTime"]
 
-_KEPT = 0.9  # weight of a step, when the next one has come
+_KEPT = 0.9  # factor on the weight of earlier steps with each new one
 _THROUGH_ORIGIN = 0.02
 """Weight of no fixed part at all: what is believed while all steps had about as many tokens, and tell no slope."""
-_LEAST_SLOPE = 0.1  # of the seconds that a token took with its share of the fixed part
-_MOST_GROWTH = 2.0  # a step that takes longer than expected counts as so many times as long, at most: it was disturbed
-_TIMES_ALONE = 6.0
-_MOST_BEYOND = 4
-_LEFT_PER_DECODE = 0.05
-_CROWD = 0.125  # of the time that a prompt takes, for each that decodes, is what those without room must gain together
-_LEAST_TOKENS = 32
+_LEAST_SLOPE = 0.1  # least cost of a token, as a share of its cost with the fixed part spread over all tokens
+_MOST_GROWTH = 2.0  # a step that takes longer than expected counts as at most so many times as long: it was disturbed
+_TIMES_ALONE = 6.0  # beside decodes a step may take so many times what they take alone
+_MOST_BEYOND = 4  # a step has at most so many times the prompt tokens that were measured of late
+_LEFT_PER_DECODE = 0.05  # requests without room that are ignored, as a share of those that decode
+# requests left without room for each that decodes, weighted by the fixed part's share of a step: then nothing is cut
+_CROWD = 0.125
+_LEAST_TOKENS = 32  # fewest prompt tokens of a step
 _LAUNCH_SECONDS = 0.02
 """A step of one launch that takes less is no longer than the worker takes to launch a larger one op by op."""
-_UNPADDED = 1.25  # sizes larger than the largest to which the worker pads, by so much, are not cut to that one
+_UNPADDED = 1.25  # steps larger than the largest padded size by no more than this factor are not cut to that size
 
 
 class StepTime:
@@ -50,15 +51,17 @@ class StepTime:
         self._goal = goal
         self._sizes = list(sizes)
         self._weight = self._mean_tokens = self._mean_seconds = 0.0
-        self._variance = self._covariance = 0.0  # of tokens; of tokens and seconds
-        self._most_tokens = 0.0  # of one of them
+        # weighted variance of the steps' tokens; covariance of their tokens and seconds
+        self._variance = self._covariance = 0.0
+        self._most_tokens = 0.0  # tokens of the largest step of late, decaying
 
     def learn(self, num_tokens: int, seconds: float) -> None:
         """Note that the worker took so many seconds, more than 0, for a step with prompts of so many tokens in all."""
         place = bisect_left(self._sizes, num_tokens)
         tokens = self._sizes[place] if place < len(self._sizes) else num_tokens
         expected = self.expected(tokens)
-        if seconds < expected / _MOST_GROWTH:  # those before were slowed down, by a compiler, say
+        # the steps before were slow for another reason, such as a compiler: forget them
+        if seconds < expected / _MOST_GROWTH:
             self._weight = 0.0
         elif expected:
             seconds = min(seconds, _MOST_GROWTH * expected)

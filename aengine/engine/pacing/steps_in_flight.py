@@ -25,7 +25,7 @@ class StepsInFlight:
         """``most``: steps in flight at once."""
         self.most = self.capacity = most
         self.answers: deque[AnswerFuture] = deque()
-        self.is_running = False  # the step loop is, which takes the answers
+        self.is_running = False  # the step loop, which takes the answers, runs
 
     def attach(self, scheduler: Scheduler, executor: Executor, watchdog: Watchdog, work: asyncio.Event) -> None:
         """Work for a step loop; ``work`` wakes it."""

@@ -52,7 +52,7 @@ async def answer_pooling(core: EngineCore, request: PoolingRequest, context: Con
     """See `PoolingCalls.pool`. ``context``: of the caller, for those who listen."""
     core.check_accepts()
     if "numpy" not in sys.modules:
-        await run_in_thread("import", import_module, "numpy")  # it would block the loop
+        await run_in_thread("import", import_module, "numpy")  # importing numpy on the loop would block it
     call = _Call(core, request, context)
     if request.task == "score":
         return await _score(call, request)
@@ -225,7 +225,7 @@ class _Call:
         self._context = context
         self._vectors: list[array[float]] = []
         self._open: dict[int, UserRequest] = {}
-        self._ended: list[int] = []  # of them, those that have ended since it was last looked
+        self._ended: list[int] = []  # keys of ``_open`` whose requests have ended since the last look
         self._news: asyncio.Future[None] | None = None
         self._window = 2 * core.config.max_num_seqs * len(core.replicas)
         self._num_done = self._num_tokens = self._num_cached = 0
@@ -273,7 +273,7 @@ class _Call:
 
         checked = [self._checked(place, given) for place, given in enumerate(_yielding(inputs))]
         lengths = np.fromiter(map(_length, _yielding(checked)), np.int64, len(checked))
-        order = np.argsort(-lengths, kind="stable").tolist()  # without the GIL
+        order = np.argsort(-lengths, kind="stable").tolist()  # numpy sorts without the GIL
         return checked, [order[begin : begin + _CHUNK] for begin in range(0, len(order), _CHUNK)]
 
     def _checked(self, place: int, given: Any) -> Any:
@@ -322,7 +322,7 @@ class _Call:
                 await self._take_ended()
         finally:
             if encoding is not None and not encoding.cancel() and not encoding.cancelled():
-                encoding.exception()  # retrieved: another error is raised
+                encoding.exception()  # its error is retrieved: another one is raised
 
     def _begin(
         self, chunk: list[int], inputs: list[Any], encode: Callable[[Sequence[Any]], list[PooledText]]

@@ -53,7 +53,7 @@ class PoolingOptions(TypedDict, total=False):
 class RankedDocument:
     """A document, and how well it answers the query."""
 
-    index: int  # of the documents as they were given
+    index: int  # the document's place among those given
     score: float  # higher is better
     document: str
 

@@ -42,7 +42,7 @@ class Joint:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._ranks: JointExecutor | None = None  # that were made last
+        self._ranks: JointExecutor | None = None  # the ranks that were made last
         watchdog = Watchdog(
             asyncio.get_running_loop(),
             config.hang_timeout,
@@ -75,8 +75,8 @@ class JointExecutor(ProcessExecutor):
         self._starting: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._failure_callbacks: list[FailureCallback] = []
-        self._given: set[tuple[int, int]] = set()  # replica and id of steps that are in no round yet
-        self._bitmasks: dict[tuple[int, int], bytes] = {}  # GRAMMAR frames of these
+        self._given: set[tuple[int, int]] = set()  # (replica, step id) of each step that is in no round yet
+        self._bitmasks: dict[tuple[int, int], bytes] = {}  # GRAMMAR frames of these steps
 
     def answers(self, index: int) -> PendingAnswers:
         """What a replica awaits."""
@@ -96,7 +96,8 @@ class JointExecutor(ProcessExecutor):
         if self._starting is None:
             loop = asyncio.get_running_loop()
             self._starting = loop.create_task(self._start(load, on_progress), name="aengine-ranks-start")
-            self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())  # else callers get it
+            # each caller gets the error by its own await
+            self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.shield(self._starting)
         self.workers.check()
         assert self._handshake is not None
@@ -151,7 +152,7 @@ class JointExecutor(ProcessExecutor):
                         self.workers.follow(Kind.GRAMMAR, out.step_id, bitmask, self.ranks(index))
                 elif any(sizes):
                     self.workers.follow(Kind.JOIN, 0, pack([list(sizes), has_prompts]), self.ranks(index))
-        except EngineError:  # the ranks have gone, and all futures have the cause
+        except EngineError:  # the ranks have died, and every future has the cause
             pass
 
 
@@ -222,7 +223,7 @@ class ReplicaExecutor:
         try:
             resident = sum(worker.resident_bytes() for worker in self.workers)
             on_devices = sum(worker.channel.device_bytes for worker in self.workers)
-        except (EngineClosedError, ValueError):  # the workers end meanwhile, in another thread
+        except (EngineClosedError, ValueError):  # the workers are being ended by another thread
             return None, None
         return resident or None, on_devices or None
 

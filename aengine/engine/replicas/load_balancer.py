@@ -38,7 +38,7 @@ class Load:
         self._completions: dict[str, int] = {}
         self._waiting: dict[str, int] = {}
         self._marks: dict[str, list[bytes]] = {}
-        self._coming: dict[bytes, int] = {}  # how many requests have a prefix of that hash
+        self._coming: dict[bytes, int] = {}  # number of requests routed here whose prompt has the prefix with this hash
 
     def add(self, request: Request, num_to_compute: int, marks: list[bytes]) -> None:
         """Note that a call was routed here, of which ``request`` is the first completion."""
@@ -67,7 +67,7 @@ class Load:
     def num_coming(self, marks: Sequence[bytes]) -> int:
         """How many of a prompt's marks are those of a request that is here."""
         low, high = 0, len(marks)
-        while low < high:  # whoever has a mark has those before it
+        while low < high:  # a request that has a mark has all marks before it
             middle = (low + high + 1) // 2
             if marks[middle - 1] in self._coming:
                 low = middle
@@ -89,7 +89,8 @@ class LoadBalancer:
         costs = []
         for index in candidates:
             cached = num_cached(self._schedulers[index], request)
-            marks, width = _marks(request, self._schedulers[index])  # of the same tokens, the same for all
+            # marks depend on the tokens alone: they are equal for all replicas
+            marks, width = _marks(request, self._schedulers[index])
             load = self.loads[index]
             num_to_compute = len(request.token_ids) - max(cached, load.num_coming(marks) * width)
             weight = cost(num_to_compute, load.waiting_tokens, load.num_completions)

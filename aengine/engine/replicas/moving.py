@@ -44,7 +44,7 @@ def take_out(scheduler: Scheduler, requests: Sequence[Request]) -> list[Request]
     """Take the completions of a call, which can be moved, out of their scheduler. Returns those that have not ended, as
     new to another one."""
     left = [request for request in requests if request.finish_reason is None]
-    for request in reversed(left):  # the first has the others wait for it
+    for request in reversed(left):  # the first completion is added last here, since the others wait for it
         if request.status is RequestStatus.WAITING:
             scheduler.waiting.discard(request)
         elif request.status is RequestStatus.WAITING_FOR_PROMPT:

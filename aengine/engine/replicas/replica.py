@@ -37,10 +37,10 @@ class Started(NamedTuple):
     """An executor that is ready, and what goes with it."""
 
     executor: Executor
-    work: asyncio.Event  # set when it, or one that is started in its place, fails
-    ready: dict[str, Any]  # what its workers say of themselves
+    work: asyncio.Event  # event that is set when the executor, or one started in its place, fails
+    ready: dict[str, Any]  # the READY message that its workers have agreed on
     restart: Restart
-    turn: ReplicaTurn | None = None  # in the rounds of replicas that share experts; None: they don't
+    turn: ReplicaTurn | None = None  # its turn in the rounds of replicas that share experts; None: it shares none
 
 
 class Replica:
@@ -62,9 +62,9 @@ class Replica:
         is_gpu = bool(ready.get("is_accelerator"))
         step_time = StepTime(config.max_step_seconds or math.inf, ready.get("prompt_step_sizes", ()))
         self.index = index
-        self.failure: EngineError | None = None  # why it is given up
-        self.task: asyncio.Task[None] | None = None  # runs it
-        # Not where other replicas would have to drop theirs, too; nor over machines, which don't share a `Lead`.
+        self.failure: EngineError | None = None  # the error for which the replica was given up
+        self.task: asyncio.Task[None] | None = None  # the task that runs the replica
+        # No leases where other replicas would have to drop theirs too, nor over machines, which share no `Lead`.
         may_lease = turn is None and (config.executor == "process" or config.pipeline_parallel_size == 1)
         in_flight: StepsInFlight = StepsInFlight(config.steps_in_flight)
         if may_lease and config.max_leased_steps > config.steps_in_flight:

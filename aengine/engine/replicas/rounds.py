@@ -31,14 +31,16 @@ class Rounds:
         """``watchdog``: of the workers; what it sees as steps are rounds, which take as long as if each replica had a
         step like the longest."""
         self.watchdog = watchdog
-        self.generation = 0  # grows when workers have gone, and when there are others
+        self.generation = 0  # changes when the workers have died and when others have started
         self.turns = [ReplicaTurn(self, index) for index in range(num_replicas)]
         self._max_in_flight = max_in_flight
-        self._publish: Callable[[Sequence[SchedulerOutput | None]], None] = lambda outs: None  # of the workers
-        self._given: list[deque[SchedulerOutput]] = [deque() for _ in self.turns]  # that are in no round yet
-        self._is_busy = [False for _ in self.turns]  # its step loop may give a step soon
-        self._in_flight: deque[set[int]] = deque()  # of each round the replicas whose answer is due
-        self._refused: set[int] = set()  # replicas that wait for their turn
+        # sends a round to the workers
+        self._publish: Callable[[Sequence[SchedulerOutput | None]], None] = lambda outs: None
+        # steps of each replica that are in no round yet
+        self._given: list[deque[SchedulerOutput]] = [deque() for _ in self.turns]
+        self._is_busy = [False for _ in self.turns]  # whether each replica's step loop may give a step soon
+        self._in_flight: deque[set[int]] = deque()  # for each round in flight, the replicas whose answer has not come
+        self._refused: set[int] = set()  # replicas that were refused a step because of another's quarantine
 
     def begin(self, publish: Callable[[Sequence[SchedulerOutput | None]], None]) -> None:
         """Begin anew, with other workers. ``publish`` gives them a round: a step of each replica, None if it has

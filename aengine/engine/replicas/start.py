@@ -112,7 +112,7 @@ class ReplicasStart:
             await asyncio.wait(self._starting)
         for starting in self._starting:
             if not starting.cancelled():
-                starting.exception()  # retrieved: only the first of the failures is raised
+                starting.exception()  # its error is retrieved: only the first failure is raised
         await asyncio.gather(*(executor.aclose(0) for executor in self._executors))
 
 
@@ -151,6 +151,6 @@ def _log_progress(progress: StartupProgress) -> None:
 def _load_again(load: dict[str, Any], ready: dict[str, Any]) -> dict[str, Any]:
     """Return what a worker loads in the place of one that was ready: with as much KV memory, whatever is free now."""
     sizes = [rank["kv_cache_bytes"] for rank in ready.get("ranks", ()) if "kv_cache_bytes" in rank]
-    if not sizes:  # a worker of another kind, which keeps none
+    if not sizes:  # a worker of another kind keeps no KV cache
         return load
     return {**load, "config": {**load["config"], "kv_cache_memory_bytes": max(sizes)}}

@@ -19,11 +19,11 @@ __all__ = ["Answers", "StepResult"]
 class StepResult(NamedTuple):
     """The result of applying an answer."""
 
-    sampled: list[tuple[Request, int, int]]  # request, token id, and its place in the answer's ``token_ids``
-    failed: list[tuple[Request, RowError]]
-    pooled: list[tuple[Request, array[float]]]  # with the vector of each, which ends it
-    num_rows: int  # requests that got tokens
-    begun: list[Request]  # of them, those that got their first one
+    sampled: list[tuple[Request, int, int]]  # (request, token id, place of the token in the answer's ``token_ids``)
+    failed: list[tuple[Request, RowError]]  # requests that failed by themselves, with their errors
+    pooled: list[tuple[Request, array[float]]]  # (request, the vector that ends it)
+    num_rows: int  # number of requests that got tokens
+    begun: list[Request]  # requests that got their first token
 
 
 class Answers:
@@ -40,7 +40,7 @@ class Answers:
         self._quarantine = quarantine
         self._finish = finish
         self._on_prompt = on_prompt
-        self._begun: list[Request] = []  # with the answer in hand
+        self._begun: list[Request] = []  # requests that got their first token from the answer being applied
 
     def apply(self, step: InFlightStep, output: ModelRunnerOutput, token_ids: list[int]) -> StepResult:
         """Commit the answer to ``step``, which was checked and is in flight no more; ``token_ids`` are its ids."""
@@ -69,7 +69,7 @@ class Answers:
         batch_idx = -1
         for request, token_id in zip(step.batch, column, strict=True):
             batch_idx += 1
-            if request.finish_reason is not None:  # sampled past its end
+            if request.finish_reason is not None:  # the request has ended: this token was sampled past its end
                 continue
             if token_id < 0:
                 self._note_chunk(request, step.chunks.get(batch_idx, 0))

@@ -46,14 +46,16 @@ class ComingPrefixes:
     )
 
     def __init__(self, kv: KVCacheManager, wake: Callable[[Request], None], least: int) -> None:
-        self.waiting: dict[Request, tuple[Request, int]] = {}  # its leader, and how many of that one's tokens it awaits
-        self._followers: dict[Request, list[Request]] = {}  # of each leader that has some
-        self._leaders: dict[bytes, Request] = {}  # by the hash of what comes next
-        self._names: dict[Request, bytes] = {}  # of the leaders
-        self._unnamed: dict[Request, None] = {}  # of which it is not known yet whether they lead
+        # each follower's leader, and the number of the leader's tokens that it awaits
+        self.waiting: dict[Request, tuple[Request, int]] = {}
+        self._followers: dict[Request, list[Request]] = {}  # the followers of each leader
+        self._leaders: dict[bytes, Request] = {}  # leaders by the hash of the tokens that they compute next
+        self._names: dict[Request, bytes] = {}  # the hash under which each leader is found
+        # requests with a row that have not been given a name yet (a dict, for its order)
+        self._unnamed: dict[Request, None] = {}
         self._kv = kv
         self._hash_size = kv.block_size
-        self._unit = kv.prefix_unit  # 0: prefixes are not shared
+        self._unit = kv.prefix_unit  # tokens; prefixes are shared in multiples of it; 0: they are not shared
         self._least = -(-least // self._unit) * self._unit if self._unit else 0
         self._wake = wake
 
@@ -79,7 +81,8 @@ class ComingPrefixes:
     def follow(self, request: Request, num_cached: int) -> bool:
         """Make a request that is in no queue wait for a leader, if one computes enough of what comes after its
         ``num_cached`` tokens. False: it should compute them itself."""
-        if len(request.token_ids) <= num_cached + self._least:  # one is left to compute
+        # at least one token must be left for the follower to compute
+        if len(request.token_ids) <= num_cached + self._least:
             return False
         if self._unnamed:
             self._find_leaders()
@@ -90,7 +93,7 @@ class ComingPrefixes:
         if leader is None:
             return False
         awaited = self._kv.num_coming(leader, _num_common(leader.token_ids, request.token_ids[:-1]))
-        if awaited < num_cached + self._least:  # of a model with states
+        if awaited < num_cached + self._least:  # the leader keeps its states before that (a model with states)
             return False
         request.status = RequestStatus.WAITING_FOR_PREFIX
         self.waiting[request] = leader, awaited
@@ -173,7 +176,7 @@ class ComingPrefixes:
 def _num_common(one: list[int], other: list[int]) -> int:
     """Return how many leading tokens are equal."""
     low, high = 0, min(len(one), len(other))
-    while low < high:  # the first ``low`` are equal, and not more than ``high``
+    while low < high:  # invariant: the first ``low`` are equal, and no more than ``high`` are
         middle = (low + high + 1) // 2
         if one[low:middle] == other[low:middle]:
             low = middle

@@ -87,9 +87,9 @@ class Prefix(NamedTuple):
     """The tokens with which a request can begin without computing them."""
 
     length: int
-    attended: int  # as far as the layers go that attend; the states may have been kept for less
-    tables: list[BlockTable]  # of each group; empty of those with states
-    kept: list[int]  # pages of the states, to be copied; one of each group with states if there is a prefix
+    attended: int  # tokens of the prefix that the attending layers have; states may have been kept for fewer
+    tables: list[BlockTable]  # one for each group; empty tables for groups with states
+    kept: list[int]  # pages of the kept states, to be copied, one for each group with states; empty without a prefix
 
 
 class KVCacheManager:
@@ -111,7 +111,8 @@ class KVCacheManager:
 
     def __init__(self, num_blocks: int, groups: Sequence[KVCacheGroup], step_tokens: int) -> None:
         self.num_groups = len(groups)
-        self.num_growing = sum(group.kind != "state" for group in groups)  # as many blocks as one token more can need
+        # most blocks that one more token can need, over all groups
+        self.num_growing = sum(group.kind != "state" for group in groups)
         self.block_size = min(group.block_size for group in groups)
         self.has_states = any(group.kind == "state" for group in groups)
         self.has_windows = any(group.window for group in groups)
@@ -241,7 +242,7 @@ class KVCacheManager:
     def reach(self, request: Request, num_blocks: int, num_tokens: int) -> int:
         """Return how many tokens, at most ``num_tokens``, it can hold with so many blocks more."""
         size, held = self.block_size, self.room(request)
-        ends = range(held + size, num_tokens, size)  # where a block more is needed for each token after
+        ends = range(held + size, num_tokens, size)  # token counts after which another block is needed in some group
         fitting = bisect_right(ends, num_blocks, key=lambda end: self.num_lacking(request, end))
         return held + size * fitting
 
@@ -296,7 +297,8 @@ class _Group:
         self.most_blocks = group.most_blocks
         self._hash_size = hash_size
         self._hashes_per_block = group.block_size // hash_size
-        self._suffix = bytes([index]) if index else b""  # tells the names of this group's blocks from the others'
+        # tells the names of this group's blocks from those of other groups
+        self._suffix = bytes([index]) if index else b""
 
     def first_needed(self, position: int) -> int:
         """Index of the first block that queries from ``position`` on read."""
@@ -379,7 +381,7 @@ class _KeptStates:
         if prefix.kept:
             self._pool.acquire(prefix.kept)
             states.copies.append(StateCopy(prefix.length, prefix.kept))
-        num_tokens = len(request.token_ids) - 1  # one at least is computed after a hit
+        num_tokens = len(request.token_ids) - 1  # a hit leaves at least one token to compute
         for border in sorted({prefix.attended, num_tokens - num_tokens % self._border}):
             if border - newest >= STATE_INTERVAL and request.root_hash is not None:
                 states.planned.append(border)
@@ -405,13 +407,14 @@ class _KeptStates:
         num_known = len(request.token_ids)
         if position <= num_known:
             extend_hashes(request, position // self._border, self._border)
-            if self._find(request, position):  # by another request with these tokens
+            if self._find(request, position):  # another request with the same tokens has kept this state
                 return []
         if num_spare < len(self._groups):
             return []
         pages = self._pool.allocate(len(self._groups))
         states.copies.append(StateCopy(position, pages))
-        if position + 2 > num_known:  # with that many the step that begins with the copy was answered
+        # once that many tokens are known, the step that begins with the copy has been answered
+        if position + 2 > num_known:
             request.milestone = min(request.milestone, position + 2)
         return self.pairs(request, pages, is_kept=True)
 
@@ -433,7 +436,8 @@ class _KeptStates:
                 self._pool.offer(page, group.name_at(request, border))
             self._pool.release(pages)
             if states.offered and request.num_prompt_tokens < states.offered[-1] < border:
-                self._drop(request, states.offered.pop())  # within a completion only the latest is of use
+                # of the states kept within a completion only the latest is of use
+                self._drop(request, states.offered.pop())
             states.offered.append(border)
 
     def _drop(self, request: Request, border: int) -> None:

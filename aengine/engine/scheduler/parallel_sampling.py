@@ -21,7 +21,7 @@ class ParallelSampling:
 
     def __init__(self) -> None:
         self.waiting: set[Request] = set()
-        self._first: dict[str, Request] = {}  # index 0 by request_id; until its prompt is computed
+        self._first: dict[str, Request] = {}  # index 0 of each call, by request_id, until its prompt is computed
 
     def add_first(self, request: Request) -> None:
         """Note a call's index 0."""

@@ -51,23 +51,23 @@ class StepPlan:
         """``budget``: tokens that may be scheduled; ``prompt_budget``: those of prompts among them; ``num_waiting``:
         requests that may be admitted. ``can_be_undone``: no state is kept aside, which can't be taken back."""
         self._keeps_states = rows.kv.has_states and not can_be_undone
-        self._page_copies: list[int] = []  # pairs
+        self._page_copies: list[int] = []  # pairs of pages: from, to
         self._rows = rows
         self._budget = budget
         self._prompt_budget = prompt_budget
         self.num_prompt_tokens = 0
         self._num_waiting = num_waiting
         self._num_drafts = 0
-        self.extras: list[Request] = []  # catching up or new
-        self._counts: list[int] = []  # tokens of each
-        self._drafts: dict[int, list[int]] = {}  # place in ``extras`` of a request that has some
+        self.extras: list[Request] = []  # requests of this step that catch up or are new
+        self._counts: list[int] = []  # number of tokens that each of ``extras`` computes in this step
+        self._drafts: dict[int, list[int]] = {}  # drafts by place in ``extras``
         self._new_requests: list[NewRequest] = []
-        self.newcomers: list[Request] = []  # that were never in a step before
-        self.num_cache_queries = self.num_cache_hits = 0  # of their tokens
-        self._grown_rows: list[int] = []  # of each new block
-        self._grown_ids: list[int] = []
-        self._grown_groups: list[int] = []
-        self._coming: int | None = None  # blocks that answers in flight will free, at most; counted when first needed
+        self.newcomers: list[Request] = []  # requests that have not been in any step before
+        self.num_cache_queries = self.num_cache_hits = 0  # tokens of the newcomers that were looked up; tokens found
+        self._grown_rows: list[int] = []  # row of each block that is given out
+        self._grown_ids: list[int] = []  # id of each block that is given out
+        self._grown_groups: list[int] = []  # KV group of each block that is given out
+        self._coming: int | None = None  # most blocks that answers in flight will free; None: not counted yet
 
     def serve_rows(self, due: list[Request]) -> None:
         """Blocks for the decoding that need one, tokens and blocks for those that catch up.
@@ -81,11 +81,11 @@ class StepPlan:
         needy = [request for request in self._rows.catching_up_here() if not request.is_paused]
         kept = sum(r.num_computed_tokens + 1 >= len(r.token_ids) for r in needy)
         for request in due:
-            if request.status is not _DECODING:  # it is restarted
+            if request.status is not _DECODING:  # `crossing` above has restarted the request
                 continue
             if request.num_computed_tokens < request.max_num_tokens - 1:
                 needy.append(request)
-            else:  # the token in flight is its last
+            else:  # the token in flight is the request's last
                 self._rows.drain(request)
         needy.sort(key=_sort_key)
         for request in needy:
@@ -141,7 +141,8 @@ class StepPlan:
         """Return for how many drafts after ``end`` tokens there are rows of logits and blocks: they preempt no request,
         and all others can still grow by one block."""
         rows, kv = self._rows, self._rows.kv
-        num_logits = len(rows.running) + min(len(rows.free_rows), self._num_waiting) + self._num_drafts  # at most
+        # an upper bound
+        num_logits = len(rows.running) + min(len(rows.free_rows), self._num_waiting) + self._num_drafts
         wanted = min(wanted, max(rows.num_rows, _LEAST_LOGITS) - num_logits)
         spare = max(0, kv.pool.num_free - len(rows.running) * kv.num_growing)
         if kv.num_lacking(request, end + wanted) > spare:
@@ -189,7 +190,8 @@ class StepPlan:
             if spare <= 0:
                 return
             request = quarantine.first if quarantine else waiting.peek()
-            if request.status is not RequestStatus.WAITING:  # one of the quarantine runs, and no other comes in
+            # a quarantined request runs already, and no other request is admitted beside it
+            if request.status is not RequestStatus.WAITING:
                 return
             num_tokens = len(request.token_ids)
             if whole_prompts and num_tokens > self._budget:
@@ -200,7 +202,7 @@ class StepPlan:
             prefix = kv.match(request)
             num_cached = prefix.length
             if prefix.kept and not rows.running and spare < kv.num_missing(prefix, num_tokens):
-                prefix = kv.no_prefix()  # it fits alone, but not beside the states to be copied
+                prefix = kv.no_prefix()  # the request fits alone, but not beside the states that would be copied
                 num_cached = 0
             if spare < kv.num_missing(prefix, num_tokens):
                 return

@@ -42,23 +42,23 @@ __all__ = ["CacheKey", "PromptTokens", "Request", "RequestStates", "RequestStatu
 
 
 class RequestStatus(Enum):
-    NEW = auto()  # not in the scheduler yet
-    WAITING = auto()  # in the queue, without a row or blocks
-    WAITING_FOR_PROMPT = auto()  # one of n completions, waits until the prompt of index 0 is computed
-    WAITING_FOR_PREFIX = auto()  # another request computes tokens that it begins with, see coming_prefixes.py
-    HELD = auto()  # preempted; steps in flight may still bring tokens and write its blocks
-    CATCHING_UP = auto()  # has a row; tokens known but not computed, or short of a block
-    DECODING = auto()  # has a row; in every step, one token each
-    DRAINING = auto()  # has a row; its last token is in flight, nothing is left to schedule
+    NEW = auto()  # it has not been given to the scheduler
+    WAITING = auto()  # it is in the queue, without a row or blocks
+    WAITING_FOR_PROMPT = auto()  # it is one of n completions, and waits until the prompt of index 0 is computed
+    WAITING_FOR_PREFIX = auto()  # another request computes the tokens that this one begins with, see coming_prefixes.py
+    HELD = auto()  # it was preempted; steps in flight may still bring tokens and write its blocks
+    CATCHING_UP = auto()  # it has a row, and known tokens that are not computed or lack a block
+    DECODING = auto()  # it has a row, and is in every step with one token
+    DRAINING = auto()  # it has a row; its last token is in flight, and nothing is left to schedule
     FINISHED = auto()
 
 
 class CacheKey(NamedTuple):
     """The key of KV besides the tokens: only requests of equal key share prefixes."""
 
-    salt: bytes = b""  # of the caller
-    adapter: bytes = b""  # by which the weights are changed
-    media: bytes = b""  # digest of what stands for tokens of the prompt
+    salt: bytes = b""  # the caller's `cache_salt`
+    adapter: bytes = b""  # the adapter that changes the weights
+    media: bytes = b""  # digest of the media that stand for tokens of the prompt
 
 
 class PromptTokens:
@@ -81,8 +81,8 @@ class PromptTokens:
 class StateCopy(NamedTuple):
     """Pages that a step under way copies from or to."""
 
-    border: int  # tokens of which they hold the states
-    pages: list[int]  # one of each group that has states
+    border: int  # number of tokens up to which the pages hold the states
+    pages: list[int]  # one page for each KV group with states
 
 
 class RequestStates:
@@ -92,10 +92,10 @@ class RequestStates:
 
     def __init__(self) -> None:
         self.planned: list[int] = []  # borders at which a chunk of its prompt ends, ascending
-        self.begun = 0  # the border that it has begun with
-        self.newest = 0  # that one, or the one that it has kept last
-        self.copies: list[StateCopy] = []  # under way, ascending
-        self.offered: list[int] = []  # borders whose states others can find, ascending
+        self.begun = 0  # the border from which the request has begun, in tokens
+        self.newest = 0  # the last border at which states were kept, or ``begun``
+        self.copies: list[StateCopy] = []  # copies that have not been answered, by ascending border
+        self.offered: list[int] = []  # borders whose states other requests can find, ascending
 
     @property
     def num_found(self) -> int:
@@ -212,36 +212,39 @@ class Request:
         assert not is_pooled or max_num_tokens == self.num_prompt_tokens + 1
 
         self.status = RequestStatus.NEW
-        self.is_paused = False  # no step has it until it is resumed, although it keeps its row
-        self.num_pauses = 0  # so far
+        self.is_paused = False  # it keeps its row, but no step includes it until `Scheduler.resume`
+        self.num_pauses = 0  # number of pauses until now
         self.finish_reason: FinishReason | None = None
-        self.sort_key: tuple[int, float, int] = (priority, arrival_time, 0)  # add_request sets the last
-        self.req_idx = -1  # row on the worker, -1: none
-        self.micro_batch = 0  # index of the one in whose steps it is, while it has a row
-        self.block_tables: list[BlockTable] = []  # of each KV group, while it has a row
+        # (priority, arrival time, order of adding); `add_request` sets the last
+        self.sort_key: tuple[int, float, int] = (priority, arrival_time, 0)
+        self.req_idx = -1  # row on the worker; -1: it has none
+        self.micro_batch = 0  # index of the micro-batch to which it belongs while it has a row
+        self.block_tables: list[BlockTable] = []  # one for each KV group, while it has a row
         self.states = NO_STATES
-        self.num_computed_tokens = 0  # steps in flight included, and all of their drafts
-        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when it first ran
-        # Two precomputed turns, so that the loop over all requests compares one number with another:
-        self.limit = 0  # while DECODING: num_computed_tokens at which a block or the end is due
-        self.milestone = 0  # len(token_ids) at which update has more to do than append; 0: it has had no step
+        # tokens computed by all steps made so far, those in flight and all of their drafts included
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache at its first step
+        # Two thresholds, so that the loop over all requests compares one number with another:
+        self.limit = 0  # value of num_computed_tokens at which a DECODING request needs a block or ends
+        # value of len(token_ids) at which `update` has more to do than append; 0: it has had no step
+        self.milestone = 0
 
         self.draft_token_ids: list[int] = []
-        self.are_drafts_certain = False  # nothing else can be sampled
+        self.are_drafts_certain = False  # the grammar forces the drafts: nothing else can be sampled
         """Guesses at what follows the tokens in flight, for the next step."""
 
-        # See crash_quarantine.py: deaths of workers that had it in a step, of late; those of them while it was the
-        # first in quarantine; and its length at the last of them.
+        # For crash_quarantine.py: recent deaths of workers that had the request in a step; those of them while it was
+        # the first in quarantine; and its number of tokens at the last of them.
         self.num_deaths = self.num_deaths_alone = 0
-        self.exception_alone = ""  # that ended the last worker, if nobody else was in its steps
+        self.exception_alone = ""  # the exception that ended the last worker, if it had no other request in its steps
         self.num_tokens_at_death = -(1 << 31)
 
         self.is_long = False  # it has had a row with more tokens than the model's rope border, see `Rows.take`
-        self.root_hash: bytes | None = None  # None: its blocks are not shared
-        self.block_hashes: list[bytes] = []  # of its leading full blocks, as far as they were needed
-        self.num_offered_tokens = 0  # whose blocks came from the prefix cache or were offered to it
-        self.is_leading = False  # others may wait for its prompt, see coming_prefixes.py
-        self.dependents: list[Request] = []  # completions 1 .. n-1 that wait for this one's prompt
+        self.root_hash: bytes | None = None  # root of the hashes of its blocks; None: its blocks are not shared
+        self.block_hashes: list[bytes] = []  # hashes of its leading full blocks, as many as were needed until now
+        self.num_offered_tokens = 0  # leading tokens whose blocks came from the prefix cache or were offered to it
+        self.is_leading = False  # other requests may wait for its prompt, see coming_prefixes.py
+        self.dependents: list[Request] = []  # completions 1 .. n-1, while they wait for this one's prompt
 
     def __repr__(self) -> str:
         return (

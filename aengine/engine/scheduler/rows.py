@@ -38,7 +38,7 @@ class Rows:
     ) -> None:
         self.num_rows = num_rows
         self._num_micro_batches = num_micro_batches
-        self.running: set[Request] = set()  # all that have a row
+        self.running: set[Request] = set()  # all requests with a row
         self.held: set[Request] = set()
         self.num_preemptions = 0
         self._kv_groups = kv_groups
@@ -53,8 +53,9 @@ class Rows:
         self.kv = KVCacheManager(num_blocks, self._kv_groups, self._max_num_batched_tokens)
         self.prefixes = ComingPrefixes(self.kv, self._on_free, self._least_awaited)
         self.free_rows = list(range(self.num_rows - 1, -1, -1))
-        self.removed: list[int] = []  # rows to be told as removed
-        self.settled = NOT_SETTLED  # rows of which a step with drafts was answered, and what was rejected
+        self.removed: list[int] = []  # rows that the next step tells the worker to remove
+        # rows whose drafts were answered, and how many drafts were rejected: for the next step
+        self.settled = NOT_SETTLED
         self.micro_batches = [MicroBatch(index) for index in range(self._num_micro_batches)]
         self.turn_to(self.micro_batches[0])
         self.catching_up: list[Request] = []

@@ -93,7 +93,7 @@ class Scheduler:
         """Most tokens, prompt and completion, that one request may have; admission sees to it."""
         self.enable_prefix_caching = enable_prefix_caching
         self.max_in_flight_steps = max_in_flight_steps
-        self._vocab_size = vocab_size  # ids beyond it are no answer
+        self._vocab_size = vocab_size  # an answer with an id of this or more is an error
         self._computes_whole_prompts = computes_whole_prompts
         self.pools_all_tokens = pools_all_tokens
         self._prompt_limit = prompt_limit
@@ -103,10 +103,11 @@ class Scheduler:
         self.quarantine = CrashQuarantine()
         self._answers = Answers(self.rows, self.quarantine, self.finish, self._release_dependents)
         self._num_added = 0
-        self.num_constrained = 0  # unfinished requests with a grammar; those preempted may still get tokens
+        # unfinished requests with a grammar, preempted ones included: they may still get tokens
+        self.num_constrained = 0
         self._next_step_id = 0
-        self.prefix_cache_queries = 0  # prompt tokens looked up
-        self.prefix_cache_hits = 0  # of them found
+        self.prefix_cache_queries = 0  # prompt tokens looked up in the prefix cache
+        self.prefix_cache_hits = 0  # prompt tokens found in the prefix cache
 
     def drop_tables(self) -> None:
         """Free what is known of blocks and steps, when nothing is scheduled any more."""
@@ -143,7 +144,7 @@ class Scheduler:
     def add_request(self, request: Request) -> None:
         """Queue it. Completions 1 .. n-1 of a call are added after its index 0, whose prompt they share."""
         assert request.status is RequestStatus.NEW, f"{request} was added before"
-        num_tokens = request.max_num_tokens - request.is_pooled  # a vector takes no place
+        num_tokens = request.max_num_tokens - request.is_pooled  # a vector needs no place in the KV cache
         assert num_tokens <= self.max_tokens_capacity, f"{request} does not fit into the KV cache"
         self._num_added += 1
         self.num_constrained += request.grammar is not None
@@ -183,7 +184,7 @@ class Scheduler:
 
     def _release_dependents(self, first: Request) -> None:
         for request in self.parallel_sampling.release(first):
-            if request.root_hash == first.root_hash:  # of a long prompt each would take its time to hash the blocks
+            if request.root_hash == first.root_hash:  # hashing a long prompt once for each completion would take long
                 request.block_hashes = first.block_hashes[: len(request.token_ids) // self.rows.kv.block_size]
             self.waiting.add(request)
 
@@ -198,7 +199,7 @@ class Scheduler:
         """
         if request.status is not _DECODING or not request.takes_drafts or self.rows.kv.has_states:
             return
-        if len(self.rows.micro_batches) > 1:  # the first stage would wait for how many were accepted
+        if len(self.rows.micro_batches) > 1:  # the first stage would have to wait for how many were accepted
             return
         stops = request.stop_token_ids
         stop = next((i for i, token_id in enumerate(token_ids) if token_id in stops), len(token_ids))
@@ -277,7 +278,7 @@ class Scheduler:
         if due or rows.catching_up:
             plan.serve_rows(due)
             decoding = rows.decoding.refresh()
-            num_waiting = len(self.waiting)  # who was preempted may be there already
+            num_waiting = len(self.waiting)  # preempted requests may have joined the queue
         for request in decoding:
             request.num_computed_tokens += 1
         if num_waiting:
@@ -302,7 +303,7 @@ class Scheduler:
         if not in_flight or in_flight[0].step_id != output.step_id:
             wanted = f"step {in_flight[0].step_id}" if in_flight else "none"
             raise InternalError(f"the worker answered step {output.step_id}, but {wanted} is due")
-        token_ids = output.token_ids.tolist()  # once: a list is read faster than a column
+        token_ids = output.token_ids.tolist()  # converted once: a list is read faster than a column
         in_flight[0].check(output, token_ids, self._vocab_size)
         return self._answers.apply(in_flight.popleft(), output, token_ids)
 

@@ -28,7 +28,7 @@ class DecodeBatch:
     def __init__(self) -> None:
         self.requests: list[Request] = []
         self.req_idx: array[int] = int32()  # row of each request
-        self.num_scheduled: array[int] = int32()  # as many ones
+        self.num_scheduled: array[int] = int32()  # a 1 for each request
         self._is_stale = False
 
     def leave(self) -> None:
@@ -60,7 +60,7 @@ class MicroBatch:
     def __init__(self, index: int) -> None:
         self.index = index
         self.decoding = DecodeBatch()
-        self.num_running = 0  # requests with a row
+        self.num_running = 0  # number of requests of this micro-batch that have a row
 
 
 class InFlightStep:
@@ -82,25 +82,25 @@ class InFlightStep:
     ) -> None:
         self.step_id = step_id
         self.batch = batch
-        self.chunks = chunks  # batch index of each row that does not sample: its computed tokens after this step
-        self.drafts = drafts  # batch index of each row that has some
-        self.certain: frozenset[int] = frozenset()  # batch indices of those that are all accepted
-        self.num_tokens = num_tokens  # that it computes
-        self.num_prompt_tokens = num_prompt_tokens  # of requests that catch up with more than one
-        self.is_gated = False  # a GRAMMAR frame must be sent for it
-        self.newcomers: list[Request] = []  # whose first step it is
-        self.leavers: list[Request] = []  # their blocks are freed once this step is answered
-        self.removed: array[int] = NOTHING  # rows that it told as removed
-        self.settled = NOT_SETTLED  # rows that it told as settled, and how
-        self.grown_rows: list[int] = []  # rows that it gave a block each, ...
-        self.grown_groups: list[int] = []  # ... and in which group
+        self.chunks = chunks  # for each row that does not sample, by batch index: its computed tokens after this step
+        self.drafts = drafts  # drafts of the rows that have some, by batch index
+        self.certain: frozenset[int] = frozenset()  # batch indices of the rows whose drafts are all accepted
+        self.num_tokens = num_tokens  # tokens that the step computes
+        self.num_prompt_tokens = num_prompt_tokens  # tokens of the requests that compute more than one, such as prompts
+        self.is_gated = False  # a GRAMMAR frame must be sent before the step samples
+        self.newcomers: list[Request] = []  # requests whose first step this is
+        self.leavers: list[Request] = []  # requests whose blocks are freed once this step is answered
+        self.removed: array[int] = NOTHING  # rows that the step has told as removed
+        self.settled = NOT_SETTLED  # rows that the step has told as settled, and how many drafts of each were rejected
+        self.grown_rows: list[int] = []  # row of each block that the step has given out
+        self.grown_groups: list[int] = []  # KV group of each block that the step has given out
 
     def check(self, answer: ModelRunnerOutput, token_ids: list[int], vocab_size: int) -> None:
         """Raise InternalError unless ``answer``, with these ids, has the form that an answer to this step must have."""
         num_reqs = len(self.batch)
         is_odd = answer.errors or answer.pooled or self.drafts or self.chunks or answer.counts is not None
         if not is_odd and len(token_ids) == num_reqs and min(token_ids) >= 0 and max(token_ids) < vocab_size:
-            return  # one token each: as most answers
+            return  # the usual answer: one token each
         pooled = () if answer.pooled is None else answer.pooled.batch_idx
         if (
             (answer.counts is None) == bool(self.drafts)

@@ -32,10 +32,11 @@ class _Answer:
         self._index = index
         self._plan = plan
         self._parser = plan.new_parser()
-        self._tokens: list[Token] | None = [] if has_logprobs else None  # since the last delta
-        self.has_ended = False  # its last token has been read
+        # tokens since the last delta; None: no log-probabilities were asked for
+        self._tokens: list[Token] | None = [] if has_logprobs else None
+        self.has_ended = False  # the last token of the answer has been read
         self.num_reasoning_tokens = 0
-        self._num_unsure = 0  # tokens since, which belong to it if more follows
+        self._num_unsure = 0  # tokens since the last reasoning, which count as reasoning if more of it follows
 
     @property
     def message(self) -> ChatMessage:
@@ -123,12 +124,12 @@ class ChatStream:
         there before the first token."""
         self._stream = stream
         self._params = params
-        self._answers: list[_Answer] = []  # none before there is a plan
-        self._is_json = False  # a JSON schema is the answer's shape
-        self._texts: list[str] = []  # of the first answer, if it is JSON, as far as its deltas have been read
+        self._answers: list[_Answer] = []  # one for each completion; empty before the chat is planned
+        self._is_json = False  # the shape of the answer is a JSON schema
+        self._texts: list[str] = []  # texts of the first answer's deltas that have been read, if it is JSON
         self._deltas: deque[Delta] = deque()
-        self._is_read = False  # to its end, or it was closed
-        self._has_ended = False  # by itself
+        self._is_read = False  # the stream was read to its end, or closed
+        self._has_ended = False  # the stream ended without being closed by the caller
         self._has_failed = False  # all that came before the error has been read
         self._completion: ChatCompletion | None = None
 
@@ -141,7 +142,8 @@ class ChatStream:
 
     async def __anext__(self) -> Delta:
         if not self._deltas:
-            await self._read_tokens(at_most=1)  # so that `message` is what the deltas have said
+            # one token at a time, so that `message` agrees with the deltas handed out
+            await self._read_tokens(at_most=1)
         if not self._deltas:
             raise StopAsyncIteration
         return self._taken(self._deltas.popleft())
@@ -240,7 +242,7 @@ class ChatStream:
     def _new_completion(self) -> ChatCompletion:
         completion, plan = self._stream.completion, self._plan
         self._begin()
-        if plan is None:  # it ended before it was planned
+        if plan is None:  # the chat ended before it was planned
             choices = tuple(_chat_choice(plain, ChatMessage()) for plain in completion.choices)
         else:
             pairs = zip(self._answers, completion.choices, strict=True)

@@ -42,13 +42,13 @@ class CrossThreadBuffer:
     def __init__(self, thread: LoopThread) -> None:
         self._thread = thread
         self._mailbox: Mailbox | None = None
-        self.is_due = False  # it will be filled at the end of this turn
-        self.ready: deque[Token] = deque()  # bounded as the mailbox is, by the request's own max_tokens
-        self.has_ended = False  # the last that is set
+        self.is_due = False  # the buffer will be filled at the end of this turn of the engine's loop
+        self.ready: deque[Token] = deque()  # bounded by the request's own max_tokens, as the mailbox is
+        self.has_ended = False  # set last: all tokens are in ``ready`` by then
         self.wake: Callable[[], object] | None = None
-        self.on_end: Callable[[], object] | None = None  # wakes a reader that wants nothing but the end
-        self.loop: asyncio.AbstractEventLoop | None = None  # of a reader that waits
-        self.end: Callable[[], object] = _nothing  # to be called on the engine's thread: aborts the request
+        self.on_end: Callable[[], object] | None = None  # wakes a reader that waits for nothing but the end
+        self.loop: asyncio.AbstractEventLoop | None = None  # event loop of the reader that waits
+        self.end: Callable[[], object] = _nothing  # aborts the request; to be called on the engine's thread
 
     def read_from(self, mailbox: Mailbox, end: Callable[[], object]) -> None:
         """Take what this mailbox, made for this buffer, gets. ``end`` aborts its request, on the engine's thread."""
@@ -58,7 +58,7 @@ class CrossThreadBuffer:
         """See `Mailbox.oldest_unread`."""
         try:
             return self.ready[0] if self.wake is None else None
-        except IndexError:  # the reader has just taken the last
+        except IndexError:  # the reader has just taken the last token
             return None
 
     def note_news(self) -> None:
@@ -76,7 +76,8 @@ class CrossThreadBuffer:
             self.ready.extend(mailbox.pending)
             mailbox.pending.clear()
         if mailbox.num_open:
-            if self.loop is not None and self.loop.is_closed():  # its reader is gone
+            # the loop of the reader has gone, and the reader with it
+            if self.loop is not None and self.loop.is_closed():
                 self._thread.post(self.end)
         else:
             self._mailbox, self.end = None, _nothing
@@ -102,7 +103,7 @@ class CrossThreadStream(TokenStream):
         super().__init__(request_id, Mailbox(final_only=True, buffer=self._buffer), remote.loop, _nothing)
         self._remote = remote
         self._owner = owner
-        self._call_queue: object = None  # held, so that the next wait finds it
+        self._call_queue: object = None  # kept alive, so that the next wait finds it
         self._is_waited_for = False
 
     # -- on the engine's thread
@@ -124,7 +125,7 @@ class CrossThreadStream(TokenStream):
     async def __anext__(self) -> Token:
         buffer = self._buffer
         while True:
-            has_ended = buffer.has_ended  # asked before the tokens are: all of them are there then
+            has_ended = buffer.has_ended  # read before the tokens are: if it is set, all of them are there
             try:
                 if buffer.ready:
                     return buffer.ready.popleft()
@@ -169,7 +170,7 @@ class CrossThreadStream(TokenStream):
             raise InvalidRequestError(
                 f"stream {self.request_id} has not ended yet: read it to its end, or close it, before its completion"
             )
-        if mailbox.error is not None and not mailbox.choices:  # it never began
+        if mailbox.error is not None and not mailbox.choices:  # the request never began
             raise mailbox.error
         return mailbox.completion(self.request_id)
 
@@ -184,12 +185,12 @@ class CrossThreadStream(TokenStream):
 
     async def _end_there(self) -> None:
         self._buffer.end()
-        await asyncio.sleep(0)  # the buffer is filled
+        await asyncio.sleep(0)  # at the end of this turn of the loop the buffer is filled
 
     def end_soon(self) -> None:
         """Abort the request, from any thread, without waiting."""
         buffer = self._buffer
-        self._remote.post(lambda: buffer.end())  # looked up there: it may not be in the engine yet
+        self._remote.post(lambda: buffer.end())  # looked up on that thread: the request may not be in the engine yet
 
     async def _await_news(self, *, any_token: bool) -> None:
         """Wait for a token (if ``any_token``), or the end. Being cancelled here ends the request."""
@@ -241,7 +242,7 @@ class BlockingStream(CrossThreadStream):
         try:
             if not self._register_wake(lock.release, any_token):
                 lock.acquire()
-        except BaseException:  # Ctrl-C
+        except BaseException:  # a KeyboardInterrupt, for example
             self.end_soon()
             raise
         finally:

@@ -52,7 +52,7 @@ class IncrementalText(Protocol):
 class Buffer(Protocol):
     """Interface of the buffer from which a reader on another thread takes tokens."""
 
-    is_due: bool  # it has news, and takes them when this turn of the loop is over
+    is_due: bool  # the buffer takes what has come at the end of this turn of the loop
 
     def note_news(self) -> None: ...
 
@@ -98,10 +98,11 @@ class Mailbox:
         ``buffer``: of a reader on another thread; ``on_end`` is called when nothing more will come, once."""
         self._on_end: Callable[[], None] | None = on_end
         self.times = times or RequestTimes()
-        self.final_only = final_only  # no `Token`s are made: only the completion is read
+        self.final_only = final_only  # no `Token`s are made, since only the completion is read
         self.pending: deque[Token] = deque()
-        self.waiter: asyncio.Future[None] | None = None  # of a reader on this loop
-        self.end_waiter: asyncio.Future[None] | None = None  # of a reader on this loop, that wants nothing else
+        self.waiter: asyncio.Future[None] | None = None  # future of a reader on this loop that waits for tokens
+        # future of a reader on this loop that waits for nothing but the end
+        self.end_waiter: asyncio.Future[None] | None = None
         self.buffer = buffer
         self.error: BaseException | None = None
         self.choices = [ChoiceOutput(self, i, want_logprobs) for i in range(num_choices)]
@@ -111,8 +112,9 @@ class Mailbox:
         self.output_type = output_type
         self.is_json = is_json
         self.warnings: tuple[str, ...] = ()
-        self.plan: ChatPlan | None = None  # of a chat, once it is made
-        self.stop_token_ids: frozenset[int] = frozenset()  # the caller's own, which are no end of sequence
+        self.plan: ChatPlan | None = None  # the plan of a chat, once it is made
+        # the caller's stop tokens, which are no end-of-sequence tokens
+        self.stop_token_ids: frozenset[int] = frozenset()
 
     @property
     def done(self) -> bool:
@@ -144,7 +146,7 @@ class Mailbox:
         self.error = error
         for choice in self.choices:
             choice.end(FinishReason.ERROR)
-        if self.num_open:  # of a stream whose request was never made
+        if self.num_open:  # the request was never made, so there is no completion that could close the stream
             self.num_open = 0
             self.close()
 
@@ -204,15 +206,16 @@ class ChoiceOutput:
         """None at the end: of what refers to itself, only the garbage collector frees the tokens."""
         self.times = mailbox.times
         self.index = index
-        self.detokenizer: IncrementalText | None = None  # without one, there is no text
+        self.detokenizer: IncrementalText | None = None  # None: the completion has no text
         self.token_ids: list[int] = []
         self.texts: list[str] = []  # one for each token, perhaps empty, if there is a detokenizer
         self.logprobs = LogprobTable() if want_logprobs else None
         self.finish_reason: FinishReason | None = None
-        self.vector: array[float] | None = None  # float32; of a request that gets one in place of tokens
+        self.vector: array[float] | None = None  # float32 vector that a pooled request gets in place of tokens
         self.stop_reason: str | int | None = None
         """See `Choice.stop_reason`. None before the end."""
-        self._parsed: tuple[Any, Exception | None] | None = None  # cached: a type's own validators may be slow
+        # the parsed value or the error; kept, since a type's own validators may be slow
+        self._parsed: tuple[Any, Exception | None] | None = None
 
     def begin(self, detokenizer: IncrementalText) -> None:
         """Set the ``detokenizer`` that makes the text of the tokens to come."""
@@ -234,8 +237,8 @@ class ChoiceOutput:
                     stopped = finish_reason is None
                     finish_reason = FinishReason.STOP
             if finish_reason is not None:
-                text += detokenizer.flush()  # nothing after a stop string
-                if detokenizer.stopped:  # one may have been in what was held back
+                text += detokenizer.flush()  # this adds nothing after a stop string
+                if detokenizer.stopped:  # the text that was held back may contain one
                     finish_reason = FinishReason.STOP
             self.texts.append(text)
         ids = self.token_ids
@@ -274,7 +277,7 @@ class ChoiceOutput:
         self.finish_reason = reason
         if reason in (FinishReason.STOP, FinishReason.TOOL_CALLS):
             self.stop_reason = self._why_stopped(mailbox.stop_token_ids)
-        self.detokenizer = None  # it holds the tokenizer, and a stream may be kept for long
+        self.detokenizer = None  # it refers to the tokenizer, and a stream may be kept for long
         self.mailbox = None
         mailbox.num_open -= 1
         if mailbox.num_open == 0:
@@ -377,7 +380,7 @@ class TokenStream:
         except asyncio.CancelledError:
             self._end()
             raise
-        except RuntimeError:  # asyncio's: the future is of another loop than the task
+        except RuntimeError:  # asyncio raises it for a future of another loop than the task's
             raise InvalidRequestError(
                 f"stream {self.request_id} belongs to the event loop of its engine, and can be read on that one only; "
                 f"streams of an engine with own_thread=True can be read on any"
@@ -399,7 +402,8 @@ class TokenStream:
         from ..structured.partial_json import partial_json
 
         choices = self._mailbox.choices
-        is_done = self._mailbox.done  # asked first: with own_thread more may come between any two lines
+        # read before the texts are: with own_thread more tokens may come between any two lines
+        is_done = self._mailbox.done
         if not choices:
             return None
         has_ended = is_done and choices[0].finish_reason is FinishReason.STOP
@@ -481,7 +485,7 @@ class TokenStream:
         mailbox = getattr(self, "_mailbox", None)
         if mailbox is None or mailbox.done or self._loop.is_closed():
             return
-        # The garbage collector may run this in any thread, and in the loop's own anywhere, also within the scheduler.
+        # The garbage collector may run this in any thread, and on the loop's own thread in the middle of the scheduler.
         try:
             self._loop.call_soon_threadsafe(self._end)
         except RuntimeError:  # the loop was closed since

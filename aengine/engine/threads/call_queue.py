@@ -31,7 +31,7 @@ class CallQueue:
         self._loop = weakref.ref(loop)
         self._calls: deque[_PostedCall] = deque()
         self._is_scheduled = False
-        self._context = contextvars.Context()  # empty: the loop keeps no caller's variables
+        self._context = contextvars.Context()  # an empty context: the loop keeps no caller's variables alive
 
     def serves(self, loop: asyncio.AbstractEventLoop) -> bool:
         return self._loop() is loop
@@ -46,7 +46,7 @@ class CallQueue:
             if not self._is_scheduled or self._is_closed():
                 self._is_scheduled = True
                 self._schedule()
-        except BaseException:  # a KeyboardInterrupt at any line: one delivery too many does no harm
+        except BaseException:  # a KeyboardInterrupt may come at any line; a delivery too many does no harm
             self._schedule()
             raise
 
@@ -60,16 +60,16 @@ class CallQueue:
             if loop is None:
                 raise RuntimeError("the loop has gone")
             loop.call_soon_threadsafe(self.deliver, context=self._context)
-        except RuntimeError:  # it was closed
+        except RuntimeError:  # the loop was closed
             self.deliver()
 
     def deliver(self) -> None:
         self._is_scheduled = False
         calls = self._calls
-        for _ in range(len(calls)):  # what comes meanwhile has scheduled its own delivery
+        for _ in range(len(calls)):  # calls that are added meanwhile have scheduled their own delivery
             try:
                 function, args = calls.popleft()
-            except IndexError:  # after the end of the loop several threads may be here
+            except IndexError:  # after the end of the loop several threads may take calls from here
                 return
             try:
                 function(*args)

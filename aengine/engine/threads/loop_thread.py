@@ -31,7 +31,7 @@ from .loop_ownership import foreign_process, running_loop
 __all__ = ["LoopEndedError", "LoopThread"]
 
 T = TypeVar("T")
-_EXIT_SECONDS = 5.0  # how long the interpreter's exit waits for it
+_EXIT_SECONDS = 5.0  # seconds that the interpreter's exit waits for the thread
 
 
 class LoopEndedError(Exception):
@@ -60,7 +60,8 @@ class LoopThread:
         self._on_ended: deque[Callable[[], None]] = deque()
         self._deferred: list[Callable[[], object]] = []
         self._pid = os.getpid()
-        body = partial(contextvars.Context().run, self._body)  # some Pythons would let it inherit the caller's
+        # some versions of Python would let the thread inherit the caller's context
+        body = partial(contextvars.Context().run, self._body)
         self._thread = threading.Thread(target=body, name=name, daemon=True)
         try:
             self.loop = _new_loop(like)
@@ -137,7 +138,7 @@ class LoopThread:
             ended.get()
         except BaseException:
             self.post(job.cancel)
-            if not job.has_ended:  # else its one item may have been taken already
+            if not job.has_ended:  # with an end, the one item of ``ended`` may have been taken
                 ended.get()
             raise
         return job.result()
@@ -187,7 +188,7 @@ class LoopThread:
         if at_end is not None:
             at_end()
         self.loop.close()
-        self._calls.deliver()  # what came too late; who comes later finds the loop closed
+        self._calls.deliver()  # calls that came too late for the loop; later callers find it closed
         self._run_deferred()
         atexit.unregister(self._at_exit)
         self.has_ended = True
@@ -202,7 +203,7 @@ class LoopThread:
         while self._on_ended:
             try:
                 tell = self._on_ended.popleft()
-            except IndexError:  # the thread itself has told it
+            except IndexError:  # the thread itself has reported it
                 return
             tell()
 
@@ -225,7 +226,7 @@ class Job(Generic[T]):
         self._error: BaseException | None = None
 
     def begin(self) -> None:
-        if self._tell is None:  # cancelled before
+        if self._tell is None:  # it was cancelled before
             return
         if self._thread.is_stopping:
             self._settle(LoopEndedError(begun=False))
@@ -271,11 +272,11 @@ class Job(Generic[T]):
         try:
             raise error
         finally:
-            del error  # else it and this frame would keep each other
+            del error  # the error's traceback refers to this frame, and the frame to the error
 
 
 def _new_loop(like: asyncio.AbstractEventLoop | None) -> asyncio.AbstractEventLoop:
-    uvloop = sys.modules.get("uvloop")  # not imported for this: it is here if a loop of its kind runs
+    uvloop = sys.modules.get("uvloop")  # looked up and not imported: it is there if a loop of its kind runs
     if uvloop is not None and isinstance(like, uvloop.Loop):
         loop: asyncio.AbstractEventLoop = uvloop.Loop()
     else:

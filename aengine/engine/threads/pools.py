@@ -20,7 +20,7 @@ __all__ = ["Job", "ThreadPool", "end_pools", "run_in_thread", "tell"]
 T = TypeVar("T")
 Job = Callable[[bool], None]
 """Work for a thread, which tells it whether the pool was closed before it had its turn."""
-_END_SECONDS = 1.0  # that closing waits for work that has begun
+_END_SECONDS = 1.0  # seconds for which closing waits for work that has begun
 
 
 class ThreadPool:
@@ -56,7 +56,8 @@ class ThreadPool:
         future: asyncio.Future[T] = loop.create_future()
         job = self._put(partial(_do, loop, future, partial(function, *args)))
         future.add_done_callback(partial(_take_back, self._work.jobs, job))
-        if self._work.is_closed:  # by another thread, meanwhile: no thread may be left to take it
+        # another thread has closed the pool meanwhile, and no thread may be left to take the job
+        if self._work.is_closed:
             future.cancel()
         return future
 
@@ -93,7 +94,7 @@ class ThreadPool:
         try:
             thread.start()
         except RuntimeError as error:
-            if not self._threads:  # else those that there are do the work
+            if not self._threads:  # with other threads in the pool, those do the work
                 raise EngineOverloadedError(no_thread(error), retry_after=1.0) from error
         else:
             self._threads.append(thread)
@@ -128,7 +129,8 @@ class _Work:
 
     def __init__(self) -> None:
         self.jobs: deque[Job] = deque()
-        self.tickets: SimpleQueue[None] = SimpleQueue()  # one a job, discarded ones too; to end, one a thread
+        # one for each job, discarded ones included; at the end one for each thread
+        self.tickets: SimpleQueue[None] = SimpleQueue()
         self.idle: deque[None] = deque()  # an entry for each thread that waits for a ticket
         self.is_closed = False
 
@@ -143,9 +145,9 @@ class _Work:
             except IndexError:
                 if self.is_closed:
                     return
-                continue  # it was discarded
+                continue  # the job of this ticket was discarded
             job(self.is_closed)
-            del job  # not to be held while idle
+            del job  # an idle thread must not keep the last job alive
 
     def close(self, num_threads: int) -> None:
         self.is_closed = True
