@@ -48,7 +48,7 @@ class HostChannel:
     """The host's end. Everything but create() runs on the loop given to open()."""
 
     def __init__(self, segment: Segment, loop_bell: LoopBell, worker_bell: WorkerBell, description: str) -> None:
-        from asyncio import Lock  # here, as workers import this file too, and have no loop
+        from asyncio import Lock  # imported here: workers import this file too, and have no loop
 
         self.description = description
         self.inherit_fds: tuple[int, ...] = (segment.fd, loop_bell.fd)
@@ -61,8 +61,8 @@ class HostChannel:
         self._assembler = Assembler(MAX_MESSAGE_BYTES)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_readable: Callable[[], None] = lambda: None
-        self._turn = Lock()  # messages in fragments must not mix
-        self._num_publishing = 0  # publishes that wait for room or for their turn
+        self._turn = Lock()  # held while a message is published: fragments of two messages must not mix
+        self._num_publishing = 0  # calls of `publish` that wait for room or for their turn
         self._room: asyncio.Future[None] | None = None
         self._closed = False
         self._pid = os.getpid()

@@ -54,7 +54,7 @@ def new_fence() -> Callable[[], None]:
     def fence() -> None:
         try:
             release()
-        except RuntimeError:  # a KeyboardInterrupt fell between the two, once
+        except RuntimeError:  # a KeyboardInterrupt has fallen between the two calls before
             acquire()
             release()
         acquire()
@@ -82,20 +82,21 @@ class WorkerBell:
     def __init__(self, name: str, fence: Callable[[], None]) -> None:
         self._name = name
         self._fence = fence
-        self._semaphore: posix_ipc.Semaphore | None = None  # before `make`, and after `close`
-        self._monotonic: _MonotonicSemaphore | None = None  # the same, for the side that waits, where that can be had
+        self._semaphore: posix_ipc.Semaphore | None = None  # None before `make` and after `close`
+        # the same semaphore, waited for by the monotonic clock where the system can
+        self._monotonic: _MonotonicSemaphore | None = None
 
     def make(self) -> None:
         """Give it its name. The worker's process must exist by now: the one that lives longer removes the name."""
         self._semaphore = posix_ipc.Semaphore(self._name, posix_ipc.O_CREX, mode=0o600, initial_value=0)
-        self.ring()  # for those who did before
+        self.ring()  # for calls of `ring` that came before there was a semaphore
 
     @classmethod
     def attach(cls, name: str, fence: Callable[[], None], host_gone: Callable[[], bool]) -> WorkerBell:
         """Open and unlink, as soon as the host has made it. Raises FileNotFoundError once the host has gone."""
         bell = cls(name, fence)
         while bell._semaphore is None:
-            gone = host_gone()  # if so, it is not made after this
+            gone = host_gone()  # read first: if the host has gone by now, it makes nothing later
             try:
                 bell._semaphore = posix_ipc.Semaphore(name)
             except posix_ipc.ExistentialError:
@@ -182,13 +183,13 @@ class LoopBell:
     def ring(self) -> None:
         try:  # contextlib.suppress would take longer than the call
             os.eventfd_write(self.fd, 1)
-        except BlockingIOError:  # 2**64 - 2 rings unanswered: it is readable
+        except BlockingIOError:  # the counter is full (2**64 - 2 rings), so the descriptor is readable anyway
             pass
 
     def clear(self) -> None:
         try:
             os.eventfd_read(self.fd)
-        except BlockingIOError:  # not rung
+        except BlockingIOError:  # nobody has rung
             pass
 
     def close(self) -> None:

@@ -68,7 +68,7 @@ HEARTBEAT = slice(64, 88)
 PAGE_BYTES = 4096
 LABEL_MAGIC = int.from_bytes(b"aengine\0", "little")
 
-HEAD, WANTED, TAIL = 0, 1, 16  # indices of 8-byte words
+HEAD, WANTED, TAIL = 0, 1, 16  # places of the 8-byte words in the control block
 CONTROL_BYTES = 256
 NOTHING_WANTED = 2**64 - 1
 

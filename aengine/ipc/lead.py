@@ -17,7 +17,7 @@ import os
 __all__ = ["Lead", "new_lead"]
 
 _OVER = 2**64 - 1
-_ANSWERS, _NUM_ANSWERS = 256, 256  # more than are ever in flight
+_ANSWERS, _NUM_ANSWERS = 256, 256  # slots for checksums of answers; more than there are ever steps in flight
 
 
 def new_lead() -> int:
@@ -33,7 +33,7 @@ class Lead:
     def __init__(self, fd: int) -> None:
         """Map the inherited descriptor, and close it."""
         self._words = memoryview(mmap.mmap(fd, mmap.PAGESIZE)).cast("Q")
-        self._seen = 0  # word 0, at the last look
+        self._seen = 0  # value of word 0 at the last look
         os.close(fd)
 
     def note_begun(self, step_id: int) -> None:

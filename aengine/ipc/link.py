@@ -36,8 +36,8 @@ SILENCE_SECONDS = 8
 _HEADER = struct.Struct("<BxHxxxxQQ")
 _GREETING = b"aengine1"
 _CHALLENGE_BYTES = 32
-_READ_BYTES = 256 * 1024  # at most in one turn of the loop
-_CONGESTED_BYTES = 1024 * 1024  # that wait for the kernel
+_READ_BYTES = 256 * 1024  # most bytes read in one turn of the loop
+_CONGESTED_BYTES = 1024 * 1024  # bytes that wait for the kernel, above which a link counts as congested
 
 
 class AuthenticationError(ConnectionError):
@@ -159,7 +159,7 @@ class Link:
         """Tell the other side that nothing more comes, so that it ends. From any thread; idempotent."""
         try:
             self._socket.shutdown(socket.SHUT_WR)
-        except OSError:  # closed, or never connected
+        except OSError:  # the socket was closed or never connected
             pass
 
     def detach(self) -> socket.socket:
@@ -224,7 +224,7 @@ class Link:
             return 0
         except OSError as error:
             assert self._loop is not None
-            self._loop.call_soon(self._end, str(error))  # the caller is in the middle of something
+            self._loop.call_soon(self._end, str(error))  # called later, since the caller is in the middle of a change
             return len(data)
 
     def _writable(self) -> None:

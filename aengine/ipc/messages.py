@@ -112,9 +112,9 @@ STATE_BLOCK_SIZE = 1 << 30
 class KVCacheGroup:
     """Layers that keep the same of a sequence, and share a block table (runner/kv_spec.py)."""
 
-    kind: str  # "full": all tokens; "window": the last ones; "state": a state of fixed size
+    kind: str  # "full": keys and values of all tokens; "window": of the last ones; "state": a state of fixed size
     block_size: int  # tokens in a block
-    window: int = 0  # tokens that a query looks back on, itself included; 0: all
+    window: int = 0  # tokens that a query attends to, its own included; 0: all
 
     @staticmethod
     def from_ready(ready: dict[str, Any]) -> tuple[KVCacheGroup, ...]:
@@ -147,11 +147,11 @@ class NewRequest:
     Sampling values are in `SamplingParams`' units; ``seed`` is always a number here.
     """
 
-    req_idx: int  # its row on the device, for as long as it runs
+    req_idx: int  # row of the request on the device, for as long as it runs
     token_ids: array[int]  # int32 [num_tokens]: prompt, then what was generated before a preemption
-    num_prompt_tokens: int  # how many of them are the prompt
-    num_computed_tokens: int  # how many have their KV already (prefix cache); < len(token_ids)
-    block_ids: array[int]  # int32: the blocks of the computed tokens and of those of this step, group after group
+    num_prompt_tokens: int  # how many of ``token_ids`` are the prompt
+    num_computed_tokens: int  # tokens whose KV is there already (prefix cache); less than len(token_ids)
+    block_ids: array[int]  # int32: blocks of the computed tokens and of this step's, one KV group after the other
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -160,18 +160,18 @@ class NewRequest:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logprobs: int = -1  # -1: none; k >= 0: the sampled token's and the k likeliest
+    logprobs: int = -1  # alternatives reported for each token beside the sampled one; -1: no log-probabilities
     min_tokens: int = 0
-    max_num_tokens: int = 2**31 - 1  # prompt and completion together
-    stop_token_ids: array[int] = field(default_factory=int32)  # every id that ends it; banned before min_tokens
+    max_num_tokens: int = 2**31 - 1  # most tokens of prompt and completion together
+    stop_token_ids: array[int] = field(default_factory=int32)  # ids that end the completion; banned before min_tokens
     bias_token_ids: array[int] = field(default_factory=int32)
     bias_values: array[float] = field(default_factory=float32)
     block_spans: array[int] = field(default_factory=int32)
     """int32 [2 * num_groups], a pair for each KV group: how many leading blocks of its table are left out, as they are
     before the window, and how many of ``block_ids`` follow. Empty: one group, and all its blocks."""
-    is_pooled: bool = False  # it gets no token, but a vector of its prompt, as the model's pooling says
-    pooled_token_ids: array[int] = field(default_factory=int32)  # if any: the vector is their logits after its prompt
-    num_first_tokens: int = 0  # of a pair of texts: leading tokens that belong to the first; 0: there is one text
+    is_pooled: bool = False  # the request gets a vector of its prompt in place of tokens
+    pooled_token_ids: array[int] = field(default_factory=int32)  # the vector is these ids' logits, if any are given
+    num_first_tokens: int = 0  # leading tokens that belong to the first of two texts; 0: there is one text
 
 
 @dataclass(slots=True)
@@ -180,9 +180,9 @@ class DraftColumns:
     are computed with them; the row samples after its last known token and after each draft. If they are certain, it
     gets all of them, and samples after the last alone."""
 
-    counts: array[int]  # [num_reqs] drafts of each, 0 or more; num_scheduled_tokens includes them
-    token_ids: array[int]  # [sum(counts)]
-    is_certain: array[int]  # [num_reqs] 1: they are
+    counts: array[int]  # [num_reqs] drafts of each request, 0 or more; num_scheduled_tokens includes them
+    token_ids: array[int]  # [sum(counts)] drafts, one request after the other
+    is_certain: array[int]  # [num_reqs] 1: all drafts of the request are accepted
 
 
 @dataclass(slots=True)
@@ -197,23 +197,23 @@ class SchedulerOutput:
     """
 
     step_id: int
-    settled_rows: array[int] = field(default_factory=int32)  # [k] rows of which a step with drafts was answered, ...
-    num_rejected: array[int] = field(default_factory=int32)  # [k] ... and how many of its drafts were wrong
-    removed: array[int] = field(default_factory=int32)  # rows freed: finished, aborted or preempted
+    settled_rows: array[int] = field(default_factory=int32)  # [k] rows whose step with drafts was answered
+    num_rejected: array[int] = field(default_factory=int32)  # [k] how many drafts of these rows were rejected
+    removed: array[int] = field(default_factory=int32)  # rows freed: their requests ended or were preempted
     new_requests: list[NewRequest] = field(default_factory=list)
-    block_rows: array[int] = field(default_factory=int32)  # [k] rows that get one more block each, ...
-    block_ids: array[int] = field(default_factory=int32)  # [k] ... that block, appended to the row's table ...
-    block_groups: array[int] = field(default_factory=int32)  # [k] ... of that KV group; empty: all of the first one
+    block_rows: array[int] = field(default_factory=int32)  # [k] row of each new block
+    block_ids: array[int] = field(default_factory=int32)  # [k] id of each new block, appended to the row's table
+    block_groups: array[int] = field(default_factory=int32)  # [k] KV group of each new block; empty: the first one
     req_idx: array[int] = field(default_factory=int32)  # [num_reqs] the batch: row of each request
-    num_scheduled_tokens: array[int] = field(default_factory=int32)  # [num_reqs] tokens that each computes, >= 1
-    sample_now: bool = True  # False: a GRAMMAR frame follows, and gates sampling
-    is_leased: bool = False  # it may be revoked until the worker begins it
-    drafts: DraftColumns | None = None  # None: there are none
+    num_scheduled_tokens: array[int] = field(default_factory=int32)  # [num_reqs] tokens each computes, 1 or more
+    sample_now: bool = True  # False: a GRAMMAR frame follows, and sampling waits for it
+    is_leased: bool = False  # the step may be revoked until the worker begins it
+    drafts: DraftColumns | None = None  # None: no request has drafts
     page_copies: array[int] = field(default_factory=int32)
     """[2 * k] pairs of pages, from and to: before anything is computed, the second becomes as the first."""
     round_sizes: array[int] = field(default_factory=int32)
     """[num_replicas] tokens of each replica in the round that this step is part of; empty: there are no rounds."""
-    round_has_prompts: bool = False  # some request of the round computes several tokens
+    round_has_prompts: bool = False  # whether a request of any replica in the round computes several tokens
 
 
 @dataclass(slots=True)
@@ -234,20 +234,20 @@ class GrammarOutput:
 class LogprobColumns:
     """Log-probabilities of the tokens for which they were asked. m entries; each has ``counts[i]`` alternatives."""
 
-    token_idx: array[int]  # [m] places in the answer's token_ids
-    sampled: array[float]  # [m] of the sampled token
-    counts: array[int]  # [m]
-    token_ids: array[int]  # [sum(counts)] likeliest first
-    values: array[float]  # [sum(counts)]
+    token_idx: array[int]  # [m] place of each token in the answer's token_ids
+    sampled: array[float]  # [m] log-probability of each token
+    counts: array[int]  # [m] alternatives given for each token
+    token_ids: array[int]  # [sum(counts)] ids of the alternatives, the likeliest first
+    values: array[float]  # [sum(counts)] log-probabilities of the alternatives
 
 
 @dataclass(slots=True)
 class PooledColumns:
     """The vectors of the requests that get one rather than tokens. m of them."""
 
-    batch_idx: array[int]  # [m]
-    sizes: array[int]  # [m]
-    values: array[float]  # [sum(sizes)]
+    batch_idx: array[int]  # [m] position of each request in the batch
+    sizes: array[int]  # [m] numbers in each vector
+    values: array[float]  # [sum(sizes)] the vectors, one after the other
 
     def vectors(self) -> list[tuple[int, array[float]]]:
         """(batch position, vector) of each."""
@@ -272,12 +272,12 @@ class ModelRunnerOutput:
     """The answer to one step, in the order of its batch."""
 
     step_id: int
-    token_ids: array[int]  # [num_reqs]; -1 where the step did not sample (a chunk of a prompt). With counts: their sum
+    token_ids: array[int]  # [num_reqs], -1 where nothing was sampled (a chunk of a prompt); with counts [sum(counts)]
     logprobs: LogprobColumns | None = None
     errors: list[RowError] = field(default_factory=list)
-    answered_at: float = 0.0  # when the worker sent it: seconds of CLOCK_MONOTONIC, which both processes share
-    seconds: float = 0.0  # that the device took for the step; 0: it was not observed
-    counts: array[int] | None = None  # [num_reqs] tokens of each, of a step with drafts; None: one each, or -1
+    answered_at: float = 0.0  # when the worker sent it, in seconds of CLOCK_MONOTONIC, which both processes share
+    seconds: float = 0.0  # seconds that the device took for the step; 0: not measured
+    counts: array[int] | None = None  # [num_reqs] tokens of each request in a step with drafts; None: one, or -1
     pooled: PooledColumns | None = None
 
     def num_tokens(self) -> Sequence[int]:
@@ -355,7 +355,7 @@ def unpack(kind: Kind, payload: bytes | bytearray | memoryview) -> Any:
         return data
     except MessageError:
         raise
-    except Exception as error:  # some of msgpack's show all that they were given
+    except Exception as error:  # the texts of some msgpack errors show all of the payload
         reason = f"{type(error).__name__}: {error!s:.300}"
         raise MessageError(f"a {kind.name} message can't be decoded: {reason}") from None
 
@@ -516,7 +516,7 @@ def _log(data: Any) -> None:
         _text(data.get(name))
     if not 0 <= _int(data.get("level")) <= 1000 or not 0 <= _int(data.get("line")) < 1 << 31:
         raise MessageError(f"LOG with level={data['level']} and line={data['line']}")
-    if not 0 <= _float(data.get("created")) < 1e11:  # NaN is not either
+    if not 0 <= _float(data.get("created")) < 1e11:  # a NaN is refused too
         raise MessageError(f"LOG created at {data['created']}")
 
 

@@ -70,7 +70,7 @@ class _End:
         self.capacity = len(self._data)
         self._fence = fence
         self._order = fence if is_weakly_ordered() else None
-        self._head = self._tail = 0  # as last read by this end; a ring is used from its very beginning
+        self._head = self._tail = 0  # positions that this end has read last; a new ring begins at 0
 
     def release(self) -> None:
         """Release the memory, so that it can be unmapped; nothing else may be called after."""
@@ -131,7 +131,8 @@ class Producer(_End):
         if self._order:
             self._order()
         self._unfinished = not flags & LAST
-        self._head = end  # first our own: if an interrupt falls between, the next write publishes this frame too
+        # set before the shared word: if an interrupt falls between, the next write publishes this frame too
+        self._head = end
         self._words[HEAD] = end
         self._fence()
 

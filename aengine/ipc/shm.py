@@ -40,7 +40,7 @@ from .layout import (
 __all__ = ["Segment", "Ticket", "new_name", "sweep_stale_names", "unusable"]
 
 PREFIX = "aengine-"
-_VOID = b"\xff" * 8  # in place of the label's magic
+_VOID = b"\xff" * 8  # written over the magic of a label that is not valid any more
 STALE_SECONDS = 60.0
 """Age at which a dead host's name is swept; a live one is unlinked within a second of its making. The age guards
 hosts that share /dev/shm but not the pid namespace (containers): theirs look dead."""
@@ -80,7 +80,7 @@ class Segment:
         self.capacity = capacity
         self.bitmask_bytes = bitmask_bytes
         self.nonce = nonce
-        self.fd = fd  # -1 once it has been handed over
+        self.fd = fd  # descriptor of the segment; -1 once it was handed over
 
     @classmethod
     def create(cls, ring_bytes: int, bitmask_bytes: int = 0) -> Segment:
@@ -169,7 +169,8 @@ class Segment:
         self.close_fd()
         self.heartbeat.release()
         self._view.release()
-        with contextlib.suppress(BufferError):  # a thread writes a bitmask: unmapped once it has let go of it
+        # a thread still writes a bitmask; the memory is unmapped when it is done
+        with contextlib.suppress(BufferError):
             self._memory.close()
 
 

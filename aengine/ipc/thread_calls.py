@@ -72,5 +72,5 @@ def tell(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args
     """Call ``callback(*args)`` on the loop, from any thread."""
     try:
         loop.call_soon_threadsafe(callback, *args)
-    except RuntimeError:  # the loop is closed, and whatever waited there is gone
+    except RuntimeError:  # the loop is closed, and the callers that waited on it are gone
         pass

@@ -10,6 +10,6 @@ __all__ = ["Vitals"]
 class Vitals(NamedTuple):
     """Signs of life of all workers of an executor, taken together."""
 
-    num_heartbeats: int  # grows when each has beaten
-    overdue_seconds: float = 0.0  # for which their devices have worked on a step beyond what it can take
-    slowest: str = "the worker"  # what to call it, if one hangs
+    num_heartbeats: int  # heartbeats of the whole group; grows when each worker has sent one
+    overdue_seconds: float = 0.0  # seconds that the devices have worked on a step beyond what it can take
+    slowest: str = "the worker"  # the name that an error gives to the worker that hangs

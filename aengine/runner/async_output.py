@@ -27,10 +27,10 @@ __all__ = ["AsyncOutput", "OutputCopier", "Published"]
 class HostOutput(NamedTuple):
     """Sampled tokens on the host. n rows; of the log-probabilities only those of `LogprobRows` are set."""
 
-    token_ids: np.ndarray | None = None  # [n]
-    checks: np.ndarray | None = None  # float32 [n]
-    counts: np.ndarray | None = None  # [requests with rows of logits]: tokens that each gets; None: one
-    vectors: np.ndarray | None = None  # float32 [sum of their sizes], one after the other
+    token_ids: np.ndarray | None = None  # [n]: sampled ids
+    checks: np.ndarray | None = None  # float32 [n]: finite if the row could be sampled, see `SamplerOutput`
+    counts: np.ndarray | None = None  # [requests that sample]: tokens that each gets in a step with drafts; None: one
+    vectors: np.ndarray | None = None  # float32 [sum of their sizes]: the vectors, one after the other
     logprobs: np.ndarray | None = None  # int32 [n, 1 + 2 * k], see `token_logprobs`
 
 
@@ -82,7 +82,7 @@ class AsyncOutput:
     def get(self) -> ModelRunnerOutput:
         """Wait for the device and put the answer together."""
         host = HostOutput() if self._source is None else self._source.get()
-        # Which rows of logits the answer has, in its order, and their errors; None: all, in any order.
+        # The rows of logits that the answer has, in its order, and their errors; None: all rows, in any order.
         kept = None if self._drafts is None else self._accepted(host)
         errors = self._errors(host, kept)
         if kept is None or self._drafts is None:
@@ -122,7 +122,7 @@ class AsyncOutput:
         order = np.argsort(self._sampling, kind="stable")
         if host.counts is None or self._places is None:
             return order
-        counts = host.counts[np.cumsum(self._places == 0) - 1]  # of the request of each row
+        counts = host.counts[np.cumsum(self._places == 0) - 1]  # for each row the count of its request
         return order[(self._places < counts)[order]]
 
     def _ragged(
@@ -132,7 +132,7 @@ class AsyncOutput:
             kept = kept[~np.isin(self._sampling[kept], list(errors))]
         counts = np.bincount(self._sampling[kept], minlength=self._num_reqs).astype(np.int32)
         token_ids = np.empty(0, dtype=np.int32) if host.token_ids is None else host.token_ids[kept].astype(np.int32)
-        # Drafts that are certain come before what was sampled after them.
+        # Drafts that are certain come before the token sampled after them.
         num_drafts, is_certain = np.array(drafts.counts), np.array(drafts.is_certain, dtype=bool)
         certain = np.where(is_certain & (counts > 0), num_drafts, 0)
         certain_ids = np.array(drafts.token_ids)[np.repeat(certain > 0, num_drafts)]
@@ -167,7 +167,7 @@ class OutputCopier:
 
 @dataclass(slots=True)
 class _Copied:
-    tensors: dict[str, Tensor]  # on the CPU, by field of HostOutput
+    tensors: dict[str, Tensor]  # tensors on the CPU, by the field of HostOutput
     event: Event | None
 
     def ready(self) -> bool:

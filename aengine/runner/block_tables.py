@@ -37,16 +37,16 @@ class BlockTables:
         self.groups = tuple(groups)
         part = arena.part("block_table")
         self.table = part.view(len(groups), -1, part.shape[1])  # int32 [num_groups, max_num_seqs, max_blocks_per_seq]
-        self.of_group = self.table.unbind(0)  # int32 [max_num_seqs, max_blocks_per_seq] each
+        self.of_group = self.table.unbind(0)  # a view for each group: int32 [max_num_seqs, max_blocks_per_seq]
         sizes = [group.block_size for group in groups]
         self.block_sizes = torch.tensor(sizes, dtype=torch.int32, device=part.device)  # [num_groups]
         self._num_rows = self.table.shape[1]
-        # Of each group, the blocks up to each row's last one.
+        # Blocks of each row, for each group: up to the row's last one.
         self._lengths = [np.zeros(self._num_rows, dtype=np.int64) for _ in groups]
         self.has_states = any(group.kind == "state" for group in groups)
-        # Of each group and row, the page of its state; the device's table has it too.
+        # Page of the state, for each group and row; the device's table has it too.
         self._state_pages = np.zeros((len(groups), self._num_rows), dtype=np.int64)
-        self._fresh: list[int] = []  # given to someone since take_fresh, and holding what their last owner left
+        self._fresh: list[int] = []  # blocks given out since `take_fresh`, which still hold what their last owner wrote
 
     def replace(self, request: NewRequest) -> None:
         """A new request's blocks, of which the first hold its computed tokens already."""

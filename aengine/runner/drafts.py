@@ -35,9 +35,9 @@ Rows = npt.NDArray[np.int64]
 class DraftPlan:
     """The drafts of a step, in the order of its plan; on the host."""
 
-    counts: Rows  # [num_reqs]
-    token_ids: Rows  # [sum(counts)]
-    is_certain: npt.NDArray[np.bool_]  # [num_reqs]
+    counts: Rows  # [num_reqs]: drafts of each request
+    token_ids: Rows  # [sum(counts)]: drafts, one request after the other
+    is_certain: npt.NDArray[np.bool_]  # [num_reqs]: whether all drafts of the request are accepted
 
     @classmethod
     def make(cls, columns: DraftColumns, batch_idx: Rows, vocab_size: int) -> DraftPlan:
@@ -78,16 +78,16 @@ class Verification:
     """The rows of logits of s requests: n rows, those of a request one after the other. int64 on the device where
     nothing else is said."""
 
-    places: Rows  # host [n]: drafts before each row
-    owner_host: Rows  # host [n]
-    rows_host: Rows  # host [s]
-    lengths_host: Rows  # host [s]
-    owner: Tensor  # [n]: the request of each row
-    draft_ids: Tensor  # [n]: the draft after each row; -1: none
-    places_device: Tensor  # [n]
-    rows: Tensor  # [s]: row of each request
-    starts: Tensor  # [s]: its first row of logits
-    lengths: Tensor  # [s]: how many it has
+    places: Rows  # host [n]: number of the request's drafts before each row of logits
+    owner_host: Rows  # host [n]: the request of each row of logits, as an index into ``rows_host``
+    rows_host: Rows  # host [s]: row of each request that samples
+    lengths_host: Rows  # host [s]: rows of logits of each request
+    owner: Tensor  # [n]: `owner_host` on the device
+    draft_ids: Tensor  # [n]: the draft that follows each row of logits; -1: none
+    places_device: Tensor  # [n]: `places` on the device
+    rows: Tensor  # [s]: `rows_host` on the device
+    starts: Tensor  # [s]: first row of logits of each request
+    lengths: Tensor  # [s]: `lengths_host` on the device
 
     @classmethod
     def gather(cls, rows: Rows, num_drafts: Rows, token_ids: Rows, device: torch.device) -> Verification:

@@ -30,8 +30,8 @@ __all__ = ["ExpertRounds", "RoundShape"]
 class RoundShape(NamedTuple):
     """How the steps of a round are padded. Both None: each replica exchanges as many rows as it has tokens."""
 
-    decodes: int | None = None  # size of the decode graph
-    tokens: int | None = None  # tokens of the graph of a step with prompts
+    decodes: int | None = None  # size of the decode graph that all replicas run; None: none
+    tokens: int | None = None  # tokens of the graph for steps with prompts that all replicas run; None: none
 
 
 class ExpertRounds:
@@ -43,9 +43,10 @@ class ExpertRounds:
         self._join_layers = join_layers
         self._graphs: CudaGraphManager | None = None
         self._batch_graphs: BatchGraphs | None = None
-        self.shape = RoundShape()  # of the step that is run
+        self.shape = RoundShape()  # the graphs of the step being run
         self._is_stepping = False
-        self._joins: list[tuple[Sequence[int], bool]] = []  # that wait for the end of a step
+        # (sizes, has prompts) of the rounds to be joined when the step being run has ended
+        self._joins: list[tuple[Sequence[int], bool]] = []
 
     def use_graphs(self, graphs: CudaGraphManager | None, batch_graphs: BatchGraphs | None) -> None:
         """Pad rounds to the sizes of these from now on: they have the same sizes on all ranks."""

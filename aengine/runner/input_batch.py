@@ -36,14 +36,14 @@ class BatchPlan:
 
     batch_idx: Rows  # [num_reqs]: position of each request in the SchedulerOutput
     rows: Rows  # [num_reqs]: row of each request
-    query_lens: Rows  # [num_reqs]: tokens that each computes
-    seq_lens: Rows  # [num_reqs]: tokens that each has in all, this step's included
-    sampling: Rows  # [num_sampled]: which requests sample, ascending
-    num_tokens: int  # over all requests
+    query_lens: Rows  # [num_reqs]: tokens that each request computes
+    seq_lens: Rows  # [num_reqs]: tokens that each request has in all, this step's included
+    sampling: Rows  # [num_sampled]: indices of the requests that sample, ascending
+    num_tokens: int  # tokens computed for all requests together
     num_decodes: int  # leading requests of one token
     drafts: DraftPlan | None = None  # None: no request has any
-    is_exact: bool = True  # no seq_len of a request with more than one token is an upper bound
-    state_pages: Rows | None = None  # [num_groups, num_reqs]: pages of their states; None: the model has none
+    is_exact: bool = True  # False: the seq_len of some request with more than one token is an upper bound
+    state_pages: Rows | None = None  # [num_groups, num_reqs]: page of each request's state; None: the model has none
 
     @property
     def num_reqs(self) -> int:
@@ -122,8 +122,8 @@ class BatchPlan:
 class GroupBatch:
     """The blocks of a batch in one KV group, from the first that any query of this step looks at."""
 
-    block_table: Tensor  # int32 [num_reqs, width]; past a request's own blocks, the first of them again
-    seq_lens: list[int]  # host [num_reqs]: tokens in those blocks, this step's included
+    block_table: Tensor  # int32 [num_reqs, width]; past a request's own blocks its first one is repeated
+    seq_lens: list[int]  # host [num_reqs]: tokens of each request, this step's included
 
     @classmethod
     def gather(
@@ -145,10 +145,10 @@ class InputBatch:
     """The requests of a step, decodes first. Tensors are on the device; "host" marks numpy."""
 
     plan: BatchPlan
-    idx_mapping: Tensor  # int64 [num_reqs]: rows
+    idx_mapping: Tensor  # int64 [num_reqs]: row of each request
     inputs: PreparedInputs
     block_table: Tensor  # int32 [num_groups, max_num_seqs, max_blocks_per_seq], the persistent one, by idx_mapping
-    groups: list[GroupBatch]  # of each KV group; empty where the Triton kernels run, which read the table itself
+    groups: list[GroupBatch]  # one for each KV group; empty where Triton kernels run, which read block_table themselves
 
     @property
     def num_reqs(self) -> int:
@@ -194,12 +194,12 @@ def _check(rows: Rows, query_lens: Rows, requests: RequestState) -> None:
 class SampleBatch:
     """The n rows of logits of a step: one of each request that samples; of one with drafts, one more after each."""
 
-    rows: Rows  # host int64 [n]: the request's row
-    batch_idx: Rows  # host int64 [n]: position in the SchedulerOutput
-    num_generated: Rows  # host int64 [n]: tokens of the completion so far, drafts included
-    rows_device: Tensor  # int64 [n]: rows
-    scalars: Scalars  # columns of [n]; num_tokens with the drafts before each
-    max_num_tokens: int  # of these rows
+    rows: Rows  # host int64 [n]: row of the request
+    batch_idx: Rows  # host int64 [n]: position of the request in the SchedulerOutput
+    num_generated: Rows  # host int64 [n]: tokens of the completion until now, drafts included
+    rows_device: Tensor  # int64 [n]: `rows` on the device
+    scalars: Scalars  # columns of [n]; num_tokens counts the drafts before each row of logits
+    max_num_tokens: int  # largest num_tokens of these rows
     grammar: GrammarOutput | None
     drafted: Verification | None = None  # None: there are no drafts
 

@@ -76,7 +76,7 @@ class StateTensor(NamedTuple):
     """A tensor of a state."""
 
     name: str
-    shape: tuple[int, ...]  # for one sequence
+    shape: tuple[int, ...]  # shape of the state of one sequence
     dtype: torch.dtype = torch.float32
 
     @property
@@ -88,7 +88,7 @@ class StateTensor(NamedTuple):
 class StateKV:
     """A state of fixed size a sequence, whatever its length (a linear attention, a convolution)."""
 
-    tensors: tuple[StateTensor, ...]  # in memory one after the other
+    tensors: tuple[StateTensor, ...]  # tensors of the state, in the order in which they lie in memory
 
     @property
     def num_bytes(self) -> int:
@@ -110,9 +110,9 @@ class LayerPlace:
     """Place of a layer's KV."""
 
     kv: FullKV | WindowKV | LatentKV | StateKV
-    group: int  # whose block table leads to it
+    group: int  # index of the KV group whose block table leads to the layer's pages
     slab: int
-    first_byte: int = 0  # in the slab's part of a page
+    first_byte: int = 0  # first byte of the layer within the slab's part of a page
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class KVLayout:
     """The pool's form: pages of ``num_slabs`` slabs, each of ``slab_bytes``."""
 
     groups: tuple[KVCacheGroup, ...]
-    layers: tuple[LayerPlace | None, ...]  # of every layer of the model; None: it is another pipeline stage's
+    layers: tuple[LayerPlace | None, ...]  # one for each layer of the model; None: another pipeline stage has it
     num_slabs: int
     slab_bytes: int
 
@@ -185,9 +185,9 @@ class _Slabs:
     """Form of a page."""
 
     count: int
-    num_bytes: int  # of each
-    num_tokens: int  # in a block of the layers with the most bytes a token
-    stacked: int  # layers with keys and values that lie in a slab behind each other
+    num_bytes: int  # bytes of each page
+    num_tokens: int  # tokens in a block of the layers that take the most bytes a token
+    stacked: int  # layers whose keys and values lie behind each other in one slab
     itemsize: int
 
     def block_size(self, kv: _AnyKV) -> int:

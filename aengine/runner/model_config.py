@@ -54,14 +54,14 @@ class ModelConfig:
     ropes: tuple[RopeConfig, ...]
     sliding_windows: tuple[int | None, ...]
     checkpoint_dtype: str  # "float32", "bfloat16", "float16", or "" when the checkpoint does not say
-    activation: Activation = "silu"  # of the feed-forward layers' gates
+    activation: Activation = "silu"  # activation of the gates of feed-forward layers
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
-    logit_softcap: float = 0.0  # cap * tanh(logits / cap); 0: none
-    num_experts: int = 0  # of each mixture of experts; 0: there are none
-    num_ranks: int = 1  # among which heads and inner features are divided: all sizes are those of one of them
-    kv_copies: int = 1  # ranks that have the same key-value heads
-    divides_experts: bool = False  # each rank has some experts of a mixture as a whole, instead of a part of every one
+    logit_softcap: float = 0.0  # c in c * tanh(logits / c); 0: no cap
+    num_experts: int = 0  # experts of each mixture; 0: the model has no mixtures
+    num_ranks: int = 1  # ranks that divide heads and inner features: all sizes here are those of one rank
+    kv_copies: int = 1  # number of ranks that have the same key-value heads
+    divides_experts: bool = False  # each rank has whole experts, instead of a part of every expert
 
     divided: ClassVar[tuple[str, ...]] = ("num_heads", "intermediate_size")
     """The fields that are divided among ranks, numbers or `Divisible`, the key-value heads apart."""
@@ -183,7 +183,8 @@ class ConfigReader(ValueReader):
     def __init__(self, hf: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
         """``defaults``: what transformers' class of the model takes for a key that is not there at all."""
         values = {**(defaults or {}), **hf}
-        if hf.get("rope_scaling") and not hf.get("rope_parameters"):  # which is its older name
+        # "rope_scaling" is the older name of "rope_parameters"
+        if hf.get("rope_scaling") and not hf.get("rope_parameters"):
             values.pop("rope_parameters", None)
         super().__init__(values, "config.json")
 

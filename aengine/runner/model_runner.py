@@ -46,8 +46,8 @@ from .transfer import to_device
 
 __all__ = ["ExecuteModelState", "KvMemory", "Model", "ModelRunner"]
 
-_IDLE_FOR_GRAPHS = 0.05  # seconds; each part takes a fifth of that
-_IDLE_FOR_LONG_PARTS = 0.25  # seconds
+_IDLE_FOR_GRAPHS = 0.05  # seconds without work before a graph is captured; each part takes a fifth of that
+_IDLE_FOR_LONG_PARTS = 0.25  # seconds without work before a longer part is run
 
 
 class Model(Protocol):
@@ -106,15 +106,15 @@ class ExecuteModelState:
     """State of a step between its two phases."""
 
     step_id: int
-    plan: BatchPlan | None = None  # what was run; None: nothing
-    idx_mapping: Tensor | None = None  # int64 [num_reqs]: the plan's rows on the device
-    logits: Tensor | None = None  # float32 [num_sampled, share]; None: nothing samples, or has been sampled
-    pooled: PooledTensors | None = None  # of the requests that get a vector
-    is_half: bool = False  # decodes, whose second half is to be queued
-    is_held: bool = False  # with prompts, whose end is to be queued
-    num_reqs: int = 0  # of the step, those that could not be run included
-    drafts: DraftColumns | None = None  # of the step
-    row_errors: dict[int, RowError] = field(default_factory=dict)  # by position in the SchedulerOutput
+    plan: BatchPlan | None = None  # the batch that was run; None: no request could be run
+    idx_mapping: Tensor | None = None  # int64 [num_reqs]: the plan's rows, on the device
+    logits: Tensor | None = None  # float32 [num_sampled, share]; None: nothing samples, or it was sampled already
+    pooled: PooledTensors | None = None  # hidden states of the requests that get a vector
+    is_half: bool = False  # only decodes: the second half of their graph is to be queued
+    is_held: bool = False  # with prompts: the graph of the step's end is to be queued
+    num_reqs: int = 0  # requests of the step, those that could not be run included
+    drafts: DraftColumns | None = None  # drafts of the step's requests
+    row_errors: dict[int, RowError] = field(default_factory=dict)  # errors by position in the SchedulerOutput
 
 
 class ModelRunner:
@@ -170,14 +170,14 @@ class ModelRunner:
         self.requests = RequestState(self._arena)
         kv_memory.watch_rows(self.requests.scalars.first_len)
         self._relay = Relay(stage, link, self.requests, has_graphs=bool(graph_sizes))
-        self.samples = self._relay.samples  # whether this pipeline stage does: it is the last, or the only one
+        self.samples = self._relay.samples  # whether this rank samples: its pipeline stage is the last or the only one
         self.tables = BlockTables(self._arena, num_blocks=num_blocks, groups=kv_groups)
         self._pooling = DecoderPooling(model, self.requests, vectors or VectorLayers("last"))
         self._bitmasks = HostBitmasks(4 * ((vocab_size + 31) // 32))
         own = vocabulary or VocabularyShare.of(vocab_size, 0, 1)
-        self.num_logits = own.size  # of each row, on this rank
+        self.num_logits = own.size  # logits of each row on this rank
         self._sampler = Sampler(self.requests, vocab_size, self._bitmasks, Vocabulary(own, group))
-        self._row_faults: dict[int, tuple[str, str]] = {}  # row: type and message of what is wrong with its request
+        self._row_faults: dict[int, tuple[str, str]] = {}  # type and message of the fault of a row's request, by row
         self._state: ExecuteModelState | None = None
         self._copy_out = OutputCopier(platform)
         self.graphs: CudaGraphManager | None = None
@@ -192,13 +192,14 @@ class ModelRunner:
             self.graphs = CudaGraphManager(step, graph_sizes, platform, enforce_eager=enforce_eager)
         self.batch_graphs: BatchGraphs | None = None
         if graph_sizes and not enforce_eager:
-            most_tokens = 0 if self.tables.has_states else max_graph_tokens  # states of prompts are taken one by one
+            # states of prompts are computed one sequence at a time
+            most_tokens = 0 if self.tables.has_states else max_graph_tokens
             sizes, ranks = (max_num_seqs, most_tokens), group if rounds is None else rounds.group
             self.batch_graphs = BatchGraphs(self.requests, self.tables, self.forward_batch, *sizes, platform, ranks)
         self.rounds = rounds
         if rounds is not None:
             rounds.use_graphs(self.graphs, self.batch_graphs)
-        self._preparations: list[Preparation] | None = None  # not looked for yet
+        self._preparations: list[Preparation] | None = None  # None: to be looked for when asked
 
     def _find_preparations(self) -> list[Preparation]:
         parts: list[Preparation] = []
@@ -314,7 +315,8 @@ class ModelRunner:
                 self.graphs.hold(hidden, last, plan.rows[plan.sampling])
             else:
                 logits = self._model.compute_logits(hidden if last is None else hidden.index_select(0, last))
-        if not is_held or len(plan.sampling) < plan.num_reqs:  # the end advances those that sample
+        # the graph of the step's end advances the rows that sample
+        if not is_held or len(plan.sampling) < plan.num_reqs:
             self.requests.advance_device(rows, seq_lens)
         return ExecuteModelState(out.step_id, plan, rows, logits, pooled=pooled, is_held=is_held)
 
@@ -432,7 +434,8 @@ class ModelRunner:
         would wait."""
         if self._state is not None:
             return
-        preparations = self._find_preparations()  # steps may have come since, which say what is needed first
+        # looked for again: steps that came since may need something else first
+        preparations = self._find_preparations()
         if preparations:
             preparations[0].run()
         self._preparations = None

@@ -16,7 +16,7 @@ from .platforms.platform import Platform
 
 __all__ = ["start", "stop"]
 
-_running: tuple[profile, str] | None = None  # and the folder
+_running: tuple[profile, str] | None = None  # the profile being recorded, and its folder
 
 
 def start(folder: str | None, platform: Platform) -> str:
@@ -36,7 +36,7 @@ def start(folder: str | None, platform: Platform) -> str:
         except (OSError, ValueError) as error:
             raise InvalidRequestError(f"folder={folder!r} can't be written to: {error}", param="folder") from error
     activities = [ProfilerActivity.CPU, *platform.profiler_activities]
-    # acc_events: else it warns that a trace of several cycles has the last one only, though this has but one.
+    # acc_events=True avoids a warning that the trace has only the last cycle, as there is but one.
     recording = profile(activities=activities, acc_events=True)
     recording.start()
     _running = recording, folder

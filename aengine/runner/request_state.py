@@ -40,7 +40,7 @@ SCALAR_WORDS = 16
 COLUMNS = ScalarColumns(seed=0, temperature=2, num_tokens=10, num_computed_tokens=11)
 _ROW = struct.Struct("<q6f6i")
 _MIN_TEMPERATURE = (
-    1e-5  # below, logits / temperature could overflow; two tokens that differ at all are decided long before
+    1e-5  # below this logits / temperature could overflow, and the likeliest token is certain long before
 )
 
 
@@ -60,9 +60,9 @@ class Scalars:
         self.top_k = words[:, 8]  # int32 [n]; 0: all
         self.num_prompt_tokens = words[:, 9]  # int32 [n]
         self.num_tokens = words[:, 10]  # int32 [n]: prompt and completion so far
-        self.num_computed_tokens = words[:, 11]  # int32 [n]: have their KV
+        self.num_computed_tokens = words[:, 11]  # int32 [n]: tokens whose KV is written
         self.first_len = words[:, 12]  # int32 [n]: num_tokens when the request got its row
-        self.logprobs_asked = words[:, 13]  # int32 [n]: alternatives to each token, and one; 0: no log-probabilities
+        self.logprobs_asked = words[:, 13]  # int32 [n]: alternatives to each token, plus 1; 0: no log-probabilities
 
     def select(self, rows: Tensor) -> Scalars:
         """A copy of some rows (int64 [m])."""
@@ -77,14 +77,15 @@ class RequestState:
         self.token_ids = arena.part("token_ids")  # int32 [max_num_seqs, max_model_len]: prompt, then completion
         self.scalars = Scalars(arena.part("scalars"))
         max_num_seqs = self.token_ids.shape[0]
-        # The host's copies, [max_num_seqs] each.
+        # Copies that the host keeps, [max_num_seqs] each.
         self.in_use = np.zeros(max_num_seqs, dtype=bool)
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
-        self.num_unsettled = np.zeros(max_num_seqs, dtype=np.int64)  # steps with drafts since which nothing was settled
+        # steps with drafts that were run and not settled yet, for each row
+        self.num_unsettled = np.zeros(max_num_seqs, dtype=np.int64)
         self.is_pooled = np.zeros(max_num_seqs, dtype=bool)
-        self.num_pooled = 0  # rows of which it holds
+        self.num_pooled = 0  # number of rows whose request gets a vector
         self.is_random = np.zeros(max_num_seqs, dtype=bool)
         self.top_k = np.zeros(max_num_seqs, dtype=np.int64)
         self.has_top_p = np.zeros(max_num_seqs, dtype=bool)
@@ -114,7 +115,7 @@ class RequestState:
         self.has_top_p[row] = request.top_p < 1
         self.has_min_p[row] = request.min_p > 0
         packed = _ROW.pack(
-            (request.seed + 2**63) % 2**64 - 2**63,  # seed + i of a call with n > 1 may have passed the end
+            (request.seed + 2**63) % 2**64 - 2**63,  # seed + i of a call with n > 1 may be beyond 64 bits
             0.0 if greedy else max(request.temperature, _MIN_TEMPERATURE),
             request.top_p,
             request.min_p,

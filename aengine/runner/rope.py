@@ -41,7 +41,7 @@ class LongRope:
     """
 
     border: int
-    inv_freq: Tensor  # float32 [rotary_dim / 2], of requests beyond the border
+    inv_freq: Tensor  # float32 [rotary_dim / 2], for requests beyond the border
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,10 @@ class RopeConfig:
 
     rope_type: str
     theta: float
-    scaling: Mapping[str, Any]  # the checkpoint's parameters of its rope_type
+    scaling: Mapping[str, Any]  # parameters of rope_type, as the checkpoint has them
     rotary_dim: int
     max_position_embeddings: int
-    interleaved: bool = False  # element 2i turns with 2i + 1; else i with i + rotary_dim / 2
+    interleaved: bool = False  # True: element 2i is rotated with 2i + 1; False: i with i + rotary_dim / 2
 
     @classmethod
     def read(
@@ -108,7 +108,7 @@ class RopeConfig:
             inv_freq, factor = self.inv_freq()
             parts = [inv_freq] if (long := self.long()) is None else [inv_freq, long.inv_freq]
             is_sound = all(bool(part.isfinite().all()) for part in parts) and math.isfinite(factor)
-        except (ArithmeticError, ValueError):  # a logarithm of 1 to divide by
+        except (ArithmeticError, ValueError):  # parameters for which a logarithm is 0, for example
             is_sound = False
         if not is_sound:
             shown = ", ".join(f"{key}={values.raw(key)!r:.40}" for key in values)
@@ -132,7 +132,7 @@ class RopeConfig:
             return self._yarn(self._plain)
         if self.rope_type == "longrope":
             return self._stretched("short_factor"), self._longrope_attention_factor()
-        # "dynamic" only changes anything beyond max_position_embeddings, and no request gets there.
+        # "dynamic" changes nothing up to max_position_embeddings, and no request gets beyond.
         return self._plain, 1.0
 
     def long(self) -> LongRope | None:
@@ -167,7 +167,7 @@ class RopeConfig:
         low, high = float(self.scaling["low_freq_factor"]), float(self.scaling["high_freq_factor"])
         context = float(self.scaling["original_max_position_embeddings"])
         waves_in_context = context * plain / (2 * math.pi)
-        share = ((waves_in_context - low) / (high - low)).clamp(0, 1)  # 0: stretch, 1: keep
+        share = ((waves_in_context - low) / (high - low)).clamp(0, 1)  # 0: frequencies are stretched; 1: they are kept
         return (1 - share) * plain / factor + share * plain
 
     def _yarn(self, plain: Tensor) -> tuple[Tensor, float]:

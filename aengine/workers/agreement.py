@@ -45,7 +45,7 @@ def merge(ranks: Sequence[Rank], agreed: Mapping[str, Any], readies: Sequence[Ma
     """Merge what was agreed with the READYs of a replica's ranks: sums over ranks or stages, for the rest those of the
     first; and under "ranks" each rank's own."""
     sums = {name: sum(ready[name] for ready in readies) for name in _SUMS if all(name in ready for ready in readies)}
-    if "num_parameters" in readies[0]:  # each rank of a stage says those of the whole stage
+    if "num_parameters" in readies[0]:  # each rank reports the parameters of its whole pipeline stage
         stages = (ready for rank, ready in zip(ranks, readies, strict=True) if rank.tp_rank == 0)
         sums["num_parameters"] = sum(ready["num_parameters"] for ready in stages)
     own = [{"rank": rank.index, **ready} for rank, ready in zip(ranks, readies, strict=True)]
@@ -66,12 +66,13 @@ class AnswerCheck:
     def __init__(self, lead: Lead, rank: Rank) -> None:
         self._lead = lead
         self._rank = rank
-        self._unchecked: deque[tuple[int, int]] = deque()  # step id and checksum, until the other one has answered
+        # (step id, checksum) of steps that the leading rank has not answered yet
+        self._unchecked: deque[tuple[int, int]] = deque()
 
     def note(self, output: ModelRunnerOutput) -> None:
         """This rank has an answer. Raises InternalError if it, or one before, is not that of the rank that answers."""
         if self._rank.pp_rank != self._rank.pp_size - 1:
-            return  # samples nothing
+            return  # a rank of an earlier pipeline stage samples nothing
         checksum = zlib.crc32(output.token_ids)
         if self._rank.answers:
             self._lead.note_answer(output.step_id, checksum)

@@ -23,23 +23,24 @@ from collections import deque
 __all__ = ["AnswerTimes"]
 
 _NUM_STEPS = 8
-_MARGIN = 100e-6  # seconds: a thread wakes up so much late, at times
-_LEAST_SLEEP = 50e-6  # seconds; falling asleep and waking up costs as much CPU time as a third of it
+_MARGIN = 100e-6  # seconds by which a thread may wake up late
+_LEAST_SLEEP = 50e-6  # seconds; falling asleep and waking up takes a third of it in CPU time
 _MISSED = 0.75
-_NAP = 1 / 16, 30e-6, 50e-6  # of the shortest step; the least that is worth falling asleep, and the most, in seconds
-_MOST_DOUBT = 0.3  # of the seconds that a step took: between the most and the least that it can have taken
+_NAP = 1 / 16, 30e-6, 50e-6  # share of the shortest step that a nap may take; least and most seconds of a nap
+_MOST_DOUBT = 0.3  # largest uncertainty of a measured duration, as a share of it
 
 
 class AnswerTimes:
     """Measures steps in the order in which they are launched. All times are seconds of one clock."""
 
     def __init__(self) -> None:
-        self._launched: deque[tuple[bool, float, float]] = deque()  # decodes alone; when it began; when it ended
-        self._seconds: deque[float] = deque(maxlen=_NUM_STEPS)  # of steps of decodes alone
-        self._done_at = 0.0  # the newest of those that were taken
-        self._is_watched = False  # the oldest was looked for after it was due, and not done
-        self._not_done_at = 0.0  # when the oldest was looked for last, and not done
-        self._last_end = 0.0, 0.0  # of the newest of those that were taken: not before; not after
+        self._launched: deque[tuple[bool, float, float]] = deque()  # (only decodes, begun, launched) of each step
+        self._seconds: deque[float] = deque(maxlen=_NUM_STEPS)  # seconds of the last steps of decodes alone
+        self._done_at = 0.0  # when the last step whose answer was taken was done
+        self._is_watched = False  # the oldest step was looked for after it was due, and was not done
+        self._not_done_at = 0.0  # when the oldest step was last seen not to be done
+        # earliest and latest time at which the last step whose answer was taken can have ended
+        self._last_end = 0.0, 0.0
 
     def note_launched(self, now: float, *, only_decodes: bool, begun: float | None = None) -> None:
         """Note that a step was launched, which began at ``begun``; None: just now."""

@@ -24,9 +24,9 @@ IDLE = 2**64 - 1
 
 _MOST_BETWEEN_LOOKS = 1.0
 _NUM_STEPS = 64
-_LEAST_TOKENS = 16  # a step of fewer takes as long
-_FACTOR = 2.0  # a step may take so many times as long as the slowest of the last ones, by its tokens
-_FIRST_STEP_SECONDS = 30.0  # allowed while nothing is known
+_LEAST_TOKENS = 16  # tokens; steps of fewer take as long as one of so many
+_FACTOR = 2.0  # longest duration of a step, as a multiple of the slowest of the last ones, by its tokens
+_FIRST_STEP_SECONDS = 30.0  # seconds allowed for a step while none was measured
 
 
 class DeviceWatch:
@@ -38,7 +38,8 @@ class DeviceWatch:
         self._last_look = 0.0
         self._waited = 0.0
         self._is_watching = False
-        self._known: deque[tuple[float, float]] = deque(maxlen=_NUM_STEPS)  # seconds, and seconds per token
+        # seconds of each of the last steps, and seconds per token
+        self._known: deque[tuple[float, float]] = deque(maxlen=_NUM_STEPS)
 
     def note_busy(self) -> None:
         """The main thread runs code of the host, which may take any time."""

@@ -17,10 +17,11 @@ import threading
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_TIMERSLACK = 29
-_TIMER_SLACK = 1000  # nanoseconds by which a sleep may be too long; 50,000 by default, much of a step
+# nanoseconds by which a sleep may be too long (the system's default is 50,000, a large part of a step)
+_TIMER_SLACK = 1000
 _EXIT_HOST_GONE = 3
 _TRIM_PERIOD = 30_000  # milliseconds between two looks at how much was written to stdout and stderr
-_TRIM_BYTES = 1024 * 1024  # more than that is thrown away: it is memory, and only its end is ever shown
+_TRIM_BYTES = 1024 * 1024  # bytes of output that are kept: they are memory, and only their end is ever shown
 
 
 def die_with_host(host_pid: int, death_fd: int) -> None:
@@ -28,7 +29,7 @@ def die_with_host(host_pid: int, death_fd: int) -> None:
     import ctypes
 
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != host_pid:  # it died before the line above
+    if os.getppid() != host_pid:  # the host died before the line above
         os._exit(_EXIT_HOST_GONE)
     os.set_inheritable(death_fd, False)
     threading.Thread(target=_guard, args=(death_fd,), name="aengine-host-guard", daemon=True).start()
@@ -36,7 +37,7 @@ def die_with_host(host_pid: int, death_fd: int) -> None:
 
 def _guard(death_fd: int) -> None:
     pipe = select.poll()
-    pipe.register(death_fd)  # it is never written to: the one event is the end of its last write end
+    pipe.register(death_fd)  # nobody writes to it: its one event comes when the last write end is closed
     while not pipe.poll(_TRIM_PERIOD):
         if os.fstat(2).st_size > _TRIM_BYTES:
             os.ftruncate(2, 0)

@@ -38,7 +38,7 @@ class Loading:
         self.rank = Rank(index=rank)
         self.config: EngineConfig | None = None
         self.model: LoadedModel | None = None
-        self.extension: Extension | None = None  # since `allocate`
+        self.extension: Extension | None = None  # None before `allocate`
         self._begun = 0.0
         self._last_report = ("", 0.0)
 
@@ -52,7 +52,7 @@ class Loading:
         self._report_progress("import", 0, 0, "")
         with self._limits_explained():
             load = _imported(self._target)
-            extension_class(config.worker_extension)  # an error in it is told before the weights are loaded
+            extension_class(config.worker_extension)  # errors of the import are raised before the weights are loaded
             model: LoadedModel = load(config, message["source"], self.rank, self._report_progress)
             if not hasattr(model, "allocate"):
                 raise _not_a_loader(self._target, f"returned {type(model).__name__}")
@@ -69,7 +69,7 @@ class Loading:
             context = WorkerContext(self.config, self.rank, self.model, runner)
             self.extension = Extension(extension_class(self.config.worker_extension), context)
         gc.collect()
-        gc.freeze()  # what serves until the end; looking through it would hold up steps
+        gc.freeze()  # these objects live until the end; scanning them would hold up steps
         seconds = round(time.monotonic() - self._begun, 3)
         self._channel.publish(Kind.READY, 0, pack({**facts, "pid": os.getpid(), "seconds": seconds}))
         return runner
@@ -106,7 +106,7 @@ class Loading:
         self._last_report = (stage, now)
         report = {"stage": stage, "done": done, "total": total, "unit": unit}
         self._channel.publish(Kind.PROGRESS, 0, pack(report))
-        self._logs.publish()  # of threads that load: the main thread may have no turn for long
+        self._logs.publish()  # logs of threads that load are published here, since the main thread may be busy for long
 
 
 def _imported(target: str) -> Any:
@@ -118,9 +118,9 @@ def _imported(target: str) -> Any:
         raise ModelLoadError(f"worker={target!r} can't be imported here: {error}") from error
     try:
         inspect.signature(load).bind("config", "source", "rank", "progress")
-    except TypeError as error:  # it can't be called at all, or not so
+    except TypeError as error:  # it is not callable, or does not take these arguments
         raise _not_a_loader(target, str(error)) from error
-    except ValueError:  # some functions in C don't say
+    except ValueError:  # some functions in C have no signature
         pass
     return load
 

@@ -25,7 +25,8 @@ BURST = 50
 PER_SECOND = 10.0
 """... and how many a second after those."""
 MOST_QUEUED = 200
-_HEAD, _TAIL = 4000, 4000  # characters of a longer text that are kept; a fragment of the smallest ring has 16 KiB
+# characters kept of the begin and the end of a longer text; a fragment of the smallest ring has 16 KiB
+_HEAD, _TAIL = 4000, 4000
 
 
 class WorkerLogs(logging.Handler):
@@ -77,7 +78,7 @@ class WorkerLogs(logging.Handler):
 
     def publish(self) -> None:
         """Send what there is room for. On the main thread, anywhere: also while it publishes something else."""
-        if self._is_publishing:  # a finaliser logs something, in the midst of this
+        if self._is_publishing:  # a finaliser has logged something while this was publishing
             return
         self._is_publishing = True
         try:

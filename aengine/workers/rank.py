@@ -29,14 +29,14 @@ class Rank:
     tp_size: int = 1
     pp_rank: int = 0
     pp_size: int = 1
-    dp_rank: int = 0  # of its replica
-    dp_size: int = 1  # replicas
-    shares_experts: bool = False  # with the other replicas
-    device: str = "auto"  # as the setting of that name, of one device; "auto:N": the N-th of what it chooses
-    rendezvous: str = ""  # path of the file in which the ranks of one machine meet; "": this one is alone there
-    address: str = LOOPBACK  # by which other machines reach this one
-    stages_meet_at: str = ""  # "address:port" at which the stages of several machines meet; "": in that file
-    meeting_fd: int = -1  # of the first rank: the descriptor that listens there
+    dp_rank: int = 0  # index of its replica
+    dp_size: int = 1  # number of replicas
+    shares_experts: bool = False  # whether replicas divide the experts among themselves
+    device: str = "auto"  # the setting of that name, for one device; "auto:N": the N-th of those that it would choose
+    rendezvous: str = ""  # path of the file in which the ranks of one machine meet; "": the machine has one rank
+    address: str = LOOPBACK  # address by which other machines reach this one
+    stages_meet_at: str = ""  # "address:port" at which pipeline stages of several machines meet; "": in the file
+    meeting_fd: int = -1  # listening descriptor of the first rank
 
     @property
     def world_size(self) -> int:
@@ -103,12 +103,13 @@ def check_division(config: EngineConfig, hf_config: Mapping[str, Any]) -> None:
             f"pipeline_parallel_size={stages}: the model has {layers} layers, one a stage at least: use "
             f"{layers} or less"
         )
-    if stages > 1 and config.data_parallel_size > 1:  # of replicas that share experts; others know nothing of it
+    if stages > 1 and config.data_parallel_size > 1:  # only ranks that share experts know of their replicas
         raise ModelLoadError(
             f"pipeline_parallel_size={stages} with data_parallel_size={config.data_parallel_size}: experts can't be "
             f"divided among replicas that are pipelines: leave enable_expert_parallel out, or use tensor_parallel_size"
         )
-    if config.executor == "ray" and config.data_parallel_size > 1:  # of replicas that share experts, as above
+    # only ranks that share experts know of their replicas
+    if config.executor == "ray" and config.data_parallel_size > 1:
         raise ModelLoadError(
             f"executor='ray' with data_parallel_size={config.data_parallel_size}: experts can be divided among "
             f"replicas on one machine only: leave enable_expert_parallel out"

@@ -37,10 +37,10 @@ logger = logging.getLogger("aengine.workers")
 
 _HEARTBEAT_PERIOD = 0.25  # seconds
 _MEMORY_PERIOD = 5.0  # seconds between two looks at the device's memory
-_EAGER_POLL = 0.01  # seconds for which an answer that the device works on is looked for without a pause, ...
-_POLL = 0.0002  # ... and those between two looks after that, when no frame comes
+_EAGER_POLL = 0.01  # seconds for which the device's answer is polled without a pause after an event
+_POLL = 0.0002  # seconds between two polls after that, when no frame comes
 _LEAD_POLL = 50e-6  # seconds between two looks whether the first rank has begun a step
-_HURRY = 0.0005  # seconds that it may take to wake up and to launch a step
+_HURRY = 0.0005  # seconds that waking up and launching a step may take
 _LOGS_PERIOD = 0.25  # seconds between two attempts to publish a log for which the ring had no room
 
 
@@ -54,16 +54,18 @@ class Worker:
         self._runner: Runner | None = None
         self._queue = StepQueue()
         self._max_launched = 1
-        self._answers: deque[tuple[int, Answer, int]] = deque()  # launched and not reported: step id, its tokens last
-        self._times = AnswerTimes()  # of the same
-        self._device = DeviceWatch()  # of the same
-        self._num_tokens = 0  # of the step that was executed last
-        self._prepares = False  # in idle times
-        self._awaits_bitmask = False  # the device works on a step that can't be sampled yet
-        self._check: AnswerCheck | None = None  # None: there are no other ranks
-        self._step_id = 0  # of the frame in hand, for error reports
+        # (step id, answer, tokens) of each step that is launched and not reported
+        self._answers: deque[tuple[int, Answer, int]] = deque()
+        self._times = AnswerTimes()  # durations of the steps in ``_answers``
+        self._device = DeviceWatch()  # how far the device is overdue with the steps in ``_answers``
+        self._num_tokens = 0  # tokens of the step that was executed last
+        self._prepares = False  # whether to call `prepare_more` when idle
+        self._awaits_bitmask = False  # the device works on a step whose bitmask has not come
+        # compares answers with the leading rank's; None: there are no other ranks
+        self._check: AnswerCheck | None = None
+        self._step_id = 0  # id of the frame in hand, for error reports
         self._ended = threading.Event()
-        self._last_event = 0.0  # when a frame came last
+        self._last_event = 0.0  # when the last frame came (monotonic seconds)
 
     def run(self) -> int:
         """Run until SHUTDOWN (exit code 0) or an error that was reported (1)."""
@@ -83,10 +85,10 @@ class Worker:
 
     def _turn(self) -> bool:
         """Take the frames that have come, handle one, and report what has become ready. False after SHUTDOWN."""
-        # While the device computes it is either known to take a while, or looked at all the time.
+        # While the device computes, the thread either sleeps as long as a step surely takes, or polls all the time.
         frame = self._channel.consume(self._wait_seconds(), spins=self._is_idle)
         if self._queue.look():
-            frame = frame or self._channel.consume(0)  # what came before that look
+            frame = frame or self._channel.consume(0)  # a frame that came before that look must be taken too
         while frame is not None:
             self._take(frame)
             frame = self._channel.consume(0)
@@ -112,7 +114,7 @@ class Worker:
                 self._channel.publish(Kind.OUTPUT, self._step_id, pack(output))
         if self._answers:
             self._device.note_not_done(self._answers[0][2], time.monotonic())
-        elif self._awaits_bitmask:  # other ranks' devices may wait for what it holds up
+        elif self._awaits_bitmask:  # the devices of other ranks may wait for this one, which waits for the bitmask
             self._device.note_busy()
         else:
             self._device.note_idle()
@@ -154,7 +156,7 @@ class Worker:
         """Return how long to wait for a frame, in seconds: for ever, if nothing else can happen."""
         if self._may_handle:
             return 0
-        if self._queue and self._may_launch:  # the first rank begins it soon, or drops it
+        if self._queue and self._may_launch:  # the leading rank will begin the step or drop it soon
             return _LEAD_POLL
         if self._is_idle:
             prepares_after = self._prepares_after
@@ -170,10 +172,11 @@ class Worker:
         return _POLL if self._answers else None
 
     def _prepare_more(self) -> None:
-        self._device.note_busy()  # other ranks' devices may wait for this one's next step
+        self._device.note_busy()  # the devices of other ranks may wait for this rank's next step
         try:
             self._loaded().prepare_more()
-        except Exception:  # no memory, say: what is left is done when it is needed, if it can be then
+        # out of memory, for example: what is missing is prepared when a step needs it, if it can be then
+        except Exception:
             logger.warning("what steps may need could not be prepared ahead", exc_info=True)
             self._prepares = False
 
@@ -215,7 +218,8 @@ class Worker:
         if isinstance(grammar.bitmask, int):
             grammar.bitmask = self._channel.bitmask(grammar.bitmask)
         self._answers.append((grammar.step_id, self._loaded().sample_tokens(grammar), self._num_tokens))
-        self._times.note_launched(time.monotonic(), only_decodes=False)  # it began before, and waited
+        # it was begun by `_execute`, and has waited for its bitmask
+        self._times.note_launched(time.monotonic(), only_decodes=False)
 
     def _loaded(self) -> Runner:
         if self._runner is None:
@@ -243,7 +247,7 @@ class Worker:
         while not self._ended.is_set():
             if time.monotonic() - counted >= _MEMORY_PERIOD:
                 counted = time.monotonic()
-                with contextlib.suppress(Exception):  # heartbeats go on though the device fails
+                with contextlib.suppress(Exception):  # heartbeats go on even if the device fails
                     assert self._loading.model is not None
                     device_bytes = self._loading.model.device_bytes()
             self._channel.beat(device_bytes, self._device.word)
@@ -263,7 +267,7 @@ class Worker:
             else:
                 raise ValueError(f"there is no collective call {method!r}; there are {', '.join(CALLS)}")
             reply = pack({"value": value})
-            unpack(Kind.REPLY, reply)  # as the host will: not all that can be packed can be unpacked
+            unpack(Kind.REPLY, reply)  # the host decodes it too, and not all that can be packed can be unpacked
         except Exception as error:
             reply = pack({"error": _report_of(error)})
         self._channel.publish(Kind.REPLY, self._step_id, reply)

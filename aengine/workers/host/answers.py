@@ -69,8 +69,8 @@ class PendingAnswers:
     KINDS = (Kind.OUTPUT, Kind.REPLY, Kind.REVOKED)
 
     def __init__(self) -> None:
-        self.steps: dict[int, AnswerFuture] = {}  # by step id, in the order of the steps
-        self.calls: dict[int, PendingCall] = {}  # by id
+        self.steps: dict[int, AnswerFuture] = {}  # futures of the steps in flight, by step id, oldest first
+        self.calls: dict[int, PendingCall] = {}  # collective calls under way, by id
         self.on_revoked: Callable[[Sequence[int]], None] | None = None
         """Gets the ids of the steps that were taken back, before their futures are resolved; None: no REVOKE was
         sent."""
@@ -97,20 +97,20 @@ class PendingAnswers:
             self._answer(step_id, message)
         elif kind is Kind.REVOKED:
             self._take_back(message)
-        elif step_id in self.calls:  # else its caller did not wait so long
+        elif step_id in self.calls:  # the caller has not given up by timeout
             self.calls[step_id].take(rank, message)
 
     def _answer(self, step_id: int, message: ModelRunnerOutput) -> None:
         if message.step_id != step_id or (step_id not in self.steps and not self._has_failed):
             raise MessageError(f"an answer to step {step_id}, which was not asked")
-        future = self.steps.pop(step_id, None)  # not before the check: its failure has to reach the waiter
+        future = self.steps.pop(step_id, None)  # removed after the check: if that fails, the waiter must get the error
         if future is not None and not future.done():
             future.set_result(message)
             self.on_answer()
 
     def _take_back(self, num_steps: int) -> None:
         on_revoked, self.on_revoked = self.on_revoked, None
-        if self._has_failed:  # nobody waits for them any more
+        if self._has_failed:  # the waiters have got the error already
             return
         if on_revoked is None or num_steps > len(self.steps):
             raise MessageError(f"{num_steps} steps were dropped unasked")
@@ -129,7 +129,7 @@ class PendingAnswers:
         for future in waiters:
             if not future.done() and not future.get_loop().is_closed():
                 future.set_exception(error)
-                future.exception()  # marks it as retrieved: without a waiter asyncio would warn
+                future.exception()  # retrieved here: asyncio would warn about it if nobody waits
 
 
 def reported_error(rank: int, message: dict[str, Any]) -> EngineError:

@@ -25,7 +25,7 @@ from .supervisor import WorkerProcess
 
 __all__ = ["OnDeath", "OnFrames", "RankChannel", "RankWorker", "WorkerGroup"]
 
-_BEATS_BEHIND = 4  # a second's, of the others of a worker whose heart has stopped
+_BEATS_BEHIND = 4  # heartbeats, of a second, by which a worker may lag behind the others
 
 
 class RankChannel(Protocol):
@@ -75,7 +75,7 @@ class _Broadcast(NamedTuple):
     step_id: int
     payload: bytes
     done: asyncio.Future[None]
-    ranks: range  # that get it
+    ranks: range  # ranks that get the message
 
 
 class WorkerGroup:
@@ -85,11 +85,12 @@ class WorkerGroup:
         self._workers: list[RankWorker] = []
         self.failure: EngineError | None = None
         """Why nothing can be asked of the workers any more; it is raised when something is."""
-        self._shared_fds: tuple[int, ...] = ()  # that all workers inherit
-        self._waiting: deque[_Broadcast] = deque()  # for room in several rings; the first is under way
-        self._publisher: asyncio.Task[None] | None = None  # while there are such
-        self._num_beats = 0  # of the group, see `vitals`
-        self._beats: list[int] = []  # of each worker, when all had beaten last
+        self._shared_fds: tuple[int, ...] = ()  # descriptors that all workers inherit
+        # messages that wait for room in several rings; the first is being sent
+        self._waiting: deque[_Broadcast] = deque()
+        self._publisher: asyncio.Task[None] | None = None  # sends what is in ``_waiting``; None while that is empty
+        self._num_beats = 0  # heartbeats of the group, see `vitals`
+        self._beats: list[int] = []  # heartbeats of each worker when the group's number last grew
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -117,8 +118,8 @@ class WorkerGroup:
         Returns what the LOAD message of each says of its place: "rank"; of several "lead", the latter's descriptor.
         Raises EngineError; `failure` if there is one meanwhile.
         """
-        self.check()  # what is made below `close` would not close again
-        leads: list[int] = []  # by replica
+        self.check()  # `close` may have been called: what is made below it would never be closed
+        leads: list[int] = []  # descriptor of the `Lead` of each replica
         if len(ranks) > 1:
             try:
                 rendezvous = os.memfd_create("aengine-rendezvous", os.MFD_CLOEXEC)
@@ -162,7 +163,8 @@ class WorkerGroup:
     def check(self) -> None:
         """Raise `failure` if there is one."""
         if self.failure is not None:
-            raise self.failure.with_traceback(None)  # it may be raised often, and would gather all of them
+            # without its traceback, which would grow each time that it is raised
+            raise self.failure.with_traceback(None)
 
     async def publish(self, index: int, kind: Kind, step_id: int, payload: bytes) -> None:
         """Publish to one rank, awaiting room. Raises as `broadcast` does."""
@@ -242,7 +244,7 @@ class WorkerGroup:
                     done.set_result(None)
                 else:
                     done.set_exception(failure)
-                    done.exception()  # marks it as retrieved: without a waiter asyncio would warn
+                    done.exception()  # retrieved here: asyncio would warn about it if nobody waits
         self._publisher = None
 
     def vitals(self) -> Vitals:
@@ -298,7 +300,7 @@ async def _new_channel(ring_bytes: int, bitmask_bytes: int) -> HostChannel:
 
     def take_back() -> None:
         given_up.set()
-        with contextlib.suppress(IndexError):  # of the two threads one finds it
+        with contextlib.suppress(IndexError):  # one of the two threads finds the channel
             made.pop().close()
 
     def make() -> HostChannel:

@@ -30,9 +30,9 @@ class Handshake:
         self._offers: list[asyncio.Future[dict[str, Any]]] = [loop.create_future() for _ in ranks]
         self._readies: list[asyncio.Future[dict[str, Any]]] = [loop.create_future() for _ in ranks]
         self._agreed: dict[str, Any] = {}
-        self._stages: list[str] = []  # in the order in which the first rank came to them
-        self._now: dict[int, StartupProgress] = {}  # by rank: what it reported last
-        self._reports: dict[str, dict[int, StartupProgress]] = {}  # by stage and rank
+        self._stages: list[str] = []  # names of the stages, in the order in which the first rank reached them
+        self._now: dict[int, StartupProgress] = {}  # the last report of each rank
+        self._reports: dict[str, dict[int, StartupProgress]] = {}  # the last report by stage and rank
 
     def take(self, index: int, kind: Kind, message: dict[str, Any]) -> None:
         """A frame of the rank ``index``."""
@@ -62,7 +62,7 @@ class Handshake:
         for future in (*self._offers, *self._readies):
             if not future.done() and not future.get_loop().is_closed():
                 future.set_exception(error)
-                future.exception()  # marks it as retrieved: without a waiter asyncio would warn
+                future.exception()  # retrieved here: asyncio would warn about it if nobody waits
 
     def slowest(self) -> tuple[int, str]:
         """The rank that is furthest behind, and the stage that it last reported."""

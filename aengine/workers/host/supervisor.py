@@ -66,8 +66,8 @@ class WorkerProcess:
         Raises EngineError when there is no Python to run, or no thread or descriptor left.
         """
         self.rank = rank
-        self.pid: int | None = None  # until the process is started
-        self.clock_offset = 0.0  # one machine has one clock
+        self.pid: int | None = None  # None before the process is started
+        self.clock_offset = 0.0  # seconds between the host's clock and the worker's; 0: both are on one machine
         self.channel = channel
         self._shared_fds = shared_fds
         self._host_pid = os.getpid()
@@ -75,16 +75,17 @@ class WorkerProcess:
         self._on_frames = WeakMethod(on_frames)
         self._on_death = WeakMethod(on_death)
         self._process: subprocess.Popen[bytes] | None = None
-        self._ended = threading.Event()  # the watch thread has reaped the process, or could not start it
-        self._exit: asyncio.Future[int | None] = loop.create_future()  # the same, for the loop
-        self._lock = threading.Lock()  # of _process and _killed: kill() may come from any thread
+        self._ended = threading.Event()  # set when the watch thread has reaped the process, or could not start it
+        # the exit code, for the loop; None: the process could not be started
+        self._exit: asyncio.Future[int | None] = loop.create_future()
+        self._lock = threading.Lock()  # guards _process and _killed: kill() may come from any thread
         self._killed = False
         self._closed = False
         self._death_read = self._death_pipe = self._stderr = -1
         try:
             self._death_read, self._death_pipe = os.pipe()
             self._stderr = os.memfd_create(f"aengine-worker-{rank}-stderr", os.MFD_CLOEXEC)
-            fcntl.fcntl(self._stderr, fcntl.F_SETFL, os.O_APPEND)  # entry.py may cut it short
+            fcntl.fcntl(self._stderr, fcntl.F_SETFL, os.O_APPEND)  # entry.py may truncate the file
             channel.open(loop, self._readable)
             work = (self._command(config, target), config, worker_environment())
             threading.Thread(target=self._watch, args=work, name=f"aengine-worker-{rank}", daemon=True).start()
@@ -146,7 +147,7 @@ class WorkerProcess:
                 )
                 self.pid = self._process.pid
                 try:
-                    self.channel.offer()  # it exists now, and takes the name away
+                    self.channel.offer()  # the process exists now, and will unlink the name
                 except BaseException:
                     self._process.kill()
                     self._process.wait()
@@ -205,7 +206,7 @@ class WorkerProcess:
             return 0
         try:
             return int(os.pread(statm, 200, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        except (OSError, IndexError):  # it has just gone
+        except (OSError, IndexError):  # the process has just ended
             return 0
         finally:
             os.close(statm)

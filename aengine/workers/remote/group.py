@@ -30,8 +30,8 @@ from .node import DIED, STATUS
 __all__ = ["ClusterNodes", "RemoteGroup", "StartedNode"]
 
 _CONNECT_SECONDS = 10.0
-_REAP_SECONDS = 5.0  # for which a node may take to end its workers
-_CLOCK_SAMPLES = 120  # of the last 30 seconds
+_REAP_SECONDS = 5.0  # seconds that a node may take to end its workers
+_CLOCK_SAMPLES = 120  # samples of a clock's offset that are kept: those of the last 30 seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,9 @@ class RemoteGroup(WorkerGroup):
         self._cluster = cluster
         self._links: list[_NodeLink] = []
         self._connections: list[socket.socket] = []
-        self._lock = threading.Lock()  # of the connections, until closed
-        self._released: asyncio.Future[None] | None = None  # since `launch`; of its loop
+        self._lock = threading.Lock()  # guards the connections until they are closed
+        # done when all was released; a future of the loop that called `launch`; None before
+        self._released: asyncio.Future[None] | None = None
         self._is_closed = False
         self._pid = os.getpid()
 
@@ -116,11 +117,11 @@ class RemoteGroup(WorkerGroup):
         super().close()
         if os.getpid() != self._pid:
             for connection in connections:
-                os.close(connection.detach())  # the host's stays open
+                os.close(connection.detach())  # closes this fork's copy of the descriptor; the host's stays open
             return
         try:
             threading.Thread(target=self._release, args=(connections,), name="aengine-release", daemon=True).start()
-        except RuntimeError:  # the interpreter ends, and with it the connections and the cluster's jobs
+        except RuntimeError:  # the interpreter ends, and the connections and the cluster's jobs end with it
             for connection in connections:
                 connection.close()
 
@@ -162,7 +163,7 @@ class RemoteWorker:
 
     def __init__(self, rank: int, link: _NodeLink, loop: asyncio.AbstractEventLoop) -> None:
         self.rank = rank
-        self.pid: int | None = None  # of that machine, until the first STATUS
+        self.pid: int | None = None  # pid on the node's machine; None before the first STATUS
         self.channel = RemoteChannel(rank, link)
         self.clock_offset = 0.0
         self._link = link
@@ -301,7 +302,7 @@ class _NodeLink:
                 on_frames(worker)
 
     def _note_status(self, status: dict[str, Any]) -> None:
-        # Of the last samples the one that took the shortest time to come; clocks drift, so older ones do not count.
+        # The sample that took the shortest time to arrive is the most exact. Clocks drift, so only recent ones count.
         self._clock_offsets.append(time.monotonic() - status["now"])
         offset = min(self._clock_offsets)
         for rank, (pid, heartbeats, device_bytes, device_word, resident) in status["workers"].items():
@@ -354,5 +355,5 @@ def _await_end(connection: socket.socket, until: float) -> None:
                 connection.settimeout(left)
                 if not connection.recv(65536):
                     return
-        except OSError:  # too late, or it is gone
+        except OSError:  # the connection was closed meanwhile
             pass

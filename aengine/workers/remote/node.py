@@ -40,8 +40,8 @@ STATUS, DIED = 64, 65
 """Kinds of a node's own frames: how its workers are, and the end of one. Their payloads are JSON."""
 
 _PERIOD = 0.25  # seconds between two STATUS frames
-_HOST_SECONDS = 60.0  # for which the host may take to connect
-_PROOF_SECONDS = 10.0  # for which who connects may take to prove that it is the host
+_HOST_SECONDS = 60.0  # seconds that the host may take to connect
+_PROOF_SECONDS = 10.0  # seconds that a caller may take to prove that it is the host
 _REAP_SECONDS = 5.0
 
 
@@ -55,9 +55,9 @@ class Node:
         self._workers = WorkerGroup()
         self._by_rank: dict[int, RankWorker] = {}
         self._link: Link | None = None
-        self._inbox: deque[LinkFrame] = deque()  # from the host, for rings that were full
-        self._pump: asyncio.Task[None] | None = None  # while there are such
-        self._early_deaths: list[tuple[int, bytes]] = []  # rank and payload, before the host was connected
+        self._inbox: deque[LinkFrame] = deque()  # frames of the host whose rings were full
+        self._pump: asyncio.Task[None] | None = None  # passes on what is in ``_inbox``; None while that is empty
+        self._early_deaths: list[tuple[int, bytes]] = []  # rank and payload of deaths before the host was connected
         self._end: asyncio.Event | None = None
         self.ended = threading.Event()
         """Set when the host has gone, and no worker is left."""
@@ -189,7 +189,7 @@ class Node:
         """Pass on what a worker has sent. Raises FrameError for what it can't have."""
         link = self._link
         if link is None or link.is_congested:
-            return  # it stays in the ring until `_on_room`
+            return  # the frames stay in the ring until `_on_room`
         for frame in worker.channel.drain():
             worker.channel.unlink()
             link.send(worker.rank, frame.kind, frame.step_id, frame.payload)
@@ -203,7 +203,7 @@ class Node:
         if self._link is None:
             self._early_deaths.append((worker.rank, payload))
             return
-        for frame in worker.channel.drain():  # its last words
+        for frame in worker.channel.drain():  # the frames that a dead worker has left
             self._link.send(worker.rank, frame.kind, frame.step_id, frame.payload)
         self._link.send(worker.rank, DIED, 0, payload)
 

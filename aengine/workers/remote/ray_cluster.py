@@ -30,11 +30,12 @@ __all__ = ["RayNodes", "unfit"]
 
 logger = logging.getLogger("aengine.workers")
 
-_GROWTH_SECONDS = 10.0  # for which a cluster that is too small may have nodes that are about to join
-_START_SECONDS = 60.0  # for which an actor may take to start: Ray starts a Python there
-_ANSWER_SECONDS = 5.0  # for which the cluster may take to accept a connection
-_LOOK = 0.2  # seconds between two looks whether it is still wanted
-_connecting = threading.Lock()  # a process has one connection to Ray, which several replicas need at once
+_GROWTH_SECONDS = 10.0  # seconds that a cluster which is too small is given for nodes about to join
+_START_SECONDS = 60.0  # seconds that an actor may take to start: Ray starts a Python process for it
+_ANSWER_SECONDS = 5.0  # seconds that the cluster may take to accept a connection
+_LOOK = 0.2  # seconds between two looks whether the start is still wanted
+# held while connecting: a process has one connection to Ray, which several replicas may ask for at once
+_connecting = threading.Lock()
 
 
 class RayNodes:
@@ -44,12 +45,13 @@ class RayNodes:
         self._group: PlacementGroup | None = None
         self._actors: list[Any] = []
         self._is_released = False
-        self._lock = threading.Lock()  # of the three
+        self._lock = threading.Lock()  # guards the three attributes above
 
     def start(self, config: EngineConfig, ranks: Sequence[Rank], target: str, token: bytes) -> list[StartedNode]:
         """See `ClusterNodes.start`."""
         ray = _connected(config.ray_address)
-        until = time.monotonic() + 0.9 * config.startup_timeout  # the rest is for the error
+        # time.monotonic() at which the start is given up; the rest of startup_timeout is for the error
+        until = time.monotonic() + 0.9 * config.startup_timeout
         try:
             device = config.device
             if device == "auto":
@@ -85,7 +87,7 @@ class RayNodes:
             for actor in actors:
                 ray.kill(actor)
             remove_placement_group(group)
-        except Exception:  # the cluster is gone, or the connection
+        except Exception:  # the cluster or the connection to it is gone
             logger.debug("Ray's actors could not be ended", exc_info=True)
 
     def _check_wanted(self) -> None:
@@ -101,7 +103,7 @@ class RayNodes:
         with self._lock:
             self._check_wanted()
             group = self._group = placement_group([dict(need)] * count, strategy="PACK")
-        fitted = time.monotonic()  # when the machines that there are would have had room, taken or not
+        fitted = time.monotonic()  # when the existing machines would last have had room, whether taken or free
         while not group.wait(_LOOK):
             self._check_wanted()
             now = time.monotonic()
