@@ -62,7 +62,7 @@ class ExpertBlocks(NamedTuple):
 class ExpertPlan:
     routing: Routing
     shape: ExpertShape
-    chosen: list[tuple[int, Tensor]]  # on the CPU: each chosen expert and its pairs, int64
+    chosen: list[tuple[int, Tensor]]  # (chosen expert, int64 tensor of its pairs) on the CPU
     tiling: ExpertTiling | None = None  # elsewhere
     blocks: ExpertBlocks | None = None  # elsewhere; None: each pair alone
     is_partial: bool = False  # some experts are not here

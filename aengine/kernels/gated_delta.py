@@ -111,7 +111,7 @@ def _by_fla(
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
         cu_seqlens=sequences.starts,
-        cu_seqlens_cpu=sequences.starts_host,  # else the number of chunks is read from the device
+        cu_seqlens_cpu=sequences.starts_host,  # without it the number of chunks would be read from the device
     )
     memory.index_copy_(0, sequences.pages, states)
     result: Tensor = out[0].float()

@@ -19,12 +19,12 @@ from typing import Any, Literal, NamedTuple
 
 __all__ = ["LinearShape", "StreamedTiling", "choose_tiling", "measured_tilings"]
 
-_SHARED_BYTES = 231_000  # for the stages of a program, of the 232,448 bytes that it may have on Hopper
+_SHARED_BYTES = 231_000  # shared memory for the stages of a program; it may have 232,448 bytes on Hopper
 
 
 class LinearShape(NamedTuple):
     kind: Literal["plain", "gated", "add"]
-    out_features: int  # with a gate W has twice as many rows
+    out_features: int  # rows of W; with a gate W has twice as many
     in_features: int
 
     def __str__(self) -> str:

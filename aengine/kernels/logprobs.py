@@ -21,7 +21,7 @@ class KeptLogits(NamedTuple):
     """Logits of the rows that ask for log-probabilities; nothing is known of the others."""
 
     logits: Tensor  # float32 [n, vocab_size]
-    stats: Tensor | None  # of the kernels: float32 [2, n, blocks]
+    stats: Tensor | None  # float32 [2, n, blocks], for the Triton kernels; None: torch computes
 
 
 def keep_logits(logits: Tensor, asked: Tensor) -> KeptLogits:

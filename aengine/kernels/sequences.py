@@ -14,7 +14,7 @@ class Sequences(NamedTuple):
 
     lens: tuple[int, ...]  # host [m]: new tokens of each, 1 or more
     starts_host: Tensor  # int64 [m + 1], on the CPU: the first token of each, and past the last
-    starts: Tensor  # the same, on the device
+    starts: Tensor  # `starts_host` on the device
     owners: Tensor  # int32 [num_tokens]: the sequence of each token
     pages: Tensor  # int64 [m]: where each keeps its state
     begins: Tensor  # bool [m]: the sequence has no state yet, whatever its page holds

@@ -24,7 +24,7 @@ __all__ = ["CompileOnce"]
 
 LONGEST_WAIT = 60.0  # seconds; a kernel compiles in one to ten, more only where the process is stopped
 _PAUSE = 0.02  # seconds between two looks at a lock
-_FOLDER = "aengine-locks"  # in Triton's cache
+_FOLDER = "aengine-locks"  # folder within Triton's cache
 
 
 class CompileOnce(triton.AsyncCompileMode):
@@ -61,7 +61,7 @@ def _locked(name: str, longest_wait: float = 0.0) -> Iterator[bool]:
         folder = os.path.join(triton.knobs.cache.dir, _FOLDER)
         os.makedirs(folder, exist_ok=True)
         file = os.open(os.path.join(folder, name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError:  # nothing can be written there
+    except OSError:  # the cache's folder can't be written to
         yield True
         return
     try:

@@ -56,7 +56,7 @@ def _tiling(size: BatchSize, rows: int, head_bytes: int, is_narrow: bool) -> _Ti
 def _measured(size: BatchSize, head_bytes: int, is_narrow: bool) -> _Tiling:
     """Return the tiling that was measured fastest on an H200, between the products of a layer."""
     if size is BatchSize.SMALL and is_narrow:
-        return _Tiling(min(256, 2**16 // head_bytes), 8, 1)  # as many keys as registers hold
+        return _Tiling(min(256, 2**16 // head_bytes), 8, 1)  # as many keys as fit the registers
     if size is BatchSize.SMALL:
         return _Tiling(64, 4, 2)
     if size is BatchSize.MIDDLING:
@@ -233,7 +233,8 @@ def _begin_with_own_key(
     _, rotary, _, weights = rotation
     k, v = own_key_value(own, weights, rotary, eps, KV, D, DP, NORM, ROTARY)
     write_own_kv(keys, blocks, position, k, v, strides, BLOCK_SIZE, D, DP)
-    k, v = k.to(keys.dtype.element_ty), v.to(keys.dtype.element_ty)  # as a later query reads them
+    # rounded as a later query will read them from the cache
+    k, v = k.to(keys.dtype.element_ty), v.to(keys.dtype.element_ty)
     top = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
     if SOFTCAP > 0:
         top = capped(top, SOFTCAP)
@@ -286,7 +287,7 @@ def _attend(q, stretch, scale, top, total, acc, SOFTCAP: tl.constexpr):
         s = capped(s, SOFTCAP)
     s = tl.where(known[None, :], s, -float("inf"))
     higher = tl.maximum(top, tl.max(s, 1))
-    safe = tl.where(higher == -float("inf"), 0.0, higher)  # nothing known so far
+    safe = tl.where(higher == -float("inf"), 0.0, higher)  # no key has been seen until now
     p = tl.exp2(s - safe[:, None])
     shrink = tl.exp2(top - safe)
     total = total * shrink + tl.sum(p, 1)
@@ -338,13 +339,13 @@ def _decode_attention(
     _launch_next(PDL)
     kv_head, item = tl.program_id(0), tl.program_id(1)  # neighbours read the same blocks
     seq, row, seq_len, begin, end, first_item, num_splits = plan_item(plan, item, COLUMNS)
-    if seq < 0:  # nothing is left for this program, and it waits for nothing: the first item's programs do
+    if seq < 0:  # no item is left; waiting for the kernel before is left to the programs of the first item
         return
     GROUP: tl.constexpr = H // KV
     ROWS: tl.constexpr = PADDED if PADDED > 16 else 16
     is_query = (tl.arange(0, ROWS) < GROUP)[:, None] & (tl.arange(0, DP) < D)[None, :]
     first = kv_head * (GROUP * D)
-    heads = first + tl.arange(0, ROWS)[:, None] * D  # where they are in a row of q, or of the output
+    heads = first + tl.arange(0, ROWS)[:, None] * D  # element offsets of these heads in a row of q, or of the output
     at_head = heads + tl.arange(0, DP)[None, :]
     out += seq.to(tl.int64) * (H * D)
     if seq_len == 0:

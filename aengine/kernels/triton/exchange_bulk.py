@@ -27,7 +27,7 @@ __all__ = ["BulkTiling", "gather_in_bulk", "sum_in_bulk", "sum_in_two_shots"]
 class BulkTiling(NamedTuple):
     """How a tensor is cut: many bytes a thread, so that many are on their way."""
 
-    num_programs: int  # at most
+    num_programs: int  # most programs that are launched
     block_bytes: int
     num_warps: int
 

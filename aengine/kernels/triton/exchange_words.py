@@ -144,7 +144,8 @@ def _sum_in_words(
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
     if PDL:
         gdc_launch_dependents()
-    num_words = num_pieces * 4  # so written, it is known to be a multiple: several words are read at once
+    # written as a product, so that the compiler knows a multiple of 4 and reads several words at once
+    num_words = num_pieces * 4
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_inside = i < num_words
     memories = ()
@@ -168,7 +169,7 @@ def _sum_in_words(
                 word = own
             else:
                 word = _take_words(memories[RANK] + (begin + r * words_per_rank) + i, is_inside, call)
-            if r == 0:  # not added to zeros, which would change the sign of a zero
+            if r == 0:  # the first is not added to zeros, which would change the sign of a zero
                 low = _low_half(word, TYPE)
                 high = _high_half(word, TYPE)
             else:

@@ -245,7 +245,7 @@ def _add_pairs(
         expert = tl.load(ids_ptr + pair).to(tl.int64)
         weight = tl.load(weights_ptr + pair)
         if NUM_EXPERTS:
-            if expert < NUM_EXPERTS:  # not another rank's
+            if expert < NUM_EXPERTS:  # the expert is this rank's
                 y = _row(x_ptr + pair * K, w_ptr + expert * W_E, n, N, K, W_N, W_K, BN, BK, EVEN)
                 total += weight * _finish(y, n, expert, bias_ptr, scale_ptr, N, BIAS, SCALED)
         else:

@@ -33,7 +33,7 @@ def plan_experts(
 def _sort(ids: Tensor, num_experts: int, block_m: int, is_partial: bool) -> ExpertBlocks:
     count = ids.numel()
     num_blocks = (count + min(count, num_experts) * (block_m - 1)) // block_m  # each expert fills up one block at most
-    # Without blocks, torch's product takes whatever the order holds: the pairs of other ranks' experts have no slot.
+    # Zeros if torch's product reads all of ``order``: pairs of other ranks' experts have no slot in it.
     make = torch.zeros if block_m == 1 and is_partial else torch.empty
     order = make(num_blocks * block_m, dtype=torch.int32, device=ids.device)
     slots, experts = torch.empty_like(ids).flatten(), torch.empty(num_blocks, dtype=torch.int32, device=ids.device)

@@ -40,7 +40,7 @@ def expert_product(
     top_k = plan.shape.top_k
     if _is_grouped(plan):
         out = _grouped(x, matrices, plan, top_k)
-        return out if gate is None else gate_experts(out, gate)  # in the order of the slots
+        return out if gate is None else gate_experts(out, gate)  # rows are in the order of the slots
     out = torch.empty((plan.num_pairs, size), dtype=x.dtype, device=x.device)
     multiply_blocks(x, matrices, plan, gate, out, plan.tiling.first, rows_of_x=top_k)
     return out
@@ -65,7 +65,7 @@ def _grouped(x: Tensor, matrices: ExpertMatrices, plan: ExpertPlan, top_k: int |
     """[pairs, out_features] in the order of the slots, as x is; with ``top_k``, x has a row a token."""
     blocks = plan.blocks
     assert blocks is not None
-    if only_compiles():  # nobody has written the blocks, and torch would go by what they hold
+    if only_compiles():  # nothing was written into the blocks, whose content torch would use
         return x.new_empty((len(blocks.order), matrices.weight.shape[1]))
     if top_k is not None:
         x = x.index_select(0, blocks.order // top_k)
@@ -119,7 +119,7 @@ def _add_weighted_rows(
         weight = tl.load(weights_ptr + pair)
         if SORTED:
             pair = tl.load(slots_ptr + pair).to(tl.int64)
-        size = tl.where(weight == 0.0, 0, SIZE)  # of an expert that is not here nothing was written
+        size = tl.where(weight == 0.0, 0, SIZE)  # nothing was written for an expert of another rank
         y += weight * tl.load(x_ptr + pair * SIZE + i, mask=i < size, other=0.0).to(tl.float32)
     y += tl.load(residual_ptr + row * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
     tl.store(residual_ptr + row * SIZE + i, y.to(residual_ptr.dtype.element_ty), mask=i < SIZE)

@@ -87,7 +87,7 @@ def _gated_delta(
     page = tl.load(pages_ptr + i)
     places = memory_ptr + page * stride_page + head * K * V + at_k[:, None] * V + at_v[None, :]
     inside = (at_k < K)[:, None] & (at_v < V)[None, :]
-    # What another request left in the page may be no number: it is not read.
+    # Another request may have left NaN in the page, so it is not read.
     goes_on = tl.load(begins_ptr + i) == 0
     state = tl.load(places, mask=inside & goes_on, other=0.0) * decay
     correction = (v - tl.sum(state * k[:, None], 0)) * beta

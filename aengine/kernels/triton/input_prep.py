@@ -77,13 +77,13 @@ def _prepare_inputs(
     REQS: tl.constexpr,
 ):
     request = tl.program_id(0)
-    group = tl.program_id(1).to(tl.int64)  # what all groups have alike, each of their programs writes
+    group = tl.program_id(1).to(tl.int64)  # what is equal for all groups is written by the program of each
     slots += group * num_tokens
     others = tl.arange(0, REQS)
     lens = tl.load(num_scheduled + others, mask=others < num_reqs, other=0)
     begin = tl.sum(tl.where(others < request, lens, 0), 0)
     tl.store(query_start_loc + request, begin.to(tl.int32))
-    if request == num_reqs:  # what pads the batch to its shape
+    if request == num_reqs:  # the programs past the last request write the padding
         i = begin
         while i < num_tokens:
             at = i + tl.arange(0, BLOCK)

@@ -117,7 +117,8 @@ def bucket(count: int) -> int:
 
 def _compilers() -> ThreadPoolExecutor:
     """Threads to compile kernels with, and to wait in for those that other processes compile."""
-    device = torch.accelerator.current_device_index()  # of this thread; others begin with the first
+    # the device of this thread; other threads begin with the first one
+    device = torch.accelerator.current_device_index()
     return ThreadPoolExecutor(256, "compile", torch.accelerator.set_device_index, (device,))
 
 
@@ -127,7 +128,7 @@ class _CompileAndLoad(CompileOnce):
 
     def compiled(self, compile_kernel: Callable[[], Any]) -> Any:
         kernel = compile_kernel()
-        with suppress(Exception):  # it is too large for this GPU, say: who launches it is told
+        with suppress(Exception):  # the kernel may be too large for this GPU: then the launch raises
             kernel[(1, 1, 1)]  # loads it, and launches nothing yet
         return kernel
 

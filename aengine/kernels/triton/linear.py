@@ -57,7 +57,7 @@ def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None)
         _run(tiling, x, weight, bias, residual, add=True)
     elif bias is None:
         torch.addmm(residual, x, weight.t(), out=residual)
-    else:  # not the bias first: the sum would be rounded once more, and it is larger than the product
+    else:  # the bias joins the product first: added to the residual it would round that once more
         residual.add_(torch.nn.functional.linear(x, weight, bias))
 
 
@@ -129,7 +129,7 @@ def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dty
     if out_dtype == x.dtype:
         return torch.nn.functional.linear(x, weight, bias)
     if x.is_cuda and out_dtype == torch.float32:
-        out = torch.mm(x, weight.t(), out_dtype=out_dtype)  # not rounded to x's dtype in between
+        out = torch.mm(x, weight.t(), out_dtype=out_dtype)  # the product is not rounded to x's dtype in between
     else:
         out = torch.mm(x, weight.t()).to(out_dtype)
     return out if bias is None else out.add_(bias)

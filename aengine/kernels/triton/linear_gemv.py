@@ -156,9 +156,9 @@ def _gemv(
         if NORM:
             squares += x * x
             x = x * _load_row(norm_ptr + k0 + k, k0 + k < K, EVEN)
-            if w_ptr.dtype.element_ty == tl.bfloat16:  # in float16, not normalised yet, it may be too large
-                x = x.to(tl.bfloat16).to(tl.float32)  # as the product of larger batches rounds it
-        if k0 == 0:  # not added to zeros: the products then join the sum over K in one instruction each
+            if w_ptr.dtype.element_ty == tl.bfloat16:  # float16 could overflow here, before the norm is applied
+                x = x.to(tl.bfloat16).to(tl.float32)  # rounded as the product of larger batches rounds it
+        if k0 == 0:  # the first products start the sum: added to zeros they would take one instruction more
             acc = w.to(tl.float32) * x[None, :]
             if GATED:
                 up = u.to(tl.float32) * x[None, :]

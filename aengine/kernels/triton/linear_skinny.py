@@ -20,8 +20,8 @@ __all__ = ["SkinnyTiling", "fit", "skinny"]
 class SkinnyTiling(NamedTuple):
     block_m: int
     block_n: int
-    num_groups: int  # of warps, each with its own part of every stretch of K, summed at the end
-    block_k: int  # of one group
+    num_groups: int  # groups of warps, each with its own part of every stretch of K; their sums are added at the end
+    block_k: int  # columns of K that a group reads at a time
     num_warps: int
     num_stages: int
 

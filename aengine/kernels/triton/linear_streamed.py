@@ -111,7 +111,7 @@ def _streamed(
         gdc_wait()
     y = tl.zeros((BN, BM), tl.float32)
     v = tl.zeros((BN, BM), tl.float32)
-    for k0 in tl.range(0, K, BK, num_stages=STAGES):  # what lies outside of x and W is copied as zeros
+    for k0 in tl.range(0, K, BK, num_stages=STAGES):  # TMA copies zeros for what lies outside of x and W
         x = x_tiles.load([m0, k0]).T
         y = tl.dot(w_tiles.load([n0, k0]), x, y, input_precision="ieee")
         if GATED:

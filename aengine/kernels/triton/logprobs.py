@@ -17,7 +17,7 @@ from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
 __all__ = ["keep_logits", "token_logprobs"]
 
 _BLOCK = 256
-_BLOCKS = 16  # of a program of the first launch
+_BLOCKS = 16  # blocks of a program of the first launch
 _NO_INDEX = tl.constexpr(2**31 - 1)
 
 
@@ -109,7 +109,7 @@ def _logprob_kernel(
         most = (width - 1) // 2
         block = tl.arange(0, PADDED)
         at = stats + row * num_blocks + block
-        # Of each block: its highest token that is not taken yet; those that are, and are as high, have ids up to done.
+        # The highest token of each block that is not taken yet. Taken tokens of equal logit have ids up to ``done``.
         highest = tl.load(at, mask=block < num_blocks, other=float("-inf"))
         masses = tl.load(at + tl.num_programs(0).to(tl.int64) * num_blocks, mask=block < num_blocks, other=0.0)
         done = tl.full((PADDED,), -1, tl.int32)

@@ -38,7 +38,7 @@ __all__ = [
 COLUMNS = 16  # masses of a row and pass: those at or above each pivot, and, of the first pass, that of all
 NUM_PASSES = 2
 LIST_SIZE = 8192
-_BLOCKS = 4  # of a chunk, which one warp measures
+_BLOCKS = 4  # blocks of a chunk, which one warp measures
 _GATHER_WARPS = 4
 _UNIT = tl.constexpr(2.0**36)
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["add_counts", "apply_penalties", "count_sampled"]
 
 _TILE = 1024
-_LOGITS = 4096  # of a program
-_IN_PROMPT = tl.constexpr(1 << 30)  # of kernels.penalties
+_LOGITS = 4096  # logits of a program
+_IN_PROMPT = tl.constexpr(1 << 30)  # flag that kernels/penalties.py defines
 
 
 def add_counts(counts: Tensor, token_ids: Tensor, num_prompt_tokens: int) -> None:

@@ -87,7 +87,7 @@ def _route(
     row = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, E_BLOCK)
     x = tl.load(logits_ptr + row * E + e, mask=e < E, other=float("-inf"))
-    x = tl.where(x == x, x, float("-inf"))  # with a NaN, the best could be one past the last expert
+    x = tl.where(x == x, x, float("-inf"))  # a NaN could make the best index one past the last expert
     if SIGMOID:
         score = 1 / (1 + tl.exp(-x))
         choice = score

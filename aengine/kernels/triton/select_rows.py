@@ -11,7 +11,7 @@ from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
 
 __all__ = ["select_rows"]
 
-_ROWS = 32  # of a program
+_ROWS = 32  # rows of a program
 
 
 def select_rows(table: Tensor, rows: Tensor) -> Tensor:

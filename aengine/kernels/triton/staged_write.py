@@ -20,7 +20,7 @@ _MAX_PARTS = 16
 def apply_staged_writes(target: Tensor, starts: Tensor, lengths: Tensor, values: Tensor) -> None:
     if starts.shape[0] == 0:
         return
-    # On the host only the most that a run can have is known.
+    # The host knows only the largest length that a run can have.
     parts = min(_MAX_PARTS, triton.cdiv(values.shape[0], 4 * _TILE))
     launch(_write_kernel, (starts.shape[0], max(parts, 1)), target, starts, lengths, values, TILE=_TILE)
 

@@ -26,10 +26,10 @@ from .nucleus import Candidates, as_mass, find_bracket, find_candidates, make_ca
 __all__ = ["BLOCK", "block_stats", "find_cutoff"]
 
 BLOCK = 256
-_BLOCKS = 16  # of a program of the first launch
+_BLOCKS = 16  # blocks of a program of the first launch
 _GATHERED = 16  # blocks that a pass reads at a time
 _SEARCH_WARPS = 8
-_TILE = 2048  # of the list of logits, that are looked at at a time
+_TILE = 2048  # listed logits that are read at a time
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
@@ -262,7 +262,8 @@ def _search_list(
     at = tl.arange(0, TILE)
     first = tl.load(listed + at, mask=at < length, other=float("-inf"))
     own = tl.where(first > float("-inf"), as_mass(first, peak, scale), 0) if BY_MASS else first
-    end = _place(tl.minimum(high, peak)) + 1  # nothing at or above has as much; all at or above ``begin`` have
+    # invariant: all values at or above ``begin`` have the wanted mass together, those at or above ``end`` do not
+    end = _place(tl.minimum(high, peak)) + 1
     begin = _place(low)
     while end - begin > 1:
         middle = (begin + end) // 2
@@ -382,7 +383,7 @@ def _search(
         if reached:
             low = above
         else:
-            # Nothing below ``lowest`` is looked for: then high = low = -inf ends the search.
+            # The search does not go below ``lowest``: high = low = -inf ends it.
             high = tl.where(is_last, float("-inf"), below)
     return low, low_count, low_mass
 

@@ -147,7 +147,7 @@ def varlen_attention(
     return out
 
 
-# Where these begin depends on the batch; a kernel for each case would be compiled in the middle of serving.
+# Pointers whose alignment depends on the batch: specialised on it, kernels would be compiled while serving.
 _MOVING = ["rows", "query_start_loc", "seq_lens"]
 
 
@@ -321,7 +321,7 @@ def _varlen_attention(
         blocks = table + row.to(tl.int64) * stride_table
         strides = (stride_block, stride_token, stride_kv)
         lowest = 0  # position of the first key that any of these queries sees
-        full = 0  # from here to rest every query sees all keys
+        full = 0  # from here to ``rest`` every query sees all keys
         rest = (begin + 1) // BN * BN
         if WINDOW > 0:
             lowest = tl.maximum(0, begin - WINDOW + 1)

@@ -74,7 +74,7 @@ class CudnnPrefill:
         try:
             with aside(), torch.inference_mode():
                 self._attend_to_nothing(_SHORTEST)
-        except Exception as error:  # of cuDNN's libraries, or none of its kernels fits
+        except Exception as error:  # cuDNN's libraries are missing, or none of its kernels fits
             self._error = error
 
     def join(self) -> None:
@@ -123,7 +123,8 @@ class CudnnPrefill:
         if not is_plain or kept.window is not None:
             self._give_up()  # the model has such layers in every step
             return None
-        k, v = (t.to(kept.cache.dtype).to(q.dtype) for t in (k, v))  # as our own kernel sees them
+        # rounded as our own kernel reads them from the cache
+        k, v = (t.to(kept.cache.dtype).to(q.dtype) for t in (k, v))
         outs, begin = [], 0
         try:
             for length in metadata.query_lens.tolist():
@@ -131,7 +132,7 @@ class CudnnPrefill:
                 outs.append(self._attend(self._padded(length), *(t[own] for t in (q, k, v)))[:length])
                 begin += length
             return (outs[0] if len(outs) == 1 else torch.cat(outs)).flatten(1)
-        except torch.OutOfMemoryError:  # of the padded copies; our own kernel needs none
+        except torch.OutOfMemoryError:  # there is no memory for the padded copies; our own kernel needs none
             return None
         except Exception as error:
             logger.warning("cuDNN failed and is not used any more; prompts go through triton: %r", error)

@@ -25,12 +25,12 @@ class KvCacheSpec:
     config: ModelConfig
     num_blocks: int
     block_size: int
-    dtype: torch.dtype  # of what is computed
+    dtype: torch.dtype  # dtype of the computation
     device: torch.device
     max_num_seqs: int
     max_model_len: int
-    kv_dtype: torch.dtype | None = None  # of keys and values; None: dtype
-    stage: PipelineStage = WHOLE  # whose layers it is for
+    kv_dtype: torch.dtype | None = None  # dtype in which keys and values are kept; None: ``dtype``
+    stage: PipelineStage = WHOLE  # the pipeline stage whose layers the pages are for
 
     def make_pages(self, *, has_spare: bool = False) -> KVPages:
         """``has_spare``: one page more, behind the others, if there are states."""
@@ -49,7 +49,7 @@ class AttentionLayerKV:
     def __init__(self, place: LayerPlace, cache: Tensor) -> None:
         assert isinstance(place.kv, FullKV | WindowKV)
         self.cache = cache  # [num_blocks, block_size, 2, num_kv_heads, head_dim], any strides but the last
-        self.group = place.group  # whose block table leads to it
+        self.group = place.group  # index of the KV group whose block table leads to it
         self.heads = place.kv.num_kv_heads, place.kv.head_dim
         self.window = place.kv.window if isinstance(place.kv, WindowKV) else None  # tokens, the query's own included
 
@@ -57,8 +57,8 @@ class AttentionLayerKV:
 class LayerStatePlace(NamedTuple):
     """A layer's states in the pages."""
 
-    group: int  # whose block table leads to it
-    tensors: dict[str, Tensor]  # by name: [num_pages, *shape]
+    group: int  # index of the KV group whose block table leads to it
+    tensors: dict[str, Tensor]  # [num_pages, *shape] for each tensor, by name
 
 
 class KVPages:

@@ -90,7 +90,7 @@ class LibraryPrefill:
         sinks: Tensor | None = None,
     ) -> Tensor | None:
         m = metadata
-        if self._function is None or softcap or sinks is not None:  # of these they have some, and each its own
+        if self._function is None or softcap or sinks is not None:  # the libraries do these in ways of their own
             return None
         starts_k = m.query_start_loc
         longest, longest_k = int(m.query_lens.max()), int(m.key_lens(kept.window).max())
@@ -98,9 +98,11 @@ class LibraryPrefill:
             if m.has_context:
                 places, starts_k = m.places(kept.group, kept.cache.shape[1], kept.window)
                 k, v = kept.cache[places[0], places[1]].unbind(1)
-            k, v = (t.to(kept.cache.dtype).to(q.dtype) for t in (k, v))  # as our own kernel sees them
+            # rounded as our own kernel reads them from the cache
+            k, v = (t.to(kept.cache.dtype).to(q.dtype) for t in (k, v))
             out = _call(self._function, q, k, v, m.query_start_loc, starts_k, longest, longest_k, scale, kept.window)
-        except torch.OutOfMemoryError as error:  # of the contexts' copy, which no profile knows: our kernel needs none
+        # the copy of the contexts is in no profile, and may find no memory; our own kernel needs none
+        except torch.OutOfMemoryError as error:
             if not self._had_no_memory:
                 how = f"{self.name} has no memory for {int(m.seq_lens.sum())} tokens of prompts and their contexts"
                 logger.warning("%s; such steps go through triton: lower gpu_memory_utilization (%s)", how, error)

@@ -126,7 +126,7 @@ class AttentionMetadata:
     """Attention inputs of a step, for all layers."""
 
     query_lens: list[int]  # host [num_reqs]: tokens that each request computes
-    groups: list[GroupMetadata]  # of each KV group
+    groups: list[GroupMetadata]  # one for each KV group
     first_lens: Tensor | None = (
         None  # int32 [num_reqs]: tokens of each when it got its row; None: nothing depends on it
     )
@@ -147,10 +147,10 @@ class Attention:
         n = self._num_decodes = next((i for i, n in enumerate(query_lens) if n > 1), len(query_lens))
         self._decodes = [(group.block_table[:n], group.seq_lens[:n]) for group in metadata.groups]
         ends = list(accumulate(query_lens))
-        # Of each prompt: its place in the batch, its first token, past the last.
+        # (place in the batch, first token, one past the last token) of each prompt
         self._prompts = [(i, ends[i] - query_lens[i], ends[i]) for i in range(self._num_decodes, len(query_lens))]
         self._query_lens = query_lens
-        self._state_rows: dict[int, StateRows] = {}  # by KV group
+        self._state_rows: dict[int, StateRows] = {}  # the rows of each KV group with states
 
     def begin(self, positions: Tensor) -> None:
         """Cosines and sines of the step's tokens (int64 [num_tokens]), for all layers."""

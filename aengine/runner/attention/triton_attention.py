@@ -45,7 +45,7 @@ class GpuKvCache:
     clears_blocks = False  # the kernels never read past a sequence's end, nor before its window
 
     def __init__(self, spec: KvCacheSpec, prefill: PrefillBackend) -> None:
-        self._pages = pages = spec.make_pages(has_spare=True)  # where padding writes its states
+        self._pages = pages = spec.make_pages(has_spare=True)  # the spare page is where padding writes its states
         self.spare_page = spec.num_blocks
         self.states = pages.states()
         self.layout = pages.layout
@@ -128,7 +128,7 @@ class DecodeAttention:
 
     def __init__(self, cache: GpuKvCache, rows: Tensor, seq_lens: Tensor, block_table: Tensor) -> None:
         self._cache = cache
-        self._block_tables = block_table.unbind()  # of each group
+        self._block_tables = block_table.unbind()  # one for each KV group
         self._ropes = cache.step_ropes()
         # A plan for each kind of layer: which keys there are depends on the window, how they are cut on the heads.
         self._plans = {
@@ -137,7 +137,7 @@ class DecodeAttention:
         }
         self.size = len(rows)
         self._rows, self._seq_lens = rows, seq_lens
-        self._state_rows: dict[int, StateRows] = {}  # by KV group
+        self._state_rows: dict[int, StateRows] = {}  # the rows of each KV group with states
 
     def begin(self, positions: Tensor) -> None:
         pass
@@ -211,9 +211,9 @@ class BatchAttention:
     ) -> None:
         self._cache = cache
         self._inputs = inputs
-        self._slot_mappings = inputs.slot_mapping.unbind()  # of each group
+        self._slot_mappings = inputs.slot_mapping.unbind()  # one for each KV group
         self._rows = rows
-        self._block_tables = block_table.unbind()  # of each group
+        self._block_tables = block_table.unbind()  # one for each KV group
         self._ropes = cache.step_ropes()
         self._positions = [self._places(rope) for rope in self._ropes]
         self._has_prompts = plan is None or plan.num_decodes < plan.num_reqs
@@ -229,7 +229,7 @@ class BatchAttention:
             self._metadata = PrefillMetadata.of(rows[n:], block_table, *prompts)
         elif self._has_prompts:
             self._prompts = self._plan_prompts()
-        self._state_rows: dict[int, StateRows] = {}  # by KV group
+        self._state_rows: dict[int, StateRows] = {}  # the rows of each KV group with states
         self._decodes: DecodeAttention | None = None
         if plan is None or plan.num_decodes:
             n = min(len(rows), len(inputs.positions))

@@ -29,7 +29,7 @@ class AwaitedIds:
         self._requests = requests
         self._link = link
         self._steps: deque[tuple[Rows, Rows]] = deque()  # rows that a step sampled for; whose they were, oldest first
-        self._num_owners = np.zeros(len(requests.in_use), dtype=np.int64)  # that each row has had
+        self._num_owners = np.zeros(len(requests.in_use), dtype=np.int64)  # number of requests that each row has had
 
     def expect(self, rows: Rows) -> None:
         """A step samples one token for each of these rows, int64 [n]."""

@@ -17,7 +17,7 @@ from .symmetric_memory import SymmetricMemory
 __all__ = ["CudaGroup"]
 
 _WORDS_PER_RANK = 2**16
-_BULK_BYTES = 2**27  # of a rank's memory; tensors larger than its part for one of the ranks are sent in pieces
+_BULK_BYTES = 2**27  # bytes of a rank's memory for bulk; tensors larger than its part for one rank are sent in pieces
 
 
 class CudaGroup:

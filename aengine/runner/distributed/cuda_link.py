@@ -29,10 +29,10 @@ __all__ = ["CudaLink", "StageMemory", "open_cuda_link"]
 class _Counter(IntEnum):
     """Numbers of messages in the memory of a stage, each set by one other stage."""
 
-    HIDDEN_THERE = 0  # by the stage before
-    HIDDEN_READ = 1  # by the next one
-    IDS_THERE = 2  # on the first stage, by the last
-    IDS_READ = 3  # on the last stage, by the first
+    HIDDEN_THERE = 0  # set by the stage before
+    HIDDEN_READ = 1  # set by the next stage
+    IDS_THERE = 2  # on the first stage, set by the last
+    IDS_READ = 3  # on the last stage, set by the first
     SCRATCH = 4
 
 

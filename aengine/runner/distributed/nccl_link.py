@@ -35,7 +35,7 @@ class _Box:
         self._slots = slots
         self._platform = platform
         self._stream = platform.side_stream()
-        self._done: list[Event | None] = [None] * len(slots)  # of each slot: its last message was sent, or read
+        self._done: list[Event | None] = [None] * len(slots)  # event of each slot: its last message was sent, or read
         self._num_messages = 0
 
 

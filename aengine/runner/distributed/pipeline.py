@@ -41,10 +41,10 @@ class StepSizes:
     """The most that stages exchange."""
 
     hidden_size: int
-    dtype: torch.dtype  # of the hidden states
-    max_batched: int  # tokens of a step
-    max_num_seqs: int  # ids of a step
-    steps_in_flight: int  # those that the host has given and not heard of, but for steps in which nothing is sampled
+    dtype: torch.dtype  # dtype of the hidden states
+    max_batched: int  # most tokens of a step
+    max_num_seqs: int  # most ids of a step
+    steps_in_flight: int  # most unanswered steps of the host, not counting those in which nothing is sampled
 
 
 class PipelineLink(Protocol):
@@ -170,7 +170,7 @@ class GlooLink:
         self.sizes = sizes
         self._stage = stage
         self._group = gloo(store, stage.index, stage.size, options)
-        self._sent: deque[tuple[Any, Tensor]] = deque()  # what may still be read: gloo does not copy it
+        self._sent: deque[tuple[Any, Tensor]] = deque()  # tensors that are still being read: gloo does not copy them
 
     def send(self, tensors: IntermediateTensors) -> None:
         self._send(tensors.hidden, self._stage.index + 1, _HIDDEN)

@@ -30,7 +30,7 @@ class Relay:
         self._stage = stage
         self._link = link
         self._awaited = AwaitedIds(requests, link) if link is not None and stage.is_first else None
-        self._hidden: Tensor | None = None  # [max_batched, hidden_size]: what graphs read
+        self._hidden: Tensor | None = None  # [max_batched, hidden_size]: input of graphs
         self.token_ids: Tensor | None = None
         """int64 [max_num_seqs]: the sampled ids, where graphs leave them; None: nobody needs them."""
         if link is not None and has_graphs:

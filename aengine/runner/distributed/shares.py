@@ -23,7 +23,7 @@ __all__ = ["NOTHING", "Part", "Share", "VocabularyShare", "part_of", "sizes"]
 class Share:
     """A rank's piece of a dimension of ``pieces * size`` elements, or of ``whole``, where the last pieces lack some."""
 
-    size: int  # of the piece
+    size: int  # elements of the piece
     index: int = 0
     pieces: int = 1
     whole: int | None = None

@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore, ProcessGroup, Store
 __all__ = ["NoPeers", "SymmetricMemory", "check_writes"]
 
 _numbers = itertools.count()
-_WRITTEN = 2**48  # what was in the memory before is hardly that
+_WRITTEN = 2**48  # a value that the memory is unlikely to have held before
 
 
 class NoPeers(RuntimeError):
@@ -87,7 +87,7 @@ class SymmetricMemory:
         check_writes([self.part(other)[: 8 * size] for other in range(size)], store, rank)
         self._memory.zero_()
         torch.accelerator.synchronize(device)
-        _meet(store, "zeroed", rank, size)  # nobody writes into another's memory before that is zeroed
+        _meet(store, "zeroed", rank, size)  # no rank writes into another's memory before that was zeroed
         self.addresses = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
         """int64 [size]: where each rank's memory begins, as this one's kernels reach it."""
 

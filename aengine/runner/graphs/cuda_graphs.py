@@ -103,7 +103,7 @@ class DecodeModel(Protocol):
 class HalfDone(NamedTuple):
     """State of a step between its two halves."""
 
-    logits: Tensor  # float32 [size, share]: of this rank's tokens
+    logits: Tensor  # float32 [size, share]: logits of this rank's share of the vocabulary
     inputs: DecodeInputs
 
 
@@ -141,8 +141,9 @@ class DecodeStep:
         self.samples = samples
         self._sampled = sampled
         self._rows = torch.full((max_size,), -1, dtype=torch.int64, device=self._device)
-        self._rows_host = np.full(max_size, -1, dtype=np.int64)  # what _rows holds, or will when its copies have run
-        self._filled = (0, 0)  # how many rows set_rows was given last, and the size that it padded them to
+        # content of `_rows` when all copies launched so far have run
+        self._rows_host = np.full(max_size, -1, dtype=np.int64)
+        self._filled = (0, 0)  # rows that `set_rows` was given last, and the size that it padded them to
         self._published = torch.zeros((num_slots, 2, max_size), dtype=torch.int32, pin_memory=platform.pins_memory)
         self._published_host = self._published.numpy()
         num_slots = _LOGPROB_SLOTS if 2 * max_in_flight_steps <= _LOGPROB_SLOTS else num_slots
@@ -150,10 +151,10 @@ class DecodeStep:
         self._logprobs = torch.zeros(shape, dtype=torch.int32, pin_memory=platform.pins_memory)
         self._logprobs_host = self._logprobs.numpy()
         self._cursor = torch.zeros(1, dtype=torch.int32, device=self._device)
-        self._next_slot = 0  # what the cursor will be when all steps launched so far have run
+        self._next_slot = 0  # value of the cursor when all steps launched so far have run
         self._masks = MaskMemory(max_size, bitmasks, self._device)
         self._max_size = max_size
-        self._hidden: Tensor | None = None  # [max_size, hidden_size] of rows that end a step with prompts
+        self._hidden: Tensor | None = None  # [max_size, hidden_size], for rows that end a step with prompts
 
     def set_rows(self, rows: Rows, size: int) -> Tensor:
         """Put the batch's rows where the step reads them; int64 [size], on the device."""
@@ -262,7 +263,7 @@ class _Graphs(NamedTuple):
 
     first: Graph
     second: dict[Sampling, Graph]
-    passed_on: PassedOn | None = None  # what the first leaves on a stage that does not sample
+    passed_on: PassedOn | None = None  # what the first graph leaves on a stage that does not sample
 
 
 class CudaGraphManager:
@@ -276,8 +277,8 @@ class CudaGraphManager:
         self.step = step
         self._sizes = sorted(sizes)
         self._is_eager = enforce_eager
-        self._graphs: dict[int, _Graphs] = {}  # by size
-        self._ends: dict[int, dict[Sampling, Graph]] = {}  # of steps with prompts, by size
+        self._graphs: dict[int, _Graphs] = {}  # graphs of decode steps, by size
+        self._ends: dict[int, dict[Sampling, Graph]] = {}  # graphs of the ends of steps with prompts, by size
         self._end_sizes = [size for size in self._sizes if size in _END_SIZES or size == self._sizes[-1]]
         self._half: tuple[int, HalfDone | None] | None = None  # size of the step to be sampled; what is not in a graph
         self._held = 0  # size of the end that waits
@@ -302,9 +303,9 @@ class CudaGraphManager:
             return
         sizes = self._sizes[::-1]
         for size in sizes:
-            # What is done once (loading a kernel) may not be captured.
+            # What a first run does (loading a kernel) must not be captured.
             self.step.run_padded(size, has_end=size in self._end_sizes)
-        self._platform.release_cached()  # what the largest left would not be there for the graphs
+        self._platform.release_cached()  # the graphs need the memory that the largest run has left cached
         for i, size in enumerate(sizes):
             progress(i, len(sizes))
             self.capture(size)

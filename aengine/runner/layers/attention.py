@@ -51,7 +51,7 @@ class AttentionLayer:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    scale: float  # of q k^T
+    scale: float  # factor of q k^T
     q_norm: RMSNorm | None = None  # head by head
     k_norm: RMSNorm | None = None
     rope: int | None = 0  # index into ModelConfig.ropes; None: q and k are not rotated

@@ -115,7 +115,7 @@ class Decoder(ABC, Generic[Config]):
     """A `CausalLM` (runner/models/): an embedding, the layers that its family makes, a norm and a head."""
 
     last_norm: ClassVar = "model.norm"  # its name in the checkpoint
-    reranks_by_yes: ClassVar = False  # with a head of one class, it is a reranker that is asked for yes or no
+    reranks_by_yes: ClassVar = False  # with a head of one class, the model is a reranker that is asked for yes or no
 
     def __init__(self, config: Config, weights: WeightScope) -> None:
         self.config = config

@@ -38,8 +38,8 @@ class _Piece(NamedTuple):
 
     name: str  # below the expert's number
     stored: StoredTensor
-    part: Part | None  # of it that is wanted
-    rows: slice | None  # where that lies in the expert's tensor of this suffix; None: it is not wanted
+    part: Part | None  # the part of the stored tensor that this rank wants
+    rows: slice | None  # its rows in the expert's tensor of this suffix; None: the rank does not want it
 
 
 _ONE_AT_A_TIME = Lock()
@@ -75,7 +75,7 @@ class ExpertLinear:
         columns = shares_of(in_features)
         # Added up over the ranks, the products have the bias once.
         self._drops_bias = scope.group.rank > 0 and any(share.is_divided for share in columns)
-        self._cut: Part | None = None  # of the columns of a matrix that is loaded whole
+        self._cut: Part | None = None  # the columns that this rank keeps of a matrix that is loaded whole
         self._lock = Lock()  # several threads may load
         if layout is None:
             self._want_each(scope, experts.total, columns, parts, bias)
@@ -93,7 +93,7 @@ class ExpertLinear:
     ) -> None:
         form = scope.format_of([f"0.{name}" for name in parts])
         in_features = sizes(columns)[1]
-        pieces: list[_Piece] = []  # of each of this rank's experts
+        pieces: list[_Piece] = []  # pieces of each expert of this rank
         num_rows: dict[str, int] = {}
         for name, features in parts.items():
             rows = shares_of(features)

@@ -73,8 +73,8 @@ class DeltaInputs(NamedTuple):
 
     qkv: Tensor  # [num_tokens, channels]
     z: Tensor  # [num_tokens, values]: the gate of the output
-    b: Tensor  # [num_tokens, num_value_heads]: how much of a correction is written
-    a: Tensor  # [num_tokens, num_value_heads]: how much is forgotten
+    b: Tensor  # [num_tokens, num_value_heads]: the share of a correction that is written
+    a: Tensor  # [num_tokens, num_value_heads]: the share of the state that is forgotten
 
 
 class GatedDeltaNet:

@@ -72,7 +72,7 @@ class Linear:
         self.group = scope.group
         columns = shares_of(in_features)
         self._is_partial = any(share.is_divided for share in columns)
-        self._out_features = 0  # of this rank
+        self._out_features = 0  # output features on this rank
         for name, out_features in parts.items():
             rows = shares_of(out_features)
             own_rows, all_rows = sizes(rows)
@@ -91,7 +91,7 @@ class Linear:
 
     def _put(self, suffix: str, tensor: Tensor) -> None:
         with self._lock:
-            self._joined.tensors.setdefault(suffix, tensor)  # of a single matrix: it has no room among others
+            self._joined.tensors.setdefault(suffix, tensor)  # a single matrix has no memory reserved among others
             self._num_missing -= 1
             is_last = self._num_missing == 0
         if is_last:

@@ -34,16 +34,16 @@ class StateSpan(NamedTuple):
     start: int
     stop: int
     page: int
-    begins: bool  # these are its first tokens: it has no state yet
+    begins: bool  # the span has the first tokens of its sequence: there is no state yet
 
 
 class StateRows(NamedTuple):
     """The requests of a step, in one KV group."""
 
-    pages: Tensor  # int64 [n]: of the leading requests, which have one token each; padding has the spare page
-    begins: Tensor  # bool [n]: it is the request's first token
-    spans: Sequence[StateSpan]  # of all others
-    sequences: Sequences | None = None  # the same; None: there are none
+    pages: Tensor  # int64 [n]: page of each leading request of one token; padding has the spare page
+    begins: Tensor  # bool [n]: whether the token is its request's first
+    spans: Sequence[StateSpan]  # spans of all other requests
+    sequences: Sequences | None = None  # the same spans for kernels; None: there are none
 
 
 class LayerStates:
@@ -62,7 +62,7 @@ class LayerStates:
     def read(self, name: str) -> Tensor:
         """[n, *shape]: a copy of the states of the leading requests; zero where one begins."""
         states = self.tensors[name].index_select(0, self.pages)
-        # Not a product: what another request left in the page may be no number.
+        # Filled and not multiplied by 0: what another request left in the page may be NaN.
         return states.masked_fill_(self.begins.view(-1, *[1] * (states.dim() - 1)), 0)
 
     def write(self, name: str, states: Tensor) -> None:

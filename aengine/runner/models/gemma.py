@@ -38,7 +38,7 @@ _DEFAULTS_3 = {**_DEFAULTS, "vocab_size": 262_208, "max_position_embeddings": 13
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmaConfig(ModelConfig):
     attention_bias: bool
-    attention_scale: float  # of q k^T
+    attention_scale: float  # factor of q k^T
     attention_softcap: float  # 0: none
     rope_of_layers: tuple[int, ...]  # indices into ``ropes``
 

@@ -27,7 +27,7 @@ _DEFAULTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glm4Config(ModelConfig):
-    attention_bias: bool  # of q, k and v
+    attention_bias: bool  # whether q, k and v have a bias
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:

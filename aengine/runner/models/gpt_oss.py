@@ -55,7 +55,7 @@ class GptOssConfig(ModelConfig):
         keys = ConfigReader(hf, _DEFAULTS)
         num_experts, layers, is_gguf = keys.num_experts(128), keys.integer("num_hidden_layers"), keys.is_gguf
         own: dict[str, Any] = {}
-        if is_gguf:  # which has no key for what YaRN truncates
+        if is_gguf:  # GGUF has no key for YaRN's "truncate"
             scaling = keys.mapping("rope_scaling")
             own["rope_parameters"] = {**scaling, "truncate": False} if scaling else None
         if not keys.texts("layer_types"):

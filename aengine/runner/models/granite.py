@@ -19,8 +19,8 @@ __all__ = ["Granite", "GraniteConfig"]
 class GraniteConfig(ModelConfig):
     attention_bias: bool
     mlp_bias: bool
-    attention_scale: float  # of q k^T
-    residual_scale: float  # of what attention and feed-forward add
+    attention_scale: float  # factor of q k^T
+    residual_scale: float  # factor of what attention and feed-forward add to the residual
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:

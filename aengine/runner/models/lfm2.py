@@ -30,7 +30,7 @@ _MOST_INNER = 1 << 31
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lfm2Config(ModelConfig):
-    is_convolution: tuple[bool, ...]  # of each layer; the others attend
+    is_convolution: tuple[bool, ...]  # [num_layers]: the layer is a convolution; the others attend
     conv_width: int
     conv_bias: bool
     conv_channels: int

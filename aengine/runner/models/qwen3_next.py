@@ -50,7 +50,7 @@ _DEFAULTS_OF: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3NextConfig(ModelConfig):
-    is_linear: tuple[bool, ...]  # of each layer: a gated delta net; the others attend
+    is_linear: tuple[bool, ...]  # [num_layers]: the layer is a gated delta net; the others attend
     delta: DeltaSizes
     attention_bias: bool
     moe_intermediate_size: int

@@ -22,7 +22,7 @@ _DEFAULTS = {"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embe
 class SmolLM3Config(ModelConfig):
     attention_bias: bool
     mlp_bias: bool
-    rotates: tuple[bool, ...]  # of each layer
+    rotates: tuple[bool, ...]  # [num_layers]: the layer has rotary positions
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:

@@ -39,7 +39,7 @@ def _find_any(index: str) -> Platform | Unavailable:
     if not isinstance(gpu, Unavailable):
         return gpu
     if index not in ("", "0") and not isinstance(CudaPlatform.find("cuda"), Unavailable):
-        return gpu  # there are GPUs, but fewer: a replica on the CPU beside them is not what was asked for
+        return gpu  # there are GPUs, but too few: a replica on the CPU beside them is not what was asked for
     for name in registered(PLATFORMS):
         if name in ("cuda", "cpu"):
             continue

@@ -169,7 +169,7 @@ class CudaPlatform:
     def share(self, memory: Tensor) -> bool:
         if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0:
             return True
-        with contextlib.suppress(RuntimeError):  # else the next call of CUDA would raise the failure
+        with contextlib.suppress(RuntimeError):  # reads the failure, which the next call of CUDA would raise
             torch.zeros(1, device=self.device)
         return False
 

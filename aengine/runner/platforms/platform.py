@@ -57,9 +57,9 @@ class DeviceMemory(NamedTuple):
     """Bytes."""
 
     total: int
-    free: int  # that no process has taken
-    allocated: int  # that this process' tensors take
-    reserved: int  # that this process has taken, those of its tensors included
+    free: int  # bytes that no process has taken
+    allocated: int  # bytes of this process' tensors
+    reserved: int  # bytes that this process has taken, those of its tensors included
 
 
 @dataclass(frozen=True, slots=True)

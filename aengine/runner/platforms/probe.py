@@ -85,7 +85,7 @@ def _gpu_choices(config: EngineConfig, gpu: CudaPlatform, report: dict[str, Any]
     except ModelLoadError as error:
         report["triton_problem"] = str(error)
     dtype = torch.bfloat16 if gpu.supports_bf16 else torch.float16
-    # Of the shape that most models have; a model with larger heads may get another.
+    # The head size of most models; one with larger heads may get another library.
     attention, _ = choose_library(config.attention_backend, gpu.compute_capability, dtype, head_dim=128)
     name = str(dtype).removeprefix("torch.")
     return {

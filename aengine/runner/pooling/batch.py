@@ -26,12 +26,13 @@ __all__ = ["EncoderBatch", "Group"]
 class Group:
     """Texts that attend to themselves in one call."""
 
-    begin: int  # of their tokens in the batch
-    end: int
+    begin: int  # place of their first token in the batch
+    end: int  # one past their last token
     num_texts: int
-    length: int  # of the longest
-    places: Tensor | None  # int64 [end - begin]: of their tokens in a padded [num_texts, length]; None: none is padded
-    mask: Tensor | None  # bool [num_texts, 1, 1, length]: what is no padding; None likewise
+    length: int  # tokens of the longest text
+    # int64 [end - begin]: place of each token in a padded [num_texts, length]; None: nothing is padded
+    places: Tensor | None
+    mask: Tensor | None  # bool [num_texts, 1, 1, length]: what is no padding; None: nothing is padded
 
 
 class EncoderBatch:

@@ -45,9 +45,9 @@ class DecoderPooling:
         self._model = model
         self._requests = requests
         self._vectors = vectors
-        self._sums: Tensor | None = None  # float32 [max_num_seqs, hidden_size], of rows whose mean is wanted
-        self._next_sums: Tensor | None = None  # with this step's tokens
-        self._token_ids: dict[int, Any] = {}  # by row: of those that get logits
+        self._sums: Tensor | None = None  # float32 [max_num_seqs, hidden_size]: sums of the rows whose mean is wanted
+        self._next_sums: Tensor | None = None  # `_sums` with the tokens of the step being run
+        self._token_ids: dict[int, Any] = {}  # ids whose logits a row's request wants, by row
 
     def add_request(self, request: NewRequest) -> None:
         """Take a row."""
@@ -109,7 +109,7 @@ class DecoderPooling:
         lengths = plan.query_lens[own]
         tokens = np.concatenate([np.arange(begins[i], begins[i] + plan.query_lens[i]) for i in own])
         sent = to_device(np.stack((tokens, np.repeat(plan.rows[own], lengths))), hidden.device)
-        first = plan.rows[own[plan.seq_lens[own] == lengths]]  # it begins with this step
+        first = plan.rows[own[plan.seq_lens[own] == lengths]]  # rows whose request begins with this step
         sums.index_fill_(0, to_device(first, hidden.device), 0.0)
         states = self._model.final_hidden(hidden.index_select(0, sent[0])).float()
         self._next_sums = sums.index_add_(0, sent[1], states)

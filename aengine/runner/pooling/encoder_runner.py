@@ -37,7 +37,7 @@ class EncoderRunner:
         self._vectors = vectors
         self._platform = platform
         self._copy_out = OutputCopier(platform)
-        self._texts: dict[int, NewRequest] = {}  # by row
+        self._texts: dict[int, NewRequest] = {}  # the texts under way, by row
         self._answer: AsyncOutput | None = None
 
     @torch.inference_mode()

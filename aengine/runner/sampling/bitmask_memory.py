@@ -90,10 +90,11 @@ class MaskMemory:
         self._max_size = max_size
         self._host = host
         self._device = device
-        self._bits: Tensor | None = None  # not before the shared memory is known
+        self._bits: Tensor | None = None  # None until the shared memory is known
         self.rows = torch.full((max_size,), -1, dtype=torch.int64, device=device)
         """bits[i] belongs to the row of logits rows[i]; -1: to none."""
-        self._rows_host = np.full(max_size, -1, dtype=np.int64)  # what `rows` holds, or will
+        # content of `rows` when all copies launched so far have run
+        self._rows_host = np.full(max_size, -1, dtype=np.int64)
 
     @property
     def bits(self) -> Tensor:
@@ -120,5 +121,5 @@ class MaskMemory:
             return
         if self.bits.device == self._device:
             self._host.to_device(bits, self.bits[:n])
-        else:  # it came through the ring
+        else:  # the bitmask came through the ring
             self.bits.numpy()[:n] = bits

@@ -56,8 +56,9 @@ class TokenLists:
         self.uses = np.zeros(max_num_seqs, dtype=bool)
         self._arena = StagedArena({"lists": (max_num_seqs, WIDTH)}, requests.token_ids.device)
         self._lists = self._arena.part("lists")
-        self._has_lists = np.zeros(max_num_seqs, dtype=bool)  # what the table has of a row is not nothing
-        self._banned_until = np.zeros(max_num_seqs, dtype=np.int64)  # tokens of the row; 0: nothing is banned
+        self._has_lists = np.zeros(max_num_seqs, dtype=bool)  # [max_num_seqs]: the table has entries for the row
+        # [max_num_seqs]: tokens of the row below which its stop tokens are banned; 0: nothing is banned
+        self._banned_until = np.zeros(max_num_seqs, dtype=np.int64)
 
     def add_request(self, request: NewRequest) -> None:
         row = request.req_idx

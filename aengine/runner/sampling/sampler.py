@@ -74,9 +74,10 @@ class Sampler:
         self._lists, self._penalties = TokenLists(requests, vocab_size), Penalties(requests, vocab_size)
         self._features: tuple[SamplingFeature, ...] = (self._lists, self._penalties)
         max_num_seqs = len(requests.in_use)
-        self._num_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)  # -1: none
-        self._cuts = np.zeros(max_num_seqs, dtype=bool)  # random, with top-k, top-p or min-p
-        self._asks = np.full(max_num_seqs, Sampling.PLAIN, dtype=np.int8)  # in every step
+        # alternatives that each row wants beside the sampled token; -1: no log-probabilities
+        self._num_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
+        self._cuts = np.zeros(max_num_seqs, dtype=bool)  # whether each row is random, with top-k, top-p or min-p
+        self._asks = np.full(max_num_seqs, Sampling.PLAIN, dtype=np.int8)  # what each row asks for in every step
 
     def reserve(self) -> None:
         """Take the memory that graphs refer to."""

@@ -75,7 +75,7 @@ def _open_gpu(index: int) -> None:
 
 def _hash_triton() -> None:
     """Let Triton compute the part of its cache's keys that is the same for all kernels; it keeps the result."""
-    with contextlib.suppress(Exception):  # it is not installed, or a version that hashes elsewhere
+    with contextlib.suppress(Exception):  # Triton is not installed, or a version that hashes elsewhere
         from triton.runtime.cache import triton_key
 
         triton_key()

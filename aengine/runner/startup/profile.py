@@ -52,7 +52,8 @@ def _accelerator_budget(setup: RunnerSetup, wanted_len: int, progress: Progress)
     """Bytes for KV, beside everything else that this process will need at most."""
     begun = time.monotonic()
     longest = min(wanted_len, setup.max_batched)
-    num_blocks = max(-(-longest // group.block_size) for group in setup.kv_layout.groups)  # which all requests share
+    # blocks of the longest request, shared by all requests of the rehearsal
+    num_blocks = max(-(-longest // group.block_size) for group in setup.kv_layout.groups)
     runner = setup.make_runner(num_blocks, wanted_len, is_rehearsal=True)
     progress("compile", 0, 0, "")
     config = setup.model_config
@@ -70,7 +71,7 @@ def _accelerator_budget(setup: RunnerSetup, wanted_len: int, progress: Progress)
         sizes = (setup.max_batched, kv_heads, setup.num_threads)
         compile_kernels(runner, *sizes, has_experts=config.num_experts > 0, exchange=exchange)
     exchange()
-    setup.attention.join()  # before anything is captured
+    setup.attention.join()  # must have ended before anything is captured
     compiled = time.monotonic()
     progress("profile", 0, 0, "")
     peak = _peak(setup, runner, wanted_len) - num_blocks * setup.kv_layout.page_bytes

@@ -43,17 +43,18 @@ class RunnerSetup:
     model: CausalLM
     platform: Platform
     attention: AttentionBackend
-    kv_dtype: torch.dtype  # of the KV cache
+    kv_dtype: torch.dtype  # dtype of the KV cache
     block_size: int
     max_batched: int  # tokens in a step
     weight_bytes: int
-    num_threads: int  # that compile kernels
+    num_threads: int  # threads that compile kernels
     is_alone: bool = True  # no other rank computes the same steps
     num_processes: int = 1  # ranks of all replicas
-    vectors: VectorLayers | None = None  # None: it gives no embeddings
+    vectors: VectorLayers | None = None  # how vectors are computed; None: the model gives no embeddings
     group: TensorGroup = ALONE
-    link: PipelineLink | None = None  # to the other stages of the pipeline; None: there is one stage
-    experts_group: ExpertsGroup | None = None  # among which experts are divided over replicas; None: they are not
+    link: PipelineLink | None = None  # connection with the other pipeline stages; None: there is one stage
+    # the ranks of all replicas among which experts are divided; None: they are not
+    experts_group: ExpertsGroup | None = None
 
     def _rounds(self) -> ExpertRounds | None:
         if self.experts_group is None:

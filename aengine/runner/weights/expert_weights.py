@@ -31,7 +31,7 @@ class StackedExperts(ExpertWeights):
 
     def __init__(self, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device) -> None:
         self.matrices: ExpertMatrices | None = None
-        self.stacks: dict[str, Tensor] = {}  # [num_experts, ...] by suffix
+        self.stacks: dict[str, Tensor] = {}  # [num_experts, ...] for each tensor, by suffix
         self._num_experts = num_experts
         self._tensors = {tensor.suffix: tensor for tensor in tensors}
         self._device = device
@@ -71,7 +71,8 @@ class SeparateExperts(ExpertWeights):
     def __init__(self, make: Callable[[Mapping[str, Tensor]], Weight], tensors: Sequence[StoredTensor]) -> None:
         self._make = make
         self._tensors = {tensor.suffix: tensor for tensor in tensors}
-        self._rooms: dict[int, dict[str, Tensor]] = {}  # of experts that are not complete
+        # tensors of the experts that are not complete yet, by expert and suffix
+        self._rooms: dict[int, dict[str, Tensor]] = {}
         self._weights: dict[int, Weight] = {}
         self._lock = Lock()
 

@@ -45,11 +45,11 @@ class QuantisedMatrices(NamedTuple):
 class WeightFormats:
     """The formats of a model's matrices, the dtypes of what is beside them, and the device of all."""
 
-    dtype: torch.dtype  # of activations and norms
-    table_dtype: torch.dtype  # of embeddings
-    plain: WeightFormat  # of matrices that the checkpoint keeps as plain numbers
+    dtype: torch.dtype  # dtype of activations and norms
+    table_dtype: torch.dtype  # dtype of embeddings
+    plain: WeightFormat  # format of the matrices that the checkpoint keeps as plain numbers
     quantised: QuantisedMatrices | None = None
-    device: torch.device = CPU  # where the model is
+    device: torch.device = CPU  # the device of the model
 
     @property
     def name(self) -> str:
@@ -103,7 +103,8 @@ def _read_quantization(hf_config: Mapping[str, Any]) -> QuantisedMatrices | None
         if not how:
             continue
         how = how if isinstance(how, Mapping) else {}
-        if how.get("quant_method") == "mxfp4":  # of experts alone, which become numbers (packed_experts.py)
+        # this format is of experts alone, which become plain numbers (packed_experts.py)
+        if how.get("quant_method") == "mxfp4":
             continue
         for read in _QUANTISED:
             if (found := read(how)) is not None:

@@ -48,7 +48,7 @@ class GgufNames:
 
     top: Mapping[str, str] = field(default_factory=lambda: _TOP)
     layer: Mapping[str, str] = field(default_factory=lambda: _LAYER)  # behind "blk.N." and the layer's own prefix
-    layers: str = "model.layers"  # which is this with its number
+    layers: str = "model.layers"  # prefix of a layer's names, before its number
     interleaved: tuple[str, ...] = ()
     """Matrices in which llama.cpp's converter puts the two elements of each rotary pair side by side, head by head;
     names as transformers' end. Elsewhere the first halves of a head come first."""

@@ -32,7 +32,7 @@ def read_gguf(path: str, names: GgufNames, head_dim: int, target: Target) -> Sou
 def read_gguf_tensor(path: str, name: str) -> Tensor:
     """One tensor in float32. Raises ModelLoadError as `read_gguf` does."""
     with GgufFile(path) as file:
-        return _dequantise(file, name).clone()  # nothing of the file's map is left
+        return _dequantise(file, name).clone()  # a copy: the file's map is closed here
 
 
 def _read(file: GgufFile, names: GgufNames, head_dim: int, target: Target) -> Iterator[Named]:
@@ -40,7 +40,8 @@ def _read(file: GgufFile, names: GgufNames, head_dim: int, target: Target) -> It
         if hf_name not in target.places:
             return Named(hf_name, None)
         tensor = _dequantise(file, name, expert)
-        if names.is_interleaved(hf_name) and not tensor.shape[0] % head_dim:  # else its shape is wrong, see the loader
+        # with another shape the loader reports the tensor
+        if names.is_interleaved(hf_name) and not tensor.shape[0] % head_dim:
             tensor = _separate_halves(tensor, head_dim)
         if names.is_less_one(hf_name):
             tensor = tensor - 1.0

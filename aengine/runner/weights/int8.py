@@ -41,7 +41,8 @@ class Int8Weight(Weight):
     def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None) -> None:
         self._codes = codes
         self._scale = scale
-        power = scale.abs().log2_().floor_().clamp_(-24, 8).exp2_()  # with a code of 8 bits in float16's range
+        # a power of 2 whose product with an 8-bit code is in float16's range
+        power = scale.abs().log2_().floor_().clamp_(-24, 8).exp2_()
         self._power = power.half()[:, None]
         self._rest = scale / power
         self.bias = bias
@@ -84,7 +85,8 @@ class Int8Format:
 def unpacked(words: Tensor) -> Tensor:
     """int8 [..., 4 n] codes of int32 [..., n] words; on a GPU, where these are the loader's own, in their memory."""
     codes = words.view(torch.int8)
-    return codes ^ -128 if words.device.type == "cpu" else codes.bitwise_xor_(-128)  # which is minus 128
+    # flipping the highest bit subtracts 128
+    return codes ^ -128 if words.device.type == "cpu" else codes.bitwise_xor_(-128)
 
 
 class Int8Experts(StackedExperts):
@@ -93,7 +95,7 @@ class Int8Experts(StackedExperts):
     def finish(self, expert: int) -> None:
         words = self.stacks.get("weight_packed")
         if words is not None:
-            words[expert].view(torch.int8).bitwise_xor_(-128)  # as `unpacked`
+            words[expert].view(torch.int8).bitwise_xor_(-128)  # as in `unpacked`
         super().finish(expert)
 
     def _matrices(self) -> ExpertMatrices:

@@ -98,14 +98,15 @@ def load_weights(
             if own is not None and tensor is not None:
                 _check_shape(own[0], shape, source)
                 loaded.own_bytes += tensor.nbytes
-                if stage.is_first or ".embed_tokens." not in name:  # else a tied table, which the first stage counts
+                # on another stage this is a tied table, which the first stage counts
+                if stage.is_first or ".embed_tokens." not in name:
                     loaded.num_parameters += own[0].num_parameters
                 loaded.num_bytes += num_bytes
                 loaded.last = name
                 yield partial(target.put, own, tensor)
             elif not _IGNORED.search(name) and not (is_encoder and _HEADS_OF_ENCODERS.search(name)):
                 unexpected.append(name)
-            del tensor  # else it waits here until the next one has come
+            del tensor  # this reference would keep the tensor until the next one has come
 
     progress("weights", 0, total, "bytes")
     with _out_of_memory(loaded, total, model, device, memory):
@@ -170,7 +171,7 @@ def _putting(jobs: Iterable[Callable[[], None]], source: ModelSource, device: to
 def _one_by_one(jobs: Iterable[Callable[[], None]]) -> Iterator[None]:
     for job in jobs:
         job()
-        del job  # with its tensor, before the next one is made
+        del job  # frees the job's tensor before the next job is made
         yield
 
 

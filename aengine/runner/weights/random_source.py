@@ -22,7 +22,7 @@ def make_random(target: Target, seed: int) -> Source:
     generator = _generator(target.device, seed)
     total = sum((4 if is_cpu else place.dtype.itemsize) * prod(place.shape) for place in target.places.values())
     make = _on_cpu if is_cpu else _on_gpu
-    # Of a part too the whole is made: the model is the same for any number of ranks.
+    # The whole tensor is made even if a part is wanted: the model is the same for any number of ranks.
     tensors = (
         target.named(place.name, make(place, generator, target.device), keep=False) for place in target.places.values()
     )

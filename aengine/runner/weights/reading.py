@@ -21,10 +21,11 @@ T = TypeVar("T")
 
 
 class Named(NamedTuple):
-    name: str  # in transformers' spelling
-    tensor: Tensor | None  # as it was read, or the part of it that the place wants; None: not wanted, and not read
-    num_bytes: int = 0  # of the whole tensor, in the checkpoint's format
-    shape: tuple[int, ...] = ()  # of the whole tensor
+    name: str  # the tensor's name in transformers' spelling
+    # the tensor as it was read, or the wanted part of it; None: it is not wanted, and was not read
+    tensor: Tensor | None
+    num_bytes: int = 0  # bytes of the whole tensor in the checkpoint's format
+    shape: tuple[int, ...] = ()  # shape of the whole tensor
 
 
 class Source(NamedTuple):
@@ -68,7 +69,7 @@ def text_name(name: str) -> str:
 
 def in_threads(jobs: Iterable[Callable[[], T]], num_threads: int) -> Iterator[T]:
     """Yield what the jobs return, in their order; no more than one a thread is ahead of the consumer."""
-    # Not pool.map: it takes all jobs at once, and a model larger than memory would be read into it.
+    # pool.map would take all jobs at once, and read a model larger than memory into it.
     ahead: deque[Future[T]] = deque()
     with ThreadPoolExecutor(num_threads, thread_name_prefix="weights") as pool:
         for job in jobs:

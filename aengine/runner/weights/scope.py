@@ -33,12 +33,12 @@ class Place(NamedTuple):
     in ``dtype``, but on a CPU in the checkpoint's. Any other means codes, which are stored so and come as they are.
     """
 
-    name: str  # in the checkpoint, in transformers' spelling
-    shape: tuple[int, ...]  # in the checkpoint
+    name: str  # name in the checkpoint, in transformers' spelling
+    shape: tuple[int, ...]  # shape in the checkpoint
     dtype: torch.dtype
-    num_parameters: int  # of the model, that the tensor stands for
+    num_parameters: int  # parameters of the model that the tensor stands for
     put: Callable[[Tensor], None]  # takes the tensor, on the model's device; from any thread
-    part: Part | None = None  # that `put` takes, of the tensor; None: all
+    part: Part | None = None  # the part of the tensor that `put` takes; None: all
     room: Callable[[], Tensor] | None = None  # gives the memory that it is copied to; None: it gets its own
     on_host: bool = False  # `put` takes it where it was read, and copies it to the device itself
 
@@ -92,7 +92,7 @@ class WeightScope:
         self.stage = stage
         self.experts_group = experts_group
         self._divides_experts = divides_experts
-        self.names: CheckpointNames | None = None  # of the model's outermost scope
+        self.names: CheckpointNames | None = None  # names in the checkpoint; set on the model's outermost scope
         self.places: dict[str, list[Place]] = {} if places is None else places
         self._prefix = prefix
 

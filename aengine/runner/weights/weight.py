@@ -100,12 +100,12 @@ class ExpertWeights(ABC):
 class StoredTensor(NamedTuple):
     """A tensor of those in which a checkpoint keeps a matrix."""
 
-    suffix: str  # of its name, behind the matrix's: "weight", "bias", "weight_scale"
+    suffix: str  # end of its name, after the matrix's: "weight", "bias", "weight_scale"
     shape: tuple[int, ...]
     dtype: torch.dtype  # see `Place`
-    num_parameters: int  # that it stands for: none for a scale
-    out_dim: int | None = 0  # along which the matrix's output features lie; None: along none
-    in_dim: int | None = None  # along which its input features lie
+    num_parameters: int  # parameters of the model that it stands for; 0 for a scale
+    out_dim: int | None = 0  # dimension of the matrix's output features; None: it has none
+    in_dim: int | None = None  # dimension of the matrix's input features; None: it has none
 
 
 class WeightFormat(Protocol):

@@ -25,7 +25,7 @@ __all__ = ["Bert", "BertConfig", "BertEmbeddings", "make_bert_layer"]
 class BertConfig(EncoderConfig):
     num_positions: int  # rows of the table of positions
     type_vocab_size: int  # rows of the table of types; 0: there is none
-    first_position: int  # where a text begins in that table
+    first_position: int  # row of that table for the first token of a text
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:

@@ -30,9 +30,9 @@ __all__ = ["EmbeddingGemma", "EmbeddingGemmaConfig"]
 class EmbeddingGemmaConfig(EncoderConfig):
     num_kv_heads: int
     size_of_heads: int
-    query_scale: float  # of q k^T
+    query_scale: float  # factor of q k^T
     layer_types: tuple[str, ...]
-    ropes: Mapping[str, RopeConfig]  # by layer type
+    ropes: Mapping[str, RopeConfig]  # rotary positions of each layer type
     reach: int  # tokens to either side that a query of a windowed layer sees
 
     @classmethod

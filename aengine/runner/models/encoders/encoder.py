@@ -34,7 +34,7 @@ class EncoderConfig:
     activation: str
     max_position_embeddings: int  # tokens of the longest text
     checkpoint_dtype: str  # "float32", "bfloat16", "float16", or "" when the checkpoint does not say
-    labels: tuple[str, ...]  # of the head that classifies texts; (): it has none
+    labels: tuple[str, ...]  # labels of the classification head; (): the model has none
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:

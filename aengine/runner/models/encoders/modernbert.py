@@ -28,7 +28,7 @@ _THETAS = {"full_attention": ("global_rope_theta", 160_000.0), "sliding_attentio
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModernBertConfig(EncoderConfig):
     layer_types: tuple[str, ...]
-    thetas: Mapping[str, float]  # by layer type, of rotary positions
+    thetas: Mapping[str, float]  # base of rotary positions, by layer type
     reach: int  # tokens to either side that a query of a windowed layer sees
     norm_bias: bool
     attention_bias: bool

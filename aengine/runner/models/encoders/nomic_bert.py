@@ -41,7 +41,7 @@ _NEEDED = {"activation_function": "swiglu", "prenorm": False, "rotary_emb_fracti
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NomicBertConfig(EncoderConfig):
     type_vocab_size: int
-    theta: float  # of rotary positions
+    theta: float  # base of rotary positions
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:

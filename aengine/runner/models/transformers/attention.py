@@ -93,7 +93,7 @@ class LayerCalls:
 
     def __init__(self, slots: list[AttentionSlot | MixerSlot]) -> None:
         self._slots = slots
-        self.states_take_chunks = True  # else mixers go on from a state token by token
+        self.states_take_chunks = True  # False: mixers go on from a state token by token
         self._attn: AttentionCall
         self.next_call = 0
 

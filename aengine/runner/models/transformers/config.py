@@ -138,7 +138,7 @@ def _context(text: Any, has_attention: bool) -> int:
         value = getattr(text, key, None)
         if isinstance(value, int) and value > 0:
             chunk = getattr(text, "attention_chunk_size", None)
-            # Within one chunk, attention by chunks is attention to all.
+            # Within one chunk, chunked attention is full attention.
             return min(value, chunk) if isinstance(chunk, int) and chunk > 0 else value
     if not has_attention:
         return _ENDLESS

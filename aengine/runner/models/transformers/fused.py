@@ -298,7 +298,7 @@ def _compare_in_float32(
     """Raises `Unusual` if a copy of the layer in float32 differs from its parts, as it is or with larger numbers."""
     memo: dict[int, Any] = {id(_listener(module)): None}
     mlp: Any = module.mlp
-    if read_gated(mlp) is None:  # it is called as it is: only the rest is compared
+    if read_gated(mlp) is None:  # the feed-forward is called as it is, so only the rest is compared
         memo[id(mlp)] = _InItsDtype(mlp, record.hidden.dtype)
     copy = deepcopy(module, memo).float()
     others = tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x, record.others)

@@ -67,7 +67,7 @@ def read_norm(module: Any) -> RMSNorm | CentredNorm:
     norms: list[RMSNorm | CentredNorm] = [CentredNorm(weight, bias, eps), CentredNorm(weight + 1, bias, eps)]
     if bias is None:
         norms += [RMSNorm.of(weight, eps), RMSNorm.of(weight.float() + 1.0, eps)]
-    x = _random((4, len(weight)), weight) + 1  # whose mean tells the two kinds apart
+    x = _random((4, len(weight)), weight) + 1  # a mean other than 0 tells the two kinds of norm apart
     wanted = module(x)
     for norm in norms:
         if difference(norm(x), wanted) <= MOST[x.dtype] / 5:
@@ -93,7 +93,7 @@ def read_gated(module: Any) -> GatedParts | None:
     if any(type(matrix) is not nn.Linear for matrix in (*first, down)) or not isinstance(act_fn, nn.Module):
         return None
     assert down is not None
-    x = _random((4, 64), down.weight).float()  # in 16 bits rounding would hide which one it is
+    x = _random((4, 64), down.weight).float()  # float32: in 16 bits rounding would hide which activation it is
     wanted = act_fn(x[:, :32]) * x[:, 32:]
     for activation in get_args(Activation):
         if difference(act_and_mul(x, activation), wanted) <= 1e-5:

@@ -150,7 +150,8 @@ def build_skeleton(files: ModelFiles, dtype: torch.dtype, *, buffers: torch.devi
             ) from error
     for module in model.modules():
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
-            module.warn_if_padding_and_no_attention_mask = _no_warning  # it would look at the tokens in each step
+            # the function would read the tokens back in each step
+            module.warn_if_padding_and_no_attention_mask = _no_warning
     return model.eval().requires_grad_(False), config
 
 

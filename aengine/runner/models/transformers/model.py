@@ -80,7 +80,7 @@ class TransformersModel:
             fused = fuse_layers(
                 self.module,
                 self._layers,
-                # That of longrope is compared with the module's for short sequences only, so it is not taken.
+                # Layers with longrope are not fused: they are compared with the module for short sequences only.
                 [i for i, rope in enumerate(self.config.ropes) if rope.long() is None],
                 lambda call: listen(self.module, listener(positions, next_call=call)),
                 lambda: compute(ids, positions),

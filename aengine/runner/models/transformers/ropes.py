@@ -26,7 +26,7 @@ def fix_ropes(model: nn.Module) -> None:
         if "longrope" in types:
             _LongRopeTables(module, dtype).install()
         elif any(isinstance(kind, str) and "dynamic" in kind for kind in types):
-            # It changes them beyond the model's context only, where no request gets.
+            # "dynamic" changes frequencies only beyond the model's context, which no request reaches.
             module.forward = MethodType(inspect.unwrap(type(module).forward), module)
 
 
@@ -44,7 +44,7 @@ class _LongRopeTables:
             self._border = int(module.config.rope_parameters["original_max_position_embeddings"])
             on_cpu = _copy_on_cpu(module)
             longest = int(module.config.max_position_embeddings)
-            if module.inv_freq.is_meta:  # of which nothing but shapes is wanted
+            if module.inv_freq.is_meta:  # a module without values: only shapes are wanted
                 longest = min(longest, self._border + 1)
             short = _values(on_cpu, min(self._border, longest))
             long = _values(on_cpu, longest) if longest > self._border else tuple(table[:0] for table in short)

@@ -38,7 +38,7 @@ class SurveyedLayer:
     has_sinks: bool
     kv: LayerKV
     num_kv_heads: int
-    head_dim: int  # of keys and values as they are kept: the wider of both
+    head_dim: int  # elements of a kept key or value, whichever is wider
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class SurveyedMixer:
     """One call of a mixer."""
 
     kv: StateKV
-    follows_dtype: tuple[bool, ...]  # of each tensor: it is computed in the model's dtype, not in float32
+    follows_dtype: tuple[bool, ...]  # for each tensor of the state: it is computed in the model's dtype, not in float32
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ class _Recorder:
         named = sorted(cache.states.items())
         tensors = tuple(StateTensor(name, tuple(state.shape[1:])) for name, state in named)
         follows = tuple(state.dtype == _DTYPE for _, state in named)
-        self.kept.append((out, out))  # nobody's keys
+        self.kept.append((out, out))  # no layer uses these as keys
         self.layers.append(SurveyedMixer(StateKV(tensors), follows))
         return out
 
