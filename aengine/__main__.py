@@ -169,7 +169,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = limit_hint(str(error))
         if error.errno == errno.ENOSPC and error.filename is None:  # stdout has no room
             hint = "; no room is left for the output"
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is written at the end
+            # what the interpreter writes at its end must go somewhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not hint:
             raise
         tell(f"aengine: {error}{hint}")
@@ -185,7 +186,7 @@ def _open_standard_files() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest number that is free
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the descriptor gets the lowest free number
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
 

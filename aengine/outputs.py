@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
 
-    T = TypeVar("T", default=None)  # of what a call with an ``output_type`` returns
+    T = TypeVar("T", default=None)  # type of ``parsed``: the type that was given as ``output_type``
     T_co = TypeVar("T_co", default=Any, covariant=True)
 else:
     from typing import TypeVar
@@ -38,7 +38,7 @@ class FinishReason(StrEnum):
     """Why a completion ended. Compares equal to its lower-case name, which is also OpenAI's spelling."""
 
     STOP = "stop"  # an end-of-sequence token, a stop token, or a stop string
-    TOOL_CALLS = "tool_calls"  # of a chat: the same, and the answer calls a tool
+    TOOL_CALLS = "tool_calls"  # the answer of a chat has ended by itself and calls a tool
     LENGTH = "length"  # max_tokens, or the end of the model's context
     ABORT = "abort"  # engine.abort(), or the caller went away
     ERROR = "error"  # the stream raised an error
@@ -61,7 +61,7 @@ class Token(NamedTuple):
     text: str
     token_id: int
     index: int = 0  # type: ignore[assignment]  # (tuple.index is hidden) which of the n completions this token belongs to, 0 <= index < n
-    logprob: float | None = None  # of this token; None unless SamplingParams.logprobs was given
+    logprob: float | None = None  # log-probability of this token; None unless SamplingParams.logprobs was given
     finish_reason: FinishReason | None = None  # set on the last token of its completion
     position: int = 0  # 0 for the completion's first token
     top_logprobs: Sequence[Logprob] = ()  # the likeliest alternatives, likeliest first; read-only
@@ -102,11 +102,11 @@ class RequestEnd:
     """One request that has ended, as ``on_request_end`` gets it."""
 
     request_id: str
-    finish_reason: FinishReason  # of n completions that were not aborted the first one's
+    finish_reason: FinishReason  # that of the first of n completions which was not aborted
     usage: Usage
     timings: Timings
-    error: BaseException | None = None  # what its caller gets, with FinishReason.ERROR
-    finish_reasons: tuple[FinishReason, ...] = ()  # of each of the n completions
+    error: BaseException | None = None  # the error that the caller gets, with FinishReason.ERROR
+    finish_reasons: tuple[FinishReason, ...] = ()  # one for each of the n completions
 
 
 @dataclass(frozen=True, slots=True)

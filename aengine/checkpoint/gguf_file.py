@@ -103,7 +103,7 @@ _MOST_ENTRIES = 1 << 16
 _MOST_HEADER = 1 << 28
 """Bytes of a header. A vocabulary of 300,000 tokens and its merges take 20 MB."""
 _MOST_NAME = 1 << 10  # bytes of a key's or a tensor's name, which errors show
-_MOST_FLOATS = 1 << 16  # that are read as a setting
+_MOST_FLOATS = 1 << 16  # most numbers that are read as a setting
 _MIN_PAIR_BYTES = 8 + 4 + 1  # an empty key, the type, a one-byte value
 _MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8  # an empty name, one dimension
 SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -344,7 +344,7 @@ class _HeaderReader:
         self._check_count(count, 8, f"strings of {key!r}")
         # The hot loop of opening a file: a vocabulary and its merges are some hundred thousand strings.
         data, unpack, position, last = self.file.data, _U64.unpack_from, self._position, self._size - 8
-        there = len(data) - 8  # of what has been read
+        there = len(data) - 8  # last position of a length within the data read so far
         for i in range(count):
             if position > there:
                 if position > last:

@@ -29,7 +29,7 @@ _TOKENIZER_FILES = ("*.json", "*.jinja", "tokenizer.model*", "spiece.model", "vo
 _TOKENIZERS = ("tokenizer.json", "tekken.json", "tokenizer.model", "spiece.model", "vocab.txt")
 _WEIGHT_FILES = ("*.safetensors",)
 _CODE_FILES = ("*.py",)
-_DUPLICATES = ("consolidated*", "original/*", "onnx/*")  # the same weights again, in other layouts
+_DUPLICATES = ("consolidated*", "original/*", "onnx/*")  # files with the same weights in other layouts
 _DISK_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST)
 _LOG_IN = "set HF_TOKEN, or run `hf auth login`"
 

@@ -31,7 +31,7 @@ def text_config(hf_config: Mapping[str, Any], folder: Path | None = None) -> dic
     if tied is None and folder is not None:
         try:
             names = stored_names(folder)
-        except ModelLoadError:  # which the loader of the weights will say
+        except ModelLoadError:  # the loader of the weights raises it again, with more to say
             names = []
         tied = not any("lm_head" in name.split(".") for name in names) if names else None
     return settings if tied is None else {**settings, _TIED: tied}

@@ -23,7 +23,7 @@ _FIRST = {
 """What most users look for, with its help."""
 _NOT_HERE = {"model", "progress", "on_request_end", "own_thread", "skip_tokenizer"}
 """What the commands set themselves, or what is a function."""
-_PREFIX = "engine_"  # of their names in the parsed arguments: `seed` is also a sampling parameter
+_PREFIX = "engine_"  # prefix of the settings' names in the parsed arguments, since `seed` is also a sampling parameter
 
 
 def add_engine_options(command: argparse.ArgumentParser, *, shows_all: bool = False, but: str = "") -> None:
@@ -47,7 +47,8 @@ def add_engine_options(command: argparse.ArgumentParser, *, shows_all: bool = Fa
 
 def _add(group: Any, name: str, text: str) -> None:
     flag, type_name = f"--{name.replace('_', '-')}", EngineConfig.__annotations__[name]
-    where = {"dest": _PREFIX + name, "default": argparse.SUPPRESS, "help": text}  # None is a value of some
+    # SUPPRESS, since None is a value of some settings
+    where = {"dest": _PREFIX + name, "default": argparse.SUPPRESS, "help": text}
     if type_name == "bool":
         group.add_argument(flag, action=argparse.BooleanOptionalAction, **where)
         return

@@ -28,7 +28,7 @@ def bind_tcp(host: str, port: int, count: int = 1) -> list[socket.socket]:
         raise EngineError(f"{host}:{port} is no address to listen on: {error.strerror or error}") from None
     sockets: list[socket.socket] = []
     try:
-        # Without SO_REUSEPORT: another server of this user could share the port otherwise, and nobody would know.
+        # SO_REUSEPORT is not set: another server of this user could share the port unnoticed.
         with socket.socket(family, kind, protocol) as trial:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             trial.bind(address)

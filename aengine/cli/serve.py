@@ -152,7 +152,7 @@ async def serve(args: argparse.Namespace) -> int:
     except ImportError as error:
         raise EngineError(f"aengine serve needs {error.name}: pip install 'aengine-llm[server]'") from None
     log_to_stderr(**_log_options(args))
-    args.quiet = args.quiet or args.log_format == "json"  # what is no record is no JSON either
+    args.quiet = args.quiet or args.log_format == "json"  # what is printed otherwise would not be JSON
     engine = AsyncLLM(engine_config(args))
     _trace(engine, args.served_model_name)
     with stop_signals() as stop:
@@ -190,7 +190,7 @@ async def _serve(args: argparse.Namespace, engine: AsyncLLM, stop: StopSignals) 
         for listener in listeners:
             at_end.callback(listener.close)
         options = app_options(args, listeners[0])
-        app = create_app(engine, **options)  # what is wrong with the options is known before the model loads
+        app = create_app(engine, **options)  # made first: wrong options are reported before the model loads
         # The port is opened when the engine can serve: a client that waits for it finds a model behind it.
         try:
             starting = asyncio.create_task(engine.start())
@@ -245,7 +245,7 @@ async def _serve_engine(
 def app_options(args: argparse.Namespace, listener: socket.socket) -> dict[str, Any]:
     """The keyword arguments of `create_app` that the command line gives, for an application at this address."""
     api_keys = args.api_key or [key for key in (server_api_key(),) if key]
-    is_bare = not api_keys and is_loopback(listener)  # nothing but the address keeps others out
+    is_bare = not api_keys and is_loopback(listener)  # only the address keeps other users out
     return {
         "model_names": args.served_model_name,
         "api_keys": api_keys,

@@ -137,7 +137,7 @@ class AEngineProvider(CustomLLM):
                 if given.get(name) not in (None, False, 1):
                     raise InvalidRequestError(f"{name} can't be streamed through LiteLLM", param=name)
         timeout = call.get("timeout")
-        timeout = getattr(timeout, "read", timeout)  # of an httpx.Timeout
+        timeout = getattr(timeout, "read", timeout)  # an httpx.Timeout has several
         if timeout is not None:
             given["first_token_deadline" if streams else "deadline"] = float(timeout)
         params, options = openai_settings(given)

@@ -158,7 +158,7 @@ class AEngine(OverEngine, FunctionCallingLLM):
         engine = async_side(self._engine)
 
         async def responses() -> CompletionResponseAsyncGen:
-            stream: Any  # of tokens or of deltas
+            stream: Any  # stream of tokens or of deltas
             if self._is_plain(formatted):
                 stream = engine.stream(prompt, params, **_of_text(options))
             else:

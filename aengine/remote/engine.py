@@ -252,7 +252,7 @@ class RemoteEngine(_Calls, PoolingCalls):
         if self._life == "draining":
             raise EngineClosedError("the engine drains: it takes no new requests")
         if "numpy" not in sys.modules:
-            await run_in_thread("import", import_module, "numpy")  # it would block the loop
+            await run_in_thread("import", import_module, "numpy")  # importing numpy on the loop would block it
         return pooled_from_wire(await connection.call("pool", to_wire(request)))
 
     def abort(self, request_id: str) -> bool:

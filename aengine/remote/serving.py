@@ -146,7 +146,7 @@ class _Request:
         self.has_begun = False  # the engine has it: until its task ends, its id is no other's
         self.has_failed = False  # the engine has refused or ended it with an error
         self.is_aborted = False
-        self.num_reads = 0  # that the client lets be made
+        self.num_reads = 0  # reads that the client allows now
         self.only_wait = False
         self.news = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
@@ -242,7 +242,7 @@ class _Session:
         request = self._requests.get(number)
         if request is None:
             return
-        request.is_aborted = True  # before it has begun, the id may be that of another process' request
+        request.is_aborted = True  # the request has not begun, and its id may be that of another process' request
         if request.has_begun:
             self._engine.abort(request.request_id)
 

@@ -65,10 +65,10 @@ class RemoteStream(Generic[T, C]):
         self._send = send
         self._loop = loop
         self._output_type = output_type
-        self._texts: list[str] | None = [] if is_json else None  # of the first completion, as far as read
+        self._texts: list[str] | None = [] if is_json else None  # texts of the first completion that have been read
         self._items: deque[T] = deque()
-        self._num_reads = 0  # that came since the engine was last told of it
-        self._is_asked = False  # for items
+        self._num_reads = 0  # reads since the engine was last told of them
+        self._is_asked = False  # the engine was asked for items
         self._waiter: asyncio.Future[None] | None = None
         self._end_waiter: asyncio.Future[None] | None = None
         self._error: AEngineError | None = None

@@ -21,7 +21,7 @@ def bind_unix(path: str, mode: int) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(path)
-        os.chmod(path, mode)  # before it listens
+        os.chmod(path, mode)  # set before the socket listens
     except OSError as error:
         listener.close()
         what = "the path is too long" if "too long" in str(error) else error.strerror or error

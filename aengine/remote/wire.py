@@ -55,7 +55,7 @@ def pack(value: object) -> bytes:
 
 
 def _plain(value: object) -> object:
-    if isinstance(value, int):  # of more than 64 bits
+    if isinstance(value, int):  # msgpack has integers of at most 64 bits
         return msgpack.ExtType(_BIG_INTEGER, hex(value).encode())
     if isinstance(value, TopLogprobs):
         return msgpack.ExtType(_TOP_LOGPROBS, b"".join(value.columns()))

@@ -187,7 +187,7 @@ def _endpoint(
             with trace_of(request.headers):
                 return await endpoint(service, request)
         except ClientLeftError:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client has left and reads nothing
         except Exception as error:
             return _answer(request, http_error(error, getattr(request.state, "body", None)))
 
@@ -198,7 +198,7 @@ def _check_key(request: Request, keys: Sequence[str]) -> None:
     """Raise HTTPError 401 unless the request shows one of the keys."""
     scheme, _, shown = request.headers.get("authorization", "").partition(" ")
     given = shown.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-    shown_bytes = given.encode("latin-1")  # as they came
+    shown_bytes = given.encode("latin-1")  # bytes of the header as they came
     if not any(hmac.compare_digest(shown_bytes, key.encode("utf-8", "surrogateescape")) for key in keys):
         raise HTTPError(
             401,

@@ -134,7 +134,7 @@ def streaming_transport(app: ASGIApp, library: str = "httpx") -> Any:
         async def aclose(self) -> None:
             await self._exchange.close()
 
-        def __del__(self) -> None:  # of an answer that was dropped, perhaps in another thread
+        def __del__(self) -> None:  # called for an answer that was dropped, perhaps in another thread
             self._exchange.drop()
 
     class Transport(http.AsyncBaseTransport):
@@ -253,7 +253,7 @@ class _Exchange:
         self._loop = asyncio.get_running_loop()
         self._has_left = asyncio.Event()  # the client closed the response
         self._head: asyncio.Future[tuple[int, Any]] = self._loop.create_future()
-        self._chunk = b""  # that was sent, and not read yet
+        self._chunk = b""  # bytes that were sent and not read yet
         self._news = asyncio.Event()
         self._has_room = asyncio.Event()
         self._has_ended = False
@@ -294,7 +294,7 @@ class _Exchange:
         if not self._has_ended and not self._loop.is_closed():
             try:
                 self._loop.call_soon_threadsafe(self._leave)
-            except RuntimeError:  # it was closed since
+            except RuntimeError:  # the loop was closed since
                 pass
 
     def _leave(self) -> None:

@@ -27,7 +27,7 @@ _RATES = (
     "{prompt_tokens_per_second} prompt and {generated_tokens_per_second} generated tokens/s, {running} running, "
     "{waiting} waiting, {kv_cache_percent} % of the KV cache in use"
 )
-_USAGE = "aengine.usage"  # in a request's scope
+_USAGE = "aengine.usage"  # key of the usage in a request's scope
 
 access = logging.getLogger("aengine.access")
 probes = logging.getLogger("aengine.access.probes")
@@ -107,7 +107,7 @@ def _write(log: logging.Logger, scope: MutableMapping[str, Any], seen: dict[str,
     fields = {
         "client": "{}:{}".format(*scope["client"]) if scope.get("client") else "-",
         "method": scope["method"],
-        "path": quote(scope["path"]),  # what is in it can't begin a line of its own
+        "path": quote(scope["path"]),  # quoted, so that it can't begin a line of its own
         "status": seen["status"],
         "seconds": round(seconds, 4),
         "request_id": seen["request_id"],

@@ -122,7 +122,7 @@ class _AppProcess:
         if self._is_stopped:
             self.stop()
         assert process.stdin is not None
-        with contextlib.suppress(OSError):  # it has died
+        with contextlib.suppress(OSError):  # the process has died
             process.stdin.write(json.dumps({**self._settings, "listener": number}).encode())
             await process.stdin.drain()
             process.stdin.close()

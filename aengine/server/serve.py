@@ -165,7 +165,8 @@ def _last_seconds(grace: float) -> float:
 async def _wind_down(engine: AsyncLLM | RemoteEngine, grace: float, *, tells: bool) -> None:
     """Let the engine's requests end by themselves for most of ``grace`` seconds, then abort them."""
     seconds = max(0.0, grace - 2 * _last_seconds(grace))
-    with contextlib.suppress(AEngineError), Farewell(engine, seconds, tells=tells):  # it has failed, and so have they
+    # the engine has failed, and its requests with it
+    with contextlib.suppress(AEngineError), Farewell(engine, seconds, tells=tells):
         if not await engine.drain(seconds):
             engine.abort_all()
 

@@ -62,7 +62,8 @@ class Service:
         """Makes the application's description of itself, the first time in a tenth of a second."""
         self._fingerprint: str | None = None
         self.responses = ResponseStore(max_stored_responses)
-        self.metrics_registry: CollectorRegistry | None = None  # what /metrics shows; None: nothing can be
+        # the registry that /metrics shows; None: there is no /metrics
+        self.metrics_registry: CollectorRegistry | None = None
 
     @property
     def model_name(self) -> str:
@@ -86,7 +87,7 @@ class Service:
     async def body(self, request: Request, kind: type[B]) -> B:
         """Read and validate the body of a request. Raises HTTPError 400, 404, 413, 415 and ClientLeftError."""
         body = await read_json(request, self.max_body_bytes, self._lanes, partial(validated, kind))
-        request.state.body = body  # whose fields errors name
+        request.state.body = body  # errors are named by the fields of this body
         self.check_model(getattr(body, "model", None))
         return body
 
@@ -131,13 +132,14 @@ def validated(kind: type[B], value: object) -> B:
 def _http_error_of(error: ValidationError, body: object) -> HTTPError:
     found = error.errors(include_url=False, include_context=False, include_input=False)
     field = found[0]["loc"][:1]
-    places = [(_place_of(one, body), one) for one in found if one["loc"][:1] == field]  # of one field
+    # only the errors of the first field
+    places = [(_place_of(one, body), one) for one in found if one["loc"][:1] == field]
     param, first = places[0]
     if first["type"] in ("extra_forbidden", "unsupported"):
         return HTTPError(400, f"{param} is not supported", code="unsupported_parameter", param=param)
     if len({place for place, _ in places}) == 1:
         whats = " or ".join(dict.fromkeys(one["msg"] for _, one in places))
-    else:  # it may be one of several things, and is none
+    else:  # the value matches none of several types
         whats = "; ".join(dict.fromkeys(f"{place}: {one['msg']}" for place, one in places[:4]))
         param = str(field[0]) if field else ""
     if not param and not isinstance(body, dict):

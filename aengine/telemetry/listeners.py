@@ -38,9 +38,9 @@ class RequestStart:
 
     request_id: str
     kind: Kind
-    params: SamplingParams  # with the checkpoint's defaults
+    params: SamplingParams  # parameters with the checkpoint's defaults applied
     priority: int
-    arrived_at: float  # of the call, in seconds since 1970
+    arrived_at: float  # time of the call, in seconds since 1970
     context: Context = field(repr=False)
     """The context variables of the code that called, as they were: ``context.run(variable.get)``."""
 

@@ -42,8 +42,8 @@ class Histogram:
     """Distribution of values: those of all requests since the engine's start."""
 
     bounds: tuple[float, ...]  # ascending
-    counts: tuple[int, ...]  # of values up to the bound of equal index, and above the one before; then above the last
-    sum: float  # of the values
+    counts: tuple[int, ...]  # counts[i]: values in (bounds[i - 1], bounds[i]]; the last one: values above all bounds
+    sum: float  # sum of the values
 
     @property
     def count(self) -> int:
@@ -69,14 +69,14 @@ class Histograms:
     prefill_time: Histogram  # from the first step to the first token
     decode_time: Histogram  # from the first token to the end
     prompt_tokens: Histogram
-    generation_tokens: Histogram  # of all completions of a request
+    generation_tokens: Histogram  # tokens of all completions of a request
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRestart:
     """A worker that was started in the place of one that had died or hung."""
 
-    time: float  # of the death, in seconds since 1970
+    time: float  # time of the death, in seconds since 1970
     reason: str
 
 
@@ -91,7 +91,7 @@ class ReplicaStatistics:
     num_free_blocks: int
     num_restarts: int
     prefix_cache_queries: int  # prompt tokens looked up
-    prefix_cache_hits: int  # of them found
+    prefix_cache_hits: int  # prompt tokens found in the prefix cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,28 +101,28 @@ class Statistics:
     num_running: int  # requests with a row on the worker
     num_waiting: int  # requests whose first step has not been made, and those that were preempted
     num_blocks: int  # KV blocks in all
-    num_free_blocks: int  # of them not in use by a request (the prefix cache may still remember their content)
+    num_free_blocks: int  # KV blocks that no request uses (the prefix cache may still remember their content)
     block_size: int  # tokens in a block; of the KV group with the smallest ones
     num_preemptions: int
-    num_restarts: int  # of worker processes
+    num_restarts: int  # worker processes started again
     num_requests: int  # accepted so far
-    num_finished: int  # of them ended by themselves
-    num_aborted: int  # of them ended by their callers
-    num_failed: int  # of them ended by an error
+    num_finished: int  # requests that ended by themselves
+    num_aborted: int  # requests that their callers ended
+    num_failed: int  # requests that ended by an error
     num_steps: int
-    prompt_tokens: int  # of accepted requests
+    prompt_tokens: int  # prompt tokens of accepted requests
     generated_tokens: int
     prefix_cache_queries: int  # prompt tokens looked up
-    prefix_cache_hits: int  # of them found
+    prefix_cache_hits: int  # prompt tokens found in the prefix cache
     loop_lag: float  # seconds by which the host's loop was late lately, at worst; 0.0 when idle
     num_rejected: int  # calls that were refused because the queue was full
-    finish_reasons: dict[str, int]  # how many requests ended with each FinishReason; of n completions the first counts
+    finish_reasons: dict[str, int]  # requests by FinishReason; one with n completions counts by its first
     restarts: tuple[WorkerRestart, ...]  # the last few, the latest last
     worker_memory_bytes: int | None  # resident memory of the worker processes; None while there is none
-    device_memory_bytes: int | None  # of GPU memory that the worker has taken, weights, KV and all; None on a CPU
-    device_memory_total_bytes: int | None  # that the GPU has
+    device_memory_bytes: int | None  # GPU memory that the worker has taken: weights, KV and all else; None on a CPU
+    device_memory_total_bytes: int | None  # GPU memory that the GPU has; None on a CPU
     histograms: Histograms
-    replicas: tuple[ReplicaStatistics, ...]  # as many as data_parallel_size; of them the sums above
+    replicas: tuple[ReplicaStatistics, ...]  # as many as data_parallel_size; the numbers above are sums over them
 
 
 @dataclass(slots=True)
@@ -195,7 +195,7 @@ class LoopLag:
     """Delay of the host's loop in running timers, sampled ten times a second while requests run, and not when idle."""
 
     PERIOD = 0.1
-    DECAY = 0.9  # of the remembered worst, each period: a stall fades from view in a few seconds
+    DECAY = 0.9  # share of the remembered worst that is kept each period: a stall fades in a few seconds
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

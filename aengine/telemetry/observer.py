@@ -28,7 +28,7 @@ __all__ = ["Kind", "Observer"]
 
 logger = logging.getLogger("aengine.requests")
 
-_ID_CHARACTERS = 200  # of a request's id that a record's text shows
+_ID_CHARACTERS = 200  # characters of a request's id that a log record shows
 
 
 class Observer:
@@ -74,7 +74,7 @@ class Observer:
         now = perf_counter()
         for request in requests:
             times = request.sink.times
-            if times.scheduled is None:  # it is the first of n
+            if times.scheduled is None:  # the first step of any of the n completions
                 times.scheduled = now
 
     def note_answer(self, begun: Collection[Request], num_rows: int, before: float) -> float:
@@ -91,7 +91,7 @@ class Observer:
 
     def _note_first_token(self, request: Request, now: float) -> None:
         times = request.sink.times
-        if times.first_token is not None:  # of another of n
+        if times.first_token is not None:  # another of the n completions has had its first token
             return
         times.first_token = now
         if times.reports is not None:
@@ -117,7 +117,7 @@ class Observer:
 
 
 def _log(request_id: str, text: str, *args: object) -> None:
-    shown = request_id if request_id.isprintable() else ascii(request_id)[1:-1]  # it may come out of an HTTP header
+    shown = request_id if request_id.isprintable() else ascii(request_id)[1:-1]  # ids may come out of an HTTP header
     logger.debug(text, shown[:_ID_CHARACTERS], *args, extra={"request_id": request_id})
 
 

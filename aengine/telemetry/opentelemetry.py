@@ -107,9 +107,9 @@ class _Instrumentation(RequestListener):
 
         self._model_name = model_name
         self._tracer = get_tracer("aengine", __version__, tracer_provider)
-        self._spans: dict[str, Span] = {}  # by request_id, of requests that run
-        self._ended: deque[tuple[RequestStart, RequestEnd, Span]] = deque()  # not recorded yet
-        self._loop: asyncio.AbstractEventLoop | None = None  # on which they will be
+        self._spans: dict[str, Span] = {}  # spans of running requests, by request_id
+        self._ended: deque[tuple[RequestStart, RequestEnd, Span]] = deque()  # ended requests that are not recorded yet
+        self._loop: asyncio.AbstractEventLoop | None = None  # loop on which they will be recorded
         meter = get_meter("aengine", __version__, meter_provider)
 
         def histogram(name: str, unit: str, bounds: tuple[float, ...], text: str) -> Histogram:

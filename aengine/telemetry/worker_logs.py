@@ -13,7 +13,7 @@ def level_for_workers() -> int:
     """Return the level from which a new worker sends its log records: the lowest that aengine's loggers here show."""
     names = [name for name in list(logging.root.manager.loggerDict) if name.startswith("aengine.")]
     lowest = min(logging.getLogger(name).getEffectiveLevel() for name in ("aengine", *names))
-    return min(max(1, lowest), logging.INFO)  # who turns the level up later finds those that are not for debugging
+    return min(max(1, lowest), logging.INFO)  # INFO is always sent, for an application that lowers its level later
 
 
 def log_for_worker(rank: int, pid: int | None, message: dict[str, Any]) -> None:
@@ -36,6 +36,6 @@ def log_for_worker(rank: int, pid: int | None, message: dict[str, Any]) -> None:
         record.process, record.processName = pid, f"aengine worker {rank}"
         record.threadName, record.thread, record.taskName = message["thread"], 0, None
         logger.handle(record)
-    except Exception as error:  # of a filter or a handler of the application's, and not the worker's fault
+    except Exception as error:  # raised by a filter or a handler of the application: it is not the worker's fault
         context = {"message": f"a record of aengine's worker {rank} could not be logged", "exception": error}
         asyncio.get_running_loop().call_exception_handler(context)

@@ -41,7 +41,7 @@ _LETTERS = b"abcdfghijklmnopqrstuvwxyz"  # an e would lengthen a number
 _PREFERRED = [END_OF_TURN, *b'"', *_LETTERS, *b"}],", *b"0123456789", *range(32, 127), *range(256)]
 """Tokens for a row that has nothing to say, those first that bring what its grammar allows to an end soon."""
 
-_NO_LINE = Line(None, "")  # of a text that gets a vector
+_NO_LINE = Line(None, "")  # line of a request that gets a vector
 VECTOR_SIZE = 16
 """Elements of an embedding."""
 
@@ -104,7 +104,7 @@ class ScriptedExecutor:
         self._gated: tuple[SchedulerOutput, Future, list[int]] | None = None  # a step that waits for its bitmask
         self._busy_until = 0.0
         self.failure: EngineError | None = None
-        self._on_failure: Callable[[], object] = lambda: None  # of `start`
+        self._on_failure: Callable[[], object] = lambda: None  # the `on_failure` that was given to `start`
         self._num_beats = 0
 
     async def start(
@@ -152,7 +152,7 @@ class ScriptedExecutor:
         sampling = []
         for batch_idx, (req_idx, num_scheduled) in enumerate(zip(out.req_idx, out.num_scheduled_tokens, strict=True)):
             row = self._rows[req_idx]
-            row.num_computed_tokens += num_scheduled - drafts[batch_idx]  # those accepted are counted when they come
+            row.num_computed_tokens += num_scheduled - drafts[batch_idx]  # drafts count once they are accepted
             if row.num_computed_tokens == row.num_tokens:
                 sampling.append(batch_idx)
         return sampling

@@ -142,7 +142,7 @@ class Script:
         self._replies = replies
         self._lock = threading.Lock()
         self.requests: list[FakeRequest] = []
-        self.lines: dict[int, Line] = {}  # by the seed of the scheduler's request, which no two have in common
+        self.lines: dict[int, Line] = {}  # lines by the seed of the scheduler's request, which is different for each
 
     def next_line(self, **asked: Any) -> Line:
         """Raises what the script says is to be raised; ScriptError when it is at its end."""
@@ -189,7 +189,7 @@ def _of_type(value: Any, output_type: Any) -> Any:
     adapter = OutputType.of(output_type).adapter
     try:
         return adapter.dump_python(adapter.validate_python(value), mode="json", by_alias=True)
-    except ValueError:  # as pydantic's are; a test may want to see what becomes of it
+    except ValueError:  # pydantic's errors are ValueErrors; a test may want to see their effect
         return value
 
 

@@ -175,10 +175,11 @@ def _member(parameter: inspect.Parameter, documented: str | None) -> Any:
         annotation, *said = get_args(annotation)
     description = documented or next((item for item in said if isinstance(item, str)), None)
     if description:
-        said.insert(0, Field(description=description))  # of two descriptions, pydantic takes the later one
+        said.insert(0, Field(description=description))  # placed first, since pydantic takes the last description
     default = parameter.default
     if default is not parameter.empty and any(isinstance(item, FieldInfo) and not item.is_required() for item in said):
-        default = default if isinstance(default, FieldInfo) else Field(default=default)  # over the one in Annotated
+        # takes precedence over the default in Annotated
+        default = default if isinstance(default, FieldInfo) else Field(default=default)
     if isinstance(default, FieldInfo):
         return Annotated[(annotation, *said, default)]
     if default is not parameter.empty:
@@ -245,7 +246,7 @@ def _documented(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
     inner = _unwrapped(function)
     if not _is_object(inner):
         return read_docstring(inspect.getdoc(inner) or "")
-    # Not by `getdoc`, which goes on to the base classes: what theirs say is not about this one.
+    # `getdoc` is not used: it would take the docstring of a base class, which is not about this one.
     of_class, of_call = (inspect.cleandoc(thing.__doc__ or "") for thing in (type(inner), type(inner).__call__))
     if of_class.startswith(f"{type(inner).__name__}("):  # a dataclass's signature, where it has no docstring
         of_class = ""

@@ -29,8 +29,8 @@ def with_calls_in_text(messages: Messages, tool_format: ToolFormat) -> Messages:
 def written_out(messages: Messages, tool_format: ToolFormat) -> Messages:
     """Return the messages with calls and results as texts. Raises InvalidRequestError if calls are not as OpenAI's."""
     written: Messages = []
-    names: dict[Any, str] = {}  # by the calls' ids
-    results: list[dict[str, Any]] = []  # of the last written message
+    names: dict[Any, str] = {}  # names of the called tools, by call id
+    results: list[dict[str, Any]] = []  # results of the calls in the last written message
     for index, message in enumerate(messages):
         if message.get("role") == "tool":
             if results:

@@ -33,12 +33,12 @@ class MessageBuilder:
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[ToolCall] = []
-        self._arguments: list[str] = []  # of the last call
-        self._is_open = False  # the last call may go on
-        self._blanks: list[str] | None = []  # held back; None: text has begun, and all of it counts
+        self._arguments: list[str] = []  # pieces of the last call's arguments
+        self._is_open = False  # the last call may have more arguments to come
+        self._blanks: list[str] | None = []  # blanks held back; None: text has begun, so that all blanks count
         self._blanks_are_text = True
         self._is_continued = is_continued
-        self._reasoning_blanks: list[str] = []  # likewise, those that may end the reasoning
+        self._reasoning_blanks: list[str] = []  # blanks held back that may be the end of the reasoning
 
     @property
     def message(self) -> ChatMessage:

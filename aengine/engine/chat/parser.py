@@ -77,7 +77,7 @@ class ChatParser:
         self._builder = _new_builder(*self._kind)
         self._reader: ArgumentReader
         self._buffer = ""
-        self._leftover: list[str] = []  # of a call that can't be read, as far as it has come
+        self._leftover: list[str] = []  # pieces of a call that can't be read
         # A function, not a bound method: a parser that references itself is freed by the garbage collector alone.
         begins_in_reasoning = reasoning is not None and reasoning.begun
         self._state: State = ChatParser._reasoning if begins_in_reasoning else ChatParser._start
@@ -109,7 +109,8 @@ class ChatParser:
         elif self._state is ChatParser._broken:
             self._leftover.append(self._buffer)
             self._add_leftover()
-        elif self._state not in (ChatParser._arguments, ChatParser._after):  # there it is a part of the call
+        # in these two states the buffer is part of the call
+        elif self._state not in (ChatParser._arguments, ChatParser._after):
             is_first = self._state not in (ChatParser._between, ChatParser._rejoining)
             name = self._spellings.named(self._buffer, is_first) if self._spellings is not None else None
             if name is not None:
@@ -282,7 +283,7 @@ class ChatParser:
         self._buffer = ""
         return False
 
-    # What the states share.
+    # Functions that several states use.
 
     def _add_leftover(self) -> None:
         if self._leftover and self._spellings is not None:

@@ -100,17 +100,18 @@ class ChatPlan:
 
     prompt: list[int]
     spec: GrammarSpec | None
-    shape: GrammarSpec | None  # of an answer that calls nothing; a part of the spec
-    tools: tuple[Tool, ...]  # that the answer may call
+    shape: GrammarSpec | None  # the part of ``spec`` for an answer without calls
+    tools: tuple[Tool, ...]  # tools that the answer may call
     tool_format: ToolFormat
     reasoning: ReasoningFormat | None
     output_type: OutputType | None
     tokenizer: Tokenizer = field(repr=False)
     stop: Sequence[str]  # the request's own stop strings
-    stop_token_ids: frozenset[int]  # that end the answer
+    stop_token_ids: frozenset[int]  # ids that end the answer
     marker_ids: frozenset[int]  # control tokens that tell the parts of the answer apart
 
-    _parser: ChatParser = field(init=False, repr=False)  # of no answer: others are made of it
+    # a parser that has read nothing: the answers' parsers are copies of it
+    _parser: ChatParser = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         token_id = token_ids_of(self.tokenizer)

@@ -114,7 +114,8 @@ class ChatPrompt:
             **options.chat_template_kwargs,
         )
         if tool_format.channels and options.continue_final_message and last.get("content"):
-            tool_format, reasoning = replace(FORMATS["json"], instructions=""), None  # within the final message
+            # the answer goes on within the final message
+            tool_format, reasoning = replace(FORMATS["json"], instructions=""), None
         if reasoning is not None:
             if options.continue_final_message:
                 reasoning = _within(reasoning, last)

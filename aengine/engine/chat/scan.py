@@ -96,7 +96,7 @@ def begins_with(text: str, wanted: str) -> bool | None:
     """Whether ``text`` begins with ``wanted``, in which there may be `ID_LETTER`; None if more text is needed."""
     if ID_LETTER not in wanted:
         return True if text.startswith(wanted) else None if wanted.startswith(text) else False
-    for letter, expected in zip(text, wanted):  # as far as both go
+    for letter, expected in zip(text, wanted):  # up to the end of the shorter one
         if letter != expected and not (expected == ID_LETTER and letter.isascii() and letter.isalnum()):
             return False
     return True if len(text) >= len(wanted) else None

@@ -436,7 +436,7 @@ class _KeptStates:
                 self._pool.offer(page, group.name_at(request, border))
             self._pool.release(pages)
             if states.offered and request.num_prompt_tokens < states.offered[-1] < border:
-                # of the states kept within a completion only the latest is of use
+                # only the latest of the states kept within a completion is of use
                 self._drop(request, states.offered.pop())
             states.offered.append(border)
 

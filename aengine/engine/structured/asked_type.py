@@ -25,7 +25,8 @@ class AskedType(NamedTuple):
 
         try:
             known = OutputType.of(self.wanted)
-        except (SystemExit, KeyboardInterrupt) as error:  # of the type's own hooks: they would end the host's loop
+        # hooks of the caller's type can raise these, which would end the host's loop
+        except (SystemExit, KeyboardInterrupt) as error:
             raise InvalidRequestError(f"output_type can't be described: {error!r}", param="output_type") from error
         return known, constraint_of(known, self.on_unsupported)
 
@@ -45,7 +46,7 @@ def with_output_type(
             "on_unsupported is about output_type, and there is none; a StructuredOutput has its own",
             param="on_unsupported",
         )
-    if output_type is None or not isinstance(params, SamplingParams):  # what is no SamplingParams is refused later
+    if output_type is None or not isinstance(params, SamplingParams):  # params of a wrong type are refused later
         return params, {}
     from .output_type import OutputType
 
@@ -54,7 +55,7 @@ def with_output_type(
         raise InvalidRequestError("output_type needs the text: detokenize must be True", param="detokenize")
     if params.structured_output is not None:
         raise InvalidRequestError("give output_type or params.structured_output, not both", param="output_type")
-    if known is None:  # to be described in a thread
+    if known is None:  # the type is described later, in a thread
         return params, {"asked_type": AskedType(output_type, on_unsupported)}
     return params.replace(structured_output=constraint_of(known, on_unsupported)), {"output_type": known}
 

@@ -50,9 +50,10 @@ class RequestGrammar:
         self._matcher: Matcher | None = None
         self._lately: deque[float] = deque(maxlen=4)  # seconds of the last rows
         self._num_slow_rows = _SLOW_ROWS if compiled.mask_seconds > _SLOW_SECONDS else 0
-        self.pending: list[int] = []  # committed, not yet accepted
-        self.forced: list[int] = []  # what must come from the step in flight on, as far as it was looked for
-        self.ahead: asyncio.Future[tuple[bytearray, Filled]] | None = None  # its next row, filled or being filled
+        self.pending: list[int] = []  # ids committed to the request and not accepted by the matcher yet
+        self.forced: list[int] = []  # ids that must follow, from the one that the step in flight samples on
+        # the next row, filled or being filled; None: it is filled with the step
+        self.ahead: asyncio.Future[tuple[bytearray, Filled]] | None = None
 
     @property
     def is_new(self) -> bool:
@@ -92,10 +93,10 @@ class MaskJob(NamedTuple):
     certain, one after all of them."""
 
     grammar: RequestGrammar
-    token_ids: list[int]  # to accept first
+    token_ids: list[int]  # ids to accept before the row is filled
     drafts: Sequence[int] = ()
-    are_certain: bool = False  # the drafts
-    wants_forced: bool = False  # say what must come after the drafts, if it is more than one token
+    are_certain: bool = False  # whether the drafts are certain
+    wants_forced: bool = False  # whether to find the ids that must follow the drafts, if there are two or more
 
     @property
     def num_rows(self) -> int:
@@ -106,7 +107,7 @@ class Filled(NamedTuple):
     """The results of some jobs, by their index."""
 
     failed: dict[int, Exception]
-    forced: dict[int, list[int]]  # where nothing else is allowed: the ids that must come, two at least
+    forced: dict[int, list[int]]  # by job, where nothing else is allowed: the two or more ids that must come
 
 
 OnFill = Callable[[float], None]
@@ -130,7 +131,8 @@ class BitmaskFiller:
         self._slow_pool = ThreadPool("grammar-slow")
         self._is_surveying = False  # the next rows are timed one by one
         self._surveyed = -math.inf
-        self._last_seconds = self._expected_seconds = 0.001  # of a fill without the GIL
+        # seconds of the last fill without the GIL, and of the next one as expected
+        self._last_seconds = self._expected_seconds = 0.001
         self._closed = False
 
     @property
@@ -313,7 +315,7 @@ class BitmaskFiller:
             matcher, job = items[row][0], jobs[row]
             if job.wants_forced and (ids := _forced_ids(matcher, rows[row * size : (row + 1) * size])):
                 forced[row] = ids
-            if job.drafts:  # they come again with the answer
+            if job.drafts:  # the answer brings the accepted drafts once more
                 note_failure(failed, row, matcher.rollback, len(job.drafts))
         return Filled(dict(failed), forced)
 

@@ -152,7 +152,7 @@ class _Closing:
             if not known.is_open and id(part) not in negated:
                 _write(part, known)
 
-    # What refers to what.
+    # The following functions find out which schema refers to which.
 
     def _places(self) -> Iterator[Schema]:
         """Yield the root, and each schema of a member."""
@@ -268,7 +268,7 @@ class _Closing:
         self._count(len(json.dumps(part)) // 8)
         return f"{self._name}#/$defs/{name}" if self._name else f"#/$defs/{name}"
 
-    # What is closed to what.
+    # The following functions close objects to members of other names.
 
     def _close(self, place: Schema, beside: _Known) -> None:
         """Find out what the place is closed to, where ``beside`` may apply to it, too."""

@@ -52,7 +52,7 @@ class _Work:
 
     spec: GrammarSpec
     waiters: list[asyncio.Future[Compiled]] = field(default_factory=list)
-    job: Job | None = None  # until a thread has begun it
+    job: Job | None = None  # job in a pool's queue; None once a thread has begun it
     timer: asyncio.TimerHandle | None = None
     begun: float | None = None  # loop time
 
@@ -188,7 +188,7 @@ class GrammarCompiler:
         """Move a compile to the slow threads, once a quick one has found that it may take long. It stays queued."""
         if self._closed:
             return
-        if not work.waiters:  # they were cancelled while that was found out
+        if not work.waiters:  # the waiters were cancelled while the quick thread worked on it
             self._num_queued -= 1
             self._forget(work)
             return
@@ -238,7 +238,7 @@ class GrammarCompiler:
         if self._closed:
             result = EngineClosedError("the engine was closed while the grammar was compiled")
         elif not isinstance(result, BaseException):
-            self._failures.pop(work.spec, None)  # it was too late for its time limit, and is here now
+            self._failures.pop(work.spec, None)  # it took longer than allowed, but is compiled now
             self._remember(result)
         elif isinstance(result, GrammarError):
             self._remember_failure(work.spec, result)

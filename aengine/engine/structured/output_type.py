@@ -102,7 +102,7 @@ class _Described:
                 if found is not None:
                     self._types.move_to_end(wanted)
                 return found
-        except TypeError:  # not hashable, as Annotated[int, [...]]
+        except TypeError:  # the type is not hashable, as Annotated[int, [...]]
             return None
 
     def add(self, wanted: Any, described: OutputType) -> None:

@@ -61,7 +61,8 @@ class GrammarService:
             return self._compiler
         if self._starting is None:
             self._starting = asyncio.get_running_loop().create_task(self._start(), name="aengine-grammar-start")
-            self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())  # if nobody waits now
+            # its error is retrieved even if nobody waits now
+            self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(self._starting)
 
     async def _start(self) -> GrammarCompiler:

@@ -30,7 +30,7 @@ class Detokenizer:
         self._put = decoder.put
         self._stops = StopSearch(stops, include_stop=include_stop) if stops else None
         self._min_tokens = min_tokens
-        self._num_tokens = 0  # where there are stop strings
+        self._num_tokens = 0  # tokens so far; counted only if there are stop strings
         self._num_passed = 0  # likely characters of the first `min_tokens` tokens that have not become certain
         self.stopped = False
 

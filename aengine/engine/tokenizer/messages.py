@@ -52,8 +52,8 @@ def _in_order_of_calls(messages: Messages) -> Messages:
     one that is of none of the latest calls.
     """
     ordered = list(messages)
-    calls: dict[str | int, deque[int]] = {}  # of the latest group, the places by id: an id may come twice
-    results: list[tuple[int, int]] = []  # of that group: the place of the call, and of the message that answers it
+    calls: dict[str | int, deque[int]] = {}  # places of the latest group's calls, by id: an id may come twice
+    results: list[tuple[int, int]] = []  # (place of the call, place of its result) in that group
     num_calls = 0
 
     def settle() -> None:

@@ -21,7 +21,7 @@ class EncodedText(NamedTuple):
     """The tokens of a text, or of a pair of texts."""
 
     token_ids: list[int]
-    num_first_tokens: int = 0  # of a pair, of a model that tells its parts apart: tokens of the first part
+    num_first_tokens: int = 0  # tokens of a pair's first text, for models that tell the two apart; 0: there is one text
 
 
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], most: int, *, truncate: bool) -> list[EncodedText]:
@@ -96,7 +96,7 @@ def _cut(encoder: tokenizers.Tokenizer, given: str | tuple[str, str], most: int)
     parts = encoder.encode_batch_fast(texts, add_special_tokens=False)
     room = max(0, most - encoder.num_special_tokens_to_add(len(parts) == 2))
     *shorter, longer = sorted(parts, key=len)
-    for part in shorter:  # of a pair: it loses once both are as long
+    for part in shorter:  # both lose a token in turn once they are equally long
         part.truncate(min(len(part), room // 2))
         room -= len(part)
     longer.truncate(room)

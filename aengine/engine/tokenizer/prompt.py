@@ -116,7 +116,7 @@ def part_of(prompt: Prompt, max_model_len: int | None = None) -> TextPart | Toke
     first = next(iter(prompt), None)
     if isinstance(first, Mapping):
         if max_model_len is not None:
-            check_num_messages(max_model_len, prompt)  # before they are looked at
+            check_num_messages(max_model_len, prompt)  # checked before the messages are read
         return MessagesPart(checked_messages(prompt))
     if isinstance(first, int) and not isinstance(first, bool):
         return TokensPart(prompt)  # type: ignore[arg-type]

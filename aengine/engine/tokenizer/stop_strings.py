@@ -74,7 +74,8 @@ class StopSearch:
         for place in range(max(0, len(whole) - self._lengths[0] + 1), len(whole)):
             if whole[place] in self._firsts:
                 begun = whole[place:]
-                following = bisect_right(self._sorted, begun)  # in order, what begins with a text comes right after it
+                # in sorted order, the strings that begin with a text come right after it
+                following = bisect_right(self._sorted, begun)
                 if following < len(self._sorted) and self._sorted[following].startswith(begun):
                     return place
         return len(whole)

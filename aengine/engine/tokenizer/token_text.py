@@ -199,7 +199,7 @@ class ByteFallbackText(IncrementalDecoder):
         self._run = bytearray()
         self._num_taken = 0  # bytes of the run that `take_likely` has returned
         self._strip_left = strip_left
-        self._plain = not strip_left  # nothing held and nothing to strip: the fast path
+        self._plain = not strip_left  # nothing is held and nothing stripped: the fast path
 
     def put(self, token_id: int) -> str:
         piece = self._pieces[token_id]
@@ -274,7 +274,7 @@ class StreamedText(IncrementalDecoder):
     def __init__(self, encoder: tokenizers.Tokenizer, pieces: _Pieces) -> None:
         self._encoder = encoder
         self._pieces = pieces
-        self._held: list[int] = []  # without text so far
+        self._held: list[int] = []  # ids that have given no text yet
         self._stream = _new_stream()
 
     def put(self, token_id: int) -> str:

@@ -253,7 +253,7 @@ class Tokenizer:
         return None if token is None else self._encoder.token_to_id(token)
 
     def _eos_token_ids(self, given: Sequence[int], ends: Sequence[str]) -> frozenset[int]:
-        if self._encoder.token_to_id("<|call|>") is not None:  # there, <|end|> ends a part of an answer
+        if self._encoder.token_to_id("<|call|>") is not None:  # in this format <|end|> ends only a part of an answer
             ends = _ENDS_OF_HARMONY
         named = (self._encoder.token_to_id(token) for token in ends)
         found = {i for i in named if i is not None and i in self.special_ids} | set(given)

@@ -43,8 +43,9 @@ def _input_of(call: ToolCall) -> dict[str, Any]:
     if call.is_complete:
         return call.parsed_arguments()
     try:
-        so_far = from_json(call.arguments, allow_partial=True)  # as Anthropic's client reads a stream that ends so
-    except ValueError:  # nothing has come, or a model that no grammar holds wrote something else
+        # parsed as Anthropic's client parses a stream that ends there
+        so_far = from_json(call.arguments, allow_partial=True)
+    except ValueError:  # no arguments have come, or a model without a grammar wrote something else
         return {}
     return so_far if isinstance(so_far, dict) else {}
 

@@ -76,11 +76,11 @@ class _EventWriter:
         self.has_begun = False
         self._shows_thinking = shows_thinking
         self._events: list[str] = []
-        self._texts: list[str] = []  # of the open block, not written yet
-        self._open: type[Delta] | None = None  # by what the open block began
-        self._index = -1  # of the block
-        self._head = ""  # of the block's deltas
-        self._blanks = ""  # white space that no text block has begun with yet
+        self._texts: list[str] = []  # texts of the open block that are not written yet
+        self._open: type[Delta] | None = None  # type of the delta that has begun the open block
+        self._index = -1  # index of the open block
+        self._head = ""  # begin of each delta event of the open block
+        self._blanks = ""  # white space before a text block that has not begun
 
     @property
     def has_events(self) -> bool:

@@ -25,8 +25,8 @@ _KINDS = {
     ".svg": "image/svg+xml",
 }
 _HEADERS = {
-    # Nothing but the page's own files and calls; no text is read as HTML. What the model says can't become a script,
-    # whatever else goes wrong.
+    # Only the page's own files and calls are allowed; no text is read as HTML. What the model says can't become a
+    # script, whatever else goes wrong.
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "

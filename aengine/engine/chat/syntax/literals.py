@@ -126,7 +126,8 @@ class _Writer:
     def __init__(self, syntax: Literals, tool: Tool, markers: Markers, relax: bool) -> None:
         self._syntax, self._tool, self._markers, self._relax = syntax, tool, markers, relax
         self._separator = Text(syntax.separator)
-        self._parts: dict[int, tuple[object, Part]] = {}  # by the id of a schema: many may refer to one
+        # (schema, part) by the schema's id: many places may refer to one schema
+        self._parts: dict[int, tuple[object, Part]] = {}
 
     def argument(self, value: Value) -> Part:
         """Return the grammar of a value.
@@ -264,7 +265,7 @@ class _Writer:
             return self._marked(patterns)
         if not patterns:
             return Regex(_ANY_STRING)
-        # What must match a pattern is written without escapes: no grammar could undo them.
+        # A string that must match a pattern is written without escapes: no grammar could undo them.
         return any_of(*(self._quoted(quote, patterns) for quote in _PYTHON_QUOTES))
 
     def _quoted(self, quote: str, patterns: tuple[str, ...]) -> Part:
@@ -292,10 +293,10 @@ class _Reader(PiecewiseReader):
     quotes: tuple[str, ...]
     names: tuple[str, ...]
     """The tool's parameters, which may have any letters."""
-    _name: str | None = field(default=None, init=False)  # of the argument whose literal comes
-    _inside: str = field(default="", init=False)  # the quote of the string that comes; "": none
-    _depth: int = field(default=0, init=False)  # of brackets
-    _pieces: list[str] = field(default_factory=list, init=False)  # of the literal
+    _name: str | None = field(default=None, init=False)  # name of the argument whose literal is being read
+    _inside: str = field(default="", init=False)  # quote of the string being read; "": none
+    _depth: int = field(default=0, init=False)  # number of open brackets
+    _pieces: list[str] = field(default_factory=list, init=False)  # pieces of the literal being read
     _seen: set[str] = field(default_factory=set, init=False)
     _is_broken: bool = field(default=False, init=False)  # an argument can't be read: the others are only read over
 

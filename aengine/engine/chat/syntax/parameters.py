@@ -109,8 +109,9 @@ class _Reader(PiecewiseReader):
         self._before_key, self._after_key, self._after_value = before_key, after_key, after_value
         self._values = values
         self._seen: set[str] = set()
-        self._value: Value | None = None  # whose text comes
-        self._pieces: list[str] | None = None  # of a value that is read as a whole; None: of a text, as it comes
+        self._value: Value | None = None  # the value being read
+        # pieces of a value that is decoded as a whole; None: it is a text, passed on as it comes
+        self._pieces: list[str] | None = None
 
     @property
     def is_in_string(self) -> bool:

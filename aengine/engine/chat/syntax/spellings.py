@@ -48,8 +48,8 @@ class Heads:
     def __init__(self, *, is_exact: bool) -> None:
         self._is_exact = is_exact
         self._tools: dict[str, str] = {}
-        self._name_ends: dict[str, int] = {}  # of each head, where the tool's name in it ends
-        self._num_ahead: dict[str, int] = {}  # of each head, how much of it belongs to the arguments
+        self._name_ends: dict[str, int] = {}  # end of the tool's name within each head
+        self._num_ahead: dict[str, int] = {}  # letters at the end of each head that belong to the arguments
 
     def add(self, tools: Sequence[str], begun: str, rest: str, ahead: str) -> None:
         """Add the tools' headings: up to their names, behind them, and what the arguments begin with."""

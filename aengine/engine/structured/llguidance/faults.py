@@ -57,7 +57,7 @@ def grammar_error(spec: GrammarSpec, message: str, *, may_search: bool = True) -
     if spec.kind == "json_schema" and may_search:
         try:
             path = place_of_fault(spec)
-        except (ValueError, RecursionError):  # it can't even be read
+        except (ValueError, RecursionError):  # the spec can't be read at all
             pass
     at = f" at {path}" if path else ""
     cure = ""
@@ -115,7 +115,7 @@ def place_of_fault(spec: GrammarSpec) -> str:
 
     path: Path = ()
     found = fault(path)
-    if not found:  # it is no fault of a keyword
+    if not found:  # no keyword is at fault
         return ""
     if refusal("#/$defs/any"):  # whatever is asked for: a reference that leads nowhere
         return _reference(root, found)
@@ -170,7 +170,7 @@ def _keyword(part: Any, message: str) -> Path:
         if pattern in message:
             return ("patternProperties", pattern)
     named = [(match.start(), key) for key in part if (match := re.search(rf"(?<![\w$]){re.escape(key)}\b", message))]
-    if not named:  # of a pattern, the message shows what became of it
+    if not named:  # the message shows a pattern only as the library has rewritten it
         return ("pattern",) if isinstance(part.get("pattern"), str) else ()
     return (min(named)[1],)
 

@@ -36,7 +36,7 @@ _BLANK_ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 def lark_of(root: Part) -> str:
     """Return the grammar as Lark text. Raises GrammarError for a regex or a schema that can't be written."""
     writer = _Writer()
-    for part in alternatives(root):  # those within others first, or a long chain would be written by recursion
+    for part in alternatives(root):  # inner alternatives first: a long chain would be written by recursion otherwise
         writer.symbol(part)
     start = writer.alternatives(root)
     return "".join(f"{name}: {body}\n" for name, body in [("start", start), *writer.rules.items()])
@@ -87,7 +87,7 @@ class _Writer:
             excluded = "".join(f" & ~/{_ANY}{_in_regex(text)}{_ANY}/" for text in part.without if len(text) > 1)
             blanks = _BLANKS if part.after_blanks else ""
             matching = "".join(f" & {_pattern(pattern)}" for pattern in part.matching)
-            # Where all of the patterns match nothing at all, the library lets the text be left out.
+            # If all of the patterns can match the empty text, the library lets the text be left out.
             some = f"/{f'[^{letters}]' if letters else '(?s:.)'}{'*' if matching else '+'}/"
             return self._rule(f"TEXT_{number}", f"{some}{excluded}{_not_first(part.not_first, blanks)}{matching}")
         last = _in_regex(part.end)

@@ -116,7 +116,7 @@ class LLGuidanceMatcher:
             raise refused(token_ids[accepted])
 
     def accept(self, token_ids: Sequence[int]) -> int:
-        if self._is_plain(token_ids) and self._inner.try_consume_tokens(list(token_ids)):  # as in most steps
+        if self._is_plain(token_ids) and self._inner.try_consume_tokens(list(token_ids)):  # the usual case
             self._token_ids.append(token_ids[0])
             return 1
         if self._inner.is_error():

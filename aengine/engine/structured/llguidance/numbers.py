@@ -49,7 +49,7 @@ def unusable_bound(part: dict[str, Any], keyword: str) -> str:
     """Return why the library can't hold to a bound or a divisor of ``part``; "" if it can."""
     value = part[keyword]
     if not _is_number(value):
-        return ""  # it says itself what is wrong with it
+        return ""  # the library reports what is wrong with it
     if keyword == "multipleOf":
         digits = repr(value).partition("e")[0].replace(".", "").strip("-")
         number = int(digits.rstrip("0") if isinstance(value, float) else digits or "0") if digits.isdecimal() else 0

@@ -147,7 +147,7 @@ class _Translation:
         members: list[str] = []
         while not self._comes("]"):
             if self._place >= len(self._pattern):
-                return "["  # it has no end, as the library says
+                return "["  # the set is not closed, which the library reports
             first = self._class_member()
             dash = self._comes("-") and not self._comes("-]") and self._place + 1 < len(self._pattern)
             if not dash:
@@ -157,7 +157,7 @@ class _Translation:
             last = self._class_member()
             if isinstance(first, int) and isinstance(last, int):
                 members.append(_range(first, last, is_negated))
-            else:  # of a set, there is no range: the dash is a character
+            else:  # one end is a set, such as \d: there is no range, and the dash is a character
                 members += [
                     one if isinstance(one, str) else _range(one, one, is_negated) for one in (first, 0x2D, last)
                 ]

@@ -38,7 +38,7 @@ _BERT_ROLES = {
 }  # fmt: skip
 _MOST_GROWTH = 64
 """Of a text, which is the caller's. The blank that SentencePiece puts before it counts as 2."""
-_MOST_DIGITS = 10  # of a token's id
+_MOST_DIGITS = 10  # digits of a token's id
 _CURE = (
     "where transformers is installed, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) writes a "
     "tokenizer.json"

@@ -75,8 +75,8 @@ class Items:
         self._texts: list[str] = []  # of the open item: its text or its arguments
         self._logprobs: list[bytes] = []  # of the open message, an entry a token
         self._open: str | None = None  # type of the open item
-        self._place = ""  # of the open item, as its deltas have it
-        self._blank = ""  # white space that a message begins with; before a call there is no message then
+        self._place = ""  # fields that place a delta in the open item
+        self._blank = ""  # white space before a message that has not begun; before a call no message is begun for it
 
     @property
     def written(self) -> list[bytes]:
@@ -114,7 +114,7 @@ class Items:
         if self._open != "message":
             self._blank += text
             if not self._blank.strip():
-                if not self._open:  # those of reasoning and of calls have no place
+                if not self._open:  # log-probabilities of reasoning and calls are left out
                     self._logprobs += entries
                 return
             self._begin_message(entries)

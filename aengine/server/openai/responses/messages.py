@@ -52,8 +52,8 @@ class _Reader:
 
     def __init__(self, call_ids: Any) -> None:
         self.messages: list[dict[str, Any]] = []
-        self._answer: dict[str, Any] | None = None  # of the assistant, so far
-        self._reasoning: list[str] = []  # of that answer
+        self._answer: dict[str, Any] | None = None  # the assistant's message being collected; None: there is none
+        self._reasoning: list[str] = []  # pieces of reasoning that belong to that message
         self._call_ids = set(call_ids)
 
     def read(self, item: Mapping[str, Any], where: str) -> None:
@@ -67,7 +67,7 @@ class _Reader:
         elif kind == "reasoning":
             texts = item.get("content") or item.get("summary") or []
             text = _text_of(texts, f"{where}.content")
-            if text:  # of reasoning that is encrypted nothing can be read
+            if text:  # empty for encrypted reasoning, which can't be read
                 self._add_reasoning(text)
         else:
             raise _wrong(f"{where}.type", f"an item of type {str(kind)[:80]!r} is not supported")

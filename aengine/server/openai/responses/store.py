@@ -139,7 +139,7 @@ class ResponseStore:
         if isinstance(given, str):
             return given
         items: list[Mapping[str, Any]] = []
-        outputs: dict[str, dict[str, Any]] = {}  # of responses that are referred to: items not yet in the input
+        outputs: dict[str, dict[str, Any]] = {}  # items of referred responses that are not yet in the input, by id
         for i, item in enumerate(given):
             if item.get("type") == "item_reference" or ("id" in item and not item.get("type") and "role" not in item):
                 item = self._item(item.get("id"), outputs, f"input[{i}].id")
