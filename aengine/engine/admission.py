@@ -71,15 +71,13 @@ class Admission:
         self._line = line
         self.preparation = preparation
         self._tokenizer = tokenizer
-        # whether the engine has a tokenizer; still true after `drop_tables`
-        self._has_tokenizer = tokenizer is not None
+        self._has_tokenizer = tokenizer is not None  # whether there is a tokenizer; true also after `drop_tables`
         self._limits = limits
         self._counters = counters
         self._observer = observer
         self._on_empty = on_empty
         self._requests: dict[str, UserRequest] = {}
-        # draws the seeds of requests without one; the host's global generator is left alone
-        self._random = random.Random()
+        self._random = random.Random()  # for requests without a seed; the host's global generator is left alone
         self._next_id = 0
         self._unread = UnreadWatch(loop, limits.unread_timeout, self._requests)
 

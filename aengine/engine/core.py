@@ -327,8 +327,7 @@ class EngineCore:
         """Immediate and synchronous, from any thread: kill the worker, whatever state the loop is in."""
         if self.is_alive:
             self.state = "closed"
-            # a RuntimeError says that the loop was closed, and its requests with it
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError):  # the loop was closed, and its requests with it
                 self.loop.call_soon_threadsafe(self._end_requests)
         self.admission.close()
         if self.grammars is not None:
@@ -352,8 +351,7 @@ class EngineCore:
         self.replicas.terminate()
 
     def _loop_ended(self, replica: Replica, task: asyncio.Task[None]) -> None:
-        # one replica has failed for good; the engine goes on with the others
-        if replica.failure is not None and self.is_alive:
+        if replica.failure is not None and self.is_alive:  # it is given up; the engine goes on with the others
             replica.scheduler.drop_tables()
             return
         if not self.is_alive:

@@ -41,8 +41,7 @@ logger = logging.getLogger("aengine")
 ProgressCallback = Callable[[StartupProgress], None]
 FailureCallback = Callable[[], object]
 
-# rows of bitmasks that shared memory holds, as many as the largest decode graph has; 10 MB for 151,936 tokens
-_MOST_MASKED_ROWS = 512
+_MOST_MASKED_ROWS = 512  # rows of bitmasks in shared memory, as in the largest decode graph; 10 MB for 151,936 tokens
 # exit codes of a crash; 127: the dynamic linker failed
 _CRASHES = (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGTRAP, 127)
 _SOON = 0.5  # seconds to wait, after the error of a rank, for the death of another rank that may have caused it
@@ -115,8 +114,7 @@ class ProcessExecutor:
         self._all_answers = [PendingAnswers() for _ in range(config.data_parallel_size)]  # one for each replica
         self._answers = self._all_answers[0]
         self._handshake: Handshake | None = None  # None before start()
-        # the error that each rank has reported, by rank, in the order of the reports
-        self._reports: dict[int, EngineError] = {}
+        self._reports: dict[int, EngineError] = {}  # the error that each rank has reported, oldest first
         self._on_failure: FailureCallback = lambda: None  # the `on_failure` that was given to `start`
         self._loop: asyncio.AbstractEventLoop | None = None  # the loop that start() was called on; None before
         self._pid = os.getpid()
@@ -195,8 +193,7 @@ class ProcessExecutor:
 
     async def aclose(self, timeout: float) -> None:
         """See `Executor`. Takes at most ``timeout`` seconds, and then what the kernel takes to end a process."""
-        # it was never started, or was started on a loop that tells it nothing any more
-        if self._loop is not asyncio.get_running_loop():
+        if self._loop is not asyncio.get_running_loop():  # it was not started, or on a loop that is gone
             self.terminate()
             return
         try:
@@ -210,8 +207,7 @@ class ProcessExecutor:
                     await self.workers.wait(None)
         except TimeoutError:
             logger.warning("a worker did not end within %g s and is killed", timeout)
-        # another caller has called terminate() meanwhile, or the workers have died
-        except (EngineClosedError, WorkerDiedError):
+        except (EngineClosedError, WorkerDiedError):  # another caller has terminated them, or they have died
             pass
         finally:
             self.terminate()
@@ -318,8 +314,7 @@ class ProcessExecutor:
             message = unpack(kind, frame.payload)
             if kind in PendingAnswers.KINDS:
                 if kind is Kind.OUTPUT:
-                    # the ranks will start again, and this answer may have been computed with what the failed rank sent
-                    if self._reports:
+                    if self._reports:  # the ranks start again; a failed one may have spoilt this answer
                         continue
                     message.answered_at += worker.clock_offset
                 replica = worker.rank // self._config.num_ranks
@@ -339,8 +334,7 @@ class ProcessExecutor:
             self._take_frames(worker)  # the frames that it sent last may name the cause of its death
         except Exception:
             logger.debug("worker %d left nonsense behind", worker.rank, exc_info=True)
-        # a worker that has reported its error fails the executor by that report instead
-        if worker.rank not in self._reports:
+        if worker.rank not in self._reports:  # else it fails by the worker's own report
             self.fail(error)
 
     def _fail_by_report(self, rank: int, error: EngineError) -> None:

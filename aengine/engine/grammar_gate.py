@@ -34,8 +34,7 @@ class Forcing(NamedTuple):
     """Conditions under which tokens that a grammar forces are drafted."""
 
     most_rows: int  # most rows with a grammar in a step: to ask a grammar which tokens it forces takes some 10 us a row
-    # least forced tokens a request of the step, on average: with fewer, the saved steps cost less than the larger one
-    least_tokens: float
+    least_tokens: float  # least forced tokens a request, on average: fewer save less than the larger step costs
 
 
 ALWAYS = Forcing(1 << 30, 0.0)

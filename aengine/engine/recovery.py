@@ -88,8 +88,7 @@ class Watchdog:
         self._on_hang = on_hang
         self.patience = patience
         self._timer: asyncio.TimerHandle | None = None
-        # tokens of each step under way, and the time at which it could begin
-        self._steps: deque[tuple[int, float]] = deque()
+        self._steps: deque[tuple[int, float]] = deque()  # tokens of each step under way, and when it could begin
         # seconds of each of the last steps, and seconds per token
         self._known: deque[tuple[float, float]] = deque(maxlen=_NUM_STEPS)
         self._looked = self._beaten = 0.0  # times of the last look and of the last heartbeat, by the loop's clock

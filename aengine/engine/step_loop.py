@@ -235,8 +235,7 @@ class StepLoop:
         def go_on() -> None:
             if is_new and request.status is RequestStatus.NEW:  # it was not moved to another replica meanwhile
                 self.add(request)
-            # a request that was preempted meanwhile has been paused again, for a later row
-            if request.num_pauses == num_pauses:
+            if request.num_pauses == num_pauses:  # else it was preempted and paused again, for a later row
                 self.scheduler.resume(request)
             self._work.set()
 
@@ -274,8 +273,7 @@ class StepLoop:
         for request, vector in pooled:
             request.sink.put_vector(vector)
         masks: Masks | None = None
-        # raised at the end: the tokens of this answer are known, and are not sampled again
-        failure: EngineError | None = None
+        failure: EngineError | None = None  # raised at the end: these tokens are known, and not sampled again
         if self.scheduler.num_constrained:
             for request in self._gate.note_tokens(sampled):
                 self._fill_ahead(request)

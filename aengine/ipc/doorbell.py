@@ -83,8 +83,7 @@ class WorkerBell:
         self._name = name
         self._fence = fence
         self._semaphore: posix_ipc.Semaphore | None = None  # None before `make` and after `close`
-        # the same semaphore, waited for by the monotonic clock where the system can
-        self._monotonic: _MonotonicSemaphore | None = None
+        self._monotonic: _MonotonicSemaphore | None = None  # the same, waited for by the monotonic clock where it can
 
     def make(self) -> None:
         """Give it its name. The worker's process must exist by now: the one that lives longer removes the name."""

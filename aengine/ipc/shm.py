@@ -169,8 +169,7 @@ class Segment:
         self.close_fd()
         self.heartbeat.release()
         self._view.release()
-        # a thread still writes a bitmask; the memory is unmapped when it is done
-        with contextlib.suppress(BufferError):
+        with contextlib.suppress(BufferError):  # a thread still writes a bitmask: it unmaps the memory when done
             self._memory.close()
 
 

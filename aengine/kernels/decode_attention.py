@@ -112,8 +112,7 @@ def decode_step_attention(
 
     if out is None:
         out = torch.zeros((n, num_heads * head_dim), dtype=qkv.dtype)
-    # the first item of each sequence that is no padding
-    first = plan[(plan[:, 5] == torch.arange(len(plan))) & (plan[:, 2] > 0)]
+    first = plan[(plan[:, 5] == torch.arange(len(plan))) & (plan[:, 2] > 0)]  # first item of each sequence, not padding
     real, lens = first[:, 0].long(), first[:, 2]
     own, table = qkv[real], block_table[first[:, 1].long()]
     if is_raw:

@@ -85,8 +85,7 @@ def _attend(
 ) -> Tensor:
     """Attention with a soft cap or sinks, which torch's own does not have. q: [a, b, queries, dim]; keys and values:
     [a, b, seen, dim]; mask: bool, broadcast to [a, b, queries, seen]; sinks: broadcast to [a, b, queries, 1]."""
-    # scaled first, since the products could pass float16's range
-    scores = (q.float() * scale) @ keys.float().transpose(-1, -2)
+    scores = (q.float() * scale) @ keys.float().transpose(-1, -2)  # scaled first: products could pass float16's range
     if softcap:
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     if mask is not None:

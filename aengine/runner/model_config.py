@@ -183,8 +183,7 @@ class ConfigReader(ValueReader):
     def __init__(self, hf: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
         """``defaults``: what transformers' class of the model takes for a key that is not there at all."""
         values = {**(defaults or {}), **hf}
-        # "rope_scaling" is the older name of "rope_parameters"
-        if hf.get("rope_scaling") and not hf.get("rope_parameters"):
+        if hf.get("rope_scaling") and not hf.get("rope_parameters"):  # the older name of the same
             values.pop("rope_parameters", None)
         super().__init__(values, "config.json")
 

@@ -192,8 +192,7 @@ class ModelRunner:
             self.graphs = CudaGraphManager(step, graph_sizes, platform, enforce_eager=enforce_eager)
         self.batch_graphs: BatchGraphs | None = None
         if graph_sizes and not enforce_eager:
-            # states of prompts are computed one sequence at a time
-            most_tokens = 0 if self.tables.has_states else max_graph_tokens
+            most_tokens = 0 if self.tables.has_states else max_graph_tokens  # states of prompts are computed one by one
             sizes, ranks = (max_num_seqs, most_tokens), group if rounds is None else rounds.group
             self.batch_graphs = BatchGraphs(self.requests, self.tables, self.forward_batch, *sizes, platform, ranks)
         self.rounds = rounds
@@ -315,8 +314,7 @@ class ModelRunner:
                 self.graphs.hold(hidden, last, plan.rows[plan.sampling])
             else:
                 logits = self._model.compute_logits(hidden if last is None else hidden.index_select(0, last))
-        # the graph of the step's end advances the rows that sample
-        if not is_held or len(plan.sampling) < plan.num_reqs:
+        if not is_held or len(plan.sampling) < plan.num_reqs:  # the graph of the end advances rows that sample
             self.requests.advance_device(rows, seq_lens)
         return ExecuteModelState(out.step_id, plan, rows, logits, pooled=pooled, is_held=is_held)
 
@@ -434,8 +432,7 @@ class ModelRunner:
         would wait."""
         if self._state is not None:
             return
-        # looked for again: steps that came since may need something else first
-        preparations = self._find_preparations()
+        preparations = self._find_preparations()  # again: steps that came since may need something else first
         if preparations:
             preparations[0].run()
         self._preparations = None

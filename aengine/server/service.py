@@ -62,8 +62,7 @@ class Service:
         """Makes the application's description of itself, the first time in a tenth of a second."""
         self._fingerprint: str | None = None
         self.responses = ResponseStore(max_stored_responses)
-        # the registry that /metrics shows; None: there is no /metrics
-        self.metrics_registry: CollectorRegistry | None = None
+        self.metrics_registry: CollectorRegistry | None = None  # what /metrics shows; None: there is no /metrics
 
     @property
     def model_name(self) -> str:
@@ -132,8 +131,7 @@ def validated(kind: type[B], value: object) -> B:
 def _http_error_of(error: ValidationError, body: object) -> HTTPError:
     found = error.errors(include_url=False, include_context=False, include_input=False)
     field = found[0]["loc"][:1]
-    # only the errors of the first field
-    places = [(_place_of(one, body), one) for one in found if one["loc"][:1] == field]
+    places = [(_place_of(one, body), one) for one in found if one["loc"][:1] == field]  # errors of one field
     param, first = places[0]
     if first["type"] in ("extra_forbidden", "unsupported"):
         return HTTPError(400, f"{param} is not supported", code="unsupported_parameter", param=param)

@@ -66,8 +66,7 @@ class AnswerCheck:
     def __init__(self, lead: Lead, rank: Rank) -> None:
         self._lead = lead
         self._rank = rank
-        # (step id, checksum) of steps that the leading rank has not answered yet
-        self._unchecked: deque[tuple[int, int]] = deque()
+        self._unchecked: deque[tuple[int, int]] = deque()  # (step id, checksum) that the lead has not answered
 
     def note(self, output: ModelRunnerOutput) -> None:
         """This rank has an answer. Raises InternalError if it, or one before, is not that of the rank that answers."""

@@ -39,8 +39,7 @@ class AnswerTimes:
         self._done_at = 0.0  # when the last step whose answer was taken was done
         self._is_watched = False  # the oldest step was looked for after it was due, and was not done
         self._not_done_at = 0.0  # when the oldest step was last seen not to be done
-        # earliest and latest time at which the last step whose answer was taken can have ended
-        self._last_end = 0.0, 0.0
+        self._last_end = 0.0, 0.0  # earliest and latest time at which the last step taken can have ended
 
     def note_launched(self, now: float, *, only_decodes: bool, begun: float | None = None) -> None:
         """Note that a step was launched, which began at ``begun``; None: just now."""

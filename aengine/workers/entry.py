@@ -17,8 +17,7 @@ import threading
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_TIMERSLACK = 29
-# nanoseconds by which a sleep may be too long (the system's default is 50,000, a large part of a step)
-_TIMER_SLACK = 1000
+_TIMER_SLACK = 1000  # nanoseconds by which a sleep may be too long (default: 50,000, a large part of a step)
 _EXIT_HOST_GONE = 3
 _TRIM_PERIOD = 30_000  # milliseconds between two looks at how much was written to stdout and stderr
 _TRIM_BYTES = 1024 * 1024  # bytes of output that are kept: they are memory, and only their end is ever shown

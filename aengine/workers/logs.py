@@ -25,8 +25,7 @@ BURST = 50
 PER_SECOND = 10.0
 """... and how many a second after those."""
 MOST_QUEUED = 200
-# characters kept of the begin and the end of a longer text; a fragment of the smallest ring has 16 KiB
-_HEAD, _TAIL = 4000, 4000
+_HEAD, _TAIL = 4000, 4000  # characters kept of both ends of a longer text; a fragment of the smallest ring has 16 KiB
 
 
 class WorkerLogs(logging.Handler):

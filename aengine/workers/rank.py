@@ -108,8 +108,7 @@ def check_division(config: EngineConfig, hf_config: Mapping[str, Any]) -> None:
             f"pipeline_parallel_size={stages} with data_parallel_size={config.data_parallel_size}: experts can't be "
             f"divided among replicas that are pipelines: leave enable_expert_parallel out, or use tensor_parallel_size"
         )
-    # only ranks that share experts know of their replicas
-    if config.executor == "ray" and config.data_parallel_size > 1:
+    if config.executor == "ray" and config.data_parallel_size > 1:  # only ranks that share experts know of replicas
         raise ModelLoadError(
             f"executor='ray' with data_parallel_size={config.data_parallel_size}: experts can be divided among "
             f"replicas on one machine only: leave enable_expert_parallel out"

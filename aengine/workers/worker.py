@@ -54,15 +54,13 @@ class Worker:
         self._runner: Runner | None = None
         self._queue = StepQueue()
         self._max_launched = 1
-        # (step id, answer, tokens) of each step that is launched and not reported
-        self._answers: deque[tuple[int, Answer, int]] = deque()
+        self._answers: deque[tuple[int, Answer, int]] = deque()  # (step id, answer, tokens) of launched steps
         self._times = AnswerTimes()  # durations of the steps in ``_answers``
         self._device = DeviceWatch()  # how far the device is overdue with the steps in ``_answers``
         self._num_tokens = 0  # tokens of the step that was executed last
         self._prepares = False  # whether to call `prepare_more` when idle
         self._awaits_bitmask = False  # the device works on a step whose bitmask has not come
-        # compares answers with the leading rank's; None: there are no other ranks
-        self._check: AnswerCheck | None = None
+        self._check: AnswerCheck | None = None  # compares answers with the leading rank's; None: there is one rank
         self._step_id = 0  # id of the frame in hand, for error reports
         self._ended = threading.Event()
         self._last_event = 0.0  # when the last frame came (monotonic seconds)
@@ -175,8 +173,7 @@ class Worker:
         self._device.note_busy()  # the devices of other ranks may wait for this rank's next step
         try:
             self._loaded().prepare_more()
-        # out of memory, for example: what is missing is prepared when a step needs it, if it can be then
-        except Exception:
+        except Exception:  # out of memory, say: what is missing is prepared when a step needs it
             logger.warning("what steps may need could not be prepared ahead", exc_info=True)
             self._prepares = False
 
@@ -218,8 +215,7 @@ class Worker:
         if isinstance(grammar.bitmask, int):
             grammar.bitmask = self._channel.bitmask(grammar.bitmask)
         self._answers.append((grammar.step_id, self._loaded().sample_tokens(grammar), self._num_tokens))
-        # it was begun by `_execute`, and has waited for its bitmask
-        self._times.note_launched(time.monotonic(), only_decodes=False)
+        self._times.note_launched(time.monotonic(), only_decodes=False)  # begun by `_execute`, before its bitmask came
 
     def _loaded(self) -> Runner:
         if self._runner is None:

@@ -109,8 +109,7 @@ class ChatParser:
         elif self._state is ChatParser._broken:
             self._leftover.append(self._buffer)
             self._add_leftover()
-        # in these two states the buffer is part of the call
-        elif self._state not in (ChatParser._arguments, ChatParser._after):
+        elif self._state not in (ChatParser._arguments, ChatParser._after):  # there the buffer is part of the call
             is_first = self._state not in (ChatParser._between, ChatParser._rejoining)
             name = self._spellings.named(self._buffer, is_first) if self._spellings is not None else None
             if name is not None:

@@ -110,8 +110,7 @@ class ChatPlan:
     stop_token_ids: frozenset[int]  # ids that end the answer
     marker_ids: frozenset[int]  # control tokens that tell the parts of the answer apart
 
-    # a parser that has read nothing: the answers' parsers are copies of it
-    _parser: ChatParser = field(init=False, repr=False)
+    _parser: ChatParser = field(init=False, repr=False)  # a parser that has read nothing, copied for each answer
 
     def __post_init__(self) -> None:
         token_id = token_ids_of(self.tokenizer)

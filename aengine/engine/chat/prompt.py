@@ -114,8 +114,7 @@ class ChatPrompt:
             **options.chat_template_kwargs,
         )
         if tool_format.channels and options.continue_final_message and last.get("content"):
-            # the answer goes on within the final message
-            tool_format, reasoning = replace(FORMATS["json"], instructions=""), None
+            tool_format, reasoning = replace(FORMATS["json"], instructions=""), None  # it continues the final message
         if reasoning is not None:
             if options.continue_final_message:
                 reasoning = _within(reasoning, last)

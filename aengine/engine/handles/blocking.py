@@ -203,8 +203,7 @@ class Batch:
         for stream in streams:
             stream.end_soon()
         if streams:
-            # streams end in the order of their ends being requested, so the last one ends last
-            run_now(streams[-1].aclose())
+            run_now(streams[-1].aclose())  # they end in order, so this one is the last
 
 
 def is_list_of_prompts(prompts: Any) -> bool:

@@ -141,8 +141,7 @@ class LocalHandle:
 
         try:
             self.core = await core_class.start(config, report, make_executor, self.listeners)
-        # a limit of the shell that started this process (ulimit) is reached
-        except (OSError, RuntimeError, MemoryError) as error:
+        except (OSError, RuntimeError, MemoryError) as error:  # a limit of the shell (ulimit) is reached
             hint = limit_hint(str(error)) or (memory_ulimit_hint() if is_out_of_memory(error) else "")
             if not hint:
                 raise

@@ -35,8 +35,7 @@ class ThreadLife:
     """Starts, closes and drops an engine that has a thread of its own; from any loop in any thread, and from none."""
 
     def __init__(self, owner: Owner, config: EngineConfig) -> None:
-        # used on the engine's thread; calls that only read are made from any thread
-        self.local = LocalHandle(owner, config, _ADVICE)
+        self.local = LocalHandle(owner, config, _ADVICE)  # used on the thread; calls that only read are made from any
         self.config = config
         self.thread: LoopThread | None = None
         self._is_changing = threading.Lock()  # held while ``thread`` is replaced

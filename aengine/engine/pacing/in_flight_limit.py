@@ -31,8 +31,7 @@ _LATE = 0.004  # seconds of lateness below which two steps in flight are enough
 _MARGIN = 1.5  # steps leased, as a multiple of those that the lateness takes
 _HALF_LIFE = 2.0  # seconds in which half of a measured lateness is forgotten
 _NUM_INTERVALS = 8  # intervals between answers that are remembered
-# free blocks needed for each running request and KV group: leased steps take blocks early, and preempt nobody
-_SPARE_BLOCKS = 8
+_SPARE_BLOCKS = 8  # least free blocks for each running request and group: leases take blocks early and preempt nobody
 
 
 class InFlightLimit:
@@ -44,8 +43,7 @@ class InFlightLimit:
         self._most = max(base, most)
         self._late = 0.0  # seconds by which answers were taken late, decaying
         self._taken_at = time.monotonic()
-        # when the worker sent the last answer (monotonic seconds); inf: none was sent since the engine was idle
-        self._answered_at = math.inf
+        self._answered_at = math.inf  # when the worker sent the last answer (monotonic seconds); inf: it was idle since
         self._intervals: deque[float] = deque(maxlen=_NUM_INTERVALS)  # seconds between consecutive answers
 
     def begin(self) -> None:

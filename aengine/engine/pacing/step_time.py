@@ -51,8 +51,7 @@ class StepTime:
         self._goal = goal
         self._sizes = list(sizes)
         self._weight = self._mean_tokens = self._mean_seconds = 0.0
-        # weighted variance of the steps' tokens; covariance of their tokens and seconds
-        self._variance = self._covariance = 0.0
+        self._variance = self._covariance = 0.0  # weighted variance of tokens; covariance of tokens and seconds
         self._most_tokens = 0.0  # tokens of the largest step of late, decaying
 
     def learn(self, num_tokens: int, seconds: float) -> None:
@@ -60,8 +59,7 @@ class StepTime:
         place = bisect_left(self._sizes, num_tokens)
         tokens = self._sizes[place] if place < len(self._sizes) else num_tokens
         expected = self.expected(tokens)
-        # the steps before were slow for another reason, such as a compiler: forget them
-        if seconds < expected / _MOST_GROWTH:
+        if seconds < expected / _MOST_GROWTH:  # the steps before were slow for another reason, such as a compiler
             self._weight = 0.0
         elif expected:
             seconds = min(seconds, _MOST_GROWTH * expected)

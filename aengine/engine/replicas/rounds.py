@@ -34,8 +34,7 @@ class Rounds:
         self.generation = 0  # changes when the workers have died and when others have started
         self.turns = [ReplicaTurn(self, index) for index in range(num_replicas)]
         self._max_in_flight = max_in_flight
-        # sends a round to the workers
-        self._publish: Callable[[Sequence[SchedulerOutput | None]], None] = lambda outs: None
+        self._publish: Callable[[Sequence[SchedulerOutput | None]], None] = lambda outs: None  # sends a round
         # steps of each replica that are in no round yet
         self._given: list[deque[SchedulerOutput]] = [deque() for _ in self.turns]
         self._is_busy = [False for _ in self.turns]  # whether each replica's step loop may give a step soon

@@ -49,8 +49,7 @@ class BlockPool:
         self.num_blocks = self.num_free = num_blocks
         self._ref_counts = [0] * num_blocks
         self._empty = list(range(num_blocks - 1, -1, -1))
-        # blocks not in use that hold a known prefix, least recently used first
-        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._idle: OrderedDict[int, None] = OrderedDict()  # blocks not in use with a known prefix, oldest use first
         self._name_of: list[bytes | None] = [None] * num_blocks
         self._by_name: dict[bytes, int] = {}
 

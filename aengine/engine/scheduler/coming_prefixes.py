@@ -46,13 +46,11 @@ class ComingPrefixes:
     )
 
     def __init__(self, kv: KVCacheManager, wake: Callable[[Request], None], least: int) -> None:
-        # each follower's leader, and the number of the leader's tokens that it awaits
-        self.waiting: dict[Request, tuple[Request, int]] = {}
+        self.waiting: dict[Request, tuple[Request, int]] = {}  # leader of each follower, and tokens it awaits
         self._followers: dict[Request, list[Request]] = {}  # the followers of each leader
         self._leaders: dict[bytes, Request] = {}  # leaders by the hash of the tokens that they compute next
         self._names: dict[Request, bytes] = {}  # the hash under which each leader is found
-        # requests with a row that have not been given a name yet (a dict, for its order)
-        self._unnamed: dict[Request, None] = {}
+        self._unnamed: dict[Request, None] = {}  # requests with a row and without a name (a dict, for its order)
         self._kv = kv
         self._hash_size = kv.block_size
         self._unit = kv.prefix_unit  # tokens; prefixes are shared in multiples of it; 0: they are not shared
@@ -81,8 +79,7 @@ class ComingPrefixes:
     def follow(self, request: Request, num_cached: int) -> bool:
         """Make a request that is in no queue wait for a leader, if one computes enough of what comes after its
         ``num_cached`` tokens. False: it should compute them itself."""
-        # at least one token must be left for the follower to compute
-        if len(request.token_ids) <= num_cached + self._least:
+        if len(request.token_ids) <= num_cached + self._least:  # the follower must have at least one token to compute
             return False
         if self._unnamed:
             self._find_leaders()

@@ -297,8 +297,7 @@ class _Group:
         self.most_blocks = group.most_blocks
         self._hash_size = hash_size
         self._hashes_per_block = group.block_size // hash_size
-        # tells the names of this group's blocks from those of other groups
-        self._suffix = bytes([index]) if index else b""
+        self._suffix = bytes([index]) if index else b""  # tells this group's names of blocks from the others'
 
     def first_needed(self, position: int) -> int:
         """Index of the first block that queries from ``position`` on read."""
@@ -413,8 +412,7 @@ class _KeptStates:
             return []
         pages = self._pool.allocate(len(self._groups))
         states.copies.append(StateCopy(position, pages))
-        # once that many tokens are known, the step that begins with the copy has been answered
-        if position + 2 > num_known:
+        if position + 2 > num_known:  # with so many tokens the step that begins with the copy was answered
             request.milestone = min(request.milestone, position + 2)
         return self.pairs(request, pages, is_kept=True)
 
@@ -436,8 +434,7 @@ class _KeptStates:
                 self._pool.offer(page, group.name_at(request, border))
             self._pool.release(pages)
             if states.offered and request.num_prompt_tokens < states.offered[-1] < border:
-                # only the latest of the states kept within a completion is of use
-                self._drop(request, states.offered.pop())
+                self._drop(request, states.offered.pop())  # within a completion only the latest is of use
             states.offered.append(border)
 
     def _drop(self, request: Request, border: int) -> None:

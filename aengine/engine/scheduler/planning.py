@@ -141,8 +141,7 @@ class StepPlan:
         """Return for how many drafts after ``end`` tokens there are rows of logits and blocks: they preempt no request,
         and all others can still grow by one block."""
         rows, kv = self._rows, self._rows.kv
-        # an upper bound
-        num_logits = len(rows.running) + min(len(rows.free_rows), self._num_waiting) + self._num_drafts
+        num_logits = len(rows.running) + min(len(rows.free_rows), self._num_waiting) + self._num_drafts  # at most
         wanted = min(wanted, max(rows.num_rows, _LEAST_LOGITS) - num_logits)
         spare = max(0, kv.pool.num_free - len(rows.running) * kv.num_growing)
         if kv.num_lacking(request, end + wanted) > spare:
@@ -190,8 +189,7 @@ class StepPlan:
             if spare <= 0:
                 return
             request = quarantine.first if quarantine else waiting.peek()
-            # a quarantined request runs already, and no other request is admitted beside it
-            if request.status is not RequestStatus.WAITING:
+            if request.status is not RequestStatus.WAITING:  # one from the quarantine runs, and nobody beside it
                 return
             num_tokens = len(request.token_ids)
             if whole_prompts and num_tokens > self._budget:

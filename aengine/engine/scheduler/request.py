@@ -221,13 +221,11 @@ class Request:
         self.micro_batch = 0  # index of the micro-batch to which it belongs while it has a row
         self.block_tables: list[BlockTable] = []  # one for each KV group, while it has a row
         self.states = NO_STATES
-        # tokens computed by all steps made so far, those in flight and all of their drafts included
-        self.num_computed_tokens = 0
+        self.num_computed_tokens = 0  # tokens that all steps made so far compute, all of their drafts included
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache at its first step
         # Two thresholds, so that the loop over all requests compares one number with another:
         self.limit = 0  # value of num_computed_tokens at which a DECODING request needs a block or ends
-        # value of len(token_ids) at which `update` has more to do than append; 0: it has had no step
-        self.milestone = 0
+        self.milestone = 0  # len(token_ids) at which `update` has more to do than append; 0: it has had no step
 
         self.draft_token_ids: list[int] = []
         self.are_drafts_certain = False  # the grammar forces the drafts: nothing else can be sampled

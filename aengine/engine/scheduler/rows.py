@@ -54,8 +54,7 @@ class Rows:
         self.prefixes = ComingPrefixes(self.kv, self._on_free, self._least_awaited)
         self.free_rows = list(range(self.num_rows - 1, -1, -1))
         self.removed: list[int] = []  # rows that the next step tells the worker to remove
-        # rows whose drafts were answered, and how many drafts were rejected: for the next step
-        self.settled = NOT_SETTLED
+        self.settled = NOT_SETTLED  # rows whose drafts were answered, and how many were rejected: for the next step
         self.micro_batches = [MicroBatch(index) for index in range(self._num_micro_batches)]
         self.turn_to(self.micro_batches[0])
         self.catching_up: list[Request] = []

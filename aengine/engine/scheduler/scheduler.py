@@ -103,8 +103,7 @@ class Scheduler:
         self.quarantine = CrashQuarantine()
         self._answers = Answers(self.rows, self.quarantine, self.finish, self._release_dependents)
         self._num_added = 0
-        # unfinished requests with a grammar, preempted ones included: they may still get tokens
-        self.num_constrained = 0
+        self.num_constrained = 0  # unfinished requests with a grammar; preempted ones may still get tokens
         self._next_step_id = 0
         self.prefix_cache_queries = 0  # prompt tokens looked up in the prefix cache
         self.prefix_cache_hits = 0  # prompt tokens found in the prefix cache

@@ -142,8 +142,7 @@ class ChatStream:
 
     async def __anext__(self) -> Delta:
         if not self._deltas:
-            # one token at a time, so that `message` agrees with the deltas handed out
-            await self._read_tokens(at_most=1)
+            await self._read_tokens(at_most=1)  # one, so that `message` agrees with the deltas handed out
         if not self._deltas:
             raise StopAsyncIteration
         return self._taken(self._deltas.popleft())

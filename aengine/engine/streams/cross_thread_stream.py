@@ -76,8 +76,7 @@ class CrossThreadBuffer:
             self.ready.extend(mailbox.pending)
             mailbox.pending.clear()
         if mailbox.num_open:
-            # the loop of the reader has gone, and the reader with it
-            if self.loop is not None and self.loop.is_closed():
+            if self.loop is not None and self.loop.is_closed():  # the reader has gone with its loop
                 self._thread.post(self.end)
         else:
             self._mailbox, self.end = None, _nothing

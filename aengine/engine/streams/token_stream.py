@@ -101,8 +101,7 @@ class Mailbox:
         self.final_only = final_only  # no `Token`s are made, since only the completion is read
         self.pending: deque[Token] = deque()
         self.waiter: asyncio.Future[None] | None = None  # future of a reader on this loop that waits for tokens
-        # future of a reader on this loop that waits for nothing but the end
-        self.end_waiter: asyncio.Future[None] | None = None
+        self.end_waiter: asyncio.Future[None] | None = None  # future of a reader that waits for the end alone
         self.buffer = buffer
         self.error: BaseException | None = None
         self.choices = [ChoiceOutput(self, i, want_logprobs) for i in range(num_choices)]
@@ -113,8 +112,7 @@ class Mailbox:
         self.is_json = is_json
         self.warnings: tuple[str, ...] = ()
         self.plan: ChatPlan | None = None  # the plan of a chat, once it is made
-        # the caller's stop tokens, which are no end-of-sequence tokens
-        self.stop_token_ids: frozenset[int] = frozenset()
+        self.stop_token_ids: frozenset[int] = frozenset()  # the caller's own; the completion may end by others
 
     @property
     def done(self) -> bool:
@@ -402,8 +400,7 @@ class TokenStream:
         from ..structured.partial_json import partial_json
 
         choices = self._mailbox.choices
-        # read before the texts are: with own_thread more tokens may come between any two lines
-        is_done = self._mailbox.done
+        is_done = self._mailbox.done  # read before the texts: with own_thread more may come between two lines
         if not choices:
             return None
         has_ended = is_done and choices[0].finish_reason is FinishReason.STOP

@@ -25,8 +25,7 @@ class AskedType(NamedTuple):
 
         try:
             known = OutputType.of(self.wanted)
-        # hooks of the caller's type can raise these, which would end the host's loop
-        except (SystemExit, KeyboardInterrupt) as error:
+        except (SystemExit, KeyboardInterrupt) as error:  # the type's own hooks may raise these
             raise InvalidRequestError(f"output_type can't be described: {error!r}", param="output_type") from error
         return known, constraint_of(known, self.on_unsupported)
 

@@ -131,8 +131,7 @@ class BitmaskFiller:
         self._slow_pool = ThreadPool("grammar-slow")
         self._is_surveying = False  # the next rows are timed one by one
         self._surveyed = -math.inf
-        # seconds of the last fill without the GIL, and of the next one as expected
-        self._last_seconds = self._expected_seconds = 0.001
+        self._last_seconds = self._expected_seconds = 0.001  # of a fill without the GIL: the last, the next
         self._closed = False
 
     @property

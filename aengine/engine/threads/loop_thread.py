@@ -60,8 +60,7 @@ class LoopThread:
         self._on_ended: deque[Callable[[], None]] = deque()
         self._deferred: list[Callable[[], object]] = []
         self._pid = os.getpid()
-        # some versions of Python would let the thread inherit the caller's context
-        body = partial(contextvars.Context().run, self._body)
+        body = partial(contextvars.Context().run, self._body)  # some Pythons would pass on the caller's context
         self._thread = threading.Thread(target=body, name=name, daemon=True)
         try:
             self.loop = _new_loop(like)

@@ -56,8 +56,7 @@ class ThreadPool:
         future: asyncio.Future[T] = loop.create_future()
         job = self._put(partial(_do, loop, future, partial(function, *args)))
         future.add_done_callback(partial(_take_back, self._work.jobs, job))
-        # another thread has closed the pool meanwhile, and no thread may be left to take the job
-        if self._work.is_closed:
+        if self._work.is_closed:  # by another thread, meanwhile: no thread may be left to take the job
             future.cancel()
         return future
 
@@ -129,8 +128,7 @@ class _Work:
 
     def __init__(self) -> None:
         self.jobs: deque[Job] = deque()
-        # one for each job, discarded ones included; at the end one for each thread
-        self.tickets: SimpleQueue[None] = SimpleQueue()
+        self.tickets: SimpleQueue[None] = SimpleQueue()  # one for each job, even if discarded; at the end one a thread
         self.idle: deque[None] = deque()  # an entry for each thread that waits for a ticket
         self.is_closed = False
 

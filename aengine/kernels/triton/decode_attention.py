@@ -233,8 +233,7 @@ def _begin_with_own_key(
     _, rotary, _, weights = rotation
     k, v = own_key_value(own, weights, rotary, eps, KV, D, DP, NORM, ROTARY)
     write_own_kv(keys, blocks, position, k, v, strides, BLOCK_SIZE, D, DP)
-    # rounded as a later query will read them from the cache
-    k, v = k.to(keys.dtype.element_ty), v.to(keys.dtype.element_ty)
+    k, v = k.to(keys.dtype.element_ty), v.to(keys.dtype.element_ty)  # rounded as the cache will have them
     top = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
     if SOFTCAP > 0:
         top = capped(top, SOFTCAP)

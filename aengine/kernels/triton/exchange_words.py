@@ -144,8 +144,7 @@ def _sum_in_words(
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
     if PDL:
         gdc_launch_dependents()
-    # written as a product, so that the compiler knows a multiple of 4 and reads several words at once
-    num_words = num_pieces * 4
+    num_words = num_pieces * 4  # a product, so that the compiler knows a multiple of 4 and reads several words at once
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_inside = i < num_words
     memories = ()

@@ -117,8 +117,7 @@ def bucket(count: int) -> int:
 
 def _compilers() -> ThreadPoolExecutor:
     """Threads to compile kernels with, and to wait in for those that other processes compile."""
-    # the device of this thread; other threads begin with the first one
-    device = torch.accelerator.current_device_index()
+    device = torch.accelerator.current_device_index()  # of this thread; other threads would use the first device
     return ThreadPoolExecutor(256, "compile", torch.accelerator.set_device_index, (device,))
 
 

@@ -123,8 +123,7 @@ class CudnnPrefill:
         if not is_plain or kept.window is not None:
             self._give_up()  # the model has such layers in every step
             return None
-        # rounded as our own kernel reads them from the cache
-        k, v = (t.to(kept.cache.dtype).to(q.dtype) for t in (k, v))
+        k, v = (t.to(kept.cache.dtype).to(q.dtype) for t in (k, v))  # rounded as our own kernel reads them from it
         outs, begin = [], 0
         try:
             for length in metadata.query_lens.tolist():

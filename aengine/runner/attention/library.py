@@ -98,8 +98,7 @@ class LibraryPrefill:
             if m.has_context:
                 places, starts_k = m.places(kept.group, kept.cache.shape[1], kept.window)
                 k, v = kept.cache[places[0], places[1]].unbind(1)
-            # rounded as our own kernel reads them from the cache
-            k, v = (t.to(kept.cache.dtype).to(q.dtype) for t in (k, v))
+            k, v = (t.to(kept.cache.dtype).to(q.dtype) for t in (k, v))  # rounded as our own kernel reads them
             out = _call(self._function, q, k, v, m.query_start_loc, starts_k, longest, longest_k, scale, kept.window)
         # the copy of the contexts is in no profile, and may find no memory; our own kernel needs none
         except torch.OutOfMemoryError as error:

@@ -75,8 +75,7 @@ class BatchGraphs:
         self._reqs = [*(r for r in _REQUESTS if r < max_num_seqs), max_num_seqs]
         self._words = torch.empty(2 * max_num_seqs, dtype=torch.int64, device=requests.token_ids.device)
         self._graphs: dict[BatchShape, tuple[Graph, BatchOutputs]] = {}
-        # shapes that ran once, so that kernels and libraries have loaded what they need
-        self._loaded: set[BatchShape] = set()
+        self._loaded: set[BatchShape] = set()  # shapes that ran once, and loaded what they need
         self._too_large: set[BatchShape] = set()  # shapes for which there was no memory
         self._pool: Any = None
 
@@ -91,8 +90,7 @@ class BatchGraphs:
 
     def missing(self) -> list[BatchShape]:
         """Return the shapes to be captured: those that ran first, then the smallest first."""
-        # a shape is for more requests than the first number, and at most the second
-        sizes = list(pairwise([0, *self._reqs]))
+        sizes = list(pairwise([0, *self._reqs]))  # more requests than the first, at most the second
         wanted = [BatchShape(tokens, most) for tokens in self._tokens for fewer, most in sizes if fewer < tokens]
         missing = [shape for shape in wanted if shape not in self._graphs and shape not in self._too_large]
         return sorted(missing, key=lambda shape: shape not in self._loaded)

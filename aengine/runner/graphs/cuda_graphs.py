@@ -141,8 +141,7 @@ class DecodeStep:
         self.samples = samples
         self._sampled = sampled
         self._rows = torch.full((max_size,), -1, dtype=torch.int64, device=self._device)
-        # content of `_rows` when all copies launched so far have run
-        self._rows_host = np.full(max_size, -1, dtype=np.int64)
+        self._rows_host = np.full(max_size, -1, dtype=np.int64)  # content of `_rows` once all copies so far have run
         self._filled = (0, 0)  # rows that `set_rows` was given last, and the size that it padded them to
         self._published = torch.zeros((num_slots, 2, max_size), dtype=torch.int32, pin_memory=platform.pins_memory)
         self._published_host = self._published.numpy()

@@ -30,8 +30,7 @@ class Group:
     end: int  # one past their last token
     num_texts: int
     length: int  # tokens of the longest text
-    # int64 [end - begin]: place of each token in a padded [num_texts, length]; None: nothing is padded
-    places: Tensor | None
+    places: Tensor | None  # int64 [end - begin]: place of each token in [num_texts, length]; None: nothing is padded
     mask: Tensor | None  # bool [num_texts, 1, 1, length]: what is no padding; None: nothing is padded
 
 

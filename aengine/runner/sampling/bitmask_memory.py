@@ -93,8 +93,7 @@ class MaskMemory:
         self._bits: Tensor | None = None  # None until the shared memory is known
         self.rows = torch.full((max_size,), -1, dtype=torch.int64, device=device)
         """bits[i] belongs to the row of logits rows[i]; -1: to none."""
-        # content of `rows` when all copies launched so far have run
-        self._rows_host = np.full(max_size, -1, dtype=np.int64)
+        self._rows_host = np.full(max_size, -1, dtype=np.int64)  # content of `rows` once all copies have run
 
     @property
     def bits(self) -> Tensor:

@@ -53,8 +53,7 @@ class RunnerSetup:
     vectors: VectorLayers | None = None  # how vectors are computed; None: the model gives no embeddings
     group: TensorGroup = ALONE
     link: PipelineLink | None = None  # connection with the other pipeline stages; None: there is one stage
-    # the ranks of all replicas among which experts are divided; None: they are not
-    experts_group: ExpertsGroup | None = None
+    experts_group: ExpertsGroup | None = None  # ranks that divide the experts, of all replicas; None: none do
 
     def _rounds(self) -> ExpertRounds | None:
         if self.experts_group is None:

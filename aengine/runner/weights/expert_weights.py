@@ -71,8 +71,7 @@ class SeparateExperts(ExpertWeights):
     def __init__(self, make: Callable[[Mapping[str, Tensor]], Weight], tensors: Sequence[StoredTensor]) -> None:
         self._make = make
         self._tensors = {tensor.suffix: tensor for tensor in tensors}
-        # tensors of the experts that are not complete yet, by expert and suffix
-        self._rooms: dict[int, dict[str, Tensor]] = {}
+        self._rooms: dict[int, dict[str, Tensor]] = {}  # tensors of incomplete experts, by expert and suffix
         self._weights: dict[int, Weight] = {}
         self._lock = Lock()
 

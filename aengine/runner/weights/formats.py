@@ -103,8 +103,7 @@ def _read_quantization(hf_config: Mapping[str, Any]) -> QuantisedMatrices | None
         if not how:
             continue
         how = how if isinstance(how, Mapping) else {}
-        # this format is of experts alone, which become plain numbers (packed_experts.py)
-        if how.get("quant_method") == "mxfp4":
+        if how.get("quant_method") == "mxfp4":  # experts alone, which become plain numbers (packed_experts.py)
             continue
         for read in _QUANTISED:
             if (found := read(how)) is not None:

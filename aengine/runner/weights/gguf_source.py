@@ -40,8 +40,7 @@ def _read(file: GgufFile, names: GgufNames, head_dim: int, target: Target) -> It
         if hf_name not in target.places:
             return Named(hf_name, None)
         tensor = _dequantise(file, name, expert)
-        # with another shape the loader reports the tensor
-        if names.is_interleaved(hf_name) and not tensor.shape[0] % head_dim:
+        if names.is_interleaved(hf_name) and not tensor.shape[0] % head_dim:  # else the loader reports it
             tensor = _separate_halves(tensor, head_dim)
         if names.is_less_one(hf_name):
             tensor = tensor - 1.0

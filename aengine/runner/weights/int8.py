@@ -85,8 +85,7 @@ class Int8Format:
 def unpacked(words: Tensor) -> Tensor:
     """int8 [..., 4 n] codes of int32 [..., n] words; on a GPU, where these are the loader's own, in their memory."""
     codes = words.view(torch.int8)
-    # flipping the highest bit subtracts 128
-    return codes ^ -128 if words.device.type == "cpu" else codes.bitwise_xor_(-128)
+    return codes ^ -128 if words.device.type == "cpu" else codes.bitwise_xor_(-128)  # subtracts 128, by a flip of bit 7
 
 
 class Int8Experts(StackedExperts):

@@ -22,8 +22,7 @@ T = TypeVar("T")
 
 class Named(NamedTuple):
     name: str  # the tensor's name in transformers' spelling
-    # the tensor as it was read, or the wanted part of it; None: it is not wanted, and was not read
-    tensor: Tensor | None
+    tensor: Tensor | None  # as it was read, or the wanted part of it; None: it is not wanted, and was not read
     num_bytes: int = 0  # bytes of the whole tensor in the checkpoint's format
     shape: tuple[int, ...] = ()  # shape of the whole tensor
 

@@ -43,8 +43,7 @@ def _input_of(call: ToolCall) -> dict[str, Any]:
     if call.is_complete:
         return call.parsed_arguments()
     try:
-        # parsed as Anthropic's client parses a stream that ends there
-        so_far = from_json(call.arguments, allow_partial=True)
+        so_far = from_json(call.arguments, allow_partial=True)  # as Anthropic's client parses a stream that ends
     except ValueError:  # no arguments have come, or a model without a grammar wrote something else
         return {}
     return so_far if isinstance(so_far, dict) else {}

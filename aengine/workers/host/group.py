@@ -163,8 +163,7 @@ class WorkerGroup:
     def check(self) -> None:
         """Raise `failure` if there is one."""
         if self.failure is not None:
-            # without its traceback, which would grow each time that it is raised
-            raise self.failure.with_traceback(None)
+            raise self.failure.with_traceback(None)  # its traceback would grow each time that it is raised
 
     async def publish(self, index: int, kind: Kind, step_id: int, payload: bytes) -> None:
         """Publish to one rank, awaiting room. Raises as `broadcast` does."""

@@ -34,8 +34,7 @@ _GROWTH_SECONDS = 10.0  # seconds that a cluster which is too small is given for
 _START_SECONDS = 60.0  # seconds that an actor may take to start: Ray starts a Python process for it
 _ANSWER_SECONDS = 5.0  # seconds that the cluster may take to accept a connection
 _LOOK = 0.2  # seconds between two looks whether the start is still wanted
-# held while connecting: a process has one connection to Ray, which several replicas may ask for at once
-_connecting = threading.Lock()
+_connecting = threading.Lock()  # held while connecting: all replicas share a process' one connection to Ray
 
 
 class RayNodes:

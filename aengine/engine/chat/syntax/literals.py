@@ -126,8 +126,7 @@ class _Writer:
     def __init__(self, syntax: Literals, tool: Tool, markers: Markers, relax: bool) -> None:
         self._syntax, self._tool, self._markers, self._relax = syntax, tool, markers, relax
         self._separator = Text(syntax.separator)
-        # (schema, part) by the schema's id: many places may refer to one schema
-        self._parts: dict[int, tuple[object, Part]] = {}
+        self._parts: dict[int, tuple[object, Part]] = {}  # (schema, part) by id of a schema, to which many may refer
 
     def argument(self, value: Value) -> Part:
         """Return the grammar of a value.

@@ -110,8 +110,7 @@ class _Reader(PiecewiseReader):
         self._values = values
         self._seen: set[str] = set()
         self._value: Value | None = None  # the value being read
-        # pieces of a value that is decoded as a whole; None: it is a text, passed on as it comes
-        self._pieces: list[str] | None = None
+        self._pieces: list[str] | None = None  # pieces of a value that is decoded as a whole; None: a text is passed on
 
     @property
     def is_in_string(self) -> bool:

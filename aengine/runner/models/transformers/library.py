@@ -150,8 +150,7 @@ def build_skeleton(files: ModelFiles, dtype: torch.dtype, *, buffers: torch.devi
             ) from error
     for module in model.modules():
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):
-            # the function would read the tokens back in each step
-            module.warn_if_padding_and_no_attention_mask = _no_warning
+            module.warn_if_padding_and_no_attention_mask = _no_warning  # it would read tokens back in each step
     return model.eval().requires_grad_(False), config
 
 
