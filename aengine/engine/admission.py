@@ -201,9 +201,10 @@ class Admission:
             self._begin(request, self._line.join(request_id, request.priority))
 
     def check(self, prompt: Prompt | PromptPart, params: SamplingParams, options: CallOptions) -> PromptPart:
-        """Raise what `submit` would of the request by itself. From any thread.
+        """Check a request by itself and raise what `submit` would; callable from any thread.
 
-        Returns the prompt, no longer the caller's to change. The request_id may be in use.
+        Returns the prompt in a form that the caller can't change any more. Whether the request_id is in use is not
+        checked.
         """
         part = prompt if isinstance(prompt, PromptPart) else part_of(prompt, self._limits.max_model_len)
         check_request(self._limits, self._has_tokenizer, part.kind, params, options)
@@ -214,11 +215,11 @@ class Admission:
     # The next three are called by other threads than the loop's, before they call `submit`.
 
     def has(self, request_id: str) -> bool:
-        """Whether such a request is under way."""
+        """Whether the request with this id has not ended."""
         return request_id in self._requests
 
     def count(self, others: set[str]) -> int:
-        """Return how many requests are under way, those of the ids ``others`` included."""
+        """Return how many requests have not ended, counting the ids ``others`` too."""
         return len({*self._requests, *others})
 
     def check_room(self, coming: set[str]) -> None:
@@ -229,7 +230,8 @@ class Admission:
         self._line.check_room(len(coming))
 
     def _begin(self, request: UserRequest, turn: asyncio.Future[None] | None) -> None:
-        """Prepare the request, if need be, once it is its turn."""
+        """Start to prepare the request, once ``turn`` is done if it is held; one that needs no preparation is scheduled
+        at once."""
         if turn is None and not request.must_be_prepared:
             assert isinstance(request.prompt, TokensPart)
             self._schedule(request, Prepared(request.prompt.token_ids))
@@ -261,7 +263,7 @@ class Admission:
         request.mailbox.fail(error)
 
     def _schedule(self, request: UserRequest, prepared: Prepared) -> None:
-        """Hand the request to a replica."""
+        """Make a scheduler `Request` for each of the n completions, and hand them to a replica."""
         params, limits, mailbox = request.params, self._limits, request.mailbox
         ids, grammar = prepared.token_ids, prepared.grammar
         request.prompt = None  # the requests hold it now
@@ -349,7 +351,8 @@ class Admission:
             request.mailbox.fail(DeadlineExceededError(text, deadline=limit))
 
     def _ended(self, request_id: str) -> None:
-        """Undo what a request still has, and count it. Its mailbox calls this, once, whatever has ended it."""
+        """Free what an ended request still holds (place in the queue, timers, preparation, rows), count it, and tell
+        listeners. Its mailbox calls this once."""
         request = self._requests.pop(request_id)
         mailbox = request.mailbox
         reason = mailbox.finish_reason
@@ -375,11 +378,12 @@ class Admission:
         self._observer.note_end(end, mailbox.times)
 
     def close(self) -> tuple[ThreadPool, ...]:
-        """See `Preparation.close`."""
+        """Begin no more preparations. Returns the pools, whose threads may be waited for."""
         return self.preparation.close()
 
     def drop_tables(self) -> None:
-        """Free the tokenizer and the grammars, after `fail_all` and `close`: streams that are kept hold the rest."""
+        """Free the tokenizer and the grammars, after `fail_all` and `close`. Streams that callers still hold would keep
+        them alive."""
         self._tokenizer = None
         self.preparation.drop_tables()
 

@@ -41,7 +41,8 @@ class AdmissionQueue:
         return len(self) >= self.limit
 
     def check_room(self, num_coming: int = 0) -> None:
-        """Raise EngineOverloadedError when it is full, or will be with so many more, and those who come don't wait."""
+        """Raise EngineOverloadedError if requests are not held when the queue is full, and it is full or will be after
+        ``num_coming`` more."""
         if len(self) + num_coming < self.limit or self._wait_when_full:
             return
         self._counters.num_rejected += 1
@@ -55,7 +56,8 @@ class AdmissionQueue:
         )
 
     def join(self, request_id: str, priority: int) -> asyncio.Future[None] | None:
-        """Add one. Returns None when it is inside, or else what is done when it is."""
+        """Add a request. Returns None if there is room, otherwise a future that is done when the request is
+        admitted."""
         if len(self) < self.limit:
             self._inside.add(request_id)
             return None

@@ -175,14 +175,14 @@ class EngineCore:
 
     @classmethod
     async def _resolve(cls, config: EngineConfig, report: ProgressCallback) -> ModelSource:
-        """``report`` is for whatever thread."""
+        """Find the model's files and settings. ``report`` may be called from any thread."""
         return await run_in_thread("resolve", resolve_model, config, report)
 
     @classmethod
     async def _load_tokenizer(
         cls, config: EngineConfig, source: ModelSource
     ) -> tuple[Tokenizer | None, frozenset[int]]:
-        """The tokenizer, if there is to be one, and the ids that end a completion."""
+        """Load the tokenizer, unless the settings skip it. Returns it, and the ids that end a completion."""
         if not config.skip_tokenizer:
             tokenizer = await run_in_thread("tokenizer", Tokenizer.load, source, config.tokenizer, config.revision)
             if config.allow_special_tokens:
@@ -195,7 +195,7 @@ class EngineCore:
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests run, whether or not new ones are taken."""
+        """Whether the engine computes requests, even if it takes no new ones."""
         return self.state in _ALIVE
 
     @property
@@ -211,7 +211,7 @@ class EngineCore:
 
     @property
     def ready(self) -> dict[str, Any]:
-        """What the workers say of themselves: those of the first replica, where they differ."""
+        """The READY message that the workers agreed on; of the first replica where they differ."""
         return self.replicas[0].worker.ready
 
     async def _run(self, replica: Replica) -> None:
@@ -324,7 +324,7 @@ class EngineCore:
         await end_pools(*pools)
 
     def abandon(self) -> None:
-        """Immediate and synchronous, from any thread: kill the worker, whatever state the loop is in."""
+        """Kill the workers and end all requests, synchronously, from any thread and in any state of the loop."""
         if self.is_alive:
             self.state = "closed"
             with contextlib.suppress(RuntimeError):  # the loop was closed, and its requests with it

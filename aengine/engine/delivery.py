@@ -29,7 +29,8 @@ _TURN_BESIDE_FILL = 8
 
 
 class Delivery:
-    """Delivers for one step loop. What a stop string ends leaves the scheduler before its sink ends."""
+    """Delivers the tokens of one step loop's answers to their sinks. A completion that a stop string ends is taken out
+    of the scheduler before its sink ends."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler

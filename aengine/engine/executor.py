@@ -89,7 +89,7 @@ class Executor(Protocol):
         seconds; the workers go on."""
 
     def vitals(self) -> Vitals:
-        """What the workers show of themselves; nothing is asked of them."""
+        """Heartbeats and overdue seconds as the workers publish them in shared memory; sends nothing."""
 
     def memory(self) -> tuple[int | None, int | None]:
         """Bytes that the workers have: resident in the host's memory, and on their devices. None: not known."""
@@ -169,7 +169,7 @@ class ProcessExecutor:
             raise
 
     async def _start_workers(self, load: dict[str, Any], handshake: Handshake) -> None:
-        """Processes for all ranks, which load side by side."""
+        """Start a process for each rank and send each its LOAD. They load at the same time."""
         ranks = handshake.ranks
         bitmask_bytes = _bitmask_bytes(self._config, load) if len(ranks) == 1 else 0
         target = await run_in_thread("worker", _target_of, self._config.worker)
@@ -305,7 +305,8 @@ class ProcessExecutor:
             self.fail(failure)
 
     def _take_frames(self, worker: RankWorker) -> None:
-        """Raises anything when a frame is not one that a worker sends."""
+        """Handle all frames of a worker that have come. Raises an error of any type for a frame that no worker
+        sends."""
         assert self._handshake is not None
         for frame in worker.channel.drain():
             if self._released:  # a frame handled just before has released the workers
@@ -338,8 +339,8 @@ class ProcessExecutor:
             self.fail(error)
 
     def _fail_by_report(self, rank: int, error: EngineError) -> None:
-        """Fail with what a worker reported. Of several ranks it may be that another has died, in the middle of what
-        they do together: then its death is the cause, and is known soon."""
+        """Fail with the error that a rank has reported. With several ranks the report may only follow from another
+        rank's death in the middle of an exchange: so wait a moment for such a death, which is then the cause."""
         self._reports.setdefault(rank, error)
         if not isinstance(error, InternalError) or len(self._reports) == len(self.workers):
             self.fail(next(iter(self._reports.values())))
@@ -380,7 +381,7 @@ async def call_ranks(
 
 
 def new_executor(config: EngineConfig) -> Executor:
-    """The one that the setting ``executor`` asks for."""
+    """Make the executor that the setting ``executor`` names."""
     if config.executor == "process":
         return ProcessExecutor(config)
     from ..workers.remote.group import RemoteGroup
@@ -390,7 +391,7 @@ def new_executor(config: EngineConfig) -> Executor:
 
 
 def _target_of(worker: str) -> str:
-    """The ``module:function`` of the setting ``worker``."""
+    """Resolve the setting ``worker`` to a ``module:function``."""
     target = worker if ":" in worker else target_of(WORKERS, worker)
     assert target is not None, "the configuration has checked it"
     return target

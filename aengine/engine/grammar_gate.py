@@ -54,7 +54,7 @@ class Masks(NamedTuple):
 
 
 class GrammarGate:
-    """Holds the step that waits for its bitmask, and fills and sends that."""
+    """Holds the step that must not sample before its bitmask has come; fills and sends that bitmask."""
 
     def __init__(
         self,
@@ -74,7 +74,8 @@ class GrammarGate:
         self._proposer: Proposer = ForcedTokens()
 
     def close_for(self, step: InFlightStep) -> None:
-        """Note that ``step`` was published, and waits. Requests whose rows take long are left out of the next ones."""
+        """Note that ``step`` was published and waits for its bitmask. Requests whose rows take long to fill are paused,
+        and so are in none of the next steps."""
         self.step = step
         if len(step.batch) > 1:
             for _, request in step.constrained():
@@ -109,7 +110,7 @@ class GrammarGate:
         return Masks(step, [request for _, request in due], batch_idx_column, rows, shared is not None, filled)
 
     async def send(self, masks: Masks, executor: Executor) -> None:
-        """Send a bitmask, and draft what its grammars force."""
+        """Send the bitmask, and propose as drafts the tokens that its grammars force."""
         filled = masks.filled if isinstance(masks.filled, Filled) else await self._filled(masks.filled)
         for job, error in filled.failed.items():
             failure = InternalError(f"the grammar of this request failed: {error}")
@@ -127,7 +128,8 @@ class GrammarGate:
                 self._scheduler.propose(request, drafts, are_certain=request.params.logprobs is None)
 
     async def _filled(self, filling: Filling) -> Filled:
-        """A grammar's row may take seconds, for which the worker is not to blame."""
+        """Wait until the rows are filled. The watchdog is paused, since a row may take seconds that are not the
+        worker's."""
         paused = self._watchdog.pause()
         rest = asyncio.get_running_loop().call_later(_LONG_FILLING, self._rest)
         try:
@@ -137,7 +139,8 @@ class GrammarGate:
             rest.cancel()
 
     def note_tokens(self, sampled: Sampled) -> set[Request]:
-        """Note tokens for the grammars, whose matchers will accept them. Returns those paused whose next row is due."""
+        """Queue the sampled tokens for their grammars' matchers. Returns the paused requests whose next row can be
+        filled now."""
         paused: set[Request] = set()
         for request, token_id, _ in sampled:
             grammar = request.grammar
@@ -149,7 +152,7 @@ class GrammarGate:
         return paused
 
     def fill_ahead(self, request: Request, when_filled: Callable[[], None]) -> None:
-        """Fill the next row of a request with a slow grammar, which is in no step meanwhile."""
+        """Fill the next row of a request with a slow grammar while it is in no step; then call ``when_filled``."""
         assert self._grammars is not None and request.grammar is not None
 
         def tell(row: asyncio.Future[Any]) -> None:

@@ -80,11 +80,13 @@ class Preparation:
         return Prepared(self.check_ids(asked.prompt), grammar, asked.marker_ids, begins_text)
 
     def check_ids(self, ids: Sequence[int]) -> list[int]:
-        """The ids of a prompt, if they are this model's and leave room for one more. Raises as `check_token_ids`."""
+        """Return the ids of a prompt, checked to be the model's and to leave room for one more token. Raises as
+        `check_token_ids`."""
         return check_token_ids(ids, self._limits.vocab_size, self._limits.max_model_len)
 
     def run(self, function: Callable[..., T], *args: Any, is_long: bool) -> asyncio.Future[T]:
-        """Make a prompt, in a thread. ``is_long``: others should not wait for it."""
+        """Call ``function`` in a thread; ``is_long``: in the lane for long prompts, so that short ones need not
+        wait."""
         return self._lanes.run(function, *args, is_long=is_long)
 
     async def ask_tokenizer(self, method: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:

@@ -41,7 +41,8 @@ class RestartBudget:
         self._restarts: deque[float] = deque()
 
     def next_delay(self, now: float) -> float | None:
-        """Seconds to wait before the restart that is due at ``now``, and which counts from now on; None: no more."""
+        """Count a restart at ``now`` (seconds), and return how many seconds to wait before it; None: the budget is used
+        up."""
         while self._restarts and self._restarts[0] <= now - self._window:
             self._restarts.popleft()
         count = len(self._restarts)
@@ -57,7 +58,7 @@ class RestartBudget:
 
 
 def hang_error(fault: str) -> WorkerDiedError:
-    """The error of workers that hang. ``fault``: what a `Watchdog` has said of them."""
+    """Make the error for workers that hang; ``fault`` is the description that `Watchdog` gave."""
     return WorkerDiedError(f"{fault}: it was killed")
 
 
@@ -99,7 +100,7 @@ class Watchdog:
         self._num_suspenders = 0
 
     def begin(self, num_tokens: int) -> None:
-        """A step was published."""
+        """Start to watch a step of ``num_tokens`` tokens that was published."""
         now = self._loop.time()
         self._steps.append((num_tokens, now))
         if self._timer is None:
@@ -107,7 +108,7 @@ class Watchdog:
             self._timer = self._loop.call_later(self.PERIOD, self._look)
 
     def end(self) -> None:
-        """The oldest step was answered. After `stop` it is not watched any more."""
+        """Note that the oldest step was answered. Without effect after `stop`."""
         if not self._steps:
             return
         now = self._loop.time()
@@ -121,7 +122,7 @@ class Watchdog:
             self.stop()
 
     def drop(self, num_steps: int) -> None:
-        """The worker will not answer the newest steps."""
+        """Stop watching the newest ``num_steps`` steps, which the worker has dropped."""
         for _ in range(min(num_steps, len(self._steps))):
             self._steps.pop()
         if not self._steps:
@@ -140,7 +141,7 @@ class Watchdog:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Suspend the watch of the worker; the time within is not counted as its own."""
+        """Context in which the worker's silence is not counted as a hang."""
         self._num_suspenders += 1
         try:
             yield
@@ -154,7 +155,7 @@ class Watchdog:
             self._steps[0] = (self._steps[0][0], self._loop.time())
 
     def stop(self) -> None:
-        """Watch nothing any more, until a step begins."""
+        """Forget all steps; `begin` starts to watch again."""
         self._num_pauses = 0
         self._num_stops += 1
         self._overdue_since_beat = None
@@ -164,7 +165,7 @@ class Watchdog:
             self._timer = None
 
     def allowed(self, num_tokens: int) -> float:
-        """Seconds that a step of so many tokens may take."""
+        """Return the seconds that a step of ``num_tokens`` tokens may take, by what the last steps took."""
         if not self._known:
             return max(_FIRST_STEP_SECONDS, self._hang_timeout)
         longest, slowest = map(max, zip(*self._known, strict=True))

@@ -88,7 +88,7 @@ class StepLoop:
         self._delivery = Delivery(scheduler)
 
     def add(self, request: Request) -> None:
-        """Compute a request. Its tokens, its end and its failure go to its sink."""
+        """Start to compute a request. Its tokens, its end and its failure go to its sink."""
         if request.grammar is not None and request.grammar.is_slow and request.grammar.ahead is None:
             self._fill_ahead(request)  # the request is added when its row has been filled
             return
@@ -101,7 +101,8 @@ class StepLoop:
                 self._send_ahead()
 
     def _send_ahead(self) -> None:
-        """A full step waits already, and the host's loop may be busy for long with adding more: send it now."""
+        """Publish a step in the middle of a burst of `add` calls, if enough prompt tokens for a full step have come:
+        the loop may be busy for long with adding more."""
         if self._unsent is not None or self._gate.step is not None or self.in_flight.is_interrupted:
             return
         if len(self.in_flight.answers) >= min(_MOST_SENT_AHEAD, self.scheduler.max_in_flight_steps):
@@ -137,7 +138,7 @@ class StepLoop:
         self._counters.num_steps += 1
 
     def drop(self, request: Request, reason: FinishReason) -> None:
-        """Compute nothing more for a request that has ended. Idempotent."""
+        """Stop computing a request that has ended. Idempotent."""
         if request.finish_reason is not None:
             return
         self.scheduler.finish(request, reason)
@@ -145,7 +146,7 @@ class StepLoop:
         self.in_flight.interrupt()
 
     async def run(self) -> EngineError:
-        """Run until the executor fails, whose error is returned, or until cancelled. Raises what a bug raises."""
+        """Run until the executor fails, and return its error. Raises CancelledError, and whatever a bug raises."""
         generation = self._turn.generation
         self.in_flight.is_running = True
         try:
@@ -162,15 +163,15 @@ class StepLoop:
             self.lag.pause()
 
     def preempt_all(self, exception: str = "") -> list[Request]:
-        """Have all requests wait to be computed again, from the ids that are known: their worker has died, of an
-        ``exception`` if it could say. Returns those of which several workers died one after the other; they should not
-        be run again."""
+        """Put all requests back into the queue after the worker has died; they will be computed again from their known
+        ids. ``exception``: what the worker raised, if it could say. Returns the requests that are held to be the cause
+        of several deaths, which should not be run again."""
         self.in_flight.clear()
         self._gate.step = self._unsent = None
         return self.scheduler.preempt_all(exception)
 
     def restart(self, executor: Executor) -> None:
-        """Let the next `run` be with another executor, after `preempt_all`."""
+        """Give the next `run` another executor, after `preempt_all`."""
         self._executor = executor
         self.in_flight.restart(executor)
 
@@ -219,7 +220,8 @@ class StepLoop:
             await self._gate.send(masks, self._executor)
 
     async def _send_and_publish(self, masks: Masks) -> EngineError | None:
-        """Send a bitmask, and the next step with it: what the worker waits for. An error is returned."""
+        """Send a bitmask and publish the next step: the worker waits for both. Returns an EngineError instead of
+        raising it."""
         try:
             await self._gate.send(masks, self._executor)
             await self._publish_next()
@@ -228,7 +230,7 @@ class StepLoop:
         return None
 
     def _fill_ahead(self, request: Request) -> None:
-        """Resume a request with a slow grammar when its next row is there."""
+        """Fill the next row of a request with a slow grammar while it is paused; then resume it."""
         is_new = request.status is RequestStatus.NEW
         num_pauses = request.num_pauses
 
@@ -242,7 +244,8 @@ class StepLoop:
         self._gate.fill_ahead(request, go_on)
 
     async def _idle(self) -> None:
-        """Wait for a request, or for one to leave, while nothing can be scheduled. Uses no CPU."""
+        """Wait until a request comes or leaves, while nothing can be scheduled. Uses no CPU. Raises the executor's
+        failure."""
         self.lag.pause()
         self._is_idle, self._num_new_tokens = True, 0
         try:

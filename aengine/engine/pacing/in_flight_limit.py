@@ -61,7 +61,7 @@ class InFlightLimit:
         self._answered_at = answered_at
 
     def num_steps(self, scheduler: Scheduler) -> int:
-        """Most steps that may be in flight now."""
+        """Return the most steps that may be in flight now: as many as the worker computes while the host is late."""
         if self._late < _LATE or self._most == self.base or not self._intervals or not scheduler.is_steady:
             return self.base
         if scheduler.num_free_blocks < _SPARE_BLOCKS * scheduler.num_running * scheduler.rows.kv.num_groups:

@@ -28,10 +28,10 @@ __all__ = ["MultiStep", "undo_steps"]
 
 
 class MultiStep(StepsInFlight):
-    """Steps in flight, of which the newest may be leased."""
+    """Steps in flight, of which the newest may be leased: the worker has got them early, and they can be revoked."""
 
     def __init__(self, base: int, most: int) -> None:
-        """``base``: steps in flight with a loop that is on time, ``most``, more of them, with one that is late."""
+        """``base``: most steps in flight while the host's loop is on time; ``most``: while it is late."""
         super().__init__(base)
         self.capacity = most
         self.limit = InFlightLimit(base, most)
@@ -102,7 +102,7 @@ class MultiStep(StepsInFlight):
         self.limit.begin()
 
     def interrupt(self) -> None:
-        """Revoke the leased steps that the worker has not begun: what has come is part of its next one."""
+        """Revoke the leased steps that the worker has not begun, so that the next one can contain what has come."""
         if self._leased and not self._is_revoking:
             self._must_revoke = True
             self._try_to_revoke()
@@ -117,7 +117,7 @@ class MultiStep(StepsInFlight):
         self._must_revoke = not self._is_revoking
 
     def _on_revoked(self, num_steps: int) -> None:
-        """The worker has dropped so many, the newest of those in flight."""
+        """Undo the newest ``num_steps`` steps, which the worker has dropped."""
         if not self.is_running:  # the engine is being closed, and its requests have ended
             return
         self._is_revoking = False
@@ -132,7 +132,8 @@ class MultiStep(StepsInFlight):
 
 
 def undo_steps(rows: Rows, num_steps: int) -> None:
-    """Undo the newest steps, which were made with ``can_be_undone``: as if they had not been made."""
+    """Undo the newest ``num_steps`` steps, made with ``can_be_undone``: the scheduler's state becomes what it was
+    before them."""
     requests: dict[Request, None] = {}
     leavers: list[Request] = []
     for _ in range(num_steps):
@@ -155,7 +156,7 @@ def undo_steps(rows: Rows, num_steps: int) -> None:
 
 
 def _undo(step: InFlightStep, rows: Rows) -> list[Request]:
-    """Take back what making this step changed in its requests; they are returned, but for those that have left."""
+    """Undo one step: take back its blocks and computed tokens. Returns its requests that still have a row."""
     requests = {request.req_idx: request for request in step.batch if request.req_idx >= 0}
     for row, group in zip(step.grown_rows, step.grown_groups, strict=True):
         if row in requests:

@@ -74,7 +74,7 @@ class StepTime:
         self._covariance = (1 - share) * self._covariance + rest * off_tokens * off_seconds
 
     def _fit(self) -> tuple[float, float]:
-        """The fixed part, and seconds a token: neither is negative."""
+        """Return (seconds of the fixed part, seconds a token), both at least 0."""
         tokens, seconds = self._mean_tokens, self._mean_seconds
         most = seconds / tokens
         ridge = _THROUGH_ORIGIN * tokens * tokens

@@ -19,16 +19,16 @@ __all__ = ["StepsInFlight"]
 
 
 class StepsInFlight:
-    """The answers that are due, oldest first."""
+    """The futures of the steps in flight, oldest first. No step is taken back here."""
 
     def __init__(self, most: int) -> None:
-        """``most``: steps in flight at once."""
+        """``most``: the limit of steps in flight."""
         self.most = self.capacity = most
         self.answers: deque[AnswerFuture] = deque()
         self.is_running = False  # the step loop, which takes the answers, runs
 
     def attach(self, scheduler: Scheduler, executor: Executor, watchdog: Watchdog, work: asyncio.Event) -> None:
-        """Work for a step loop; ``work`` wakes it."""
+        """Connect with a step loop's scheduler, executor and watchdog; setting ``work`` wakes the loop."""
         self.scheduler = scheduler
         self.executor = executor
 
@@ -42,7 +42,7 @@ class StepsInFlight:
         self.answers.clear()
 
     def begin_turn(self) -> None:
-        """A turn of the step loop begins."""
+        """Called at the begin of each turn of the step loop."""
 
     @property
     def has_room(self) -> bool:
@@ -55,10 +55,10 @@ class StepsInFlight:
         return False
 
     def interrupt(self) -> None:
-        """Something has come that the next step to begin is to have in it."""
+        """Called when a request, an abort or the like should be part of the worker's next step. Nothing to do here."""
 
     def schedule(self) -> SchedulerOutput | None:
-        """Make the next step; None: there is none to be made now."""
+        """Make the next step. None: there is nothing to compute now."""
         return self.scheduler.schedule()
 
     async def give(self, output: SchedulerOutput) -> None:
@@ -73,8 +73,8 @@ class StepsInFlight:
         return answer is not None
 
     async def next_answer(self) -> ModelRunnerOutput | None:
-        """Await and take the answer of the oldest step; None: another is the oldest now. Raises the executor's
-        failure."""
+        """Await the answer of the oldest step and take it. None: another step is the oldest by now. Raises the
+        executor's failure."""
         answer = await self.answers[0]
         self.answers.popleft()
         return answer
@@ -85,4 +85,4 @@ class StepsInFlight:
         return bool(self.answers) and self.answers[0].done()
 
     def note_idle(self) -> None:
-        """There was nothing to do for a while."""
+        """Called after a time in which there was nothing to compute."""

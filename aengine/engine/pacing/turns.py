@@ -10,7 +10,8 @@ __all__ = ["OwnTurn", "Turn"]
 
 
 class Turn(Protocol):
-    """Interface of what a step loop asks before each step: others may depend on its steps (replicas/rounds.py)."""
+    """Interface of what a step loop asks before each step. Replicas that share experts compute their steps together, in
+    rounds (replicas/rounds.py)."""
 
     @property
     def is_open(self) -> bool:
@@ -18,20 +19,20 @@ class Turn(Protocol):
 
     @property
     def watchdog(self) -> Watchdog:
-        """The one that watches all that compute together."""
+        """The watchdog of the workers that compute the step loop's steps."""
 
     @property
     def generation(self) -> int:
-        """A number that grows when these workers have gone, and when there are others."""
+        """A number that changes when the workers have died and when others have started."""
 
     def note_given(self, num_tokens: int) -> None:
-        """The loop has made a step of so many tokens."""
+        """Called when the loop has published a step of ``num_tokens`` tokens."""
 
     def note_answered(self) -> None:
-        """The loop has taken the answer of its oldest step."""
+        """Called when the loop has taken the answer of its oldest step."""
 
     def rest(self) -> None:
-        """The loop gives no step before it gets an answer, or is woken."""
+        """Called when the loop will publish no step before an answer comes or something wakes it."""
 
 
 class OwnTurn:
@@ -50,4 +51,4 @@ class OwnTurn:
         self.watchdog.end()
 
     def rest(self) -> None:
-        """Nobody waits for it."""
+        """Nothing to do: no other step loop waits for this one."""

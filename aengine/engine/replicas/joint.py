@@ -38,7 +38,7 @@ def shares_experts(config: EngineConfig, hf_config: Mapping[str, Any]) -> bool:
 
 
 class Joint:
-    """Makes the executors of all replicas, and after the death of their ranks others."""
+    """Makes the executors of all replicas, and new ones after their ranks have died."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -52,11 +52,11 @@ class Joint:
         self._rounds = Rounds(config.data_parallel_size, config.steps_in_flight, watchdog)
 
     def turn(self, index: int) -> ReplicaTurn:
-        """A replica's, over whatever ranks."""
+        """The turn in the rounds that a replica's step loop asks; it stays the same over restarts."""
         return self._rounds.turns[index]
 
     def executor(self, index: int) -> ReplicaExecutor:
-        """A replica's executor over ranks that have not failed: the replica that asks first has new ones made."""
+        """Make a replica's executor. The first replica that asks after a failure has new ranks made for all."""
         if self._ranks is None or self._ranks.failure is not None:
             self._ranks = JointExecutor(self._config, self._rounds)
         return ReplicaExecutor(self._ranks, index)
@@ -67,7 +67,7 @@ class Joint:
 
 
 class JointExecutor(ProcessExecutor):
-    """The ranks of all replicas."""
+    """One executor for the ranks of all replicas."""
 
     def __init__(self, config: EngineConfig, rounds: Rounds) -> None:
         super().__init__(config)
@@ -79,11 +79,11 @@ class JointExecutor(ProcessExecutor):
         self._bitmasks: dict[tuple[int, int], bytes] = {}  # GRAMMAR frames of these steps
 
     def answers(self, index: int) -> PendingAnswers:
-        """What a replica awaits."""
+        """The pending answers of a replica."""
         return self._all_answers[index]
 
     def ranks(self, index: int) -> range:
-        """The ranks of a replica."""
+        """The indices of a replica's ranks."""
         size = self._config.num_ranks
         return range(index * size, (index + 1) * size)
 
@@ -115,7 +115,7 @@ class JointExecutor(ProcessExecutor):
             tell()
 
     async def close_all(self, timeout: float) -> None:
-        """`aclose`, once for all replicas; of ranks that have not started yet at once."""
+        """Close the ranks of all replicas, once, whoever asks first; ranks that have not started are killed at once."""
         if self._starting is None or not self._starting.done():
             self.terminate()
         if self._closing is None:
@@ -123,7 +123,8 @@ class JointExecutor(ProcessExecutor):
         await asyncio.shield(self._closing)
 
     def give(self, index: int, out: SchedulerOutput) -> AnswerFuture:
-        """A replica's next step. Raises the executor's failure, if it has failed."""
+        """Queue a replica's next step for a round. Returns the future of its answer. Raises the executor's failure, if
+        it has failed."""
         self.workers.check()
         future = self.answers(index).expect_answer(out.step_id)
         self._given.add((index, out.step_id))
@@ -157,7 +158,7 @@ class JointExecutor(ProcessExecutor):
 
 
 class ReplicaExecutor:
-    """The `Executor` of one replica, over ranks that those of the others depend on."""
+    """The `Executor` of one replica, over ranks that are started, fail and end with those of all other replicas."""
 
     def __init__(self, joint: JointExecutor, index: int) -> None:
         self._joint = joint

@@ -57,7 +57,7 @@ class Replica:
         on_begun: Callable[[str], None],
         grammars: GrammarService | None,
     ) -> None:
-        """``on_begun``: told the ids of requests whose first step is made; may be told one again."""
+        """``on_begun`` is called with the id of each request whose first step was made, perhaps more than once."""
         executor, work, ready, restart, turn = started
         is_gpu = bool(ready.get("is_accelerator"))
         step_time = StepTime(config.max_step_seconds or math.inf, ready.get("prompt_step_sizes", ()))

@@ -53,7 +53,7 @@ class Replicas:
         observer: Observer,
         grammars: GrammarService | None,
     ) -> None:
-        """Requests leave ``line`` with their first step."""
+        """``line``: the queue, which a request leaves with its first step."""
         self._line = line
         self._are_joint = any(one.turn is not None for one in started)
         self._all = [
@@ -85,11 +85,11 @@ class Replicas:
 
     @property
     def are_running(self) -> bool:
-        """Whether any task of theirs has not ended."""
+        """Whether the task of any replica has not ended."""
         return any(replica.task is not None and not replica.task.done() for replica in self._all)
 
     def cancel(self) -> list[asyncio.Task[None]]:
-        """Cancel their tasks, which are returned."""
+        """Cancel and return the tasks of all replicas."""
         tasks = [replica.task for replica in self._all if replica.task is not None]
         for task in tasks:
             task.cancel()
@@ -124,7 +124,7 @@ class Replicas:
             self._take_one(replica)
 
     def _able(self) -> list[Replica]:
-        """Those that can compute a request soonest: that run, else that will."""
+        """The replicas that can compute a request: those that run, or, if none does, those that will be restarted."""
         running = [replica for replica in self._all if replica.state == "running"]
         return running or [replica for replica in self._all if replica.failure is None]
 

@@ -53,16 +53,16 @@ class Rounds:
             self._is_busy[index] = False
 
     def end(self) -> None:
-        """The workers have gone: nothing begins, or is watched, before there are others."""
+        """Forget all steps after the workers have died; nothing is published or watched before the next `begin`."""
         self.begin(lambda outs: None)
 
     def give(self, index: int, out: SchedulerOutput) -> None:
-        """A replica's next step."""
+        """Queue a replica's next step, and publish a round if one is complete."""
         self._given[index].append(out)
         self._go()
 
     def note_answer(self, index: int) -> None:
-        """A replica's oldest step was answered."""
+        """Note that a replica's oldest step was answered."""
         self._is_busy[index] = True
         for due in self._in_flight:
             if index in due:
@@ -74,7 +74,8 @@ class Rounds:
         self._go()
 
     def rest(self, index: int) -> None:
-        """A replica gives no step before it gets an answer, or something else happens to it."""
+        """Note that a replica will give no step before it gets an answer, or before something else happens: rounds need
+        not wait for it."""
         self._is_busy[index] = False
         for other in [other for other in self._refused if self.is_open(other)]:
             self._refused.discard(other)
@@ -101,7 +102,7 @@ class Rounds:
 
 
 class ReplicaTurn:
-    """One replica's view of the rounds, for its step loop."""
+    """A replica's turn in the rounds, as its step loop sees it."""
 
     def __init__(self, rounds: Rounds, index: int) -> None:
         self.index = index
@@ -120,20 +121,20 @@ class ReplicaTurn:
 
     @property
     def watchdog(self) -> Watchdog:
-        """The one that watches all replicas' workers."""
+        """The watchdog of all replicas' workers."""
         return self._rounds.watchdog
 
     @property
     def generation(self) -> int:
-        """See `Rounds`."""
+        """A number that changes when the workers have died and when others have started."""
         return self._rounds.generation
 
     def note_given(self, num_tokens: int) -> None:
-        """See `Rounds.give`, which hears of it from the executor, as of answers."""
+        """Nothing to do: the executor tells `Rounds` of each step."""
 
     def note_answered(self) -> None:
-        """See `note_given`."""
+        """Nothing to do: the executor tells `Rounds` of each answer."""
 
     def rest(self) -> None:
-        """See `Rounds.rest`."""
+        """Tell `Rounds` that this replica will give no step for now."""
         self._rounds.rest(self.index)

@@ -79,7 +79,7 @@ class ReplicasStart:
         name: str,
         turn: ReplicaTurn | None = None,
     ) -> Started:
-        """``name``: with which errors begin."""
+        """Start a replica's workers. ``name``: how its errors begin."""
         work = asyncio.Event()
         try:
             ready = await executor.start(load, report, work.set)
@@ -106,7 +106,7 @@ class ReplicasStart:
             executor.terminate()
 
     async def undo(self) -> None:
-        """`terminate`, and wait until all has gone, and its memory is free."""
+        """Kill what was started, and wait until the processes have ended and their memory is free."""
         self.terminate()
         if self._starting:
             await asyncio.wait(self._starting)

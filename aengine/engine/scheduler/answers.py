@@ -27,7 +27,8 @@ class StepResult(NamedTuple):
 
 
 class Answers:
-    """``finish`` ends a request; ``on_prompt`` is called when a prompt is computed that other requests wait for."""
+    """Applies answers to the requests of their steps. ``finish`` ends a request; ``on_prompt`` is called when a prompt
+    is computed for which other requests wait."""
 
     def __init__(
         self,
@@ -64,7 +65,8 @@ class Answers:
         return StepResult(sampled, failed, pooled, num_rows, begun)
 
     def _commit(self, step: InFlightStep, column: list[int]) -> list[tuple[Request, int, int]]:
-        """Append to each request its token of ``column``, unless that is -1."""
+        """Append to each request its token of ``column`` (-1: none). Returns (request, token id, place in ``column``)
+        of each appended token."""
         sampled: list[tuple[Request, int, int]] = []
         batch_idx = -1
         for request, token_id in zip(step.batch, column, strict=True):
@@ -84,7 +86,8 @@ class Answers:
     def _commit_ragged(
         self, step: InFlightStep, column: list[int], counts: Sequence[int]
     ) -> tuple[list[tuple[Request, int, int]], int]:
-        """``counts[i]`` tokens for request i; and how many requests got some."""
+        """Append ``counts[i]`` tokens of ``column`` to request i. Returns the appended tokens as `_commit` does, and
+        how many requests got some."""
         sampled: list[tuple[Request, int, int]] = []
         num_rows = end = 0
         for batch_idx, (request, count) in enumerate(zip(step.batch, counts, strict=True)):
@@ -101,12 +104,13 @@ class Answers:
         return sampled, num_rows
 
     def _note_chunk(self, request: Request, num_tokens: int) -> None:
-        """A chunk of its prompt is written, up to ``num_tokens``."""
+        """Note that the KV of the request's first ``num_tokens`` tokens is written: a chunk of its prompt was
+        answered."""
         self._rows.kv.note_written(request, num_tokens)
         self._rows.prefixes.advance(request)
 
     def _append(self, request: Request, token_id: int) -> bool:
-        """False: the request has ended, and this one was sampled past its end."""
+        """Append a token. False: the request has ended already, and this token was sampled past its end."""
         if request.finish_reason is not None:
             return False
         request.token_ids.append(token_id)
@@ -115,7 +119,7 @@ class Answers:
         return True
 
     def _commit_pooled(self, step: InFlightStep, columns: PooledColumns) -> list[tuple[Request, array[float]]]:
-        """A vector is all that these requests wait for."""
+        """End the requests that get a vector. Returns (request, vector) of each."""
         pooled = []
         for batch_idx, vector in columns.vectors():
             request = step.batch[batch_idx]

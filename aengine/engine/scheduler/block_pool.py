@@ -54,7 +54,7 @@ class BlockPool:
         self._by_name: dict[bytes, int] = {}
 
     def allocate(self, count: int) -> list[int]:
-        """``count`` blocks of no particular content, in use once. The caller has checked `num_free`."""
+        """Take ``count`` free blocks, whatever they hold; each has one user then. The caller has checked `num_free`."""
         assert count <= self.num_free, "allocate() beyond what is free"
         self.num_free -= count
         empty, idle, ref_counts = self._empty, self._idle, self._ref_counts
@@ -136,7 +136,7 @@ class BlockPool:
             self._name_of[block_id] = None
 
     def check(self, tables: Iterable[list[int]]) -> None:
-        """Assert the picture above, given the block tables of all who hold blocks."""
+        """Assert that the picture above holds, given the block tables of all requests that hold blocks."""
         counts = [0] * self.num_blocks
         for table in tables:
             assert len(set(table)) == len(table), f"a block twice in one table: {table}"

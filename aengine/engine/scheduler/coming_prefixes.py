@@ -29,8 +29,8 @@ __all__ = ["ComingPrefixes"]
 
 
 class ComingPrefixes:
-    """Which prefixes are being computed in ``kv``, and who waits for them: for ``least`` tokens or more. ``wake`` gets
-    each follower once it need wait no longer."""
+    """Knows which prefixes the rows are computing, and which requests wait for them: only for ``least`` tokens or more.
+    ``wake`` is called with each follower when it need not wait any longer."""
 
     __slots__ = (
         "_followers",
@@ -58,7 +58,7 @@ class ComingPrefixes:
         self._wake = wake
 
     def lead(self, request: Request) -> None:
-        """Note that the request has a row, in which it computes what is not cached."""
+        """Note that the request has a row and computes its uncached tokens, for which others may wait."""
         if self._unit and len(request.token_ids) - self._num_found(request) >= self._least:
             self._unnamed[request] = None
             request.is_leading = True
@@ -68,7 +68,7 @@ class ComingPrefixes:
         return request.states.num_found if self._kv.has_states else request.num_offered_tokens
 
     def _find_leaders(self) -> None:
-        """Name those that are not named; one with the name of another leads nobody."""
+        """Give the new leaders their names. If two have the same name, only the first one is followed."""
         for request in self._unnamed:
             found = self._num_found(request)
             name = self._name(request, found - found % self._unit + self._least)
@@ -98,7 +98,7 @@ class ComingPrefixes:
         return True
 
     def announce(self, request: Request) -> None:
-        """Note that the request joins the queue."""
+        """Note that the request joins the queue; with states, leaders plan to keep theirs where it begins to differ."""
         if self._kv.has_states:
             for leader in (*self._names, *self._unnamed):
                 self.expect(leader, request)
@@ -129,7 +129,7 @@ class ComingPrefixes:
             self._wake_followers(request, len(request.token_ids))
 
     def _wake_followers(self, leader: Request, num_tokens: int) -> None:
-        """Let those go on that await at most so many of its tokens."""
+        """Wake the leader's followers that await at most its first ``num_tokens`` tokens."""
         for follower in self._followers.pop(leader):
             _, awaited = self.waiting[follower]
             if awaited <= num_tokens:
@@ -153,14 +153,14 @@ class ComingPrefixes:
             del self._leaders[self._names.pop(request)]
 
     def _name(self, request: Request, end: int) -> bytes | None:
-        """The hash of its first ``end`` tokens. None: there are fewer, or they are not shared."""
+        """Return the hash of the request's first ``end`` tokens. None: it has fewer, or does not share them."""
         if request.root_hash is None or len(request.token_ids) < end:
             return None
         extend_hashes(request, end // self._hash_size, self._hash_size)
         return request.block_hashes[end // self._hash_size - 1]
 
     def check(self) -> None:
-        """Assert that the views agree, and that all who are waited for have a row."""
+        """Assert that the dictionaries agree, and that every leader has a row."""
         assert {name: request for request, name in self._names.items()} == self._leaders
         leading = (*self._names, *self._unnamed, *self._followers)
         assert all(request.req_idx >= 0 and request.is_leading for request in leading)

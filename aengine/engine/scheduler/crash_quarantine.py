@@ -49,8 +49,8 @@ class CrashQuarantine:
         return self._requests[0]
 
     def note_death(self, in_flight: Iterable[Request], exception: str = "") -> list[Request]:
-        """A worker died with these unfinished requests in its steps. Returns those that are at fault. ``exception``:
-        what it raised, if it could say."""
+        """Note that a worker died while ``in_flight``, unfinished requests, were in its steps. ``exception``: what it
+        raised, if it could say. Returns the requests at fault, which must not run again."""
         first = self._requests[0] if self._requests else None
         present = list(in_flight)
         if first is not None and first not in present:
@@ -71,7 +71,7 @@ class CrashQuarantine:
         return [request for request in self._requests if request.num_deaths_alone >= _MOST_DEATHS_ALONE]
 
     def holds(self, request: Request) -> bool:
-        """Whether it is in quarantine, still. It leaves once it has got a few tokens."""
+        """Whether the request is still in quarantine. It leaves it here once it has got a few tokens."""
         if request not in self._requests:
             return False
         if len(request.token_ids) >= request.num_tokens_at_death + _TOKENS_TO_LEAVE:

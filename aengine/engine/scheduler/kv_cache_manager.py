@@ -93,7 +93,8 @@ class Prefix(NamedTuple):
 
 
 class KVCacheManager:
-    """``num_blocks`` pages, which ``groups`` share. At most ``step_tokens`` tokens of a request are in one step."""
+    """Block tables of requests and the prefix cache, over ``num_blocks`` pages that the ``groups`` share. At most
+    ``step_tokens`` tokens of a request are in one step."""
 
     __slots__ = (
         "_groups",
@@ -130,7 +131,7 @@ class KVCacheManager:
     # -- prefixes
 
     def match(self, request: Request) -> Prefix:
-        """The longest prefix of ``request`` that all groups have. One token at least is left to compute."""
+        """Find the longest prefix of ``request`` that all groups have cached, leaving at least one token to compute."""
         if request.root_hash is None or not self._strictest_last:
             return self.no_prefix()
         tables = self._empty_tables()
@@ -149,8 +150,8 @@ class KVCacheManager:
         return [BlockTable(group.block_size, 0, []) for group in self._groups]
 
     def _agree(self, request: Request, tables: list[BlockTable], length: int) -> int:
-        """Set the tables of the groups that attend to the longest prefix, of at most ``length`` tokens, that they all
-        have; it is returned."""
+        """Set the tables of the attending groups to the longest prefix, of at most ``length`` tokens, that all of them
+        have; return its length."""
         num_agreed = 0
         while num_agreed < len(self._strictest_last):
             for group in self._strictest_last:
@@ -166,12 +167,12 @@ class KVCacheManager:
         return self._states.plan(request, border) if self.has_states else border
 
     def shares_prompt(self, request: Request) -> bool:
-        """Return whether another completion of its call can take over some of its prompt's blocks."""
+        """Return whether another completion of the request's call could reuse blocks of its prompt."""
         least = max(self.block_size, STATE_INTERVAL if self.has_states else 0)
         return request.num_prompt_tokens > least and bool(self._strictest_last)
 
     def num_missing(self, prefix: Prefix, num_tokens: int) -> int:
-        """Return how many blocks must be free for a request of so many tokens that begins with these."""
+        """Return how many blocks must be free to begin a request of ``num_tokens`` tokens with ``prefix``."""
         needed = self.pool.count_idle(prefix.kept) if prefix.kept else 0
         for group, table in zip(self._groups, prefix.tables, strict=True):
             most = group.most_blocks(num_tokens, self._step_tokens)
@@ -226,13 +227,13 @@ class KVCacheManager:
 
     @staticmethod
     def room(request: Request) -> int:
-        """Return how many tokens its blocks hold."""
+        """Return how many tokens the request's blocks can hold."""
         tables = request.block_tables
         return tables[0].room if len(tables) == 1 else min(table.room for table in tables)
 
     @staticmethod
     def num_lacking(request: Request, num_tokens: int) -> int:
-        """Return how many blocks it needs for so many tokens, beside those that it has."""
+        """Return how many more blocks the request needs to hold ``num_tokens`` tokens."""
         lacking = 0
         for table in request.block_tables:
             if num_tokens > table.room:
@@ -240,14 +241,15 @@ class KVCacheManager:
         return lacking
 
     def reach(self, request: Request, num_blocks: int, num_tokens: int) -> int:
-        """Return how many tokens, at most ``num_tokens``, it can hold with so many blocks more."""
+        """Return how many tokens, at most ``num_tokens``, the request can hold with ``num_blocks`` more blocks."""
         size, held = self.block_size, self.room(request)
         ends = range(held + size, num_tokens, size)  # token counts after which another block is needed in some group
         fitting = bisect_right(ends, num_blocks, key=lambda end: self.num_lacking(request, end))
         return held + size * fitting
 
     def grow(self, request: Request, num_tokens: int) -> list[tuple[int, list[int]]]:
-        """Give it the blocks that it lacks to hold so many tokens. Returns (group, block ids) where there are any."""
+        """Allocate the blocks that the request lacks to hold ``num_tokens`` tokens. Returns (group, block ids) of each
+        group that got some."""
         grown = []
         for group, table in enumerate(request.block_tables):
             if num_tokens > table.room:
@@ -257,11 +259,11 @@ class KVCacheManager:
         return grown
 
     def take_back(self, request: Request, group: int) -> None:
-        """Take the newest block of that group's table."""
+        """Free the newest block of the request's table in ``group``."""
         self.pool.release([request.block_tables[group].pop()])
 
     def release(self, request: Request) -> None:
-        """Free all its blocks."""
+        """Free all blocks of the request."""
         for table in request.block_tables:
             self.pool.release(table.block_ids)
         if self.has_states:
@@ -272,13 +274,13 @@ class KVCacheManager:
         return num_blocks + request.states.num_copied if self.has_states else num_blocks
 
     def num_leaving(self, request: Request) -> int:
-        """Return how many of its blocks are freed when its prompt is computed as far as it has been scheduled."""
+        """Return how many of the request's blocks leave their windows when the steps made so far are answered."""
         position = request.num_computed_tokens
         tables = zip(self._groups, request.block_tables, strict=True)
         return sum(max(0, min(g.first_needed(position) - t.begin, len(t.block_ids))) for g, t in tables)
 
     def check(self, requests: Iterable[Request]) -> None:
-        """Assert that the pool agrees with the tables of all who hold blocks."""
+        """Assert that the pool agrees with the tables of ``requests``, which are all that hold blocks."""
         self.pool.check(
             [i for t in request.block_tables for i in t.block_ids] + [i for c in request.states.copies for i in c.pages]
             for request in requests
@@ -286,7 +288,7 @@ class KVCacheManager:
 
 
 class _Group:
-    """The rules of a KV group: which blocks a query needs, and which prefix is a hit."""
+    """The rules of one KV group: which blocks a query needs, and how long a prefix hit is."""
 
     __slots__ = ("_hash_size", "_hashes_per_block", "_suffix", "block_size", "index", "most_blocks", "window")
 
@@ -333,7 +335,8 @@ class _Group:
         return BlockTable(self.block_size, i, hits[::-1])
 
     def name_at(self, request: Request, border: int) -> bytes:
-        """The name of this group's block that ends at ``border``; of a state: as it was there. All hashes are known."""
+        """The name of this group's block, or kept state, that ends at token ``border``. The request's hashes up to
+        there are known."""
         return request.block_hashes[border // self._hash_size - 1] + self._suffix
 
     def offer(self, pool: BlockPool, request: Request, first: int, last: int) -> None:
@@ -349,13 +352,14 @@ class _KeptStates:
     __slots__ = ("_border", "_groups", "_pool")
 
     def __init__(self, pool: BlockPool, groups: list[_Group], border: int) -> None:
-        """``border``: a multiple of so many tokens is one."""
+        """``border``: states can be kept after each multiple of so many tokens."""
         self._pool = pool
         self._groups = groups
         self._border = border
 
     def longest(self, request: Request, length: int) -> tuple[int, list[int]]:
-        """The last border within ``length`` tokens at which all states were kept, and their pages. 0: there is none."""
+        """Return (tokens, pages) of the last border within ``length`` tokens at which all groups' states are kept; (0,
+        []): none."""
         extend_hashes(request, length // self._border, self._border)
         for border in range(length - length % self._border, 0, -self._border):
             kept = self._find(request, border)
@@ -364,7 +368,7 @@ class _KeptStates:
         return 0, []
 
     def _find(self, request: Request, border: int) -> list[int]:
-        """The pages kept there; none unless all are."""
+        """Return the pages of the states kept at ``border``; [] unless all groups have theirs."""
         kept: list[int] = []
         for group in self._groups:
             page = self._pool.find(group.name_at(request, border))
@@ -374,7 +378,7 @@ class _KeptStates:
         return kept
 
     def begin(self, request: Request, prefix: Prefix) -> None:
-        """Note where the request will keep its states on the way through its prompt."""
+        """Plan at which borders of its prompt the request keeps its states."""
         states = request.states = RequestStates()
         states.begun = states.newest = newest = prefix.length
         if prefix.kept:
@@ -398,7 +402,8 @@ class _KeptStates:
         return last
 
     def keep(self, request: Request, num_spare: int) -> list[int]:
-        """See `KVCacheManager.keep_states`."""
+        """Copy the request's states aside before its next step, if `KVCacheManager.keep_states` should. Returns pairs
+        of pages: from, to."""
         states, position = request.states, request.num_computed_tokens
         if request.root_hash is None or position - states.newest < STATE_INTERVAL:
             return []
@@ -417,7 +422,8 @@ class _KeptStates:
         return self.pairs(request, pages, is_kept=True)
 
     def pairs(self, request: Request, pages: list[int], *, is_kept: bool) -> list[int]:
-        """Copies between ``pages`` and the request's own: to them if ``is_kept``."""
+        """Return the pairs (from, to) for copies between ``pages`` and the request's own pages; ``is_kept``: to
+        ``pages``."""
         pairs = []
         for group, page in zip(self._groups, pages, strict=True):
             (own,) = request.block_tables[group.index].block_ids
@@ -425,7 +431,8 @@ class _KeptStates:
         return pairs
 
     def note_written(self, request: Request, num_tokens: int) -> None:
-        """The step that computed the token before ``num_tokens`` was answered: offer what was copied before it."""
+        """Offer the kept states whose copies were made by steps that are answered now: those before token
+        ``num_tokens``."""
         states = request.states
         while states.copies and states.copies[0].border < num_tokens:
             border, pages = states.copies.pop(0)
@@ -442,7 +449,8 @@ class _KeptStates:
             self._pool.drop(group.name_at(request, border))
 
     def release(self, request: Request) -> None:
-        """Free the pages of copies under way. What the request kept becomes the last to be evicted, as its blocks."""
+        """Free the pages of unanswered copies, and mark the states that the request has kept as the last to be
+        evicted."""
         states = request.states
         for copy in states.copies:
             self._pool.release(copy.pages)
@@ -452,7 +460,8 @@ class _KeptStates:
 
 
 def extend_hashes(request: Request, num_hashes: int, size: int) -> None:
-    """Know the hashes of the first ``num_hashes`` times ``size`` tokens."""
+    """Compute the request's hashes of its first ``num_hashes`` blocks of ``size`` tokens, as far as they are
+    missing."""
     hashes = request.block_hashes
     first = len(hashes)
     if num_hashes <= first:

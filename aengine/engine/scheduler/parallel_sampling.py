@@ -24,11 +24,12 @@ class ParallelSampling:
         self._first: dict[str, Request] = {}  # index 0 of each call, by request_id, until its prompt is computed
 
     def add_first(self, request: Request) -> None:
-        """Note a call's index 0."""
+        """Note the completion of index 0 of a call with n > 1."""
         self._first[request.request_id] = request
 
     def wait_for_first(self, request: Request) -> bool:
-        """Make the request wait for its index 0. False: that one's prompt is computed already, or it is gone."""
+        """Make the request wait for the prompt of its index 0. False: that prompt is computed already, or its request
+        has ended."""
         first = self._first.get(request.request_id)
         if first is None:
             return False
@@ -53,7 +54,7 @@ class ParallelSampling:
         return released
 
     def check(self) -> None:
-        """Assert that the two views agree."""
+        """Assert that ``waiting`` and the dependents of each index 0 agree."""
         dependents = [request for first in self._first.values() for request in first.dependents]
         assert len(dependents) == len(self.waiting) and self.waiting == set(dependents)
         assert all(request.status is RequestStatus.WAITING_FOR_PROMPT for request in dependents)

@@ -28,7 +28,7 @@ _CATCHING_UP, _DECODING, _DRAINING = RequestStatus.CATCHING_UP, RequestStatus.DE
 
 
 class StepPlan:
-    """The part of a step that is not plain decoding, until `make`."""
+    """A step being planned, apart from its plain decodes. `make` ends the planning."""
 
     __slots__ = (
         *("_budget", "_coming", "_counts", "_drafts", "_grown_groups", "_grown_ids", "_grown_rows", "_new_requests"),
@@ -70,10 +70,10 @@ class StepPlan:
         self._coming: int | None = None  # most blocks that answers in flight will free; None: not counted yet
 
     def serve_rows(self, due: list[Request]) -> None:
-        """Blocks for the decoding that need one, tokens and blocks for those that catch up.
+        """Give blocks to the decodes in ``due``, and tokens and blocks to the requests that catch up.
 
-        In order of urgency, and before any progress is noted: a request that is preempted for another comes later in
-        this order, so nothing of this step has to be undone.
+        This goes by urgency and before any progress is noted: a request that is preempted for another one comes later
+        in this order, so that nothing of this step must be undone.
         """
         for request in self._rows.crossing(due):
             self._rows.restart(request)
@@ -134,7 +134,7 @@ class StepPlan:
         self._add(request, num_tokens, drafts)
 
     def _keep_states(self, request: Request) -> None:
-        """Keep its states as they are before this step, if it is at a border."""
+        """Have the step copy the request's states aside first, if they are at a border where they should be kept."""
         self._page_copies += self._rows.kv.keep_states(request, len(self._rows.running))
 
     def _room_for_drafts(self, request: Request, end: int, wanted: int) -> int:
@@ -164,7 +164,7 @@ class StepPlan:
         return min(num_wanted, kv.pool.num_free)
 
     def _count_coming(self) -> int:
-        """Blocks that answers in flight will free, at most."""
+        """Return the most blocks that the answers in flight will free."""
         kv = self._rows.kv
         leaving = [request for step in self._rows.in_flight for request in step.leavers]
         leaving += [request for request in self._rows.running if request.status is _DRAINING]
@@ -244,7 +244,7 @@ class StepPlan:
         request.num_computed_tokens += num_tokens
 
     def _grow(self, request: Request, num_tokens: int) -> None:
-        """Give the request the blocks that it lacks to hold so many tokens."""
+        """Allocate the blocks that the request lacks to hold ``num_tokens`` tokens, and note them for the message."""
         for group, block_ids in self._rows.kv.grow(request, num_tokens):
             self._grown_ids += block_ids
             self._grown_rows += [request.req_idx] * len(block_ids)
@@ -252,11 +252,11 @@ class StepPlan:
 
     @property
     def is_full(self) -> bool:
-        """Whether it has no room for another token of a prompt."""
+        """Whether the step has no room for another token of a prompt."""
         return self._budget <= 0 or self.num_prompt_tokens >= self._prompt_budget
 
     def make(self, step_id: int, *, has_grammars: bool) -> SchedulerOutput:
-        """The step, which is in flight from now on."""
+        """End the planning: put the step among those in flight, and return its message."""
         rows, decoding = self._rows, self._rows.decoding
         batch, req_idx, num_scheduled = decoding.requests, decoding.req_idx, decoding.num_scheduled
         chunks: dict[int, int] = {}

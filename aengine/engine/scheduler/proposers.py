@@ -16,7 +16,8 @@ __all__ = ["ForcedTokens", "Proposer"]
 
 class Proposer(Protocol):
     def propose(self, request: Request) -> Sequence[int]:
-        """Ids that may follow what ``request`` has sampled, steps in flight included. None: an empty sequence."""
+        """Return ids that may follow what ``request`` has sampled, steps in flight included; an empty sequence: no
+        guess."""
 
 
 class ForcedTokens:

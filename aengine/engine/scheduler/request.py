@@ -99,7 +99,7 @@ class RequestStates:
 
     @property
     def num_found(self) -> int:
-        """Tokens of its prompt that others can go on from already."""
+        """Number of tokens of its prompt up to which other requests can take over its states."""
         return self.offered[-1] if self.offered else self.begun
 
     @property
@@ -281,8 +281,8 @@ class Request:
 
     @property
     def takes_drafts(self) -> bool:
-        """Whether what it asks of the sampler is the same at each of several positions of one step. Penalties depend on
-        the tokens between them, and ``min_tokens`` on how many there are."""
+        """Whether the sampler can serve several positions of the request in one step. It can't with penalties, which
+        depend on the tokens between the positions, nor before ``min_tokens``, which depends on their number."""
         params = self.params
         has_penalties = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
         return not has_penalties and self.num_output_tokens >= params.min_tokens
@@ -296,7 +296,7 @@ class Request:
         return self.token_ids[self.num_prompt_tokens :]
 
     def to_message(self) -> NewRequest:
-        """Return the message from which a worker can run it from here on."""
+        """Return the message with which a worker can go on with the request from here."""
         params, bias, tables = self.params, self.params.logit_bias, self.block_tables
         block_ids, spans = int32(), int32()
         for table in tables:

@@ -49,7 +49,7 @@ class Rows:
         self.begin_worker(num_blocks)
 
     def begin_worker(self, num_blocks: int) -> None:
-        """Know what is known of a worker that has not been told anything."""
+        """Reset the state for a new worker: all rows and blocks are free, and no step is in flight."""
         self.kv = KVCacheManager(num_blocks, self._kv_groups, self._max_num_batched_tokens)
         self.prefixes = ComingPrefixes(self.kv, self._on_free, self._least_awaited)
         self.free_rows = list(range(self.num_rows - 1, -1, -1))
@@ -61,19 +61,19 @@ class Rows:
         self.in_flight: deque[InFlightStep] = deque()
 
     def turn_to(self, micro_batch: MicroBatch) -> None:
-        """The step to be made is this one's: its requests decode in it, and new ones become its."""
+        """Set the micro-batch for which the next step is made; newly admitted requests join it."""
         self.micro_batch = micro_batch
         self.decoding = micro_batch.decoding
 
     def catching_up_here(self) -> list[Request]:
-        """Return those of this micro-batch that catch up."""
+        """Return the requests of the current micro-batch that catch up."""
         if len(self.micro_batches) == 1:
             return self.catching_up
         return [request for request in self.catching_up if request.micro_batch == self.micro_batch.index]
 
     def choose_rope(self, request: Request) -> None:
-        """Note before it gets a row whether it is beyond the model's rope border: then all of its KV is another than
-        that of the same tokens in a shorter request."""
+        """Note whether the request is longer than the model's rope border, before it gets a row: then its KV differs
+        from that of the same tokens in a shorter request."""
         border = self._rope_border
         if border is not None and not request.is_long and len(request.token_ids) > border:
             request.is_long = True
@@ -82,8 +82,8 @@ class Rows:
                 request.root_hash = long_root(request.root_hash)
 
     def crossing(self, due: list[Request]) -> list[Request]:
-        """Return those that are ``due`` or catch up whose next token is the first beyond the rope border: they must be
-        computed anew (`restart`)."""
+        """Return the requests, of ``due`` and of those that catch up, whose next token is the first beyond the rope
+        border. They must be computed anew (`restart`)."""
         border = self._rope_border
         if border is None:
             return []
@@ -95,15 +95,15 @@ class Rows:
         ]
 
     def room_for_drafts(self, request: Request) -> int:
-        """Return how many drafts its next step may compute at most: the last token is sampled, and none is beyond the
-        rope border."""
+        """Return the most drafts that the request's next step may have: its last token must be sampled, and no draft
+        may lie beyond the rope border."""
         most = request.max_num_tokens - 1
         if self._rope_border is not None and not request.is_long:
             most = min(most, self._rope_border)
         return max(0, most - 1 - request.num_computed_tokens)
 
     def take(self, request: Request) -> None:
-        """Give it a row."""
+        """Give the request a row, in the current micro-batch."""
         request.req_idx = self.free_rows.pop()
         request.micro_batch = self.micro_batch.index
         self.micro_batch.num_running += 1
@@ -112,7 +112,7 @@ class Rows:
         self.running.add(request)
 
     def stop_decoding(self, request: Request) -> None:
-        """Leave it out of the batch that decodes; it keeps its row."""
+        """Move a decoding request to those that catch up. It keeps its row and its blocks."""
         request.status = _CATCHING_UP
         self.catching_up.append(request)
         self._batch_of(request).leave()
@@ -139,18 +139,19 @@ class Rows:
             request.limit = min(request.limit, self._rope_border)
 
     def preempt(self, request: Request) -> None:
-        """Take its row, for another request."""
+        """Take the row and the blocks of a request for another one. It will be computed again."""
         self.num_preemptions += 1
         self.restart(request)
 
     def restart(self, request: Request) -> None:
-        """Take its row. It is free when its answers in flight have come, and is computed anew in another row."""
+        """Take the request's row. After its answers in flight it returns to the queue, and is computed anew in another
+        row."""
         status, request.status = request.status, RequestStatus.HELD
         self.held.add(request)
         self.leave(request, status)
 
     def leave(self, request: Request, status: RequestStatus) -> None:
-        """Free the row of a request that had this status."""
+        """Free the row of a request whose status was ``status``; its blocks are freed after the newest step."""
         self.running.discard(request)
         self.micro_batches[request.micro_batch].num_running -= 1
         if request.is_leading:
@@ -169,7 +170,7 @@ class Rows:
             self.release(request)
 
     def release(self, request: Request) -> None:
-        """Free the request's blocks, which no step in flight uses."""
+        """Free the blocks of a request that no step in flight uses any more."""
         self.kv.release(request)
         request.forget_worker()
         if request.finish_reason is None:
@@ -177,7 +178,8 @@ class Rows:
             self._on_free(request)
 
     def settle(self, request: Request, num_rejected: int) -> None:
-        """A step in which it had drafts was answered: it has computed so many tokens less than was counted."""
+        """Note that ``num_rejected`` of the request's drafts were rejected: so many tokens fewer are computed than were
+        counted."""
         self.tell_settled(int32([request.req_idx]), int32([num_rejected]))
         request.num_computed_tokens -= num_rejected
         if request.status is _DRAINING and request.num_computed_tokens < request.max_num_tokens - 1:
@@ -189,7 +191,7 @@ class Rows:
         self.settled = self.settled[0] + rows, self.settled[1] + num_rejected
 
     def preempt_all(self) -> None:
-        """The worker is a new one: no row, no KV, no answer on its way."""
+        """Put all unfinished requests back into the queue, and reset the state for a new worker."""
         leaving = [request for step in self.in_flight for request in step.leavers]
         unfinished = (*self.running, *self.held, *self.prefixes.waiting)
         for request in (*unfinished, *leaving):

@@ -109,7 +109,7 @@ class Scheduler:
         self.prefix_cache_hits = 0  # prompt tokens found in the prefix cache
 
     def drop_tables(self) -> None:
-        """Free what is known of blocks and steps, when nothing is scheduled any more."""
+        """Free the state of blocks and steps, when nothing will be scheduled any more."""
         self.rows.begin_worker(0)
 
     @property
@@ -141,7 +141,7 @@ class Scheduler:
     # -- coming and going
 
     def add_request(self, request: Request) -> None:
-        """Queue it. Completions 1 .. n-1 of a call are added after its index 0, whose prompt they share."""
+        """Queue a request. Completions 1 .. n-1 of a call are added after index 0, whose prompt they share."""
         assert request.status is RequestStatus.NEW, f"{request} was added before"
         num_tokens = request.max_num_tokens - request.is_pooled  # a vector needs no place in the KV cache
         assert num_tokens <= self.max_tokens_capacity, f"{request} does not fit into the KV cache"
@@ -160,7 +160,7 @@ class Scheduler:
         self.rows.prefixes.announce(request)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request in whatever state it is. Idempotent: the first reason counts."""
+        """End a request in any state. Idempotent: the first reason counts."""
         if request.finish_reason is not None:
             return
         status = request.status
@@ -239,7 +239,7 @@ class Scheduler:
 
     @property
     def is_steady(self) -> bool:
-        """Whether the next step does nothing but continue requests that decode: such a step can be undone."""
+        """Whether the next step would only continue requests that decode: such a step can be undone."""
         rows = self.rows
         waiting = self.waiting or rows.prefixes.waiting or self.parallel_sampling.waiting
         others = waiting or rows.catching_up or rows.held or self.num_constrained
@@ -263,7 +263,7 @@ class Scheduler:
         return None
 
     def _schedule_micro_batch(self, can_be_undone: bool) -> SchedulerOutput | None:
-        """Make the next step of the micro-batch whose turn it is; None: it has nothing to compute."""
+        """Make the next step of the current micro-batch. None: it has nothing to compute."""
         rows = self.rows
         decoding = rows.decoding.refresh()
         budget = prompt_budget = self.max_num_batched_tokens - len(decoding)
@@ -323,7 +323,7 @@ def reset_prefix_cache(scheduler: Scheduler) -> int:
 
 
 def name_prefix(scheduler: Scheduler, request: Request) -> None:
-    """Give a request the root of the hashes by which its prefix is known to others, if it shares it. Idempotent."""
+    """Set the root of the request's block hashes, by which others find its prefix, if it shares it. Idempotent."""
     is_shared = scheduler.enable_prefix_caching and not (request.is_pooled and scheduler.pools_all_tokens)
     if is_shared and request.root_hash is None:
         request.root_hash = shared_root(request.cache_key)

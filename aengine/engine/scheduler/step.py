@@ -122,14 +122,14 @@ class InFlightStep:
             raise InternalError(f"step {self.step_id} sampled tokens that the model does not have")
 
     def num_samples(self, batch_idx: int) -> int:
-        """Return at how many positions a row that samples does so."""
+        """Return at how many positions the row at ``batch_idx``, which samples, does so."""
         return 1 if batch_idx in self.certain else 1 + len(self.drafts.get(batch_idx, ()))
 
     def may_reject(self, request: Request) -> bool:
-        """Return whether it has drafts of the request that are not certain."""
+        """Return whether the step has drafts of the request that may be rejected."""
         return any(self.batch[i] is request for i in self.drafts if i not in self.certain)
 
     def constrained(self) -> list[tuple[int, Request]]:
-        """(batch index, request) of those that sample under a grammar in this step."""
+        """Return (batch index, request) of the requests that sample under a grammar in this step."""
         chunks = self.chunks
         return [(i, r) for i, r in enumerate(self.batch) if r.grammar is not None and i not in chunks]

@@ -14,10 +14,10 @@ _sort_key = attrgetter("sort_key")
 
 
 class WaitingQueue:
-    """Kept sorted by ``Request.sort_key``, the next one first.
+    """Waiting requests, sorted by ``Request.sort_key``, the most urgent first.
 
-    A sorted list rather than a heap: an aborted request must leave at once and let go of its prompt, not when its turn
-    would have come. Shifting ten thousand pointers costs about a microsecond.
+    It is a sorted list and not a heap: an aborted request must leave at once, and let go of its prompt, not when its
+    turn would have come. Shifting ten thousand pointers costs about a microsecond.
     """
 
     __slots__ = ("_requests",)
