@@ -20,7 +20,7 @@ _LOOKS = 4
 
 
 class UnreadWatch:
-    """Watches ``requests``. ``timeout`` in seconds, None: never."""
+    """Ends those of ``requests`` whose tokens lie unread for ``timeout`` seconds; None: it ends none."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, timeout: float | None, requests: Mapping[str, UserRequest]
@@ -33,12 +33,12 @@ class UnreadWatch:
         self._met: dict[UserRequest, tuple[Token, int]] = {}
 
     def begin(self) -> None:
-        """Note that there is a stream."""
+        """Start to look at regular intervals, as there is a stream."""
         if self._timer is None and self._timeout is not None:
             self._timer = self._loop.call_later(self._timeout / _LOOKS, self._look)
 
     def stop(self) -> None:
-        """Watch no more, until the next `begin`."""
+        """Stop looking, until the next `begin`."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -84,7 +84,7 @@ class UserRequest:
 
     @property
     def must_be_prepared(self) -> bool:
-        """Whether there is more to do for it than to hand its token ids on."""
+        """Whether a text must be encoded, a chat planned or a grammar compiled before the request can be scheduled."""
         assert self.prompt is not None
         return self.prompt.kind != "token_ids" or self.constraint is not None or self.asked_type is not None
 

@@ -33,7 +33,8 @@ Restart = Callable[[], tuple[Executor, Callable[[], Awaitable[dict[str, Any]]]]]
 
 
 class WorkerControl:
-    """Holds the executor that runs, and what its workers said of themselves."""
+    """Holds the running executor of a replica and its workers' READY message, and replaces the executor when it
+    fails."""
 
     def __init__(
         self,
@@ -47,8 +48,8 @@ class WorkerControl:
         *,
         tells: bool = True,
     ) -> None:
-        """``name``: of the worker, in logs and errors; ``tells``: its deaths are counted and logged here, not by that
-        of another replica, whose workers live and die with it."""
+        """``name``: what logs and errors call the worker. ``tells``: this object counts and logs deaths; False: another
+        replica's, whose workers live and die with these, does."""
         self.name = name
         self._tells = tells
         self.executor = executor
@@ -62,7 +63,7 @@ class WorkerControl:
         self._counters = counters
 
     def note_death(self, error: EngineError) -> None:
-        """Have all requests wait for another worker, and fail those of which worker after worker has died."""
+        """Put all requests back into the queue after a death, and fail those that are the cause of several deaths."""
         self.recovering = error
         raised = str(error) if getattr(error, "worker_traceback", "") else ""
         for request in self._steps.preempt_all(raised):
@@ -119,7 +120,8 @@ class WorkerControl:
         return None
 
     async def call(self, method: str, *args: Any, timeout: float) -> Any:
-        """Make a collective call of the workers, see `Executor.call`; one that takes longer is an InternalError."""
+        """Make a collective call of the workers, see `Executor.call`. Raises InternalError if it takes longer than
+        ``timeout`` seconds."""
         self._steps.in_flight.interrupt()  # the call's frame is handled after the steps that were given before
         try:
             return await self.executor.call(method, *args, timeout=timeout)
@@ -127,7 +129,7 @@ class WorkerControl:
             raise InternalError(f"{self.name} did not answer {method} within {timeout:g} s") from None
 
     async def long_call(self, method: str, *args: Any, timeout: float) -> Any:
-        """Make a call that stops the worker's steps and heartbeats, without taking the worker for hung."""
+        """Make a call that stops steps and heartbeats; the watchdog is suspended meanwhile."""
         with self._steps.watchdog.suspended():
             return await self.call(method, *args, timeout=timeout)
 

@@ -97,7 +97,7 @@ class HostChannel:
             raise unusable(error) from error
 
     def unlink(self) -> None:
-        """Take back what a child could attach by. Call it as soon as the child has attached, or has failed to."""
+        """Remove the name by which a child can attach. Call it as soon as the child has attached, or has failed to."""
         self._segment.close_fd()
         self._worker_bell.unlink()
 
@@ -133,7 +133,7 @@ class HostChannel:
         return self._segment.bitmask()[:size] if size <= self._segment.bitmask_bytes else None
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether `try_publish` would send so many bytes now."""
+        """Whether `try_publish` would send a message of ``size`` bytes now."""
         self._check_open()
         producer = self._producer
         fits = not self._num_publishing and num_bytes <= producer.fragment_length
@@ -395,7 +395,7 @@ class WorkerChannel:
             producer.stop_wanting()
 
     def _park(self, timeout: float) -> None:
-        """Sleep until the host rings, for whatever reason; the caller looks again."""
+        """Sleep until the host rings; the caller then looks what has come."""
         if not self._worker_bell.wait(min(timeout, PARK_SECONDS)) and self.peer_gone():
             raise PeerGoneError("the host has gone")
 

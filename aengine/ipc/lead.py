@@ -21,14 +21,15 @@ _ANSWERS, _NUM_ANSWERS = 256, 256  # slots for checksums of answers; more than t
 
 
 def new_lead() -> int:
-    """The descriptor of memory for a `Lead`, without a name. Raises OSError."""
+    """Make the memory for a `Lead`, without a name. Returns its descriptor. Raises OSError."""
     fd = os.memfd_create("aengine-lead", os.MFD_CLOEXEC)
     os.truncate(fd, mmap.PAGESIZE)
     return fd
 
 
 class Lead:
-    """One rank's view. Steps are begun in the order of their ids, from 0 on."""
+    """The leading rank's progress, in memory that all ranks of a replica map. Steps are begun in the order of their
+    ids, from 0 on."""
 
     def __init__(self, fd: int) -> None:
         """Map the inherited descriptor, and close it."""
@@ -37,11 +38,11 @@ class Lead:
         os.close(fd)
 
     def note_begun(self, step_id: int) -> None:
-        """The first rank begins this step now."""
+        """Publish that the leading rank begins this step. Called by that rank."""
         self._words[0] = step_id + 1
 
     def note_over(self) -> None:
-        """The first rank ends, and begins no other step."""
+        """Publish that the leading rank ends and begins no other step. Called by that rank."""
         self._words[0] = _OVER
 
     def look(self) -> None:
@@ -53,15 +54,15 @@ class Lead:
         self._seen = self._words[0]
 
     def has_begun(self, step_id: int) -> bool:
-        """Whether the first rank had begun this step at the last `look`."""
+        """Whether the leading rank had begun this step at the last `look`."""
         return step_id < self._seen != _OVER
 
     def note_answer(self, step_id: int, checksum: int) -> None:
-        """The rank that answers has done so, with an answer of this checksum of 32 bits."""
+        """Publish the checksum (32 bits) of the answer to a step. Called by the rank that answers."""
         self._words[_ANSWERS + step_id % _NUM_ANSWERS] = (step_id + 1 & 0xFFFF_FFFF) << 32 | checksum
 
     def checksum_of(self, step_id: int) -> int | None:
-        """The checksum of the answer to this step; None: it was not answered yet."""
+        """The checksum of the answer to this step; None: it has not been answered yet."""
         word = self._words[_ANSWERS + step_id % _NUM_ANSWERS]
         return word & 0xFFFF_FFFF if word >> 32 == step_id + 1 & 0xFFFF_FFFF else None
 

@@ -41,7 +41,7 @@ _CONGESTED_BYTES = 1024 * 1024  # bytes that wait for the kernel, above which a 
 
 
 class AuthenticationError(ConnectionError):
-    """The other side of a connection does not know the token, or is no aengine of this version."""
+    """The other side of a connection does not know the token, or is not aengine of this version."""
 
 
 class LinkFrame(NamedTuple):
@@ -125,8 +125,8 @@ class Link:
         return len(self._unsent) > _CONGESTED_BYTES
 
     def send(self, rank: int, kind: int, step_id: int, payload: bytes | bytearray | memoryview) -> None:
-        """Send, without waiting; what the kernel does not take now is sent later. Raises WorkerDiedError when the
-        link has ended; ValueError for more than MAX_MESSAGE_BYTES."""
+        """Send without waiting; what the kernel does not take now is sent later. Raises WorkerDiedError if the link has
+        ended, ValueError for more than MAX_MESSAGE_BYTES."""
         if self._has_ended:
             raise WorkerDiedError("the connection to the other machine has ended")
         data = memoryview(payload).cast("B") if len(payload) else b""
@@ -156,7 +156,7 @@ class Link:
             self._loop.call_soon(self._hand_out)
 
     def hang_up(self) -> None:
-        """Tell the other side that nothing more comes, so that it ends. From any thread; idempotent."""
+        """Tell the other side that nothing more will be sent, so that it ends. From any thread; idempotent."""
         try:
             self._socket.shutdown(socket.SHUT_WR)
         except OSError:  # the socket was closed or never connected

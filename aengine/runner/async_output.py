@@ -35,7 +35,7 @@ class HostOutput(NamedTuple):
 
 
 class Source(Protocol):
-    """Source of the sampled tokens."""
+    """Where the sampled tokens come from."""
 
     def ready(self) -> bool: ...
 
@@ -149,7 +149,7 @@ class AsyncOutput:
 
 
 class OutputCopier:
-    """Brings samples of one device to the host."""
+    """Copies the sampled tokens of one device to the host."""
 
     def __init__(self, platform: Platform) -> None:
         self._platform = platform
@@ -234,7 +234,7 @@ def _columns(
 
 
 def _vectors(pooled: Rows, values: np.ndarray, errors: dict[int, RowError]) -> PooledColumns:
-    """The vectors, but for those that are no numbers, which are added to ``errors``."""
+    """Return the vectors. For one that has NaN or infinities, an error is added to ``errors`` instead."""
     batch_idx, sizes = pooled
     begins = np.cumsum(sizes) - sizes
     is_good = np.logical_and.reduceat(np.isfinite(values), begins)

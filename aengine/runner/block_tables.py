@@ -29,7 +29,8 @@ def table_shape(groups: Sequence[KVCacheGroup], max_num_seqs: int, max_model_len
 
 
 class BlockTables:
-    """The device tables, and how long each row is. The host decides who gets which block; this only keeps the lists."""
+    """The block tables on the device, and the length of each. The host decides which request has which block; this only
+    keeps the lists."""
 
     def __init__(self, arena: StagedArena, *, num_blocks: int, groups: Sequence[KVCacheGroup]) -> None:
         self._arena = arena
@@ -49,7 +50,7 @@ class BlockTables:
         self._fresh: list[int] = []  # blocks given out since `take_fresh`, which still hold what their last owner wrote
 
     def replace(self, request: NewRequest) -> None:
-        """A new request's blocks, of which the first hold its computed tokens already."""
+        """Write the blocks of a new request, which may hold computed tokens already."""
         row, block_ids = request.req_idx, request.block_ids
         spans = request.block_spans or (0, len(block_ids))
         if len(spans) != 2 * len(self.groups):
@@ -64,8 +65,8 @@ class BlockTables:
             start += count
 
     def append(self, rows: array[int], block_ids: array[int], groups: array[int]) -> None:
-        """One more block for each of ``rows``, in the table of the group beside it (none named: the first); a row that
-        gets several is there several times."""
+        """Append a block to the table of each of ``rows``, in the KV group of the same place in ``groups`` (empty: the
+        first group). A row that gets several blocks is named several times."""
         for row, block_id, group in zip_longest(rows, block_ids, groups, fillvalue=0):
             if not 0 <= row < self._num_rows or not 0 <= group < len(self.groups):
                 raise InternalError(
@@ -81,7 +82,7 @@ class BlockTables:
         return np.array(fresh, dtype=np.int64)
 
     def checked(self, block_ids: Sequence[int]) -> Sequence[int]:
-        """Return them. Raises InternalError if there is no such block."""
+        """Return the block ids. Raises InternalError if one of them does not exist."""
         if not 0 <= min(block_ids) <= max(block_ids) < self._num_blocks:
             raise InternalError(f"blocks outside 0 to {self._num_blocks - 1} are to be copied")
         return block_ids
@@ -91,7 +92,8 @@ class BlockTables:
         return self._state_pages[:, rows] if self.has_states else None
 
     def check_room(self, rows: Rows, seq_lens: Rows) -> None:
-        """Raise InternalError if a row's tokens would pass its blocks: they would land in another request's KV."""
+        """Raise InternalError if a row has more tokens than its blocks hold: they would be written into another
+        request's KV."""
         for length, group in zip(self._lengths, self.groups, strict=True):
             short = seq_lens > length[rows] * group.block_size
             if short.any():

@@ -41,8 +41,8 @@ class DraftPlan:
 
     @classmethod
     def make(cls, columns: DraftColumns, batch_idx: Rows, vocab_size: int) -> DraftPlan:
-        """``batch_idx``: where the columns have the requests of the plan. Raises InternalError for an id that the model
-        does not have."""
+        """Put the step's drafts into the order of its plan. ``batch_idx``: place of each request of the plan in the
+        columns. Raises InternalError for an id that the model does not have."""
         counts = np.array(columns.counts, dtype=np.int64)
         token_ids = np.array(columns.token_ids, dtype=np.int64)
         if len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < vocab_size:
@@ -52,14 +52,14 @@ class DraftPlan:
         return cls(counts[batch_idx], np.concatenate([parts[i] for i in batch_idx]), is_certain)
 
     def uncertain(self) -> DraftPlan | None:
-        """The drafts without those that are certain; None if there are no others."""
+        """The drafts that may be rejected; None if there are none."""
         counts = np.where(self.is_certain, 0, self.counts)
         if not counts.any():
             return None
         return DraftPlan(counts, self.token_ids[~np.repeat(self.is_certain, self.counts)], self.is_certain)
 
     def first(self, n: int) -> DraftPlan:
-        """The drafts of the first n requests alone."""
+        """The drafts of the first n requests only."""
         counts = self.counts[:n]
         return DraftPlan(counts, self.token_ids[: counts.sum()], self.is_certain[:n])
 
@@ -91,7 +91,7 @@ class Verification:
 
     @classmethod
     def gather(cls, rows: Rows, num_drafts: Rows, token_ids: Rows, device: torch.device) -> Verification:
-        """rows, num_drafts: host [s]; token_ids: host [sum(num_drafts)], theirs."""
+        """``rows``, ``num_drafts``: host [s]; ``token_ids``: host [sum(num_drafts)], the drafts of these rows."""
         lengths = num_drafts + 1
         owner, places = _places(lengths)
         draft_ids = np.full(len(owner), -1, dtype=np.int64)
@@ -101,7 +101,7 @@ class Verification:
         return cls(places, owner, rows, lengths, *of_logits.unbind(0), *of_requests.unbind(0))
 
     def count_accepted(self, sampled: Tensor) -> Tensor:
-        """How many of its sampled tokens (int64 [n], all requests') each request gets: int64 [s], at least 1."""
+        """Return how many of ``sampled`` (int64 [n]) each request gets: int64 [s], at least 1."""
         is_miss = (sampled != self.draft_ids).long()
         misses_before = is_miss.cumsum(0) - is_miss
         of_owner = misses_before.index_select(0, self.starts).index_select(0, self.owner)

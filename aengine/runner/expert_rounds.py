@@ -38,7 +38,8 @@ class ExpertRounds:
     """One rank's part in the rounds of all replicas."""
 
     def __init__(self, group: ExpertsGroup, join_layers: Callable[[], None]) -> None:
-        """``join_layers`` has the model's layers with experts take part, without tokens."""
+        """``join_layers`` makes the model's layers with experts take part in a round, without tokens of this
+        replica."""
         self.group = group
         self._join_layers = join_layers
         self._graphs: CudaGraphManager | None = None

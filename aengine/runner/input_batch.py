@@ -70,7 +70,7 @@ class BatchPlan:
         return (last - num_drafts)[owner] + places
 
     def first(self, n: int) -> BatchPlan:
-        """The first n of its requests alone."""
+        """The plan of the first n requests only."""
         return BatchPlan(
             batch_idx=self.batch_idx[:n],
             rows=self.rows[:n],
@@ -86,7 +86,7 @@ class BatchPlan:
 
     @classmethod
     def make(cls, out: SchedulerOutput, requests: RequestState, tables: BlockTables, vocab_size: int) -> BatchPlan:
-        """Raises InternalError if the step does not fit the rows, before anything has run."""
+        """Plan a step. Raises InternalError if it does not fit the rows, before anything is run."""
         query_lens = np.array(out.num_scheduled_tokens, dtype=np.int64)
         rows = np.array(out.req_idx, dtype=np.int64)
         is_long = query_lens != 1

@@ -71,8 +71,8 @@ class KvMemory(Protocol):
     """Whether `clear_blocks` must be called."""
 
     def watch_rows(self, first_lens: Tensor) -> None:
-        """Called once, before all else: int32 [max_num_seqs], by row the tokens that its request had when it got the
-        row. In memory that stays where it is."""
+        """Called once, before all else, with int32 [max_num_seqs]: the tokens that the request of each row had when it
+        got the row. The tensor's memory stays the same."""
 
     def bind(self, batch: InputBatch) -> Any:
         """The attention of one step: the cache together with the batch's metadata."""
@@ -85,17 +85,17 @@ class KvMemory(Protocol):
         """`bind` for any batch, padded, over memory that graphs replay; rows as above."""
 
     def clear_blocks(self, block_ids: Tensor) -> None:
-        """Blocks (int64 [m]) have a new owner, who must not find there what could spoil a sum under a mask."""
+        """Clear blocks (int64 [m]) that have a new owner: a NaN left in them would spoil a sum even under a mask."""
 
     def preparations(self) -> list[Callable[[], None]]:
         """Return what is better done in idle time, in parts of a tenth of a second or less."""
 
     def copy_blocks(self, pairs: Sequence[int]) -> None:
-        """Copy whole blocks, [from, to, from, to, ...]: none is both."""
+        """Copy whole blocks: [from, to, from, to, ...]. No block is both."""
 
 
 class Preparation(NamedTuple):
-    """Work that no step has needed yet."""
+    """Work done in idle time, so that no step has to wait for it."""
 
     idle_seconds: float  # see `ModelRunner.prepares_after`
     run: Callable[[], None]
@@ -103,7 +103,7 @@ class Preparation(NamedTuple):
 
 @dataclass(slots=True)
 class ExecuteModelState:
-    """State of a step between its two phases."""
+    """State of a step between `execute_model` and `sample_tokens`."""
 
     step_id: int
     plan: BatchPlan | None = None  # the batch that was run; None: no request could be run
@@ -255,8 +255,8 @@ class ModelRunner:
             return None, _reason(error, self._is_alone)
 
     def _run_with_less(self, out: SchedulerOutput, plan: BatchPlan) -> ExecuteModelState:
-        """The device has no memory for the step. Once more with all that torch kept for later given back; then without
-        the prompts, which need the most: they fail, and the requests that decode go on."""
+        """Run a step for which the device has no memory. First once more, after torch's cached memory is released; then
+        without the prompts, which need the most: they fail, and the requests that decode go on."""
         self.platform.release_cached()
         state, reason = self._try(out, plan)
         if state is not None:
@@ -278,7 +278,8 @@ class ModelRunner:
     def _run_graph(
         self, out: SchedulerOutput, plan: BatchPlan, graphs: CudaGraphManager, size: int
     ) -> ExecuteModelState:
-        """A step of decodes: two launches, the second when it is known how to sample; one if this stage does not."""
+        """Run a step of decodes by graphs: one launch here, the second by `sample_tokens`. If this stage does not
+        sample, there is no second one."""
         self._relay.receive_for_graph(plan.num_reqs)
         hidden = graphs.run(plan.rows, size)
         if hidden is not None:
@@ -452,7 +453,8 @@ class ModelRunner:
     def _sample_with_less(
         self, state: ExecuteModelState, logits: Tensor, batch: SampleBatch, reason: str
     ) -> SamplerOutput:
-        """The device has no memory for what some rows ask of the sampler: they fail, the others are sampled."""
+        """Sample a batch for which the device has no memory: rows that ask the sampler for more than temperature and
+        seed fail, the others are sampled."""
         self.platform.release_cached()
         failed = batch.batch_idx[self._sampler.needs_memory(batch)]
         if not len(failed):
@@ -462,7 +464,8 @@ class ModelRunner:
         return self._sampler.sample_plainly(logits, batch)
 
     def _update_rows(self, out: SchedulerOutput) -> None:
-        """Apply changes in the order of the SchedulerOutput's fields: a row may be freed and taken in one step."""
+        """Apply the step's changes in the order of the SchedulerOutput's fields: a row may be freed and taken again in
+        one step."""
         if out.settled_rows:
             self.requests.settle(np.array(out.settled_rows), np.array(out.num_rejected))
         sampler = self._sampler if self.samples else None

@@ -47,11 +47,11 @@ class Runner(Protocol):
 
 
 class Joining(Protocol):
-    """Rounds of steps of all replicas."""
+    """A runner's part in the rounds of all replicas."""
 
     def join(self, sizes: Sequence[int], has_prompts: bool) -> None:
-        """Take part in one of ``sizes`` tokens of each replica, in which this one has no step. ``has_prompts``: some
-        request computes several tokens."""
+        """Take part in a round in which this replica has no step. ``sizes``: tokens of each replica; ``has_prompts``:
+        whether a request of the round computes several tokens."""
 
 
 @runtime_checkable
@@ -60,7 +60,7 @@ class JoiningRunner(Runner, Protocol):
 
     @property
     def rounds(self) -> Joining | None:
-        """None: there are none."""
+        """This rank's part in the rounds; None: the replicas share no experts."""
 
 
 class LoadedModel(Protocol):
@@ -72,9 +72,9 @@ class LoadedModel(Protocol):
         ranks, ``block_size`` and ``vocab_size`` at least."""
 
     def allocate(self, plan: Mapping[str, int], bitmasks: memoryview | None = None) -> tuple[Runner, dict[str, Any]]:
-        """Take the memory that ``plan``, PLAN_LIMITS, needs; and return what else the host is to know of this rank,
-        which no offer has. ``bitmasks``: memory shared with the host, in which those of GRAMMAR frames will lie; None:
-        they come with the frames."""
+        """Allocate the memory for ``plan`` (PLAN_LIMITS). Returns the runner, and what the host should know of this
+        rank beside its offer. ``bitmasks``: memory shared with the host, in which the bitmasks of GRAMMAR frames will
+        lie; None: they are part of the frames."""
 
     def device_bytes(self) -> int:
         """Return the bytes that this process has taken on the device; called by another thread, at any time."""

@@ -43,7 +43,7 @@ class Loading:
         self._last_report = ("", 0.0)
 
     def load(self, message: Mapping[str, Any]) -> EngineConfig:
-        """Handle LOAD."""
+        """Handle a LOAD message: load the model and publish what this rank offers. Returns the engine's config."""
         self._begun = time.monotonic()
         self._logs.show_from(message.get("log_level", logging.INFO))
         config = self.config = EngineConfig.from_wire(message["config"])
@@ -61,7 +61,7 @@ class Loading:
         return config
 
     def allocate(self, plan: Mapping[str, int]) -> Runner:
-        """Handle ALLOCATE."""
+        """Handle an ALLOCATE message: allocate memory by the agreed ``plan``, and publish READY. Returns the runner."""
         if self.model is None or self.config is None:
             raise ValueError("ALLOCATE came before LOAD")
         with self._limits_explained():

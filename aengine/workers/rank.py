@@ -55,14 +55,14 @@ class Rank:
 
     @property
     def leads(self) -> bool:
-        """Whether it is the first of its replica."""
+        """Whether this is the first rank of its replica, which the others follow."""
         return self.tp_rank == 0 and self.pp_rank == 0
 
     def __str__(self) -> str:
         return f"rank {self.index}"
 
     def to_wire(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the rank as plain data."""
         return asdict(self)
 
     @classmethod

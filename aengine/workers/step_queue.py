@@ -28,7 +28,7 @@ class Queued(NamedTuple):
 
 
 class StepQueue:
-    """The queue of one rank."""
+    """The queue of frames of one rank. Leased steps wait in it until the leading rank has begun them."""
 
     def __init__(self) -> None:
         self._frames: deque[Queued] = deque()
@@ -41,8 +41,8 @@ class StepQueue:
         return len(self._frames)
 
     def look(self) -> bool:
-        """Look how far the first rank is; False: there are no other ranks. What has been published to this rank by then
-        is to be put here before the next frame is taken out."""
+        """Read how far the leading rank is. Frames that the host has published by then must be put here before the next
+        frame is taken out. False: there are no other ranks."""
         if self.lead is None:
             return False
         self.lead.look()
@@ -62,7 +62,7 @@ class StepQueue:
         return frame
 
     def _may_begin(self, step: Queued) -> bool:
-        """Whether it can't be dropped any more, or this rank decides that."""
+        """Whether the step can't be revoked any more, or this rank is the one that decides it."""
         return self.leads or self.lead is None or not step.message.is_leased or self.lead.has_begun(step.step_id)
 
     def pop(self) -> Queued:
@@ -70,18 +70,18 @@ class StepQueue:
         return self._frames.popleft()
 
     def note_begun(self, step_id: int) -> None:
-        """The rank begins a step."""
+        """Publish that this rank begins a step, if it leads."""
         if self.lead is not None and self.leads:
             self.lead.note_begun(step_id)
 
     def note_over(self) -> None:
-        """The rank begins no other step."""
+        """Publish that this rank begins no other step, if it leads."""
         if self.lead is not None and self.leads:
             self.lead.note_over()
 
     @property
     def is_over(self) -> bool:
-        """Whether steps are in the queue which the first rank never begins."""
+        """Whether steps are in the queue that the leading rank will never begin."""
         return bool(self._frames) and self.lead is not None and self.lead.is_over
 
     def revoke(self, dropped: list[int] | None) -> int:

@@ -134,12 +134,12 @@ class Worker:
 
     @property
     def _may_launch(self) -> bool:
-        """Whether the device may be given another step."""
+        """Whether the device can be given another step."""
         return len(self._answers) < self._max_launched
 
     @property
     def _may_handle(self) -> bool:
-        """Whether there is a frame to handle now: a step waits while the device has enough of them."""
+        """Whether a frame can be handled now. A step has to wait while enough steps are on the device."""
         return self._queue.next_frame(may_step=self._may_launch) is not None
 
     @property
@@ -151,7 +151,7 @@ class Worker:
         return self._runner.prepares_after if self._prepares and self._runner is not None else None
 
     def _wait_seconds(self) -> float | None:
-        """Return how long to wait for a frame, in seconds: for ever, if nothing else can happen."""
+        """Return how many seconds to wait for a frame; None: for ever, as nothing else can happen."""
         if self._may_handle:
             return 0
         if self._queue and self._may_launch:  # the leading rank will begin the step or drop it soon
@@ -252,8 +252,8 @@ class Worker:
     # -- collective calls
 
     def _call(self, message: list[Any]) -> None:
-        """``[method, is_own, *arguments]``; the method is one of CALLS, or a public one of the worker extension: never
-        a name looked up elsewhere."""
+        """Make a collective call: ``[method, is_own, *arguments]``. The method is one of CALLS or a public one of the
+        worker extension, never a name that is looked up elsewhere."""
         method, is_own, *arguments = message
         try:
             if not is_own:

@@ -30,9 +30,10 @@ _SHOW_SECONDS = 0.1
 
 
 class _Blocking(Generic[T, C]):
-    """A stream as an iterator. Its request is aborted when it is closed, dropped, or interrupted while it waits.
+    """A stream as a blocking iterator. Its request is aborted when the iterator is closed, dropped, or interrupted
+    while it waits.
 
-    Raises what the stream does, and what ``check`` does where a thread may not be blocked.
+    Raises what the stream raises, and what ``check`` raises where a thread may not be blocked.
     """
 
     def __init__(self, stream: Any, check: Callable[[], None]) -> None:
@@ -175,7 +176,7 @@ class Batch:
         return self._results
 
     def _fill(self) -> bool:
-        """Begin as many as may run. Whether any runs."""
+        """Submit prompts until ``window`` of them run. Returns whether any runs."""
         while len(self._running) < self._window:
             following = next(self._left, None)
             if following is None:
@@ -198,7 +199,7 @@ class Batch:
             self._results[i] = error
 
     def _abort(self) -> None:
-        """End what runs, and wait until the engine has."""
+        """Abort the running requests, and wait until the engine has ended them."""
         streams = list(self._running.values())
         for stream in streams:
             stream.end_soon()

@@ -86,7 +86,7 @@ class LocalHandle:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether this is a fork of the process in which it runs: nothing of it may be touched here."""
+        """Whether this process is a fork of the one that runs the engine: then nothing of it may be touched here."""
         if self._pid is None or self._pid == os.getpid():
             return False
         return self.is_starting or (self.core is not None and self.core.is_alive)
@@ -152,7 +152,7 @@ class LocalHandle:
         return _owner_of(self._owner)
 
     async def _wait_started(self, starting: asyncio.Task[None]) -> None:
-        """Wait as one of perhaps several callers of `start`: when the last one is cancelled, so is the start."""
+        """Wait for a start that several callers may share. It is cancelled when the last of them is."""
         self._num_starters += 1
         try:
             await asyncio.shield(starting)
@@ -214,7 +214,7 @@ class LocalHandle:
             self.core.abandon()
 
     def drop(self, engine: object) -> None:
-        """End what is left open when ``engine``, its owner, is collected; warn of it."""
+        """End what is still open when ``engine``, the owner, is garbage-collected, and warn about it."""
         if self.core is not None and self.core.is_alive and not self.is_foreign:
             warnings.warn(f"{self!r} was dropped without aclose()", ResourceWarning, source=engine, stacklevel=3)
             self.core.abandon()

@@ -131,7 +131,8 @@ class ThreadLife:
             self._is_changing.release()
 
     def _begin_again_after(self, ended: LoopEndedError) -> None:
-        """Return to begin on another thread. Raises EngineClosedError if this one was ended during the start."""
+        """Return if the start should be tried on another thread. Raises EngineClosedError if the engine was closed
+        during the start."""
         if ended.begun:
             raise EngineClosedError(f"{self!r} was closed while it started") from None
 
@@ -166,7 +167,7 @@ class ThreadLife:
             thread.stop()
 
     def drop(self, engine: object) -> None:
-        """End what is left open when ``engine``, its owner, is collected; warn of it."""
+        """End what is still open when ``engine``, the owner, is garbage-collected, and warn about it."""
         thread = self.thread
         if thread is None or thread.is_stopping or thread.is_foreign:
             return

@@ -26,7 +26,7 @@ __all__ = ["ChatStream"]
 
 
 class _Answer:
-    """An answer of a chat's n, as far as its tokens have been read."""
+    """One of the n answers of a chat, made of the tokens that have been read so far."""
 
     def __init__(self, index: int, plan: ChatPlan, *, has_logprobs: bool) -> None:
         self._index = index
@@ -43,7 +43,7 @@ class _Answer:
         return self._parser.message
 
     def read(self, token: Token) -> list[Delta]:
-        """The deltas that the token makes certain."""
+        """Parse one more token. Returns the deltas that are certain now."""
         if self._tokens is not None:
             self._tokens.append(token)
         is_stop = token.finish_reason is FinishReason.STOP
@@ -55,8 +55,8 @@ class _Answer:
         return self.finish(deltas)
 
     def _count_reasoning(self, deltas: Sequence[Delta]) -> None:
-        """Count a token, of which these deltas came, if it is of the reasoning; one that made none if more of the
-        reasoning follows."""
+        """Count a token as reasoning, given the ``deltas`` that it made. One that made none counts if more reasoning
+        follows."""
         if any(isinstance(delta, ReasoningDelta) for delta in deltas):
             self.num_reasoning_tokens += self._num_unsure + 1
             self._num_unsure = 0
@@ -64,8 +64,8 @@ class _Answer:
             self._num_unsure += 1
 
     def finish(self, deltas: Sequence[Delta] = ()) -> list[Delta]:
-        """The answer's last deltas, after those given; one without text if it takes one for tokens that are left.
-        Idempotent."""
+        """Return the answer's last deltas. If tokens with log-probabilities are left over, there is at least one,
+        perhaps without text. Idempotent."""
         rest = self._parser.finish()
         if any(isinstance(delta, ReasoningDelta) for delta in rest):
             self.num_reasoning_tokens += self._num_unsure
@@ -75,7 +75,7 @@ class _Answer:
         return self._with_index(last)
 
     def _with_index(self, deltas: list[Delta]) -> list[Delta]:
-        """Add the answer's index to all deltas, and the tokens to the first."""
+        """Set the answer's index in all deltas, and the tokens read since the last delta in the first."""
         if deltas and self._index:
             deltas = [replace(delta, choice=self._index) for delta in deltas]
         if deltas and self._tokens:
@@ -84,7 +84,7 @@ class _Answer:
         return deltas
 
     def choice(self, plain: Choice) -> ChatChoice:
-        """Make the chat's choice from the completion's."""
+        """Make the chat's choice of a completion's choice."""
         message = self.message
         choice, output_type = _chat_choice(plain, message), self._plan.output_type
         if choice.finish_reason is not FinishReason.STOP or output_type is None or message.tool_calls:
@@ -255,7 +255,7 @@ class ChatStream:
         return self._stream._mailbox.plan
 
     def _begin(self) -> None:
-        """Make the readers of the answers, if the chat is planned."""
+        """Make a reader for each answer, once the chat is planned."""
         plan = self._plan
         if not self._answers and plan is not None:
             self._is_json = plan.shape is not None and plan.shape.kind == "json_schema"
@@ -269,7 +269,7 @@ class ChatStream:
         return self.completion
 
     async def rest(self, seconds: float) -> None:
-        """Wait as `TokenStream.rest`."""
+        """Wait without reading, see `TokenStream.rest`."""
         await self._stream.rest(seconds)
 
     async def aclose(self) -> None:

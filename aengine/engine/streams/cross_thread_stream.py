@@ -51,7 +51,8 @@ class CrossThreadBuffer:
         self.end: Callable[[], object] = _nothing  # aborts the request; to be called on the engine's thread
 
     def read_from(self, mailbox: Mailbox, end: Callable[[], object]) -> None:
-        """Take what this mailbox, made for this buffer, gets. ``end`` aborts its request, on the engine's thread."""
+        """Take over what ``mailbox``, made for this buffer, gets. ``end`` aborts its request; it is called on the
+        engine's thread."""
         self._mailbox, self.end = mailbox, end
 
     def oldest_unread(self) -> Token | None:
@@ -62,7 +63,7 @@ class CrossThreadBuffer:
             return None
 
     def note_news(self) -> None:
-        """Fill it when the turn of the engine's loop is over. On its thread."""
+        """Have the buffer filled when this turn of the engine's loop is over. Called on the engine's thread."""
         if not self.is_due:
             self.is_due = True
             self._thread.defer(self._fill)
@@ -273,4 +274,5 @@ def run_now(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def _nothing(*_: object) -> None:
-    """Do nothing: the end of a request that is not in the engine yet; a call that ends it is queued after this."""
+    """Do nothing: stands for the end of a request that is not in the engine yet. A call that ends it is queued behind
+    its beginning."""

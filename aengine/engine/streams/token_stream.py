@@ -37,7 +37,7 @@ __all__ = ["Buffer", "ChoiceOutput", "IncrementalText", "Mailbox", "TokenStream"
 
 
 class IncrementalText(Protocol):
-    """Interface of a detokenizer for the stream."""
+    """Interface of a detokenizer, as `ChoiceOutput` uses it."""
 
     stopped: bool
 
@@ -60,7 +60,7 @@ class Buffer(Protocol):
 
 
 class Mailbox:
-    """All that one user call gets: tokens of its completions as they come, then the end or an error."""
+    """Everything that one user call gets: the tokens of its completions as they come, then the end or an error."""
 
     __slots__ = (
         "_on_end",
@@ -94,8 +94,9 @@ class Mailbox:
         buffer: Buffer | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """``num_choices``: 0 for a request that the engine does not have yet; ``is_json``: the text was asked to be;
-        ``buffer``: of a reader on another thread; ``on_end`` is called when nothing more will come, once."""
+        """``num_choices``: completions of the call; 0: the engine does not have the request yet. ``is_json``: the text
+        will be JSON. ``buffer``: where a reader on another thread takes tokens from. ``on_end`` is called once, when
+        nothing more will come."""
         self._on_end: Callable[[], None] | None = on_end
         self.times = times or RequestTimes()
         self.final_only = final_only  # no `Token`s are made, since only the completion is read
@@ -183,7 +184,7 @@ class Mailbox:
 
 
 class ChoiceOutput:
-    """A completion under way: the sink of one scheduler `Request`."""
+    """One completion under way: the sink of one scheduler `Request`."""
 
     __slots__ = (
         "_parsed",
@@ -260,7 +261,8 @@ class ChoiceOutput:
             self.end(FinishReason.STOP)
 
     def fail(self, error: BaseException) -> None:
-        """End the whole request, of which this is one completion, with an error; without effect at its end."""
+        """End the whole call, of which this is one completion, with an error. Without effect once this completion has
+        ended."""
         if self.mailbox is not None:
             self.mailbox.fail(error)
 
@@ -364,7 +366,7 @@ class TokenStream:
         return tokens
 
     def _ready(self) -> deque[Token]:
-        """The tokens that can be had without waiting."""
+        """The tokens that can be taken without waiting."""
         return self._mailbox.pending
 
     async def _wait(self) -> None:
@@ -490,13 +492,14 @@ class TokenStream:
 
 
 def end_call(mailbox: Mailbox, abort: Callable[[str], object], request_id: str) -> None:
-    """Abort a request, on the engine's loop, unless it has ended: another may have its id by now."""
+    """Abort the request of ``mailbox``, on the engine's loop, unless it has ended: another request may have its id by
+    now."""
     if mailbox.num_open:
         abort(request_id)
 
 
 def error_for_waiter(error: AEngineError) -> AEngineError:
-    """A copy of an error for one of several waiters: tracebacks of one must not grow on another's."""
+    """Copy an error, for each of several waiters: otherwise each `raise` would lengthen the traceback of all."""
     clone = error.__class__.__new__(error.__class__, *error.args)
     clone.args = error.args
     clone.__dict__.update(error.__dict__)

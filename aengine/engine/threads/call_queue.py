@@ -25,7 +25,7 @@ _PostedCall = tuple[Callable[..., object], tuple[Any, ...]]
 
 
 class CallQueue:
-    """Calls for one loop, made there in their order, each exactly once."""
+    """Calls for one event loop, which makes them in order and each exactly once."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = weakref.ref(loop)

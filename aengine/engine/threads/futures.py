@@ -10,7 +10,7 @@ __all__ = ["settle", "wait_at_most"]
 
 
 async def wait_at_most(seconds: float, waiter: asyncio.Future[None]) -> None:
-    """Wait until ``waiter`` is settled, which is done here when the time is over."""
+    """Wait until ``waiter`` is done, for at most ``seconds``; it is settled here when the time is over."""
     timer = waiter.get_loop().call_later(seconds, settle, waiter)
     try:
         await waiter

@@ -32,14 +32,14 @@ class AwaitedIds:
         self._num_owners = np.zeros(len(requests.in_use), dtype=np.int64)  # number of requests that each row has had
 
     def expect(self, rows: Rows) -> None:
-        """A step samples one token for each of these rows, int64 [n]."""
+        """Note that a step samples one token for each of these rows (int64 [n])."""
         if len(rows):
             self._steps.append((rows, self._num_owners[rows]))
         while len(self._steps) > self._link.sizes.steps_in_flight:
             self._receive()
 
     def note_new_owner(self, row: int) -> None:
-        """The row is another request's from now on: ids that are on their way to it are not its."""
+        """Note that the row belongs to another request from now on: ids on their way to it are not that one's."""
         self._num_owners[row] += 1
 
     def receive_for(self, rows: Rows) -> None:

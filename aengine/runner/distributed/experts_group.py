@@ -47,16 +47,16 @@ class ExpertsGroup:
         return self._group.size
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """The next round has so many rows of each replica: its tokens, and padding behind them."""
+        """Begin a round with ``sizes`` rows of each replica: its tokens, and padding after them."""
         assert len(sizes) == self._num_replicas, f"{len(sizes)} sizes of {self._num_replicas} replicas"
         self._sizes = sizes
 
     def begin_even(self, size: int) -> None:
-        """The next round has ``size`` rows of each replica."""
+        """Begin a round with ``size`` rows of each replica."""
         self._sizes = [size] * self._num_replicas
 
     def own(self, num_tokens: int) -> slice:
-        """Where this replica's tokens are among the rows of the round."""
+        """The rows of this replica's tokens in the round."""
         start = sum(self._sizes[: self._replica])
         return slice(start, start + num_tokens)
 

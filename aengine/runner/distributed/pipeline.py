@@ -60,7 +60,7 @@ class PipelineLink(Protocol):
         """A step of so many tokens, from the stage before; the caller's until the next call, to be changed, too."""
 
     def send_ids(self, token_ids: Tensor) -> None:
-        """Tell the first stage the ids sampled in a step, int64 [n]. Does not wait for it. Of the last stage."""
+        """Send the ids sampled in a step (int64 [n]) to the first stage. Does not wait. For the last stage."""
 
     def receive_ids(self, count: int) -> Tensor:
         """The ids sampled in the oldest step not yet received: int64 [count], until the next call. Of the first stage;

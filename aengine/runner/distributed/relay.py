@@ -46,17 +46,17 @@ class Relay:
         return self._stage.is_last
 
     def note_new_owner(self, row: int) -> None:
-        """The row is another request's from now on."""
+        """Note that the row belongs to another request from now on."""
         if self._awaited is not None:
             self._awaited.note_new_owner(row)
 
     def receive_ids_for(self, rows: Rows) -> None:
-        """Before a step: see that the newest ids of these rows, int64 [m], are in them."""
+        """Called before a step: receive ids until the newest ones of these rows (int64 [m]) are in them."""
         if self._awaited is not None:
             self._awaited.receive_for(rows)
 
     def receive(self, num_tokens: int) -> tuple[Tensor, ...]:
-        """The hidden states of a step from the stage before; nothing on the first."""
+        """Receive the hidden states of a step from the stage before. The first stage gets nothing."""
         if self._link is None or self._stage.is_first:
             return ()
         return self._link.receive(num_tokens)
@@ -81,16 +81,16 @@ class Relay:
         self._link.send(IntermediateTensors(hidden))
 
     def expect_ids(self, rows: Rows) -> None:
-        """The last stage samples one token for each of these rows, int64 [n]."""
+        """Note that the last stage samples one token for each of these rows (int64 [n])."""
         if self._awaited is not None:
             self._awaited.expect(rows)
 
     def send_ids(self, token_ids: Tensor) -> None:
-        """Tell the first stage what was sampled, int64 [n]."""
+        """Send the sampled ids (int64 [n]) to the first stage."""
         if self._link is not None:
             self._link.send_ids(token_ids)
 
     def send_ids_of_graph(self, count: int) -> None:
-        """`send_ids` of the first so many that a graph has left."""
+        """Send the first ``count`` ids that a graph has left, as `send_ids` does."""
         if self.token_ids is not None:
             self.send_ids(self.token_ids[:count])

@@ -26,20 +26,20 @@ class Event(Protocol):
     """A point in a device's queue of work."""
 
     def query(self) -> bool:
-        """Whether the device has got there."""
+        """Whether the device has reached this point."""
 
     def synchronize(self) -> None:
-        """Wait until it has."""
+        """Block until the device has reached this point."""
 
     def wait(self) -> None:
-        """Have what is queued from now on wait until it has, whatever queue it is a point of."""
+        """Make what is queued from now on wait until the device has reached this point, in whatever queue that lies."""
 
 
 class Graph(Protocol):
     """Launches that were captured."""
 
     def replay(self) -> None:
-        """Queue all of them."""
+        """Queue all launches of the graph."""
 
 
 class SideStream(Protocol):
@@ -96,7 +96,7 @@ class Platform(Protocol):
         """Raise ModelLoadError, one line with its cure, if something beside the device keeps kernels from running."""
 
     def open(self) -> None:
-        """Make it what this process computes on. Called once, before any of what follows."""
+        """Make the device the one that this process computes on. Called once, before the methods below."""
 
     # -- choices
 
@@ -115,10 +115,11 @@ class Platform(Protocol):
         """Bytes that this process has taken on the device; from any thread, also while it computes."""
 
     def release_cached(self) -> None:
-        """Give back what torch keeps for later."""
+        """Release the memory that torch has cached."""
 
     def peak_of(self, work: Callable[[], None]) -> int:
-        """The most bytes that this process' tensors take while ``work`` runs, those there before included."""
+        """Return the most bytes that this process' tensors take while ``work`` runs, those that exist already
+        included."""
 
     def can_read(self, other: torch.device) -> bool:
         """Whether the device reads and writes the memory of ``other``, one of the same platform, by itself."""
@@ -135,7 +136,7 @@ class Platform(Protocol):
         """Return an event that is done when all queued so far is; None: it is already."""
 
     def side_stream(self) -> SideStream:
-        """A new one."""
+        """Make a new side stream."""
 
     def graph_pool(self) -> Any:
         """Memory for graphs of which no two run at once."""

@@ -50,13 +50,13 @@ class DecoderPooling:
         self._token_ids: dict[int, Any] = {}  # ids whose logits a row's request wants, by row
 
     def add_request(self, request: NewRequest) -> None:
-        """Take a row."""
+        """Note what the request of a new row wants pooled."""
         self._token_ids.pop(request.req_idx, None)
         if request.pooled_token_ids:
             self._token_ids[request.req_idx] = np.array(request.pooled_token_ids, dtype=np.int64)
 
     def commit(self) -> None:
-        """The step is computed. Until then it may be tried again, which must not count its tokens twice."""
+        """Note that the step was computed. A step that is tried again before that must not count its tokens twice."""
         self._sums = self._next_sums
 
     def pool(self, plan: BatchPlan, hidden: Tensor) -> PooledTensors | None:

@@ -179,7 +179,7 @@ class RemoteWorker:
         return 0 if self._exit.done() else self.resident
 
     def note_end(self) -> None:
-        """The process has ended."""
+        """Note that the process has ended."""
         if not self._exit.done() and not self._exit.get_loop().is_closed():
             self._exit.set_result(None)
 
@@ -194,12 +194,12 @@ class RemoteWorker:
         self._link.kill()
 
     def close(self) -> None:
-        """Nothing can be sent any more."""
+        """Send nothing to the worker any more."""
         self.channel.is_closed = True
 
 
 class RemoteChannel:
-    """What `HostChannel` is to a worker on this machine."""
+    """The counterpart of `HostChannel` for a worker on another machine."""
 
     def __init__(self, rank: int, link: _NodeLink) -> None:
         self.is_closed = False
@@ -211,11 +211,11 @@ class RemoteChannel:
         self._link = link
 
     def bitmask(self, size: int) -> memoryview | None:
-        """There is none."""
+        """None: there is no memory that both machines share."""
         return None
 
     def unlink(self) -> None:
-        """There are no names."""
+        """Nothing to do: there are no names."""
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether `try_publish` would send so many bytes now. Raises EngineClosedError."""
@@ -267,7 +267,7 @@ class _NodeLink:
         self.link.open(loop, self._receive, self._lost, self._room.set)
 
     async def room(self) -> None:
-        """Wait until more can be sent, or nothing any more."""
+        """Wait until more can be sent, or nothing can any more."""
         self._room.clear()
         await self._room.wait()
 
@@ -277,7 +277,7 @@ class _NodeLink:
         self.link.hang_up()
 
     def detach(self) -> None:
-        """Take no more notice of the connection, which stays open."""
+        """Ignore the connection from now on. It stays open."""
         self._room.set()
         self.link.detach()
 

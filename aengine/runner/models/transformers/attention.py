@@ -40,13 +40,13 @@ class Listener(Protocol):
 
 
 def listen(model: nn.Module, listener: Listener | None) -> None:
-    """From now on the calls of all attention modules and mixers of ``model`` go to ``listener``; None: to nobody."""
+    """Send the calls of all attention modules and mixers of ``model`` to ``listener``; None: to nobody."""
     for module in model.modules():
         module.aengine_listener = listener  # type: ignore[assignment]
 
 
 def register() -> None:
-    """Make both known to transformers. Idempotent."""
+    """Register the attention and the experts' function with transformers. Idempotent."""
     from transformers import AttentionInterface
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -98,7 +98,7 @@ class LayerCalls:
         self.next_call = 0
 
     def begin(self, attn: AttentionCall) -> None:
-        """The next call is that of the first layer of a step."""
+        """Note that the next call is the first layer's of a step."""
         self._attn = attn
         self.next_call = 0
 

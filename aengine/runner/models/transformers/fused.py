@@ -81,7 +81,7 @@ class FusedLayer:
     """A decoder layer by our layers, over the parameters of ``module``."""
 
     def __init__(self, module: nn.Module, layer: AttentionLayer) -> None:
-        """Raises `Unusual` if a part computes something else."""
+        """Read the parts of ``module``. Raises `Unusual` if one of them computes something else than our layers do."""
         attention: Any = module.self_attn
         kind, matrices = _kind_of(module), read_attention_matrices(attention)
         assert kind is not None and matrices is not None, "see `_is_plain`"
@@ -155,7 +155,7 @@ def _apply(norm: _Norm, x: Tensor) -> tuple[Tensor, RMSNorm | None]:
 
 
 def _add(weight: PlainWeight, residual: Tensor, x: Tensor, norm: _Norm) -> None:
-    """Add norm(the product by x) to ``residual``, in place."""
+    """Add norm(product by x) to ``residual``, in place."""
     if norm is None:
         weight.add_to(residual, x)
     elif isinstance(norm, RMSNorm):
@@ -249,7 +249,8 @@ def _fuse(
     record: _Record,
     listen_at: Callable[[], None],
 ) -> FusedLayer:
-    """The rotary embedding is the one that comes nearest. Raises `Unusual`."""
+    """Make a fused layer, with the rotary embedding that comes nearest. Raises `Unusual` if it computes something
+    else."""
     seen = surveyed[record.call]
     if not isinstance(seen, SurveyedLayer) or isinstance(seen.kv, SharedKV) or seen.has_sinks:
         raise Unusual("its attention")

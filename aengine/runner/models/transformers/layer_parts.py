@@ -58,7 +58,7 @@ class GatedParts:
 
 
 def read_norm(module: Any) -> RMSNorm | CentredNorm:
-    """Raises `Unusual` if it is neither."""
+    """Return our norm that computes what ``module`` does. Raises `Unusual` if none does."""
     parameters = {name: tensor.detach() for name, tensor in module.named_parameters()}
     eps = next((getattr(module, n) for n in ("variance_epsilon", "eps", "epsilon") if hasattr(module, n)), None)
     weight, bias = parameters.get("weight"), parameters.get("bias")
@@ -86,7 +86,7 @@ def read_attention_matrices(attention: Any) -> tuple[list[nn.Linear], nn.Linear]
 
 
 def read_gated(module: Any) -> GatedParts | None:
-    """None: it is not down(activation(gate(x)) * up(x))."""
+    """Return the parts of down(activation(gate(x)) * up(x)); None: the module is not of that form."""
     packed, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
     first = [getattr(module, f"{name}_proj", None) for name in ("gate", "up")] if packed is None else [packed]
     act_fn = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
@@ -102,7 +102,7 @@ def read_gated(module: Any) -> GatedParts | None:
 
 
 def pack(matrices: list[Any]) -> PlainWeight:
-    """One weight of them, below each other; theirs become parts of it. Raises `Unusual`."""
+    """Join the weights of several matrices to one, of which theirs become views. Raises `Unusual`."""
     if len({matrix.bias is None for matrix in matrices}) > 1:
         raise Unusual("biases of some matrices")
     if len(matrices) == 1:

@@ -126,7 +126,7 @@ def is_mixer(module: nn.Module) -> bool:
 
 
 def wrap_mixers(model: nn.Module) -> None:
-    """From now on the calls of all mixers go to the listener of the model's attention."""
+    """Send the calls of all mixers to the listener of the model's attention."""
     for module in model.modules():
         if is_mixer(module):
             _wrap(module)

@@ -61,7 +61,8 @@ class TransformersModel:
         return hidden[0]
 
     def _check(self) -> None:
-        """Fuse what can be. Raises ModelLoadError if the loaded model computes something else than in transformers."""
+        """Compare the loaded model with transformers' own results on a small batch, then replace the layers that our
+        fused layers compute alike. Raises ModelLoadError if the results differ."""
 
         def listener(positions: Tensor, **how: Any) -> PlainAttention:
             return PlainAttention(self._layers, positions, ropes=self.config.ropes, **how)
@@ -80,7 +81,7 @@ class TransformersModel:
             fused = fuse_layers(
                 self.module,
                 self._layers,
-                # Layers with longrope are not fused: they are compared with the module for short sequences only.
+                # Longrope is left out: its frequencies are compared with the module for short sequences only.
                 [i for i, rope in enumerate(self.config.ropes) if rope.long() is None],
                 lambda call: listen(self.module, listener(positions, next_call=call)),
                 lambda: compute(ids, positions),
@@ -95,7 +96,7 @@ class TransformersModel:
         return self._head(hidden)
 
     def final_hidden(self, hidden: Tensor) -> Tensor:
-        """What `forward` returns is normalised."""
+        """Return ``hidden``, which `forward` has normalised already."""
         return hidden
 
 

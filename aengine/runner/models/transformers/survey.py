@@ -223,7 +223,7 @@ class Head:
         trunk.forward = self._forward
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Restore the model as it was."""
         del self._trunk.forward
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
