@@ -48,7 +48,7 @@ class PoolingConfig:
     """Why the vectors can't be made, though the checkpoint says how."""
 
     def to_wire(self) -> dict[str, Any]:
-        """Return what is not as it is by default."""
+        """Return the fields that differ from their defaults, as plain data."""
         return {name: value for name, value in asdict(self).items() if value}
 
     @classmethod
@@ -111,7 +111,7 @@ def gguf_pooling(file: GgufFile) -> PoolingConfig:
 
 
 def _mode(config: ValueReader) -> tuple[str, str]:
-    """Return the pooling, and why there is none."""
+    """Return the pooling mode, and the reason if there is none."""
     given = config.raw("pooling_mode")
     if given is None:
         names = [name for name in config if name.startswith(_SWITCH) and config.raw(name) is True]

@@ -75,7 +75,7 @@ class ValueReader:
         return ModelLoadError(f"{self._where}: {key:.80}={self.raw(key)!r:.80} {problem}")
 
     def raw(self, key: str) -> Any:
-        """Return the value as it is; None if there is none."""
+        """Return the value without a check of its type; None: there is no such key."""
         return self._values.get(key)
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1, most: int | None = None) -> int:

@@ -33,7 +33,7 @@ _LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 
 
 def add_serve_arguments(command: argparse.ArgumentParser) -> None:
-    """Add what `serve` takes."""
+    """Add the options of `aengine serve` to a parser."""
     command.add_argument("model", metavar="MODEL")
     group = command.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="the address; 0.0.0.0: all of this machine (127.0.0.1)")
@@ -263,7 +263,7 @@ def _log_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _first(task: asyncio.Task[T], other: Awaitable[object]) -> bool:
-    """Wait for either. Returns whether the task is done."""
+    """Wait until ``task`` or ``other`` is done. Returns whether the task is."""
     waiting = asyncio.ensure_future(other)
     try:
         await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)

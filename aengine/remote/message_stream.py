@@ -67,7 +67,7 @@ class MessageStream:
 
 
 def array_head(length: int) -> bytes:
-    """Return the beginning of a msgpack array."""
+    """Return the first bytes of a msgpack array of ``length`` items."""
     if length < 16:
         return bytes([0x90 | length])
     return b"\xdd" + length.to_bytes(4, "big")

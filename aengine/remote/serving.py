@@ -63,7 +63,7 @@ async def serve_engine(engine: AsyncLLM, path: str | os.PathLike[str]) -> AsyncI
 
 
 class _ServedEngine:
-    """The engine, and what all connections to it share."""
+    """An engine, with the state that all connections to it share."""
 
     def __init__(self, engine: AsyncLLM) -> None:
         self.engine = engine
@@ -86,7 +86,7 @@ class _ServedEngine:
             await asyncio.wait(tasks)
 
     async def hello(self) -> dict[str, Any]:
-        """Return what a client has to know."""
+        """Return the first message to a client: what it must know of the engine."""
         if self._table is None:
             self._table = asyncio.create_task(self._tokenizer_table())
         table = await asyncio.shield(self._table)
@@ -107,7 +107,7 @@ class _ServedEngine:
         return await run_in_thread("table", _tokenizer_table, view, num_ids)
 
     def news(self) -> tuple[Any, ...]:
-        """State, statistics and description."""
+        """Return the engine's state, statistics and description."""
         state = self.engine.state
         if state not in ("running", "draining"):
             return (state, None, None)

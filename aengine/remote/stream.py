@@ -77,7 +77,7 @@ class RemoteStream(Generic[T, C]):
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more comes."""
+        """Whether nothing more will come."""
         return self._is_closed or self._error is not None or self._completion is not None
 
     # -- what the connection brings
@@ -143,7 +143,7 @@ class RemoteStream(Generic[T, C]):
         return items
 
     def _ask(self) -> None:
-        """Let the engine read on."""
+        """Allow the engine to send more."""
         if not self._is_asked:
             self._is_asked = True
             self._send("more", self._number, WINDOW)

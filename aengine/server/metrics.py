@@ -53,7 +53,7 @@ async def metrics(service: Service, request: Request) -> Response:
 
 
 class _One:
-    """A registry of one metric, which is encoded by itself."""
+    """A registry with one metric, so that it can be encoded by itself."""
 
     def __init__(self, metric: Any) -> None:
         self._metric = metric

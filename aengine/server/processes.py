@@ -85,7 +85,7 @@ async def serve_processes(
 
 
 class _AppProcess:
-    """A place that always has a process, until it is stopped."""
+    """A process of the application that is started again whenever it ends, until `stop`."""
 
     def __init__(self, settings: Mapping[str, Any], listener: socket.socket) -> None:
         self._settings = settings

@@ -100,7 +100,7 @@ class Service:
         return Response(body, headers=headers, media_type="application/json")
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Return what ``work`` does that takes long."""
+        """Run ``work``, which takes long, in a thread, and return what it returns."""
         return await self._lanes.run(work, is_long=True)
 
     def check_model(self, name: str | None) -> None:

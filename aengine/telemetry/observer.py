@@ -70,7 +70,7 @@ class Observer:
             times.reports.accepted()
 
     def note_scheduled(self, requests: Iterable[Request]) -> None:
-        """A step was made, the first one of these."""
+        """Note that the first step of these requests was made."""
         now = perf_counter()
         for request in requests:
             times = request.sink.times

@@ -62,7 +62,7 @@ _OPERATIONS = {"completion": "text_completion", "chat": "chat", "embedding": "em
 
 
 class Engine(Protocol):
-    """Interface of what is instrumented: an `AsyncLLM`."""
+    """Interface of the engine that is instrumented, such as an `AsyncLLM`."""
 
     config: EngineConfig
 

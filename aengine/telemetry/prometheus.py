@@ -29,7 +29,7 @@ __all__ = ["PrometheusCollector"]
 
 
 class Engine(Protocol):
-    """Interface of what is observed: an `AsyncLLM`."""
+    """Interface of the engine that is observed, such as an `AsyncLLM`."""
 
     config: EngineConfig
 

@@ -142,7 +142,7 @@ class ScriptedExecutor:
         return future
 
     def _advance(self, out: SchedulerOutput) -> list[int]:
-        """The batch positions that sample."""
+        """Count the step's tokens as computed. Returns the batch positions that sample."""
         for req_idx in out.removed:
             del self._rows[req_idx]
         for new in out.new_requests:
@@ -264,7 +264,7 @@ class ScriptedExecutor:
 
 
 def _vector_of(token_ids: array[int]) -> array[float]:
-    """Numbers from -1 to 1, the same for the same tokens."""
+    """Return numbers from -1 to 1 that depend on the tokens alone."""
     digest = blake2b(token_ids.tobytes(), digest_size=VECTOR_SIZE).digest()
     return float32(byte / 127.5 - 1 for byte in digest)
 

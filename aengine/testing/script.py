@@ -108,7 +108,7 @@ class Line:
     """The tokens of a completion's row, by place."""
 
     def __init__(self, reply: Reply | None, text: str) -> None:
-        """``reply``: None for one of no importance."""
+        """``reply``: what the completion says; None: its tokens do not matter."""
         self.text = text
         self.is_free = reply is None
         self.error = None if reply is None else reply.error
@@ -121,7 +121,7 @@ class Line:
         return cls(reply, _FREE_TEXT if reply is None else reply.written(request))
 
     def token(self, place: int) -> int:
-        """The id at ``place``: the end, when all has been said."""
+        """Return the id at ``place``; the end of sequence after the last one."""
         return self._ids[place] if place < len(self._ids) else END_OF_TURN
 
     def fails_at(self, place: int) -> bool:

@@ -242,7 +242,7 @@ def _is_object(inner: Any) -> bool:
 
 
 def _documented(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """Return the description, and what is said of each parameter."""
+    """Return a function's description, and the description of each parameter, from its docstring."""
     inner = _unwrapped(function)
     if not _is_object(inner):
         return read_docstring(inspect.getdoc(inner) or "")
@@ -255,7 +255,7 @@ def _documented(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
 
 
 def _called(function: Callable[..., Any]) -> str:
-    """Return the name that error messages use."""
+    """Return the name of the function for error messages."""
     inner = _unwrapped(function)
     return repr(type(inner).__name__ if _is_object(inner) else inner.__name__)
 

@@ -48,7 +48,7 @@ class MessageBuilder:
         return ChatMessage("".join(self._text) or None, "".join(self._reasoning) or None, tuple(calls))
 
     def taken(self) -> list[Delta]:
-        """Return the deltas since the last time."""
+        """Return the deltas made since the last call."""
         taken, self._deltas = self._deltas, []
         return taken
 

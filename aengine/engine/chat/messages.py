@@ -25,7 +25,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Delta:
-    """Fields of every delta."""
+    """Fields that all deltas have."""
 
     choice: int = 0
     """Which of the chat's n answers it belongs to."""

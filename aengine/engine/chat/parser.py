@@ -103,7 +103,7 @@ class ChatParser:
         return self._builder.taken()
 
     def finish(self) -> list[Delta]:
-        """Return what was held back: the completion has ended."""
+        """End the parsing, as the completion has ended, and return the deltas held back until now."""
         if self._state is ChatParser._reasoning:
             self._builder.add_reasoning(self._buffer)
         elif self._state is ChatParser._broken:
@@ -254,7 +254,7 @@ class ChatParser:
         return self._go(state, self._buffer[length_of(self._buffer, len(end or closing)) :])
 
     def _broken(self) -> bool:
-        """Collect what follows no format, up to the mark that ends it."""
+        """Collect text that no format explains, up to the mark that ends it."""
         assert self._spellings is not None
         stops, triggers = self._spellings.stops, self._triggers if self._scans else ()
         if not stops:

@@ -125,5 +125,5 @@ def held_back(text: str, wanted: Iterable[str]) -> int:
 
 
 def without_tokens(text: str) -> str:
-    """Return the text without control tokens."""
+    """Return the text without its control tokens."""
     return TOKENS.sub("", text)

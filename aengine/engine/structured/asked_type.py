@@ -64,7 +64,7 @@ def constraint_of(known: OutputType, on_unsupported: OnUnsupported) -> Structure
 
 
 def check_on_unsupported(value: object) -> None:
-    """Raises InvalidRequestError."""
+    """Raise InvalidRequestError unless the value is one that ``on_unsupported`` can have."""
     if value not in ("error", "relax"):
         raise InvalidRequestError(
             f"on_unsupported={shown(value)} is not valid: it must be 'error' or 'relax'", param="on_unsupported"

@@ -57,7 +57,7 @@ class RequestGrammar:
 
     @property
     def is_new(self) -> bool:
-        """Tell whether it has no matcher yet."""
+        """Whether the request has no matcher yet."""
         return self._matcher is None
 
     @property
@@ -83,7 +83,7 @@ class RequestGrammar:
         return max(self._lately) if len(self._lately) == self._lately.maxlen else math.inf
 
     def note_time(self, seconds: float, cpu_seconds: float) -> None:
-        """Note what a row took, on the clock and of this thread."""
+        """Note how long filling a row took: in seconds of the clock and of this thread's CPU time."""
         self._lately.append(seconds)
         self._num_slow_rows = _SLOW_ROWS if cpu_seconds > _SLOW_SECONDS else max(0, self._num_slow_rows - 1)
 
@@ -319,7 +319,7 @@ class BitmaskFiller:
         return Filled(dict(failed), forced)
 
     def close(self) -> None:
-        """End the threads, from any thread; nothing is awaited."""
+        """End the threads, without waiting for them; from any thread."""
         self._closed = True
         for pool in (self._pool, self._slow_pool):
             pool.close()

@@ -155,7 +155,7 @@ class _Closing:
     # The following functions find out which schema refers to which.
 
     def _places(self) -> Iterator[Schema]:
-        """Yield the root, and each schema of a member."""
+        """Yield the root, and the schema of each member."""
         yield self._root
         stack = [self._root]
         while stack:
@@ -182,7 +182,7 @@ class _Closing:
         return seen
 
     def _target(self, part: Schema) -> Schema | None:
-        """Return what the part refers to; None if that is not here."""
+        """Return the schema that the part refers to; None: it lies elsewhere."""
         ref = part["$ref"]
         self._count(1)
         if not isinstance(ref, str) or self._has_names:
@@ -407,7 +407,7 @@ class _Closing:
 
 
 def _anchors(root: Schema) -> Iterator[tuple[str, Schema]]:
-    """Yield what has a name within the schema, by ``$anchor``."""
+    """Yield the parts of the schema that have an ``$anchor``."""
     for _, part in walk(root):
         if isinstance(part, dict) and isinstance(part.get("$anchor"), str):
             yield part["$anchor"], part

@@ -103,7 +103,7 @@ class GrammarService:
             self._compiler.drop_tables()
 
     def close(self) -> None:
-        """End the threads, from any thread; nothing is awaited."""
+        """End the threads, without waiting for them; from any thread."""
         self._closed = True
         if self._compiler is not None:
             self._compiler.abandon()
@@ -128,6 +128,6 @@ class GrammarService:
 
 
 def _is_short(wanted: StructuredOutput) -> bool:
-    """Return whether it is read faster than a thread is asked to."""
+    """Return whether the text of the constraint is read faster than a thread would be asked to read it."""
     text = wanted.json_schema if isinstance(wanted.json_schema, str) else wanted.regex or wanted.grammar
     return wanted.json_object or (text is not None and len(text) < _SHORT)

@@ -248,13 +248,13 @@ class _SecretNames:
 
 
 def _unknown_id(encoder: tokenizers.Tokenizer) -> int | None:
-    """Return the id of what is in no vocabulary."""
+    """Return the id that the encoder gives to text which is not in the vocabulary; None: it has none."""
     name = getattr(encoder.model, "unk_token", None)
     return encoder.token_to_id(name if isinstance(name, str) else "<unk>")
 
 
 def _in_letters(number: int) -> str:
-    """Return four letters: no name begins another."""
+    """Write a number as four letters: names of equal length, so that none is the beginning of another."""
     letters = ""
     for _ in range(4):
         number, digit = divmod(number, 26)

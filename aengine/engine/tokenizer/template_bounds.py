@@ -104,7 +104,7 @@ def check_source(source: str) -> None:
 
 
 def spend(steps: int = 1) -> None:
-    """Take steps. Raises TemplateError when there are no more."""
+    """Count ``steps`` against the template's limit. Raises TemplateError beyond it."""
     work = _work.get()
     if work is not None:
         work.steps -= steps
@@ -165,7 +165,7 @@ def spend_on_call(function: Any, args: Iterable[Any]) -> None:
 
 
 class counted:  # a filter
-    """What a loop goes through: each round is a step."""
+    """Iterate over the items of a template's loop, and count each round as a step."""
 
     def __init__(self, values: Iterable[Any]) -> None:
         self._values = values

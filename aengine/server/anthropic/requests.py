@@ -47,7 +47,7 @@ class ThinkingBlock(Open):
 
 
 class RedactedThinkingBlock(Open):
-    """Thoughts that nobody but their author can read."""
+    """Reasoning in an encrypted form, which only its author can read."""
 
     type: Literal["redacted_thinking"]
 

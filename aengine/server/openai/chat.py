@@ -209,7 +209,7 @@ class _ChunkWriter:
         return as_utf8(text)
 
     def set_usage(self, usage: dict[str, Any]) -> None:
-        """Set what the next chunks say of the tokens so far."""
+        """Set the usage that the next chunks report."""
         self._tail = f',"usage":{dumps(usage)}}}\n\n'
 
     def write_text(self, choice: int, key: str, text: str, logprobs: str) -> None:

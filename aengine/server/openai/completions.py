@@ -103,7 +103,7 @@ async def _begin(service: Service, body: CompletionBody, name: AnswerId) -> list
 
 
 async def _turn(number: int) -> None:
-    """Let others have the loop after every few prompts."""
+    """Let other tasks run after every few prompts."""
     if not number % 16:
         await asyncio.sleep(0)
 
@@ -216,7 +216,7 @@ class _Writer:
         yield as_utf8("".join(writer.last_events())) + ending
 
     def echo(self, prompt_index: int) -> str:
-        """What of the prompt is repeated before its completions."""
+        """Return the text of the prompt that its completions begin with."""
         return self._echoes[prompt_index] if self._echoes else ""
 
     def new_logprobs(self, prompt_index: int) -> _Logprobs:
@@ -306,7 +306,7 @@ class _ChunkWriter:
         return ',"usage":null}\n\n' if self._include_usage else "}\n\n"
 
     def _note_usage(self, index: int) -> None:
-        """Take a stream's tokens so far into the sum of all."""
+        """Add the usage of a stream until now to the sum of all."""
         before, now, total = self._usages[index], self._streams[index].usage, self._total
         self._usages[index] = now
         self._total = Usage(

@@ -33,7 +33,7 @@ __all__ = [
 
 
 class Progress(Enum):
-    """Progress of a reader."""
+    """How far an `ArgumentReader` has come."""
 
     MORE = "more"
     """The arguments go on. What was not taken may be the beginning of something."""

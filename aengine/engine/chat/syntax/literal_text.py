@@ -41,7 +41,7 @@ class _Literal:
         self.place = found.end()
 
     def takes(self, sign: str) -> bool:
-        """Go past ``sign``, and blanks before it, if it comes."""
+        """Skip ``sign``, with blanks before it, if it comes next. Returns whether it did."""
         self.skip_blanks()
         if not self.text.startswith(sign, self.place):
             return False

@@ -77,7 +77,7 @@ class _OnlyAsWhole(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Literals(ArgumentSyntax):
-    """One way to write them."""
+    """One way in which models write arguments as literals of a programming language."""
 
     assign: str = "="
     """Between a name and its value."""

@@ -68,7 +68,7 @@ class Root:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """An argument: its schema, and that of all arguments."""
+    """An argument's schema, with the schema of all arguments, which has the definitions."""
 
     name: str
     schema: Any
@@ -88,7 +88,7 @@ class Value:
         return schema
 
     def within(self, schema: Any) -> Value:
-        """Return a part of it."""
+        """Return the value for a part of the schema."""
         return Value(self.name, schema, self.root)
 
     def unions(self, schema: Mapping[str, Any]) -> Iterator[list[Value]]:

@@ -207,7 +207,7 @@ def _move_bounds(part: dict[str, Any]) -> None:
 
 
 def _number(value: object) -> float:
-    """NaN for what is none, which no comparison holds of."""
+    """Return the value as a number; NaN for what is none, with which every comparison is false."""
     return value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
 
 

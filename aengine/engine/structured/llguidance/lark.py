@@ -60,7 +60,7 @@ class _Writer:
         return " | ".join(map(self.symbol, part.parts)) if isinstance(part, AnyOf) else self.symbol(part)
 
     def symbol(self, part: Part) -> str:
-        """Return what stands for ``part`` within a sequence."""
+        """Return the Lark symbol for ``part`` within a sequence."""
         if isinstance(part, Text):
             return f"/{_BLANKS}{_in_regex(part.text)}/" if part.after_blanks else _literal(part.text)
         if isinstance(part, SpecialToken):

@@ -240,5 +240,5 @@ def _usage_of(usage: Usage) -> dict[str, Any]:
 
 
 def _either(*values: Any) -> Any:
-    """Return the first that is not None."""
+    """Return the first value that is not None."""
     return next(value for value in values if value is not None)

@@ -84,7 +84,7 @@ class Items:
         return [b"[", *self._written, b"]"]
 
     def add(self, delta: Delta) -> None:
-        """Put in a delta."""
+        """Add a delta of the answer."""
         match delta:
             case TextDelta(text=text, tokens=tokens):
                 self._add_text(text, tokens)

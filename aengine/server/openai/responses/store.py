@@ -77,7 +77,7 @@ class ResponseStore:
 
     @property
     def is_kept(self) -> bool:
-        """Whether anything is."""
+        """Whether any response is stored."""
         return self._max_responses > 0
 
     def get(self, response_id: str, param: str | None = None) -> StoredResponse:
@@ -126,7 +126,7 @@ class ResponseStore:
             self._forget(oldest)
 
     def delete(self, response_id: str) -> None:
-        """Raises HTTPError 404."""
+        """Delete a response. Raises HTTPError 404."""
         self._forget(self.get(response_id))
         del self._responses[response_id]
 

@@ -61,7 +61,7 @@ class ResponseTools:
 
     @property
     def warnings(self) -> list[str]:
-        """What the caller should know of."""
+        """What the caller should know about tools that are left out."""
         return [f"the tool {kind} is left out: this server runs no tools" for kind in dict.fromkeys(self.left_out)]
 
     def _add_namespace(self, tool: Mapping[str, Any], where: str) -> None:
