@@ -1,10 +1,10 @@
 """`Admission`: the one owner of a request's life, from its registration to its end.
 
     submit ──> HELD ──────> PLANNING ─> COMPILING ─> ENCODING ──> SCHEDULED ──> ended
-               the queue    a chat      a grammar    a text       StepLoop
+               the queue    a chat      a grammar    a text       Replicas
                is full      └──────── Preparation ─────────┘      StepLoop
                   │                                                   │
-                  └── AdmissionQueue: until its first step is made ──────┤
+                  └── AdmissionQueue: until its first step is made ───┤
                                                                       │
     abort, deadline, unread, engine's end ─> Admission ─> Mailbox <───┴─ tokens, stop, failure: through the sink
 
@@ -57,7 +57,7 @@ class Admission:
         self,
         loop: asyncio.AbstractEventLoop,
         replicas: Replicas,
-        line: AdmissionQueue,
+        queue: AdmissionQueue,
         preparation: Preparation,
         tokenizer: Tokenizer | None,
         limits: Limits,
@@ -68,7 +68,7 @@ class Admission:
         """``on_empty`` is called whenever the last request has ended."""
         self._loop = loop
         self._replicas = replicas
-        self._line = line
+        self._queue = queue
         self.preparation = preparation
         self._tokenizer = tokenizer
         self._has_tokenizer = tokenizer is not None  # whether there is a tokenizer; true also after `drop_tables`
@@ -125,7 +125,7 @@ class Admission:
             request_id = f"req-{self._next_id}"
         elif request_id in self._requests:
             raise InvalidRequestError(f"request_id {request_id!r} is in use by a running request", param="request_id")
-        self._line.check_room()
+        self._queue.check_room()
         constraint = None if part.kind == "chat" else params.structured_output
         mailbox = Mailbox(
             final_only=final_only,
@@ -167,7 +167,7 @@ class Admission:
         Raises:
             EngineOverloadedError: the queue is full and admission is "error".
         """
-        self._line.check_room()
+        self._queue.check_room()
         self._next_id += 1
         request_id = f"pool-{self._next_id}"
         mailbox = Mailbox(
@@ -198,7 +198,7 @@ class Admission:
             request_id, request.params, request.priority, mailbox.times, kind=kind, context=context
         )
         if not mailbox.done:  # a listener may have aborted the request when it was told of it
-            self._begin(request, self._line.join(request_id, request.priority))
+            self._begin(request, self._queue.join(request_id, request.priority))
 
     def check(self, prompt: Prompt | PromptPart, params: SamplingParams, options: CallOptions) -> PromptPart:
         """Check a request by itself and raise what `submit` would; callable from any thread.
@@ -225,9 +225,9 @@ class Admission:
     def check_room(self, coming: set[str]) -> None:
         """See `AdmissionQueue.check_room`. ``coming``: ids of those that come, or have just come; from any thread."""
         # below the limit the requests in `coming` that are registered already need not be told apart
-        if len(self._line) + len(coming) >= self._line.limit:
+        if len(self._queue) + len(coming) >= self._queue.limit:
             coming = coming - self._requests.keys()
-        self._line.check_room(len(coming))
+        self._queue.check_room(len(coming))
 
     def _begin(self, request: UserRequest, turn: asyncio.Future[None] | None) -> None:
         """Start to prepare the request, once ``turn`` is done if it is held; one that needs no preparation is scheduled
@@ -357,7 +357,7 @@ class Admission:
         mailbox = request.mailbox
         reason = mailbox.finish_reason
         assert reason is not None
-        self._line.leave(request_id)
+        self._queue.leave(request_id)
         if request.preparing is not None:
             request.preparing.cancel()
         for timer in request.timers:

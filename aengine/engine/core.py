@@ -84,9 +84,9 @@ class EngineCore:
             grammars = GrammarService(tokenizer, vocab_size)
         self.grammars = grammars
         wait_when_full = config.admission == "wait"
-        self.line = AdmissionQueue(config.max_num_queued_requests, self._counters, wait_when_full=wait_when_full)
+        self.queue = AdmissionQueue(config.max_num_queued_requests, self._counters, wait_when_full=wait_when_full)
         self.replicas = Replicas(
-            started, config, line=self.line, counters=self._counters, observer=self._observer, grammars=grammars
+            started, config, queue=self.queue, counters=self._counters, observer=self._observer, grammars=grammars
         )
         ready = self.ready
         self.limits = limits = Limits(
@@ -106,7 +106,7 @@ class EngineCore:
         self.admission = self._new_admission(
             loop=self.loop,
             replicas=self.replicas,
-            line=self.line,
+            queue=self.queue,
             preparation=Preparation(tokenizer, grammars, limits),
             tokenizer=tokenizer,
             limits=limits,
@@ -244,7 +244,7 @@ class EngineCore:
         )
         return Statistics(
             num_running=sum(one.num_running for one in own),
-            num_waiting=len(self.line) + self.admission.num_preempted,
+            num_waiting=len(self.queue) + self.admission.num_preempted,
             num_blocks=sum(one.num_blocks for one in own),
             num_free_blocks=sum(one.num_free_blocks for one in own),
             block_size=self.ready["block_size"],

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import EngineError
 from ..remote import serve_engine
-from .serve import Farewell, until_stopped
+from .serve import ShutdownLog, until_stopped
 
 if TYPE_CHECKING:
     from ..async_llm import AsyncLLM
@@ -67,7 +67,7 @@ async def serve_processes(
             watching = asyncio.create_task(until_stopped(engine, stop))
             try:
                 await asyncio.wait([*keeping, watching], return_when=asyncio.FIRST_COMPLETED)
-                with Farewell(engine, grace):
+                with ShutdownLog(engine, grace):
                     for listener in listeners:
                         listener.close()
                     for process in processes:

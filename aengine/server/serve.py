@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BACKLOG",
-    "Farewell",
+    "ShutdownLog",
     "StopSignals",
     "keep_loaded_objects",
     "serve_app",
@@ -166,12 +166,12 @@ async def _wind_down(engine: AsyncLLM | RemoteEngine, grace: float, *, tells: bo
     """Let the engine's requests end by themselves for most of ``grace`` seconds, then abort them."""
     seconds = max(0.0, grace - 2 * _last_seconds(grace))
     # the engine has failed, and its requests with it
-    with contextlib.suppress(AEngineError), Farewell(engine, seconds, tells=tells):
+    with contextlib.suppress(AEngineError), ShutdownLog(engine, seconds, tells=tells):
         if not await engine.drain(seconds):
             engine.abort_all()
 
 
-class Farewell:
+class ShutdownLog:
     """Logs the end of a server: within ``with``, requests get ``seconds`` to end, and are ended then."""
 
     def __init__(self, engine: AsyncLLM | RemoteEngine, seconds: float, *, tells: bool = True) -> None:

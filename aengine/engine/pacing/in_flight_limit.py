@@ -1,18 +1,10 @@
 """The limit of steps in flight: two, or as many as the worker needs while the host's loop is busy elsewhere.
 
-A host that blocks its loop (50 ms of JSON, an unawaited query) neither takes answers nor gives steps meanwhile. The
-scheduler can make steps far ahead: a token in flight counts as known, lengths are known too, and what is sampled past a
-stop is dropped. So when the loop has been late, the worker gets the steps of as long a time as it was late, and runs on
-alone.
+A host that blocks its loop (50 ms of JSON, an unawaited query) neither takes answers nor gives steps meanwhile. So when
+the loop has been late, the worker gets the steps of as long a time as it was late (multi_step.py), and runs on alone.
 
 Lateness is the loop's own: the time between the moment at which the worker sent an answer, by the clock that both
 processes share, and the moment at which the step loop takes it. How long a step takes does not enter into it.
-
-    in flight    [step 7][step 8] [step 9 ... step 40]          with a new request, an abort, a deadline:
-                  given anyway     leased                       REVOKE; those not begun are dropped, `MultiStep`
-
-A leased step does nothing but continue requests that decode (`Scheduler.is_steady`), so it can be taken back, and
-nobody waits for more than the steps that are given anyway.
 """
 
 from __future__ import annotations

@@ -332,7 +332,7 @@ class _Call:
         return self.core.admission.preparation.run(encode, own, is_long=max(map(_length, own)) > LONG_TEXT)
 
     async def _submit(self, place: int, text: PooledText) -> None:
-        while len(self._open) >= self._window or (self._open and self.core.line.is_full):
+        while len(self._open) >= self._window or (self._open and self.core.queue.is_full):
             await self._take_ended()
         self.core.check_accepts()
         how = {"priority": self._priority, "cache_salt": self._cache_salt, "context": self._context}

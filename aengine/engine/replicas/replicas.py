@@ -48,13 +48,13 @@ class Replicas:
         started: Sequence[Started],
         config: EngineConfig,
         *,
-        line: AdmissionQueue,
+        queue: AdmissionQueue,
         counters: Counters,
         observer: Observer,
         grammars: GrammarService | None,
     ) -> None:
-        """``line``: the queue, which a request leaves with its first step."""
-        self._line = line
+        """``queue``: the engine's, which a request leaves with its first step."""
+        self._queue = queue
         self._are_joint = any(one.turn is not None for one in started)
         self._all = [
             Replica(
@@ -135,7 +135,7 @@ class Replicas:
         return self._all[index]
 
     def _begun(self, index: int, request_id: str) -> None:
-        self._line.leave(request_id)
+        self._queue.leave(request_id)
         self._balancer.begin(index, request_id)
 
     def _forget(self, request: UserRequest, replica: Replica) -> None:
