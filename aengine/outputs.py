@@ -102,7 +102,7 @@ class RequestEnd:
     """One request that has ended, as ``on_request_end`` gets it."""
 
     request_id: str
-    finish_reason: FinishReason  # that of the first of n completions which was not aborted
+    finish_reason: FinishReason  # the reason of the first of n completions that was not aborted
     usage: Usage
     timings: Timings
     error: BaseException | None = None  # the error that the caller gets, with FinishReason.ERROR

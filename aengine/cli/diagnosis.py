@@ -85,7 +85,7 @@ def diagnose(version: str = "") -> Diagnosis:
             findings += [_descriptors(), _threads(), _hub_cache(), _models()]
             report = _read_probe(process)
         finally:
-            process.kill()  # without effect if the process has ended
+            process.kill()  # this has no effect if the process has ended
     devices = [report] if isinstance(report, Finding) else list(_devices(report))
     findings[2:2] = devices
     choices = {} if isinstance(report, Finding) else report["choices"]

@@ -77,7 +77,7 @@ class Admission:
         self._observer = observer
         self._on_empty = on_empty
         self._requests: dict[str, UserRequest] = {}
-        self._random = random.Random()  # for requests without a seed; the host's global generator is left alone
+        self._random = random.Random()  # draws seeds of requests without one; the host's own is left alone
         self._next_id = 0
         self._unread = UnreadWatch(loop, limits.unread_timeout, self._requests)
 

@@ -351,7 +351,7 @@ class EngineCore:
         self.replicas.terminate()
 
     def _loop_ended(self, replica: Replica, task: asyncio.Task[None]) -> None:
-        if replica.failure is not None and self.is_alive:  # it is given up; the engine goes on with the others
+        if replica.failure is not None and self.is_alive:  # it is given up; the engine goes on with others
             replica.scheduler.drop_tables()
             return
         if not self.is_alive:

@@ -193,7 +193,7 @@ class ProcessExecutor:
 
     async def aclose(self, timeout: float) -> None:
         """See `Executor`. Takes at most ``timeout`` seconds, and then what the kernel takes to end a process."""
-        if self._loop is not asyncio.get_running_loop():  # it was not started, or on a loop that is gone
+        if self._loop is not asyncio.get_running_loop():  # it was never started, or its loop is gone
             self.terminate()
             return
         try:
@@ -335,7 +335,7 @@ class ProcessExecutor:
             self._take_frames(worker)  # the frames that it sent last may name the cause of its death
         except Exception:
             logger.debug("worker %d left nonsense behind", worker.rank, exc_info=True)
-        if worker.rank not in self._reports:  # else it fails by the worker's own report
+        if worker.rank not in self._reports:  # a reported error fails it by the report
             self.fail(error)
 
     def _fail_by_report(self, rank: int, error: EngineError) -> None:

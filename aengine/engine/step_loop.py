@@ -235,9 +235,9 @@ class StepLoop:
         num_pauses = request.num_pauses
 
         def go_on() -> None:
-            if is_new and request.status is RequestStatus.NEW:  # it was not moved to another replica meanwhile
+            if is_new and request.status is RequestStatus.NEW:  # the request was not moved meanwhile
                 self.add(request)
-            if request.num_pauses == num_pauses:  # else it was preempted and paused again, for a later row
+            if request.num_pauses == num_pauses:  # the request was not preempted and paused again meanwhile
                 self.scheduler.resume(request)
             self._work.set()
 

@@ -47,7 +47,7 @@ _ERRORS: list[tuple[type[AEngineError], type[lm15.LM15Error]]] = [
     (EngineOverloadedError, lm15.RateLimitError),
     (DeadlineExceededError, lm15.TimeoutError),
     (RequestError, lm15.InvalidRequestError),
-    (EngineClosedError, lm15.ConfigurationError),  # which DSPy does not try again
+    (EngineClosedError, lm15.ConfigurationError),  # DSPy does not try again after these
     (EngineError, lm15.ServerError),
 ]
 

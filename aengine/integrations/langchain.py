@@ -228,7 +228,7 @@ class ChatAEngine(ChatOpenAI):
             shape = {"type": "json_schema", "json_schema": named}
             traced = {"kwargs": {"method": method, "strict": strict}, "schema": schema}
             kwargs = {"response_format": shape, "ls_structured_output_format": traced, **kwargs}
-            method, strict = "json_mode", None  # whose parsers read the same
+            method, strict = "json_mode", None  # parsers of both methods read the same
         return super().with_structured_output(schema, method=method, include_raw=include_raw, strict=strict, **kwargs)
 
 

@@ -72,7 +72,7 @@ def register(engine: AsyncLLM | LLM, name: str) -> AEngineProvider:
         raise InvalidRequestError(f"LiteLLM has a provider {name!r} already: choose another name", param="name")
     provider = AEngineProvider(engine, name)
     litellm.custom_provider_map.append({"provider": name, "custom_handler": provider})
-    custom_llm_setup()  # or routers do not know the name before a first call
+    custom_llm_setup()  # routers must know the name before the first call
     return provider
 
 

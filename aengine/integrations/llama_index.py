@@ -427,7 +427,7 @@ def _message(answer: Answer) -> ChatMessage:
     if content or not answer.tool_calls:
         blocks.append(TextBlock(text=content or ""))
     blocks += [_call_block(call) for call in answer.tool_calls]
-    calls = answer.to_dict().get("tool_calls")  # as memories and streaming programs look for them
+    calls = answer.to_dict().get("tool_calls")  # the place where memories and streaming programs look for them
     return ChatMessage(
         role=MessageRole.ASSISTANT, blocks=blocks, additional_kwargs={"tool_calls": calls} if calls else {}
     )

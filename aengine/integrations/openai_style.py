@@ -76,7 +76,7 @@ def openai_settings(given: Mapping[str, Any]) -> tuple[SamplingParams, Any]:
         values["max_tokens"] = values.pop("max_completion_tokens")
     if "timeout" in values:
         values["deadline"] = _seconds(values.pop("timeout"))
-    if isinstance(values.get("logprobs"), bool):  # as chat completions have it, beside top_logprobs
+    if isinstance(values.get("logprobs"), bool):  # chat completions have a bool here, and top_logprobs beside it
         most = values.pop("top_logprobs", 0)
         values["logprobs"] = most if values["logprobs"] else None
     variables = reasoning_variables(values.pop("reasoning_effort", None))

@@ -122,7 +122,7 @@ class AsyncOutput:
         order = np.argsort(self._sampling, kind="stable")
         if host.counts is None or self._places is None:
             return order
-        counts = host.counts[np.cumsum(self._places == 0) - 1]  # for each row the count of its request
+        counts = host.counts[np.cumsum(self._places == 0) - 1]  # the count of each row's request
         return order[(self._places < counts)[order]]
 
     def _ragged(

@@ -183,7 +183,7 @@ def _blocking_transport(run: Run, app: ASGIApp, library: str) -> Any:
             except EngineClosedError:  # and with it the request
                 pass
 
-        def __del__(self) -> None:  # of an answer that was dropped
+        def __del__(self) -> None:  # called for an answer that was dropped
             self._exchange.drop()
 
     class Transport(http.BaseTransport):

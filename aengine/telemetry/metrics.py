@@ -62,12 +62,12 @@ class Histograms:
     it never came to does not."""
 
     time_to_first_token: Histogram
-    inter_token_latency: Histogram  # from one step's tokens to the next, once for each request that got one
+    inter_token_latency: Histogram  # seconds from one step's tokens to the next, once for each request that got one
     time_per_output_token: Histogram  # the means of requests
-    request_latency: Histogram  # from the call to the end
-    queue_time: Histogram  # from the call to the first step, of requests that got a token
-    prefill_time: Histogram  # from the first step to the first token
-    decode_time: Histogram  # from the first token to the end
+    request_latency: Histogram  # seconds from the call to the end
+    queue_time: Histogram  # seconds from the call to the first step, of requests that got a token
+    prefill_time: Histogram  # seconds from the first step to the first token
+    decode_time: Histogram  # seconds from the first token to the end
     prompt_tokens: Histogram
     generation_tokens: Histogram  # tokens of all completions of a request
 

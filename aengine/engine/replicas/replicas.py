@@ -70,7 +70,7 @@ class Replicas:
         ]
         schedulers = [replica.scheduler for replica in self._all]
         self._balancer = LoadBalancer(schedulers) if len(schedulers) > 1 else OnlyReplica()
-        self._requests: list[dict[str, UserRequest]] = [{} for _ in self._all]  # of each replica, by id
+        self._requests: list[dict[str, UserRequest]] = [{} for _ in self._all]  # requests by id, of each replica
 
     def __getitem__(self, index: int) -> Replica:
         return self._all[index]

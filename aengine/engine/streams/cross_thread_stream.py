@@ -185,7 +185,7 @@ class CrossThreadStream(TokenStream):
 
     async def _end_there(self) -> None:
         self._buffer.end()
-        await asyncio.sleep(0)  # at the end of this turn of the loop the buffer is filled
+        await asyncio.sleep(0)  # the buffer is filled at the end of this turn of the loop
 
     def end_soon(self) -> None:
         """Abort the request, from any thread, without waiting."""

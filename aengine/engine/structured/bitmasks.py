@@ -107,7 +107,7 @@ class Filled(NamedTuple):
     """The results of some jobs, by their index."""
 
     failed: dict[int, Exception]
-    forced: dict[int, list[int]]  # by job, where nothing else is allowed: the two or more ids that must come
+    forced: dict[int, list[int]]  # ids that must come, two or more, by job: where nothing else is allowed
 
 
 OnFill = Callable[[float], None]
@@ -131,7 +131,7 @@ class BitmaskFiller:
         self._slow_pool = ThreadPool("grammar-slow")
         self._is_surveying = False  # the next rows are timed one by one
         self._surveyed = -math.inf
-        self._last_seconds = self._expected_seconds = 0.001  # of a fill without the GIL: the last, the next
+        self._last_seconds = self._expected_seconds = 0.001  # seconds of a fill without the GIL: last, next
         self._closed = False
 
     @property

@@ -137,7 +137,7 @@ class LoopThread:
             ended.get()
         except BaseException:
             self.post(job.cancel)
-            if not job.has_ended:  # with an end, the one item of ``ended`` may have been taken
+            if not job.has_ended:  # an ended job's one item in ``ended`` may be taken already
                 ended.get()
             raise
         return job.result()

@@ -56,7 +56,7 @@ class ThreadPool:
         future: asyncio.Future[T] = loop.create_future()
         job = self._put(partial(_do, loop, future, partial(function, *args)))
         future.add_done_callback(partial(_take_back, self._work.jobs, job))
-        if self._work.is_closed:  # by another thread, meanwhile: no thread may be left to take the job
+        if self._work.is_closed:  # another thread has closed it, and no thread may be left to take the job
             future.cancel()
         return future
 
@@ -93,7 +93,7 @@ class ThreadPool:
         try:
             thread.start()
         except RuntimeError as error:
-            if not self._threads:  # with other threads in the pool, those do the work
+            if not self._threads:  # with other threads in the pool, these do the work
                 raise EngineOverloadedError(no_thread(error), retry_after=1.0) from error
         else:
             self._threads.append(thread)

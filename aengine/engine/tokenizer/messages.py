@@ -87,7 +87,7 @@ def _checked(message: object, where: str) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         raise _invalid(f"{where} has no role ('user', 'assistant', 'system', ...)")
-    if content is None and role == "tool":  # of a tool that returns nothing; templates take texts
+    if content is None and role == "tool":  # a tool that returns nothing; templates take texts
         return {**message, "content": ""}
     if content is None and role != "assistant":
         raise _invalid(f"{where} has no 'content'")

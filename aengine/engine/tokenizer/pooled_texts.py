@@ -96,7 +96,7 @@ def _cut(encoder: tokenizers.Tokenizer, given: str | tuple[str, str], most: int)
     parts = encoder.encode_batch_fast(texts, add_special_tokens=False)
     room = max(0, most - encoder.num_special_tokens_to_add(len(parts) == 2))
     *shorter, longer = sorted(parts, key=len)
-    for part in shorter:  # both lose a token in turn once they are equally long
+    for part in shorter:  # the shorter text of a pair keeps up to half of the room
         part.truncate(min(len(part), room // 2))
         room -= len(part)
     longer.truncate(room)

@@ -117,7 +117,7 @@ def bucket(count: int) -> int:
 
 def _compilers() -> ThreadPoolExecutor:
     """Threads to compile kernels with, and to wait in for those that other processes compile."""
-    device = torch.accelerator.current_device_index()  # of this thread; other threads would use the first device
+    device = torch.accelerator.current_device_index()  # new threads would begin with the first device
     return ThreadPoolExecutor(256, "compile", torch.accelerator.set_device_index, (device,))
 
 

@@ -52,7 +52,7 @@ class LayerStates:
     __slots__ = ("begins", "pages", "sequences", "spans", "tensors")
 
     def __init__(self, tensors: Mapping[str, Tensor], rows: StateRows) -> None:
-        self.tensors = tensors  # by name: [num_pages, *shape], the memory itself
+        self.tensors = tensors  # [num_pages, *shape] for each tensor, by name: the memory itself
         self.pages, self.begins, self.spans, self.sequences = rows
 
     @property

@@ -40,7 +40,7 @@ def _read(file: GgufFile, names: GgufNames, head_dim: int, target: Target) -> It
         if hf_name not in target.places:
             return Named(hf_name, None)
         tensor = _dequantise(file, name, expert)
-        if names.is_interleaved(hf_name) and not tensor.shape[0] % head_dim:  # else the loader reports it
+        if names.is_interleaved(hf_name) and not tensor.shape[0] % head_dim:  # the loader reports another shape
             tensor = _separate_halves(tensor, head_dim)
         if names.is_less_one(hf_name):
             tensor = tensor - 1.0

@@ -168,14 +168,14 @@ class CountBody(Body):
     thinking: ThinkingBody | None = None
     output_config: OutputConfigBody | None = None
     output_format: FormatBody | None = None
-    # of the engine
+    # fields of the engine's own
     chat_template_kwargs: Variables | None = None
     # what would change the answer, and what the engine does not have
     mcp_servers: Many[Any] | None = None
     container: Any = None
     compaction: Any = None
     thread: Any = None
-    # without effect here
+    # fields that have no effect here
     betas: Ignored = None
     cache_control: Ignored = None
     context_management: Ignored = None
@@ -229,7 +229,7 @@ class MessagesBody(CountBody):
     cache_salt: str | None = None
     deadline: float | None = None
     first_token_deadline: float | None = None
-    # without effect here
+    # fields that have no effect here
     metadata: Ignored = None
     service_tier: Ignored = None
     diagnostics: Ignored = None

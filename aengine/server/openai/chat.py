@@ -167,7 +167,7 @@ class _Writer:
             case ToolCallDelta():
                 call = {"index": delta.index, "function": {"arguments": delta.arguments}}
                 writer.write(delta.choice, {"tool_calls": [call]}, logprobs)
-            case _ if delta.tokens:  # of what is not shown, the tokens are
+            case _ if delta.tokens:  # tokens are sent even if their text is not shown
                 writer.write(delta.choice, {}, logprobs)
 
 

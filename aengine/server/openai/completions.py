@@ -155,7 +155,7 @@ class _Writer:
     def __init__(self, service: Service, body: CompletionBody, head: dict[str, Any]) -> None:
         self.body = body
         self.head = head
-        self.num_choices = 1 if body.n is None else body.n  # of each prompt
+        self.num_choices = 1 if body.n is None else body.n  # completions of each prompt
         self._texts: _TokenTexts | None = None
         if body.logprobs is not None:
             self._texts = _TokenTexts(service.engine.tokenizer, skips_special=body.skip_special_tokens is not False)
@@ -239,7 +239,7 @@ class _ChunkWriter:
         self._usages = [Usage(0, 0)] * len(streams)
         self._total = Usage(0, 0)
         self._has_logprobs = writer.body.logprobs is not None
-        self._logprobs: dict[int, _Logprobs] = {}  # of choices that have begun
+        self._logprobs: dict[int, _Logprobs] = {}  # log-probabilities of the choices that have begun
 
     @property
     def has_begun(self) -> bool:

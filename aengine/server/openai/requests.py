@@ -283,7 +283,7 @@ class SamplingBody(Body):
     stream: bool = False
     temperature: float | None = None
     top_p: float | None = None
-    # without effect here
+    # fields that have no effect here
     user: Ignored = None
     service_tier: Ignored = None
     safety_identifier: Ignored = None
@@ -312,7 +312,7 @@ class SamplingBody(Body):
     # ours
     deadline: float | None = None
     first_token_deadline: float | None = None
-    # not there; vLLM has them
+    # fields of vLLM that are not supported
     allowed_token_ids: Refused = None
     bad_words: Refused = None
     prompt_logprobs: Refused = None
@@ -433,10 +433,10 @@ class ChatBody(_ChoicesBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     include_reasoning: bool = True
-    # without effect here
+    # fields that have no effect here
     verbosity: Ignored = None
     prediction: Ignored = None
-    # not there
+    # fields that are not supported
     audio: Refused = None
     chat_template: Refused = None
     documents: Refused = None

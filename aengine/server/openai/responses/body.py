@@ -84,7 +84,7 @@ class ResponseBody(SamplingBody):
     client_metadata: Ignored = None
     background_options: Ignored = None
     image: Ignored = None
-    # not there
+    # fields that are not supported
     background: Refused = None
     context_management: Refused = None
     conversation: Refused = None
