@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections import Counter
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -373,6 +374,20 @@ def test_classes_stay_small() -> None:
 
 # Files that import each other, to be untied.
 CIRCLES: list[set[str]] = []
+
+
+def test_comments_have_a_subject() -> None:
+    """A comment that begins with one of these words can't be read without the code around it: what is it that is "of
+    the step that was run last"?"""
+    begins = re.compile(r"(?P<code>.*\S  |\s*)# (?:\[[^\]]*\]:? )?(?:of|by|likewise|else|whose|which)\b")
+    found = []
+    for path in FILES:
+        lines = ["", *text_of(path).splitlines()]
+        for number, (before, line) in enumerate(pairwise(lines), 1):
+            match = begins.match(line)
+            if match and (match["code"].strip() or not before.lstrip().startswith("#")):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
+    assert not found, "\n".join(found)
 
 
 def test_no_files_import_each_other() -> None:
