@@ -141,7 +141,7 @@ def _or_install(model: EmbeddedModel) -> str:
 
 @contextmanager
 def _beside(target: Path, model: EmbeddedModel) -> Iterator[Path]:
-    """A folder to make ``target`` in: beside it, so that what is complete is moved there in one step, and /tmp may be
+    """Make a temporary folder next to ``target``: complete files are then moved there in one step, and /tmp may be
     small. Raises ModelLoadError if it can't be written."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -141,7 +141,7 @@ class RequestState:
         self.is_pooled[row] = False
 
     def advance(self, rows: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64]) -> None:
-        """Set on the host that the rows have computed their tokens up to ``seq_lens`` [n]."""
+        """Note on the host that the rows' tokens up to ``seq_lens`` [n] are computed."""
         self.num_computed_tokens[rows] = seq_lens
 
     def advance_device(self, rows: Tensor, seq_lens: Tensor) -> None:
@@ -170,7 +170,7 @@ class RequestState:
             self.scalars.num_tokens.index_add_(0, sent[0], sent[3].int())
 
     def append(self, rows: npt.NDArray[np.int64], counts: npt.NDArray[np.int64] | int = 1) -> None:
-        """Add on the host so many tokens, an upper bound, to each of the rows."""
+        """Add ``counts`` tokens to each row on the host: an upper bound."""
         num_tokens = self.num_tokens[rows] + counts
         if len(rows) and num_tokens.max() > self.token_ids.shape[1]:
             raise InternalError(f"a row is full: it holds {self.token_ids.shape[1]} tokens")

@@ -93,7 +93,7 @@ def _read(name: str, arguments: str | Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_json(values: dict[str, Any]) -> str | None:
-    """Return them as JSON; None if JSON can't say them, as a mapping may hold a date or a model."""
+    """Return the values as JSON; None if JSON can't express them, such as a mapping with dates."""
     try:
         return json.dumps(values)
     except (TypeError, ValueError, RecursionError):
@@ -190,7 +190,7 @@ def _member(parameter: inspect.Parameter, documented: str | None) -> Any:
 
 
 def _default_in_json(default: object) -> list[Any]:
-    """Return the default in a list, empty if JSON can't say it, as an infinite number or most objects."""
+    """Return a list with the default; [] if JSON can't express it, such as an infinite number or most objects."""
     from pydantic_core import to_jsonable_python
 
     try:

@@ -99,7 +99,7 @@ def _calls_of(index: int, message: Mapping[str, Any]) -> list[tuple[Mapping[str,
 
 
 def with_instructions(messages: Messages, instructions: str, *, takes_system: bool) -> Messages:
-    """Put the tools' description before all else: in the system message, or the first of a user."""
+    """Put the tools' description first: into the system message, or else the first user message."""
     if takes_system:
         at = 0 if messages[0].get("role") == "system" else None
     else:

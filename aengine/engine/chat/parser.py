@@ -83,7 +83,7 @@ class ChatParser:
         self._state: State = ChatParser._reasoning if begins_in_reasoning else ChatParser._start
 
     def __copy__(self) -> ChatParser:
-        """Return a parser of another completion, with the strings of all tools of this one, which was given nothing."""
+        """Return a new parser, which has read nothing, with the strings of all tools shared with this one."""
         parser = ChatParser.__new__(ChatParser)
         parser.__dict__.update(self.__dict__)
         parser._builder, parser._leftover = _new_builder(*self._kind), []
@@ -166,7 +166,7 @@ class ChatParser:
         return self._go(ChatParser._scanning if self._scans else ChatParser._plain, self._buffer)
 
     def _before_call(self) -> bool:
-        """Take the text of a message that another follows."""
+        """Take the text of a message after which another message follows."""
         body, end, rest = self._buffer.partition(self._end)
         if end:
             self._builder.add_text(body)

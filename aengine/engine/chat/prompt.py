@@ -155,7 +155,7 @@ def _within(reasoning: ReasoningFormat, continued: Mapping[str, Any]) -> Reasoni
 
 
 def _takes_system(tokenizer: Tokenizer) -> bool:
-    """Whether the chat template shows a system message; some raise, some pass over it."""
+    """Whether the chat template renders a system message. Some templates raise for one, others ignore it."""
     probe = [{"role": "system", "content": "system-probe"}, {"role": "user", "content": "Hello"}]
     try:
         return "system-probe" in tokenizer.apply_chat_template(probe)

@@ -66,7 +66,7 @@ async def answer_pooling(core: EngineCore, request: PoolingRequest, context: Con
 
 
 async def _off_loop(is_large: bool, function: Callable[..., T], *args: Any) -> T:
-    """Call a function: in a thread, if what it goes through is so large that the loop would notice."""
+    """Call a function, in a thread if its arguments are so large that the loop would notice."""
     return await run_in_thread("pooling", function, *args) if is_large else function(*args)
 
 
@@ -79,7 +79,7 @@ def _yielding(items: Iterable[T]) -> Iterator[T]:
 
 
 def _why_not(core: EngineCore, task: str) -> str:
-    """Say why the model does not do it, and what would help."""
+    """Return the message for a task that the model does not do, with what would help."""
     if task == "classify":
         return "this model has no head that classifies texts (a ...ForSequenceClassification has)"
     if core.pooling.fault:
@@ -93,7 +93,8 @@ def _why_not(core: EngineCore, task: str) -> str:
 
 
 def _finished(values: Vectors, request: PoolingRequest) -> Vectors:
-    """The embeddings as they were asked for."""
+    """Return the embeddings cut to ``dimensions`` and normalised, as asked for. Raises InvalidRequestError for too many
+    dimensions."""
     import numpy as np
 
     size = values.shape[1]
@@ -166,7 +167,7 @@ def _sigmoid(x: Vectors) -> Vectors:
 
 
 def _prompt_of(core: EngineCore, request: PoolingRequest) -> str:
-    """Return what each text begins with. Raises InvalidRequestError."""
+    """Return the prefix that each text gets. Raises InvalidRequestError."""
     if request.prompt is None and request.prompt_name is None:
         return core.pooling.default_prompt if request.task == "embed" else ""
     if not all(isinstance(given, str) for given in request.inputs):

@@ -115,7 +115,7 @@ def _from(memory, begin, sender, bulk_per_rank, TYPE: tl.constexpr):
 
 @triton.jit
 def _signal(memories, arrived_begin, call, RANK: tl.constexpr, SIZE: tl.constexpr, COUNTERS: tl.constexpr):
-    """Tell this program's like on all other ranks that what it sent has arrived."""
+    """Signal to the same program on all other ranks that what this one sent has arrived."""
     tl.debug_barrier()  # the signal is of all threads' bytes
     for r in tl.static_range(SIZE):
         if r != RANK:

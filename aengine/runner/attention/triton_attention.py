@@ -251,7 +251,8 @@ class BatchAttention:
         return LayerStates(place.tensors, self._state_rows[place.group])
 
     def _find_states(self, group: int) -> StateRows:
-        """Without a plan there are none: a model with states has no graphs of batches, kernels are compiled at most."""
+        """There are none without a plan: a model with states has no batch graphs, so that only kernels are compiled
+        here."""
         plan = self._plan
         nothing = self._rows[:0]
         decodes = StateRows(nothing, nothing > 0, ())

@@ -109,7 +109,8 @@ class Linear:
         return self.weight.gated_after_norm(x, norm, activation)
 
     def add_to(self, residual: Tensor, x: Tensor, post_norm: Norm | None = None, scale: float = 1.0) -> None:
-        """Add the product by x to ``residual``, in place; before that it is normalised, or multiplied by ``scale``."""
+        """Add norm(product by x), if ``post_norm`` is given, or ``scale`` times the product to ``residual``, in
+        place."""
         if self._is_partial:
             self._add_sum_to(residual, x, post_norm, scale)
         elif post_norm is not None:
@@ -135,4 +136,4 @@ class Linear:
 
 
 def drop(tensor: Tensor) -> None:
-    """Take a tensor that only other ranks use."""
+    """Ignore a tensor that only other ranks use."""

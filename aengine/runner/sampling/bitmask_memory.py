@@ -26,8 +26,8 @@ class HostBitmasks:
         self._shared: Tensor | None = None  # uint8 [bytes]
 
     def register(self, memory: memoryview, platform: Platform) -> None:
-        """``memory`` is where bitmasks will lie, for as long as this process lives; they are copied if it can't be
-        shared with the device."""
+        """Note that bitmasks will lie in ``memory`` for as long as this process lives. They are copied if the device
+        can't read it."""
         if not platform.is_accelerator or not len(memory):
             return
         tensor = torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))

@@ -28,22 +28,24 @@ class SamplingFeature(Protocol):
     uses: npt.NDArray[np.bool_]  # host [max_num_seqs]: the rows on which `apply` acts in every step
 
     def add_request(self, request: NewRequest) -> None:
-        """A row is taken. Nothing may be written to the device yet."""
+        """Note what the request of a new row asks for. Nothing may be written to the device yet."""
 
     def remove_request(self, row: int) -> None:
-        """A row is free."""
+        """Note that the row is free."""
 
     def apply_staged_writes(self) -> list[int]:
-        """The new rows are on the device. Returns those for which there is no memory, and forgets them."""
+        """Write what the feature needs of the new rows, which are on the device now. Returns the rows for which there
+        is no memory; what they ask for is dropped."""
 
     def is_pending(self, rows: Rows) -> bool:
-        """Whether, as far as these rows have come, `apply` acts on some that are not in ``uses``."""
+        """Whether `apply` acts on some of these rows at their present lengths, beyond those in ``uses``."""
 
     def apply(self, logits: Tensor, rows: Tensor, scalars: Scalars) -> None:
-        """Change logits float32 [n, vocab_size] in place. rows: int64 [n], -1 for padding; scalars: theirs."""
+        """Change logits float32 [n, vocab_size] in place. ``rows``: int64 [n], -1 for padding; ``scalars``: of the same
+        rows."""
 
     def commit(self, sampled: Tensor, rows: Tensor, scalars: Scalars) -> None:
-        """The rows' new tokens, int64 [n]."""
+        """Note the tokens, int64 [n], that the rows have got."""
 
 
 class TokenLists:
@@ -102,7 +104,7 @@ class Penalties:
         self._counts: Tensor | None = None  # int32 [max_num_seqs, vocab_size]
 
     def reserve(self) -> None:
-        """Take the memory of the table."""
+        """Allocate the table of counts, which graphs refer to."""
         if self._counts is None:
             shape = (len(self.uses), self._vocab_size)
             self._counts = lazy_zeros(shape, torch.int32, self._requests.token_ids.device)

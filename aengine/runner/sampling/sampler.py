@@ -80,7 +80,7 @@ class Sampler:
         self._asks = np.full(max_num_seqs, Sampling.PLAIN, dtype=np.int8)  # what each row asks for in every step
 
     def reserve(self) -> None:
-        """Take the memory that graphs refer to."""
+        """Allocate the memory that graphs refer to."""
         self._penalties.reserve()
 
     def add_request(self, request: NewRequest) -> None:
@@ -100,11 +100,12 @@ class Sampler:
             feature.remove_request(row)
 
     def apply_staged_writes(self) -> list[int]:
-        """Returns the new rows for which there was no memory; what they ask for is left out."""
+        """Write what the features need of the new rows. Returns the rows for which there is no memory; what they ask
+        for is left out."""
         return [row for feature in self._features for row in feature.apply_staged_writes()]
 
     def asks(self, rows: Rows) -> Sampling:
-        """What these rows ask for in the step to come, their bitmasks aside."""
+        """Return what these rows ask of the sampler in the next step, apart from bitmasks."""
         return Sampling.ANY if self._is_pending(rows) else Sampling(self._asks[rows].max())
 
     def sample(self, logits: Tensor, batch: SampleBatch) -> SamplerOutput:
@@ -160,8 +161,8 @@ class Sampler:
         return find_cutoff(logits, scalars.temperature, scalars.top_k, scalars.top_p, scalars.min_p)
 
     def logprob_rows(self, rows: Rows, batch_idx: Rows) -> LogprobRows | None:
-        """Which rows of logits want log-probabilities, where these are those of ``rows`` [n], at ``batch_idx`` [n] of
-        the step; None: none."""
+        """Return which rows of logits want log-probabilities. The logits are those of ``rows`` [n], at the positions
+        ``batch_idx`` [n] of the step. None: none of them does."""
         wants = np.flatnonzero(self._num_logprobs[rows] >= 0)
         if not len(wants):
             return None
@@ -169,7 +170,8 @@ class Sampler:
         return LogprobRows(wants, batch_idx[wants], counts)
 
     def needs_memory(self, batch: SampleBatch) -> npt.NDArray[np.bool_]:
-        """[n]: which of the rows may need memory to be sampled, for more than temperature and seed."""
+        """Return bool [n]: the rows that ask for more than temperature and seed, and so may need memory to be
+        sampled."""
         if batch.grammar is not None or self._is_pending(batch.rows):
             return np.ones(len(batch.rows), dtype=bool)
         asks: npt.NDArray[np.bool_] = self._asks[batch.rows] > Sampling.PLAIN
@@ -185,7 +187,7 @@ class Sampler:
         return any(feature.is_pending(rows) for feature in self._features)
 
     def _apply_bitmasks(self, logits: Tensor, batch: SampleBatch) -> None:
-        """`structured_output`: the tokens that the grammars of this step allow."""
+        """Set the logits of tokens that the grammars of this step forbid to -inf."""
         rows, bits = self._bitmasks.of_batch(batch.grammar, batch.batch_idx)
         if bits is not None and len(rows):
             place = torch.empty(bits.shape, dtype=torch.uint8, device=logits.device)
@@ -193,7 +195,7 @@ class Sampler:
             apply_bitmask(logits, to_device(rows, logits.device), place)
 
     def _choose(self, logits: Tensor, batch: SampleBatch) -> tuple[Tensor, Tensor]:
-        """(ids int64 [n], checks float32 [n])"""
+        """Draw one token a row. Returns (ids int64 [n], checks float32 [n])."""
         scalars, cutoff = batch.scalars, None
         if self._cuts[batch.rows].any():
             cutoff = find_cutoff(logits, scalars.temperature, scalars.top_k, scalars.top_p, scalars.min_p)

@@ -74,7 +74,8 @@ def _open_gpu(index: int) -> None:
 
 
 def _hash_triton() -> None:
-    """Let Triton compute the part of its cache's keys that is the same for all kernels; it keeps the result."""
+    """Have Triton compute the part of its cache keys that is the same for all kernels, ahead of the first kernel; it
+    keeps the result."""
     with contextlib.suppress(Exception):  # Triton is not installed, or a version that hashes elsewhere
         from triton.runtime.cache import triton_key
 

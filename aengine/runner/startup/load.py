@@ -132,7 +132,7 @@ def _load(
 
 
 def _vectors(config: EngineConfig, checkpoint: ModelSource, device: torch.device) -> VectorLayers | None:
-    """What a decoder's embeddings are made by; None: it gives none."""
+    """Return how the decoder's embeddings are made; None: it gives none."""
     pooling = PoolingConfig.from_wire(checkpoint.pooling)
     mode = pooling.mode if config.pooling == "auto" else config.pooling
     if mode == "cls":

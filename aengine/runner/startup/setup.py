@@ -70,7 +70,7 @@ class RunnerSetup:
 
     @property
     def stage(self) -> PipelineStage:
-        """Which of the model's layers are here."""
+        """The pipeline stage whose layers this rank has."""
         return self.model.weights.stage
 
     @property
@@ -80,8 +80,8 @@ class RunnerSetup:
         return layout.of_layers(self.stage.layers(len(layers)))
 
     def make_runner(self, num_blocks: int, max_model_len: int, *, is_rehearsal: bool = False) -> ModelRunner:
-        """A runner over a KV cache of ``num_blocks``; no graph is captured yet. ``is_rehearsal``: its steps are none of
-        the other pipeline stages'."""
+        """Make a runner over a KV cache of ``num_blocks`` blocks; no graph is captured yet. ``is_rehearsal``: its steps
+        are exchanged with no other pipeline stage."""
         config, platform = self.config, self.platform
         link = self.link
         if is_rehearsal and link is not None:

@@ -17,7 +17,7 @@ __all__ = ["PlainFormat", "PlainWeight", "plain_tensors"]
 
 
 class PlainWeight(Weight):
-    """Multiplied as it is; every verb is an op of its own (kernels/linear.py)."""
+    """A weight of plain numbers, multiplied as it is; every verb is an op of its own (kernels/linear.py)."""
 
     __slots__ = ("weight",)
 

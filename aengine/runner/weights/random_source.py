@@ -17,7 +17,8 @@ CHUNK = 2**21
 
 
 def make_random(target: Target, seed: int) -> Source:
-    """Norm weights near one, the rest small: activations keep their size through any number of layers."""
+    """Make random weights: those of norms near one, others small, so that activations keep their size through any
+    number of layers."""
     is_cpu = target.device.type == "cpu"
     generator = _generator(target.device, seed)
     total = sum((4 if is_cpu else place.dtype.itemsize) * prod(place.shape) for place in target.places.values())

@@ -63,10 +63,11 @@ class CheckpointNames(Protocol):
     """A model's rules by which it requests tensors of those in a checkpoint, where that depends on their names."""
 
     def choose(self, stored: Mapping[str, tuple[int, ...]] | None) -> None:
-        """Request them. ``stored``: names and shapes of all; None: the checkpoint has what the model asks for."""
+        """Request the tensors that the model wants of ``stored``: names and shapes of all that the checkpoint has;
+        None: it has what the model asks for."""
 
     def finish(self, device: torch.device) -> None:
-        """All of them have come; whatever else the model has goes to ``device``. Raises ModelLoadError."""
+        """Called when all tensors have come: move whatever else the model has to ``device``. Raises ModelLoadError."""
 
 
 class WeightScope:

@@ -72,7 +72,7 @@ _DEPTH_OF_ANY = 3
 
 
 class _OnlyAsWhole(Exception):
-    """A schema can't be written part by part; the message names what is in the way."""
+    """Raised for a schema whose grammar can't be written part by part; the message names the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
