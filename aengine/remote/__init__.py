@@ -1,4 +1,4 @@
-"""One engine for several processes: an `AsyncLLM` behind a Unix socket, and `RemoteEngine`, which stands for it.
+"""One engine for several processes: an `AsyncLLM` behind a Unix socket, and `RemoteEngine`, its client.
 
     the engine's process                             app processes, each with a loop of its own
     AsyncLLM <── serve_engine <══ Unix socket ══> connect() ──> RemoteEngine ──> create_app, or code of yours

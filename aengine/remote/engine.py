@@ -1,4 +1,4 @@
-"""`RemoteEngine`: an engine in another process, with the calls of `AsyncLLM` that applications make."""
+"""`RemoteEngine`: the client of an engine in another process, with the calls of `AsyncLLM` that applications make."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class _Calls(ABC):
 
 
 class RemoteEngine(_Calls, PoolingCalls):
-    """An engine that another process of this machine holds: stream, generate, stream_chat, chat, embed, score, rerank
-    and classify as of `AsyncLLM`.
+    """Client of an engine that another process of this machine holds: stream, generate, stream_chat, chat, embed,
+    score, rerank and classify as of `AsyncLLM`.
 
     All of it belongs to the event loop that started it. Requests end when this process does, or its connection.
     ``abort_all``, ``drain`` and ``aclose`` are about its own requests only. There is no ``add_listener``: add one to

@@ -241,7 +241,7 @@ class ConfigReader(ValueReader):
         return (self.text("dtype") or self.text("torch_dtype")).removeprefix("torch.")
 
     def _activation(self) -> Activation:
-        """By ``hidden_activation`` or ``hidden_act``, in transformers' names."""
+        """Return the activation that ``hidden_activation`` or ``hidden_act`` names, in transformers' spelling."""
         key = "hidden_activation" if self.text("hidden_activation") else "hidden_act"
         name = self.text(key) or "silu"
         if name not in ACTIVATIONS:

@@ -36,7 +36,7 @@ S = TypeVar("S", bound=CrossThreadStream)
 
 
 class ThreadHandle(ThreadLife):
-    """Runs a `LocalHandle` on a thread of its own; each call may come from any loop in any thread.
+    """A proxy of a `LocalHandle` that runs on a thread of its own; each call may come from any loop in any thread.
 
     What differs from a `LocalHandle`: `submit` and `abort` return before the engine has seen them, so a request_id that
     is in use, or a queue that others fill at this moment, is an error of the stream.

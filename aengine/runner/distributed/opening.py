@@ -108,7 +108,7 @@ def open_link(rank: Rank, platform: Platform, sizes: StepSizes) -> PipelineLink 
 
 
 def stage_of(rank: Rank) -> PipelineStage:
-    """Which of a model's layers the rank has."""
+    """Return the pipeline stage of the rank: which of the model's layers it has."""
     return PipelineStage(rank.pp_rank, rank.pp_size)
 
 

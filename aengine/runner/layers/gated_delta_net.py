@@ -58,7 +58,7 @@ class DeltaSizes(Divisible):
 
     @property
     def channels(self) -> int:
-        """Those of the convolution: q, k and v."""
+        """Channels of the convolution: elements of q, k and v."""
         return 2 * self.keys + self.values
 
     @property

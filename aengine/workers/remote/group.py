@@ -1,4 +1,4 @@
-"""The host's side of workers on other machines: each looks like a `WorkerProcess` to what uses it.
+"""The host's side of workers on other machines: each has a proxy with the interface of `WorkerProcess`.
 
 RemoteGroup ── ClusterNodes: takes room for the ranks, starts a `Node` for each pipeline stage, gives room back
     └── one _NodeLink a node ── its RemoteWorkers
@@ -159,7 +159,7 @@ def _done(released: asyncio.Future[None], workers: Sequence[RemoteWorker]) -> No
 
 
 class RemoteWorker:
-    """A worker process on another machine."""
+    """Proxy of a worker process on another machine."""
 
     def __init__(self, rank: int, link: _NodeLink, loop: asyncio.AbstractEventLoop) -> None:
         self.rank = rank

@@ -123,7 +123,7 @@ class EmbeddingGemma(Encoder[EmbeddingGemmaConfig]):
         return self.norm(x)
 
     def _freqs_on(self, device: torch.device) -> dict[str, tuple[Tensor, float]]:
-        """They are sent once: the host waits for a copy from memory that is not pinned."""
+        """Return the frequencies on the device, copied once: the host waits for a copy from unpinned memory."""
         if next(iter(self._freqs.values()))[0].device != device:
             self._freqs = {kind: (inv_freq.to(device), factor) for kind, (inv_freq, factor) in self._freqs.items()}
         return self._freqs

@@ -123,7 +123,7 @@ class ModernBert(Encoder[ModernBertConfig]):
         return self.final_norm(x)
 
     def _inv_freqs_on(self, device: torch.device) -> dict[str, Tensor]:
-        """They are sent once: the host waits for a copy from memory that is not pinned."""
+        """Return the frequencies on the device, copied once: the host waits for a copy from unpinned memory."""
         if next(iter(self._inv_freqs.values())).device != device:
             self._inv_freqs = {kind: inv_freq.to(device) for kind, inv_freq in self._inv_freqs.items()}
         return self._inv_freqs
