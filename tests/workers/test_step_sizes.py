@@ -20,8 +20,8 @@ async def test_a_prompt_beside_streams_takes_steps_of_the_workers_sizes(monkeypa
     seconds: dict[int, float] = {}
     schedule = Scheduler.schedule
 
-    def noted(self: Scheduler, *, is_leased: bool = False) -> SchedulerOutput | None:
-        out = schedule(self, is_leased=is_leased)
+    def noted(self: Scheduler, *, can_be_undone: bool = False) -> SchedulerOutput | None:
+        out = schedule(self, can_be_undone=can_be_undone)
         if out is not None and any(count > 1 for count in out.num_scheduled_tokens):
             steps.append(list(out.num_scheduled_tokens))
             seconds[out.step_id] = 1e-4 * min(size for size in STEP_SIZES if size >= sum(steps[-1]))
