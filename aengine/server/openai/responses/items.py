@@ -72,8 +72,8 @@ class Items:
         self._events = events
         self._entries = entries
         self._fields_of_call = fields_of_call
-        self._texts: list[str] = []  # of the open item: its text or its arguments
-        self._logprobs: list[bytes] = []  # of the open message, an entry a token
+        self._texts: list[str] = []  # pieces of the open item's text or arguments
+        self._logprobs: list[bytes] = []  # JSON of the open message's log-probabilities, an entry a token
         self._open: str | None = None  # type of the open item
         self._place = ""  # fields that place a delta in the open item
         self._blank = ""  # white space before a message that has not begun; before a call no message is begun for it
