@@ -21,7 +21,7 @@ from .limits.bounds import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
-from .limits.checks import size_of
+from .limits.checks import check_name, size_of
 from .settings import SAMPLING_SETTINGS, STRUCTURED_OUTPUT_SETTINGS, described
 
 __all__ = [
@@ -36,6 +36,8 @@ __all__ = [
     "Show",
     "StructuredOutput",
     "chat_options",
+    "check_options",
+    "check_params",
     "generate_options",
     "request_options",
 ]
@@ -43,6 +45,7 @@ __all__ = [
 T = TypeVar("T")
 
 _INT32_MAX = 2**31 - 1
+_MAX_DEADLINE = 1e8  # seconds; three years, which every event loop's timers can hold
 _MOST_SHOWN = 1000  # characters and values of what is written out for a message; of more only the beginning is
 _REPR = Repr()
 
@@ -499,3 +502,32 @@ def _check_names(given: Mapping[str, Any], known: Any) -> None:
         else:
             message = unknown_name(name, {*known, "output_type"})
         raise InvalidRequestError(message, param=name)
+
+
+def check_params(params: object) -> None:
+    """Raise InvalidRequestError for what are no parameters."""
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequestError(f"params must be SamplingParams, not {type(params).__name__}", param="params")
+
+
+def check_options(options: CallOptions) -> None:
+    """Raise InvalidRequestError for options that no engine can take."""
+    for name, limit in (("deadline", options.deadline), ("first_token_deadline", options.first_token_deadline)):
+        if limit is not None and (
+            isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit <= _MAX_DEADLINE
+        ):
+            raise InvalidRequestError(
+                f"{name} must be a number of seconds above 0 and at most {_MAX_DEADLINE:g}", param=name
+            )
+    priority: object = options.priority
+    if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
+        raise _fail("priority", priority, "an integer of 64 bits")
+    for name, value in (("request_id", options.request_id), ("cache_salt", options.cache_salt)):
+        if value is None:
+            continue
+        if not isinstance(value, str) or not value:
+            raise _fail(name, value, "a non-empty string")
+        check_name(name, value)
+        if not is_unicode(value):
+            cause = "it has half of a surrogate pair, which is no character; remove it, or give another name"
+            raise InvalidRequestError(f"{name}={shown(value)} is not valid: {cause}", param=name)

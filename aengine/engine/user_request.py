@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..checkpoint.sampling_defaults import SamplingDefaults
 from ..errors import InvalidRequestError
-from ..limits.checks import check_name
-from ..params import CallOptions, SamplingParams, StructuredOutput, is_unicode, shown
+from ..params import CallOptions, SamplingParams, StructuredOutput, check_options, check_params
 from .scheduler.request import Request
 from .streams.token_stream import Mailbox
 from .structured.asked_type import AskedType
@@ -21,10 +20,7 @@ if TYPE_CHECKING:
     from .replicas.replica import Replica
     from .structured.backend import Compiled
 
-__all__ = ["MAX_DEADLINE", "Limits", "Phase", "PooledText", "Prepared", "UserRequest", "check_options", "check_request"]
-
-MAX_DEADLINE = 1e8
-"""Seconds; three years, which every event loop's timers can hold."""
+__all__ = ["Limits", "Phase", "PooledText", "Prepared", "UserRequest", "check_request"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +109,7 @@ def check_request(limits: Limits, has_tokenizer: bool, kind: str, params: Sampli
     """Raise InvalidRequestError for options and parameters that this engine can't take. ``kind``: of the prompt."""
     if "generate" not in limits.tasks:
         raise InvalidRequestError(_why_it_generates_nothing(limits), param="prompt")
-    if not isinstance(params, SamplingParams):
-        raise InvalidRequestError(f"params must be SamplingParams, not {type(params).__name__}", param="params")
+    check_params(params)
     check_options(options)
     if not has_tokenizer:
         if kind == "chat":
@@ -131,26 +126,3 @@ def check_request(limits: Limits, has_tokenizer: bool, kind: str, params: Sampli
                 raise InvalidRequestError(
                     f"{name} names token {token_id}, but this model has {vocab_size} tokens", param=name
                 )
-
-
-def check_options(options: CallOptions) -> None:
-    """Raise InvalidRequestError for options that no engine can take."""
-    for name, limit in (("deadline", options.deadline), ("first_token_deadline", options.first_token_deadline)):
-        if limit is not None and (
-            isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit <= MAX_DEADLINE
-        ):
-            raise InvalidRequestError(
-                f"{name} must be a number of seconds above 0 and at most {MAX_DEADLINE:g}", param=name
-            )
-    priority: object = options.priority
-    if isinstance(priority, bool) or not isinstance(priority, int):
-        raise InvalidRequestError(f"priority={shown(priority)} is not valid: it must be an integer", param="priority")
-    for name, value in (("request_id", options.request_id), ("cache_salt", options.cache_salt)):
-        if value is None:
-            continue
-        if not isinstance(value, str) or not value:
-            raise InvalidRequestError(f"{name}={shown(value)} is not valid: it must be a non-empty string", param=name)
-        check_name(name, value)
-        if not is_unicode(value):
-            cause = "it has half of a surrogate pair, which is no character; remove it, or give another name"
-            raise InvalidRequestError(f"{name}={shown(value)} is not valid: {cause}", param=name)

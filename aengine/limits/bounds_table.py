@@ -83,7 +83,7 @@ BOUNDS = (
     Bound("variables of a chat template", f"{MAX_VARIABLES:,}", _INVALID, "chat_template_kwargs"),
     Bound(
         "a JSON schema, also of a type; the tools' together; a list of choices",
-        "1 MiB, 128 levels, 2 s to compile ([structured.md](structured.md#limits))",
+        "1 MiB, 124 levels, 2 s to compile ([structured.md](structured.md#limits))",
         _GRAMMAR,
         "json_schema json_ schema_ choice output_type structured_output",
     ),
@@ -130,7 +130,7 @@ BOUNDS = (
     ),
     Bound(
         "numbers that no work grows with",
-        "32 bits, `seed` 64",
+        "32 bits, `seed` and `priority` 64",
         _INVALID,
         "top_k seed priority",
     ),

@@ -23,7 +23,15 @@ from ..engine.tokenizer.async_tokenizer import AsyncTokenizer
 from ..errors import ContextLengthError, EngineClosedError, EngineError, InvalidRequestError
 from ..limits.checks import check_num_characters, check_num_messages, check_num_values
 from ..outputs import Completion, Token
-from ..params import ChatOptions, RequestOptions, SamplingParams, chat_options, request_options
+from ..params import (
+    ChatOptions,
+    RequestOptions,
+    SamplingParams,
+    chat_options,
+    check_options,
+    check_params,
+    request_options,
+)
 from ..telemetry.metrics import Statistics
 from ..telemetry.trace_context import current_trace
 from .connection import Connection
@@ -165,13 +173,15 @@ class RemoteEngine(_Calls, PoolingCalls):
         output_type: Any = None,
         **options: Unpack[RequestOptions],
     ) -> RemoteStream[Token, Completion[Any]]:
-        """See `AsyncLLM.stream`. What is wrong with the request is raised by the stream, what is too large here: it is
-        not sent.
+        """See `AsyncLLM.stream`. What is too large, or wrong with the options, is raised here, and what else is wrong
+        with the request by the stream.
 
         A new ``output_type`` is described before this returns: some milliseconds as a rule. `generate` does so in a
         thread.
         """
-        return self._begin("stream", prompt, params, output_type, asdict(request_options(options)))
+        checked = request_options(options)
+        check_options(checked)
+        return self._begin("stream", prompt, params, output_type, asdict(checked))
 
     async def generate(
         self,
@@ -182,8 +192,10 @@ class RemoteEngine(_Calls, PoolingCalls):
         **options: Unpack[RequestOptions],
     ) -> Completion[Any]:
         """See `AsyncLLM.generate`."""
+        checked = request_options(options)
+        check_options(checked)
         await self._describe(output_type)
-        stream = self._begin("generate", prompt, params, output_type, asdict(request_options(options)))
+        stream = self._begin("generate", prompt, params, output_type, asdict(checked))
         async with stream:
             completion: Completion[Any] = await stream.wait()
             return completion
@@ -198,7 +210,7 @@ class RemoteEngine(_Calls, PoolingCalls):
     ) -> RemoteStream[Delta, ChatCompletion[Any]]:
         """See `AsyncLLM.stream_chat`, and `stream` for ``output_type``. What is wrong with the request is raised by the
         stream."""
-        chat_options(options)
+        check_options(chat_options(options)[1])
         return self._begin("chat", messages, params, output_type, plain_options(options))
 
     async def chat(
@@ -220,6 +232,8 @@ class RemoteEngine(_Calls, PoolingCalls):
         connection = self._check()
         if self._life == "draining":
             raise EngineClosedError("the engine drains: it takes no new requests")
+        if params is not None:
+            check_params(params)
         _check_size(self.describe()["max_model_len"], prompt, options.get("tools"), options)
         params, known = typed_params(params, output_type, options.get("on_unsupported", "error"))
         if known is not None and method != "chat":

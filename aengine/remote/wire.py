@@ -166,15 +166,14 @@ def pooling_from_wire(data: Any) -> PoolingRequest:
 
 
 def pooled_to_wire(result: PoolingResult) -> Any:
-    return [result.values.tobytes(), len(result.values), to_wire(result.usage)]
+    return [result.values.tobytes(), result.values.shape, to_wire(result.usage)]
 
 
 def pooled_from_wire(data: Any) -> PoolingResult:
     import numpy as np
 
-    values, num_rows, usage = data
-    rows = np.frombuffer(values, dtype=np.float32)
-    return PoolingResult(rows.reshape(num_rows, -1) if num_rows else rows.reshape(0, 0), from_wire(Usage, usage))
+    values, shape, usage = data
+    return PoolingResult(np.frombuffer(values, dtype=np.float32).reshape(shape), from_wire(Usage, usage))
 
 
 # -- parameters and errors

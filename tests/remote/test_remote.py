@@ -127,6 +127,29 @@ async def test_what_is_wrong_is_the_same_error(tmp_path: Path) -> None:
         await until_idle(engine)
 
 
+async def test_wrong_parameters_and_options_are_the_same_error(tmp_path: Path) -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    calls: list[dict[str, Any]] = [{"params": {"temperature": 0}}, {"request_id": ""}, {"request_id": []}]
+    calls += [{"priority": wrong} for wrong in (2**63, -(2**63) - 1, object(), endless)]
+    async with both(tmp_path, "a") as (engine, remote):
+        for options in calls:
+            for near, far in ((engine.generate, remote.generate), (engine.chat, remote.chat)):
+                raised = []
+                for call in (near, far):
+                    with pytest.raises(InvalidRequestError) as caught:
+                        await call(HELLO, **options)
+                    raised.append((str(caught.value), caught.value.param))
+                assert raised[0] == raised[1]
+        assert (await remote.generate("x", priority=2**63 - 1)).text == "a"
+
+
+async def test_no_inputs_have_no_scores(tmp_path: Path) -> None:
+    async with both(tmp_path, "a") as (engine, remote):
+        assert len(await engine.score("a", [])) == len(await remote.score("a", [])) == 0
+        assert len(await engine.embed([])) == len(await remote.embed([])) == 0
+
+
 class City(BaseModel):
     name: str
     people: int = Field(ge=0)

@@ -16,7 +16,7 @@ from aengine.engine.structured.backend import Compiled
 from aengine.engine.structured.llguidance.backend import LLGuidanceBackend
 from aengine.engine.structured.llguidance.json_schema import left_out_of, make_readable
 from aengine.engine.structured.llguidance.patterns import rust_pattern
-from aengine.engine.structured.spec import spec_of
+from aengine.engine.structured.spec import MAX_DEPTH, spec_of
 from aengine.engine.structured.vocabulary import Vocabulary
 
 
@@ -34,6 +34,15 @@ def compiled(backend: LLGuidanceBackend, schema: Any, *, relax: bool = False) ->
 def accepts(grammar: Compiled, text: str) -> bool:
     matcher = grammar.matcher()
     return matcher.accept(list(text.encode())) == len(text) and matcher.is_accepting
+
+
+def test_the_deepest_schema_is_read(letters: LLGuidanceBackend) -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(MAX_DEPTH - 1):
+        schema = {"items": schema}
+    assert accepts(compiled(letters, schema), "[[1]]")
+    with pytest.raises(GrammarError, match="deeper than"):
+        compiled(letters, {"items": schema})
 
 
 BOUNDS = (-10, -1.5, -1, -0.5, -0.1, 0, 0.1, 0.5, 1, 1.5, 2, 10, 10.5)

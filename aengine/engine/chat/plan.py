@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from ...errors import InvalidRequestError
 from ...limits.checks import check_size, is_long
-from ...params import SamplingParams
+from ...params import SamplingParams, check_params
 from ..structured.asked_type import OnUnsupported, check_on_unsupported, constraint_of
 from ..structured.output_type import OutputType
 from ..structured.spec import GrammarSpec, spec_of
@@ -56,10 +56,7 @@ class ChatRequest(PromptPart):
     """The last three."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.params, SamplingParams):
-            raise InvalidRequestError(
-                f"params must be SamplingParams, not {type(self.params).__name__}", param="params"
-            )
+        check_params(self.params)
         if not self.params.detokenize:
             raise InvalidRequestError("a chat needs the text: detokenize must be True", param="detokenize")
         object.__setattr__(self, "messages", checked_messages(self.messages))

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ...errors import ContextLengthError, DeadlineExceededError, InvalidRequestError, RequestError
 from ...limits.bounds import LONG_TEXT
 from ...outputs import Usage
-from ...params import CallOptions, shown
+from ...params import CallOptions, check_options, shown
 from ..core import EngineCore
 from ..streams.token_stream import Token
 from ..threads.pools import run_in_thread
 from ..threads.yield_gil import yield_gil
 from ..tokenizer.pooled_texts import YesNoPrompt, encode_pairs, encode_texts
 from ..tokenizer.tokenizer import Tokenizer
-from ..user_request import PooledText, UserRequest, check_options
+from ..user_request import PooledText, UserRequest
 from .requests import PoolingRequest, PoolingResult
 
 T = TypeVar("T")

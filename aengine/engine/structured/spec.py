@@ -46,8 +46,8 @@ MAX_JSON_BYTES = 1 << 20
 """Size of a schema or a list of choices: a compile takes longer with its length, and can't be stopped."""
 MAX_PATTERN_BYTES = 64 << 10
 """Size of a regex or a grammar: written by hand, so far smaller; automata grow faster than their pattern."""
-MAX_DEPTH = 128
-"""Levels of lists and objects in a schema. llguidance refuses 200, and readers that recurse must be safe."""
+MAX_DEPTH = 124
+"""Levels of lists and objects in a schema. llguidance reads no more, and readers that recurse must be safe."""
 MAX_NUMBER_BITS = 4096
 """Bits of an integer. Python refuses to write one of more than 4300 digits, and no grammar needs one."""
 
