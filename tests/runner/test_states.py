@@ -12,6 +12,7 @@ import torch
 from scheduler_invariants import check_scheduler
 from torch import Tensor
 
+from aengine.engine.pacing.multi_step import undo_steps
 from aengine.engine.scheduler import kv_cache_manager
 from aengine.engine.scheduler.request import Request
 from aengine.engine.scheduler.scheduler import Scheduler
@@ -148,8 +149,9 @@ class Engine:
     def schedule(self, is_leased: bool) -> None:
         if len(self.steps) == 4 or (is_leased and not self.scheduler.is_steady):
             return
-        message = self.scheduler.schedule(is_leased=is_leased)
+        message = self.scheduler.schedule(can_be_undone=is_leased)
         if message is not None:
+            message.is_leased = is_leased
             self.steps.append(Step(message.step_id, message))
 
     def begin(self) -> None:
@@ -176,7 +178,7 @@ class Engine:
             count += 1
         if count:
             self.num_revoked += count
-            self.scheduler.revoke(count)
+            undo_steps(self.scheduler.rows, count)
             del self.steps[-count:]
 
     def die(self) -> None:
