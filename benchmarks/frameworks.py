@@ -1,14 +1,14 @@
 """What an agent framework costs the loop of an in-process engine. JSON to stdout, a line a framework.
 
     python benchmarks/frameworks.py                         all that are installed
-    python benchmarks/frameworks.py --before 967ec1b        beside the adapters of that commit, in turn in the same run
+    python benchmarks/frameworks.py --beside /other/tree    and those of another checkout, in turn in the same run
     python benchmarks/frameworks.py --only langchain --streams 1 16
 
-The engine is scripted (aengine.testing), so that nothing but the host's work is measured. Each round asks every variant
-in turn: for whole answers, and for streams whose tokens come ``--delay`` apart. ``bare`` is the engine's own
-`stream_chat`. CPU is that of the thread of the loop (for smolagents, whose agents block: of the engine's thread and the
-agent's together), in microseconds: ``us_a_token`` of streamed answers, ``us_a_call`` of a whole answer of one token;
-``first_ms`` is wall time from the call to the first piece. All are medians over the rounds.
+The engine is scripted (aengine.testing), so that nothing but the host's work is measured. Each round asks in turn
+``bare``, the engine's own `stream_chat`, and the framework's model: for whole answers, and for streams whose tokens
+come ``--delay`` apart. CPU is that of the loop's thread (for smolagents, whose agents block, of the engine's), in
+microseconds: ``us_a_token`` of streamed answers, ``us_a_call`` of a whole answer of one token; ``first_ms`` is wall
+time from the call to the first piece. All are medians over the rounds, of which each tree has a process of its own.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import argparse
 import asyncio
 import gc
 import importlib
-import importlib.util
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -42,26 +42,6 @@ MESSAGES = [{"role": "user", "content": "How warm is it in Paris?"}]
 
 Ask = Callable[[], Awaitable[object]]
 Read = Callable[[], AsyncIterator[object]]
-
-
-def adapters_of(commit: str) -> str:
-    """Make the adapters of a commit a package beside today's, over today's engine. Returns its name."""
-    name = "aengine.integrations_before"
-    folder = Path(tempfile.mkdtemp())
-    listed = subprocess.run(
-        ["git", "ls-tree", "--name-only", f"{commit}:aengine/integrations"], cwd=ROOT, capture_output=True, check=True
-    )
-    for file in listed.stdout.decode().split():
-        source = subprocess.run(
-            ["git", "show", f"{commit}:aengine/integrations/{file}"], cwd=ROOT, capture_output=True, check=True
-        )
-        (folder / file).write_bytes(source.stdout)
-    init, places = folder / "__init__.py", [str(folder)]
-    spec = importlib.util.spec_from_file_location(name, init, submodule_search_locations=places)
-    assert spec is not None and spec.loader is not None
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return name
 
 
 # -- a framework: its model over an engine, as a call for a whole answer and one for a stream
@@ -192,56 +172,69 @@ async def whole(ask: Ask, calls: int, cpu: Callable[[], float]) -> float:
     return (cpu() - before) / calls
 
 
-async def measure(name: str, args: argparse.Namespace, before: str | None) -> dict[str, Any]:
+def cpu_of_others() -> Callable[[], float]:
+    """Return what reads the CPU time of all threads but this one: those of engines."""
+    others = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
+    clocks = [time.pthread_getcpuclockid(thread.ident) for thread in others if thread.ident is not None]
+    return lambda: sum(map(time.clock_gettime, clocks))
+
+
+async def measure(name: str, args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """One round, after one that warms."""
     is_blocking = name == "smolagents"
-    cpu = time.process_time if is_blocking else time.thread_time
-    modules: dict[str, ModuleType | None] = {"bare": None}
-    if before is not None:
-        modules["before"] = importlib.import_module(f"{before}.{name}")
-    modules["now"] = importlib.import_module(f"aengine.integrations.{name}")
+    module = importlib.import_module(f"aengine.integrations.{name}")
     text = (TEXT * 100)[: args.tokens]
-    results: dict[str, dict[str, list[float]]] = {variant: {} for variant in modules}
+    results: dict[str, dict[str, float]] = {}
     async with (
         FakeAsyncLLM(lambda _: text, token_delay=args.delay, own_thread=is_blocking) as engine,
         FakeAsyncLLM(lambda _: "y", own_thread=is_blocking) as quick,
     ):
-        both = {
-            variant: [(bare if module is None else FRAMEWORKS[name])(module, e) for e in (engine, quick)]
-            for variant, module in modules.items()
-        }
-        for ask, _ in (asked[1] for asked in both.values()):
-            await whole(ask, 20, cpu)  # warm
+        cpu = cpu_of_others() if is_blocking else time.thread_time
+        makers = {"bare": bare, "framework": FRAMEWORKS[name]}
+        both = {variant: [make(module, e) for e in (engine, quick)] for variant, make in makers.items()}
         gc.freeze()
-        streams = [1] if is_blocking else args.streams
-        for index in range(args.rounds + 1):
+        for _ in range(2):
             for variant, ((_, read), (ask, _)) in both.items():
                 found = {"us_a_call": await whole(ask, args.calls, cpu) * 1e6}
-                for number in streams:
+                for number in [1] if is_blocking else args.streams:
                     seconds, first = await streamed(read, number, cpu)
                     found[f"us_a_token_{number}"] = seconds / number / args.tokens * 1e6
                     found[f"first_ms_{number}"] = first * 1e3
-                for key, value in found.items() if index else ():  # the first round warms
-                    results[variant].setdefault(key, []).append(value)
-    rounded = {
-        variant: {key: round(statistics.median(values), 2) for key, values in found.items()}
-        for variant, found in results.items()
-    }
-    return {"framework": name, "tokens": args.tokens, "delay": args.delay, "rounds": args.rounds, **rounded}
+                results[variant] = found
+    return results
+
+
+def in_tree(tree: Path, name: str) -> dict[str, dict[str, float]]:
+    """`measure` in a process over the package of a tree."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--one", name]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tree)}, stdout=subprocess.PIPE, check=True)
+    found: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", metavar="COMMIT", help="adapters to compare with")
+    parser.add_argument("--beside", metavar="TREE", type=Path, help="another checkout, to compare with")
     parser.add_argument("--only", nargs="+", choices=FRAMEWORKS, default=list(FRAMEWORKS))
-    parser.add_argument("--streams", nargs="+", type=int, default=[1, 16])
+    parser.add_argument("--streams", nargs="+", type=int, default=[1, 4, 16])
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--delay", type=float, default=0.002, help="seconds between tokens")
     parser.add_argument("--calls", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--one", choices=FRAMEWORKS, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    before = None if args.before is None else adapters_of(args.before)
+    if args.one is not None:
+        print(json.dumps(asyncio.run(measure(args.one, args))))
+        return
+    trees = {"here": ROOT} | ({} if args.beside is None else {"beside": args.beside.resolve()})
     for name in args.only:
-        print(json.dumps(asyncio.run(measure(name, args, before))), flush=True)
+        rounds = [{key: in_tree(tree, name) for key, tree in trees.items()} for _ in range(args.rounds)]
+        line: dict[str, Any] = {"framework": name, "tokens": args.tokens, "delay": args.delay, "rounds": args.rounds}
+        for key in trees:
+            for variant, found in rounds[0][key].items():
+                medians = {figure: statistics.median(one[key][variant][figure] for one in rounds) for figure in found}
+                line[f"{key} {variant}"] = {figure: round(value, 2) for figure, value in medians.items()}
+        print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":
