@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from typing import Any, Literal
 
 from ..errors import (
@@ -82,6 +82,8 @@ class ChatAEngine(ChatOpenAI):
     @model_validator(mode="before")
     @classmethod
     def _of_engine(cls, values: dict[str, Any]) -> dict[str, Any]:
+        if "engine" not in values:
+            return values  # pydantic says that it is missing
         known = {*cls.model_fields, *(field.alias for field in cls.model_fields.values())}
         if unknown := values.keys() - known:
             raise ValueError(
@@ -141,9 +143,11 @@ class ChatAEngine(ChatOpenAI):
     async def _astream(self, *args: Any, **kwargs: Any) -> AsyncIterator[ChatGenerationChunk]:
         with _their_errors():
             end = _End(self._has_shape(kwargs))
-            async for chunk in super()._astream(*args, **kwargs):
-                end.check_chunk(chunk)
-                yield chunk
+            stream: Any = super()._astream(*args, **kwargs)
+            async with aclosing(stream) as chunks:
+                async for chunk in chunks:
+                    end.check_chunk(chunk)
+                    yield chunk
 
     def _bind_blocking_client(self) -> None:
         if self.client is _LATER:

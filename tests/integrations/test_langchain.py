@@ -221,6 +221,8 @@ async def test_parameters_are_the_engines_and_those_of_a_call_go_first() -> None
         for wrong, message in wrong_ones:
             with pytest.raises(ModelInvalidRequestError, match=message):
                 await ChatAEngine(engine=engine).ainvoke("?", **wrong)
+        with pytest.raises(ValidationError, match="engine"):
+            ChatAEngine()  # type: ignore[call-arg]
         with pytest.raises(ValidationError, match="colour"):
             ChatAEngine(engine=engine, colour=1)  # type: ignore[call-arg]
 
