@@ -42,6 +42,9 @@ _PUBLIC: dict[type[EngineError], str] = {
 }
 """What clients read of the engine's own failures, whose texts have paths of this machine and other requests' data."""
 
+_NOT_STRICT = 'a request without "strict": true leaves out'
+"""What HTTP has for the engine's on_unsupported."""
+
 _ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}", re.IGNORECASE)
 """Of an object, in the text that Python gives it: whoever knows it knows where the process' memory lies."""
 
@@ -64,6 +67,8 @@ def http_error(error: BaseException, body: Body | None = None) -> HTTPError:
             return HTTPError(400, _renamed(text, names), code="context_length_exceeded")
         case GrammarError():
             place = "tools" if error.tool is not None else ("response_format" if body is None else body.place_of_shape)
+            cure = "response_format leaves out" if place.startswith("structured_outputs") else _NOT_STRICT
+            text = text.replace('on_unsupported="relax" leaves out', cure)
             return HTTPError(400, text, code=f"schema_{error.kind}", param=place + error.path.removeprefix("$"))
         case InvalidRequestError():
             param = names.get(error.param or "", error.param)

@@ -130,8 +130,8 @@ async def test_a_slash_at_the_end_of_a_path_changes_nothing() -> None:
         assert (await client.get("/v1/nothing/")).status_code == 404
 
 
-def shaped(schema: object) -> dict[str, Any]:
-    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+def shaped(schema: object, *, strict: bool = False) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema, "strict": strict}}}
 
 
 def with_tool(schema: object) -> dict[str, Any]:
@@ -160,3 +160,16 @@ async def test_an_error_names_the_field(body: dict[str, Any], param: str) -> Non
         headers = {"content-type": "application/json"}
         answer = await client.post("/v1/chat/completions", content=text, headers=headers)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "cure"),
+    [
+        ("/v1/chat/completions", {"messages": HELLO, **shaped({"uniqueItems": True}, strict=True)}, '"strict": true'),
+        ("/v1/completions", {"prompt": "x", "structured_outputs": {"json": {"uniqueItems": True}}}, "response_format"),
+    ],
+)
+async def test_the_cure_of_a_schema_is_a_field_of_the_body(path: str, body: dict[str, Any], cure: str) -> None:
+    async with FakeAsyncLLM("a") as engine, client_of(engine) as client:
+        message = (await client.post(path, json=body)).json()["error"]["message"]
+        assert cure in message and "on_unsupported" not in message
