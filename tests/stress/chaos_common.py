@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from scheduler_invariants import check_scheduler
 
 sys.path.append(str(Path(__file__).parents[1]))
 from conftest_api import core_of
+from scheduler_invariants import check_scheduler
 
 from aengine import AsyncLLM, EngineConfig
 from aengine.engine.executor import ProcessExecutor

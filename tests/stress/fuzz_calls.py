@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from conftest_api import core_of
 from fuzz_frames import Report, mutated
 from fuzz_values import HostileError, anything, async_function, nested, shuffled_text, some_function
 
@@ -29,6 +28,7 @@ from aengine import (
 from aengine.ipc.messages import Kind, MessageError, ModelRunnerOutput, pack, unpack
 
 sys.path.append(str(Path(__file__).parents[1]))
+from conftest_api import core_of
 from fakes import FakeExecutor
 
 PATIENCE = 60.0  # seconds until a call is said to hang

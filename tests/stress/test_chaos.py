@@ -34,3 +34,11 @@ def test_a_little_of_a_part(options: str, key: str, count: int, rng: random.Rand
     assert done.returncode == 0, done.stdout + done.stderr
     line = json.loads(done.stdout)
     assert line[key] == count and line["broken"] == []
+
+
+@pytest.mark.parametrize("program", ["chaos", "fuzz", "fuzz_files", "grow", "transformers_classes"])
+def test_the_programs_find_what_they_import(program: str) -> None:
+    """By their own search path, not by that of these tests."""
+    command = [sys.executable, str(SCRIPT.with_name(f"{program}.py")), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1] / "models"))
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "models")]
 import torch
 from scenarios import check_scenarios
 from zoo import causal_lms, write_zoo_model
