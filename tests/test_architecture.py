@@ -554,11 +554,11 @@ def test_names_of_loggers_are_pinned() -> None:
     assert [name for name in found if f"`{name}`" not in page] == []
 
 
-@pytest.mark.parametrize("folder", ["benchmarks", "examples", "scripts"])
+@pytest.mark.parametrize("folder", ["benchmarks", "examples", "scripts", "tests"])
 def test_what_programs_beside_the_package_import_is_there(folder: str) -> None:
-    """Most of them are run by hand, now and then."""
+    """Many of them are run by hand, now and then, or where there is a GPU."""
     gone = []
-    for path in sorted((ROOT / folder).glob("*.py")):
+    for path in sorted((ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("aengine."):
                 names = _names_in(PACKAGE.joinpath(*node.module.split(".")[1:]))  # type: ignore[union-attr]

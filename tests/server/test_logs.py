@@ -17,7 +17,7 @@ from serving import Served, rest_of
 from aengine.server import create_app
 from aengine.server.in_process import streaming_transport
 from aengine.server.logs import AccessLog, JSONFormatter, rates
-from aengine.server.serve import Farewell
+from aengine.server.serve import ShutdownLog
 from aengine.testing import FakeAsyncLLM
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -136,7 +136,7 @@ async def test_who_is_waited_for(count: int, said: str, caplog: pytest.LogCaptur
         tasks = [asyncio.create_task(engine.chat(HELLO)) for _ in range(count)]
         while engine.statistics().num_running < count:
             await asyncio.sleep(0.001)
-        with Farewell(engine, 14.0):
+        with ShutdownLog(engine, 14.0):
             engine.abort_all()
             await asyncio.gather(*tasks)
     begun, ended = [record.getMessage() for record in caplog.records if record.name == "aengine.server"]
