@@ -327,15 +327,15 @@ MOST_METHODS = 20
 
 
 BUDGETS = {
-    "root": 2750,
+    "root": 2780,
     "checkpoint": 2210,
     "cli": 1520,
-    "engine": 24050,
+    "engine": 24010,
     "integrations": 2570,
     "ipc": 2220,
     "kernels": 8500,
     "limits": 550,
-    "remote": 1590,
+    "remote": 1600,
     "runner": 16090,
     "server": 5940,
     "telemetry": 1100,
