@@ -49,7 +49,7 @@ def test_a_model_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert "run `aengine model add tiny`" in capsys.readouterr().err
     assert main(["model", "remove", "tiny"]) == 0
     assert "nothing to remove" in capsys.readouterr().err
-    assert main(["model", "path", "owner/repository"]) == 1
+    assert main(["model", "path", "owner/repository"]) == 2
     assert "'owner/repository' is no embedded model (tiny)" in capsys.readouterr().err
 
 

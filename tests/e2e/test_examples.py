@@ -207,13 +207,13 @@ def test_command_line(tmp_path: Path) -> None:
 
 
 def test_command_line_errors_are_one_line() -> None:
-    for arguments in (
-        ("run", "no-such-model", "Hi"),
-        ("run", "smollm2-135m", "Hi", "--temperature", "-1"),
-        ("run", "smollm2-135m", ""),
+    for code, arguments in (
+        (1, ("run", "no-such-model", "Hi")),
+        (2, ("run", "smollm2-135m", "Hi", "--temperature", "-1")),
+        (2, ("run", "smollm2-135m", "")),
     ):
         done = run("-m", "aengine", *arguments, "-q")
-        assert done.returncode == 1
+        assert done.returncode == code
         assert done.stderr.startswith("aengine: ") and "Traceback" not in done.stderr, done.stderr
 
 

@@ -96,7 +96,7 @@ def test_a_port_in_use_is_one_line() -> None:
 def test_wrong_options_are_known_before_the_model_loads(workers: tuple[object, ...]) -> None:
     for option in ("--api-key=", "--allow-origin=chat.example"):
         with Served("--port", 0, option, *workers) as served:
-            assert served.end() == 1
+            assert served.end() == 2
             (line,) = served.log.splitlines()
             assert line.startswith("aengine: ") and "is served" not in line
 

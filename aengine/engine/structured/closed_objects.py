@@ -377,8 +377,10 @@ class _Closing:
             stack += [member for keyword in ("allOf", *_UNIONS) for member in _members(one, keyword)]
         return found
 
-    def _are_apart(self, members: list[Any]) -> bool:
+    def _are_apart(self, members: Any) -> bool:
         """Return whether no object fits two members of a ``oneOf``, by their types or a constant."""
+        if not isinstance(members, list):  # no list of schemas: at most one
+            return True
         if id(members) not in self._apart:
             self._apart[id(members)] = self._have_a_constant(members)
         return self._apart[id(members)]
