@@ -53,7 +53,8 @@ class StepQueue:
         self._frames.append(frame)
 
     def next_frame(self, *, may_step: bool) -> Queued | None:
-        """Return the oldest frame; None: it is a step, and ``may_step`` is False or it has to `wait`."""
+        """Return the oldest frame; None: there is none, or it is a step and ``may_step`` is False or the leading rank
+        has not begun it."""
         if not self._frames:
             return None
         frame = self._frames[0]
