@@ -102,7 +102,7 @@ _MOST_ENTRIES = 1 << 16
 """Of metadata pairs, tensors, arrays within arrays: each costs a round of Python. Models have some thousands."""
 _MOST_HEADER = 1 << 28
 """Bytes of a header. A vocabulary of 300,000 tokens and its merges take 20 MB."""
-_MOST_NAME = 1 << 10  # bytes of a key's or a tensor's name, which errors show
+_MOST_NAME = 1 << 8  # bytes of a key's or a tensor's name, which errors show whole
 _MOST_FLOATS = 1 << 16  # most numbers that are read as a setting
 _MIN_PAIR_BYTES = 8 + 4 + 1  # an empty key, the type, a one-byte value
 _MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8  # an empty name, one dimension

@@ -162,10 +162,11 @@ async def test_a_worker_that_scribbles_on_its_rings(seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(170)
-def test_spoiled_model_files(rng: random.Random) -> None:
-    """In a process of its own: it forks one for each case, which a process with threads must not."""
+def test_spoiled_model_files() -> None:
+    """The same forty cases each time; `make stress` runs others. In a process of its own: it forks one for each case,
+    which a process with threads must not."""
     program = Path(__file__).with_name("fuzz_files.py")
-    command = [sys.executable, str(program), "--cases", "40", "--seed", str(rng.getrandbits(30))]
+    command = [sys.executable, str(program), "--cases", "40", "--seed", "614015349"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=165)
     assert done.returncode == 0, done.stdout + done.stderr
 
