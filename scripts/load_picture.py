@@ -1,10 +1,10 @@
-"""Writes docs/load.svg and the table of docs/gpu.md from docs/load.json: first token and throughput against load.
+"""Writes load.svg and the table of gpu.md from load.json, in benchmarks/results: first token and throughput by load.
 
 python scripts/load_picture.py RESULTS/traffic.jsonl    # take the Poisson runs of benchmarks/traffic.py in, then both
 python scripts/load_picture.py                          # only picture and table
 python scripts/load_picture.py --check                  # exit status 1 if picture or table are others
 
-docs/load.json: {"engine": [{"rate", "p50", "p99", "tokens_per_s"}, ...]}, requests a second, milliseconds until the
+load.json: {"engine": [{"rate", "p50", "p99", "tokens_per_s"}, ...]}, requests a second, milliseconds until the
 first token; null: not measured.
 """
 
@@ -19,8 +19,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
-FIGURES, PICTURE, PAGE = DOCS / "load.json", DOCS / "load.svg", DOCS / "gpu.md"
+RESULTS = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+FIGURES, PICTURE, PAGE = RESULTS / "load.json", RESULTS / "load.svg", RESULTS / "gpu.md"
 BEGIN, END = "<!-- load: scripts/load_picture.py -->\n", "<!-- load: end -->\n"
 COLOURS = ("#0b6e99", "#d9622b", "#3a8f4d", "#8a4fb0")
 WIDTH, HEIGHT = 430, 300  # of a panel
@@ -151,7 +151,7 @@ def main() -> None:
     wanted = {PAGE: before + BEGIN + "\n" + table(figures) + "\n" + END + after, PICTURE: picture(figures)}
     for path, text in wanted.items():
         if check and path.read_text() != text:
-            sys.exit(f"{path.name} does not show docs/load.json: run python scripts/load_picture.py")
+            sys.exit(f"{path.name} does not show load.json: run python scripts/load_picture.py")
         path.write_text(text)
 
 

@@ -19,7 +19,15 @@ from aengine.__main__ import build_parser
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "examples" / "README.md", *DOCS]
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "examples" / "README.md",
+    *RESULTS,
+    *DOCS,
+]
 LANGUAGES = {"python", "bash", "sh", "text", "toml", "yaml", "dockerfile", "ini", "json", ""}
 USERS_FILES = {"main.py", "app.py", "conftest.py", "requirements.txt", "fake_runner.py", "results/traffic.jsonl"}
 

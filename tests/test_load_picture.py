@@ -1,4 +1,4 @@
-"""docs/load.svg and the table of docs/gpu.md show docs/load.json, which scripts/load_picture.py reads from results."""
+"""load.svg and the table of gpu.md show load.json, in benchmarks/results, as scripts/load_picture.py writes."""
 
 import json
 import runpy
