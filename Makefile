@@ -16,7 +16,7 @@ TORCH_INDEX ?= $(if $(NVIDIA_DRIVER),,https://download.pytorch.org/whl/cpu)
 PIP    := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install run chat test test-fast check bench stress clean
+.PHONY: help install run chat test test-fast test-all check bench stress clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -50,10 +50,13 @@ test: $(TESTS) ## the tests, JOBS=2 at a time
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 test-fast: $(TESTS) ## the tests that need no processes and no real model: under two minutes
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not slow and not extended"
+
+test-all: $(TESTS) ## all cases of the tests, with those that `make test` leaves out
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m ""
 
 # Else each process of the tests, of which there are hundreds, would compile the frameworks that it imports.
-test test-fast: export PYTHONDONTWRITEBYTECODE =
+test test-fast test-all: export PYTHONDONTWRITEBYTECODE =
 
 check: $(TESTS) ## lint, types, architecture, and that every Python can install it
 	$(BIN)/ruff check .

@@ -8,6 +8,7 @@ import re
 
 import pytest
 from chat_harness import MARKERS_ARE, Setting, is_valid, merged, parse_ids, shape_of, token_id_of, tokenizer
+from pairs import pairwise
 
 from aengine.chat import FORMATS, ChatParser, ReasoningFormat, Tool, ToolChoice, compose, tools_of
 from aengine.engine.chat.formats import ID, LLAMA3
@@ -80,11 +81,10 @@ def _setting(tool_format, choice, wanted, reasoning, markers_are="text", *, para
     return Setting.of(spec, markers_are), parser
 
 
-@pytest.mark.parametrize("markers_are", MARKERS_ARE)
-@pytest.mark.parametrize("reasoning", REASONING)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("name", [name for name in FORMATS if name not in TWINS])
+@pytest.mark.parametrize(
+    ("name", "choice", "shape", "reasoning", "markers_are"),
+    pairwise([name for name in FORMATS if name not in TWINS], CHOICES, list(SHAPES), list(REASONING), MARKERS_ARE),
+)
 def test_what_is_allowed_is_understood(name, choice, shape, reasoning, markers_are, rng):
     tool_format = FORMATS[name]
     setting, new_parser = _setting(tool_format, choice, SHAPES[shape], REASONING[reasoning], markers_are)
