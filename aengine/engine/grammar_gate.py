@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..errors import InternalError
+from ..errors import AEngineError, GrammarError, InternalError
 from ..ipc.messages import GrammarOutput, int32
 from .delivery import Sampled
 from .executor import Executor
@@ -113,8 +113,7 @@ class GrammarGate:
         """Send the bitmask, and propose as drafts the tokens that its grammars force."""
         filled = masks.filled if isinstance(masks.filled, Filled) else await self._filled(masks.filled)
         for job, error in filled.failed.items():
-            failure = InternalError(f"the grammar of this request failed: {error}")
-            masks.due[job].sink.fail(failure)
+            masks.due[job].sink.fail(_failure(error))
         self.step = None
         bitmask = len(masks.rows) if masks.is_shared else masks.rows
         await executor.send_grammar(GrammarOutput(masks.step.step_id, masks.batch_idx, bitmask))
@@ -163,3 +162,12 @@ class GrammarGate:
 
         row = self._grammars.bitmasks.fill_ahead(request.grammar, lambda: request.finish_reason is None)
         row.add_done_callback(tell)
+
+
+def _failure(error: Exception) -> AEngineError:
+    """Return the error of a request whose row could not be filled."""
+    from .structured.backend import MatcherLimitError
+
+    if isinstance(error, MatcherLimitError):
+        return GrammarError(str(error), kind="too_complex")
+    return InternalError(f"the grammar of this request failed: {error}")

@@ -28,7 +28,7 @@ from aengine import (
 )
 from aengine.engine import recovery
 from aengine.engine.scheduler.scheduler import Scheduler
-from aengine.engine.structured.backend import MatcherError
+from aengine.engine.structured.backend import MatcherError, MatcherLimitError
 from aengine.engine.structured.bitmasks import BitmaskFiller, RequestGrammar
 from aengine.engine.structured.llguidance.matcher import LLGuidanceMatcher
 
@@ -328,14 +328,19 @@ async def test_without_a_tokenizer_there_are_no_grammars(make_engine: Make) -> N
             await engine.generate([1], constrained(regex="a").replace(detokenize=False))
 
 
-async def test_a_matcher_that_fails_ends_its_request(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("failure", "seen"), [(MatcherError("it broke"), InternalError), (MatcherLimitError("it broke"), GrammarError)]
+)
+async def test_a_matcher_that_fails_ends_its_request(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch, failure: Exception, seen: type[Exception]
+) -> None:
     made: list[RequestGrammar] = []
     init = RequestGrammar.__init__
     monkeypatch.setattr(RequestGrammar, "__init__", lambda self, c: (init(self, c), made.append(self))[0])
 
     class Broken:
         def accept(self, token_ids: list[int]) -> int:
-            raise MatcherError("it broke")
+            raise failure
 
     async with make_engine() as engine:
         any_token(engine, 4)
@@ -343,9 +348,10 @@ async def test_a_matcher_that_fails_ends_its_request(make_engine: Make, monkeypa
         await anext(first)
         other = asyncio.create_task(engine.generate([2], constrained(regex="[0-9]{40}")))
         made[0]._matcher = Broken()
-        with pytest.raises(InternalError, match="it broke"):
+        with pytest.raises(seen, match="it broke") as caught:
             async for _ in first:
                 pass
+        assert getattr(caught.value, "kind", "too_complex") == "too_complex"
         assert (await other).text.isdigit()
         await settled(engine)
 

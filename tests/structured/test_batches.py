@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import random
 
+import llguidance
 import numpy as np
 import pytest
-from grammar_helpers import allowed, schema_spec, smollm2
+from grammar_helpers import allowed, allowed_by, schema_spec, smollm2, vocabulary
 
-from aengine.engine.structured.backend import MatcherError, advance_batch
+from aengine.engine.structured.backend import MatcherError, MatcherLimitError, advance_batch
+from aengine.engine.structured.llguidance import backend as backend_module
 from aengine.engine.structured.llguidance.backend import LLGuidanceBackend
 from aengine.engine.structured.llguidance.matcher import LLGuidanceMatcher
 from aengine.engine.structured.spec import GrammarSpec
@@ -138,3 +140,40 @@ def test_a_request_that_exceeds_the_limits_harms_no_other(
         assert advance_batch([(fresh, [])], memoryview(bitmask)) == {}
         assert fresh.accept([token_id]) == 1
     assert fresh.is_accepting
+
+
+def walked(backend: LLGuidanceBackend, regex: str, num_matchers: int, rng: random.Random) -> list[MatcherError]:
+    """Several requests of one regex, each of which samples what its bitmask allows. Returns the failures."""
+    compiled = backend.compile(GrammarSpec("regex", regex))
+    bitmask = np.zeros((num_matchers, backend.row_bytes // 4), np.int32)
+    going: list[tuple[LLGuidanceMatcher, list[int]]] = [(compiled.matcher(), []) for _ in range(num_matchers)]
+    failures: list[MatcherError] = []
+    for _ in range(40):
+        failed = advance_batch(going, memoryview(bitmask))
+        failures += failed.values()
+        ids = [[int(t) for t in allowed_by(row) if t not in backend.eos_ids] for row in bitmask[: len(going)]]
+        going = [
+            (matcher, [rng.choice(ids[row])])
+            for row, (matcher, _) in enumerate(going)
+            if row not in failed and ids[row]
+        ]
+    return failures
+
+
+def test_limits_reached_by_another_request_refuse_no_token(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shared lexer that is beyond its limits refuses every token without a word; with its own, each one goes on."""
+    limits = llguidance.LLParserLimits(max_lexer_states=200)
+    monkeypatch.setattr(backend_module, "_limits", lambda: limits)
+    backend = LLGuidanceBackend(vocabulary("tiny"), fill_threads=4)
+    for _ in range(6):
+        assert walked(backend, "(a|b|c)*b(a|b|c){12}", 3, rng) == []
+
+
+def test_limits_reached_by_a_request_itself_are_told(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = llguidance.LLParserLimits(step_lexer_fuel=3000)
+    monkeypatch.setattr(backend_module, "_limits", lambda: limits)
+    backend = LLGuidanceBackend(vocabulary("tiny"), fill_threads=4)
+    failures = [error for _ in range(6) for error in walked(backend, "(a|b)*c{100}{30}", 3, rng)]
+    assert failures
+    for error in failures:
+        assert isinstance(error, MatcherLimitError) and "too many expressions" in str(error), error

@@ -23,6 +23,7 @@ __all__ = [
     "Compiled",
     "Matcher",
     "MatcherError",
+    "MatcherLimitError",
     "OnWait",
     "address_of",
     "advance_batch",
@@ -39,6 +40,10 @@ Bitmask = Any
 
 class MatcherError(RuntimeError):
     """The matcher of one request failed; that request ends, nothing else."""
+
+
+class MatcherLimitError(MatcherError):
+    """The grammar needs more than a mask may take. The request ends with a GrammarError of kind "too_complex"."""
 
 
 class Matcher(Protocol):

@@ -15,11 +15,12 @@ from urllib.parse import quote
 import llguidance
 
 from ....errors import GrammarError
+from ..backend import MatcherError, MatcherLimitError
 from ..schema_walk import Path, json_path, pointed_at, relocated, subschemas, walk
 from ..spec import GrammarSpec
 from .json_schema import json_options, readable_text
 
-__all__ = ["grammar_error", "matcher_message", "place_of_fault", "too_complex"]
+__all__ = ["grammar_error", "matcher_error", "matcher_message", "place_of_fault", "too_complex"]
 
 ErrorKind = Literal["invalid", "unsupported", "unsatisfiable", "too_complex"]
 
@@ -43,6 +44,7 @@ _PLACE = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 _ASSERTED = frozenset(
     "additionalProperties allOf anyOf items oneOf patternProperties prefixItems properties".split()  # noqa: SIM905
 )
+_SMALLER = "; make it smaller or less ambiguous"
 _SEARCH_SECONDS = 0.2
 """For the place of a fault. A schema of 1,000 parts takes some 0.1 s."""
 
@@ -52,7 +54,7 @@ def grammar_error(spec: GrammarSpec, message: str, *, may_search: bool = True) -
 
     ``may_search``: the place of the fault is looked for, which compiles parts of the schema.
     """
-    kind: ErrorKind = next((kind for kind, pattern in _KINDS if pattern.search(message)), "invalid")
+    kind = _kind(message)
     path = ""
     if spec.kind == "json_schema" and may_search:
         try:
@@ -62,7 +64,7 @@ def grammar_error(spec: GrammarSpec, message: str, *, may_search: bool = True) -
     at = f" at {path}" if path else ""
     cure = ""
     if kind == "too_complex":
-        cure = "; make it smaller or less ambiguous"
+        cure = _SMALLER
     elif "registry" in message:
         cure = "; only what lies in the schema itself can be referred to: copy it to $defs"
     elif kind == "unsupported" and spec.kind == "json_schema" and not spec.relax:
@@ -75,6 +77,18 @@ def too_complex(spec: GrammarSpec, cause: str) -> GrammarError:
     """Return the error of a grammar that was not compiled in the time or memory that it may take."""
     cure = "make it smaller: counted repeats such as {1,1000} above all, multipleOf, and patterns that are joined"
     return GrammarError(f"{_about(spec)} can't be used: {cause}; {cure}", kind="too_complex")
+
+
+def matcher_error(message: str) -> MatcherError:
+    """Return the error of a matcher that failed with ``message`` after it was compiled."""
+    said = f"the grammar can't be followed any further: {matcher_message(message)}"
+    if _kind(message) == "too_complex":
+        return MatcherLimitError(said + _SMALLER)
+    return MatcherError(said)
+
+
+def _kind(message: str) -> ErrorKind:
+    return next((kind for kind, pattern in _KINDS if pattern.search(message)), "invalid")
 
 
 def matcher_message(message: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import llguidance
 
 from ..backend import Bitmask, MatcherError, address_of, note_failure, refused
-from .faults import matcher_message
+from .faults import matcher_error
 
 if TYPE_CHECKING:
     from .backend import LLGuidanceBackend
@@ -119,20 +119,11 @@ class LLGuidanceMatcher:
         if self._is_plain(token_ids) and self._inner.try_consume_tokens(list(token_ids)):  # the usual case
             self._token_ids.append(token_ids[0])
             return 1
-        if self._inner.is_error():
-            self._restart()
-        eos_ids = self._backend.eos_ids
         ids = list(token_ids)
-        accepted = 0
-        while accepted < len(ids) and not self._ended:
-            if ids[accepted] in eos_ids and self._inner.is_accepting():
-                self._ended = True
-                return accepted + 1
-            end = next((i for i in range(accepted + 1, len(ids)) if ids[i] in eos_ids), len(ids))
-            consumed = self._consume(ids[accepted:end])
-            accepted += consumed
-            if accepted < end:
-                break
+        accepted = self._accept(ids)
+        while accepted < len(ids) and not self._ended and self._is_exhausted():
+            self._restart()  # raises the second time
+            accepted += self._accept(ids[accepted:])
         return accepted
 
     def rollback(self, num_tokens: int) -> None:
@@ -152,8 +143,7 @@ class LLGuidanceMatcher:
         if self._ended:
             return []
         forced = forced_tokens(self._inner)
-        self._check()
-        return forced
+        return [] if self._inner.is_error() else forced  # the next row says why, or starts anew
 
     @property
     def is_accepting(self) -> bool:
@@ -172,18 +162,31 @@ class LLGuidanceMatcher:
             and not self._ended
         )
 
-    def _consume(self, token_ids: list[int]) -> int:
-        vocab_size = self._backend.vocabulary.vocab_size
-        known = next((i for i, token_id in enumerate(token_ids) if not 0 <= token_id < vocab_size), len(token_ids))
-        consumed = self._inner.try_consume_tokens(token_ids[:known]) if known else 0  # stops before the first wrong one
-        self._token_ids += token_ids[:consumed]
-        if self._inner.is_error():
-            self._restart()
-            more = self._inner.try_consume_tokens(token_ids[consumed:known])
-            self._token_ids += token_ids[consumed : consumed + more]
-            consumed += more
-            self._check()
-        return consumed
+    def _accept(self, ids: list[int]) -> int:
+        """Accept as many of ``ids`` as the library does, and say how many that were."""
+        eos_ids, vocab_size = self._backend.eos_ids, self._backend.vocabulary.vocab_size
+        accepted = 0
+        while accepted < len(ids) and not self._ended:
+            if ids[accepted] in eos_ids and self._inner.is_accepting():
+                self._ended = True
+                return accepted + 1
+            end = next((i for i in range(accepted + 1, len(ids)) if ids[i] in eos_ids), len(ids))
+            known = next((i for i in range(accepted, end) if not 0 <= ids[i] < vocab_size), end)
+            consumed = self._inner.try_consume_tokens(ids[accepted:known]) if accepted < known else 0
+            self._token_ids += ids[accepted : accepted + consumed]
+            accepted += consumed
+            if accepted < end:
+                break
+        return accepted
+
+    def _is_exhausted(self) -> bool:
+        """Return whether the lexer is beyond its limits, maybe by another request's text. It then refuses every token
+        as if the grammar did; only a mask tells."""
+        if not self._inner.is_error():
+            scratch = memoryview(bytearray(self._backend.row_bytes)).cast("i", (1, self._backend.row_bytes // 4))
+            address, _kept = address_of(scratch, (0,), self._backend.row_bytes)
+            self._inner.unsafe_compute_mask_ptr(address, self._backend.row_bytes)
+        return self._inner.is_error()
 
     def _restart(self) -> None:
         """Make the library's matcher anew with a lexer of its own, once, and advance it as far as it was: the failure
@@ -202,7 +205,7 @@ class LLGuidanceMatcher:
 
     def _check(self) -> None:
         if self._inner.is_error():
-            raise MatcherError(f"the grammar can't be followed any further: {matcher_message(self._inner.get_error())}")
+            raise matcher_error(self._inner.get_error())
 
 
 def forced_tokens(matcher: llguidance.LLMatcher) -> list[int]:
