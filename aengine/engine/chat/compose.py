@@ -55,46 +55,35 @@ def compose(
         InvalidRequestError: the shape can't stand beside reasoning or calls.
     """
     try:
-        return _composed(tools, tool_choice, parallel, tool_format, reasoning, shape, token_id, relax)
+        if not tools and shape is None:
+            return None
+        callable_tools = tool_choice.allowed(tools)
+        if shape is not None and reasoning is None and not callable_tools and not tool_format.channels:
+            return shape
+        if shape is not None:
+            _check_composable(shape, "tools" if callable_tools else "the reasoning of this model")
+        markers = markers_of(tool_format, reasoning, token_id)
+        calls = Calls(callable_tools, tool_format, markers, parallel and tool_choice.mode != "named", relax)
+        must_call = tool_choice.mode in ("required", "named")
+        if tool_format.channels:
+            return composed_of(
+                harmony.messages(
+                    markers,
+                    calls=calls.one() if callable_tools else None,
+                    shape=None if shape is None or must_call else shape.part(_ORIGINS.get(shape.kind, "the answer")),
+                    must_call=must_call,
+                    reasons=reasoning is not None,
+                    begun=reasoning is not None and reasoning.begun,
+                )
+            )
+        return composed_of(
+            _Composer(calls, tool_format, markers, None if must_call else shape, must_call).all(reasoning)
+        )
     except (OverflowError, RecursionError, MemoryError) as error:
         raise GrammarError(
             f"the tools' parameters are too large or deep for a grammar ({type(error).__name__}): make them smaller",
             kind="too_complex",
         ) from None
-
-
-def _composed(
-    tools: Sequence[Tool],
-    tool_choice: ToolChoice,
-    parallel: bool,
-    tool_format: ToolFormat,
-    reasoning: ReasoningFormat | None,
-    shape: GrammarSpec | None,
-    token_id: TokenId,
-    relax: bool,
-) -> GrammarSpec | None:
-    if not tools and shape is None:
-        return None
-    callable_tools = tool_choice.allowed(tools)
-    if shape is not None and reasoning is None and not callable_tools and not tool_format.channels:
-        return shape
-    if shape is not None:
-        _check_composable(shape, "tools" if callable_tools else "the reasoning of this model")
-    markers = markers_of(tool_format, reasoning, token_id)
-    calls = Calls(callable_tools, tool_format, markers, parallel and tool_choice.mode != "named", relax)
-    must_call = tool_choice.mode in ("required", "named")
-    if tool_format.channels:
-        return composed_of(
-            harmony.messages(
-                markers,
-                calls=calls.one() if callable_tools else None,
-                shape=None if shape is None or must_call else shape.part(_ORIGINS.get(shape.kind, "the answer")),
-                must_call=must_call,
-                reasons=reasoning is not None,
-                begun=reasoning is not None and reasoning.begun,
-            )
-        )
-    return composed_of(_Composer(calls, tool_format, markers, None if must_call else shape, must_call).all(reasoning))
 
 
 def _check_composable(shape: GrammarSpec, beside: str) -> None:

@@ -81,10 +81,8 @@ def too_complex(spec: GrammarSpec, cause: str) -> GrammarError:
 
 def matcher_error(message: str) -> MatcherError:
     """Return the error of a matcher that failed with ``message`` after it was compiled."""
-    said = f"the grammar can't be followed any further: {matcher_message(message)}"
-    if _kind(message) == "too_complex":
-        return MatcherLimitError(said + _SMALLER)
-    return MatcherError(said)
+    kind, cure = (MatcherLimitError, _SMALLER) if _kind(message) == "too_complex" else (MatcherError, "")
+    return kind(f"the grammar can't be followed any further: {matcher_message(message)}{cure}")
 
 
 def _kind(message: str) -> ErrorKind:

@@ -72,26 +72,10 @@ class LLGuidanceMatcher:
         backend = items[0][1]._backend
         executor = backend.executor() if len(items) >= _MIN_PARALLEL else None
         failed: dict[int, MatcherError] = {}
-        if executor is None:
-            for row, matcher, ids in items:
-                note_failure(failed, row, matcher.accept_all, ids)
-            on_fill()
-            for row, matcher, _ in items:
-                if row not in failed:
-                    note_failure(failed, row, matcher.fill, bitmask, row)
-            return failed
-        vocab_size, eos_ids = backend.vocabulary.vocab_size, backend.eos_ids
-        plain = [
-            item
-            for item in items
-            if len(ids := item[2]) == 1 and 0 <= ids[0] < vocab_size and ids[0] not in eos_ids and not item[1]._ended
-        ]
-        others: Sequence[tuple[int, LLGuidanceMatcher, list[int]]] = []
-        if len(plain) < len(items):
-            rows = {row for row, _, _ in plain}
-            others = [item for item in items if item[0] not in rows]
+        plain = [item for item in items if item[1]._is_plain(item[2])] if executor is not None else []
+        others = items if not plain else [item for item in items if not item[1]._is_plain(item[2])]
         tokens = [(matcher._inner, ids[0]) for _, matcher, ids in plain]
-        accepted = executor.consume_token_par(tokens) if tokens else []
+        accepted = executor.consume_token_par(tokens) if executor is not None and tokens else []
         for (row, matcher, ids), is_accepted in zip(plain, accepted, strict=True):
             if is_accepted:
                 matcher._token_ids += ids
@@ -101,11 +85,11 @@ class LLGuidanceMatcher:
             note_failure(failed, row, matcher.accept_all, ids)
         on_fill()
         running = [(matcher._inner, row) for row, matcher, _ in items if row not in failed and not matcher._ended]
-        if running:
+        if executor is not None and running:
             address, view = address_of(bitmask, (running[0][1], running[-1][1]), backend.row_bytes)
             executor.unsafe_compute_mask_ptr(running, address, backend.row_bytes, len(view) // backend.row_bytes)
         for row, matcher, _ in items:
-            if row not in failed and (matcher._ended or matcher._inner.is_error()):
+            if row not in failed and (executor is None or matcher._ended or matcher._inner.is_error()):
                 note_failure(failed, row, matcher.fill, bitmask, row)
         return failed
 
@@ -155,12 +139,9 @@ class LLGuidanceMatcher:
 
     def _is_plain(self, token_ids: Sequence[int]) -> bool:
         """Whether it is one token, and not the end."""
-        return (
-            len(token_ids) == 1
-            and 0 <= token_ids[0] < self._backend.vocabulary.vocab_size
-            and token_ids[0] not in self._backend.eos_ids
-            and not self._ended
-        )
+        if len(token_ids) != 1 or self._ended or token_ids[0] in self._backend.eos_ids:
+            return False
+        return 0 <= token_ids[0] < self._backend.vocabulary.vocab_size
 
     def _accept(self, ids: list[int]) -> int:
         """Accept as many of ``ids`` as the library does, and say how many that were."""
