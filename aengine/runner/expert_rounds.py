@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..ipc.messages import SchedulerOutput
 from .distributed.experts_group import ExpertsGroup
-from .graphs.batch_graphs import BatchGraphs
-from .graphs.cuda_graphs import CudaGraphManager
+from .distributed.step_exchange import Rows, StepExchange
 
 __all__ = ["ExpertRounds", "RoundShape"]
 
@@ -34,35 +34,44 @@ class RoundShape(NamedTuple):
     tokens: int | None = None  # tokens of the graph for steps with prompts that all replicas run; None: none
 
 
-class ExpertRounds:
+class ExpertRounds(StepExchange):
     """One rank's part in the rounds of all replicas."""
+
+    group: ExpertsGroup
 
     def __init__(self, group: ExpertsGroup, join_layers: Callable[[], None]) -> None:
         """``join_layers`` makes the model's layers with experts take part in a round, without tokens of this
         replica."""
-        self.group = group
+        super().__init__(group)
         self._join_layers = join_layers
-        self._graphs: CudaGraphManager | None = None
-        self._batch_graphs: BatchGraphs | None = None
-        self.shape = RoundShape()  # the graphs of the step being run
+        self._shape = RoundShape()  # the graphs of the step being run
         self._is_stepping = False
         # (sizes, has prompts) of the rounds to be joined when the step being run has ended
         self._joins: list[tuple[Sequence[int], bool]] = []
 
-    def use_graphs(self, graphs: CudaGraphManager | None, batch_graphs: BatchGraphs | None) -> None:
-        """Pad rounds to the sizes of these from now on: they have the same sizes on all ranks."""
-        self._graphs = graphs
-        self._batch_graphs = batch_graphs
+    def begin_empty(self, out: SchedulerOutput) -> None:
+        self.join(out.round_sizes, out.round_has_prompts)
 
-    def begin(self, out: SchedulerOutput, num_tokens: int) -> None:
+    def begin(self, out: SchedulerOutput, rows: Rows, num_tokens: int) -> None:
         """Take part with a step of ``num_tokens``, which `end` ends. A step that is in no round, as all those before
         the first request, is one that all replicas compute alike."""
         self._is_stepping = True
         if out.round_sizes:
-            self.shape = self._begin(out.round_sizes, out.round_has_prompts)
+            self._shape = self._begin(out.round_sizes, out.round_has_prompts)
         else:
             self.group.begin_even(num_tokens)
-            self.shape = self._shape(num_tokens, has_prompts=num_tokens > len(out.req_idx))
+            self._shape = self._shape_for(num_tokens, has_prompts=num_tokens > len(out.req_idx))
+
+    def decode_size(self, num_reqs: int) -> int | None:
+        return self._shape.decodes
+
+    def batch_tokens(self, num_tokens: int) -> int | None:
+        return self._shape.tokens
+
+    def received(self, num_tokens: int) -> tuple[Tensor, ...]:
+        """Nothing; but what the replicas exchange has this many rows of each."""
+        self.group.begin_even(num_tokens)
+        return ()
 
     def end(self) -> None:
         """The step has been sampled. Until then it owns the graphs' memory, if there are any, so that rounds in which
@@ -89,7 +98,7 @@ class ExpertRounds:
             self._join_layers()
 
     def _begin(self, sizes: Sequence[int], has_prompts: bool) -> RoundShape:
-        shape = self._shape(max(sizes), has_prompts=has_prompts)
+        shape = self._shape_for(max(sizes), has_prompts=has_prompts)
         size = shape.decodes or shape.tokens
         if size is None:
             self.group.begin(sizes)
@@ -97,7 +106,7 @@ class ExpertRounds:
             self.group.begin_even(size)
         return shape
 
-    def _shape(self, most: int, *, has_prompts: bool) -> RoundShape:
+    def _shape_for(self, most: int, *, has_prompts: bool) -> RoundShape:
         if has_prompts:
-            return RoundShape(tokens=None if self._batch_graphs is None else self._batch_graphs.tokens_for(most))
-        return RoundShape(decodes=None if self._graphs is None else self._graphs.size_for(most))
+            return RoundShape(tokens=super().batch_tokens(most))
+        return RoundShape(decodes=super().decode_size(most))

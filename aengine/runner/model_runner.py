@@ -25,12 +25,9 @@ from ..ipc.messages import DraftColumns, GrammarOutput, KVCacheGroup, NewRequest
 from ..kernels.input_prep import PreparedInputs
 from .async_output import AsyncOutput, OutputCopier, Published
 from .block_tables import BlockTables, table_shape
-from .distributed.group import ALONE, TensorGroup
-from .distributed.pipeline import PipelineLink
-from .distributed.relay import Relay
+from .distributed.group import ALONE
 from .distributed.shares import VocabularyShare
-from .distributed.stage import WHOLE, PipelineStage
-from .expert_rounds import ExpertRounds
+from .distributed.step_exchange import StepExchange
 from .graphs.batch_graphs import BatchGraphs
 from .graphs.cuda_graphs import CudaGraphManager, DecodeStep
 from .input_batch import NO_ROWS, BatchPlan, InputBatch, Rows, SampleBatch
@@ -55,7 +52,7 @@ class Model(Protocol):
 
     def forward(self, input_ids: Tensor, positions: Tensor, attn: Any, received: Tensor | None = None) -> Tensor:
         """hidden [num_tokens, hidden_size] for int64 [num_tokens] ids and positions; writes and reads KV by attn.
-        ``received``: hidden of the pipeline stage before; None: it begins with the ids."""
+        ``received``: hidden of the layers before, which are another rank's; None: it begins with the ids."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """float32 [n, vocab_size], a new tensor, for hidden [n, hidden_size]; on one rank of several, its share."""
@@ -135,26 +132,21 @@ class ModelRunner:
         max_graph_tokens: int = 0,
         max_in_flight_steps: int = 2,
         enforce_eager: bool = False,
-        is_alone: bool = True,
         vectors: VectorLayers | None = None,
-        stage: PipelineStage = WHOLE,
-        link: PipelineLink | None = None,
-        vocabulary: VocabularyShare | None = None,
-        group: TensorGroup = ALONE,
-        rounds: ExpertRounds | None = None,
+        vocabulary: Vocabulary | None = None,
+        exchange: StepExchange | None = None,
     ) -> None:
         """``graph_sizes``: batch sizes of decode steps that run as one launch; None: all steps run op by op.
         ``max_graph_tokens``: most tokens of a step with prompts whose layers run as one launch.
-        ``is_alone``: no other rank computes the same steps, so that this one decides by itself what to leave out of a
-        step that it has no memory for; else that is an InternalError, as the others are in the step already.
         ``vectors``: how a request that is pooled gets its vector; None: as its last hidden state.
-        ``stage``, ``link``: which of the model's layers these are, and how to reach the others; None: all of them.
-        ``vocabulary``: the tokens of which the model has the logits on this rank of ``group``; None: all.
-        ``rounds``: of all replicas, if experts are divided among these.
+        ``vocabulary``: the tokens of which the model has the logits on this rank; None: all.
+        ``exchange``: what this rank exchanges of each step with others; None: nothing, and there are no others. A rank
+        that is alone decides by itself what to leave out of a step that it has no memory for; else that is an
+        InternalError, as the others are in the step already.
 
-        Ranks of a group exchange tensors within a step, so all of them must do the same: what a step exchanges follows
-        from the SchedulerOutputs alone. Whether it runs as a graph or op by op is each rank's own matter."""
-        self._is_alone = is_alone
+        Ranks exchange tensors within a step, so all of them must do the same: what a step exchanges follows from the
+        SchedulerOutputs alone. Whether it runs as a graph or op by op is each rank's own matter."""
+        self._exchange = exchange or StepExchange()
         self._model = model
         self._kv_memory = kv_memory
         self.vocab_size = vocab_size
@@ -169,14 +161,14 @@ class ModelRunner:
         )
         self.requests = RequestState(self._arena)
         kv_memory.watch_rows(self.requests.scalars.first_len)
-        self._relay = Relay(stage, link, self.requests, has_graphs=bool(graph_sizes))
-        self.samples = self._relay.samples  # whether this rank samples: its pipeline stage is the last or the only one
+        self._exchange.attach(self.requests, has_graphs=bool(graph_sizes))
+        self.samples = self._exchange.samples  # whether this rank has the head, and samples
         self.tables = BlockTables(self._arena, num_blocks=num_blocks, groups=kv_groups)
         self._pooling = DecoderPooling(model, self.requests, vectors or VectorLayers("last"))
         self._bitmasks = HostBitmasks(4 * ((vocab_size + 31) // 32))
-        own = vocabulary or VocabularyShare.of(vocab_size, 0, 1)
-        self.num_logits = own.size  # logits of each row on this rank
-        self._sampler = Sampler(self.requests, vocab_size, self._bitmasks, Vocabulary(own, group))
+        vocabulary = vocabulary or Vocabulary(VocabularyShare.of(vocab_size, 0, 1), ALONE)
+        self.num_logits = vocabulary.share_size  # logits of each row on this rank
+        self._sampler = Sampler(self.requests, vocab_size, self._bitmasks, vocabulary)
         self._row_faults: dict[int, tuple[str, str]] = {}  # type and message of the fault of a row's request, by row
         self._state: ExecuteModelState | None = None
         self._copy_out = OutputCopier(platform)
@@ -187,17 +179,15 @@ class ModelRunner:
             step = DecodeStep(
                 *(self.requests, self, self._sampler, max(graph_sizes), max_in_flight_steps, self._bitmasks, platform),
                 samples=self.samples,
-                sampled=self._relay.token_ids,
+                sampled=self._exchange.sampled_ids,
             )
             self.graphs = CudaGraphManager(step, graph_sizes, platform, enforce_eager=enforce_eager)
         self.batch_graphs: BatchGraphs | None = None
         if graph_sizes and not enforce_eager:
             most_tokens = 0 if self.tables.has_states else max_graph_tokens  # states of prompts are computed one by one
-            sizes, ranks = (max_num_seqs, most_tokens), group if rounds is None else rounds.group
+            sizes, ranks = (max_num_seqs, most_tokens), self._exchange.group
             self.batch_graphs = BatchGraphs(self.requests, self.tables, self.forward_batch, *sizes, platform, ranks)
-        self.rounds = rounds
-        if rounds is not None:
-            rounds.use_graphs(self.graphs, self.batch_graphs)
+        self._exchange.use_graphs(self.graphs, self.batch_graphs)
         self._preparations: list[Preparation] | None = None  # None: to be looked for when asked
 
     def _find_preparations(self) -> list[Preparation]:
@@ -218,17 +208,14 @@ class ModelRunner:
             raise InternalError(f"step {out.step_id} came before step {self._state.step_id} was sampled")
         self._update_rows(out)
         if not out.req_idx:
-            if self.rounds is not None:
-                self.rounds.join(out.round_sizes, out.round_has_prompts)
+            self._exchange.begin_empty(out)
             self._state = ExecuteModelState(out.step_id)
             return
         plan = BatchPlan.make(out, self.requests, self.tables, self.vocab_size)
         if plan.drafts is not None:
             self.requests.write_drafts(plan.rows, plan.drafts)
             plan.drafts = plan.drafts.uncertain()
-        self._relay.receive_ids_for(plan.rows)
-        if self.rounds is not None:
-            self.rounds.begin(out, plan.num_tokens)
+        self._exchange.begin(out, plan.rows, plan.num_tokens)
         state = self._try(out, plan)[0] or self._run_with_less(out, plan)
         self._pooling.commit()
         if state.plan is not None:
@@ -238,10 +225,9 @@ class ModelRunner:
         self._state = state
 
     def _run(self, out: SchedulerOutput, plan: BatchPlan) -> ExecuteModelState:
-        if self.graphs is not None and plan.is_decode:
-            size = self.graphs.size_for(plan.num_reqs) if self.rounds is None else self.rounds.shape.decodes
-            if size is not None:
-                return self._run_graph(out, plan, self.graphs, size)
+        size = self._exchange.decode_size(plan.num_reqs) if plan.is_decode else None
+        if size is not None and self.graphs is not None:
+            return self._run_graph(out, plan, self.graphs, size)
         return self._run_batch(out, plan)
 
     def _try(self, out: SchedulerOutput, plan: BatchPlan) -> tuple[ExecuteModelState | None, str]:
@@ -252,7 +238,7 @@ class ModelRunner:
         except torch.OutOfMemoryError as error:
             if self.tables.has_states:
                 raise  # some layers have changed their states: another attempt would change them twice
-            return None, _reason(error, self._is_alone)
+            return None, _reason(error, self._exchange.is_alone)
 
     def _run_with_less(self, out: SchedulerOutput, plan: BatchPlan) -> ExecuteModelState:
         """Run a step for which the device has no memory. First once more, after torch's cached memory is released; then
@@ -278,29 +264,30 @@ class ModelRunner:
     def _run_graph(
         self, out: SchedulerOutput, plan: BatchPlan, graphs: CudaGraphManager, size: int
     ) -> ExecuteModelState:
-        """Run a step of decodes by graphs: one launch here, the second by `sample_tokens`. If this stage does not
+        """Run a step of decodes by graphs: one launch here, the second by `sample_tokens`. If this rank does not
         sample, there is no second one."""
-        self._relay.receive_for_graph(plan.num_reqs)
+        self._exchange.receive_for_graph(plan.num_reqs)
         hidden = graphs.run(plan.rows, size)
         if hidden is not None:
-            self._relay.send(hidden)
+            self._exchange.send(hidden)
         return ExecuteModelState(out.step_id, plan, is_half=self.samples)
 
     def _run_batch(self, out: SchedulerOutput, plan: BatchPlan) -> ExecuteModelState:
         shape = None
-        if self.batch_graphs is not None and (self.rounds is None or self.rounds.shape.tokens is not None):
-            shape = self.batch_graphs.shape_for(plan, None if self.rounds is None else self.rounds.shape.tokens)
+        padded = self._exchange.batch_tokens(plan.num_tokens)
+        if self.batch_graphs is not None and padded is not None:
+            shape = self.batch_graphs.shape_for(plan, padded)
         if self.batch_graphs is not None and shape is not None:
-            self._relay.receive_for_graph(plan.num_tokens)
+            self._exchange.receive_for_graph(plan.num_tokens)
             hidden, rows, seq_lens, last = self.batch_graphs.run(plan, shape)
         else:
             batch = InputBatch.gather(plan, self.requests, self.tables)
             inputs, attn = batch.inputs, self._kv_memory.bind(batch)
-            received = self._relay.receive(plan.num_tokens)
+            received = self._exchange.receive(plan.num_tokens)
             hidden = self._model.forward(inputs.input_ids, inputs.positions, attn, *received)
             rows, seq_lens, last = batch.idx_mapping, batch.inputs.seq_lens, None
         if not self.samples:
-            self._relay.send(hidden[: plan.num_tokens])
+            self._exchange.send(hidden[: plan.num_tokens])
             self.requests.advance_device(rows, seq_lens)
             return ExecuteModelState(out.step_id, plan)
         logits, pooled = None, self._pooling.pool(plan, hidden)
@@ -321,22 +308,22 @@ class ModelRunner:
 
     def forward_batch(self, inputs: PreparedInputs, rows: Tensor) -> Tensor:
         """See `BatchGraphs`: the forward of a step with prompts over a graph's memory."""
-        if self.rounds is not None:
-            self.rounds.group.begin_even(len(inputs.input_ids))
         attn = self._kv_memory.bind_batch(inputs, rows, self.tables.table)
-        received = self._relay.received(len(inputs.input_ids))
+        received = self._exchange.received(len(inputs.input_ids))
         return self._model.forward(inputs.input_ids, inputs.positions, attn, *received)
 
     def decode(self, input_ids: Tensor, positions: Tensor, rows: Tensor, seq_lens: Tensor) -> Tensor:
         """See `DecodeModel`: the forward of a step over a graph's memory."""
-        if self.rounds is not None:
-            self.rounds.group.begin_even(len(input_ids))
         attn = self._kv_memory.bind_decode(rows, seq_lens, self.tables.table)
-        return self._model.forward(input_ids, positions, attn, *self._relay.received(len(input_ids)))
+        return self._model.forward(input_ids, positions, attn, *self._exchange.received(len(input_ids)))
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `DecodeModel`."""
         return self._model.compute_logits(hidden)
+
+    def join(self, sizes: Sequence[int], has_prompts: bool) -> None:
+        """See `StepExchange`."""
+        self._exchange.join(sizes, has_prompts)
 
     @torch.inference_mode()
     def sample_tokens(self, grammar: GrammarOutput | None) -> AsyncOutput:
@@ -351,8 +338,7 @@ class ModelRunner:
         if grammar is not None and grammar.step_id != state.step_id:
             raise InternalError(f"the bitmask of step {grammar.step_id} came for step {state.step_id}")
         answer = self._sample_step(state, grammar)
-        if self.rounds is not None:
-            self.rounds.end()
+        self._exchange.end()
         return answer
 
     def _sample_step(self, state: ExecuteModelState, grammar: GrammarOutput | None) -> AsyncOutput:
@@ -363,14 +349,14 @@ class ModelRunner:
         if not self.samples:
             rows = plan.rows[plan.sampling]
             self.requests.append(rows)
-            self._relay.expect_ids(rows)
+            self._exchange.expect_ids(rows)
             return AsyncOutput(state.step_id, state.num_reqs, NO_ROWS, self._copy_out({}), state.row_errors)
         if not state.is_half and not state.is_held:
             return self._sample_op_by_op(state, plan, grammar)
         rows, batch_idx = plan.rows[plan.sampling], plan.batch_idx[plan.sampling]
         logprobs = self._sampler.logprob_rows(rows, batch_idx)
         published = self._sample_by_graph(state, rows, batch_idx, grammar, has_logprobs=logprobs is not None)
-        self._relay.send_ids_of_graph(len(rows))
+        self._exchange.send_ids_of_graph(len(rows))
         self.requests.append(rows)
         return AsyncOutput(state.step_id, state.num_reqs, batch_idx, published, state.row_errors, logprobs)
 
@@ -386,7 +372,7 @@ class ModelRunner:
             tensors |= {"token_ids": sampled.token_ids, "checks": sampled.checks}
             if counts is not None:
                 tensors["counts"] = counts
-            self._relay.send_ids(sampled.token_ids)
+            self._exchange.send_ids(sampled.token_ids)
             if sampled.logprobs is not None:
                 logprobs = self._sampler.logprob_rows(batch.rows, batch.batch_idx)
                 tensors["logprobs"] = sampled.logprobs
@@ -448,7 +434,7 @@ class ModelRunner:
         try:
             return self._sampler.sample(logits, batch), ""
         except torch.OutOfMemoryError as error:
-            return None, _reason(error, self._is_alone)
+            return None, _reason(error, self._exchange.is_alone)
 
     def _sample_with_less(
         self, state: ExecuteModelState, logits: Tensor, batch: SampleBatch, reason: str
@@ -479,7 +465,7 @@ class ModelRunner:
             if fault is not None:
                 self._row_faults[request.req_idx] = ("InvalidRequestError", fault)
             self.requests.add_request(request)
-            self._relay.note_new_owner(request.req_idx)
+            self._exchange.add_request(request.req_idx)
             self._pooling.add_request(request)
             if sampler is not None:
                 sampler.add_request(request)
@@ -492,7 +478,7 @@ class ModelRunner:
             self._kv_memory.copy_blocks(self.tables.checked(out.page_copies))
         self._arena.apply()
         for row in () if sampler is None else sampler.apply_staged_writes():
-            if not self._is_alone:
+            if not self._exchange.is_alone:
                 raise InternalError(_NO_MEMORY_ON_A_RANK)
             self._row_faults[row] = ("InternalError", _NO_MEMORY_TO_SAMPLE)
 

@@ -46,21 +46,13 @@ class Runner(Protocol):
         """Prepare, for some 10 ms as a rule, something that the first steps of some kinds would have to wait for."""
 
 
-class Joining(Protocol):
-    """A runner's part in the rounds of all replicas."""
-
-    def join(self, sizes: Sequence[int], has_prompts: bool) -> None:
-        """Take part in a round in which this replica has no step. ``sizes``: tokens of each replica; ``has_prompts``:
-        whether a request of the round computes several tokens."""
-
-
 @runtime_checkable
 class JoiningRunner(Runner, Protocol):
     """A `Runner` for experts that are divided among replicas, which compute their steps in rounds."""
 
-    @property
-    def rounds(self) -> Joining | None:
-        """This rank's part in the rounds; None: the replicas share no experts."""
+    def join(self, sizes: Sequence[int], has_prompts: bool) -> None:
+        """Take part in a round in which this replica has no step. ``sizes``: tokens of each replica; ``has_prompts``:
+        whether a request of the round computes several tokens."""
 
 
 class LoadedModel(Protocol):

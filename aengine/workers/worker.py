@@ -187,8 +187,8 @@ class Worker:
             self._sample(message)
         elif kind is Kind.JOIN:
             runner = self._loaded()
-            assert isinstance(runner, JoiningRunner) and runner.rounds is not None, "replicas that share no experts"
-            runner.rounds.join(*message)
+            assert isinstance(runner, JoiningRunner), "replicas that share no experts"
+            runner.join(*message)
         elif kind is Kind.CALL:
             self._call(message)
         elif kind is Kind.LOAD:

@@ -18,11 +18,13 @@ from aengine.ipc.messages import KVCacheGroup, SchedulerOutput, int32
 from aengine.kernels.dispatch import triton_everywhere
 from aengine.runner.distributed.experts_group import ExpertsGroup
 from aengine.runner.distributed.shares import VocabularyShare
+from aengine.runner.distributed.step_exchange import StepExchange
 from aengine.runner.expert_rounds import ExpertRounds
 from aengine.runner.graphs import batch_graphs, cuda_graphs
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.platforms.cpu import CpuPlatform
 from aengine.runner.sampling.sampler import Sampling
+from aengine.runner.sampling.vocabulary import Vocabulary
 
 VOCAB_SIZE, MAX_LEN, MAX_SEQS = 300, 48, 6
 
@@ -156,7 +158,8 @@ def test_each_rank_captures_when_it_can(rng: random.Random) -> None:
         model, idle = Chain(group), random.Random(group.rank)
         groups = [KVCacheGroup("full", MAX_LEN)]
         limits = {"max_num_seqs": MAX_SEQS, "max_model_len": MAX_LEN, "num_blocks": MAX_SEQS, "max_graph_tokens": 64}
-        parts = {"vocabulary": model.vocabulary, "group": group, "graph_sizes": [1, 2, 4, 6], "is_alone": False}
+        parts: dict[str, Any] = {"graph_sizes": [1, 2, 4, 6], "exchange": StepExchange(group)}
+        parts["vocabulary"] = Vocabulary(model.vocabulary, group)
         runner = ModelRunner(
             model, model, vocab_size=VOCAB_SIZE, kv_groups=groups, platform=CpuPlatform(), **limits, **parts
         )
@@ -254,7 +257,7 @@ def test_replicas_that_share_experts(rng: random.Random, has_graphs: bool) -> No
         spread, chance = ExpertsGroup(group, group.rank, 2), random.Random(group.rank)
         model = ChainOfExperts(spread)
         limits = {"max_num_seqs": MAX_SEQS, "max_model_len": MAX_LEN, "num_blocks": MAX_SEQS, "max_graph_tokens": 32}
-        parts: dict[str, Any] = {"rounds": ExpertRounds(spread, model.join), "is_alone": False}
+        parts: dict[str, Any] = {"exchange": ExpertRounds(spread, model.join)}
         if has_graphs:
             parts["graph_sizes"] = [1, 2, 4, 5]  # and not as many as there are rows
         runner = ModelRunner(
@@ -266,7 +269,6 @@ def test_replicas_that_share_experts(rng: random.Random, has_graphs: bool) -> No
             **limits,
             **parts,
         )
-        assert runner.rounds is not None
         if runner.graphs is not None:
             for size in (1, 4) if group.rank else ():
                 capture_decode(runner.graphs, group, size)
@@ -284,7 +286,7 @@ def test_replicas_that_share_experts(rng: random.Random, has_graphs: bool) -> No
             out = outs[group.rank]
             if out is None:
                 other = next(one for one in outs if one is not None)
-                runner.rounds.join(list(other.round_sizes), other.round_has_prompts)
+                runner.join(list(other.round_sizes), other.round_has_prompts)
             if waits is not None:
                 sample(waits)
             waits = out

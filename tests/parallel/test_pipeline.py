@@ -96,7 +96,6 @@ def make_setup(source: ModelSource, stage: PipelineStage, link: Link | None) -> 
         BATCHED,
         0,
         1,
-        is_alone=link is None,
         link=link,
     )
 

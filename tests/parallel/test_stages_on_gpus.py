@@ -197,7 +197,7 @@ def make_setup(source: ModelSource, stage: PipelineStage, link: CudaLink | None,
     if stage is not WHOLE:
         attention = TritonAttention(TritonPrefill())
     where = (platform, attention, torch.float32, BLOCK_SIZE, BATCHED, 0, 1)
-    return RunnerSetup(config, model_config, model, *where, is_alone=link is None, link=link)
+    return RunnerSetup(config, model_config, model, *where, link=link)
 
 
 def make_stages(source: ModelSource, size: int, **settings: Any) -> list[RunnerSetup]:

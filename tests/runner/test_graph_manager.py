@@ -141,7 +141,7 @@ def make_for_prompts() -> tuple[Log, BatchGraphs]:
 def run_three(graphs: BatchGraphs) -> None:
     plan: Any = SimpleNamespace(rows=ROWS, query_lens=np.array([4, 1, 1]), num_tokens=6, num_reqs=3)
     for _ in range(3):
-        shape = graphs.shape_for(plan)
+        shape = graphs.shape_for(plan, 16)
         if shape is not None:
             graphs.run(plan, shape)
 

@@ -100,15 +100,12 @@ class BatchGraphs:
         place = bisect.bisect_left(self._tokens, num_tokens)
         return self._tokens[place] if place < len(self._tokens) else None
 
-    def shape_for(self, plan: BatchPlan, num_tokens: int | None = None) -> BatchShape | None:
-        """The smallest shape that holds the batch; None if it is too large, or there is no memory for its graph.
-        ``num_tokens``: its tokens, padding included; None: the least.
+    def shape_for(self, plan: BatchPlan, num_tokens: int) -> BatchShape | None:
+        """The smallest shape of ``num_tokens``, one of `num_tokens` here, that holds the batch; None if there is no
+        memory for its graph.
 
         With several ranks it is the shape all the same, op by op: those that have the graph exchange padded tensors.
         """
-        num_tokens = self.tokens_for(plan.num_tokens) if num_tokens is None else num_tokens
-        if num_tokens is None:
-            return None
         shape = BatchShape(num_tokens, self._reqs[bisect.bisect_left(self._reqs, plan.num_reqs)])
         if shape in self._loaded and shape not in self._graphs and shape not in self._too_large:
             self.prepare(shape)

@@ -26,6 +26,11 @@ class Vocabulary:
         self._group = group
 
     @property
+    def share_size(self) -> int:
+        """Logits of a row on this rank."""
+        return self._own.size
+
+    @property
     def is_divided(self) -> bool:
         return self._group.size > 1
 

@@ -121,7 +121,6 @@ def _load(
         max_batched=max_batched,
         weight_bytes=platform.memory().allocated if platform.is_accelerator else weights.own_bytes,
         num_threads=num_threads,
-        is_alone=rank.world_size == 1,
         num_processes=rank.tp_size * rank.pp_size * rank.dp_size,
         vectors=vectors,
         group=group,

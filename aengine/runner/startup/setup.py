@@ -16,7 +16,9 @@ from ..attention.kv_pages import KvCacheSpec
 from ..distributed.experts_group import ExpertsGroup
 from ..distributed.group import ALONE, TensorGroup
 from ..distributed.pipeline import NoLink, PipelineLink
+from ..distributed.relay import Relay
 from ..distributed.stage import PipelineStage
+from ..distributed.step_exchange import StepExchange
 from ..expert_rounds import ExpertRounds
 from ..graphs.cuda_graphs import graph_sizes
 from ..kv_spec import KVLayout, lay_out_kv
@@ -26,6 +28,7 @@ from ..model_runner import ModelRunner
 from ..models.causal_lm import CausalLM
 from ..platforms.platform import Platform
 from ..pooling.vectors import VectorLayers
+from ..sampling.vocabulary import Vocabulary
 
 __all__ = ["RunnerSetup"]
 
@@ -48,18 +51,20 @@ class RunnerSetup:
     max_batched: int  # tokens in a step
     weight_bytes: int
     num_threads: int  # threads that compile kernels
-    is_alone: bool = True  # no other rank computes the same steps
     num_processes: int = 1  # ranks of all replicas
     vectors: VectorLayers | None = None  # how vectors are computed; None: the model gives no embeddings
     group: TensorGroup = ALONE
     link: PipelineLink | None = None  # connection with the other pipeline stages; None: there is one stage
     experts_group: ExpertsGroup | None = None  # ranks that divide the experts, of all replicas; None: none do
 
-    def _rounds(self) -> ExpertRounds | None:
-        if self.experts_group is None:
-            return None
-        assert isinstance(self.model, Decoder), "others are refused by their config"
-        return ExpertRounds(self.experts_group, self.model.join)
+    def _exchange(self, *, is_rehearsal: bool) -> StepExchange:
+        if self.experts_group is not None:
+            assert isinstance(self.model, Decoder), "others are refused by their config"
+            return ExpertRounds(self.experts_group, self.model.join)
+        if self.link is not None:
+            link = NoLink(self.link.sizes, self.platform.device) if is_rehearsal else self.link
+            return Relay(self.stage, link, self.group)
+        return StepExchange(self.group)
 
     @property
     def num_experts(self) -> int:
@@ -83,9 +88,6 @@ class RunnerSetup:
         """Make a runner over a KV cache of ``num_blocks`` blocks; no graph is captured yet. ``is_rehearsal``: its steps
         are exchanged with no other pipeline stage."""
         config, platform = self.config, self.platform
-        link = self.link
-        if is_rehearsal and link is not None:
-            link = NoLink(link.sizes, platform.device)
         spec = KvCacheSpec(
             self.model_config,
             num_blocks,
@@ -110,13 +112,9 @@ class RunnerSetup:
             max_graph_tokens=min(MAX_GRAPH_TOKENS, self.max_batched),
             max_in_flight_steps=config.steps_in_flight,  # steps beyond these wait in the worker's queue
             enforce_eager=config.enforce_eager,
-            is_alone=self.is_alone,
             vectors=self.vectors,
-            stage=self.stage,
-            link=link,
-            vocabulary=self.model.vocabulary,
-            group=self.group,
-            rounds=self._rounds(),
+            vocabulary=Vocabulary(self.model.vocabulary, self.group),
+            exchange=self._exchange(is_rehearsal=is_rehearsal),
         )
 
     @contextmanager
