@@ -27,16 +27,17 @@ from .async_output import AsyncOutput, OutputCopier, Published
 from .block_tables import BlockTables, table_shape
 from .distributed.group import ALONE
 from .distributed.shares import VocabularyShare
-from .distributed.step_exchange import StepExchange
+from .exchange.step_exchange import StepExchange
 from .graphs.batch_graphs import BatchGraphs
 from .graphs.cuda_graphs import CudaGraphManager, DecodeStep
 from .input_batch import NO_ROWS, BatchPlan, InputBatch, Rows, SampleBatch
+from .out_of_memory import OutOfMemory
 from .platforms.platform import Platform
 from .pooling.decoder import DecoderPooling, PooledTensors
 from .pooling.vectors import VectorLayers
 from .request_state import SCALAR_WORDS, RequestState
 from .sampling.bitmask_memory import HostBitmasks
-from .sampling.sampler import Sampler, SamplerOutput, Sampling
+from .sampling.sampler import Sampler, Sampling
 from .sampling.vocabulary import Vocabulary
 from .staged_writes import StagedArena
 from .transfer import to_device
@@ -102,7 +103,7 @@ class Preparation(NamedTuple):
 class ExecuteModelState:
     """State of a step between `execute_model` and `sample_tokens`."""
 
-    step_id: int
+    step_id: int = -1
     plan: BatchPlan | None = None  # the batch that was run; None: no request could be run
     idx_mapping: Tensor | None = None  # int64 [num_reqs]: the plan's rows, on the device
     logits: Tensor | None = None  # float32 [num_sampled, share]; None: nothing samples, or it was sampled already
@@ -172,6 +173,7 @@ class ModelRunner:
         self._row_faults: dict[int, tuple[str, str]] = {}  # type and message of the fault of a row's request, by row
         self._state: ExecuteModelState | None = None
         self._copy_out = OutputCopier(platform)
+        self._memory = OutOfMemory(platform, is_alone=self._exchange.is_alone, may_repeat=not self.tables.has_states)
         self.graphs: CudaGraphManager | None = None
         if graph_sizes:
             if self.samples:
@@ -216,63 +218,31 @@ class ModelRunner:
             self.requests.write_drafts(plan.rows, plan.drafts)
             plan.drafts = plan.drafts.uncertain()
         self._exchange.begin(out, plan.rows, plan.num_tokens)
-        state = self._try(out, plan)[0] or self._run_with_less(out, plan)
+        state, errors = self._memory.execute(self._run, plan)
+        state = state or ExecuteModelState()
         self._pooling.commit()
         if state.plan is not None:
             self.requests.advance(state.plan.rows, state.plan.seq_lens)
-        state.num_reqs, state.drafts = plan.num_reqs, out.drafts
-        state.row_errors |= _errors_of(plan, self._row_faults)
+        state.step_id, state.num_reqs, state.drafts = out.step_id, plan.num_reqs, out.drafts
+        state.row_errors = errors | _errors_of(plan, self._row_faults)
         self._state = state
 
-    def _run(self, out: SchedulerOutput, plan: BatchPlan) -> ExecuteModelState:
+    def _run(self, plan: BatchPlan) -> ExecuteModelState:
         size = self._exchange.decode_size(plan.num_reqs) if plan.is_decode else None
         if size is not None and self.graphs is not None:
-            return self._run_graph(out, plan, self.graphs, size)
-        return self._run_batch(out, plan)
+            return self._run_graph(plan, self.graphs, size)
+        return self._run_batch(plan)
 
-    def _try(self, out: SchedulerOutput, plan: BatchPlan) -> tuple[ExecuteModelState | None, str]:
-        """Execute the step; (None, torch's message) if memory runs out. The error itself, which refers to all that the
-        attempt had allocated, is freed when this returns."""
-        try:
-            return self._run(out, plan), ""
-        except torch.OutOfMemoryError as error:
-            if self.tables.has_states:
-                raise  # some layers have changed their states: another attempt would change them twice
-            return None, _reason(error, self._exchange.is_alone)
-
-    def _run_with_less(self, out: SchedulerOutput, plan: BatchPlan) -> ExecuteModelState:
-        """Run a step for which the device has no memory. First once more, after torch's cached memory is released; then
-        without the prompts, which need the most: they fail, and the requests that decode go on."""
-        self.platform.release_cached()
-        state, reason = self._try(out, plan)
-        if state is not None:
-            return state
-        if plan.num_decodes == plan.num_reqs:
-            raise torch.OutOfMemoryError(reason)
-        self.platform.release_cached()
-        state = ExecuteModelState(out.step_id)
-        if plan.num_decodes:
-            state = self._run(out, plan.first(plan.num_decodes))
-        message = (
-            f"the device ran out of memory in a step of {plan.num_tokens} tokens, and this prompt was part of it: "
-            f"lower max_num_batched_tokens or gpu_memory_utilization ({reason})"
-        )
-        for i in map(int, plan.batch_idx[plan.num_decodes :]):
-            state.row_errors[i] = RowError(i, "InternalError", message)
-        return state
-
-    def _run_graph(
-        self, out: SchedulerOutput, plan: BatchPlan, graphs: CudaGraphManager, size: int
-    ) -> ExecuteModelState:
+    def _run_graph(self, plan: BatchPlan, graphs: CudaGraphManager, size: int) -> ExecuteModelState:
         """Run a step of decodes by graphs: one launch here, the second by `sample_tokens`. If this rank does not
         sample, there is no second one."""
         self._exchange.receive_for_graph(plan.num_reqs)
         hidden = graphs.run(plan.rows, size)
         if hidden is not None:
             self._exchange.send(hidden)
-        return ExecuteModelState(out.step_id, plan, is_half=self.samples)
+        return ExecuteModelState(plan=plan, is_half=self.samples)
 
-    def _run_batch(self, out: SchedulerOutput, plan: BatchPlan) -> ExecuteModelState:
+    def _run_batch(self, plan: BatchPlan) -> ExecuteModelState:
         shape = None
         padded = self._exchange.batch_tokens(plan.num_tokens)
         if self.batch_graphs is not None and padded is not None:
@@ -289,7 +259,7 @@ class ModelRunner:
         if not self.samples:
             self._exchange.send(hidden[: plan.num_tokens])
             self.requests.advance_device(rows, seq_lens)
-            return ExecuteModelState(out.step_id, plan)
+            return ExecuteModelState(plan=plan)
         logits, pooled = None, self._pooling.pool(plan, hidden)
         most = 0 if self.graphs is None or plan.drafts is not None else self.graphs.max_size
         is_held = pooled is None and 0 < len(plan.sampling) <= most
@@ -304,7 +274,7 @@ class ModelRunner:
                 logits = self._model.compute_logits(hidden if last is None else hidden.index_select(0, last))
         if not is_held or len(plan.sampling) < plan.num_reqs:  # the graph of the end advances rows that sample
             self.requests.advance_device(rows, seq_lens)
-        return ExecuteModelState(out.step_id, plan, rows, logits, pooled=pooled, is_held=is_held)
+        return ExecuteModelState(plan=plan, idx_mapping=rows, logits=logits, pooled=pooled, is_held=is_held)
 
     def forward_batch(self, inputs: PreparedInputs, rows: Tensor) -> Tensor:
         """See `BatchGraphs`: the forward of a step with prompts over a graph's memory."""
@@ -365,9 +335,8 @@ class ModelRunner:
         tensors = {} if state.pooled is None else {"vectors": state.pooled.vectors}
         if state.logits is not None and state.idx_mapping is not None:
             batch = SampleBatch.gather(plan, state.idx_mapping, self.requests, grammar)
-            sampled, reason = self._try_sampling(state.logits, batch)
-            if sampled is None:
-                sampled = self._sample_with_less(state, state.logits, batch, reason)
+            sampled, errors = self._memory.sample(self._sampler, state.logits, batch)
+            state.row_errors |= errors
             counts = self.requests.append_sampled(batch.rows, batch.rows_device, sampled.token_ids, batch.drafted)
             tensors |= {"token_ids": sampled.token_ids, "checks": sampled.checks}
             if counts is not None:
@@ -429,26 +398,6 @@ class ModelRunner:
         captured, which read it."""
         self._bitmasks.register(memory, self.platform)
 
-    def _try_sampling(self, logits: Tensor, batch: SampleBatch) -> tuple[SamplerOutput | None, str]:
-        """Sample the batch. None if there is no memory for it, and what torch says; see `_try`."""
-        try:
-            return self._sampler.sample(logits, batch), ""
-        except torch.OutOfMemoryError as error:
-            return None, _reason(error, self._exchange.is_alone)
-
-    def _sample_with_less(
-        self, state: ExecuteModelState, logits: Tensor, batch: SampleBatch, reason: str
-    ) -> SamplerOutput:
-        """Sample a batch for which the device has no memory: rows that ask the sampler for more than temperature and
-        seed fail, the others are sampled."""
-        self.platform.release_cached()
-        failed = batch.batch_idx[self._sampler.needs_memory(batch)]
-        if not len(failed):
-            raise torch.OutOfMemoryError(reason)
-        for i in map(int, failed):
-            state.row_errors[i] = RowError(i, "InternalError", f"{_NO_MEMORY_TO_SAMPLE} ({reason})")
-        return self._sampler.sample_plainly(logits, batch)
-
     def _update_rows(self, out: SchedulerOutput) -> None:
         """Apply the step's changes in the order of the SchedulerOutput's fields: a row may be freed and taken again in
         one step."""
@@ -478,27 +427,7 @@ class ModelRunner:
             self._kv_memory.copy_blocks(self.tables.checked(out.page_copies))
         self._arena.apply()
         for row in () if sampler is None else sampler.apply_staged_writes():
-            if not self._exchange.is_alone:
-                raise InternalError(_NO_MEMORY_ON_A_RANK)
-            self._row_faults[row] = ("InternalError", _NO_MEMORY_TO_SAMPLE)
-
-
-_NO_MEMORY_ON_A_RANK = (
-    "the device ran out of memory in a step that other ranks compute too, so that all of them start again: lower "
-    "gpu_memory_utilization, max_num_batched_tokens or max_num_seqs"
-)
-_NO_MEMORY_TO_SAMPLE = (
-    "the device has no memory for this request's penalties, log-probabilities, grammar or truncation: lower "
-    "gpu_memory_utilization or max_num_seqs"
-)
-
-
-def _reason(error: torch.OutOfMemoryError, is_alone: bool) -> str:
-    """Return torch's message about memory. Raises InternalError unless there is one rank."""
-    reason = str(error).partition(". ")[0]
-    if not is_alone:
-        raise InternalError(f"{_NO_MEMORY_ON_A_RANK} ({reason})") from None
-    return reason
+            self._row_faults[row] = self._memory.fault_of_row()
 
 
 def _errors_of(plan: BatchPlan, faults: Mapping[int, tuple[str, str]]) -> dict[int, RowError]:

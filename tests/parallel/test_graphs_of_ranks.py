@@ -18,8 +18,8 @@ from aengine.ipc.messages import KVCacheGroup, SchedulerOutput, int32
 from aengine.kernels.dispatch import triton_everywhere
 from aengine.runner.distributed.experts_group import ExpertsGroup
 from aengine.runner.distributed.shares import VocabularyShare
-from aengine.runner.distributed.step_exchange import StepExchange
-from aengine.runner.expert_rounds import ExpertRounds
+from aengine.runner.exchange.expert_rounds import ExpertRounds
+from aengine.runner.exchange.step_exchange import StepExchange
 from aengine.runner.graphs import batch_graphs, cuda_graphs
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.platforms.cpu import CpuPlatform

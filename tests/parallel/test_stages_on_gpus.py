@@ -35,11 +35,11 @@ from aengine.runner.async_output import AsyncOutput
 from aengine.runner.attention.backend import TritonAttention
 from aengine.runner.attention.prefill import TritonPrefill
 from aengine.runner.distributed import cuda_link, opening
-from aengine.runner.distributed.awaited_ids import AwaitedIds
 from aengine.runner.distributed.cuda_link import CudaLink, StageMemory
 from aengine.runner.distributed.pipeline import IntermediateTensors, StepSizes
 from aengine.runner.distributed.stage import WHOLE, PipelineStage
 from aengine.runner.distributed.symmetric_memory import NoPeers
+from aengine.runner.exchange.awaited_ids import AwaitedIds
 from aengine.runner.graphs.batch_graphs import BatchGraphs
 from aengine.runner.graphs.cuda_graphs import CudaGraphManager, PassedOn, _Graphs
 from aengine.runner.model_runner import ModelRunner

@@ -1,8 +1,8 @@
 """`ExpertsGroup`: the ranks of all data parallel replicas, among which the experts of each layer are divided.
 
 Attention and its KV belong to a replica, experts to one rank of all. The replicas compute their steps in rounds, which
-the host pairs (engine/replicas/rounds.py), in shapes that all ranks find alike (runner/expert_rounds.py); in each
-layer with experts
+the host pairs (engine/replicas/rounds.py), in shapes that all ranks find alike (runner/exchange/expert_rounds.py); in
+each layer with experts
 
     replica 0   own tokens ─┐          ┌─ own experts, tokens of all ─┐       ┌─> own tokens
                             ├─ gather ─┤                              ├─ sum ─┤

@@ -8,7 +8,7 @@
 
 The lower line is the end of a step with prompts, one launch, whatever its layers ran as. On a pipeline stage that is
 not the last, a decode step ends with its layers: its rows move on, and what the layers yield is passed on behind the
-launch (distributed/relay.py).
+launch (exchange/relay.py).
 
 A graph replays the launches of one shape, so a batch is padded to the next size that has been captured; padding has row
 -1, reads nothing and writes nothing. All graphs share one memory pool, and are captured largest first, so that the

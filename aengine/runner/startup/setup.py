@@ -16,10 +16,10 @@ from ..attention.kv_pages import KvCacheSpec
 from ..distributed.experts_group import ExpertsGroup
 from ..distributed.group import ALONE, TensorGroup
 from ..distributed.pipeline import NoLink, PipelineLink
-from ..distributed.relay import Relay
 from ..distributed.stage import PipelineStage
-from ..distributed.step_exchange import StepExchange
-from ..expert_rounds import ExpertRounds
+from ..exchange.expert_rounds import ExpertRounds
+from ..exchange.relay import Relay
+from ..exchange.step_exchange import StepExchange
 from ..graphs.cuda_graphs import graph_sizes
 from ..kv_spec import KVLayout, lay_out_kv
 from ..layers.decoder import Decoder

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from ...ipc.messages import SchedulerOutput
+from ..distributed.group import ALONE, TensorGroup
+from ..distributed.pipeline import IntermediateTensors, PipelineLink
+from ..distributed.stage import PipelineStage
 from ..request_state import RequestState
 from .awaited_ids import AwaitedIds
-from .group import ALONE, TensorGroup
-from .pipeline import IntermediateTensors, PipelineLink
-from .stage import PipelineStage
 from .step_exchange import Rows, StepExchange
 
 __all__ = ["Relay"]

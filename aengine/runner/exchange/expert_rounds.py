@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..ipc.messages import SchedulerOutput
-from .distributed.experts_group import ExpertsGroup
-from .distributed.step_exchange import Rows, StepExchange
+from ...ipc.messages import SchedulerOutput
+from ..distributed.experts_group import ExpertsGroup
+from .step_exchange import Rows, StepExchange
 
 __all__ = ["ExpertRounds", "RoundShape"]
 

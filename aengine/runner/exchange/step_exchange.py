@@ -16,11 +16,11 @@ import numpy.typing as npt
 from torch import Tensor
 
 from ...ipc.messages import SchedulerOutput
+from ..distributed.experts_group import ExpertsGroup
+from ..distributed.group import ALONE, TensorGroup
 from ..graphs.batch_graphs import BatchGraphs
 from ..graphs.cuda_graphs import CudaGraphManager
 from ..request_state import RequestState
-from .experts_group import ExpertsGroup
-from .group import ALONE, TensorGroup
 
 __all__ = ["StepExchange"]
 

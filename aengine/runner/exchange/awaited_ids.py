@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ...kernels.input_prep import append_tokens
+from ..distributed.pipeline import PipelineLink
 from ..request_state import RequestState
 from ..transfer import to_device
-from .pipeline import PipelineLink
 
 __all__ = ["AwaitedIds"]
 
