@@ -336,7 +336,7 @@ BUDGETS = {
     "kernels": 8500,
     "limits": 550,
     "remote": 1600,
-    "runner": 16180,
+    "runner": 16210,
     "server": 5940,
     "telemetry": 1100,
     "testing": 790,
