@@ -31,6 +31,7 @@ from ..telemetry.observer import Kind, Observer
 from .admission_queue import AdmissionQueue
 from .preparation import Preparation
 from .replicas.replicas import Replicas
+from .sampling_extras import extras_of
 from .scheduler.request import CacheKey, PromptTokens, Request, RequestStatus
 from .streams.token_stream import Buffer, Mailbox, error_for_waiter
 from .structured.asked_type import AskedType
@@ -292,7 +293,7 @@ class Admission:
                     after=() if prepared.begins_text else ids,
                 )
                 choice.begin(detokenizer)
-        prompt = PromptTokens(ids)
+        prompt, extras = PromptTokens(ids), extras_of(params)
         request.requests = [
             Request(
                 request.request_id,
@@ -310,6 +311,7 @@ class Admission:
                 is_pooled=pooled is not None,
                 pooled_token_ids=() if pooled is None else pooled.pooled_token_ids,
                 num_first_tokens=0 if pooled is None else pooled.num_first_tokens,
+                extras=extras,
             )
             for i, choice in enumerate(mailbox.choices)
         ]

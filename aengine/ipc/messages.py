@@ -33,6 +33,7 @@ The direction and content of each kind:
 from __future__ import annotations
 
 import math
+import struct
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -47,6 +48,7 @@ __all__ = [
     "PLAN_LIMITS",
     "STATE_BLOCK_SIZE",
     "DraftColumns",
+    "Extras",
     "GrammarOutput",
     "KVCacheGroup",
     "Kind",
@@ -58,6 +60,7 @@ __all__ = [
     "RowError",
     "SchedulerOutput",
     "int32",
+    "int32_of",
     "kv_capacity",
     "pack",
     "unpack",
@@ -140,6 +143,11 @@ def kv_capacity(groups: Sequence[KVCacheGroup], num_blocks: int, most: int, step
     return bisect_right(range(1, most + 1), num_blocks, key=needed)
 
 
+Extras = dict[str, list[bytes]]
+"""What a request asks for that is a feature's own: its columns, by the feature's name. The feature's object on the
+device reads them, and what is wrong with them is the error of that request alone."""
+
+
 @dataclass(slots=True)
 class NewRequest:
     """A request's first appearance on a worker (also after a preemption: then ``token_ids`` holds what it generated).
@@ -163,15 +171,14 @@ class NewRequest:
     logprobs: int = -1  # alternatives reported for each token beside the sampled one; -1: no log-probabilities
     min_tokens: int = 0
     max_num_tokens: int = 2**31 - 1  # most tokens of prompt and completion together
+    is_pooled: bool = False  # the request gets a vector of its prompt in place of tokens
+    num_first_tokens: int = 0  # leading tokens that belong to the first of two texts; 0: there is one text
     stop_token_ids: array[int] = field(default_factory=int32)  # ids that end the completion; banned before min_tokens
-    bias_token_ids: array[int] = field(default_factory=int32)
-    bias_values: array[float] = field(default_factory=float32)
     block_spans: array[int] = field(default_factory=int32)
     """int32 [2 * num_groups], a pair for each KV group: how many leading blocks of its table are left out, as they are
     before the window, and how many of ``block_ids`` follow. Empty: one group, and all its blocks."""
-    is_pooled: bool = False  # the request gets a vector of its prompt in place of tokens
     pooled_token_ids: array[int] = field(default_factory=int32)  # the vector is these ids' logits, if any are given
-    num_first_tokens: int = 0  # leading tokens that belong to the first of two texts; 0: there is one text
+    extras: Extras = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -361,12 +368,10 @@ def unpack(kind: Kind, payload: bytes | bytearray | memoryview) -> Any:
 
 
 def _new_request(r: NewRequest) -> tuple[Any, ...]:
-    return (
+    numbers = _NUMBERS.pack(
         r.req_idx,
-        r.token_ids.tobytes(),
         r.num_prompt_tokens,
         r.num_computed_tokens,
-        r.block_ids.tobytes(),
         r.temperature,
         r.top_p,
         r.top_k,
@@ -378,14 +383,11 @@ def _new_request(r: NewRequest) -> tuple[Any, ...]:
         r.logprobs,
         r.min_tokens,
         r.max_num_tokens,
-        r.stop_token_ids.tobytes(),
-        r.bias_token_ids.tobytes(),
-        r.bias_values.tobytes(),
-        r.block_spans.tobytes(),
         r.is_pooled,
-        r.pooled_token_ids.tobytes(),
         r.num_first_tokens,
     )
+    tokens, blocks, stops = r.token_ids.tobytes(), r.block_ids.tobytes(), r.stop_token_ids.tobytes()
+    return numbers, tokens, blocks, stops, r.block_spans.tobytes(), r.pooled_token_ids.tobytes(), r.extras
 
 
 def _step(data: Any) -> SchedulerOutput:
@@ -422,16 +424,16 @@ def _step(data: Any) -> SchedulerOutput:
     return out
 
 
-def _request(fields: Any) -> NewRequest:
-    r = NewRequest(*fields)
-    for name in _REQUEST_INTS:
-        _int(getattr(r, name))
-    for name in _REQUEST_FLOATS:
-        _float(getattr(r, name))
-    r.token_ids, r.block_ids = _ints(r.token_ids), _ints(r.block_ids)
-    r.stop_token_ids, r.bias_token_ids = _ints(r.stop_token_ids), _ints(r.bias_token_ids)
-    r.bias_values, r.block_spans = _floats(r.bias_values), _ints(r.block_spans)
-    r.is_pooled, r.pooled_token_ids = bool(r.is_pooled), _ints(r.pooled_token_ids)
+def _request(data: Any) -> NewRequest:
+    packed, tokens, blocks, *columns, extras = data
+    row, num_prompt, num_computed, *values = _NUMBERS.unpack(packed)
+    r = NewRequest(row, _ints(tokens), num_prompt, num_computed, _ints(blocks), *values, *map(_ints, columns))
+    r.extras = extras
+    if type(extras) is not dict or len(extras) > _MOST_EXTRAS:
+        raise MessageError(f"request of row {r.req_idx}: extras that are no mapping, or more than {_MOST_EXTRAS}")
+    for name, of_feature in extras.items():
+        if type(name) is not str or type(of_feature) is not list or not all(type(c) is bytes for c in of_feature):
+            raise MessageError(f"request of row {r.req_idx}: extras that are not columns by name")
     if not 0 <= r.num_computed_tokens < len(r.token_ids) or not 0 < r.num_prompt_tokens <= len(r.token_ids):
         raise MessageError(f"request of row {r.req_idx}: token counts do not fit together")
     if len(r.block_spans) % 2 or (r.block_spans and sum(r.block_spans[1::2]) != len(r.block_ids)):
@@ -555,11 +557,9 @@ _CHECKS = {
     Kind.JOIN: _join,
     Kind.REVOKED: _revoked,
 }
-_REQUEST_INTS = (
-    *("req_idx", "num_prompt_tokens", "num_computed_tokens", "top_k", "seed", "logprobs", "min_tokens"),
-    *("max_num_tokens", "num_first_tokens"),
-)
-_REQUEST_FLOATS = "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"
+_NUMBERS = struct.Struct("<3i2didq3d3i?i")
+"""The fields of NewRequest that are numbers, in its order."""
+_MOST_EXTRAS = 64
 
 
 def _int(value: object) -> int:
@@ -584,6 +584,13 @@ def _bytes(value: object) -> bytes:
     if type(value) is not bytes:
         raise MessageError(f"expected bytes, not {type(value).__name__}")
     return value
+
+
+def int32_of(extra: list[bytes], num_columns: int) -> list[array[int]]:
+    """Return the int32 columns of a feature's extra. Raises MessageError if it is not so many, whole ones."""
+    if len(extra) != num_columns or any(len(column) % 4 for column in extra):
+        raise MessageError(f"{len(extra)} columns instead of {num_columns}, or one that ends within a number")
+    return [_ints(column) for column in extra]
 
 
 def _ints(value: object) -> array[int]:

@@ -37,6 +37,7 @@ from .pooling.decoder import DecoderPooling, PooledTensors
 from .pooling.vectors import VectorLayers
 from .request_state import SCALAR_WORDS, RequestState
 from .sampling.bitmask_memory import HostBitmasks
+from .sampling.features import EXTRAS
 from .sampling.sampler import Sampler, Sampling
 from .sampling.vocabulary import Vocabulary
 from .staged_writes import StagedArena
@@ -235,8 +236,13 @@ class ModelRunner:
 
     def _run_graph(self, plan: BatchPlan, graphs: CudaGraphManager, size: int) -> ExecuteModelState:
         """Run a step of decodes by graphs: one launch here, the second by `sample_tokens`. If this rank does not
-        sample, there is no second one."""
+        sample, there is no second one. If a row uses what no graph holds, the step is run op by op, in the shape that
+        the graph has."""
         self._exchange.receive_for_graph(plan.num_reqs)
+        if self._sampler.is_op_by_op(plan.rows):
+            rows, half = graphs.run_op_by_op(plan.rows, size)
+            self.requests.advance_device(rows, half.inputs.seq_lens[: len(rows)])
+            return ExecuteModelState(plan=plan, idx_mapping=rows, logits=half.logits[: len(rows)])
         hidden = graphs.run(plan.rows, size)
         if hidden is not None:
             self._exchange.send(hidden)
@@ -263,6 +269,7 @@ class ModelRunner:
         logits, pooled = None, self._pooling.pool(plan, hidden)
         most = 0 if self.graphs is None or plan.drafts is not None else self.graphs.max_size
         is_held = pooled is None and 0 < len(plan.sampling) <= most
+        is_held = is_held and not self._sampler.is_op_by_op(plan.rows[plan.sampling])
         if len(plan.sampling):
             if plan.num_logits == len(hidden):
                 last = None
@@ -410,14 +417,14 @@ class ModelRunner:
                 sampler.remove_request(row)
             self._row_faults.pop(row, None)
         for request in out.new_requests:
-            fault = _check_tokens(request, self.vocab_size)
-            if fault is not None:
-                self._row_faults[request.req_idx] = ("InvalidRequestError", fault)
+            fault = _check_request(request, self.vocab_size)
             self.requests.add_request(request)
             self._exchange.add_request(request.req_idx)
             self._pooling.add_request(request)
             if sampler is not None:
-                sampler.add_request(request)
+                fault = sampler.add_request(request) or fault
+            if fault is not None:
+                self._row_faults[request.req_idx] = fault
             self.tables.replace(request)
         self.tables.append(out.block_rows, out.block_ids, out.block_groups)
         fresh = self.tables.take_fresh()
@@ -438,25 +445,20 @@ def _errors_of(plan: BatchPlan, faults: Mapping[int, tuple[str, str]]) -> dict[i
     return {i: RowError(i, *fault) for i, fault in places if fault is not None}
 
 
-def _check_tokens(request: NewRequest, vocab_size: int) -> str | None:
-    """Return the fault of the request's token ids, which are then replaced by valid ones; None if there is none.
+def _check_request(request: NewRequest, vocab_size: int) -> tuple[str, str] | None:
+    """Return the type and message of the fault of the request's token ids, which are then replaced by valid ones, or of
+    its extras; None if there is none.
 
     The host has checked them. A wrong index would still kill the worker, and every other request with it.
     """
-    fault = None
-    if not _all_within(request.token_ids, vocab_size):
+    ids = np.asarray(request.token_ids)
+    if ids.min() < 0 or ids.max() >= vocab_size:
         wrong = next(t for t in request.token_ids if not 0 <= t < vocab_size)
-        fault = f"the prompt has token id {wrong}, but this model's are 0 to {vocab_size - 1}"
         for i, token_id in enumerate(request.token_ids):
             if not 0 <= token_id < vocab_size:
                 request.token_ids[i] = 0
-    if not _all_within(request.bias_token_ids, vocab_size):
-        wrong = next(t for t in request.bias_token_ids if not 0 <= t < vocab_size)
-        fault = fault or f"logit_bias names token id {wrong}, but this model's are 0 to {vocab_size - 1}"
-        del request.bias_token_ids[:], request.bias_values[:]
-    return fault
-
-
-def _all_within(column: Sequence[int], vocab_size: int) -> bool:
-    ids = np.asarray(column)
-    return not len(ids) or bool(ids.min() >= 0 and ids.max() < vocab_size)
+        known = f"this model's are 0 to {vocab_size - 1}"
+        return "InvalidRequestError", f"the prompt has token id {wrong}, but {known}"
+    for name in request.extras.keys() - EXTRAS:
+        return "InternalError", f"the request has {name:.80}, which no feature of this worker reads"
+    return None

@@ -24,8 +24,7 @@ EVERYTHING: dict[str, Any] = {
     "repetition_penalty": 1.2,
     "frequency_penalty": 0.3,
     "presence_penalty": 0.1,
-    "bias_token_ids": int32([3, 7]),
-    "bias_values": float32([2.0, -2.0]),
+    "extras": {"logit_bias": [int32([3, 7]).tobytes(), float32([2.0, -2.0]).tobytes()]},
     "min_tokens": 4,
     "stop_token_ids": int32(range(0, VOCAB_SIZE, 5)),
 }

@@ -52,6 +52,7 @@ COLUMNS = LogprobColumns(int32([1]), float32([-0.5]), int32([2]), int32([3, 4]),
     ("kind", "message"),
     [
         (Kind.STEP, SchedulerOutput(3, new_requests=[NewRequest(0, int32([5, 6]), 2, 0, int32([9]), temperature=0)])),
+        (Kind.STEP, SchedulerOutput(3, new_requests=[NewRequest(0, int32([5]), 1, 0, int32(), extras={"a": [b"x"]})])),
         (Kind.STEP, SchedulerOutput(3, int32([4]), int32([2]), int32([1]))),
         (Kind.STEP, drafted(int32([0, 2]), int32([7, 8]))),
         (Kind.GRAMMAR, GrammarOutput(3, int32([0]), b"\x01\x02\x03\x04")),
@@ -127,8 +128,6 @@ def columns(**changes: Any) -> ModelRunnerOutput:
         (Kind.REVOKED, -1, "REVOKED with -1"),
         (Kind.REVOKED, None, "integer"),
         (Kind.GRAMMAR, [3, b"", None], "expected bytes"),
-        (Kind.STEP, SchedulerOutput(3, new_requests=[NewRequest("0", int32([5]), 1, 0, int32())]), "integer"),  # type: ignore[arg-type]
-        (Kind.STEP, SchedulerOutput(3, new_requests=[NewRequest(0, int32([5]), 1, 0, int32(), top_p="1")]), "number"),  # type: ignore[arg-type]
         (Kind.STEP, SchedulerOutput(3, new_requests=[NewRequest(0, int32([5]), 1, 1, int32())]), "fit together"),
         (
             Kind.STEP,
@@ -160,6 +159,30 @@ def columns(**changes: Any) -> ModelRunnerOutput:
 def test_what_does_not_have_its_form_is_refused(kind: Kind, message: Any, text: str) -> None:
     with pytest.raises(MessageError, match=text):
         unpack(kind, pack(message))
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "text"),
+    [
+        (0, b"123", "error: unpack requires"),
+        (0, None, "TypeError"),
+        (1, None, "expected bytes"),
+        (1, b"12345", "ValueError"),
+        (5, 7, "expected bytes"),
+        (6, [], "no mapping"),
+        (6, {str(i): [] for i in range(65)}, "no mapping, or more"),
+        (6, {5: []}, "columns by name"),
+        (6, {"a": b"x"}, "columns by name"),
+        (6, {"a": [5]}, "columns by name"),
+    ],
+)
+def test_a_torn_request_is_refused(place: int, value: Any, text: str) -> None:
+    step = msgpack.unpackb(pack(SchedulerOutput(3, new_requests=[NewRequest(0, int32([5]), 1, 0, int32())])))
+    step[4][0][place] = value
+    with pytest.raises(MessageError, match=text):
+        unpack(Kind.STEP, msgpack.packb(step))
+    with pytest.raises(MessageError, match="ValueError"):
+        unpack(Kind.STEP, msgpack.packb([*step[:4], [step[4][0][:3]], *step[5:]]))
 
 
 def test_counts_that_cancel_out_are_found() -> None:

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aengine.ipc.messages import KVCacheGroup, ModelRunnerOutput, NewRequest, SchedulerOutput, float32, int32
+from aengine.engine.sampling_extras import extras_of
+from aengine.ipc.messages import KVCacheGroup, ModelRunnerOutput, NewRequest, SchedulerOutput, int32
+from aengine.params import SamplingParams
 from aengine.runner.input_batch import InputBatch
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.platforms.cpu import CpuPlatform
@@ -137,9 +139,10 @@ def make_runner(model: FakeModel | ConstantModel, vocab_size: int, **limits: int
 
 
 def request(row: int, token_ids: Sequence[int], blocks: Sequence[int], **fields: Any) -> NewRequest:
-    for name, column in (("stop_token_ids", int32), ("bias_token_ids", int32), ("bias_values", float32)):
-        if name in fields:
-            fields[name] = column(fields[name])
+    if "stop_token_ids" in fields:
+        fields["stop_token_ids"] = int32(fields["stop_token_ids"])
+    asked = {name: fields.pop(name) for name in ("logit_bias",) if name in fields}
+    fields["extras"] = extras_of(SamplingParams(**asked))
     values = {"num_prompt_tokens": len(token_ids), "num_computed_tokens": 0, "temperature": 0.0, **fields}
     return NewRequest(req_idx=row, token_ids=int32(token_ids), block_ids=int32(blocks), **values)
 

@@ -30,7 +30,7 @@ ALLOWED = [t for t in range(VOCAB) if t % 3]
 def distribution(logits: np.ndarray, p: dict[str, Any], allowed: list[int] | None) -> np.ndarray:
     """The definition in SamplingParams' docstring, step by step; float64 [VOCAB]."""
     x = logits.astype(np.float64)
-    for token, value in zip(p.get("bias_token_ids", []), p.get("bias_values", [])):
+    for token, value in p.get("logit_bias", {}).items():
         x[token] += value
     if len(GENERATED) < p.get("min_tokens", 0):
         x[p["stop_token_ids"]] = -np.inf
@@ -65,7 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
     "repetition": {"repetition_penalty": 1.8},
     "frequency": {"frequency_penalty": 0.7},
     "presence": {"presence_penalty": -1.5},
-    "logit_bias": {"bias_token_ids": [5, 6, 39], "bias_values": [2.0, -100.0, 1.0]},
+    "logit_bias": {"logit_bias": {5: 2.0, 6: -100.0, 39: 1.0}},
     "min_tokens": {"min_tokens": 5, "stop_token_ids": [0, 3, 9]},
     "min_tokens reached": {"min_tokens": 4, "stop_token_ids": [0, 3, 9]},
     "bitmask": {"bitmask": True},
@@ -78,8 +78,7 @@ CASES: dict[str, dict[str, Any]] = {
         "repetition_penalty": 0.8,
         "frequency_penalty": -0.3,
         "presence_penalty": 0.4,
-        "bias_token_ids": [2, 4],
-        "bias_values": [1.5, -1.0],
+        "logit_bias": {2: 1.5, 4: -1.0},
         "min_tokens": 9,
         "stop_token_ids": [11, 12],
         "bitmask": True,
@@ -172,7 +171,7 @@ def some_requests(rng: random.Random, count: int, vocab_size: int) -> list[NewRe
         {"top_p": rng.uniform(0.3, 0.99)},
         {"min_p": 0.01},
         {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "presence_penalty": 0.1},
-        {"bias_token_ids": rng.sample(range(vocab_size), 4), "bias_values": [1.5, -1.0, 3.0, 0.5]},
+        {"logit_bias": dict(zip(rng.sample(range(vocab_size), 4), [1.5, -1.0, 3.0, 0.5], strict=True))},
         {"min_tokens": 9, "stop_token_ids": list(range(0, vocab_size, 2))},
         {"logprobs": 3},
     ]
@@ -221,7 +220,7 @@ def test_triton_kernels_sample_the_same(rng: random.Random, gen: torch.Generator
 def test_logprobs_are_those_of_the_model(gen: torch.Generator) -> None:
     """Nothing that a request asks of the logits shows in them; whether all rows want them or some."""
     logits = torch.randn(3, VOCAB, generator=gen)
-    asked: dict[str, Any] = {"logprobs": 2, "bias_token_ids": [5], "bias_values": [9.0], "temperature": 0.3}
+    asked: dict[str, Any] = {"logprobs": 2, "logit_bias": {5: 9.0}, "temperature": 0.3}
     for fields in (
         [asked] * 3,
         [asked, {}, {"logprobs": 2, "temperature": 0.3}],
@@ -252,7 +251,7 @@ CUT: list[dict[str, Any]] = [{"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}]
 SPECIAL: list[dict[str, Any]] = [
     {"logprobs": 0},
     {"temperature": 0.0, "presence_penalty": 0.1},
-    {"bias_token_ids": [1], "bias_values": [1.0]},
+    {"logit_bias": {1: 1.0}},
     {"min_tokens": 5, "stop_token_ids": [1]},
 ]
 

@@ -13,6 +13,7 @@ import torch
 from runner_fakes import FakeModel, make_runner, request, step
 from scheduler_invariants import check_scheduler
 
+from aengine.engine.sampling_extras import extras_of
 from aengine.engine.scheduler.request import Request
 from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.engine.scheduler.step import InFlightStep
@@ -63,6 +64,7 @@ def make_requests(rng: random.Random) -> list[Request]:
         )
         how: dict[str, Any] = {"grammar": object()} if rng.random() < 0.4 else {}
         limits = {"max_num_tokens": len(prompt) + max_tokens, "stop_token_ids": frozenset({STOP_ID})}
+        how["extras"] = extras_of(params)
         requests.append(
             Request(f"r{i}", prompt, params, seed=rng.getrandbits(40), arrival_time=float(i), **limits, **how)
         )

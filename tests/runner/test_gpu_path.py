@@ -109,11 +109,11 @@ def steps(rng: random.Random) -> list[SchedulerOutput]:
 
     lengths = [rng.randint(2, 40) for _ in range(3)]
     fields: list[dict] = [
-        {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "bias_token_ids": int32([5, 9]), "top_p": 0.9},
+        {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "top_p": 0.9},
         {"min_tokens": 3, "stop_token_ids": int32(range(0, 300, 2)), "logprobs": 3, "presence_penalty": 0.3},
         {},
     ]
-    fields[0]["bias_values"] = float32([2.0, -1.0])
+    fields[0]["extras"] = {"logit_bias": [int32([5, 9]).tobytes(), float32([2.0, -1.0]).tobytes()]}
     fields[1] |= {"top_k": 9, "min_p": 0.01}
     new = [
         request(row, length, seed=row, **{"temperature": rng.choice([0.0, 1.0])} | fields[row])

@@ -14,7 +14,7 @@ from aengine.errors import InternalError
 from aengine.ipc.messages import GrammarOutput, SchedulerOutput, int32
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.pooling.vectors import VectorLayers
-from aengine.runner.sampling import features
+from aengine.runner.sampling.features import penalties
 
 VOCAB = 97
 
@@ -180,7 +180,7 @@ def test_invalid_token_ids_fail_their_request_only() -> None:
         request(0, [5, VOCAB, 6], [0]),
         request(1, [5, 6], [1]),
         request(2, [-3], [2]),
-        request(3, [4], [3], bias_token_ids=[VOCAB + 5], bias_values=[1.0]),
+        request(3, [4], [3], logit_bias={VOCAB + 5: 1.0}),
     ]
     out = step(runner, {3: 1, 0: 2, 1: 2, 2: 1}, new=new)  # row 0: a chunk
     assert list(out.token_ids) == [-1, -1, greedy([5, 6]), -1]
@@ -188,6 +188,26 @@ def test_invalid_token_ids_fail_their_request_only() -> None:
     assert f"token id {VOCAB}," in out.errors[1].message and "logit_bias" in out.errors[0].message
     # A step that was already on its way still computes them; then the row is good again.
     assert len(step(runner, {0: 1, 1: 1}).errors) == 1
+    assert step(runner, {0: 1}, removed=[0], new=[request(0, [7], [0])]).errors == []
+
+
+@pytest.mark.parametrize(
+    ("extras", "text"),
+    [
+        ({"logit_bias": [b"1234"]}, "1 columns instead of 2"),
+        ({"logit_bias": [b"1234", b"123"]}, "ends within a number"),
+        ({"logit_bias": [b"1234", b""]}, "1 tokens and 0 numbers"),
+        ({"logit_bias": [bytes(4 * 1025)] * 2}, "1025 tokens"),
+        ({"logit_bias": [b""] * 2, "colour": [b"red"]}, "has colour, which no feature"),
+    ],
+)
+def test_extras_that_no_feature_can_read_fail_their_request_only(extras: dict[str, list[bytes]], text: str) -> None:
+    runner, _ = fake_runner()
+    torn, good = request(0, [5, 6], [0]), request(1, [5, 6], [1])
+    torn.extras = extras
+    out = step(runner, {0: 2, 1: 2}, new=[torn, good])
+    assert list(out.token_ids) == [-1, greedy([5, 6])]
+    assert [(e.batch_idx, e.type) for e in out.errors] == [(0, "InternalError")] and text in out.errors[0].message
     assert step(runner, {0: 1}, removed=[0], new=[request(0, [7], [0])]).errors == []
 
 
@@ -262,7 +282,7 @@ def test_a_bitmask_of_the_wrong_size_is_refused() -> None:
 def test_logprobs_are_the_models_own() -> None:
     runner, _ = fake_runner()
     new = [
-        request(0, [3, 4], [0], logprobs=3, bias_token_ids=[50], bias_values=[100.0]),
+        request(0, [3, 4], [0], logprobs=3, logit_bias={50: 100.0}),
         request(1, [5], [1]),
         request(2, [6], [2], logprobs=0, temperature=2.0, seed=9),
         request(4, [7], [3], logprobs=64, temperature=1.0, top_k=3),
@@ -417,7 +437,7 @@ def test_penalties_without_memory_fail_their_request(monkeypatch: pytest.MonkeyP
     def no_memory(*args: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(features, "lazy_zeros", no_memory)
+    monkeypatch.setattr(penalties, "lazy_zeros", no_memory)
     new = [request(0, [1, 2, 3], [0, 1]), request(1, [4, 5], [2, 3], frequency_penalty=1.0)]
     answer = step(runner, {0: 3, 1: 2}, new=new)
     assert [e.batch_idx for e in answer.errors] == [1] and "penalties" in answer.errors[0].message

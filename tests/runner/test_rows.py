@@ -51,8 +51,8 @@ def test_blocks_that_hold_nothing_of_the_request_yet(
 def test_a_row_has_nothing_of_the_request_before() -> None:
     """Its biases and banned tokens, while another row has some, so that the step applies them."""
     runner = make_runner(ConstantModel(torch.arange(20.0)), 20)
-    others = request(1, [1], [4, 5, 6, 7], bias_token_ids=[3], bias_values=[100.0])
-    first = request(0, [1], [0, 1], bias_token_ids=[5], bias_values=[100.0])
+    others = request(1, [1], [4, 5, 6, 7], logit_bias={3: 100.0})
+    first = request(0, [1], [0, 1], logit_bias={5: 100.0})
     assert list(step(runner, {0: 1, 1: 1}, new=[first, others]).token_ids) == [5, 3]
     plain = request(0, [1], [0, 1])
     assert list(step(runner, {1: 1, 0: 1}, removed=[0], new=[plain]).token_ids) == [3, 19]

@@ -6,9 +6,10 @@ from array import array
 
 import pytest
 
+from aengine.engine.sampling_extras import extras_of
 from aengine.engine.scheduler.block_pool import BlockTable
 from aengine.engine.scheduler.request import PromptTokens, Request, RequestStatus
-from aengine.ipc.messages import Kind, SchedulerOutput, pack, unpack
+from aengine.ipc.messages import Kind, SchedulerOutput, float32, int32, pack, unpack
 from aengine.params import SamplingParams
 
 
@@ -62,7 +63,7 @@ def test_every_parameter_reaches_the_worker() -> None:
         min_tokens=3,
         logit_bias={11: -1.5, 4: 2.0},
     )
-    request = make([1, 2, 3], params, seed=-(2**63))
+    request = make([1, 2, 3], params, seed=-(2**63), extras=extras_of(params))
     request.begin()
     request.token_ids.append(50)  # generated before a preemption
     request.req_idx, request.block_tables, request.num_computed_tokens = 3, [BlockTable(1, 0, [8, 1])], 2
@@ -75,7 +76,7 @@ def test_every_parameter_reaches_the_worker() -> None:
     assert (message.repetition_penalty, message.logprobs, message.min_tokens) == (1.25, 0, 3)
     assert message.max_num_tokens == 11
     assert message.stop_token_ids == array("i", [2, 9])
-    assert dict(zip(message.bias_token_ids, message.bias_values)) == {11: -1.5, 4: 2.0}
+    assert message.extras == {"logit_bias": [int32([11, 4]).tobytes(), float32([-1.5, 2.0]).tobytes()]}
 
 
 def test_no_logprobs_is_minus_one() -> None:

@@ -30,7 +30,7 @@ from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...ipc.messages import NewRequest, float32, int32
+from ...ipc.messages import Extras, NewRequest, int32
 from ...outputs import FinishReason
 from ...params import SamplingParams
 from .block_pool import BlockTable
@@ -122,8 +122,8 @@ class Request:
     ``priority``: lower is more urgent; among equals the earlier ``arrival_time`` (any unit), then the earlier added.
     ``max_num_tokens`` counts prompt and completion. ``is_pooled``: it gets one vector in place of the one token that
     ``max_num_tokens`` counts: the logits of ``pooled_token_ids``, if there are any, else as the model's pooling says;
-    ``num_first_tokens``: see `NewRequest`. ``stop_token_ids`` includes the model's end-of-sequence tokens unless
-    those are ignored. ``sink`` is the caller's; ``grammar`` what its tokens must obey.
+    ``num_first_tokens``, ``extras``: see `NewRequest`. ``stop_token_ids`` includes the model's end-of-sequence tokens
+    unless those are ignored. ``sink`` is the caller's; ``grammar`` what its tokens must obey.
     """
 
     __slots__ = (
@@ -135,6 +135,7 @@ class Request:
         "dependents",
         "draft_token_ids",
         "exception_alone",
+        "extras",
         "finish_reason",
         "grammar",
         "index",
@@ -189,6 +190,7 @@ class Request:
         is_pooled: bool = False,
         pooled_token_ids: Sequence[int] = (),
         num_first_tokens: int = 0,
+        extras: Extras | None = None,
     ) -> None:
         self.request_id = request_id
         prompt = prompt_token_ids
@@ -208,6 +210,7 @@ class Request:
         self.is_pooled = is_pooled
         self.pooled_token_ids = pooled_token_ids
         self.num_first_tokens = num_first_tokens
+        self.extras = extras or {}
         assert 0 < self.num_prompt_tokens < max_num_tokens, "admission leaves room for one token at least"
         assert not is_pooled or max_num_tokens == self.num_prompt_tokens + 1
 
@@ -297,7 +300,7 @@ class Request:
 
     def to_message(self) -> NewRequest:
         """Return the message with which a worker can go on with the request from here."""
-        params, bias, tables = self.params, self.params.logit_bias, self.block_tables
+        params, tables = self.params, self.block_tables
         block_ids, spans = int32(), int32()
         for table in tables:
             block_ids.extend(table.block_ids)
@@ -322,9 +325,8 @@ class Request:
             min_tokens=params.min_tokens,
             max_num_tokens=self.max_num_tokens,
             stop_token_ids=int32(sorted(self.stop_token_ids)),
-            bias_token_ids=int32(bias.keys()),
-            bias_values=float32(bias.values()),
             is_pooled=self.is_pooled,
             pooled_token_ids=int32(self.pooled_token_ids),
             num_first_tokens=self.num_first_tokens,
+            extras=self.extras,
         )

@@ -321,6 +321,14 @@ class CudaGraphManager:
         self._half = (size, half)
         return None
 
+    def run_op_by_op(self, rows: Rows, size: int) -> tuple[Tensor, HalfDone]:
+        """Queue the first half of a step as `run` does, without a graph, for another end than `sample`, which its rows
+        don't fit. Returns the rows, int64 [len(rows)] on the device, too. Only on a stage that samples."""
+        places = self.step.set_rows(rows, size)
+        half = self.step.run(size)
+        assert isinstance(half, HalfDone)
+        return places[: len(rows)], half
+
     def run_empty(self, size: int) -> None:
         """Queue the first half of a step of no requests, which nothing follows: for what ranks exchange in it."""
         self._run_first(NO_ROWS, size)

@@ -1,11 +1,13 @@
 """Logits to tokens: the order of SamplingParams' docstring.
 
-logits ─> log-probabilities' rows kept ─> bias, min tokens, bitmask, penalties ─> cutoff ─────> / temperature, draw;
-                                          (features.py, in that order)    (top-k, top-p, min-p)  greedy: the maximum
+logits ─> log-probabilities' rows kept ─> bias, min tokens, ... ─> bitmask ─> cutoff ─────────────> / temperature, draw;
+                                          (features/, in order)               (top-k, top-p, min-p)  greedy: the maximum
 
 The same ops in two ways: one by one for the rows that sample in a step, each skipped when no row needs it (`sample`);
 and all of them over a padded batch, as a graph holds them (`sample_padded`), where a row that does not need an op costs
-it next to nothing.
+it next to nothing. The bitmask comes last of what bans tokens, so that no feature allows what a grammar does not.
+
+A feature that no graph holds (`SamplingFeature.is_in_graphs`) has its rows sampled in the first way.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ...ipc.messages import NewRequest
+from ...errors import InvalidRequestError
+from ...ipc.messages import MessageError, NewRequest
 from ...kernels.bitmask import apply_bitmask
 from ...kernels.gumbel import gumbel_sample
 from ...kernels.logprobs import keep_logits, token_logprobs
@@ -26,10 +29,10 @@ from ...kernels.select_rows import select_rows
 from ...kernels.top_k_top_p import find_cutoff
 from ..distributed.group import ALONE
 from ..distributed.shares import VocabularyShare
-from ..input_batch import Rows, SampleBatch, to_device
+from ..input_batch import NO_ROWS, Rows, SampleBatch, to_device
 from ..request_state import RequestState, Scalars
 from .bitmask_memory import HostBitmasks, MaskMemory
-from .features import Penalties, SamplingFeature, TokenLists
+from .features import FEATURES, SamplingFeature
 from .vocabulary import Vocabulary
 
 __all__ = ["LogprobRows", "Sampler", "SamplerOutput", "Sampling"]
@@ -71,33 +74,52 @@ class Sampler:
         self._vocab_size = vocab_size
         self.vocabulary = vocabulary or Vocabulary(VocabularyShare.of(vocab_size, 0, 1), ALONE)
         self._bitmasks = bitmasks
-        self._lists, self._penalties = TokenLists(requests, vocab_size), Penalties(requests, vocab_size)
-        self._features: tuple[SamplingFeature, ...] = (self._lists, self._penalties)
+        self._features = tuple(feature(requests, vocab_size) for feature in FEATURES)
+        self._in_graphs = tuple(feature for feature in self._features if feature.is_in_graphs)
         max_num_seqs = len(requests.in_use)
         # alternatives that each row wants beside the sampled token; -1: no log-probabilities
         self._num_logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
         self._cuts = np.zeros(max_num_seqs, dtype=bool)  # whether each row is random, with top-k, top-p or min-p
+        self._is_op_by_op = np.zeros(max_num_seqs, dtype=bool)  # whether each row uses a feature that no graph holds
+        self._num_op_by_op = 0  # number of these rows
         self._asks = np.full(max_num_seqs, Sampling.PLAIN, dtype=np.int8)  # what each row asks for in every step
 
     def reserve(self) -> None:
         """Allocate the memory that graphs refer to."""
-        self._penalties.reserve()
+        for feature in self._in_graphs:
+            feature.reserve()
 
-    def add_request(self, request: NewRequest) -> None:
-        row = request.req_idx
+    def add_request(self, request: NewRequest) -> tuple[str, str] | None:
+        """Note what the request of a new row asks for. Returns the type and the message of what is wrong with it."""
+        row, fault = request.req_idx, None
         greedy = request.temperature == 0 or request.top_k == 1
         cuts = 0 < request.top_k < self._vocab_size or request.top_p < 1 or request.min_p > 0
         for feature in self._features:
-            feature.add_request(request)
+            try:
+                feature.add_request(request)
+            except InvalidRequestError as error:
+                fault = ("InvalidRequestError", str(error))
+            except MessageError as error:
+                fault = ("InternalError", f"what the request asks of sampling can't be read: {error}")
+            else:
+                continue
+            feature.remove_request(row)
         self._num_logprobs[row] = request.logprobs
         self._cuts[row] = cuts and not greedy
         self._asks[row] = Sampling.CUT if self._cuts[row] else Sampling.PLAIN
         if request.logprobs >= 0 or any(feature.uses[row] for feature in self._features):
             self._asks[row] = Sampling.ANY
+        self._note_op_by_op(row, any(feature.uses[row] for feature in self._features if not feature.is_in_graphs))
+        return fault
 
     def remove_request(self, row: int) -> None:
         for feature in self._features:
             feature.remove_request(row)
+        self._note_op_by_op(row, False)
+
+    def _note_op_by_op(self, row: int, is_so: bool) -> None:
+        self._num_op_by_op += is_so - int(self._is_op_by_op[row])
+        self._is_op_by_op[row] = is_so
 
     def apply_staged_writes(self) -> list[int]:
         """Write what the features need of the new rows. Returns the rows for which there is no memory; what they ask
@@ -108,24 +130,29 @@ class Sampler:
         """Return what these rows ask of the sampler in the next step, apart from bitmasks."""
         return Sampling.ANY if self._is_pending(rows) else Sampling(self._asks[rows].max())
 
+    def is_op_by_op(self, rows: Rows) -> bool:
+        """Return whether some of these rows use a feature that no graph holds: `sample` is for them."""
+        return self._num_op_by_op > 0 and bool(self._is_op_by_op[rows].any())
+
     def sample(self, logits: Tensor, batch: SampleBatch) -> SamplerOutput:
         """Sample one token for each row of this rank's logits float32 [n, share], which are overwritten."""
         rows, rows_device, scalars = batch.rows, batch.rows_device, batch.scalars
+        asks = self.asks(rows)
         if self.vocabulary.is_divided:
-            if batch.grammar is None and self.asks(rows) is Sampling.PLAIN:
+            if batch.grammar is None and asks is Sampling.PLAIN:
                 return self.sample_plainly(logits, batch)
             logits = self.vocabulary.whole(logits)
         most = int(self._num_logprobs[rows].max())
         kept = keep_logits(logits, scalars.logprobs_asked) if most >= 0 else None
-        has_penalties = bool(self._penalties.uses[rows].any())
-        if self._lists.uses[rows].any() or self._is_pending(rows):
-            self._lists.apply(logits, rows_device, scalars)
+        features: list[SamplingFeature] = []
+        if asks is Sampling.ANY:
+            features = [one for one in self._features if one.uses[rows].any() or one.is_pending(rows)]
+        for feature in features:
+            feature.apply(logits, rows, rows_device, scalars)
         self._apply_bitmasks(logits, batch)
-        if has_penalties:
-            self._penalties.apply(logits, rows_device, scalars)
         token_ids, checks = self._choose(logits, batch)
-        if has_penalties:
-            self._penalties.commit(token_ids, rows_device, scalars)
+        for feature in features:
+            feature.commit(token_ids, rows_device, scalars)
         logprobs = None
         if kept is not None:
             logprobs = torch.empty((1, len(rows), 1 + 2 * most), dtype=torch.int32, device=logits.device)
@@ -146,13 +173,14 @@ class Sampler:
         n = len(rows)
         scalars = Scalars(select_rows(self._requests.scalars.words, rows))
         kept = keep_logits(logits, scalars.logprobs_asked)
-        self._lists.apply(logits, rows, scalars)
+        for feature in self._in_graphs:
+            feature.apply(logits, NO_ROWS, rows, scalars)
         apply_bitmask(logits, masks.rows[:n], masks.bits[:n])
-        self._penalties.apply(logits, rows, scalars)
         cutoff = find_cutoff(logits, scalars.temperature, scalars.top_k, scalars.top_p, scalars.min_p)
         ids, checks = gumbel_sample(logits, scalars.temperature, scalars.seed, scalars.num_tokens, cutoff)
         token_logprobs(kept, ids, scalars.logprobs_asked, logprobs, slot)
-        self._penalties.commit(ids, rows, scalars)
+        for feature in self._in_graphs:
+            feature.commit(ids, rows, scalars)
         return ids, checks
 
     def cutoff(self, logits: Tensor, rows: Tensor) -> Tensor:
