@@ -327,17 +327,17 @@ MOST_METHODS = 20
 
 
 BUDGETS = {
-    "root": 2780,
+    "root": 2850,
     "checkpoint": 2210,
     "cli": 1520,
-    "engine": 24010,
+    "engine": 24150,
     "integrations": 2570,
-    "ipc": 2220,
+    "ipc": 2235,
     "kernels": 8500,
-    "limits": 550,
+    "limits": 570,
     "remote": 1600,
-    "runner": 16210,
-    "server": 5940,
+    "runner": 16620,
+    "server": 5950,
     "telemetry": 1100,
     "testing": 790,
     "workers": 3030,
