@@ -66,6 +66,17 @@ WITH_IO_FILES = {
 }
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """In `make test`, workers of models on the CPU are forks of one process that has imported torch."""
+    if "not extended" in config.option.markexpr and not HAS_GPU:
+        from forked_workers import Forks
+
+        from aengine.workers.host import supervisor
+
+        supervisor.subprocess = forks = Forks()
+        config.add_cleanup(forks.close)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Keep the garbage collector from what stays for the whole session: modules and tests, a million objects."""

@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 from conftest_api import settled
+from forked_workers import TEMPLATES
 
 from aengine import AsyncLLM, EngineClosedError, ModelLoadError, SamplingParams, WorkerDiedError
 from aengine.checkpoint.source import locate
@@ -71,7 +72,7 @@ def check_nothing_left() -> None:
 
 def leftovers() -> list[str]:
     names = [name for name in os.listdir("/dev/shm") if f"aengine-{os.getpid()}-" in name]
-    children = [str(child) for child in psutil.Process().children(recursive=True)]
+    children = [str(child) for child in psutil.Process().children(recursive=True) if child.pid not in TEMPLATES]
     threads = [thread.name for thread in threading.enumerate() if "aengine" in thread.name]
     return names + children + threads
 
