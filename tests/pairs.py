@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -25,10 +25,17 @@ def pairwise(*factors: Sequence[Any]) -> list[Any]:
     ]
 
 
-def some(values: Sequence[Any], *kept: Any) -> list[Any]:
-    """The values, for ``pytest.mark.parametrize``: those not ``kept`` are marked ``extended``."""
-    assert set(kept) <= set(values), f"{set(kept) - set(values)} are no values"
-    return [value if value in kept else pytest.param(value, marks=pytest.mark.extended) for value in values]
+def some(cases: Iterable[Any], *kept: Any) -> list[Any]:
+    """All cases, for ``pytest.mark.parametrize``: those not ``kept`` are marked ``extended``. A tuple is a case of
+    several parameters."""
+    cases = list(cases)
+    assert all(case in cases for case in kept), f"of {kept} some are no cases"
+    return [
+        pytest.param(
+            *(case if isinstance(case, tuple) else (case,)), marks=() if case in kept else pytest.mark.extended
+        )
+        for case in cases
+    ]
 
 
 def _covering(sizes: Sequence[range]) -> list[tuple[int, ...]]:

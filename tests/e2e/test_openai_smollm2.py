@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import openai
 import pytest
+import pytest_asyncio
 from pydantic import BaseModel
 
 from aengine import AsyncLLM
@@ -27,7 +28,10 @@ class Weather(BaseModel):
     degrees: int
 
 
-@pytest.fixture
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client() -> AsyncIterator[openai.AsyncOpenAI]:
     async with AsyncLLM(MODEL, max_model_len=1024, kv_cache_memory_bytes=128 << 20) as engine:
         async with engine.openai_client(max_retries=0) as client:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from driver import source_of
 from gguf import GGMLQuantizationType as Q
+from pairs import some
 from test_divided_models import EIGHT, EXPERTS, check
 from test_expert_layers import mxfp4
 from test_gguf_weights import SIZES, write_gguf
@@ -69,20 +71,25 @@ def test_float16(arch: str, fields: dict[str, Any], tiny_model: TinyModel) -> No
     check(source_of(tiny_model(arch, seed=7, **EIGHT, **fields)), 4, "float16", 4e-3)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+GGUF: dict[str, tuple[dict[str, Any], list[Q]]] = {
+    "llama": ({"attention_bias": True}, [Q.Q4_1, Q.Q8_0]),
+    "mistral": ({"sliding_window": 6}, [Q.Q5_0, Q.Q5_1, Q.Q4_0]),
+    "qwen3": ({"tie_word_embeddings": True}, [Q.Q4_0, Q.F16, Q.TQ2_0]),
+    "qwen3_moe": ({"norm_topk_prob": True, "moe_intermediate_size": 64}, [Q.Q8_0, Q.BF16, Q.Q4_0]),
+    "gpt_oss": ({"sliding_window": 7}, [Q.F32, Q.Q8_0]),
+    "lfm2": ({"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False}, [Q.Q8_0]),
+}
+
+
 @pytest.mark.parametrize(
-    ("arch", "overrides", "kinds"),
-    [
-        ("llama", {"attention_bias": True}, [Q.Q4_1, Q.Q8_0]),
-        ("mistral", {"sliding_window": 6}, [Q.Q5_0, Q.Q5_1, Q.Q4_0]),
-        ("qwen3", {"tie_word_embeddings": True}, [Q.Q4_0, Q.F16, Q.TQ2_0]),
-        ("qwen3_moe", {"norm_topk_prob": True, "moe_intermediate_size": 64}, [Q.Q8_0, Q.BF16, Q.Q4_0]),
-        ("gpt_oss", {"sliding_window": 7}, [Q.F32, Q.Q8_0]),
-        ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False}, [Q.Q8_0]),
-    ],
-    ids=["llama", "mistral", "qwen3", "qwen3_moe", "gpt_oss", "lfm2"],
+    ("arch", "size"),
+    some(
+        itertools.product(GGUF, (2, 4)),
+        *(("llama", 4), ("mistral", 2), ("qwen3", 4), ("qwen3_moe", 2), ("gpt_oss", 4), ("lfm2", 2)),
+    ),
 )
-def test_gguf(arch: str, overrides: dict[str, Any], kinds: list[Q], size: int, tmp_path: Path) -> None:
+def test_gguf(arch: str, size: int, tmp_path: Path) -> None:
+    overrides, kinds = GGUF[arch]
     path = tmp_path / "tiny.gguf"
     with torch.no_grad():
         write_gguf(path, make_tiny_model(arch, seed=7, **GGUF_SIZES, **overrides), arch, kinds)

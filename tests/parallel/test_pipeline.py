@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from driver import CPU, no_progress, source_of
+from pairs import some
 from scheduler_invariants import check_scheduler
 from test_divided_models import MODELS
 from test_weight_formats import KINDS, quantise
@@ -153,8 +155,18 @@ def run(setups: list[RunnerSetup], requests: list[Request], seed: int) -> list[l
     return [list(request.token_ids[request.num_prompt_tokens :]) for request in requests if request is not gone]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "size"),
+    some(
+        itertools.product(MODELS, (2, 3)),
+        ("llama-biases", 2),
+        ("llama-tied-one-kv-head", 3),
+        ("gemma2", 3),
+        ("gpt-oss", 2),
+        ("qwen3-next", 3),
+        ("lfm2", 2),
+    ),
+)
 def test_families(name: str, size: int, tiny_model: TinyModel) -> None:
     arch, overrides = MODELS[name]
     if overrides.get("num_hidden_layers", 3) < size:
