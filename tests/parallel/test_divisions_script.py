@@ -38,6 +38,7 @@ def test_times() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended
 def test_two_stages_beside_one_process(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     command = [sys.executable, str(SCRIPT), "--shape", "tiny", "--divisions", "one", "pp2", "--tasks", "single"]
