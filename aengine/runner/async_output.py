@@ -16,12 +16,12 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from ..ipc.messages import DraftColumns, LogprobColumns, ModelRunnerOutput, PooledColumns, RowError, float32, int32
+from ..ipc.messages import DraftColumns, LogprobColumns, ModelRunnerOutput, RowError, float32, int32
 from .input_batch import Rows
 from .platforms.platform import Event, Platform
 from .sampling.sampler import LogprobRows
 
-__all__ = ["AsyncOutput", "OutputCopier", "Published"]
+__all__ = ["NO_SIDE_OUTPUT", "AsyncOutput", "HostOutput", "OutputCopier", "Published", "SideOutput", "float_column"]
 
 
 class HostOutput(NamedTuple):
@@ -30,8 +30,21 @@ class HostOutput(NamedTuple):
     token_ids: np.ndarray | None = None  # [n]: sampled ids
     checks: np.ndarray | None = None  # float32 [n]: finite if the row could be sampled, see `SamplerOutput`
     counts: np.ndarray | None = None  # [requests that sample]: tokens that each gets in a step with drafts; None: one
-    vectors: np.ndarray | None = None  # float32 [sum of their sizes]: the vectors, one after the other
+    side: np.ndarray | None = None  # what the step yields beside tokens, see `SideOutput`
     logprobs: np.ndarray | None = None  # int32 [n, 1 + 2 * k], see `token_logprobs`
+
+
+class SideOutput:
+    """What a step yields beside sampled tokens. Here: nothing."""
+
+    tensors: Mapping[str, Tensor] = {}
+    """What is copied to the host, by field of `HostOutput`."""
+
+    def add_to(self, output: ModelRunnerOutput, host: HostOutput, errors: dict[int, RowError]) -> None:
+        """Add it to the answer, and to ``errors`` those of requests that get none, by batch position."""
+
+
+NO_SIDE_OUTPUT = SideOutput()
 
 
 class Source(Protocol):
@@ -49,7 +62,7 @@ class AsyncOutput:
     ``source``: their tokens, or only when the step was computed, if nothing was sampled; None: nothing was computed.
     ``logprobs``: whose they are. ``row_errors``: batch position to the error of a request that failed before it was
     sampled. ``drafts``: the step's, if its answer is ragged; ``places`` [n]: how many that are not certain are before
-    each row. ``pooled``: the batch positions of those that get a vector, and the sizes of these, host int64 [2, m].
+    each row. ``side``: what the step yields beside tokens, of which ``source`` has the values.
     """
 
     def __init__(
@@ -63,7 +76,7 @@ class AsyncOutput:
         *,
         drafts: DraftColumns | None = None,
         places: Rows | None = None,
-        pooled: Rows | None = None,
+        side: SideOutput = NO_SIDE_OUTPUT,
     ) -> None:
         self._step_id = step_id
         self._num_reqs = num_reqs
@@ -73,7 +86,7 @@ class AsyncOutput:
         self._logprobs = logprobs
         self._drafts = drafts
         self._places = places
-        self._pooled = pooled
+        self._side = side
 
     def ready(self) -> bool:
         """Whether `get` returns without waiting."""
@@ -89,10 +102,8 @@ class AsyncOutput:
             output = self._one_each(host, errors)
         else:
             output = self._ragged(host, kept, errors, self._drafts)
+        self._side.add_to(output, host, errors)
         output.errors = [errors[i] for i in sorted(errors)]
-        if host.vectors is not None and self._pooled is not None:
-            output.pooled = _vectors(self._pooled, host.vectors, errors)
-            output.errors = [errors[i] for i in sorted(errors)]
         return output
 
     def _errors(self, host: HostOutput, kept: Rows | None) -> dict[int, RowError]:
@@ -226,24 +237,11 @@ def _columns(
     wanted = np.arange(most) < counts[:, None]
     return LogprobColumns(
         int32(token_idx[keep].tolist()),
-        _float_column(words[:, 0].view(np.float32)),
+        float_column(words[:, 0].view(np.float32)),
         int32(counts.tolist()),
         _int_column(words[:, 1 : 1 + most][wanted]),
-        _float_column(words[:, 1 + most :][wanted].view(np.float32)),
+        float_column(words[:, 1 + most :][wanted].view(np.float32)),
     )
-
-
-def _vectors(pooled: Rows, values: np.ndarray, errors: dict[int, RowError]) -> PooledColumns:
-    """Return the vectors. For one that has NaN or infinities, an error is added to ``errors`` instead."""
-    batch_idx, sizes = pooled
-    begins = np.cumsum(sizes) - sizes
-    is_good = np.logical_and.reduceat(np.isfinite(values), begins)
-    if not is_good.all():
-        for i in map(int, batch_idx[~is_good]):
-            errors[i] = RowError(i, "InternalError", "the model's vector for this request holds NaN or infinity")
-        values = values[np.repeat(is_good, sizes)]
-        batch_idx, sizes = batch_idx[is_good], sizes[is_good]
-    return PooledColumns(int32(batch_idx.tolist()), int32(sizes.tolist()), _float_column(values))
 
 
 def _int_column(values: np.ndarray) -> array[int]:
@@ -252,7 +250,7 @@ def _int_column(values: np.ndarray) -> array[int]:
     return column
 
 
-def _float_column(values: np.ndarray) -> array[float]:
+def float_column(values: np.ndarray) -> array[float]:
     column = float32()
     column.frombytes(values.astype(np.float32).tobytes())
     return column

@@ -109,8 +109,8 @@ class BatchPlan:
             raise InternalError(f"step {out.step_id} computes tokens that are not known yet")
         tables.check_room(rows, seq_lens)
         is_last = seq_lens == num_tokens_of_row
-        if requests.num_pooled:
-            is_last &= ~requests.is_pooled[rows]
+        if requests.num_exempt:
+            is_last &= ~requests.is_exempt[rows]
         sampling = np.flatnonzero(is_last)
         num_tokens = int(query_lens.sum())
         is_exact = num_decodes == len(rows) or not requests.num_unsettled[rows].any()

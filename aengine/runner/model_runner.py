@@ -23,7 +23,7 @@ from torch import Tensor
 from ..errors import InternalError
 from ..ipc.messages import DraftColumns, GrammarOutput, KVCacheGroup, NewRequest, RowError, SchedulerOutput
 from ..kernels.input_prep import PreparedInputs
-from .async_output import AsyncOutput, OutputCopier, Published
+from .async_output import NO_SIDE_OUTPUT, AsyncOutput, OutputCopier, Published, SideOutput
 from .block_tables import BlockTables, table_shape
 from .distributed.group import ALONE
 from .distributed.shares import VocabularyShare
@@ -33,7 +33,7 @@ from .graphs.cuda_graphs import CudaGraphManager, DecodeStep
 from .input_batch import NO_ROWS, BatchPlan, InputBatch, Rows, SampleBatch
 from .out_of_memory import OutOfMemory
 from .platforms.platform import Platform
-from .pooling.decoder import DecoderPooling, PooledTensors
+from .pooling.decoder import DecoderPooling
 from .pooling.vectors import VectorLayers
 from .request_state import SCALAR_WORDS, RequestState
 from .sampling.bitmask_memory import HostBitmasks
@@ -108,7 +108,7 @@ class ExecuteModelState:
     plan: BatchPlan | None = None  # the batch that was run; None: no request could be run
     idx_mapping: Tensor | None = None  # int64 [num_reqs]: the plan's rows, on the device
     logits: Tensor | None = None  # float32 [num_sampled, share]; None: nothing samples, or it was sampled already
-    pooled: PooledTensors | None = None  # hidden states of the requests that get a vector
+    side: SideOutput = NO_SIDE_OUTPUT  # what the step yields beside tokens
     is_half: bool = False  # only decodes: the second half of their graph is to be queued
     is_held: bool = False  # with prompts: the graph of the step's end is to be queued
     num_reqs: int = 0  # requests of the step, those that could not be run included
@@ -166,7 +166,7 @@ class ModelRunner:
         self._exchange.attach(self.requests, has_graphs=bool(graph_sizes))
         self.samples = self._exchange.samples  # whether this rank has the head, and samples
         self.tables = BlockTables(self._arena, num_blocks=num_blocks, groups=kv_groups)
-        self._pooling = DecoderPooling(model, self.requests, vectors or VectorLayers("last"))
+        self._side_outputs = DecoderPooling(model, self.requests, vectors or VectorLayers("last"))
         self._bitmasks = HostBitmasks(4 * ((vocab_size + 31) // 32))
         vocabulary = vocabulary or Vocabulary(VocabularyShare.of(vocab_size, 0, 1), ALONE)
         self.num_logits = vocabulary.share_size  # logits of each row on this rank
@@ -221,7 +221,7 @@ class ModelRunner:
         self._exchange.begin(out, plan.rows, plan.num_tokens)
         state, errors = self._memory.execute(self._run, plan)
         state = state or ExecuteModelState()
-        self._pooling.commit()
+        self._side_outputs.commit()
         if state.plan is not None:
             self.requests.advance(state.plan.rows, state.plan.seq_lens)
         state.step_id, state.num_reqs, state.drafts = out.step_id, plan.num_reqs, out.drafts
@@ -266,9 +266,9 @@ class ModelRunner:
             self._exchange.send(hidden[: plan.num_tokens])
             self.requests.advance_device(rows, seq_lens)
             return ExecuteModelState(plan=plan)
-        logits, pooled = None, self._pooling.pool(plan, hidden)
+        logits, side = None, self._side_outputs.compute(plan, hidden)
         most = 0 if self.graphs is None or plan.drafts is not None else self.graphs.max_size
-        is_held = pooled is None and 0 < len(plan.sampling) <= most
+        is_held = not side.tensors and 0 < len(plan.sampling) <= most
         is_held = is_held and not self._sampler.is_op_by_op(plan.rows[plan.sampling])
         if len(plan.sampling):
             if plan.num_logits == len(hidden):
@@ -281,7 +281,7 @@ class ModelRunner:
                 logits = self._model.compute_logits(hidden if last is None else hidden.index_select(0, last))
         if not is_held or len(plan.sampling) < plan.num_reqs:  # the graph of the end advances rows that sample
             self.requests.advance_device(rows, seq_lens)
-        return ExecuteModelState(plan=plan, idx_mapping=rows, logits=logits, pooled=pooled, is_held=is_held)
+        return ExecuteModelState(plan=plan, idx_mapping=rows, logits=logits, side=side, is_held=is_held)
 
     def forward_batch(self, inputs: PreparedInputs, rows: Tensor) -> Tensor:
         """See `BatchGraphs`: the forward of a step with prompts over a graph's memory."""
@@ -339,7 +339,7 @@ class ModelRunner:
 
     def _sample_op_by_op(self, state: ExecuteModelState, plan: BatchPlan, grammar: GrammarOutput | None) -> AsyncOutput:
         batch = logprobs = None
-        tensors = {} if state.pooled is None else {"vectors": state.pooled.vectors}
+        tensors = dict(state.side.tensors)
         if state.logits is not None and state.idx_mapping is not None:
             batch = SampleBatch.gather(plan, state.idx_mapping, self.requests, grammar)
             sampled, errors = self._memory.sample(self._sampler, state.logits, batch)
@@ -361,7 +361,7 @@ class ModelRunner:
             logprobs,
             drafts=state.drafts,
             places=None if batch is None or batch.drafted is None else batch.drafted.places,
-            pooled=None if state.pooled is None else state.pooled.places,
+            side=state.side,
         )
 
     def _sample_by_graph(
@@ -420,7 +420,7 @@ class ModelRunner:
             fault = _check_request(request, self.vocab_size)
             self.requests.add_request(request)
             self._exchange.add_request(request.req_idx)
-            self._pooling.add_request(request)
+            self._side_outputs.add_request(request)
             if sampler is not None:
                 fault = sampler.add_request(request) or fault
             if fault is not None:

@@ -84,8 +84,8 @@ class RequestState:
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         # steps with drafts that were run and not settled yet, for each row
         self.num_unsettled = np.zeros(max_num_seqs, dtype=np.int64)
-        self.is_pooled = np.zeros(max_num_seqs, dtype=bool)
-        self.num_pooled = 0  # number of rows whose request gets a vector
+        self.is_exempt = np.zeros(max_num_seqs, dtype=bool)  # see `exempt`
+        self.num_exempt = 0
         self.is_random = np.zeros(max_num_seqs, dtype=bool)
         self.top_k = np.zeros(max_num_seqs, dtype=np.int64)
         self.has_top_p = np.zeros(max_num_seqs, dtype=bool)
@@ -108,8 +108,6 @@ class RequestState:
         self.num_tokens[row] = length
         self.num_computed_tokens[row] = request.num_computed_tokens
         self.num_unsettled[row] = 0
-        self.is_pooled[row] = request.is_pooled
-        self.num_pooled += request.is_pooled
         self.is_random[row] = not greedy
         self.top_k[row] = request.top_k
         self.has_top_p[row] = request.top_p < 1
@@ -137,8 +135,13 @@ class RequestState:
         if not (0 <= row < len(self.in_use) and self.in_use[row]):
             raise InternalError(f"row {row} is removed, but has no request")
         self.in_use[row] = False
-        self.num_pooled -= int(self.is_pooled[row])
-        self.is_pooled[row] = False
+        self.num_exempt -= int(self.is_exempt[row])
+        self.is_exempt[row] = False
+
+    def exempt(self, row: int) -> None:
+        """Note that the row's request samples no tokens."""
+        self.is_exempt[row] = True
+        self.num_exempt += 1
 
     def advance(self, rows: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64]) -> None:
         """Note on the host that the rows' tokens up to ``seq_lens`` [n] are computed."""

@@ -132,7 +132,7 @@ class ConstantModel:
         return self.logits.expand(len(hidden), -1).clone()
 
 
-def make_runner(model: FakeModel | ConstantModel, vocab_size: int, **limits: int) -> ModelRunner:
+def make_runner(model: FakeModel | ConstantModel, vocab_size: int, **limits: Any) -> ModelRunner:
     settings = {"max_num_seqs": 8, "max_model_len": 64, "num_blocks": 40, "block_size": 4, **limits}
     groups = [KVCacheGroup("full", settings.pop("block_size"))]
     return ModelRunner(model, model, vocab_size=vocab_size, platform=CpuPlatform(), kv_groups=groups, **settings)

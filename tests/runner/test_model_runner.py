@@ -394,8 +394,7 @@ def test_a_step_that_is_tried_again_counts_its_tokens_once(failures: int) -> Non
             return super().compute_logits(hidden)
 
     model = Tight(50, 40, 4)
-    runner = make_runner(model, 50)
-    runner._pooling._vectors = VectorLayers("mean")
+    runner = make_runner(model, 50, vectors=VectorLayers("mean"))
     pooled = request(0, list(range(1, 11)), [0, 1, 2])
     pooled.is_pooled = True
     step(runner, {0: 4}, new=[pooled])

@@ -6,7 +6,6 @@ computed so far is kept on the device; its prefix is not looked up, so that all 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,12 +13,14 @@ import torch
 from torch import Tensor
 
 from ...ipc.messages import NewRequest
+from ..async_output import NO_SIDE_OUTPUT, SideOutput
 from ..input_batch import BatchPlan, Rows
 from ..request_state import RequestState
 from ..transfer import to_device
+from .pooled_tensors import PooledTensors
 from .vectors import VectorLayers
 
-__all__ = ["DecoderPooling", "PooledTensors"]
+__all__ = ["DecoderPooling"]
 
 
 class PoolableModel(Protocol):
@@ -28,14 +29,6 @@ class PoolableModel(Protocol):
     def final_hidden(self, hidden: Tensor) -> Tensor: ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor: ...
-
-
-@dataclass(slots=True)
-class PooledTensors:
-    """The vectors of m requests."""
-
-    places: Rows  # host int64 [2, m]: positions in the SchedulerOutput, sizes
-    vectors: Tensor  # float32 [sum of the sizes]
 
 
 class DecoderPooling:
@@ -50,7 +43,9 @@ class DecoderPooling:
         self._token_ids: dict[int, Any] = {}  # ids whose logits a row's request wants, by row
 
     def add_request(self, request: NewRequest) -> None:
-        """Note what the request of a new row wants pooled."""
+        """Note what the request of a new row wants pooled, if anything."""
+        if request.is_pooled:
+            self._requests.exempt(request.req_idx)
         self._token_ids.pop(request.req_idx, None)
         if request.pooled_token_ids:
             self._token_ids[request.req_idx] = np.array(request.pooled_token_ids, dtype=np.int64)
@@ -59,13 +54,13 @@ class DecoderPooling:
         """Note that the step was computed. A step that is tried again before that must not count its tokens twice."""
         self._sums = self._next_sums
 
-    def pool(self, plan: BatchPlan, hidden: Tensor) -> PooledTensors | None:
-        """The vectors of the prompts that end in this step; None if none does. hidden: [num_tokens, hidden_size]."""
+    def compute(self, plan: BatchPlan, hidden: Tensor) -> SideOutput:
+        """The vectors of the prompts that end in this step. hidden: [num_tokens, hidden_size]."""
         self._next_sums = self._sums
         requests = self._requests
-        if not requests.num_pooled:
-            return None
-        is_pooled = requests.is_pooled[plan.rows]
+        if not requests.num_exempt:
+            return NO_SIDE_OUTPUT
+        is_pooled = requests.is_exempt[plan.rows]
         gets_logits = np.isin(plan.rows, list(self._token_ids))
         if self._vectors.mode == "mean":
             self._add_to_sums(plan, np.flatnonzero(is_pooled & ~gets_logits), hidden)
@@ -78,7 +73,7 @@ class DecoderPooling:
                 parts.append(vectors)
                 found.append(np.stack((plan.batch_idx[own], sizes)))
         if not parts:
-            return None
+            return NO_SIDE_OUTPUT
         return PooledTensors(np.concatenate(found, axis=1), torch.cat(parts))
 
     def _embed(self, plan: BatchPlan, own: Rows, hidden: Tensor) -> tuple[Tensor, Rows]:

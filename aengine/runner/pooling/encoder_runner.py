@@ -14,11 +14,12 @@ from torch import Tensor
 
 from ...errors import InternalError
 from ...ipc.messages import GrammarOutput, NewRequest, RowError, SchedulerOutput
-from ..async_output import AsyncOutput, OutputCopier
+from ..async_output import NO_SIDE_OUTPUT, AsyncOutput, OutputCopier, SideOutput
 from ..input_batch import NO_ROWS
 from ..models.encoders.encoder import Encoder
 from ..platforms.platform import Platform
 from .batch import EncoderBatch
+from .pooled_tensors import PooledTensors
 from .vectors import VectorLayers
 
 __all__ = ["EncoderRunner"]
@@ -55,12 +56,13 @@ class EncoderRunner:
                 raise InternalError(f"row {request.req_idx} computes {count} of its {len(request.token_ids)} tokens")
         errors = {i: error for i, request in enumerate(requests) if (error := self._check(i, request)) is not None}
         order = sorted((i for i in range(len(requests)) if i not in errors), key=lambda i: -len(requests[i].token_ids))
-        source, places = None, None
+        side: SideOutput = NO_SIDE_OUTPUT
+        source = None
         if order:
             vectors = self._compute([requests[i] for i in order])
-            source = self._copy_out({"vectors": vectors.flatten()})
-            places = np.stack((np.array(order), np.full(len(order), vectors.shape[1])))
-        self._answer = AsyncOutput(out.step_id, len(requests), NO_ROWS, source, errors, pooled=places)
+            side = PooledTensors(np.stack((np.array(order), np.full(len(order), vectors.shape[1]))), vectors.flatten())
+            source = self._copy_out(side.tensors)
+        self._answer = AsyncOutput(out.step_id, len(requests), NO_ROWS, source, errors, side=side)
 
     def _compute(self, requests: list[NewRequest]) -> Tensor:
         """float32 [n, size]."""
