@@ -311,6 +311,11 @@ class EngineConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
+    def may_span_machines(self) -> bool:
+        """Whether the workers of a replica may be on several machines."""
+        return self.executor != "process" and self.pipeline_parallel_size > 1
+
+    @property
     def steps_in_flight(self) -> int:
         """Steps given to the worker before the oldest has been answered: as many as keep all pipeline stages busy."""
         stages = self.pipeline_parallel_size

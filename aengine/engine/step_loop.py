@@ -26,7 +26,7 @@ from .executor import Executor
 from .grammar_gate import ALWAYS, Forcing, GrammarGate, Masks
 from .pacing.step_time import StepTime
 from .pacing.steps_in_flight import StepsInFlight
-from .pacing.turns import OwnTurn, Turn
+from .pacing.turns import Turn
 from .recovery import Watchdog, hang_error
 from .scheduler.request import Request, RequestStatus
 from .scheduler.scheduler import Scheduler
@@ -60,9 +60,9 @@ class StepLoop:
         step_patience: float = 0.0,
         grammars: GrammarService | None = None,
         forcing: Forcing = ALWAYS,
-        turn: Turn | None = None,
+        turn: Turn,
     ) -> None:
-        """``turn``: among other step loops, with a watchdog of all of them; None: no other depends on this one's steps.
+        """``turn``: asked before each step, and told of each.
 
         ``work`` wakes the idle loop, which then finds what there is to do; a failing executor sets it. ``on_begun``
         is told the id of each request with its first step, once for each of n completions."""
@@ -80,8 +80,10 @@ class StepLoop:
         self._unsent: SchedulerOutput | None = None
         loop = asyncio.get_running_loop()
         self.lag = LoopLag(loop)
-        self._turn = turn or OwnTurn(Watchdog(loop, hang_timeout, lambda: self._executor.vitals(), self._on_hang))
-        self.watchdog = self._turn.watchdog
+        self._turn = turn
+        watchdog = Watchdog(loop, hang_timeout, lambda: self._executor.vitals(), self._on_hang)
+        turn.attach(scheduler.quarantine, work, watchdog)
+        self.watchdog = turn.watchdog
         self.watchdog.patience = step_patience
         in_flight.attach(scheduler, executor, self.watchdog, work)
         self._gate = GrammarGate(scheduler, grammars, forcing, self.watchdog, self._turn.rest)

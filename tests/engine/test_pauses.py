@@ -11,6 +11,7 @@ from fakes import FakeExecutor
 
 from aengine.engine.pacing.step_time import StepTime
 from aengine.engine.pacing.steps_in_flight import StepsInFlight
+from aengine.engine.pacing.turns import OwnTurn
 from aengine.engine.scheduler.request import Request, RequestStatus
 from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.engine.step_loop import StepLoop
@@ -39,6 +40,7 @@ async def test_a_row_that_was_begun_before_a_preemption_resumes_no_later_pause()
         counters=Counters(),
         observer=Observer(),
         on_begun=lambda request_id: None,
+        turn=OwnTurn(),
         grammars=grammars,
     )
     grammar: Any = SimpleNamespace(is_slow=False, ahead=None)

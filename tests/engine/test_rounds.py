@@ -101,7 +101,7 @@ async def test_suspects_run_alone() -> None:
     works = [asyncio.Event(), asyncio.Event()]
     suspects = [CrashQuarantine(), CrashQuarantine()]
     for turn, suspect, work in zip(run.rounds.turns, suspects, works, strict=True):
-        turn.attach(suspect, work)
+        turn.attach(suspect, work, watchdog=None)  # type: ignore[arg-type]
     first, second = run.rounds.turns
     assert first.is_open and second.is_open
     for suspect in reversed(suspects):

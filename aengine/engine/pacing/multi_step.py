@@ -17,7 +17,7 @@ from ...errors import EngineError, InternalError
 from ...ipc.messages import ModelRunnerOutput, SchedulerOutput
 from ..executor import Executor
 from ..recovery import Watchdog
-from ..scheduler.request import Request, RequestStatus
+from ..scheduler.request import Request
 from ..scheduler.rows import Rows
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.step import InFlightStep
@@ -142,10 +142,7 @@ def undo_steps(rows: Rows, num_steps: int) -> None:
         leavers += step.leavers
         rows.removed += step.removed
         rows.tell_settled(*step.settled)
-    for micro_batch in rows.micro_batches:
-        micro_batch.decoding.refresh()
-        own = (request for request in requests if request.micro_batch == micro_batch.index)
-        rows.join([request for request in own if request.status is RequestStatus.DRAINING])
+    rows.rejoin(requests)
     for request in requests:
         rows.set_limit(request)
     if rows.in_flight:

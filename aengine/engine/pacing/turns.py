@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Protocol
 
 from ..recovery import Watchdog
+from ..scheduler.crash_quarantine import CrashQuarantine
 
 __all__ = ["OwnTurn", "Turn"]
 
 
 class Turn(Protocol):
-    """Interface of what a step loop asks before each step. Replicas that share experts compute their steps together, in
-    rounds (replicas/rounds.py)."""
+    """Interface of what a step loop asks before each step, and of what is known of its workers among those of other
+    replicas."""
+
+    @property
+    def name(self) -> str:
+        """What logs and errors call the workers."""
+
+    @property
+    def is_independent(self) -> bool:
+        """Whether the workers live and die, and drop steps, without those of other replicas."""
+
+    @property
+    def tells(self) -> bool:
+        """Whether this replica counts and logs deaths of the workers; if not, another does."""
+
+    def attach(self, quarantine: CrashQuarantine, work: asyncio.Event, watchdog: Watchdog) -> None:
+        """Connect with a step loop. ``quarantine``: of its scheduler; ``work`` wakes it; ``watchdog``: of its workers,
+        for whoever watches them alone."""
 
     @property
     def is_open(self) -> bool:
@@ -38,10 +56,14 @@ class Turn(Protocol):
 class OwnTurn:
     """The turn of a step loop whose workers compute its steps alone: it is always open."""
 
-    is_open = True
+    is_open = is_independent = tells = True
     generation = 0
+    watchdog: Watchdog
 
-    def __init__(self, watchdog: Watchdog) -> None:
+    def __init__(self, name: str = "the worker") -> None:
+        self.name = name
+
+    def attach(self, quarantine: CrashQuarantine, work: asyncio.Event, watchdog: Watchdog) -> None:
         self.watchdog = watchdog
 
     def note_given(self, num_tokens: int) -> None:

@@ -20,12 +20,12 @@ from ..grammar_gate import ALWAYS, IN_SMALL_BATCHES
 from ..pacing.multi_step import MultiStep
 from ..pacing.step_time import StepTime
 from ..pacing.steps_in_flight import StepsInFlight
+from ..pacing.turns import Turn
 from ..recovery import RestartBudget
 from ..scheduler.scheduler import Scheduler, reset_prefix_cache
 from ..step_loop import StepLoop
 from ..structured.service import GrammarService
 from ..worker_control import Restart, WorkerControl
-from .rounds import ReplicaTurn
 
 __all__ = ["Replica", "Started"]
 
@@ -40,7 +40,7 @@ class Started(NamedTuple):
     work: asyncio.Event  # event that is set when the executor, or one started in its place, fails
     ready: dict[str, Any]  # the READY message that its workers have agreed on
     restart: Restart
-    turn: ReplicaTurn | None = None  # its turn in the rounds of replicas that share experts; None: it shares none
+    turn: Turn
 
 
 class Replica:
@@ -64,15 +64,13 @@ class Replica:
         self.index = index
         self.failure: EngineError | None = None  # the error for which the replica was given up
         self.task: asyncio.Task[None] | None = None  # the task that runs the replica
+        self.is_independent = turn.is_independent  # its workers live and die without those of other replicas
         # No leases where other replicas would have to drop theirs too, nor over machines, which share no `Lead`.
-        may_lease = turn is None and (config.executor == "process" or config.pipeline_parallel_size == 1)
+        may_lease = turn.is_independent and not config.may_span_machines
         in_flight: StepsInFlight = StepsInFlight(config.steps_in_flight)
         if may_lease and config.max_leased_steps > config.steps_in_flight:
             in_flight = MultiStep(config.steps_in_flight, config.max_leased_steps)
         self.scheduler = _new_scheduler(config, ready, step_time, in_flight.capacity)
-        if turn is not None:
-            turn.attach(self.scheduler.quarantine, work)
-        patience = _GPU_PATIENCE if is_gpu else 0.0
         self.steps = StepLoop(
             self.scheduler,
             executor,
@@ -83,17 +81,14 @@ class Replica:
             observer=observer,
             on_begun=on_begun,
             hang_timeout=config.hang_timeout,
-            step_patience=patience,
+            step_patience=_GPU_PATIENCE if is_gpu else 0.0,
             grammars=grammars,
             forcing=IN_SMALL_BATCHES if is_gpu else ALWAYS,
             turn=turn,
         )
         budget = RestartBudget(config.max_restarts, config.restart_window)
-        name = "the worker" if config.data_parallel_size == 1 else f"the worker of replica {index}"
-        tells = turn is None or index == 0
-        if turn is not None:
-            name = "the group of all workers"
-        self.worker = WorkerControl(executor, ready, restart, self.steps, budget, counters, name, tells=tells)
+        where = (executor, ready, restart, self.steps, budget, counters)
+        self.worker = WorkerControl(*where, turn.name, tells=turn.tells)
 
     @property
     def state(self) -> str:

@@ -55,7 +55,6 @@ class Replicas:
     ) -> None:
         """``queue``: the engine's, which a request leaves with its first step."""
         self._queue = queue
-        self._are_joint = any(one.turn is not None for one in started)
         self._all = [
             Replica(
                 index,
@@ -68,6 +67,7 @@ class Replicas:
             )
             for index, one in enumerate(started)
         ]
+        self._independent = [replica for replica in self._all if replica.is_independent]
         schedulers = [replica.scheduler for replica in self._all]
         self._balancer = LoadBalancer(schedulers) if len(schedulers) > 1 else OnlyReplica()
         self._requests: list[dict[str, UserRequest]] = [{} for _ in self._all]  # requests by id, of each replica
@@ -108,7 +108,7 @@ class Replicas:
 
     def add(self, request: UserRequest) -> None:
         """Compute a request, on the replica that suits it best."""
-        replica = request.replica = self._route(request, self._able())
+        replica = request.replica = self._route(request, _able_of(self._all))
         for one in request.requests:
             replica.steps.add(one)
 
@@ -122,11 +122,6 @@ class Replicas:
         self._forget(request, replica)
         if replica.state == "running" and not replica.scheduler.num_waiting and replica.scheduler.rows.free_rows:
             self._take_one(replica)
-
-    def _able(self) -> list[Replica]:
-        """The replicas that can compute a request: those that run, or, if none does, those that will be restarted."""
-        running = [replica for replica in self._all if replica.state == "running"]
-        return running or [replica for replica in self._all if replica.failure is None]
 
     def _route(self, request: UserRequest, candidates: Sequence[Replica]) -> Replica:
         first = next(one for one in request.requests if one.finish_reason is None)
@@ -166,19 +161,17 @@ class Replicas:
         return False
 
     def leave(self, replica: Replica) -> None:
-        """Let the requests of a replica, whose worker has died, go on elsewhere, if another one runs. Where replicas
-        share experts none does: all have died."""
-        if self._are_joint:
-            return
-        others = [other for other in self._all if other is not replica and other.state == "running"]
+        """Let the requests of a replica, whose worker has died, go on elsewhere, if another one runs and does not die
+        with it."""
+        others = [other for other in self._independent if other is not replica and other.state == "running"]
         if others:
             self._move_all(replica, others)
 
     def join(self, replica: Replica) -> None:
         """Let a replica whose worker runs again have what waits for another worker, and its share of what waits for
         room."""
-        for other in self._all:
-            if other.state == "restarting" and not self._are_joint:
+        for other in self._independent:
+            if other.state == "restarting":
                 self._move_all(other, [replica])
         num_rows = len(replica.scheduler.rows.free_rows)
         while replica.scheduler.num_waiting < num_rows and self._take_one(replica):
@@ -192,8 +185,8 @@ class Replicas:
     def give_up(self, replica: Replica, error: EngineError) -> bool:
         """Do without a replica from now on. Returns whether another is left, which gets its requests."""
         replica.failure = error
-        others = self._able()
-        if not others or self._are_joint:
+        others = _able_of(self._independent)
+        if not others:
             return False
         logger.error("replica %d is given up, and the engine goes on without it: %s", replica.index, error)
         for request in list(self._requests[replica.index].values()):
@@ -230,3 +223,9 @@ class Replicas:
         if not answered:
             raise next(result for result in results if isinstance(result, BaseException))
         return max(answered)
+
+
+def _able_of(replicas: Sequence[Replica]) -> list[Replica]:
+    """Those that run, or, if none does, those that will be restarted."""
+    running = [replica for replica in replicas if replica.state == "running"]
+    return running or [replica for replica in replicas if replica.failure is None]

@@ -104,14 +104,18 @@ class Rounds:
 class ReplicaTurn:
     """A replica's turn in the rounds, as its step loop sees it."""
 
+    name = "the group of all workers"
+    is_independent = False
+
     def __init__(self, rounds: Rounds, index: int) -> None:
         self.index = index
+        self.tells = index == 0
         self.quarantine: CrashQuarantine | None = None
         self.work = asyncio.Event()
         self._rounds = rounds
 
-    def attach(self, quarantine: CrashQuarantine, work: asyncio.Event) -> None:
-        """``quarantine``: of the replica's scheduler; ``work`` wakes its step loop."""
+    def attach(self, quarantine: CrashQuarantine, work: asyncio.Event, watchdog: Watchdog) -> None:
+        """See `Turn`. The replica's own watchdog is not used."""
         self.quarantine, self.work = quarantine, work
 
     @property

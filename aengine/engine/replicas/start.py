@@ -14,10 +14,10 @@ from ...config import EngineConfig, num_worker_threads
 from ...errors import ModelLoadError
 from ...outputs import StartupProgress
 from ..executor import Executor, ProcessExecutor
+from ..pacing.turns import OwnTurn, Turn
 from ..threads.pools import run_in_thread
 from .joint import Joint, shares_experts
 from .replica import Started
-from .rounds import ReplicaTurn
 
 __all__ = ["ReplicasStart", "replica_configs"]
 
@@ -51,7 +51,8 @@ class ReplicasStart:
             report = self._report if len(configs) == 1 else partial(_report_of, self._report, index)
             name = f"replica {index} (data_parallel_size={len(configs)}, device={own.device!r}): "
             another = partial(self._make_executor, own)
-            starting = self._start(executor, another, load, report, name if len(configs) > 1 else "")
+            turn = OwnTurn(f"the worker of replica {index}") if len(configs) > 1 else OwnTurn()
+            starting = self._start(executor, another, load, report, name if len(configs) > 1 else "", turn)
             self._starting.append(loop.create_task(starting, name="aengine-worker-start"))
 
     def _makes_processes(self, config: EngineConfig) -> bool:
@@ -77,7 +78,7 @@ class ReplicasStart:
         load: dict[str, Any],
         report: ProgressCallback,
         name: str,
-        turn: ReplicaTurn | None = None,
+        turn: Turn,
     ) -> Started:
         """Start a replica's workers. ``name``: how its errors begin."""
         work = asyncio.Event()

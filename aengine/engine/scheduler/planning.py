@@ -181,9 +181,9 @@ class StepPlan:
         ``whole_prompts``: only while all of their tokens fit into this step."""
         rows, kv = self._rows, self._rows.kv
         num_known = 0  # tokens of those that got a row here
-        most_running = -(-(len(rows.running) + len(waiting)) // len(rows.micro_batches))  # each gets an equal share
+        most = rows.room_here(len(waiting))
         while waiting and self._budget > 0 and self.num_prompt_tokens < self._prompt_budget and rows.free_rows:
-            if rows.micro_batch.num_running >= most_running:
+            if len(self._new_requests) >= most:
                 return
             spare = kv.pool.num_free - len(rows.running) * kv.num_growing
             if spare <= 0:
@@ -207,8 +207,7 @@ class StepPlan:
             waiting.discard(request)
             if not quarantine and rows.prefixes.follow(request, num_cached):
                 continue
-            most = min(self._budget, self._prompt_budget - self.num_prompt_tokens)
-            num_scheduled = min(num_tokens - num_cached, most)
+            num_scheduled = min(num_tokens - num_cached, self._budget, self._prompt_budget - self.num_prompt_tokens)
             kv.begin(request, prefix)
             if self._keeps_states and not whole_prompts:
                 if waiting and not quarantine:

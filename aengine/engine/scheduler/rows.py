@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import cycle
 
 from ...ipc.messages import KVCacheGroup, int32
 from .coming_prefixes import ComingPrefixes
@@ -56,19 +57,22 @@ class Rows:
         self.removed: list[int] = []  # rows that the next step tells the worker to remove
         self.settled = NOT_SETTLED  # rows whose drafts were answered, and how many were rejected: for the next step
         self.micro_batches = [MicroBatch(index) for index in range(self._num_micro_batches)]
-        self.turn_to(self.micro_batches[0])
+        self._turns = cycle(self.micro_batches)
+        self.take_turns()
         self.catching_up: list[Request] = []
         self.in_flight: deque[InFlightStep] = deque()
 
-    def turn_to(self, micro_batch: MicroBatch) -> None:
-        """Set the micro-batch for which the next step is made; newly admitted requests join it."""
-        self.micro_batch = micro_batch
-        self.decoding = micro_batch.decoding
+    def take_turns(self) -> None:
+        """Go on to the next micro-batch: the next step is made for it, and newly admitted requests join it."""
+        self.micro_batch = next(self._turns)
+        self.decoding = self.micro_batch.decoding
+
+    def room_here(self, num_waiting: int) -> int:
+        """Return how many of the waiting the current micro-batch may have, for its equal share of all requests."""
+        return -(-(len(self.running) + num_waiting) // len(self.micro_batches)) - self.micro_batch.num_running
 
     def catching_up_here(self) -> list[Request]:
         """Return the requests of the current micro-batch that catch up."""
-        if len(self.micro_batches) == 1:
-            return self.catching_up
         return [request for request in self.catching_up if request.micro_batch == self.micro_batch.index]
 
     def choose_rope(self, request: Request) -> None:
@@ -129,6 +133,13 @@ class Rows:
             self.set_limit(request)
         if requests:
             self._batch_of(requests[0]).join(requests)
+
+    def rejoin(self, requests: Collection[Request]) -> None:
+        """Let those of the requests decode again that were drained by steps which are undone."""
+        for micro_batch in self.micro_batches:
+            micro_batch.decoding.refresh()
+            own = (request for request in requests if request.micro_batch == micro_batch.index)
+            self.join([request for request in own if request.status is _DRAINING])
 
     def _batch_of(self, request: Request) -> DecodeBatch:
         return self.micro_batches[request.micro_batch].decoding

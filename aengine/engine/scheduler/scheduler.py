@@ -252,11 +252,8 @@ class Scheduler:
         """
         rows = self.rows
         assert len(rows.in_flight) < self.max_in_flight_steps, "too many steps in flight"
-        micro_batches = rows.micro_batches
-        if len(micro_batches) == 1:
-            return self._schedule_micro_batch(can_be_undone)
-        for _ in micro_batches:
-            rows.turn_to(micro_batches[(rows.micro_batch.index + 1) % len(micro_batches)])
+        for _ in rows.micro_batches:
+            rows.take_turns()
             output = self._schedule_micro_batch(can_be_undone)
             if output is not None:
                 return output
