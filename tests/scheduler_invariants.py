@@ -21,10 +21,10 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert all(r.status is _CATCHING_UP for r in rows.running if r.is_paused)
     by_status = {status: {r for r in rows.running if r.status is status} for status in RequestStatus}
     decoding: list[Request] = []
-    for micro_batch in rows.micro_batches:
-        own = [request for request in micro_batch.decoding.requests if request.status is _DECODING]
-        assert all(request.micro_batch == micro_batch.index for request in own)
-        assert micro_batch.num_running == sum(r.micro_batch == micro_batch.index for r in rows.running)
+    for batch in rows.batches:
+        own = [request for request in batch.requests if request.status is _DECODING]
+        assert all(request.batch_index == batch.index for request in own)
+        assert batch.num_rows == sum(r.batch_index == batch.index for r in rows.running)
         decoding += own
     assert len(decoding) == len(by_status[_DECODING]) and set(decoding) == by_status[_DECODING]
     assert len(rows.catching_up) == len(by_status[_CATCHING_UP])

@@ -285,7 +285,7 @@ class Driver:
         batch = set(out.req_idx)
         assert not any(r.is_paused for r in scheduler.newest_step.batch), "paused, and in a step"
         for request in decoding - lost:
-            if request.micro_batch != scheduler.rows.micro_batch.index:
+            if request.batch_index != scheduler.rows.batches.current.index:
                 assert request.req_idx not in batch
                 continue
             assert request.req_idx in batch or request.status in (RequestStatus.DRAINING, RequestStatus.CATCHING_UP)

@@ -17,7 +17,7 @@ from ...errors import EngineError, InternalError
 from ...ipc.messages import ModelRunnerOutput, SchedulerOutput
 from ..executor import Executor
 from ..recovery import Watchdog
-from ..scheduler.request import Request
+from ..scheduler.request import Request, RequestStatus
 from ..scheduler.rows import Rows
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.step import InFlightStep
@@ -142,7 +142,10 @@ def undo_steps(rows: Rows, num_steps: int) -> None:
         leavers += step.leavers
         rows.removed += step.removed
         rows.tell_settled(*step.settled)
-    rows.rejoin(requests)
+    for batch in rows.batches:
+        batch.refresh()
+        own = (request for request in requests if request.batch_index == batch.index)
+        rows.join([request for request in own if request.status is RequestStatus.DRAINING])
     for request in requests:
         rows.set_limit(request)
     if rows.in_flight:

@@ -78,7 +78,7 @@ class StepPlan:
         for request in self._rows.crossing(due):
             self._rows.restart(request)
         # A decode short of a block catches up too. Its one token is kept for it, whatever chunks come before.
-        needy = [request for request in self._rows.catching_up_here() if not request.is_paused]
+        needy = [request for request in self._rows.batches.here(self._rows.catching_up) if not request.is_paused]
         kept = sum(r.num_computed_tokens + 1 >= len(r.token_ids) for r in needy)
         for request in due:
             if request.status is not _DECODING:  # `crossing` above has restarted the request
@@ -181,7 +181,7 @@ class StepPlan:
         ``whole_prompts``: only while all of their tokens fit into this step."""
         rows, kv = self._rows, self._rows.kv
         num_known = 0  # tokens of those that got a row here
-        most = rows.room_here(len(waiting))
+        most = rows.batches.room(len(rows.running) + len(waiting))
         while waiting and self._budget > 0 and self.num_prompt_tokens < self._prompt_budget and rows.free_rows:
             if len(self._new_requests) >= most:
                 return
@@ -256,7 +256,7 @@ class StepPlan:
 
     def make(self, step_id: int, *, has_grammars: bool) -> SchedulerOutput:
         """End the planning: put the step among those in flight, and return its message."""
-        rows, decoding = self._rows, self._rows.decoding
+        rows, decoding = self._rows, self._rows.batches.current
         batch, req_idx, num_scheduled = decoding.requests, decoding.req_idx, decoding.num_scheduled
         chunks: dict[int, int] = {}
         drafts = self._drafts

@@ -129,6 +129,7 @@ class Request:
     __slots__ = (
         "are_drafts_certain",
         "arrival_time",
+        "batch_index",
         "block_hashes",
         "block_tables",
         "cache_key",
@@ -145,7 +146,6 @@ class Request:
         "is_pooled",
         "limit",
         "max_num_tokens",
-        "micro_batch",
         "milestone",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -221,7 +221,7 @@ class Request:
         # (priority, arrival time, order of adding); `add_request` sets the last
         self.sort_key: tuple[int, float, int] = (priority, arrival_time, 0)
         self.req_idx = -1  # row on the worker; -1: it has none
-        self.micro_batch = 0  # index of the micro-batch to which it belongs while it has a row
+        self.batch_index = 0  # see `DecodeBatches`, while it has a row
         self.block_tables: list[BlockTable] = []  # one for each KV group, while it has a row
         self.states = NO_STATES
         self.num_computed_tokens = 0  # tokens that all steps made so far compute, all of their drafts included

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from itertools import cycle
+from collections.abc import Callable, Sequence
 
 from ...ipc.messages import KVCacheGroup, int32
 from .coming_prefixes import ComingPrefixes
+from .decode_batches import DecodeBatches
 from .kv_cache_manager import KVCacheManager, long_root
 from .request import Request, RequestStatus
-from .step import NOT_SETTLED, DecodeBatch, InFlightStep, MicroBatch
+from .step import NOT_SETTLED, InFlightStep
 
 __all__ = ["Rows"]
 
@@ -35,10 +35,10 @@ class Rows:
         on_free: Callable[[Request], None],
         rope_border: int | None = None,
         least_awaited: int = 128,
-        num_micro_batches: int = 1,
+        num_batches: int = 1,
     ) -> None:
         self.num_rows = num_rows
-        self._num_micro_batches = num_micro_batches
+        self._num_batches = num_batches
         self.running: set[Request] = set()  # all requests with a row
         self.held: set[Request] = set()
         self.num_preemptions = 0
@@ -56,24 +56,9 @@ class Rows:
         self.free_rows = list(range(self.num_rows - 1, -1, -1))
         self.removed: list[int] = []  # rows that the next step tells the worker to remove
         self.settled = NOT_SETTLED  # rows whose drafts were answered, and how many were rejected: for the next step
-        self.micro_batches = [MicroBatch(index) for index in range(self._num_micro_batches)]
-        self._turns = cycle(self.micro_batches)
-        self.take_turns()
+        self.batches = DecodeBatches(self._num_batches)
         self.catching_up: list[Request] = []
         self.in_flight: deque[InFlightStep] = deque()
-
-    def take_turns(self) -> None:
-        """Go on to the next micro-batch: the next step is made for it, and newly admitted requests join it."""
-        self.micro_batch = next(self._turns)
-        self.decoding = self.micro_batch.decoding
-
-    def room_here(self, num_waiting: int) -> int:
-        """Return how many of the waiting the current micro-batch may have, for its equal share of all requests."""
-        return -(-(len(self.running) + num_waiting) // len(self.micro_batches)) - self.micro_batch.num_running
-
-    def catching_up_here(self) -> list[Request]:
-        """Return the requests of the current micro-batch that catch up."""
-        return [request for request in self.catching_up if request.micro_batch == self.micro_batch.index]
 
     def choose_rope(self, request: Request) -> None:
         """Note whether the request is longer than the model's rope border, before it gets a row: then its KV differs
@@ -93,7 +78,7 @@ class Rows:
             return []
         return [
             request
-            for request in (*due, *self.catching_up_here())
+            for request in (*due, *self.batches.here(self.catching_up))
             if not request.is_long and not request.is_paused
             if border <= request.num_computed_tokens < request.max_num_tokens - 1
         ]
@@ -107,10 +92,9 @@ class Rows:
         return max(0, most - 1 - request.num_computed_tokens)
 
     def take(self, request: Request) -> None:
-        """Give the request a row, in the current micro-batch."""
+        """Give the request a row, in the current batch."""
         request.req_idx = self.free_rows.pop()
-        request.micro_batch = self.micro_batch.index
-        self.micro_batch.num_running += 1
+        self.batches.add(request)
         request.status = _CATCHING_UP
         self.catching_up.append(request)
         self.running.add(request)
@@ -119,30 +103,20 @@ class Rows:
         """Move a decoding request to those that catch up. It keeps its row and its blocks."""
         request.status = _CATCHING_UP
         self.catching_up.append(request)
-        self._batch_of(request).leave()
+        self.batches.of(request).leave()
 
     def drain(self, request: Request) -> None:
         """Take the request out of later steps: its last token is in flight."""
         request.status = _DRAINING
-        self._batch_of(request).leave()
+        self.batches.of(request).leave()
 
     def join(self, requests: list[Request]) -> None:
-        """Let the requests, which are of one micro-batch, decode from its next step on."""
+        """Let the requests, which are of one batch, decode from its next step on."""
         for request in requests:
             request.status = _DECODING
             self.set_limit(request)
         if requests:
-            self._batch_of(requests[0]).join(requests)
-
-    def rejoin(self, requests: Collection[Request]) -> None:
-        """Let those of the requests decode again that were drained by steps which are undone."""
-        for micro_batch in self.micro_batches:
-            micro_batch.decoding.refresh()
-            own = (request for request in requests if request.micro_batch == micro_batch.index)
-            self.join([request for request in own if request.status is _DRAINING])
-
-    def _batch_of(self, request: Request) -> DecodeBatch:
-        return self.micro_batches[request.micro_batch].decoding
+            self.batches.of(requests[0]).join(requests)
 
     def set_limit(self, request: Request) -> None:
         request.limit = min(self.kv.room(request), request.max_num_tokens - 1)
@@ -164,14 +138,14 @@ class Rows:
     def leave(self, request: Request, status: RequestStatus) -> None:
         """Free the row of a request whose status was ``status``; its blocks are freed after the newest step."""
         self.running.discard(request)
-        self.micro_batches[request.micro_batch].num_running -= 1
+        self.batches.of(request).num_rows -= 1
         if request.is_leading:
             self.prefixes.leave(request)
         self.removed.append(request.req_idx)
         self.free_rows.append(request.req_idx)
         request.req_idx = -1
         if status is _DECODING:
-            self._batch_of(request).leave()
+            self.batches.of(request).leave()
         elif status is _CATCHING_UP:
             self.catching_up.remove(request)
         # The newest step, not the request's own last one: a step later than need be at most, and nothing to count.
@@ -194,7 +168,7 @@ class Rows:
         self.tell_settled(int32([request.req_idx]), int32([num_rejected]))
         request.num_computed_tokens -= num_rejected
         if request.status is _DRAINING and request.num_computed_tokens < request.max_num_tokens - 1:
-            self._batch_of(request).refresh()
+            self.batches.of(request).refresh()
             self.join([request])
 
     def tell_settled(self, rows: array[int], num_rejected: array[int]) -> None:

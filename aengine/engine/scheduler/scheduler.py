@@ -198,7 +198,7 @@ class Scheduler:
         """
         if request.status is not _DECODING or not request.takes_drafts or self.rows.kv.has_states:
             return
-        if len(self.rows.micro_batches) > 1:  # the first stage would have to wait for how many were accepted
+        if len(self.rows.batches) > 1:  # the first stage would have to wait for how many were accepted
             return
         stops = request.stop_token_ids
         stop = next((i for i, token_id in enumerate(token_ids) if token_id in stops), len(token_ids))
@@ -252,17 +252,17 @@ class Scheduler:
         """
         rows = self.rows
         assert len(rows.in_flight) < self.max_in_flight_steps, "too many steps in flight"
-        for _ in rows.micro_batches:
-            rows.take_turns()
-            output = self._schedule_micro_batch(can_be_undone)
+        for _ in rows.batches:
+            rows.batches.take_turns()
+            output = self._schedule_batch(can_be_undone)
             if output is not None:
                 return output
         return None
 
-    def _schedule_micro_batch(self, can_be_undone: bool) -> SchedulerOutput | None:
-        """Make the next step of the current micro-batch. None: it has nothing to compute."""
+    def _schedule_batch(self, can_be_undone: bool) -> SchedulerOutput | None:
+        """Make the next step of the current batch. None: it has nothing to compute."""
         rows = self.rows
-        decoding = rows.decoding.refresh()
+        decoding = rows.batches.current.refresh()
         budget = prompt_budget = self.max_num_batched_tokens - len(decoding)
         num_waiting = len(self.waiting)
         if (num_waiting or rows.catching_up) and decoding:
@@ -273,7 +273,7 @@ class Scheduler:
         due = [request for request in decoding if request.num_computed_tokens == request.limit]
         if due or rows.catching_up:
             plan.serve_rows(due)
-            decoding = rows.decoding.refresh()
+            decoding = rows.batches.current.refresh()
             num_waiting = len(self.waiting)  # preempted requests may have joined the queue
         for request in decoding:
             request.num_computed_tokens += 1

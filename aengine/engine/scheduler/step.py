@@ -1,4 +1,4 @@
-"""Steps on the host: the batches of decoding requests, and steps in flight."""
+"""Steps in flight, on the host."""
 
 from __future__ import annotations
 
@@ -6,61 +6,14 @@ from array import array
 
 from ...errors import InternalError
 from ...ipc.messages import ModelRunnerOutput, int32
-from .request import Request, RequestStatus
+from .request import Request
 
-__all__ = ["NOTHING", "NOT_SETTLED", "DecodeBatch", "InFlightStep", "MicroBatch"]
+__all__ = ["NOTHING", "NOT_SETTLED", "InFlightStep"]
 
 
 NOTHING: array[int] = int32()
 """For columns that are replaced, never changed in place."""
 NOT_SETTLED = NOTHING, NOTHING
-
-
-class DecodeBatch:
-    """The requests that are in every step of a micro-batch with one token each, and the columns that say so.
-
-    While no request joins or leaves, each step has the same list and the same columns. They are replaced, never changed
-    in place, since steps in flight and their messages hold them too.
-    """
-
-    __slots__ = ("_is_stale", "num_scheduled", "req_idx", "requests")
-
-    def __init__(self) -> None:
-        self.requests: list[Request] = []
-        self.req_idx: array[int] = int32()  # row of each request
-        self.num_scheduled: array[int] = int32()  # a 1 for each request
-        self._is_stale = False
-
-    def leave(self) -> None:
-        """Note that one of them is not DECODING any more: `refresh` leaves it out."""
-        self._is_stale = True
-
-    def join(self, requests: list[Request]) -> None:
-        self.requests = self.requests + requests
-        self.req_idx = self.req_idx + int32([request.req_idx for request in requests])
-        self.num_scheduled = int32((1,)) * len(self.requests)
-
-    def refresh(self) -> list[Request]:
-        if self._is_stale:
-            self._is_stale = False
-            self.requests = [request for request in self.requests if request.status is RequestStatus.DECODING]
-            self.req_idx = int32([request.req_idx for request in self.requests])
-            self.num_scheduled = int32((1,)) * len(self.requests)
-        return self.requests
-
-
-class MicroBatch:
-    """Requests that are computed in the same steps.
-
-    With one pipeline stage there is one. With several, the requests that have a row are divided among as many, so that
-    each stage computes another one's step at a time."""
-
-    __slots__ = ("decoding", "index", "num_running")
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.decoding = DecodeBatch()
-        self.num_running = 0  # number of requests of this micro-batch that have a row
 
 
 class InFlightStep:

@@ -9,7 +9,7 @@ share each of its layers).
 Every stage gets every frame of the host, in the same order. A step's hidden states go from stage to stage, its sampled
 ids from the last stage to the first, which needs them for the next step of the same requests; the host is in neither
 way. While a later stage computes a step, the earlier ones compute those of other micro-batches
-(engine/scheduler/step.py).
+(engine/scheduler/decode_batches.py).
 """
 
 from __future__ import annotations
