@@ -282,6 +282,14 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
             "workers/worker.py",  # gives its messages to the queue
         },
     ),
+    "drafts by lookup": (
+        {"ngram"},
+        {
+            "config.py",  # its setting
+            "settings.py",
+            "engine/replicas/replica.py",  # chooses it
+        },
+    ),
 }
 """A feature, its words, and the files that may say them: its own, and those in which it is registered."""
 

@@ -15,10 +15,10 @@ from ..ipc.messages import GrammarOutput, int32
 from .delivery import Sampled
 from .executor import Executor
 from .recovery import Watchdog
-from .scheduler.proposers import ForcedTokens, Proposer
 from .scheduler.request import Request
 from .scheduler.scheduler import Scheduler
 from .scheduler.step import InFlightStep
+from .speculation.proposers import ForcedTokens
 from .structured.bitmasks import Filled, Filling, MaskJob
 from .structured.service import GrammarService
 
@@ -71,7 +71,7 @@ class GrammarGate:
         self._forcing = forcing
         self._watchdog = watchdog
         self._rest = rest
-        self._proposer: Proposer = ForcedTokens()
+        self._proposer = ForcedTokens()
 
     def close_for(self, step: InFlightStep) -> None:
         """Note that ``step`` was published and waits for its bitmask. Requests whose rows take long to fill are paused,

@@ -30,6 +30,7 @@ from .pacing.turns import Turn
 from .recovery import Watchdog, hang_error
 from .scheduler.request import Request, RequestStatus
 from .scheduler.scheduler import Scheduler
+from .speculation.proposers import Speculation
 from .structured.bitmasks import Filled
 from .structured.service import GrammarService
 
@@ -60,9 +61,10 @@ class StepLoop:
         step_patience: float = 0.0,
         grammars: GrammarService | None = None,
         forcing: Forcing = ALWAYS,
+        speculation: Speculation,
         turn: Turn,
     ) -> None:
-        """``turn``: asked before each step, and told of each.
+        """``turn``: asked before each step, and told of each. ``speculation``: asked for drafts before each step.
 
         ``work`` wakes the idle loop, which then finds what there is to do; a failing executor sets it. ``on_begun``
         is told the id of each request with its first step, once for each of n completions."""
@@ -87,6 +89,7 @@ class StepLoop:
         self.watchdog.patience = step_patience
         in_flight.attach(scheduler, executor, self.watchdog, work)
         self._gate = GrammarGate(scheduler, grammars, forcing, self.watchdog, self._turn.rest)
+        self._speculation = speculation
         self._delivery = Delivery(scheduler)
 
     def add(self, request: Request) -> None:
@@ -208,6 +211,8 @@ class StepLoop:
             return False
         if not self._turn.is_open:
             return False
+        if not self._speculation.propose():
+            return False
         output, self._unsent = self._unsent or self.in_flight.schedule(), None
         if output is None:
             return False
@@ -270,6 +275,7 @@ class StepLoop:
         sampled, failed, pooled, num_rows, begun = self.scheduler.update(output)
         if output.seconds and step is not None and step.num_prompt_tokens and not step.is_gated:
             self._step_time.learn(step.num_tokens, output.seconds)
+        self._speculation.note_tokens(sampled)
         self._counters.generated_tokens += len(sampled)
         self._answered = self._observer.note_answer(begun, num_rows, self._answered)
         begun.clear()  # an idle engine must hold no request

@@ -92,6 +92,9 @@ class ReplicaStatistics:
     num_restarts: int
     prefix_cache_queries: int  # prompt tokens looked up
     prefix_cache_hits: int  # prompt tokens found in the prefix cache
+    num_drafts: int  # times that tokens were drafted for a request in a step, and verified
+    drafted_tokens: int  # tokens of these drafts
+    accepted_tokens: int  # those of them that the request got
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +117,9 @@ class Statistics:
     generated_tokens: int
     prefix_cache_queries: int  # prompt tokens looked up
     prefix_cache_hits: int  # prompt tokens found in the prefix cache
+    num_drafts: int  # times that tokens were drafted for a request in a step, and verified
+    drafted_tokens: int  # tokens of these drafts
+    accepted_tokens: int  # those of them that the request got
     loop_lag: float  # seconds by which the host's loop was late lately, at worst; 0.0 when idle
     num_rejected: int  # calls that were refused because the queue was full
     finish_reasons: dict[str, int]  # requests by FinishReason; one with n completions counts by its first

@@ -29,6 +29,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 VLLM = """
     num_requests_running num_requests_waiting kv_cache_usage_perc cache_config_info
     prompt_tokens_total generation_tokens_total prefix_cache_queries_total prefix_cache_hits_total
+    spec_decode_num_drafts_total spec_decode_num_draft_tokens_total spec_decode_num_accepted_tokens_total
     num_preemptions_total request_success_total admission_rejections_total
     time_to_first_token_seconds_bucket time_to_first_token_seconds_sum time_to_first_token_seconds_count
     inter_token_latency_seconds_bucket request_time_per_output_token_seconds_bucket

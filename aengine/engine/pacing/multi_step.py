@@ -60,6 +60,10 @@ class MultiStep(StepsInFlight):
         return not self._is_revoking and super().has_room
 
     @property
+    def runs_ahead(self) -> bool:
+        return bool(self._leased)
+
+    @property
     def is_interrupted(self) -> bool:
         return self._is_revoking
 

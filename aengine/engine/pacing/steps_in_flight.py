@@ -50,6 +50,11 @@ class StepsInFlight:
         return len(self.answers) < self.most
 
     @property
+    def runs_ahead(self) -> bool:
+        """Whether the worker has steps that may be taken back: the next tokens of requests are in them."""
+        return False
+
+    @property
     def is_interrupted(self) -> bool:
         """Whether the newest steps are being taken back, and none can be made before that is done."""
         return False

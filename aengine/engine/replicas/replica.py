@@ -23,6 +23,7 @@ from ..pacing.steps_in_flight import StepsInFlight
 from ..pacing.turns import Turn
 from ..recovery import RestartBudget
 from ..scheduler.scheduler import Scheduler, reset_prefix_cache
+from ..speculation.proposers import Speculation
 from ..step_loop import StepLoop
 from ..structured.service import GrammarService
 from ..worker_control import Restart, WorkerControl
@@ -31,6 +32,10 @@ __all__ = ["Replica", "Started"]
 
 _GPU_PATIENCE = 30.0
 """Seconds that a step may take on a GPU, whatever those before took: some kernels are compiled at first use."""
+
+_MOST_ROWS_ON_GPU = 64
+_MOST_ROWS_ON_CPU = 16
+"""Rows of logits in a step, drafts included, beyond which no tokens are drafted by lookup."""
 
 
 class Started(NamedTuple):
@@ -71,6 +76,12 @@ class Replica:
         if may_lease and config.max_leased_steps > config.steps_in_flight:
             in_flight = MultiStep(config.steps_in_flight, config.max_leased_steps)
         self.scheduler = _new_scheduler(config, ready, step_time, in_flight.capacity)
+        speculation = Speculation()
+        if config.speculation == "ngram":
+            from ..speculation.ngram import NGramSpeculation  # it takes numpy, which the host does without else
+
+            most_rows = _MOST_ROWS_ON_GPU if is_gpu else _MOST_ROWS_ON_CPU
+            speculation = NGramSpeculation(self.scheduler, in_flight, most_rows)
         self.steps = StepLoop(
             self.scheduler,
             executor,
@@ -84,6 +95,7 @@ class Replica:
             step_patience=_GPU_PATIENCE if is_gpu else 0.0,
             grammars=grammars,
             forcing=IN_SMALL_BATCHES if is_gpu else ALWAYS,
+            speculation=speculation,
             turn=turn,
         )
         budget = RestartBudget(config.max_restarts, config.restart_window)
@@ -113,6 +125,9 @@ class Replica:
             num_restarts=self.worker.num_restarts,
             prefix_cache_queries=scheduler.prefix_cache_queries,
             prefix_cache_hits=scheduler.prefix_cache_hits,
+            num_drafts=scheduler.rows.num_drafts,
+            drafted_tokens=scheduler.rows.num_drafted,
+            accepted_tokens=scheduler.rows.num_accepted,
         )
 
 

@@ -99,8 +99,11 @@ class Answers:
             num_rows += count > 0
             places = range(begin, end)
             sampled += [(request, column[place], place) for place in places if self._append(request, column[place])]
-            if batch_idx in step.drafts and batch_idx not in step.certain and request.req_idx >= 0:
-                self._rows.settle(request, 1 + len(step.drafts[batch_idx]) - count)
+            if batch_idx in step.drafts:
+                num_drafted = len(step.drafts[batch_idx])
+                self._rows.note_verified(request, num_drafted, max(0, count - 1))
+                if batch_idx not in step.certain and request.req_idx >= 0:
+                    self._rows.settle(request, 1 + num_drafted - count)
         return sampled, num_rows
 
     def _note_chunk(self, request: Request, num_tokens: int) -> None:

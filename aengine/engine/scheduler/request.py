@@ -139,6 +139,7 @@ class Request:
         "extras",
         "finish_reason",
         "grammar",
+        "history",
         "index",
         "is_leading",
         "is_long",
@@ -147,10 +148,12 @@ class Request:
         "limit",
         "max_num_tokens",
         "milestone",
+        "num_accepted",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_deaths",
         "num_deaths_alone",
+        "num_drafted",
         "num_first_tokens",
         "num_offered_tokens",
         "num_pauses",
@@ -233,6 +236,8 @@ class Request:
         self.draft_token_ids: list[int] = []
         self.are_drafts_certain = False  # the grammar forces the drafts: nothing else can be sampled
         """Guesses at what follows the tokens in flight, for the next step."""
+        self.num_drafted = self.num_accepted = 0  # drafts that were verified, whoever proposed them, and accepted ones
+        self.history: Any = None  # what the proposer of drafts keeps of the request
 
         # For crash_quarantine.py: recent deaths of workers that had the request in a step; those of them while it was
         # the first in quarantine; and its number of tokens at the last of them.
@@ -271,6 +276,7 @@ class Request:
         """Give back its own list, when all of its tokens are delivered: those of a call's completions are freed one by
         one then, not all at the call's end."""
         self.token_ids = self.prompt.token_ids
+        self.history = None
 
     def forget_worker(self) -> None:
         """Forget the row, the blocks and what is computed."""

@@ -42,6 +42,7 @@ class Rows:
         self.running: set[Request] = set()  # all requests with a row
         self.held: set[Request] = set()
         self.num_preemptions = 0
+        self.num_drafts = self.num_drafted = self.num_accepted = 0  # see `ReplicaStatistics`
         self._kv_groups = kv_groups
         self._max_num_batched_tokens = max_num_batched_tokens
         self._on_free = on_free
@@ -161,6 +162,14 @@ class Rows:
         if request.finish_reason is None:
             self.held.discard(request)
             self._on_free(request)
+
+    def note_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        """Count the request's drafts of a step that was answered."""
+        request.num_drafted += num_drafted
+        request.num_accepted += num_accepted
+        self.num_drafts += 1
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
 
     def settle(self, request: Request, num_rejected: int) -> None:
         """Note that ``num_rejected`` of the request's drafts were rejected: so many tokens fewer are computed than were

@@ -2,22 +2,31 @@
 
 A guess costs its computation and changes no token: the worker samples after each drafted token, and keeps those that
 agree with what it sampled (`Scheduler.propose`).
+
+    answer of step N ──> note_tokens ──> propose ──> Scheduler.propose ──> drafts of step N + 2
+                                            step N + 1 is in flight: a draft follows the tokens that it samples
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
-from .request import Request
+from ..delivery import Sampled
+from ..scheduler.request import Request
 
-__all__ = ["ForcedTokens", "Proposer"]
+__all__ = ["ForcedTokens", "Speculation"]
 
 
-class Proposer(Protocol):
-    def propose(self, request: Request) -> Sequence[int]:
-        """Return ids that may follow what ``request`` has sampled, steps in flight included; an empty sequence: no
-        guess."""
+class Speculation:
+    """Drafts nothing. What does has the same verbs, which the step loop calls."""
+
+    def note_tokens(self, sampled: Sampled) -> None:
+        """Called with the tokens of each answer."""
+
+    def propose(self) -> bool:
+        """Called before a step is made: propose drafts for it to the scheduler. What a grammar forces was proposed
+        before, and stays. False: no step can be made now, as some in flight are being taken back for drafts."""
+        return True
 
 
 class ForcedTokens:

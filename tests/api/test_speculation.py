@@ -1,0 +1,81 @@
+"""Drafts by lookup in the whole engine over the fake executor: fewer steps, never other tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from conftest_api import settled
+from test_recovery import death, essence, no_delay, work
+
+from aengine import AsyncLLM, InvalidRequestError, SamplingParams
+
+__all__ = ["no_delay"]  # a fixture
+
+Make = Callable[..., AsyncLLM]
+pytestmark = pytest.mark.usefixtures("no_blocking")
+
+
+def verse(req_idx: int, position: int) -> int:
+    """It repeats itself, but for one token in ninety."""
+    return 300 + (position % 19 if position % 90 else position % 997)
+
+
+async def test_drafts_change_no_output(make_engine: Make, rng: random.Random) -> None:
+    """Of requests of every kind (greedy, seeded, n = 2, stop strings, grammars), while workers die."""
+    async with make_engine(fake={"token": verse}) as engine:
+        expected = [essence(c) for c in await asyncio.gather(*work(engine, 1))]
+        assert engine.statistics().num_drafts > 0, "of the forced choice"
+        num_steps, num_forced = engine.statistics().num_steps, engine.statistics().accepted_tokens
+    async with make_engine(fake={"token": verse}, speculation="ngram", max_num_seqs=8) as engine:
+        assert [essence(c) for c in await asyncio.gather(*work(engine, 1))] == expected
+        statistics = engine.statistics()
+        assert num_forced < statistics.accepted_tokens < statistics.drafted_tokens
+    async with make_engine(fake={"token": verse, "delay": 0.0005}, speculation="ngram", max_restarts=100) as engine:
+        tasks = work(engine, 1)
+        for _ in range(4):
+            least = engine.statistics().generated_tokens + rng.randint(30, 100)
+            while engine.statistics().generated_tokens < least:
+                await asyncio.sleep(0)
+            engine.executor.fail(death())
+        assert [essence(c) for c in await asyncio.gather(*tasks)] == expected
+        await settled(engine)
+        assert engine.statistics().num_restarts >= 3
+    assert num_steps > 0
+
+
+async def test_a_text_that_repeats_takes_few_steps(make_engine: Make) -> None:
+    params = SamplingParams(max_tokens=400, ignore_eos=True)
+    how: Any = {"fake": {"token": lambda req_idx, place: 300 + place % 19}, "max_leased_steps": 0}
+    async with make_engine(**how) as engine:
+        plain = await engine.generate([1, 2, 3], params)
+        assert engine.statistics().num_steps >= 400 and engine.statistics().drafted_tokens == 0
+    async with make_engine(speculation="ngram", **how) as engine:
+        drafted = await engine.generate([1, 2, 3], params)
+        statistics = engine.statistics()
+        await settled(engine)
+    assert drafted.token_ids == plain.token_ids
+    assert statistics.num_steps < 100
+    assert 300 < statistics.accepted_tokens <= statistics.drafted_tokens < 500
+    assert statistics.replicas[0].accepted_tokens == statistics.accepted_tokens
+
+
+async def test_what_does_not_repeat_takes_as_many_steps(make_engine: Make) -> None:
+    async with make_engine(speculation="ngram") as engine:
+        await engine.generate([1, 2, 3], SamplingParams(max_tokens=400, ignore_eos=True))
+        assert engine.statistics().drafted_tokens == 0
+
+
+async def test_many_streams_draft_nothing(make_engine: Make) -> None:
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    async with make_engine(fake={"token": verse}, speculation="ngram") as engine:
+        await asyncio.gather(*(engine.generate([i, 2, 3], params) for i in range(20)))
+        assert engine.statistics().drafted_tokens == 0
+
+
+def test_an_unknown_speculation_is_refused(make_engine: Make) -> None:
+    with pytest.raises(InvalidRequestError, match="'none', 'ngram'"):
+        make_engine(speculation="eagle")
