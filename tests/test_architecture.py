@@ -338,7 +338,7 @@ BUDGETS = {
     "root": 2850,
     "checkpoint": 2210,
     "cli": 1520,
-    "engine": 24150,
+    "engine": 24380,
     "integrations": 2570,
     "ipc": 2235,
     "kernels": 8500,
@@ -346,7 +346,7 @@ BUDGETS = {
     "remote": 1600,
     "runner": 16620,
     "server": 5950,
-    "telemetry": 1100,
+    "telemetry": 1110,
     "testing": 790,
     "workers": 3030,
 }
