@@ -22,7 +22,7 @@ from .proposers import Speculation
 __all__ = ["NGramSpeculation", "TokenHistory"]
 
 _N = 3  # tokens that are looked up
-_FACTORS = 1_540_483_477, 1_812_433_253, 1_664_525_013  # of the hash; odd, below 2**31, so that sums stay below 2**63
+_FACTORS = 1_540_483_477, 1_812_433_253, 1_664_525_013  # factors of the hash, odd; sums stay below 2**63
 _SHIFT = 16  # bits of the sum that are dropped: in the lowest ones few of a token's bits take part
 _MOST_SLOTS = 1 << 17  # slots of a request's table, four bytes each; of two n-grams in one slot the later stays
 _MOST_INDEXED = 8192  # tokens that are put into tables before a step, of all requests together: some 100 us
@@ -45,7 +45,7 @@ class TokenHistory:
 
     def __init__(self, max_num_tokens: int) -> None:
         num_slots = 1 << (min(_MOST_SLOTS, 2 * max_num_tokens) - 1).bit_length()
-        self._table = np.zeros(num_slots, dtype=np.int32)  # by hash: last position of the n-gram; 0: none
+        self._table = np.zeros(num_slots, dtype=np.int32)  # last position of each hash; 0: none
         self._slots = memoryview(self._table.data)  # the same memory: single slots are read and written faster
         self._num_indexed = _N - 1  # position of the end of the first n-gram that is not in the table
         self._num_seen = 0  # tokens of the request when it was looked at last
@@ -118,7 +118,7 @@ class TokenHistory:
         if num_accepted:
             self._misses = 0
             self._most = min(_MOST_DRAFTS, 2 * self._most) if self.is_sure else max(2, num_accepted + 1)
-        elif len(request.token_ids) >= self._wait_until:  # else they were behind the rejected ones, and as wrong
+        elif len(request.token_ids) >= self._wait_until:  # before it they were behind the rejected ones
             self._misses += 1
             self._most = 2
             self._wait_until = len(request.token_ids) + min(_MOST_WAIT, 1 << self._misses)
