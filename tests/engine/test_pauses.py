@@ -14,6 +14,7 @@ from aengine.engine.pacing.steps_in_flight import StepsInFlight
 from aengine.engine.pacing.turns import OwnTurn
 from aengine.engine.scheduler.request import Request, RequestStatus
 from aengine.engine.scheduler.scheduler import Scheduler
+from aengine.engine.speculation.proposers import Speculation
 from aengine.engine.step_loop import StepLoop
 from aengine.ipc.messages import KVCacheGroup, ModelRunnerOutput, int32
 from aengine.params import SamplingParams
@@ -40,6 +41,7 @@ async def test_a_row_that_was_begun_before_a_preemption_resumes_no_later_pause()
         counters=Counters(),
         observer=Observer(),
         on_begun=lambda request_id: None,
+        speculation=Speculation(),
         turn=OwnTurn(),
         grammars=grammars,
     )
