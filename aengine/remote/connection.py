@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
 
+from ..engine.streams.token_stream import error_for_waiter
 from ..errors import AEngineError, EngineClosedError
+from .mailbox import RemoteMailbox
 from .message_stream import MessageStream
-from .stream import RemoteStream
-from .wire import error_from_wire
+from .wire import completion_from_wire, deltas_from_wire, error_from_wire, tokens_from_wire, usage_from_wire
 
 __all__ = ["Connection"]
 
 _RETRY_SECONDS = 0.05
-_Stream = RemoteStream[Any, Any]
 
 
 class Connection:
-    """Streams and calls under way, by number. Streams are held by their readers only."""
+    """Requests and calls under way, by number."""
 
     def __init__(self, link: MessageStream) -> None:
         self.has_broken = False
@@ -27,7 +27,7 @@ class Connection:
         self.changed = asyncio.Event()
         """A request has ended."""
         self._link = link
-        self._streams: WeakValueDictionary[int, _Stream] = WeakValueDictionary()
+        self._mailboxes: dict[int, RemoteMailbox] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._number = 0
         self._reading = asyncio.create_task(self._read())
@@ -52,29 +52,46 @@ class Connection:
         await asyncio.wait([self._reading])
         self._fail(EngineClosedError("the connection to the engine was closed"))
 
-    def new_number(self) -> int:
+    def begin(
+        self, method: str, request_id: str, prompt: Any, params: Any, options: Any, trace: Any, **how: Any
+    ) -> RemoteMailbox:
+        """Begin a request. ``how``: of its `RemoteMailbox`. Raises InvalidRequestError for what is no plain data."""
+        number = self._new_number()
+        self._link.send("begin", number, method, prompt, params, options, trace)
+        on_end = partial(self._forget, number)
+        self._mailboxes[number] = mailbox = RemoteMailbox(
+            request_id, partial(self._send, number), on_end=on_end, is_chat=method == "chat", **how
+        )
+        return mailbox
+
+    def _new_number(self) -> int:
         self._number += 1
         return self._number
 
-    def add(self, number: int, stream: _Stream) -> None:
-        self._streams[number] = stream
+    def _send(self, number: int, kind: str, *args: Any) -> None:
+        self._link.send(kind, number, *args)
+
+    def _forget(self, number: int) -> None:
+        del self._mailboxes[number]
+        self.changed.set()
 
     @property
-    def streams(self) -> list[tuple[int, _Stream]]:
-        """Number and stream of the requests that run."""
-        return [(number, stream) for number, stream in self._streams.items() if not stream.has_ended]
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._mailboxes)
 
-    def send(self, *message: Any) -> None:
-        """Send a message about a stream. Raises InvalidRequestError for what is no plain data."""
-        self._link.send(*message)
-        if message[0] == "end":
-            self.changed.set()
+    def abort(self, request_id: str | None = None) -> int:
+        """Have the engine end the requests of this id; None: all. Returns how many there were."""
+        found = [number for number, one in self._mailboxes.items() if request_id in (None, one.request_id)]
+        for number in found:
+            self._link.send("abort", number)
+        return len(found)
 
     async def call(self, method: str, *args: Any) -> Any:
         """Return what the engine's process answers. Raises its error, and EngineClosedError."""
         if self.has_broken:
             raise _broken()
-        number = self.new_number()
+        number = self._new_number()
         self._calls[number] = answer = asyncio.get_running_loop().create_future()
         try:
             self._link.send("call", number, method, args)
@@ -103,28 +120,23 @@ class Connection:
                 answer.set_exception(error_from_wire(rest[0]))
             else:
                 answer.set_result(rest[0])
-        elif kind == "read":
-            if (stream := self._streams.get(number)) is not None:
-                stream.put(*rest)
-        else:
-            self._finish(number, kind, *rest)
-
-    def _finish(self, number: int, kind: str, value: Any) -> None:
-        self.changed.set()
-        stream = self._streams.get(number)
-        if stream is None:
+        elif (mailbox := self._mailboxes.get(number)) is None:
             return
-        if kind == "failed":
-            stream.fail(error_from_wire(value))
+        elif kind == "failed":
+            mailbox.fail(error_from_wire(rest[0]))
+        elif kind == "done":
+            mailbox.finish(completion_from_wire(rest[0], is_chat=mailbox.is_chat), rest[1])
+        elif mailbox.is_chat:
+            mailbox.put(deltas_from_wire(rest[0]), usage_from_wire(rest[1]), rest[2])
         else:
-            stream.finish(value)
+            mailbox.put_tokens(tokens_from_wire(rest[0]), usage_from_wire(rest[1]), rest[2])
 
     def _fail(self, error: AEngineError) -> None:
-        for _, stream in self.streams:
-            stream.fail(error)
+        for mailbox in list(self._mailboxes.values()):
+            mailbox.fail(error_for_waiter(error))
         for answer in self._calls.values():
             if not answer.done():
-                answer.set_exception(error)
+                answer.set_exception(error_for_waiter(error))
         self.changed.set()
 
 

@@ -14,15 +14,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..__version__ import __version__
-from ..chat import ChatCompletion, Delta
+from ..chat import ChatCompletion
 from ..config import EngineConfig
 from ..engine.pooling.requests import PoolingCalls, PoolingRequest, PoolingResult
+from ..engine.streams.chat_answers import ReceivedAnswers
 from ..engine.structured.spec import check_schema_size
 from ..engine.threads.pools import run_in_thread
 from ..engine.tokenizer.async_tokenizer import AsyncTokenizer
 from ..errors import ContextLengthError, EngineClosedError, EngineError, InvalidRequestError
 from ..limits.checks import check_num_characters, check_num_messages, check_num_values
-from ..outputs import Completion, Token
+from ..outputs import Completion
 from ..params import (
     ChatOptions,
     RequestOptions,
@@ -35,15 +36,17 @@ from ..params import (
 from ..telemetry.metrics import Statistics
 from ..telemetry.trace_context import current_trace
 from .connection import Connection
-from .stream import RemoteStream
+from .mailbox import RemoteChatStream, RemoteTokenStream
 from .tokenizer import RemoteTokenizer
 from .types import plain_options, typed_params
-from .wire import delta_from_wire, from_wire, params_to_wire, pooled_from_wire, to_wire, token_from_wire
+from .wire import from_wire, params_to_wire, pooled_from_wire, to_wire
 
 if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self, Unpack
 
+    from ..engine.streams.chat_stream import ChatStream
+    from ..engine.streams.token_stream import TokenStream
     from ..engine.tokenizer.prompt import Prompt
 
 __all__ = ["RemoteEngine", "connect"]
@@ -138,10 +141,10 @@ class RemoteEngine(_Calls, PoolingCalls):
         self._life = "draining"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                while connection.streams:
+                while connection.num_requests:
                     connection.changed.clear()
                     await connection.changed.wait()
-        return not connection.streams
+        return not connection.num_requests
 
     async def aclose(self, *, drain: float = 0.0) -> None:
         """Disconnect; requests that run after ``drain`` seconds end with EngineClosedError. Idempotent."""
@@ -172,7 +175,7 @@ class RemoteEngine(_Calls, PoolingCalls):
         *,
         output_type: Any = None,
         **options: Unpack[RequestOptions],
-    ) -> RemoteStream[Token, Completion[Any]]:
+    ) -> TokenStream:
         """See `AsyncLLM.stream`. What is too large, or wrong with the options, is raised here, and what else is wrong
         with the request by the stream.
 
@@ -207,11 +210,16 @@ class RemoteEngine(_Calls, PoolingCalls):
         *,
         output_type: Any = None,
         **options: Unpack[ChatOptions],
-    ) -> RemoteStream[Delta, ChatCompletion[Any]]:
+    ) -> ChatStream:
         """See `AsyncLLM.stream_chat`, and `stream` for ``output_type``. What is wrong with the request is raised by the
         stream."""
         check_options(chat_options(options)[1])
-        return self._begin("chat", messages, params, output_type, plain_options(options))
+        stream = self._begin("chat", messages, params, output_type, plain_options(options))
+        mailbox = stream._mailbox
+        pending: Any = mailbox.pending
+        n = len(mailbox.choices)
+        answers = ReceivedAnswers(n, mailbox.output_type, pending, is_json=mailbox.is_json)
+        return RemoteChatStream(stream, params or SamplingParams(), answers)
 
     async def chat(
         self,
@@ -228,7 +236,7 @@ class RemoteEngine(_Calls, PoolingCalls):
 
     def _begin(
         self, method: str, prompt: Any, params: SamplingParams | None, output_type: Any, options: dict[str, Any]
-    ) -> RemoteStream[Any, Any]:
+    ) -> RemoteTokenStream:
         connection = self._check()
         if self._life == "draining":
             raise EngineClosedError("the engine drains: it takes no new requests")
@@ -242,16 +250,15 @@ class RemoteEngine(_Calls, PoolingCalls):
         shape = None if params is None else params.structured_output
         if shape is not None:
             check_schema_size(shape.json_schema)
-        number, n = connection.new_number(), 1 if params is None else params.n
-        connection.send("begin", number, method, prompt, params_to_wire(params), options, current_trace())
-        decode, kind = (delta_from_wire, ChatCompletion) if method == "chat" else (token_from_wire, Completion)
-        loop = asyncio.get_running_loop()
-        is_json = shape is not None and shape.is_json
-        stream: RemoteStream[Any, Any] = RemoteStream(
-            request_id, number, n, decode, kind, connection.send, loop, known, is_json=is_json
-        )
-        connection.add(number, stream)
-        return stream
+        how = {
+            "num_choices": 1 if params is None else params.n,
+            "final_only": method == "generate",
+            "want_logprobs": params is not None and params.logprobs is not None and method != "chat",
+            "output_type": known,
+            "is_json": shape is not None and shape.is_json,
+        }
+        mailbox = connection.begin(method, request_id, prompt, params_to_wire(params), options, current_trace(), **how)
+        return RemoteTokenStream(request_id, mailbox, asyncio.get_running_loop(), mailbox.leave)
 
     async def _describe(self, output_type: Any) -> None:
         """Describe a type in a thread, unless it is known: that can take long. Raises InvalidRequestError."""
@@ -271,19 +278,11 @@ class RemoteEngine(_Calls, PoolingCalls):
 
     def abort(self, request_id: str) -> bool:
         """End a request of this process; its stream ends with FinishReason.ABORT. Returns whether it was running."""
-        connection = self._check()
-        found = [number for number, stream in connection.streams if stream.request_id == request_id]
-        for number in found:
-            connection.send("abort", number)
-        return bool(found)
+        return isinstance(request_id, str) and self._check().abort(request_id) > 0
 
     def abort_all(self) -> int:
         """End all requests of this process; their streams end with FinishReason.ABORT. Returns how many there were."""
-        connection = self._check()
-        found = connection.streams
-        for number, _ in found:
-            connection.send("abort", number)
-        return len(found)
+        return self._check().abort()
 
     # -- what there is to know
 

@@ -7,14 +7,16 @@ import contextlib
 import logging
 import os
 from array import array
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..__version__ import __version__
 from ..engine.threads.pools import run_in_thread
 from ..engine.tokenizer.async_tokenizer import CALLS
 from ..errors import AEngineError, EngineClosedError, InternalError, InvalidRequestError
+from ..outputs import Choice, Completion
 from ..telemetry.trace_context import trace_of
 from .message_stream import MessageStream
 from .unix_socket import bind_unix
@@ -261,7 +263,8 @@ class _Session:
             given = params_from_wire(params)
             if method == "generate":
                 asyncio.get_running_loop().call_soon(self._begun, request)  # the next line hands it over at once
-                self.link.send("done", number, to_wire(await self._engine.generate(prompt, given, **options)))
+                whole = await self._engine.generate(prompt, given, **options)
+                self._send_end(number, whole, whole.choices)
                 return
             begin: Any = self._engine.stream_chat if method == "chat" else self._engine.stream
             stream = begin(prompt, given, **options)
@@ -272,19 +275,27 @@ class _Session:
             self._fail(number, error)
 
     async def _send_all(self, number: int, request: _Request, stream: ChatStream | TokenStream) -> None:
+        is_all_sent = False
         async with stream:
             while await request.may_read():
                 items: list[Any] = await stream.read()
                 if not items:
+                    is_all_sent = True
                     break
                 usage = stream.usage
                 counts = usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens
                 reasons = stream.finish_reasons
                 ends = (reasons, stream.stop_reasons) if any(reasons) else None
-                if not isinstance(items[0], tuple):  # a Token is one as it is
-                    items = [delta_to_wire(delta) for delta in items]
-                self.link.send("read", number, items, counts, ends)
-            self.link.send("done", number, to_wire(await stream.wait()))
+                is_chat = not isinstance(items[0], tuple)  # a Token is one as it is
+                self.link.send("read", number, [*map(delta_to_wire, items)] if is_chat else items, counts, ends)
+            whole = await stream.wait()
+        # The client has made its choices of the tokens; of deltas it can't.
+        is_known = is_all_sent and type(whole) is Completion
+        self._send_end(number, replace(whole, choices=()) if is_known else whole, whole.choices)
+
+    def _send_end(self, number: int, whole: Completion, choices: Sequence[Choice]) -> None:
+        ends = [choice.finish_reason for choice in choices], [choice.stop_reason for choice in choices]
+        self.link.send("done", number, to_wire(whole), ends)
 
     def _fail(self, number: int, error: Exception) -> None:
         if not isinstance(error, AEngineError):

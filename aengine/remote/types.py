@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from ..chat import ChatChoice, Tool, ToolChoice
+from ..chat import Tool, ToolChoice
 from ..engine.structured.asked_type import with_output_type
-from ..outputs import Completion, FinishReason
 from ..params import OnUnsupported, SamplingParams
 
 if TYPE_CHECKING:
     from ..engine.structured.output_type import OutputType
 
-__all__ = ["plain_options", "typed_params", "with_values"]
-
-C = TypeVar("C", bound=Completion)
+__all__ = ["plain_options", "typed_params"]
 
 
 def typed_params(
@@ -55,17 +51,3 @@ def _choice(choice: ToolChoice) -> Any:
     if named:
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": named}}
     return choice.mode
-
-
-def with_values(completion: C, output_type: OutputType) -> C:
-    """Return a completion whose choices have their values of the type."""
-    choices = []
-    for choice in completion.choices:
-        text: str | None = choice.text
-        if isinstance(choice, ChatChoice):
-            text = None if choice.message.tool_calls else choice.message.content or ""
-        if choice.finish_reason is FinishReason.STOP and text is not None:
-            parsed, parse_error = output_type.parse(text)
-            choice = replace(choice, parsed=parsed, parse_error=parse_error)
-        choices.append(choice)
-    return replace(completion, choices=tuple(choices))

@@ -18,12 +18,13 @@ from ..chat import ChatCompletion, Delta, ReasoningDelta, TextDelta, ToolCallDel
 from ..engine.pooling.requests import PoolingRequest, PoolingResult
 from ..engine.streams.logprobs import Logprobs, TopLogprobs, of_columns, of_likeliest
 from ..errors import AEngineError, InternalError, InvalidRequestError
-from ..outputs import Completion, Token, Usage
+from ..outputs import Completion, FinishReason, Token, Usage
 from ..params import DEFAULT_TYPES, SamplingParams, StructuredOutput
 
 __all__ = [
-    "delta_from_wire",
+    "completion_from_wire",
     "delta_to_wire",
+    "deltas_from_wire",
     "error_from_wire",
     "error_to_wire",
     "from_wire",
@@ -34,8 +35,9 @@ __all__ = [
     "pooled_to_wire",
     "pooling_from_wire",
     "to_wire",
-    "token_from_wire",
+    "tokens_from_wire",
     "unpack",
+    "usage_from_wire",
 ]
 
 T = TypeVar("T")
@@ -136,9 +138,20 @@ def _same(data: Any) -> Any:
 # -- what comes often
 
 
-def token_from_wire(data: Any) -> Token:
-    """``data``: a Token as msgpack writes it, a list."""
-    return from_wire(Token, data)
+def tokens_from_wire(data: Any) -> list[Token]:
+    """``data``: tokens as msgpack writes them, lists."""
+    return [
+        Token(text, token_id, index, logprob, None if reason is None else FinishReason(reason), position, top or ())
+        for text, token_id, index, logprob, reason, position, top in data
+    ]
+
+
+def usage_from_wire(data: Any) -> Usage:
+    return Usage(*data)
+
+
+def completion_from_wire(data: Any, *, is_chat: bool) -> Completion:
+    return from_wire(ChatCompletion if is_chat else Completion, data)
 
 
 _DELTAS: list[type] = [TextDelta, ReasoningDelta, ToolCallStart, ToolCallDelta, ToolCallEnd]
@@ -151,11 +164,8 @@ def delta_to_wire(delta: Delta) -> Any:
     return [_CODES[type(delta)], *to_wire(delta)]
 
 
-def delta_from_wire(data: Any) -> Delta:
-    if isinstance(data, str):
-        return TextDelta(data)
-    delta: Delta = from_wire(_DELTAS[data[0]], data[1:])
-    return delta
+def deltas_from_wire(data: Any) -> list[Delta]:
+    return [TextDelta(one) if isinstance(one, str) else from_wire(_DELTAS[one[0]], one[1:]) for one in data]
 
 
 def pooling_from_wire(data: Any) -> PoolingRequest:

@@ -29,8 +29,7 @@ from aengine import (
 from aengine.engine.tokenizer.tokenizer import Tokenizer
 from aengine.outputs import Choice, Completion, Timings, Usage
 from aengine.remote import RemoteEngine, connect, serve_engine
-from aengine.remote.stream import RemoteStream
-from aengine.remote.wire import to_wire, token_from_wire
+from aengine.remote.mailbox import RemoteMailbox, RemoteTokenStream
 from aengine.testing import FakeAsyncLLM, Reply
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -73,11 +72,10 @@ async def test_an_end_without_a_token_brings_all_that_is_reported() -> None:
     """Tokens that came after the last that was sent are counted, too."""
     choices = tuple(Choice(i, "ab", (1, 2), FinishReason.STOP, stop_reason="c") for i in range(2))
     whole = Completion("r", choices, Usage(3, 4, 2), timings=Timings(total=1.0))
-    sent: list[Any] = []
-    loop = asyncio.get_running_loop()
-    stream = RemoteStream("r", 1, 2, token_from_wire, Completion, lambda *args: sent.append(args), loop)
-    stream.put([], (3, 1, 0), None)
-    stream.finish(to_wire(whole))
+    mailbox = RemoteMailbox("r", lambda *message: None, num_choices=2)
+    stream = RemoteTokenStream("r", mailbox, asyncio.get_running_loop(), mailbox.leave)
+    mailbox.put_tokens([], Usage(3, 1), None)
+    mailbox.finish(whole, ([FinishReason.STOP] * 2, ["c", "c"]))
     assert stream.completion == whole
     assert stream.usage == Usage(3, 4, 2)
     assert stream.finish_reasons == (FinishReason.STOP,) * 2 and stream.stop_reasons == ("c", "c")
@@ -280,7 +278,7 @@ async def test_a_reader_that_is_slow_holds_up_the_engines_stream(tmp_path: Path)
         await until_idle(engine)
         for _ in range(50):
             await asyncio.sleep(0.001)
-        assert len(stream._items) < 3000, "what was not asked for stays in the engine"
+        assert len(stream._stream._mailbox.pending) < 3000, "what was not asked for stays in the engine"
         while deltas := await stream.read():
             text += "".join(delta.text for delta in deltas)  # type: ignore[union-attr]
         assert text == "a" * 3000

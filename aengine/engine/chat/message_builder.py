@@ -52,6 +52,22 @@ class MessageBuilder:
         taken, self._deltas = self._deltas, []
         return taken
 
+    def add(self, delta: Delta) -> None:
+        """Add what a delta of another builder says."""
+        if isinstance(delta, TextDelta):
+            self.add_text(delta.text)
+        elif isinstance(delta, ReasoningDelta):
+            self.add_reasoning(delta.text)
+        elif isinstance(delta, ToolCallDelta):
+            self.add_arguments(delta.arguments)
+        elif isinstance(delta, ToolCallEnd):
+            self.close_call(is_complete=True)
+        else:
+            if self._is_open:
+                self.close_call(is_complete=False)
+            self.open_call(delta.name, delta.id)
+        self._deltas.clear()
+
     def add_text(self, text: str) -> None:
         """Add text of the answer."""
         text = without_tokens(text.translate(self._shown))

@@ -1,108 +1,26 @@
 """`ChatStream`: the answers of one chat as they come.
 
-TokenStream: token ──_Answer (of the token's index): ChatParser──> deltas, and at the end a ChatMessage
+TokenStream: tokens ──Answers──> deltas, and at the end a ChatMessage each
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ...errors import AEngineError, InvalidRequestError
-from ...outputs import Choice, FinishReason, Token, Usage
+from ...outputs import FinishReason, Usage
 from ...params import SamplingParams
-from ..chat.messages import ChatChoice, ChatCompletion, ChatMessage, Delta, ReasoningDelta, TextDelta
-from ..chat.plan import ChatPlan
+from ..chat.messages import ChatCompletion, ChatMessage, Delta, TextDelta
 from ..structured.partial_json import partial_json
+from .chat_answers import Answers, ParsedAnswers, chat_completion
 from .token_stream import TokenStream
 
 if TYPE_CHECKING:
     from typing import Self
 
 __all__ = ["ChatStream"]
-
-
-class _Answer:
-    """One of the n answers of a chat, made of the tokens that have been read so far."""
-
-    def __init__(self, index: int, plan: ChatPlan, *, has_logprobs: bool) -> None:
-        self._index = index
-        self._plan = plan
-        self._parser = plan.new_parser()
-        # tokens since the last delta; None: no log-probabilities were asked for
-        self._tokens: list[Token] | None = [] if has_logprobs else None
-        self.has_ended = False  # the last token of the answer has been read
-        self.num_reasoning_tokens = 0
-        self._num_unsure = 0  # tokens since the last reasoning, which count as reasoning if more of it follows
-
-    @property
-    def message(self) -> ChatMessage:
-        return self._parser.message
-
-    def read(self, token: Token) -> list[Delta]:
-        """Parse one more token. Returns the deltas that are certain now."""
-        if self._tokens is not None:
-            self._tokens.append(token)
-        is_stop = token.finish_reason is FinishReason.STOP
-        deltas = self._parser.feed(token.text, self._plan.marker_of(token.token_id, is_stop=is_stop))
-        self._count_reasoning(deltas)
-        if token.finish_reason is None:
-            return self._with_index(deltas)
-        self.has_ended = True
-        return self.finish(deltas)
-
-    def _count_reasoning(self, deltas: Sequence[Delta]) -> None:
-        """Count a token as reasoning, given the ``deltas`` that it made. One that made none counts if more reasoning
-        follows."""
-        if any(isinstance(delta, ReasoningDelta) for delta in deltas):
-            self.num_reasoning_tokens += self._num_unsure + 1
-            self._num_unsure = 0
-        elif self.num_reasoning_tokens:
-            self._num_unsure += 1
-
-    def finish(self, deltas: Sequence[Delta] = ()) -> list[Delta]:
-        """Return the answer's last deltas. If tokens with log-probabilities are left over, there is at least one,
-        perhaps without text. Idempotent."""
-        rest = self._parser.finish()
-        if any(isinstance(delta, ReasoningDelta) for delta in rest):
-            self.num_reasoning_tokens += self._num_unsure
-        last = [*deltas, *rest]
-        if self._tokens and not last:
-            last.append(TextDelta(""))
-        return self._with_index(last)
-
-    def _with_index(self, deltas: list[Delta]) -> list[Delta]:
-        """Set the answer's index in all deltas, and the tokens read since the last delta in the first."""
-        if deltas and self._index:
-            deltas = [replace(delta, choice=self._index) for delta in deltas]
-        if deltas and self._tokens:
-            deltas[0] = replace(deltas[0], tokens=tuple(self._tokens))
-            self._tokens.clear()
-        return deltas
-
-    def choice(self, plain: Choice) -> ChatChoice:
-        """Make the chat's choice of a completion's choice."""
-        message = self.message
-        choice, output_type = _chat_choice(plain, message), self._plan.output_type
-        if choice.finish_reason is not FinishReason.STOP or output_type is None or message.tool_calls:
-            return choice
-        parsed, parse_error = output_type.parse(message.content or "")
-        return replace(choice, parsed=parsed, parse_error=parse_error)
-
-
-def _chat_choice(plain: Choice, message: ChatMessage) -> ChatChoice:
-    return ChatChoice(
-        plain.index,
-        plain.text,
-        plain.token_ids,
-        plain.finish_reason,
-        plain.logprobs,
-        message=message,
-        stop_reason=plain.stop_reason,
-    )
 
 
 class ChatStream:
@@ -119,13 +37,16 @@ class ChatStream:
     Closing, dropping or cancelling it ends the request, as with `TokenStream`.
     """
 
-    def __init__(self, stream: TokenStream, params: SamplingParams) -> None:
-        """``stream``: of a request whose prompt is a `ChatRequest`. How its answers are read is in its plan, which is
-        there before the first token."""
+    def __init__(self, stream: TokenStream, params: SamplingParams, answers: Answers | None = None) -> None:
+        """
+        Args:
+            stream: of a request whose prompt is a `ChatRequest`. How its answers are read is in its plan, which is
+                there before the first token.
+            answers: those that take what the stream brings, if these are no tokens.
+        """
         self._stream = stream
         self._params = params
-        self._answers: list[_Answer] = []  # one for each completion; empty before the chat is planned
-        self._is_json = False  # the shape of the answer is a JSON schema
+        self._answers = answers  # None: the chat is yet to be planned
         self._texts: list[str] = []  # texts of the first answer's deltas that have been read, if it is JSON
         self._deltas: deque[Delta] = deque()
         self._is_read = False  # the stream was read to its end, or closed
@@ -165,20 +86,21 @@ class ChatStream:
             try:
                 tokens = await self._stream.read(at_most)
             except AEngineError as error:
-                self._has_failed = True
-                if error.completion is not None:
-                    error.completion = self._new_completion()
+                self._note_failure(error)
                 raise
-            self._begin()
+            answers = self._planned()
             if not tokens:
                 self._is_read = self._has_ended = True
-                for answer in self._answers:
-                    self._deltas.extend(answer.finish())
-            for token in tokens:
-                self._deltas.extend(self._answers[token.index].read(token))
+            if answers is not None:
+                self._deltas.extend(answers.read(tokens) if tokens else answers.finish())
+
+    def _note_failure(self, error: AEngineError) -> None:
+        self._has_failed = True
+        if error.completion is not None:
+            error.completion = self._new_completion()
 
     def _taken(self, delta: Delta) -> Delta:
-        if self._is_json and isinstance(delta, TextDelta) and delta.choice == 0:
+        if isinstance(delta, TextDelta) and delta.choice == 0 and self._is_json:
             self._texts.append(delta.text)
         return delta
 
@@ -190,9 +112,9 @@ class ChatStream:
     @property
     def messages(self) -> tuple[ChatMessage, ...]:
         """The messages of the n answers, as `message`."""
-        if not self._answers:
+        if self._answers is None:
             return (ChatMessage(),) * self._params.n
-        return tuple(answer.message for answer in self._answers)
+        return tuple(self._answers.messages)
 
     @property
     def partial(self) -> Any:
@@ -214,9 +136,10 @@ class ChatStream:
         reasons = self._stream.finish_reasons or (None,) * self._params.n
         if self._is_read or self._has_failed:
             return reasons
-        is_read = dict.fromkeys((i for i, answer in enumerate(self._answers) if answer.has_ended), True)
-        is_read |= {delta.choice: False for delta in self._deltas}
-        return tuple(reason if is_read.get(i) else None for i, reason in enumerate(reasons))
+        if self._answers is None:
+            return (None,) * self._params.n
+        unread = {*self._answers.unread(), *(delta.choice for delta in self._deltas)}
+        return tuple(None if i in unread else reason for i, reason in enumerate(reasons))
 
     @property
     def stop_reasons(self) -> tuple[str | int | None, ...]:
@@ -239,28 +162,18 @@ class ChatStream:
         return self._completion
 
     def _new_completion(self) -> ChatCompletion:
-        completion, plan = self._stream.completion, self._plan
-        self._begin()
-        if plan is None:  # the chat ended before it was planned
-            choices = tuple(_chat_choice(plain, ChatMessage()) for plain in completion.choices)
-        else:
-            pairs = zip(self._answers, completion.choices, strict=True)
-            choices = tuple(answer.choice(plain) for answer, plain in pairs)
-        num_reasoning_tokens = sum(answer.num_reasoning_tokens for answer in self._answers)
-        usage = replace(completion.usage, reasoning_tokens=num_reasoning_tokens)
-        return ChatCompletion(completion.request_id, choices, usage, completion.warnings, completion.timings)
+        completion, answers = self._stream.completion, self._planned()
+        return chat_completion(completion) if answers is None else answers.completion(completion)
 
     @property
-    def _plan(self) -> ChatPlan | None:
-        return self._stream._mailbox.plan
+    def _is_json(self) -> bool:
+        return self._answers is not None and self._answers.is_json
 
-    def _begin(self) -> None:
-        """Make a reader for each answer, once the chat is planned."""
-        plan = self._plan
-        if not self._answers and plan is not None:
-            self._is_json = plan.shape is not None and plan.shape.kind == "json_schema"
-            has_logprobs = self._params.logprobs is not None
-            self._answers = [_Answer(i, plan, has_logprobs=has_logprobs) for i in range(self._params.n)]
+    def _planned(self) -> Answers | None:
+        """Return what reads the answers; None before the chat is planned."""
+        if self._answers is None and (plan := self._stream._mailbox.plan) is not None:
+            self._answers = ParsedAnswers(plan, self._params)
+        return self._answers
 
     async def wait(self) -> ChatCompletion:
         """Read to the end."""
@@ -277,8 +190,8 @@ class ChatStream:
         await self._stream.aclose()
         if not self._is_read:
             self._is_read = True
-            for answer in self._answers:
-                answer.finish()
+            if self._answers is not None:
+                self._answers.finish()
             self._deltas.clear()
 
     async def __aenter__(self) -> Self:

@@ -1,0 +1,219 @@
+"""`RemoteMailbox`: the mailbox of a request whose engine is in another process; the wire fills it.
+
+the engine's process: TokenStream, ChatStream ══ items of each read ══> RemoteMailbox <──__anext__── RemoteTokenStream
+                      allowed so many reads   <══ "more", "wait" ═════                                    ChatStream
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from ..engine.streams.chat_answers import ReceivedAnswers
+from ..engine.streams.chat_stream import ChatStream
+from ..engine.streams.logprobs import Logprobs, LogprobTable, TopLogprobs
+from ..engine.streams.token_stream import Mailbox, TokenStream
+from ..errors import AEngineError
+from ..outputs import Completion, FinishReason, Timings, Token, Usage
+
+if TYPE_CHECKING:
+    from ..chat import ChatCompletion
+    from ..engine.structured.output_type import OutputType
+
+__all__ = ["WINDOW", "Ends", "RemoteChatStream", "RemoteMailbox", "RemoteTokenStream"]
+
+WINDOW = 64
+"""Reads of the engine's stream that may be under way or unread here. More lie in the engine, where its unread_timeout
+counts."""
+
+Ends = tuple[Sequence[str | None], Sequence[str | int | None]]
+"""Finish reasons and stop reasons of the n completions."""
+
+
+class RemoteMailbox(Mailbox):
+    """What one request gets from the engine's process. ``pending`` has tokens, or a chat's deltas."""
+
+    __slots__ = (
+        "_is_asked",
+        "_num_reads",
+        "_send",
+        "_timings",
+        "_usage",
+        "_wants_end_only",
+        "_whole",
+        "is_chat",
+        "request_id",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        send: Callable[..., None],
+        *,
+        num_choices: int = 1,
+        is_chat: bool = False,
+        final_only: bool = False,
+        want_logprobs: bool = False,
+        output_type: OutputType | None = None,
+        is_json: bool = False,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``send`` sends a message about the request: its kind, and arguments. The others are as of `Mailbox`."""
+        super().__init__(
+            final_only=final_only,
+            num_choices=num_choices,
+            want_logprobs=want_logprobs,
+            output_type=output_type,
+            is_json=is_json,
+            on_end=on_end,
+        )
+        self.request_id = request_id
+        self.is_chat = is_chat
+        self._send = send
+        self._is_asked = False  # the engine was asked for what comes
+        self._wants_end_only = final_only
+        self._num_reads = 0  # reads since the engine was last told of them
+        self._usage = Usage(0, 0)
+        self._timings = Timings()
+        self._whole: Completion | None = None  # the completion of a chat, which its deltas alone do not make
+
+    # -- what the connection brings
+
+    def put_tokens(self, tokens: Sequence[Token], usage: Usage, ends: Ends | None) -> None:
+        """Take the tokens of a read. ``ends``: None: no completion has ended."""
+        if self.done:
+            return
+        for token in tokens:
+            choice, value, top = self.choices[token.index], token.logprob, token.top_logprobs
+            choice.token_ids.append(token.token_id)
+            choice.texts.append(token.text)
+            if choice.logprobs is not None:
+                row = (value, *top.columns()) if value is not None and isinstance(top, TopLogprobs) else None
+                choice.logprobs.append(token.token_id, row)
+        self.put(tokens, usage, ends)
+
+    def put(self, items: Sequence[Any], usage: Usage, ends: Ends | None) -> None:
+        """Take the deltas of a read, likewise."""
+        if self.done:
+            return
+        if self.times.scheduled is None:
+            self.times.scheduled = perf_counter()
+        self.pending.extend(items)
+        self._usage = usage
+        if ends is not None:
+            self._note_ends(ends)
+        self._num_reads += 1
+        if self.end_waiter is not None:  # the reader takes all of it when it has rested
+            self.ask()
+        self.wake()
+
+    def finish(self, whole: Completion, ends: Ends) -> None:
+        """End: the request has ended without an error. ``whole`` has no choices if all tokens have come."""
+        if self.done:
+            return
+        self._usage, self._timings, self.warnings = whole.usage, whole.timings, whole.warnings
+        self._note_ends(ends)
+        for choice, got in zip(self.choices, whole.choices):
+            choice.token_ids, choice.texts = list(got.token_ids), [got.text]
+            if isinstance(got.logprobs, Logprobs):
+                choice.logprobs = LogprobTable(*got.logprobs.columns())
+        if self.is_chat:
+            self._whole = whole
+        self._end_all(FinishReason.ABORT)
+
+    def _note_ends(self, ends: Ends) -> None:
+        for choice, reason, stop_reason in zip(self.choices, *ends, strict=True):
+            choice.finish_reason = None if reason is None else FinishReason(reason)
+            choice.stop_reason = stop_reason
+
+    def fail(self, error: BaseException) -> None:
+        if not self.done:
+            self.error = error
+            come = error.completion if isinstance(error, AEngineError) else None
+            if self.is_chat:
+                self._whole = come
+            self._end_all(FinishReason.ERROR)
+
+    def abort(self) -> None:
+        if not self.done:
+            self._end_all(FinishReason.ABORT)
+
+    def _end_all(self, reason: FinishReason) -> None:
+        """End the completions that have not ended, with this reason."""
+        for choice in self.choices:
+            choice.finish_reason = choice.finish_reason or reason
+            choice.mailbox = None
+        self.num_open = 0
+        self.close()
+
+    # -- what the reader asks for
+
+    def ask(self) -> None:
+        """Allow the engine to send more."""
+        if self._wants_end_only or self.done:
+            return
+        if not self._is_asked:
+            self._is_asked = True
+            self._send("more", WINDOW)
+        elif self._num_reads >= WINDOW // 2:
+            self._send("more", self._num_reads)
+            self._num_reads = 0
+
+    def ask_for_end(self) -> None:
+        """Have the engine send the end, and nothing before it."""
+        if not self._wants_end_only and not self.done:
+            self._wants_end_only = True
+            self._send("wait")
+
+    def leave(self, _: str = "") -> None:
+        """End the request, which nobody reads any more."""
+        if not self.done:
+            self._send("end")
+            self.abort()
+
+    def completion(self, request_id: str) -> Completion:
+        return super().completion(request_id) if self._whole is None else self._whole
+
+    def usage(self) -> Usage:
+        return self._usage
+
+    def timings(self) -> Timings:
+        return self._timings
+
+
+class RemoteTokenStream(TokenStream):
+    """See `TokenStream`; of a chat it brings deltas."""
+
+    __slots__ = ()
+
+    _mailbox: RemoteMailbox
+
+    async def _wait(self) -> None:
+        self._mailbox.ask()
+        await super()._wait()
+
+    async def wait(self) -> Completion:
+        self._mailbox.ask_for_end()
+        return await super().wait()
+
+
+class RemoteChatStream(ChatStream):
+    """See `ChatStream`; its deltas are made in the engine's process."""
+
+    _answers: ReceivedAnswers
+    _stream: RemoteTokenStream
+
+    async def wait(self) -> ChatCompletion:
+        """Wait for the end without reading single deltas. Raises the request's error."""
+        if not self._is_read:
+            try:
+                await self._stream.wait()
+            except AEngineError as error:
+                self._note_failure(error)
+                raise
+            self._is_read = self._has_ended = True
+            self._deltas.clear()
+            self._texts = [self.completion.message.content or ""]
+            self._answers.end_with(self.completion)
+        return self.completion
