@@ -10,7 +10,7 @@ from ..engine.streams.token_stream import error_for_waiter
 from ..errors import AEngineError, EngineClosedError
 from .mailbox import RemoteMailbox
 from .message_stream import MessageStream
-from .wire import completion_from_wire, deltas_from_wire, error_from_wire, tokens_from_wire, usage_from_wire
+from .wire import completion_from_wire, deltas_from_wire, error_from_wire, tokens_from_wire
 
 __all__ = ["Connection"]
 
@@ -127,9 +127,9 @@ class Connection:
         elif kind == "done":
             mailbox.finish(completion_from_wire(rest[0], is_chat=mailbox.is_chat), rest[1])
         elif mailbox.is_chat:
-            mailbox.put(deltas_from_wire(rest[0]), usage_from_wire(rest[1]), rest[2])
+            mailbox.put(deltas_from_wire(rest[0]), *rest[1:])
         else:
-            mailbox.put_tokens(tokens_from_wire(rest[0]), usage_from_wire(rest[1]), rest[2])
+            mailbox.put_tokens(tokens_from_wire(rest[0]), *rest[1:])
 
     def _fail(self, error: AEngineError) -> None:
         for mailbox in list(self._mailboxes.values()):

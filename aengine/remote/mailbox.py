@@ -35,11 +35,11 @@ class RemoteMailbox(Mailbox):
     """What one request gets from the engine's process. ``pending`` has tokens, or a chat's deltas."""
 
     __slots__ = (
+        "_counts",
         "_is_asked",
         "_num_reads",
         "_send",
         "_timings",
-        "_usage",
         "_wants_end_only",
         "_whole",
         "is_chat",
@@ -74,14 +74,15 @@ class RemoteMailbox(Mailbox):
         self._is_asked = False  # the engine was asked for what comes
         self._wants_end_only = final_only
         self._num_reads = 0  # reads since the engine was last told of them
-        self._usage = Usage(0, 0)
+        self._counts: Sequence[int] = (0, 0, 0, 0)  # fields of the `Usage` so far
         self._timings = Timings()
         self._whole: Completion | None = None  # the completion of a chat, which its deltas alone do not make
 
     # -- what the connection brings
 
-    def put_tokens(self, tokens: Sequence[Token], usage: Usage, ends: Ends | None) -> None:
-        """Take the tokens of a read. ``ends``: None: no completion has ended."""
+    def put_tokens(self, tokens: Sequence[Token], counts: Sequence[int], ends: Ends | None) -> None:
+        """Take the tokens of a read. ``counts``: tokens of the prompt, generated and cached, until then; ``ends``: None:
+        no completion has ended."""
         if self.done:
             return
         for token in tokens:
@@ -91,16 +92,16 @@ class RemoteMailbox(Mailbox):
             if choice.logprobs is not None:
                 row = (value, *top.columns()) if value is not None and isinstance(top, TopLogprobs) else None
                 choice.logprobs.append(token.token_id, row)
-        self.put(tokens, usage, ends)
+        self.put(tokens, counts, ends)
 
-    def put(self, items: Sequence[Any], usage: Usage, ends: Ends | None) -> None:
+    def put(self, items: Sequence[Any], counts: Sequence[int], ends: Ends | None) -> None:
         """Take the deltas of a read, likewise."""
         if self.done:
             return
         if self.times.scheduled is None:
             self.times.scheduled = perf_counter()
         self.pending.extend(items)
-        self._usage = usage
+        self._counts = counts
         if ends is not None:
             self._note_ends(ends)
         self._num_reads += 1
@@ -112,7 +113,8 @@ class RemoteMailbox(Mailbox):
         """End: the request has ended without an error. ``whole`` has no choices if all tokens have come."""
         if self.done:
             return
-        self._usage, self._timings, self.warnings = whole.usage, whole.timings, whole.warnings
+        usage, self._timings, self.warnings = whole.usage, whole.timings, whole.warnings
+        self._counts = usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.reasoning_tokens
         self._note_ends(ends)
         for choice, got in zip(self.choices, whole.choices):
             choice.token_ids, choice.texts = list(got.token_ids), [got.text]
@@ -176,7 +178,7 @@ class RemoteMailbox(Mailbox):
         return super().completion(request_id) if self._whole is None else self._whole
 
     def usage(self) -> Usage:
-        return self._usage
+        return Usage(*self._counts)
 
     def timings(self) -> Timings:
         return self._timings

@@ -37,7 +37,6 @@ __all__ = [
     "to_wire",
     "tokens_from_wire",
     "unpack",
-    "usage_from_wire",
 ]
 
 T = TypeVar("T")
@@ -144,10 +143,6 @@ def tokens_from_wire(data: Any) -> list[Token]:
         Token(text, token_id, index, logprob, None if reason is None else FinishReason(reason), position, top or ())
         for text, token_id, index, logprob, reason, position, top in data
     ]
-
-
-def usage_from_wire(data: Any) -> Usage:
-    return Usage(*data)
 
 
 def completion_from_wire(data: Any, *, is_chat: bool) -> Completion:

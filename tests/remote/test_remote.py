@@ -74,7 +74,7 @@ async def test_an_end_without_a_token_brings_all_that_is_reported() -> None:
     whole = Completion("r", choices, Usage(3, 4, 2), timings=Timings(total=1.0))
     mailbox = RemoteMailbox("r", lambda *message: None, num_choices=2)
     stream = RemoteTokenStream("r", mailbox, asyncio.get_running_loop(), mailbox.leave)
-    mailbox.put_tokens([], Usage(3, 1), None)
+    mailbox.put_tokens([], (3, 1, 0), None)
     mailbox.finish(whole, ([FinishReason.STOP] * 2, ["c", "c"]))
     assert stream.completion == whole
     assert stream.usage == Usage(3, 4, 2)

@@ -53,20 +53,19 @@ class MessageBuilder:
         return taken
 
     def add(self, delta: Delta) -> None:
-        """Add what a delta of another builder says."""
+        """Add a delta that another builder has made, as it is."""
         if isinstance(delta, TextDelta):
-            self.add_text(delta.text)
+            self._text.append(delta.text)
         elif isinstance(delta, ReasoningDelta):
-            self.add_reasoning(delta.text)
+            self._reasoning.append(delta.text)
         elif isinstance(delta, ToolCallDelta):
-            self.add_arguments(delta.arguments)
-        elif isinstance(delta, ToolCallEnd):
-            self.close_call(is_complete=True)
-        else:
-            if self._is_open:
+            self._arguments.append(delta.arguments)
+        elif isinstance(delta, ToolCallStart):
+            if self._is_open:  # the call before was cut off
                 self.close_call(is_complete=False)
             self.open_call(delta.name, delta.id)
-        self._deltas.clear()
+        else:
+            self.close_call(is_complete=True)
 
     def add_text(self, text: str) -> None:
         """Add text of the answer."""

@@ -33,7 +33,7 @@ class Answers(Protocol):
         """What each answer says so far."""
         ...
 
-    def read(self, items: Sequence[Any]) -> list[Delta]:
+    def read(self, items: list[Any]) -> list[Delta]:
         """Take what the request's stream has brought. Returns the deltas that are certain now."""
         ...
 
@@ -62,7 +62,7 @@ class ParsedAnswers:
     def messages(self) -> Sequence[ChatMessage]:
         return tuple(answer.message for answer in self._answers)
 
-    def read(self, items: Sequence[Token]) -> list[Delta]:
+    def read(self, items: list[Token]) -> list[Delta]:
         deltas: list[Delta] = []
         for token in items:
             deltas += self._answers[token.index].read(token)
@@ -151,7 +151,7 @@ class ReceivedAnswers:
         self.is_json = is_json
         self._output_type = output_type
         self._waiting = waiting
-        self._builders = [MessageBuilder(None, {}, is_continued=True) for _ in range(n)]
+        self._builders = [MessageBuilder(None, {}) for _ in range(n)]
         self._ended: Sequence[ChatMessage] | None = None  # the messages of a chat that was not read delta by delta
 
     @property
@@ -162,14 +162,12 @@ class ReceivedAnswers:
         """Take the messages of the chat's completion: not all of its deltas come."""
         self._ended = [choice.message for choice in completion.choices]
 
-    def read(self, items: Sequence[Delta]) -> list[Delta]:
+    def read(self, items: list[Delta]) -> list[Delta]:
         for delta in items:
             self._builders[delta.choice].add(delta)
-        return list(items)
+        return items
 
     def finish(self) -> list[Delta]:
-        for builder in self._builders:
-            builder.finish()
         return []
 
     def unread(self) -> Collection[int]:
