@@ -81,8 +81,10 @@ class RemoteMailbox(Mailbox):
     # -- what the connection brings
 
     def put_tokens(self, tokens: Sequence[Token], counts: Sequence[int], ends: Ends | None) -> None:
-        """Take the tokens of a read. ``counts``: tokens of the prompt, generated and cached, until then; ``ends``: None:
-        no completion has ended."""
+        """Take the tokens of a read.
+
+        ``counts``: tokens of the prompt, generated and cached, until then; ``ends``: None: no completion has ended.
+        """
         if self.done:
             return
         for token in tokens:
