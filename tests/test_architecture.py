@@ -338,7 +338,7 @@ BUDGETS = {
     "root": 2850,
     "checkpoint": 2210,
     "cli": 1520,
-    "engine": 24380,
+    "engine": 24520,
     "integrations": 2570,
     "ipc": 2235,
     "kernels": 8500,
