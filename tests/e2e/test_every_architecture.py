@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from conftest_api import settled
+from pairs import some
 from transformers import PreTrainedModel
 
 from aengine import AsyncLLM, Completion, SamplingParams
@@ -78,7 +79,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
     return model_of
 
 
-@pytest.fixture(params=list(MODELS))
+@pytest.fixture(
+    params=some(MODELS, "llama", "mistral", "mixed")
+)  # tests/models has the scenarios of all, in one process
 def model(request: pytest.FixtureRequest, models: Callable[[str], Model]) -> Model:
     return models(request.param)
 

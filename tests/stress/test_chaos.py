@@ -11,19 +11,20 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parent / "chaos.py"
+MORE = [pytest.mark.slow, pytest.mark.extended]  # other ranks or models do the same in the cases beside
 SMALL = "--streams 4 --tokens 10"
 
 
 @pytest.mark.parametrize(
     ("options", "key", "count"),
     [
-        pytest.param(f"kills --kills 1 {SMALL}", "restarts", 1, marks=pytest.mark.slow),
+        pytest.param(f"kills --kills 1 {SMALL}", "restarts", 1, marks=MORE),
         pytest.param(f"hangs --hangs 1 {SMALL}", "restarts", 1, marks=pytest.mark.slow),
         pytest.param(f"replicas --kills 2 --mean 0.5 {SMALL}", "restarts", 2, marks=pytest.mark.slow),
         pytest.param(f"kills --kills 1 --ranks 2 {SMALL}", "restarts", 1, marks=pytest.mark.slow),
-        pytest.param(f"hangs --hangs 1 --ranks 2 {SMALL}", "restarts", 1, marks=pytest.mark.slow),
+        pytest.param(f"hangs --hangs 1 --ranks 2 {SMALL}", "restarts", 1, marks=MORE),
         ("hosts --hosts 2 --model fake", "hosts", 2),
-        pytest.param("hosts --hosts 2 --model real --ranks 2", "hosts", 2, marks=pytest.mark.slow),
+        pytest.param("hosts --hosts 2 --model real --ranks 2", "hosts", 2, marks=MORE),
         ("cancels --cancels 600", "cancels", 600),
         ("requests --count 2000", "requests", 2000),
     ],
