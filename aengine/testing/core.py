@@ -57,40 +57,55 @@ class ScriptedAdmission(Admission):
         super().__init__(**parts)
         self._script = script
         self._num_lines = 0
+        self._late: set[asyncio.Task[None]] = set()  # tasks that take lines in the order of their requests
+        self._order = asyncio.Lock()
 
     def _begin(self, request: UserRequest, turn: asyncio.Future[None] | None) -> None:
-        delay = 0.0
+        has_tools = isinstance(request.prompt, ChatRequest) and bool(request.prompt.tools)
         if request.pooled is not None:
             super()._begin(request, turn)
-            return
-        if turn is None:
-            try:
-                delay = self._take_lines(request)
-            except Exception as error:  # the script's own, too
-                request.mailbox.fail(error)
-                return
-        if turn is None and not delay:
-            super()._begin(request, None)
+        elif turn is None and not has_tools and not self._late:
+            self._begin_after(request, ())
         else:
-            request.preparing = self._loop.create_task(self._begin_late(request, turn, delay), name="aengine-script")
+            request.preparing = self._loop.create_task(self._begin_late(request, turn), name="aengine-script")
+            if turn is None:
+                self._late.add(request.preparing)
+                request.preparing.add_done_callback(self._late.discard)
 
-    async def _begin_late(self, request: UserRequest, turn: asyncio.Future[None] | None, delay: float) -> None:
-        if turn is not None:
-            await turn
-            try:
-                delay = self._take_lines(request)
-            except Exception as error:
+    async def _begin_late(self, request: UserRequest, turn: asyncio.Future[None] | None) -> None:
+        """Begin in turn. Tools are read in a thread, as the engine does: large schemas take their time."""
+        tools: tuple[Tool, ...] = ()
+        try:
+            if turn is not None:
+                await turn
+            async with self._order:
+                if isinstance(request.prompt, ChatRequest) and request.prompt.tools:
+                    tools = await self.preparation.run(tools_of, request.prompt.tools, is_long=request.prompt.is_long)
                 request.preparing = None
-                request.mailbox.fail(error)
-                return
+                self._begin_after(request, tools)
+        except Exception as error:
+            request.preparing = None
+            request.mailbox.fail(error)
+
+    def _begin_after(self, request: UserRequest, tools: tuple[Tool, ...]) -> None:
+        """Take the lines, and begin after their delay."""
+        try:
+            delay = self._take_lines(request, tools)
+        except Exception as error:  # the script's own, too
+            request.mailbox.fail(error)
+            return
+        if delay:
+            request.preparing = self._loop.create_task(self._begin_delayed(request, delay), name="aengine-script")
+        else:
+            super()._begin(request, None)
+
+    async def _begin_delayed(self, request: UserRequest, delay: float) -> None:
         await asyncio.sleep(delay)
         request.preparing = None
         super()._begin(request, None)
 
-    def _take_lines(self, request: UserRequest) -> float:
+    def _take_lines(self, request: UserRequest, tools: tuple[Tool, ...]) -> float:
         """Take the lines of the request's completions from the script. Returns the seconds until they may begin."""
-        prompt = request.prompt
-        tools = tools_of(prompt.tools) if isinstance(prompt, ChatRequest) else ()
         lines = [self._next_line(request, choice, tools) for choice in range(request.params.n)]
         # Rows know a request by its seed.
         request.params = request.params.replace(seed=self._num_lines)

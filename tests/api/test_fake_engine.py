@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from datetime import date
 from typing import Any, Literal
@@ -30,8 +31,8 @@ from aengine import (
     WorkerDiedError,
     testing,
 )
-from aengine.chat import TextDelta, ToolCallStart
-from aengine.testing import FakeAsyncLLM, FakeLLM, FakeRequest, Reply, ScriptError
+from aengine.chat import TextDelta, ToolCallStart, tools_of
+from aengine.testing import FakeAsyncLLM, FakeLLM, FakeRequest, Reply, ScriptError, core
 
 pytestmark = pytest.mark.usefixtures("no_blocking")
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -49,6 +50,31 @@ def get_weather(city: str, days: int = 1) -> str:
 
 
 # -- what a script may be
+
+
+async def test_tools_are_read_in_a_thread_and_lines_are_taken_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large schemas take their time. Requests that come meanwhile get the lines after it, also if it is aborted."""
+    threads: list[int] = []
+    may_read = threading.Event()
+
+    def read(tools: Any) -> Any:
+        threads.append(threading.get_ident())
+        assert may_read.wait(60)
+        return tools_of(tools)
+
+    monkeypatch.setattr(core, "tools_of", read)
+    async with FakeAsyncLLM(["one", "two", "three", "four"]) as engine:
+        streams = [engine.stream_chat(HELLO, tools=[get_weather]), engine.stream_chat(HELLO)]
+        streams += [engine.stream_chat(HELLO, tools=[get_weather], request_id="third"), engine.stream_chat(HELLO)]
+        await asyncio.sleep(0)
+        assert engine.abort("third")
+        may_read.set()
+        texts = ["".join([item.text async for item in stream if isinstance(item, TextDelta)]) for stream in streams]
+        assert texts == ["one", "two", "", "three"]
+        with pytest.raises(InvalidRequestError, match="tool"):
+            await engine.chat(HELLO, tools=[{"name": "no name!"}])
+        assert (await engine.generate("Hello")).text == "four"
+    assert threads and threading.get_ident() not in threads
 
 
 async def test_a_list_has_one_reply_for_each_completion() -> None:
