@@ -347,7 +347,7 @@ BUDGETS = {
     "runner": 16620,
     "server": 5950,
     "telemetry": 1110,
-    "testing": 790,
+    "testing": 800,
     "workers": 3030,
 }
 """Lines that a wing may have, by ``wc -l``: some more than it had when this was written. Raising one is a commit of its
