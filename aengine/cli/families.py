@@ -196,6 +196,38 @@ FAMILIES = (
         tools=("lfm2", "lfm2_json"),
     ),
     Family(
+        name="OLMo 2, 3",
+        model_types=("olmo2", "olmo3"),
+        classes=("Olmo2ForCausalLM", "Olmo3ForCausalLM"),
+        tools=("olmo3",),
+    ),
+    Family(
+        name="EXAONE 4",
+        model_types=("exaone4",),
+        classes=("Exaone4ForCausalLM",),
+    ),
+    Family(
+        name="Command R, R+, R7B, A; Aya",
+        model_types=("cohere", "cohere2"),
+        classes=("CohereForCausalLM", "Cohere2ForCausalLM"),
+        tools=("cohere",),
+    ),
+    Family(
+        name="Phi-1, 1.5, 2",
+        model_types=("phi",),
+        classes=("PhiForCausalLM",),
+    ),
+    Family(
+        name="StarCoder2",
+        model_types=("starcoder2",),
+        classes=("Starcoder2ForCausalLM",),
+    ),
+    Family(
+        name="StableLM",
+        model_types=("stablelm",),
+        classes=("StableLmForCausalLM",),
+    ),
+    Family(
         name="BERT, DistilBERT, RoBERTa, XLM-RoBERTa, MPNet, ModernBERT, nomic-embed-text",
         model_types=("bert", "distilbert", "roberta", "xlm-roberta", "mpnet", "modernbert", "nomic_bert"),
         task="embed",

@@ -20,7 +20,7 @@ from ..workers.rank import sizes_that
 from .kv_spec import FullKV, LayerKV, SharedKV, WindowKV
 from .rope import RopeConfig
 
-__all__ = ["ConfigReader", "Divisible", "ModelConfig"]
+__all__ = ["ConfigReader", "Divisible", "ModelConfig", "NotNativeError"]
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -29,6 +29,10 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
+
+
+class NotNativeError(ModelLoadError):
+    """A setting of a native family that only transformers' code has."""
 
 
 _MOST_HEAD_DIM = 1 << 16
@@ -204,8 +208,13 @@ class ConfigReader(ValueReader):
             raise ModelLoadError(f"config.json: num_experts_per_tok={top_k}, of {num_experts} experts")
         return top_k
 
-    def decoder(self, *, interleaved_rope: bool = False, has_experts: bool = False) -> dict[str, Any]:
-        """The fields of `ModelConfig` that all dense decoders spell alike; ``sliding_windows`` is the family's."""
+    def decoder(
+        self, *, interleaved_rope: bool = False, has_experts: bool = False, norm_eps: str = "rms_norm_eps"
+    ) -> dict[str, Any]:
+        """The fields of `ModelConfig` that all dense decoders spell alike; ``sliding_windows`` is the family's.
+
+        ``norm_eps``: the key of the norms' epsilon.
+        """
         heads, hidden = self.integer("num_attention_heads"), self.integer("hidden_size")
         kv_heads = self.integer("num_key_value_heads", default=heads)
         head_dim = self.integer("head_dim", default=hidden // heads or None)
@@ -228,7 +237,7 @@ class ConfigReader(ValueReader):
             "num_heads": heads,
             "num_kv_heads": kv_heads,
             "head_dim": head_dim,
-            "rms_norm_eps": self.number("rms_norm_eps", 1e-6, least=0),
+            "rms_norm_eps": self.number(norm_eps, 1e-6, least=0),
             "max_position_embeddings": max_positions,
             "tie_word_embeddings": self.flag("tie_word_embeddings"),
             "ropes": self.ropes(head_dim, max_positions, interleaved_rope),

@@ -362,7 +362,7 @@ def test_a_bias_of_the_output_matrix_is_missed(copied: Path, caplog: pytest.LogC
 
 def test_quantised_weights_of_a_model_that_transformers_computes(tmp_path: Path) -> None:
     """The error does not say that config.json has no quantization_config."""
-    write_zoo_model(tmp_path, "olmo2")
+    write_zoo_model(tmp_path, "olmo")
     config = json.loads((tmp_path / "config.json").read_text())
     weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
     config["quantization_config"] = {
@@ -373,7 +373,7 @@ def test_quantised_weights_of_a_model_that_transformers_computes(tmp_path: Path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     settings = EngineConfig.create(str(tmp_path), {"dtype": "float32", "num_threads": 1})
     with pytest.raises(
-        ModelLoadError, match="quantization_config.*in int8, and a model of 'olmo2', which transformers"
+        ModelLoadError, match="quantization_config.*in int8, and a model of 'olmo', which transformers"
     ):
         load_model(settings, source_of(tmp_path).to_wire(), Rank(), lambda *progress: None)
 

@@ -23,7 +23,13 @@ GRANITE = {
     "attention_bias": True,
     "hidden_act": "gelu",
 }
+OLMO3_ROPES = {"sliding_attention": {"rope_type": "default", "rope_theta": 100.0}, "full_attention": YARN}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "cohere": ("cohere", {"logit_scale": 0.3, "attention_bias": True, "tie_word_embeddings": False}),
+    "cohere-plus": ("cohere", {"use_qk_norm": True, "layer_norm_eps": 0.1}),
+    "cohere2": ("cohere2", {"sliding_window": 9, "sliding_window_pattern": 2, "hidden_act": "gelu"}),
+    "exaone4": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3, "hidden_act": "gelu"}),
+    "exaone4-windows": ("exaone4", {"sliding_window": 9, "sliding_window_pattern": 2, "head_dim": 12}),
     "gemma": ("gemma", {"head_dim": 16}),
     "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 9, "attn_logit_softcapping": 2.0}),
     "gemma3": ("gemma3", {"head_dim": 16, "sliding_window": 9, "layer_types": LAYER_TYPES}),
@@ -35,6 +41,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", GRANITE),
     "llama": ("llama", {"attention_bias": True}),
     "llama-yarn": ("llama", {"head_dim": 64, "rope_parameters": YARN}),
+    "olmo2": ("olmo2", {"rms_norm_eps": 0.1, "attention_bias": True}),
+    "olmo3": (
+        "olmo3",
+        {"head_dim": 64, "sliding_window": 9, "layer_types": LAYER_TYPES, "rope_parameters": OLMO3_ROPES},
+    ),
+    "phi": ("phi", {"num_key_value_heads": 6, "layer_norm_eps": 0.1}),
     "qwen2": ("qwen2", {}),
     "qwen3-windows": ("qwen3", {"sliding_window": 9, "use_sliding_window": True, "layer_types": LAYER_TYPES}),
     "smollm3": (
@@ -45,6 +57,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 9,
             "hidden_act": "gelu_pytorch_tanh",
         },
+    ),
+    "stablelm": ("stablelm", {"use_qkv_bias": True, "layer_norm_eps": 0.1}),
+    "stablelm-parallel": ("stablelm", {"use_parallel_residual": True, "partial_rotary_factor": 0.5}),
+    "starcoder2": ("starcoder2", {"sliding_window": 9, "norm_epsilon": 0.1}),
+    "starcoder2-without-biases": (
+        "starcoder2",
+        {"use_bias": False, "tie_word_embeddings": False, "hidden_act": "silu"},
     ),
     "gpt-oss": ("gpt_oss", {"sliding_window": 7, "swiglu_limit": 1.0}),
     "mixtral": ("mixtral", {"sliding_window": 9, "hidden_act": "gelu"}),

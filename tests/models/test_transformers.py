@@ -217,7 +217,7 @@ def test_tensors_of_another_config(tmp_path: Path) -> None:
         ({"model_type": "t5"}, "has no causal language model"),
         ({"model_type": "bert", "num_hidden_layers": 1}, "attends to later tokens"),
         ({"model_type": "bloom", "n_layer": 1}, "does not go through AttentionInterface"),
-        ({"model_type": "olmo2", "gguf_architecture": "olmo2"}, "'olmo2' are not read: .*give the folder or hub id"),
+        ({"model_type": "olmo", "gguf_architecture": "olmo"}, "'olmo' are not read: .*give the folder or hub id"),
         ({"model_type": 3}, "must be a string"),
     ],
     ids=["unknown", "remote", "encoder-decoder", "encoder", "alibi", "gguf", "number"],
@@ -299,13 +299,13 @@ def test_transformers_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("aengine.runner.models.transformers.library.version", missing)
     with pytest.raises(ModelLoadError, match=r"transformers is not installed: pip install 'transformers>=5\.17'"):
-        read_config({"model_type": "olmo3"})
+        read_config({"model_type": "olmo"})
 
 
 def test_transformers_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aengine.runner.models.transformers.library.version", lambda name: "5.9.1")
     with pytest.raises(ModelLoadError, match=r"transformers 5\.9\.1 is too old, 5\.17 is needed"):
-        read_config({"model_type": "olmo3"})
+        read_config({"model_type": "olmo"})
 
 
 def test_nothing_of_torch_is_changed(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from .attention import AttentionCall, AttentionLayer, Sinks
 from .embedding import Embedding
 from .linear import Features, Linear
 from .moe import MoE
-from .norm import RMSNorm
+from .norm import LayerNorm, RMSNorm
 
 __all__ = ["Decoder", "DecoderLayer", "FeedForward", "Mixer", "SelfAttention"]
 
@@ -56,6 +56,8 @@ class SelfAttention:
         packed: bool = False,
         post_norm: RMSNorm | None = None,
         out_scale: float = 1.0,
+        qk_norm: Callable[[Tensor], Tensor] | None = None,
+        out_name: str = "o_proj",
     ) -> None:
         """
         Args:
@@ -63,20 +65,31 @@ class SelfAttention:
             packed: the checkpoint has q, k and v as one tensor, "qkv_proj"
             post_norm: of the output, before it is added to the residual stream
             out_scale: of the output
+            qk_norm: of q and k in another way than head by head, such as `QKNorm`
+            out_name: of the output matrix in the checkpoint
         """
         q, kv = weights.share(config.q_size), weights.share(config.kv_size, config.kv_copies)
         qkv: dict[str, Features] = {"q_proj": q, "k_proj": kv, "v_proj": kv}
         self.qkv = Linear(weights, config.hidden_size, {"qkv_proj": (q, kv, kv)} if packed else qkv, qkv_bias)
-        self.o = Linear(weights, q, {"o_proj": config.hidden_size}, o_bias)
+        self.o = Linear(weights, q, {out_name: config.hidden_size}, o_bias)
         self.layer = AttentionLayer.make(
             config, index, q_norm, k_norm, scale=scale, rope=rope, softcap=softcap, sinks=sinks
         )
         self.post_norm = post_norm
         self.out_scale = out_scale
+        self.qk_norm = qk_norm
 
     def __call__(self, residual: Tensor, norm: RMSNorm, attn: AttentionCall) -> None:
         """Add the output for norm(residual) to ``residual`` [num_tokens, hidden_size], in place."""
-        qkv = self.qkv.after_norm(residual, norm)
+        self._attend(residual, self.qkv.after_norm(residual, norm), attn)
+
+    def add_to(self, residual: Tensor, x: Tensor, attn: AttentionCall) -> None:
+        """Add the output for x to ``residual`` [num_tokens, hidden_size], in place; x may be ``residual``."""
+        self._attend(residual, self.qkv.multiply(x), attn)
+
+    def _attend(self, residual: Tensor, qkv: Tensor, attn: AttentionCall) -> None:
+        if self.qk_norm is not None:
+            qkv = self.qk_norm(qkv)
         self.o.add_to(residual, attn.forward(self.layer, qkv), self.post_norm, self.out_scale)
 
 
@@ -115,6 +128,7 @@ class Decoder(ABC, Generic[Config]):
     """A `CausalLM` (runner/models/): an embedding, the layers that its family makes, a norm and a head."""
 
     last_norm: ClassVar = "model.norm"  # its name in the checkpoint
+    has_head_bias: ClassVar = False
     reranks_by_yes: ClassVar = False  # with a head of one class, the model is a reranker that is asked for yes or no
 
     def __init__(self, config: Config, weights: WeightScope) -> None:
@@ -129,9 +143,9 @@ class Decoder(ABC, Generic[Config]):
         own = stage.layers(config.num_layers)
         self.layers = [self.make_layer(i, weights.at(f"model.layers.{i}")) for i in own]
         if stage.is_last:
-            self.norm = self.make_norm(weights.at(self.last_norm))
+            self.norm = self.make_last_norm(weights.at(self.last_norm))
             head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
-            self.lm_head = Linear(weights, size, {head: self.vocabulary.share})
+            self.lm_head = Linear(weights, size, {head: self.vocabulary.share}, self.has_head_bias)
 
     @abstractmethod
     def make_layer(self, index: int, weights: WeightScope) -> Callable[[Tensor, AttentionCall], None]:
@@ -140,6 +154,10 @@ class Decoder(ABC, Generic[Config]):
     def make_norm(self, weights: WeightScope) -> RMSNorm:
         """Make a norm of rows of the residual stream."""
         return RMSNorm(weights, self.config.hidden_size, self.config.rms_norm_eps)
+
+    def make_last_norm(self, weights: WeightScope) -> RMSNorm | LayerNorm:
+        """Make the norm before the head."""
+        return self.make_norm(weights)
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, attn: AttentionCall, received: Tensor | None = None
@@ -162,7 +180,10 @@ class Decoder(ABC, Generic[Config]):
         return self.norm(hidden)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        logits = self.lm_head.after_norm(hidden, self.norm, torch.float32)
+        if isinstance(self.norm, LayerNorm):
+            logits = self.lm_head.multiply(self.norm(hidden)).float()
+        else:
+            logits = self.lm_head.after_norm(hidden, self.norm, torch.float32)
         scale, cap = self.config.logit_scale, self.config.logit_softcap
         if scale != 1.0:
             logits.mul_(scale)

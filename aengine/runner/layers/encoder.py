@@ -1,4 +1,4 @@
-"""Layers of encoders: norms with means, and BERT's layer, whose norms are behind the sums."""
+"""BERT's layer, whose norms are behind the sums, and activations of layers without a gate."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ..pooling.attention import attend
 from ..pooling.batch import EncoderBatch
-from ..weights.scope import WeightScope
 from .linear import Linear
+from .norm import LayerNorm
 
-__all__ = ["ACTIVATIONS", "LayerNorm", "PostNormLayer"]
+__all__ = ["ACTIVATIONS", "PostNormLayer"]
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -23,28 +23,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
 }
-
-
-class LayerNorm:
-    """(x - mean) / sqrt(variance + eps) * weight + bias, over the last dimension."""
-
-    def __init__(self, scope: WeightScope, size: int, eps: float, has_bias: bool = True) -> None:
-        self.weight: Tensor  # [size]
-        self.bias: Tensor | None = None
-        self._eps = eps
-        self._dtype = scope.formats.dtype
-        scope.want("weight", (size,), self._dtype, self._put_weight)
-        if has_bias:
-            scope.want("bias", (size,), self._dtype, self._put_bias)
-
-    def _put_weight(self, tensor: Tensor) -> None:
-        self.weight = tensor.to(self._dtype)
-
-    def _put_bias(self, tensor: Tensor) -> None:
-        self.bias = tensor.to(self._dtype)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self._eps)
 
 
 class PostNormLayer:

@@ -1,15 +1,16 @@
-"""The gated feed-forward layer of Llama and its kin."""
+"""Feed-forward layers: the gated one of Llama and its kin, and the older one without a gate."""
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.activation import Activation
+from ...kernels.activation import Activation, act_and_mul
 from ..weights.scope import WeightScope
 from .linear import Features, Linear
 from .norm import RMSNorm
 
-__all__ = ["GatedMLP"]
+__all__ = ["MLP", "GatedMLP"]
 
 
 class GatedMLP:
@@ -47,3 +48,37 @@ class GatedMLP:
         """Add the layer's output for norm(residual) to ``residual`` [num_tokens, hidden_size], in place."""
         gated = self.gate_up.gated_after_norm(residual, norm, self.activation)
         self.down.add_to(residual, gated, self.post_norm, self.out_scale)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """Add the layer's output for x to ``residual`` [num_tokens, hidden_size], in place; x may be ``residual``."""
+        gated = act_and_mul(self.gate_up.multiply(x), self.activation)
+        self.down.add_to(residual, gated, self.post_norm, self.out_scale)
+
+
+class MLP:
+    """down(activation(up(x)))."""
+
+    def __init__(
+        self,
+        scope: WeightScope,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: Activation,
+        names: tuple[str, str],
+        bias: bool = True,
+    ) -> None:
+        """``names``: of up and down in the checkpoint."""
+        inner = scope.share(intermediate_size)
+        self.up = Linear(scope, hidden_size, {names[0]: inner}, bias)
+        self.down = Linear(scope, inner, {names[1]: hidden_size}, bias)
+        self.activation = activation
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        """Add the layer's output for x to ``residual`` [num_tokens, hidden_size], in place."""
+        up = self.up.multiply(x)
+        if self.activation == "silu":
+            inner = F.silu(up)
+        else:
+            inner = F.gelu(up, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+        self.down.add_to(residual, inner)

@@ -11,7 +11,7 @@ from ...errors import ModelLoadError
 from ..distributed.experts_group import ExpertsGroup
 from ..distributed.group import ALONE, TensorGroup
 from ..distributed.stage import WHOLE, PipelineStage
-from ..model_config import ModelConfig
+from ..model_config import ModelConfig, NotNativeError
 from ..weights.formats import WeightFormats
 from ..weights.scope import WeightScope
 from .causal_lm import CausalLM
@@ -19,6 +19,9 @@ from .causal_lm import CausalLM
 __all__ = ["FAMILIES", "GGUF_ARCHITECTURES", "build_model", "read_config"]
 
 FAMILIES = {
+    "cohere": "cohere.Cohere",
+    "cohere2": "cohere.Cohere",
+    "exaone4": "exaone4.Exaone4",
     "gemma": "gemma.Gemma",
     "gemma2": "gemma.Gemma2",
     "gemma3": "gemma.Gemma3",
@@ -31,6 +34,9 @@ FAMILIES = {
     "ministral3": "mistral.Mistral",
     "mistral": "mistral.Mistral",
     "mixtral": "mixtral.Mixtral",
+    "olmo2": "olmo2.Olmo2",
+    "olmo3": "olmo2.Olmo2",
+    "phi": "phi.Phi",
     "phi3": "phi3.Phi3",
     "qwen2": "qwen2.Qwen2",
     "qwen3": "qwen3.Qwen3",
@@ -39,6 +45,8 @@ FAMILIES = {
     "qwen3_next": "qwen3_next.Qwen3Next",
     "qwen3_moe": "qwen3_moe.Qwen3Moe",
     "smollm3": "smollm3.SmolLM3",
+    "stablelm": "stablelm.StableLM",
+    "starcoder2": "starcoder2.Starcoder2",
 }
 """By ``model_type`` of config.json, or ``general.architecture`` of a GGUF: the family's file and its class."""
 
@@ -66,8 +74,14 @@ def read_config(
     """
     model_type = hf_config.get("model_type")
     is_known = GGUF_ARCHITECTURES.get(str(model_type), model_type) in FAMILIES
+    reason = "model_impl='transformers' was asked for"
     if model_impl == "native" or (model_impl == "auto" and is_known):
-        return _family(model_type).config_class.from_hf(hf_config)
+        try:
+            return _family(model_type).config_class.from_hf(hf_config)
+        except NotNativeError as error:
+            if model_impl == "native" or "gguf_architecture" in hf_config:
+                raise
+            reason = str(error)
     if not isinstance(model_type, str):
         raise ModelLoadError(f"config.json: model_type={model_type!r:.80} must be a string")
     if "gguf_architecture" in hf_config and not is_known:
@@ -75,9 +89,8 @@ def read_config(
     from .transformers.config import read_transformers_config
     from .transformers.library import ModelFiles
 
-    asked, known = "model_impl='transformers' was asked for", ", ".join(sorted(FAMILIES))
-    unknown = f"no native family has model_type {model_type!r:.80}: they are {known}"
-    reason = asked if model_type in FAMILIES else unknown
+    if model_type not in FAMILIES:
+        reason = f"no native family has model_type {model_type!r:.80}: they are {', '.join(sorted(FAMILIES))}"
     return read_transformers_config(ModelFiles(hf_config, folder, trust_remote_code), reason)
 
 

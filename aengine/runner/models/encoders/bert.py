@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ...layers.embedding import Embedding
-from ...layers.encoder import LayerNorm, PostNormLayer
+from ...layers.encoder import PostNormLayer
 from ...layers.linear import Linear
+from ...layers.norm import LayerNorm
 from ...model_config import ConfigReader
 from ...pooling.batch import EncoderBatch
 from ...weights.gguf_names import GgufNames

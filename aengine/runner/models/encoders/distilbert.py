@@ -7,8 +7,9 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from ...layers.encoder import LayerNorm, PostNormLayer
+from ...layers.encoder import PostNormLayer
 from ...layers.linear import Linear
+from ...layers.norm import LayerNorm
 from ...pooling.batch import EncoderBatch
 from ...weights.scope import WeightScope
 from .bert import BertConfig, BertEmbeddings

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ....kernels.rotary import apply_rotary, rotary_rows
 from ...layers.embedding import Embedding
-from ...layers.encoder import ACTIVATIONS, LayerNorm
+from ...layers.encoder import ACTIVATIONS
 from ...layers.linear import Linear
+from ...layers.norm import LayerNorm
 from ...model_config import ConfigReader
 from ...pooling.attention import attend
 from ...pooling.batch import EncoderBatch

@@ -14,8 +14,8 @@ from ....errors import ModelLoadError
 from ....kernels.activation import act_and_mul
 from ....kernels.rotary import apply_rotary, rotary_rows
 from ...layers.embedding import Embedding
-from ...layers.encoder import LayerNorm
 from ...layers.linear import Linear
+from ...layers.norm import LayerNorm
 from ...model_config import ConfigReader
 from ...pooling.attention import attend
 from ...pooling.batch import EncoderBatch

@@ -1,0 +1,66 @@
+"""EXAONE 4 (LG AI Research 2025, arXiv:2507.11407): norms after attention and feed-forward instead of before them, and
+of each head of q and k. In the large model three layers of four have windows, and the others no rotary positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from ..layers.decoder import Decoder, SelfAttention
+from ..layers.mlp import GatedMLP
+from ..layers.norm import RMSNorm
+from ..layers.own_norms import NormAfterLayer
+from ..model_config import ConfigReader, ModelConfig
+from ..weights.gguf_names import GgufNames
+from ..weights.scope import WeightScope
+
+__all__ = ["Exaone4", "Exaone4Config"]
+
+_DEFAULTS = {"rms_norm_eps": 1e-5, "num_key_value_heads": 32, "sliding_window": 4096}
+"""What config.json may leave out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exaone4Config(ModelConfig):
+    rotates: tuple[bool, ...]  # [num_layers]: the layer has rotary positions
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> Self:
+        keys = ConfigReader(hf, _DEFAULTS)
+        window, types = keys.window(), keys.layer_types(("full_attention", "sliding_attention"))
+        if not types:
+            pattern = keys.integer("sliding_window_pattern", 4) if window else 1
+            layers = range(1, keys.integer("num_hidden_layers") + 1)
+            types = ["sliding_attention" if i % pattern else "full_attention" for i in layers]
+        keys = ConfigReader({**hf, "layer_types": types}, _DEFAULTS)
+        return cls(
+            **keys.decoder(),
+            sliding_windows=keys.windows(window),
+            rotates=tuple(window is None or kind == "sliding_attention" for kind in types),
+        )
+
+
+class Exaone4(Decoder[Exaone4Config]):
+    config_class = Exaone4Config
+    gguf = GgufNames()
+
+    def make_layer(self, index: int, weights: WeightScope) -> NormAfterLayer:
+        config, scope = self.config, weights.at("self_attn")
+        attention = SelfAttention(
+            config,
+            index,
+            scope,
+            q_norm=RMSNorm(scope.at("q_norm"), config.head_dim, config.rms_norm_eps),
+            k_norm=RMSNorm(scope.at("k_norm"), config.head_dim, config.rms_norm_eps),
+            rope=0 if config.rotates[index] else None,
+            post_norm=self.make_norm(weights.at("post_attention_layernorm")),
+        )
+        mlp = GatedMLP(
+            weights.at("mlp"),
+            config.hidden_size,
+            config.intermediate_size,
+            activation=config.activation,
+            post_norm=self.make_norm(weights.at("post_feedforward_layernorm")),
+        )
+        return NormAfterLayer(attention, mlp)

@@ -1,0 +1,49 @@
+"""StarCoder2 (Lozhkov et al. 2024, arXiv:2402.19173): layer norms, no gates, biases everywhere, windows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from ..layers.decoder import SelfAttention
+from ..layers.mlp import MLP
+from ..layers.own_norms import LayerNormDecoder, LayerNormLayer
+from ..model_config import ConfigReader, ModelConfig
+from ..weights.gguf_names import GgufNames
+from ..weights.scope import WeightScope
+
+__all__ = ["Starcoder2", "Starcoder2Config"]
+
+_DEFAULTS = {
+    "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 4096,
+    "norm_epsilon": 1e-5,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+"""What config.json may leave out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Starcoder2Config(ModelConfig):
+    has_biases: bool
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> Self:
+        keys = ConfigReader(hf, _DEFAULTS)
+        fields = keys.decoder(norm_eps="norm_epsilon")
+        return cls(**fields, sliding_windows=keys.windows(keys.window()), has_biases=keys.flag("use_bias", True))
+
+
+class Starcoder2(LayerNormDecoder[Starcoder2Config]):
+    config_class = Starcoder2Config
+    gguf = GgufNames()
+
+    def make_layer(self, index: int, weights: WeightScope) -> LayerNormLayer:
+        config, bias = self.config, self.config.has_biases
+        attention = SelfAttention(config, index, weights.at("self_attn"), qkv_bias=bias, o_bias=bias)
+        sizes = config.hidden_size, config.intermediate_size
+        mlp = MLP(weights.at("mlp"), *sizes, activation=config.activation, names=("c_fc", "c_proj"), bias=bias)
+        norms = (self.make_layer_norm(weights.at(name)) for name in ("input_layernorm", "post_attention_layernorm"))
+        return LayerNormLayer(next(norms), attention, next(norms), mlp)
