@@ -76,7 +76,7 @@ class QKNorm:
 
     def __init__(self, scope: WeightScope, q: Share, k: Share, eps: float) -> None:
         """``q``, ``k``: their features on this rank."""
-        self._weights: list[Tensor | None] = [None, None]  # [features of this rank] of q, of k
+        self._weights: list[Tensor | None] = [None, None]  # [features of this rank], of q and of k
         self._sizes = [q.size, k.size]
         self._eps = eps
         self._group = scope.group
