@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import FrozenInstanceError
+from functools import partial
 from typing import Any
 
 import pytest
@@ -178,7 +179,8 @@ TYPES = sorted(FAMILIES.keys() - {"gemma3"})  # of gemma3 the text part is gemma
 def test_an_odd_value_is_an_error_that_names_its_key(model_type: str) -> None:
     """Every key of a config, with each odd value: a config or a ModelLoadError with the key, and nothing else."""
     full = full_config(model_type)
-    read = read_encoder_config if model_type in ENCODERS and model_type != "gemma3_text" else read_config
+    is_encoder = model_type in ENCODERS and model_type != "gemma3_text"
+    read = read_encoder_config if is_encoder else partial(read_config, model_impl="native")
     for key in [*(full.keys() - {"model_type"}), "rope_scaling", "rope_theta", "partial_rotary_factor", "layer_types"]:
         values = (
             [*ODD, *({**full[key], inner: odd} for inner in full[key] for odd in ODD)] if is_object(full, key) else ODD

@@ -180,7 +180,7 @@ class NoReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("model_type", ["olmo3", "gpt2"])
+@pytest.mark.parametrize("model_type", ["olmo", "gpt2"])
 def test_a_decode_reads_nothing_from_the_device(model_type: str, tmp_path: Path) -> None:
     write_zoo_model(tmp_path, model_type)
     model, _ = load(source_of(tmp_path))
