@@ -14,6 +14,9 @@ from typing import Any, Literal, TypedDict, TypeVar
 
 from .errors import InvalidRequestError
 from .limits.bounds import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_CHARACTERS,
+    MAX_BAD_WORDS,
     MAX_COMPLETIONS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
@@ -197,7 +200,8 @@ class SamplingParams:
     changed, also if it is the default.
 
     The order in which the parameters act on the logits of a position: ``logit_bias`` and ``min_tokens``;
-    repetition, frequency and presence penalties; ``temperature``; ``top_k``; ``top_p``; ``min_p``.
+    ``allowed_token_ids``; ``bad_words``; repetition, frequency and presence penalties; ``temperature``; ``top_k``;
+    ``top_p``; ``min_p``.
     ``logprobs`` are those of the model itself, before any of these.
 
     Raises:
@@ -241,6 +245,12 @@ class SamplingParams:
     Keskar et al. 2019, https://arxiv.org/abs/1909.05858."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Token id to a number added to its logit, -100 to 100; at most 1024 of them."""
+    allowed_token_ids: Sequence[int] | None = None
+    """Only these tokens, at most 16384 of them; None: all. Without an end-of-sequence token among them a completion
+    goes on until max_tokens."""
+    bad_words: Sequence[str] = ()
+    """The completion has none of these, with or without a blank before: the token that would complete one is not
+    sampled. At most 256, of at most 256 characters and 32 tokens."""
     logprobs: int | None = None
     """With each token, the log-probability of it and of this many of the likeliest, 0 to 64. True means 1."""
     n: int = 1
@@ -320,12 +330,34 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def _token_ids(param: str, value: object) -> tuple[int, ...]:
+def _token_ids(param: str, value: object, most: int = MAX_STOP_TOKEN_IDS) -> tuple[int, ...]:
     if value is None:
         return ()
-    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) > MAX_STOP_TOKEN_IDS:
-        raise _fail(param, value, f"a list of at most {MAX_STOP_TOKEN_IDS} token ids")
+    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) > most:
+        raise _fail(param, value, f"a list of at most {most} token ids")
+    if set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= _INT32_MAX:  # quick, for thousands
+        return tuple(value)
     return tuple(_integer(param, v, 0, _INT32_MAX, f"a list of token ids, each from 0 to {_INT32_MAX}") for v in value)
+
+
+def _allowed_token_ids(param: str, value: object) -> tuple[int, ...] | None:
+    token_ids = None if value is None else _token_ids(param, value, MAX_ALLOWED_TOKEN_IDS)
+    if token_ids == ():
+        raise _fail(param, value, "a list of one token id at least, or None for all")
+    return token_ids
+
+
+def _bad_words(param: str, value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    wanted = f"a list of at most {MAX_BAD_WORDS} words, each of 1 to {MAX_BAD_WORD_CHARACTERS} characters"
+    if isinstance(value, str) or not isinstance(value, Sequence) or len(value) > MAX_BAD_WORDS:
+        raise _fail(param, value, wanted)
+    if not all(isinstance(word, str) and word.strip() and len(word) <= MAX_BAD_WORD_CHARACTERS for word in value):
+        raise _fail(param, value, f"{wanted}, not all of them blanks")
+    if not all(map(is_unicode, value)):
+        raise _fail(param, value, "valid Unicode: it has a lone surrogate")
+    return tuple(value)
 
 
 def _logit_bias(param: str, value: object) -> dict[int, float]:
@@ -381,6 +413,8 @@ _CHECKS: dict[str, Any] = {
     "frequency_penalty": lambda p, v: _number(p, v, -2, 2, "a number from -2 to 2"),
     "repetition_penalty": lambda p, v: _number(p, v, 1e-4, 1e4, "a number from 0.0001 to 10000"),
     "logit_bias": _logit_bias,
+    "allowed_token_ids": _allowed_token_ids,
+    "bad_words": _bad_words,
     "logprobs": lambda p, v: (
         None
         if v is None or v is False

@@ -363,6 +363,12 @@ SAMPLING_SETTINGS = """\
             completion. Keskar et al. 2019, https://arxiv.org/abs/1909.05858.
         logit_bias: Mapping[int, float] = {}
             Token id to a number added to its logit, -100 to 100; at most 1024 of them.
+        allowed_token_ids: Sequence[int] | None = None
+            Only these tokens, at most 16384 of them; None: all. Without an end-of-sequence token among them
+            a completion goes on until max_tokens.
+        bad_words: Sequence[str] = ()
+            The completion has none of these, with or without a blank before: the token that would complete
+            one is not sampled. At most 256, of at most 256 characters and 32 tokens.
         logprobs: int | None = None
             With each token, the log-probability of it and of this many of the likeliest, 0 to 64. True
             means 1.

@@ -33,6 +33,8 @@ SAMPLING = {
     "stop": "at most 64 (OpenAI: 4)",
     "seed": "same seed, same tokens, whatever else is in the batch",
     "logit_bias": "at most 1024",
+    "allowed_token_ids": "at most 16384",
+    "bad_words": "at most 256, of at most 32 tokens",
     "user": "",
     "request_id": "in the answer's id and in `X-Request-Id`; two requests may have the same",
     "top_k": "0 or -1: all",

@@ -247,6 +247,7 @@ IN_THREADS = {
     "engine.chat.prompt",  # of plans, which `Preparation` makes in its lanes
     "engine.tokenizer_view",  # blocks whoever calls it; of `Preparation.ask_tokenizer` a lane
     "engine.structured.vocabulary",  # made in a thread of its own
+    "engine.sampling_extras",  # of words, which `Preparation` encodes in a lane
     "integrations.langchain",  # methods that LangChain calls in its caller's thread
 }
 

@@ -293,7 +293,7 @@ class Admission:
                     after=() if prepared.begins_text else ids,
                 )
                 choice.begin(detokenizer)
-        prompt, extras = PromptTokens(ids), extras_of(params)
+        prompt, extras = PromptTokens(ids), extras_of(params, prepared.bad_words)
         request.requests = [
             Request(
                 request.request_id,

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 from ..errors import EngineOverloadedError, GrammarError
 from ..limits.bounds import MAX_QUEUED_CALLS
 from ..limits.checks import check_num_characters, check_num_messages, is_long
+from .sampling_extras import encode_bad_words
 from .structured.service import GrammarService
 from .threads.lanes import Lanes
 from .threads.pools import ThreadPool
@@ -45,6 +47,15 @@ class Preparation:
 
         Raises InvalidRequestError, ContextLengthError, GrammarError, EngineOverloadedError, EngineClosedError.
         """
+        words = request.params.bad_words
+        if not words:
+            return await self._prepare_prompt(request)
+        request.phase = Phase.ENCODING
+        assert self._tokenizer is not None
+        sequences = await self.run(encode_bad_words, self._tokenizer, words, is_long=False)
+        return replace(await self._prepare_prompt(request), bad_words=sequences)
+
+    async def _prepare_prompt(self, request: UserRequest) -> Prepared:
         prompt = request.prompt
         assert prompt is not None
         if prompt.kind == "chat":

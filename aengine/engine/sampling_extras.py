@@ -5,16 +5,45 @@ The features that read them are in runner/sampling/features/.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
+
+from ..errors import InvalidRequestError
 from ..ipc.messages import Extras, float32, int32
-from ..params import SamplingParams
+from ..limits.bounds import MAX_BAD_WORD_TOKENS
+from ..params import SamplingParams, shown
+from .tokenizer.tokenizer import Tokenizer
 
-__all__ = ["extras_of"]
+__all__ = ["encode_bad_words", "extras_of"]
 
 
-def extras_of(params: SamplingParams) -> Extras:
-    """Return the extras of a request with these parameters, which are checked."""
+def extras_of(params: SamplingParams, bad_words: Sequence[Sequence[int]] = ()) -> Extras:
+    """Return the extras of a request with these parameters, which are checked. ``bad_words``: as `encode_bad_words`
+    returns them."""
     extras: Extras = {}
     if params.logit_bias:
         bias = params.logit_bias
         extras["logit_bias"] = [int32(bias.keys()).tobytes(), float32(bias.values()).tobytes()]
+    if params.allowed_token_ids is not None:
+        extras["allowed_token_ids"] = [int32(params.allowed_token_ids).tobytes()]
+    if bad_words:
+        extras["bad_words"] = [int32(map(len, bad_words)).tobytes(), int32(chain.from_iterable(bad_words)).tobytes()]
     return extras
+
+
+def encode_bad_words(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
+    """Return the sequences of tokens that ``bad_words`` bans: of each word alone, and of it after a blank if that only
+    makes its first token another one. Blocking: call it off the loop.
+
+    Raises InvalidRequestError for a word of too many tokens, or of none.
+    """
+    sequences = []
+    for word in words:
+        alone, inside = (tokenizer.encode(blank + word.lstrip(), add_special_tokens=False) for blank in ("", " "))
+        if not 0 < len(alone) <= MAX_BAD_WORD_TOKENS:
+            how_many = f"has {len(alone)} tokens: 1 to {MAX_BAD_WORD_TOKENS} are possible"
+            raise InvalidRequestError(f"bad_words: {shown(word)} {how_many}", param="bad_words")
+        sequences.append(alone)
+        if len(inside) == len(alone) and inside[0] != alone[0]:
+            sequences.append(inside)
+    return sequences

@@ -80,9 +80,11 @@ class UserRequest:
 
     @property
     def must_be_prepared(self) -> bool:
-        """Whether a text must be encoded, a chat planned or a grammar compiled before the request can be scheduled."""
+        """Whether a text or words must be encoded, a chat planned or a grammar compiled before the request can be
+        scheduled."""
         assert self.prompt is not None
-        return self.prompt.kind != "token_ids" or self.constraint is not None or self.asked_type is not None
+        has_grammar = self.constraint is not None or self.asked_type is not None
+        return self.prompt.kind != "token_ids" or has_grammar or bool(self.params.bad_words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,7 @@ class Prepared:
     grammar: Compiled | None = None
     markers: frozenset[int] = frozenset()  # control tokens that divide the text into parts, see `MarkedDetokenizer`
     begins_text: bool = False  # the completion is a text of its own, and does not continue the prompt's last word
+    bad_words: Sequence[Sequence[int]] = ()  # sequences of tokens, see `encode_bad_words`
 
 
 def _why_it_generates_nothing(limits: Limits) -> str:
@@ -114,15 +117,17 @@ def check_request(limits: Limits, has_tokenizer: bool, kind: str, params: Sampli
     if not has_tokenizer:
         if kind == "chat":
             raise InvalidRequestError("a chat needs a tokenizer: start without skip_tokenizer=True", param="messages")
-        if kind != "token_ids" or params.stop:
-            what = "stop strings need" if kind == "token_ids" else f"a prompt of {kind} needs"
+        needs = [(f"a prompt of {kind} needs", "prompt")] if kind != "token_ids" else []
+        needs += [("stop strings need", "prompt")] if params.stop else []
+        needs += [("bad_words need", "bad_words")] if params.bad_words else []
+        for what, param in needs:
             raise InvalidRequestError(
-                f"{what} a tokenizer, and the engine was started with skip_tokenizer=True", param="prompt"
+                f"{what} a tokenizer, and the engine was started with skip_tokenizer=True", param=param
             )
     vocab_size = limits.vocab_size
-    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-        for token_id in ids:
-            if token_id >= vocab_size:
-                raise InvalidRequestError(
-                    f"{name} names token {token_id}, but this model has {vocab_size} tokens", param=name
-                )
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+        largest = max(getattr(params, name) or (), default=0)
+        if largest >= vocab_size:
+            raise InvalidRequestError(
+                f"{name} names token {largest}, but this model has {vocab_size} tokens", param=name
+            )

@@ -19,6 +19,11 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 16_384
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARACTERS = 256
+MAX_BAD_WORD_TOKENS = 32
+"""Of each of the ways in which a word becomes tokens: alone, and after a blank."""
 MAX_COMPLETIONS = 1024
 """Completions of one prompt."""
 MAX_NAME_CHARACTERS = 1024

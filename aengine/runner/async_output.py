@@ -214,7 +214,8 @@ def _unsampled(batch_idx: int, check: float) -> RowError:
         return RowError(
             batch_idx,
             "InvalidRequestError",
-            "no token is left to sample: the grammar, min_tokens and logit_bias together forbid every one",
+            "no token is left to sample: the grammar, min_tokens, allowed_token_ids, bad_words and logit_bias together "
+            "forbid every one",
         )
     return RowError(
         batch_idx, "InternalError", "the model's logits hold NaN or infinity for this request; others are unharmed"

@@ -191,9 +191,14 @@ async def test_other_wrong_arguments(make_engine: Make) -> None:
             assert caught.value.param in wrong
         with pytest.raises(InvalidRequestError, match="half of a surrogate pair"):
             engine.stream([1], cache_salt="\ud800")
-        for wrong in (SamplingParams(logit_bias={49152: 1}), SamplingParams(stop_token_ids=[99999])):
-            with pytest.raises(InvalidRequestError, match="49152"):
-                engine.stream([1], wrong)
+        names = {"logit_bias": {49152: 1}, "stop_token_ids": [99999], "allowed_token_ids": [5, 49152]}
+        for name, value in names.items():
+            with pytest.raises(InvalidRequestError, match="49152") as caught:
+                engine.stream([1], SamplingParams(**{name: value}))
+            assert caught.value.param == name
+        with pytest.raises(InvalidRequestError, match="tokens: 1 to 32 are possible") as caught:
+            await engine.generate([1], SamplingParams(bad_words=["fine", "0123456789" * 4]))
+        assert caught.value.param == "bad_words"
         first = engine.stream([1], SamplingParams(max_tokens=500), request_id="mine")
         with pytest.raises(InvalidRequestError, match="mine"):
             engine.stream([1], request_id="mine")
@@ -208,6 +213,9 @@ async def test_without_a_tokenizer_only_ids(make_engine: Make) -> None:
             engine.stream("text")
         with pytest.raises(InvalidRequestError, match="skip_tokenizer"):
             engine.stream([1], SamplingParams(stop="x"))
+        with pytest.raises(InvalidRequestError, match="bad_words need a tokenizer") as caught:
+            engine.stream([1], SamplingParams(bad_words=["x"]))
+        assert caught.value.param == "bad_words"
 
 
 async def test_unknown_model_says_what_exists() -> None:

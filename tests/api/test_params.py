@@ -74,6 +74,20 @@ BAD = [
     ("logit_bias", {-1: 1}),
     ("logit_bias", [1]),
     ("logit_bias", dict.fromkeys(range(1025), 1)),
+    ("allowed_token_ids", []),
+    ("allowed_token_ids", [1, -1]),
+    ("allowed_token_ids", [1, 2**31]),
+    ("allowed_token_ids", [1, True]),
+    ("allowed_token_ids", "12"),
+    ("allowed_token_ids", range(16_385)),
+    ("bad_words", "word"),
+    ("bad_words", [""]),
+    ("bad_words", [" "]),
+    ("bad_words", [5]),
+    ("bad_words", ["x"] * 257),
+    ("bad_words", ["x" * 257]),
+    ("bad_words", ["\ud800"]),
+    ("bad_words", {"x": 1}),
     ("logprobs", -1),
     ("logprobs", 65),
     ("n", 0),
@@ -102,13 +116,15 @@ def test_relations_between_parameters() -> None:
 
 def test_spellings_are_normalised() -> None:
     params = SamplingParams(stop="\n", top_k=-1, logprobs=True, logit_bias={"5": 1}, stop_token_ids=[3], temperature=1)
+    more = SamplingParams(allowed_token_ids=range(16_384), bad_words=["a", " b"])
+    assert more.allowed_token_ids == tuple(range(16_384)) and more.bad_words == ("a", " b")
     assert params.stop == ("\n",)
     assert params.top_k == 0
     assert params.logprobs == 1
     assert params.logit_bias == {5: 1.0}
     assert params.stop_token_ids == (3,)
     assert isinstance(params.temperature, float)
-    assert SamplingParams(stop=None, logit_bias=None, stop_token_ids=None) == SamplingParams()
+    assert SamplingParams(stop=None, logit_bias=None, stop_token_ids=None, bad_words=None) == SamplingParams()
 
 
 def test_unknown_names_get_a_hint() -> None:
@@ -136,7 +152,7 @@ def test_other_engines_settings_get_no_misleading_hint(name: str) -> None:
     assert f"there is no parameter '{name}'" in str(caught.value) and "did you mean" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["prompt_logprobs", "length_penalty", "allowed_token_ids", "num_speculative_tokens"])
+@pytest.mark.parametrize("name", ["prompt_logprobs", "length_penalty", "logits_processors", "num_speculative_tokens"])
 def test_other_engines_parameters_get_no_misleading_hint(name: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         SamplingParams.from_dict({name: 1})

@@ -55,6 +55,26 @@ async def all_at_once(engine: AsyncLLM, params: SamplingParams = GREEDY) -> list
     return list(await asyncio.gather(*(engine.generate(ids, params) for ids in prompts_of(engine))))
 
 
+async def test_words_and_tokens_that_are_not_wanted(exact: AsyncLLM) -> None:
+    """By the engine's own call and by OpenAI's client; the log-probabilities are the model's all the same."""
+    prompt = "The capital of France is"
+    plain = await exact.generate(prompt, GREEDY.replace(logprobs=1))
+    assert " Paris" in plain.text
+    without = await exact.generate(prompt, GREEDY.replace(bad_words=["Paris", "the largest"], logprobs=1))
+    assert "Paris" not in without.text and "the largest" not in without.text
+    likeliest = [max(one.logprobs[0], key=lambda entry: entry.logprob) for one in (plain, without) if one.logprobs]
+    assert likeliest[0].token_id == likeliest[1].token_id
+    yes_no = [exact.tokenizer.encode(word)[0] for word in (" yes", " no")]
+    chosen = await exact.generate(prompt, GREEDY.replace(allowed_token_ids=yes_no, max_tokens=5))
+    assert set(chosen.token_ids) <= set(yes_no) and chosen.finish_reason == "length"
+    client = exact.openai_client()
+    body = {"allowed_token_ids": yes_no, "bad_words": [" yes"]}
+    answer = await client.completions.create(
+        model="smollm2-135m", prompt=prompt, max_tokens=3, temperature=0, extra_body=body
+    )
+    assert answer.choices[0].text == " no no no"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_greedy_equals_transformers_alone_batched_chunked_cached_preempted(

@@ -58,6 +58,7 @@ def work(engine: AsyncLLM) -> list[asyncio.Task[Completion]]:
         GREEDY.replace(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2),
         GREEDY.replace(logit_bias={70: 4.0, 1099: 3.0}, min_tokens=9, stop_token_ids=list(range(20, 500))),
         GREEDY.replace(logit_bias={40: 100.0, 300: 100.0, 1098: 100.0}, temperature=1.0, seed=7),
+        GREEDY.replace(allowed_token_ids=list(range(5, 1100, 9)), temperature=1.0, seed=8, bad_words=["a", "the"]),
         GREEDY.replace(structured_output=StructuredOutput(regex="the answer is [a-f]{4,6}"), ignore_eos=False),
     ]
     shared = [rng.randrange(20, 1100) for _ in range(40)]

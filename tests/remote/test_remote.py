@@ -221,6 +221,9 @@ async def test_values_that_msgpack_does_not_know_travel(tmp_path: Path) -> None:
         assert completion.text == "12"
         assert engine.requests[0].params.structured_output == shape
         assert engine.requests[0].params.logit_bias == {5: 1.0}
+        asked = SamplingParams(allowed_token_ids=[1, 7], bad_words=["no"])
+        await remote.generate("x", asked)
+        assert engine.requests[1].params == asked
         with pytest.raises(GrammarError, match="lone surrogate"):  # the engine's own
             shape = StructuredOutput(json_schema={"description": "\ud800"})
             await remote.generate("x", SamplingParams(structured_output=shape))

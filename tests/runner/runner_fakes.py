@@ -141,8 +141,8 @@ def make_runner(model: FakeModel | ConstantModel, vocab_size: int, **limits: Any
 def request(row: int, token_ids: Sequence[int], blocks: Sequence[int], **fields: Any) -> NewRequest:
     if "stop_token_ids" in fields:
         fields["stop_token_ids"] = int32(fields["stop_token_ids"])
-    asked = {name: fields.pop(name) for name in ("logit_bias",) if name in fields}
-    fields["extras"] = extras_of(SamplingParams(**asked))
+    asked = {name: fields.pop(name) for name in ("logit_bias", "allowed_token_ids") if name in fields}
+    fields["extras"] = extras_of(SamplingParams(**asked), fields.pop("bad_words", ()))  # these as sequences of tokens
     values = {"num_prompt_tokens": len(token_ids), "num_computed_tokens": 0, "temperature": 0.0, **fields}
     return NewRequest(req_idx=row, token_ids=int32(token_ids), block_ids=int32(blocks), **values)
 

@@ -24,6 +24,8 @@ from aengine.runner.staged_writes import StagedArena
 
 VOCAB, ROWS, DRAWS, P_MIN = 40, 500, 10_000, 1e-6
 PROMPT, GENERATED = [1, 2, 3, 2], [3, 4, 4, 4]
+BAD_WORDS = [[7], [4, 8], [3, 4, 4, 4, 9], [4, 4, 10], [3, 4, 11], [2, 3, 4, 4, 4, 12], [9, 4, 4, 13], [8, 4]]
+"""The token 12 would complete a sequence that begins in the prompt, which is not forbidden."""
 ALLOWED = [t for t in range(VOCAB) if t % 3]
 
 
@@ -34,6 +36,10 @@ def distribution(logits: np.ndarray, p: dict[str, Any], allowed: list[int] | Non
         x[token] += value
     if len(GENERATED) < p.get("min_tokens", 0):
         x[p["stop_token_ids"]] = -np.inf
+    for *before, last in p.get("bad_words", []):
+        if GENERATED[len(GENERATED) - len(before) :] == before:
+            x[last] = -np.inf
+    allowed = p.get("allowed_token_ids", allowed)
     if allowed is not None:
         x[[t for t in range(VOCAB) if t not in allowed]] = -np.inf
     for token in set(PROMPT + GENERATED):
@@ -68,6 +74,8 @@ CASES: dict[str, dict[str, Any]] = {
     "logit_bias": {"logit_bias": {5: 2.0, 6: -100.0, 39: 1.0}},
     "min_tokens": {"min_tokens": 5, "stop_token_ids": [0, 3, 9]},
     "min_tokens reached": {"min_tokens": 4, "stop_token_ids": [0, 3, 9]},
+    "allowed_token_ids": {"allowed_token_ids": [3, 39, 8, 4, 5]},
+    "bad_words": {"bad_words": BAD_WORDS},
     "bitmask": {"bitmask": True},
     "top_k and top_p": {"top_k": 12, "top_p": 0.7},
     "all": {
@@ -81,6 +89,7 @@ CASES: dict[str, dict[str, Any]] = {
         "logit_bias": {2: 1.5, 4: -1.0},
         "min_tokens": 9,
         "stop_token_ids": [11, 12],
+        "bad_words": BAD_WORDS,
         "bitmask": True,
     },
 }
@@ -174,6 +183,8 @@ def some_requests(rng: random.Random, count: int, vocab_size: int) -> list[NewRe
         {"logit_bias": dict(zip(rng.sample(range(vocab_size), 4), [1.5, -1.0, 3.0, 0.5], strict=True))},
         {"min_tokens": 9, "stop_token_ids": list(range(0, vocab_size, 2))},
         {"logprobs": 3},
+        {"allowed_token_ids": rng.sample(range(vocab_size), 50)},
+        {"bad_words": [[4, t] for t in rng.sample(range(vocab_size), 50)]},
     ]
     new = []
     for row in rng.sample(range(count), count):

@@ -60,15 +60,22 @@ def make_requests(rng: random.Random) -> list[Request]:
             logprobs=rng.choice([None, 0, 3]),
             min_tokens=rng.choice([0, 0, min(max_tokens, 5)]),
             frequency_penalty=rng.choice([0.0, 0.0, 0.5]),
+            allowed_token_ids=rng.choice([None, None, rng.sample(range(VOCAB), 20)]),
             max_tokens=max_tokens,
         )
         how: dict[str, Any] = {"grammar": object()} if rng.random() < 0.4 else {}
         limits = {"max_num_tokens": len(prompt) + max_tokens, "stop_token_ids": frozenset({STOP_ID})}
-        how["extras"] = extras_of(params)
+        how["extras"] = extras_of(params, some_words(rng) if rng.random() < 0.5 else ())
         requests.append(
             Request(f"r{i}", prompt, params, seed=rng.getrandbits(40), arrival_time=float(i), **limits, **how)
         )
     return requests
+
+
+def some_words(rng: random.Random) -> list[list[int]]:
+    """Many, so that they forbid now and then what would be sampled; some of one token, some longer than a step."""
+    words = [[token_id, following] for token_id in range(VOCAB) for following in rng.sample(range(VOCAB), 4)]
+    return [*words, [rng.randrange(VOCAB)], [rng.randrange(VOCAB) for _ in range(9)]]
 
 
 def mask_after(token_ids: list[int]) -> bytes:

@@ -144,6 +144,45 @@ def test_the_same_tokens(tmp_path: Path, rng: random.Random, monkeypatch: pytest
     check_tokens(plain, like_gpu, rng)
 
 
+def test_the_same_tokens_with_features_that_no_graph_holds(tmp_path: Path, rng: random.Random) -> None:
+    """A step with such a row is sampled op by op, with a prompt or without; the others as ever."""
+    folder = write_model(tmp_path, "llama")
+    plain, like_gpu = make_runner(folder, like_gpu=False), make_runner(folder, like_gpu=True)
+    words = [[first, second] for first in range(300) for second in (7, 9)][:255]
+    extras = [
+        {"bad_words": [int32(map(len, words)).tobytes(), int32(i for word in words for i in word).tobytes()]},
+        {},
+        {"allowed_token_ids": [int32(range(0, 300, 7)).tobytes()]},
+    ]
+    new = [
+        NewRequest(i, int32([5 + i] * 4), 4, 0, int32(range(6 * i, 6 * i + 6)), seed=i, extras=extras[i])
+        for i in range(3)
+    ]
+    new[1].logprobs, new[2].frequency_penalty = 2, 0.5
+    batches = [dict.fromkeys(range(3), 4), *[dict.fromkeys(range(3), 1)] * 3, {1: 1}, {2: 1}]
+    ways = []
+    for name in ("_sample_op_by_op", "_sample_by_graph"):
+        sample = getattr(like_gpu, name)
+        setattr(like_gpu, name, lambda *a, name=name, of=sample, **k: (ways.append(name), of(*a, **k))[1])
+    for step_id, batch in enumerate(batches):
+        out = SchedulerOutput(step_id, req_idx=int32(batch), num_scheduled_tokens=int32(batch.values()))
+        out.new_requests, new = new, []
+        plain.execute_model(out)
+        expected = plain.sample_tokens(None).get()
+        with triton_everywhere():
+            like_gpu.execute_model(out)
+            answer = like_gpu.sample_tokens(None).get()
+        assert answer.token_ids == expected.token_ids and answer.errors == expected.errors == []
+        assert (answer.logprobs is None) == (1 not in batch) == (expected.logprobs is None)
+        assert 2 not in batch or answer.token_ids[-1] % 7 == 0
+    assert ways == ["_sample_op_by_op"] * 4 + ["_sample_by_graph", "_sample_op_by_op"]
+    lengths = (
+        like_gpu.requests.scalars.num_tokens[:3].tolist(),
+        like_gpu.requests.scalars.num_computed_tokens[:3].tolist(),
+    )
+    assert lengths == ([8, 9, 9], [7, 8, 8]) and like_gpu.requests.num_tokens[:3].tolist() == lengths[0]
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding is computed with whatever lies in memory
 def test_the_same_tokens_without_memory_for_graphs(
     tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -199,6 +199,11 @@ def test_invalid_token_ids_fail_their_request_only() -> None:
         ({"logit_bias": [b"1234", b""]}, "1 tokens and 0 numbers"),
         ({"logit_bias": [bytes(4 * 1025)] * 2}, "1025 tokens"),
         ({"logit_bias": [b""] * 2, "colour": [b"red"]}, "has colour, which no feature"),
+        ({"allowed_token_ids": [b""]}, "is empty"),
+        ({"bad_words": [int32([0]).tobytes(), b""]}, "0 tokens, which are not 1 sequences"),
+        ({"bad_words": [int32([2, 1]).tobytes(), int32([1, 2]).tobytes()]}, "2 tokens, which are not 2 sequences"),
+        ({"bad_words": [int32([33]).tobytes(), int32(range(33)).tobytes()]}, "33 tokens, which are not"),
+        ({"bad_words": [b"", b""]}, "0 tokens, which are not 0"),
     ],
 )
 def test_extras_that_no_feature_can_read_fail_their_request_only(extras: dict[str, list[bytes]], text: str) -> None:

@@ -302,6 +302,8 @@ class SamplingBody(Body):
     min_tokens: int | None = None
     repetition_penalty: float | None = None
     stop_token_ids: TokenIds | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Many[str] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -313,8 +315,6 @@ class SamplingBody(Body):
     deadline: float | None = None
     first_token_deadline: float | None = None
     # fields of vLLM that are not supported
-    allowed_token_ids: Refused = None
-    bad_words: Refused = None
     prompt_logprobs: Refused = None
     return_token_ids: Refused = None
     return_tokens_as_token_ids: Refused = None
@@ -338,6 +338,8 @@ class SamplingBody(Body):
             "min_tokens": self.min_tokens,
             "repetition_penalty": self.repetition_penalty,
             "stop_token_ids": self.stop_token_ids,
+            "allowed_token_ids": self.allowed_token_ids,
+            "bad_words": self.bad_words,
             "ignore_eos": self.ignore_eos,
             "include_stop_str_in_output": self.include_stop_str_in_output,
             "skip_special_tokens": self.skip_special_tokens,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .allowed_tokens import AllowedTokens
+from .bad_words import BadWords
 from .feature import SamplingFeature
 from .penalties import Penalties
 from .token_lists import TokenLists
@@ -10,6 +12,8 @@ __all__ = ["EXTRAS", "FEATURES", "SamplingFeature"]
 
 FEATURES: tuple[type[SamplingFeature], ...] = (
     TokenLists,
+    AllowedTokens,
+    BadWords,
     Penalties,
 )
 EXTRAS = frozenset(feature.extra for feature in FEATURES) - {""}
