@@ -345,7 +345,7 @@ BUDGETS = {
     "kernels": 8500,
     "limits": 570,
     "remote": 1600,
-    "runner": 16970,
+    "runner": 17150,
     "server": 5950,
     "telemetry": 1110,
     "testing": 800,
