@@ -7,6 +7,10 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from aengine.engine.structured import bitmasks
+from aengine.engine.structured.backend import MatcherLimitError
 from aengine.engine.structured.bitmasks import BitmaskFiller, Filled, MaskJob, RequestGrammar, _are_short
 
 
@@ -100,3 +104,29 @@ async def test_matchers_that_take_long_to_make_are_not_taken_for_slow_rows() -> 
         await filled.filled
     await filler.aclose()
     assert groups == [8, 8, 8]
+
+
+class Late:
+    """A matcher whose rows take a second of CPU time and more, once it has accepted a token."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self.clock = clock
+
+    def accept(self, token_ids: list[int]) -> int:
+        self.clock[0] += 1.5 * len(token_ids)
+        return len(token_ids)
+
+    def fill(self, bitmask: Any, row: int) -> None:
+        bitmask[row, 0] = 2
+
+
+def test_a_row_that_takes_too_long_is_a_limit_and_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(bitmasks, "time", SimpleNamespace(perf_counter=lambda: 0.0, thread_time=lambda: clock[0]))
+    late, other = grammar(), grammar()
+    late._matcher, other._matcher = Late(clock), Late(clock)  # type: ignore[assignment]
+    filler = BitmaskFiller(32)
+    for num_rows in (1, 2):
+        filled = filler._fill([MaskJob(other, [])] * num_rows + [MaskJob(late, [5])], bytearray(4 * num_rows + 4))
+        assert list(filled.failed) == [num_rows] and late.is_slow and not other.is_slow
+        assert isinstance(filled.failed[num_rows], MatcherLimitError) and "1.5 s" in str(filled.failed[num_rows])

@@ -36,6 +36,8 @@ _SLOW_SECONDS = 0.004
 """CPU time of a row from which its grammar is filled ahead. Rows of ordinary schemas take 0.02 to 1.5 ms."""
 _SLOW_ROWS = 150
 """A grammar is slow until so many rows were not: of 1,000 optional properties one row in 20 is."""
+_MOST_SECONDS = 1.0
+"""CPU time of a row beyond which its request ends: other slow grammars' rows wait for it in the same thread."""
 _SURVEY_PERIOD = 1.0
 """Seconds: a batch of rows that took `_SLOW_SECONDS` is followed by one whose rows are timed, at most so often."""
 
@@ -262,6 +264,8 @@ class BitmaskFiller:
             if not is_first:  # making its matcher took most of it
                 seconds, cpu_seconds = time.perf_counter() - begun, time.thread_time() - begun_cpu
                 job.grammar.note_time(seconds / job.num_rows, cpu_seconds / job.num_rows)
+                if cpu_seconds > _MOST_SECONDS * job.num_rows:
+                    failed.setdefault(place, _took_too_long(cpu_seconds / job.num_rows))
         return Filled(failed, forced)
 
     def _fill_drafted(self, job: MaskJob, rows: memoryview) -> Filled:
@@ -351,6 +355,15 @@ def _forced_ids(matcher: Matcher, row: memoryview | bytearray) -> list[int]:
     except MatcherError:  # the next row will say it
         return []
     return ids if following[: len(ids) - 1] == ids[1:] else []
+
+
+def _took_too_long(seconds: float) -> Exception:
+    from .backend import MatcherLimitError
+
+    return MatcherLimitError(
+        f"the grammar took {seconds:.1f} s to say which tokens may come next, and {_MOST_SECONDS:g} s is the most: "
+        "make it smaller or less ambiguous"
+    )
 
 
 def _settle(free_until: asyncio.Future[float], value: float) -> None:

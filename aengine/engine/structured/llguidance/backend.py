@@ -49,6 +49,8 @@ _MAX_FIRST_MASKS = 4
 """Forced tokens with a mask each: the library goes through all that is forced for each mask, 26 ms for 90,000 bytes."""
 _RISKY_MASK_SECONDS = 0.02
 """Assumed of the masks of a grammar that may be slow, until some of them were not."""
+_MOST_MASK_SECONDS = 1.0
+"""A grammar with slower masks near its start is refused."""
 _COPIES_PER_ROOT = 4
 _MOST_ROOT_SECONDS = 0.02
 """Grammars that take longer to make are made once, and their requests' masks are computed one after the other."""
@@ -123,6 +125,8 @@ class LLGuidanceBackend:
             raise
         except BaseException as error:  # ValueError, and pyo3's PanicException, which is no Exception
             raise grammar_error(spec, str(error), may_search=not may_be_slow) from None
+        if mask_seconds > _MOST_MASK_SECONDS:
+            raise too_complex(spec, f"it takes {mask_seconds:.1f} s to say which tokens may come next")
         if may_be_slow:
             mask_seconds = max(mask_seconds, _RISKY_MASK_SECONDS)
         may_repeat = seconds < _MOST_ROOT_SECONDS
