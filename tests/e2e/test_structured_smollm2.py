@@ -106,11 +106,14 @@ async def test_the_same_alone_and_beside_others_preempted_and_chunked(engine: As
 async def test_forced_tokens_change_nothing(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same texts whether they are computed together or sampled one by one, and in fewer steps."""
     schema = TypeAdapter(Person).json_schema()
-    shaped = SamplingParams(max_tokens=30, temperature=0.7, structured_output=StructuredOutput(json_schema=schema))
+    shape = StructuredOutput(json_schema=schema)
+    shaped = SamplingParams(max_tokens=30, temperature=0.7, seed=4, structured_output=shape)
 
     async def texts_and_steps(engine: AsyncLLM) -> tuple[list[str], int]:
-        before = engine.statistics().num_steps
         done = await asyncio.gather(*(engine.generate("As JSON:", shaped.replace(seed=i)) for i in range(4)))
+        await settled(engine)
+        before = engine.statistics().num_steps
+        done.append(await engine.generate("As JSON:", shaped))
         await settled(engine)
         return [completion.text for completion in done], engine.statistics().num_steps - before
 

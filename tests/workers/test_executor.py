@@ -233,8 +233,11 @@ from worker_helpers import make, start, step
 async def main():
     executor = make()
     if {when!r} == "starting":
-        asyncio.get_running_loop().call_later(0.05, lambda: print(executor.workers[0].pid, flush=True))
-        await start(executor, {{"fail": "hang"}})
+        starting = asyncio.ensure_future(start(executor, {{"fail": "hang"}}))
+        while not executor.workers or executor.workers[0].pid is None:
+            await asyncio.sleep(0.01)
+        print(executor.workers[0].pid, flush=True)
+        await starting
     await start(executor)
     print(executor.workers[0].pid, flush=True)
     if {when!r} == "exit":

@@ -99,9 +99,9 @@ class CrossThreadStream(TokenStream):
     __slots__ = ("_buffer", "_call_queue", "_is_waited_for", "_owner", "_remote")
 
     def __init__(self, remote: LoopThread, owner: object, request_id: str) -> None:
+        self._remote = remote
         self._buffer = CrossThreadBuffer(remote)
         super().__init__(request_id, Mailbox(final_only=True, buffer=self._buffer), remote.loop, _nothing)
-        self._remote = remote
         self._owner = owner
         self._call_queue: object = None  # kept alive, so that the next wait finds it
         self._is_waited_for = False
