@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import signal
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,6 +78,32 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(forks.close)
 
 
+ON_BOTH_LOOPS = {
+    "test_call_queue.py",
+    "test_channel.py",
+    "test_doorbell_shm.py",
+    "test_executor.py",
+    "test_loop_ownership.py",
+    "test_own_thread_life.py",
+    "test_threads.py",
+    "test_worker_adversity.py",
+}
+"""Of the files whose tests run on both loops, those about the loop itself: `make test`, too, runs them on both. Each
+test of the others has one of the loops there, and the other in `make test-all`."""
+
+
+def _is_on_the_other_loop(item: pytest.Item) -> bool:
+    """Whether it is the same test on the other loop that `make test` runs."""
+    case = getattr(item, "callspec", None)
+    loop = case and case.params.get("_asyncio_loop_factory")
+    if loop not in LOOPS.values() or item.path.name in ON_BOTH_LOOPS or len(loops_of(item)) == 1:
+        return False
+    test = item.nodeid
+    for name in LOOPS:
+        test = test.replace(name, "")
+    return loop is not list(LOOPS.values())[zlib.crc32(test.encode()) % 2]
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Keep the garbage collector from what stays for the whole session: modules and tests, a million objects."""
@@ -96,6 +123,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if not __debug__ and item.get_closest_marker("invariant"):
             item.add_marker(pytest.mark.skip(reason="python -O leaves out asserts"))
+        if _is_on_the_other_loop(item):
+            item.add_marker(pytest.mark.extended)
         if SLOW.intersection(item.path.parts):
             item.add_marker(pytest.mark.slow)
         if WITH_FAKES.intersection(item.path.parts) and not item.get_closest_marker("timeout"):
@@ -103,6 +132,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict:
+    return loops_of(item)
+
+
+def loops_of(item: pytest.Item) -> dict:
     """Both loops where there is I/O; the fast one for what takes seconds; else the debug one, which finds more."""
     if "e2e" in item.path.parts:
         return {"uvloop": LOOPS["uvloop"]}
