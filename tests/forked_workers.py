@@ -3,7 +3,7 @@ second.
 
 A program: reads a request for each fork from the socket whose descriptor is its argument, and answers with the fork's
 pid. The fork is a child of the test process, by PR_SET_CHILD_SUBREAPER, and executes `entry.main` with the arguments,
-environment and descriptors that the started process would have had. Workers with a loader of their own are started as
+environment and descriptors that the started process would have had. Workers whose loader needs no torch are started as
 ever, as are all of `make test-all`, and of the programs that tests run.
 """
 
@@ -27,6 +27,10 @@ from aengine.config import target_of, worker_environment
 _PR_SET_CHILD_SUBREAPER = 36
 _FIRST_FREE = 500  # descriptors that came with a request lie from here on, above those that they become
 _HEAD = struct.Struct("II")  # bytes of the request, number of descriptors
+
+
+WITH_TORCH = ("meeting_runner:load_model", "lockstep_runner:load_model", "beside_a_driver:load_model")
+"""Loaders of tests that import torch."""
 
 
 class ForkedWorker:
@@ -53,10 +57,10 @@ class Forks:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
-        self._target = target_of("aengine.workers", "default")
+        self._targets = {target_of("aengine.workers", "default"), *WITH_TORCH}
 
     def Popen(self, command: list[str], **how: Any) -> ForkedWorker | subprocess.Popen[bytes]:
-        if self._target not in command or command[0] != sys.executable:
+        if command[0] != sys.executable or not self._targets.intersection(command):
             return subprocess.Popen(command, **how)
         script = command.index(next(part for part in command if part.endswith("entry.py")))
         parts = {"argv": command[script + 1 :], "env": how["env"], "fds": how["pass_fds"], "cwd": os.getcwd()}
@@ -88,6 +92,7 @@ class Forks:
         }
         self._template = subprocess.Popen(command, env=environment, pass_fds=[other.fileno()], start_new_session=True)
         TEMPLATES.add(self._template.pid)
+        DESCRIPTORS.add(own.fileno())
         other.close()
         return own
 
@@ -99,6 +104,8 @@ class Forks:
 
 TEMPLATES: set[int] = set()
 """pid of the process that forks, for tests that look for children."""
+DESCRIPTORS: set[int] = set()
+"""Of the socket to it, for tests that look for what was left open."""
 
 
 def serve(requests: socket.socket) -> None:

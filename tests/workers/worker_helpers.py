@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from forked_workers import DESCRIPTORS
 
 from aengine.config import EngineConfig
 from aengine.engine.executor import ProcessExecutor
@@ -74,9 +75,9 @@ def leftovers(pid: int = 0) -> list[str]:
 
 
 def descriptors() -> set[str]:
-    """What this process has open, each as "number target"."""
+    """What this process has open, each as "number target"; without what the tests' own forks are asked by."""
     found = set()
-    for fd in os.listdir("/proc/self/fd"):
+    for fd in {*os.listdir("/proc/self/fd")} - {str(fd) for fd in DESCRIPTORS}:
         with suppress(FileNotFoundError):  # the one that listed them
             found.add(f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}")
     return found

@@ -1,0 +1,205 @@
+"""How many small faults the tests of a folder find:
+
+    python tests/mutants.py scheduler --count 40 --seed 1
+
+Changes places of a wing, one after the other: a condition is negated, a number or a comparison is off by one, a
+statement is left out, ``and`` and ``or`` are swapped, None is returned. For each, those tests of the wing that call the
+function run up to the first failure, in a fork of a process that has collected them; a function that none calls is
+"uncalled". Prints a line for each mutant that is not killed, and the share that is; exit code 1 if that is less than
+``--least``. As long as the files are the same, a seed takes the same places.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
+STREAMS = ("stream_state", "unread", "many_choices", "request_ends", "chats", "answer_types", "logprob_columns", "rest")
+WINGS = {
+    "scheduler": ("engine/scheduler", ["scheduler"]),
+    "ipc": ("ipc", ["ipc"]),
+    "structured": ("engine/structured", ["structured"]),
+    "checkpoint": ("checkpoint", ["checkpoint", "api/test_sampling_defaults.py"]),
+    "streams": ("engine/streams", [f"api/test_{name}.py" for name in STREAMS]),
+    "chat": ("engine/chat", ["chat"]),
+    "tokenizer": ("engine/tokenizer", ["tokenizer"]),
+}
+OTHER = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
+
+
+class Mutant(NamedTuple):
+    path: Path
+    line: int
+    what: str
+    function: str  # its qualified name
+    code: CodeType  # of the function
+
+
+def changes(node: ast.AST) -> Iterator[tuple[str, Callable[[Any], None]]]:
+    """(name, function that changes a copy of the node) of each way to change the node itself."""
+    if isinstance(node, ast.If | ast.While | ast.IfExp):
+        yield "the condition negated", lambda n: setattr(n, "test", ast.UnaryOp(ast.Not(), n.test))
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in OTHER:
+        yield "another comparison", lambda n: n.ops.__setitem__(0, OTHER[type(n.ops[0])]())
+    if isinstance(node, ast.BoolOp):
+        yield "and/or swapped", lambda n: setattr(n, "op", ast.Or() if isinstance(n.op, ast.And) else ast.And())
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        yield f"{node.value} is {node.value + 1}", lambda n: setattr(n, "value", n.value + 1)
+    if isinstance(node, ast.Return) and node.value is not None and ast.unparse(node.value) != "None":
+        yield "None is returned", lambda n: setattr(n, "value", ast.Constant(None))
+    for field in ("body", "orelse", "finalbody") if isinstance(node, ast.stmt) else ():
+        for i, statement in enumerate(getattr(node, field, ())):
+            is_call = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call | ast.Await)
+            if (is_call or isinstance(statement, ast.AugAssign)) and not ast.unparse(statement).startswith("logger."):
+                text = ast.unparse(statement).splitlines()[0][:60]
+                yield f"without {text}", lambda n, f=field, i=i: getattr(n, f).__setitem__(i, ast.Pass())
+
+
+def mutants_of(path: Path) -> Iterator[Mutant]:
+    """All of a file, in its functions; not in their signatures, nor in asserts and errors' texts."""
+    functions: list[tuple[list[str], Any]] = []
+
+    def find(body: list[ast.stmt], outer: list[str]) -> None:
+        for node in body:
+            if isinstance(node, ast.ClassDef):
+                find(node.body, [*outer, node.name])
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name != "__repr__":
+                functions.append(([*outer, node.name], node))
+
+    find(ast.parse(path.read_text()).body, [])
+    for names, function in functions:
+        for i, node in enumerate(_nodes(function)):
+            for what, change in changes(node):
+                other = deepcopy(function)
+                change(_nodes(other)[i])
+                other.decorator_list = []
+                for outer in reversed(names[:-1]):  # within its classes, for what ``super()`` means
+                    other = ast.ClassDef(outer, [], [], [other], [])
+                code = compile(ast.fix_missing_locations(ast.Module([other], [])), str(path), "exec")
+                for name in names:
+                    (code,) = [c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name]
+                yield Mutant(path, getattr(node, "lineno", function.lineno), what, ".".join(names), code)
+
+
+def _nodes(function: Any) -> list[ast.AST]:
+    def below(node: ast.AST) -> Iterator[ast.AST]:
+        if not isinstance(node, ast.Assert | ast.Raise):
+            yield node
+            for child in ast.iter_child_nodes(node):
+                yield from below(child)
+
+    return [function, *(node for statement in function.body for node in below(statement))]
+
+
+def apply(mutant: Mutant) -> bool:
+    """Give the function its other code, whoever has imported it. Returns whether it was found."""
+    name = ".".join(mutant.path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    found: Any = importlib.import_module(name)
+    for part in mutant.function.split("."):
+        found = vars(found).get(part) if isinstance(found, type | ModuleType) else None
+    while found is not None and (not isinstance(found, FunctionType) or hasattr(found, "__wrapped__")):
+        inner = (getattr(found, name, None) for name in ("__wrapped__", "__func__", "fget", "func"))
+        found = next((one for one in inner if one is not None), None)
+    if found is None or len(found.__code__.co_freevars) != len(mutant.code.co_freevars):
+        return False
+    found.__code__ = mutant.code
+    return True
+
+
+class Plugin:
+    """Runs the collected tests once as they are, and for each mutant those that call its function."""
+
+    def __init__(self, mutants: list[Mutant], folder: str, limit: float) -> None:
+        self.mutants, self.folder, self.limit, self.ends = mutants, folder, limit, dict[Mutant, str]()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        with tempfile.NamedTemporaryFile("r") as calls:
+            if (end := self._run(session.items, None, 900, calls.name)) != "survives":
+                sys.exit(f"the tests fail as they are: {end}")
+            called: dict[str, list[int]] = json.load(calls)
+        for mutant in self.mutants:
+            items = [session.items[i] for i in called.get(f"{mutant.path}:{mutant.function}", ())]
+            end = self.ends[mutant] = self._run(items, mutant, self.limit) if items else "uncalled"
+            if end != "killed":
+                where = f"{mutant.path.relative_to(ROOT)}:{mutant.line} {mutant.function}"
+                print(f"{end:8} {where}: {mutant.what} ({len(items)} tests)", flush=True)
+        return True
+
+    def _run(self, items: list[pytest.Item], mutant: Mutant | None, limit: float, calls: str = "") -> str:
+        sys.stdout.flush()
+        pid, deadline = os.fork(), time.monotonic() + limit
+        if not pid:
+            self._work(items, mutant, calls)
+        while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+            if time.monotonic() > deadline:
+                os.killpg(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                return "hangs"
+            time.sleep(0.01)
+        return {0: "survives", 3: "unfit"}.get(os.waitstatus_to_exitcode(ended[1]), "killed")
+
+    def _work(self, items: list[pytest.Item], mutant: Mutant | None, calls: str) -> None:
+        os.setsid()
+        for fd in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_RDWR), fd)
+        if mutant is not None and not apply(mutant):
+            os._exit(3)
+        called: dict[str, list[int]] = {}
+        for i, item in enumerate(items):
+            seen: set[CodeType] = set()
+            if calls:
+                threading.settrace(lambda frame, event, arg: seen.add(frame.f_code))
+                sys.settrace(lambda frame, event, arg: seen.add(frame.f_code))
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=(*items, None)[i + 1])
+            sys.settrace(None)
+            if item.session.testsfailed:
+                os._exit(1)
+            for code in seen:
+                if self.folder in code.co_filename:
+                    called.setdefault(f"{code.co_filename}:{code.co_qualname}", []).append(i)
+        if calls:
+            Path(calls).write_text(json.dumps(called))
+        os._exit(0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(usage=__doc__)
+    parser.add_argument("wing", choices=WINGS)
+    parser.add_argument("--count", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--least", type=float, default=0.0)
+    parser.add_argument("--seconds", type=float, default=60.0, help="after which a mutant hangs, and is killed")
+    args = parser.parse_args()
+    folder, tests = WINGS[args.wing]
+    mutants = [m for path in sorted((ROOT / "aengine" / folder).rglob("*.py")) for m in mutants_of(path)]
+    plugin = Plugin(random.Random(args.seed).sample(mutants, min(args.count, len(mutants))), folder, args.seconds)
+    options = ["-q", "-p", "no:cacheprovider", "--capture=no"]
+    pytest.main([*options, *(str(TESTS / name) for name in tests)], plugins=[plugin])
+    ends = list(plugin.ends.values())
+    counts = {end: ends.count(end) for end in ("killed", "hangs", "survives", "uncalled", "unfit")}
+    share = (counts["killed"] + counts["hangs"]) / max(1, len(ends) - counts["unfit"])
+    print(f"{args.wing}: {len(mutants)} places, {counts}, share {share:.2f}")
+    return int(share < args.least)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
