@@ -6,18 +6,20 @@
 
 An `AsyncLLM` belongs to the event loop on which it was started, and to no other at the same time. It can be started
 again, on any loop, after `aclose` or after its loop was closed. With ``own_thread=True`` it belongs to none, and has
-blocking calls as well (`AsyncLLM.sync`). It holds the engine by a handle of one or the other kind, see
-`engine/handles/`; calls that return at once are in its `immediate_calls.py`, those of workers in its `worker_calls.py`,
-those for vectors and scores in `engine/pooling/requests.py`.
+blocking calls as well (`AsyncLLM.sync`). It holds the engine by a handle of one kind or another, see
+`engine/handles/handle.py`; that of `aengine.remote.connect` leads to another process. Calls that return at once are in
+`immediate_calls.py` beside it, those of workers in `worker_calls.py`, those for vectors and scores in
+`engine/pooling/requests.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
 from .config import EngineConfig
-from .engine.handles.calls import resume, seconds
+from .engine.handles.calls import ask_tokenizer, drain, pool, resume, seconds
 from .engine.handles.clients import CLIENTS
 from .engine.handles.immediate_calls import ImmediateCalls
 from .engine.handles.local import LocalHandle
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from .engine.chat.messages import ChatCompletion
     from .engine.core import EngineCore
     from .engine.executor import Executor
-    from .engine.handles.on_thread import ThreadHandle
+    from .engine.handles.handle import Handle
     from .engine.handles.sync_llm import SyncLLM
     from .engine.pooling.requests import PoolingRequest, PoolingResult
     from .engine.streams.chat_stream import ChatStream
@@ -65,14 +67,26 @@ class AsyncLLM(ImmediateCalls, WorkerCalls, PoolingCalls):
     """
 
     def __init__(self, model: str | os.PathLike[str] | EngineConfig, **config: Unpack[Settings]) -> None:
-        self.config = EngineConfig.create(model, config)
-        self._handle: LocalHandle | ThreadHandle
-        if self.config.own_thread:
+        known = EngineConfig.create(model, config)
+        self._handle: Handle
+        if known.own_thread:
             from .engine.handles.on_thread import ThreadHandle
 
-            self._handle = ThreadHandle(self, self.config)
+            self._handle = ThreadHandle(self, known)
         else:
-            self._handle = LocalHandle(self, self.config)
+            self._handle = LocalHandle(self, known)
+
+    @classmethod
+    def _held_by(cls, handle: Handle) -> Self:
+        """The engine that a handle holds, which is another process' for example."""
+        engine = cls.__new__(cls)
+        engine._handle = handle
+        return engine
+
+    @property
+    def config(self) -> EngineConfig:
+        """The engine's settings. Raises EngineClosedError for one of another process, before `start`."""
+        return self._handle.config
 
     @property
     def sync(self) -> SyncLLM:
@@ -139,7 +153,7 @@ class AsyncLLM(ImmediateCalls, WorkerCalls, PoolingCalls):
             EngineClosedError: the engine is not running.
         """
         limit = None if timeout is None else seconds("timeout", timeout)
-        return await self._handle.run(lambda core: core.drain(limit))
+        return await self._handle.run(drain, limit)
 
     async def resume(self) -> None:
         """Take new requests again after `drain`; a pending `drain` returns False if any still run.
@@ -297,18 +311,12 @@ class AsyncLLM(ImmediateCalls, WorkerCalls, PoolingCalls):
             GrammarError: a tool's parameters or the type can't be held; it names which.
             ContextLengthError, EngineOverloadedError, DeadlineExceededError, EngineClosedError: as of `stream`.
         """
-        from .engine.handles.chats import begin_chat  # brings all of chats with it
-
-        core = self._handle.running_core()
-        return begin_chat(core, self._handle.submit, messages, params, output_type, options)
+        return self._handle.submit_chat(messages, params, output_type, options)
 
     async def pool(self, request: PoolingRequest) -> PoolingResult:
         """Answer a request for vectors or scores as it is: what `embed`, `score`, `rerank` and `classify` are made of.
         Errors as of `embed`."""
-        from .engine.pooling.answers import answer_pooling
-
-        context = self._handle.listeners.context()
-        return await self._handle.run(lambda core: answer_pooling(core, request, context))
+        return await self._handle.run(pool, request, self._handle.listeners.context())
 
     @property
     def async_tokenizer(self) -> AsyncTokenizer:
@@ -316,10 +324,7 @@ class AsyncLLM(ImmediateCalls, WorkerCalls, PoolingCalls):
         They are made in the engine's threads, within its bounds."""
         from .engine.tokenizer.async_tokenizer import AsyncTokenizer
 
-        return AsyncTokenizer(self._ask_tokenizer)
-
-    async def _ask_tokenizer(self, method: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
-        return await self._handle.run(lambda core: core.admission.preparation.ask_tokenizer(method, args, options))
+        return AsyncTokenizer(partial(self._handle.run, ask_tokenizer))
 
     def openai_client(self, **options: Any) -> openai.AsyncOpenAI:
         """OpenAI's own client, whose calls this engine answers: no port, no other process, all of it on this loop.

@@ -29,7 +29,6 @@ from aengine.engine.tokenizer.async_tokenizer import AsyncTokenizer
 from aengine.limits.bounds_table import BOUNDS, as_markdown
 from aengine.limits.checks import check_num_messages, check_num_values, is_long, size_of
 from aengine.params import ChatOptions, RenderOptions, RequestOptions
-from aengine.remote import RemoteEngine
 from aengine.remote.serving import _Session
 from aengine.server import app  # noqa: F401  # imports every interface, and so every body
 from aengine.server.openai import requests
@@ -91,7 +90,7 @@ NOT_LARGE = ("bool", "float", "OnUnsupported")
 
 
 def arguments_of_calls() -> Iterator[tuple[str, str]]:
-    calls = [getattr(engine, name) for engine in (AsyncLLM, RemoteEngine) for name in CALLS]
+    calls = [getattr(AsyncLLM, name) for name in CALLS]
     for view in (TokenizerView, AsyncTokenizer):
         calls += [one for name, one in vars(view).items() if inspect.isfunction(one) and not name.startswith("_")]
     calls += [getattr(_Session, f"_{kind}") for kind in ("begin", "more", "wait", "end", "abort", "call")]

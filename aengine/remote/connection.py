@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..engine.streams.token_stream import error_for_waiter
-from ..errors import AEngineError, EngineClosedError
+from ..engine.threads.pools import run_in_thread
+from ..errors import AEngineError, EngineClosedError, InternalError
 from .mailbox import RemoteMailbox
 from .message_stream import MessageStream
 from .wire import completion_from_wire, deltas_from_wire, error_from_wire, tokens_from_wire
+
+if TYPE_CHECKING:
+    from ..engine.structured.asked_type import AskedType
+    from ..params import SamplingParams
 
 __all__ = ["Connection"]
 
@@ -29,7 +36,9 @@ class Connection:
         self._link = link
         self._mailboxes: dict[int, RemoteMailbox] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._describing: set[asyncio.Task[None]] = set()
         self._number = 0
+        self.loop = asyncio.get_running_loop()
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
@@ -45,6 +54,11 @@ class Connection:
                     raise EngineClosedError(f"no engine is served at {path}: {error}") from None
             await asyncio.sleep(_RETRY_SECONDS)
 
+    def terminate(self) -> None:
+        """Break the connection, from any thread; what is under way ends with EngineClosedError."""
+        with contextlib.suppress(RuntimeError):  # the loop was closed, and the connection with it
+            self.loop.call_soon_threadsafe(self._link.abort)
+
     async def aclose(self) -> None:
         """Close; what is under way ends with EngineClosedError."""
         await self._link.aclose()
@@ -52,17 +66,32 @@ class Connection:
         await asyncio.wait([self._reading])
         self._fail(EngineClosedError("the connection to the engine was closed"))
 
-    def begin(
-        self, method: str, request_id: str, prompt: Any, params: Any, options: Any, trace: Any, **how: Any
-    ) -> RemoteMailbox:
-        """Begin a request. ``how``: of its `RemoteMailbox`. Raises InvalidRequestError for what is no plain data."""
+    def new_mailbox(self, request_id: str, **how: Any) -> RemoteMailbox:
+        """Make the mailbox of a request, which its `begin` sends. ``how``: of `RemoteMailbox`."""
         number = self._new_number()
-        self._link.send("begin", number, method, prompt, params, options, trace)
-        on_end = partial(self._forget, number)
-        self._mailboxes[number] = mailbox = RemoteMailbox(
-            request_id, partial(self._send, number), on_end=on_end, is_chat=method == "chat", **how
-        )
+        mailbox = RemoteMailbox(request_id, partial(self._send, number), on_end=partial(self._forget, number), **how)
+        self._mailboxes[number] = mailbox
         return mailbox
+
+    def describe(
+        self, asked: AskedType, mailbox: RemoteMailbox, params: SamplingParams, begin: Callable[[SamplingParams], None]
+    ) -> None:
+        """Have a type described in a thread: that may take long. Then ``begin`` gets the parameters with its schema."""
+
+        async def describe() -> None:
+            try:
+                mailbox.output_type, shape = await run_in_thread("type", asked.described)
+                begin(params.replace(structured_output=shape))
+            except AEngineError as error:
+                mailbox.fail(error)
+            except Exception as bug:  # raised by the type's own hooks
+                failure = InternalError(f"the request could not be prepared: {bug!r}")
+                failure.__cause__ = bug
+                mailbox.fail(failure)
+
+        task = self.loop.create_task(describe())
+        self._describing.add(task)
+        task.add_done_callback(self._describing.discard)
 
     def _new_number(self) -> int:
         self._number += 1
@@ -84,7 +113,7 @@ class Connection:
         """Have the engine end the requests of this id; None: all. Returns how many there were."""
         found = [number for number, one in self._mailboxes.items() if request_id in (None, one.request_id)]
         for number in found:
-            self._link.send("abort", number)
+            self._mailboxes[number].send("abort")
         return len(found)
 
     async def call(self, method: str, *args: Any) -> Any:

@@ -36,9 +36,10 @@ class RemoteMailbox(Mailbox):
 
     __slots__ = (
         "_counts",
+        "_held",
         "_is_asked",
         "_num_reads",
-        "_send",
+        "_sends",
         "_timings",
         "_wants_end_only",
         "_whole",
@@ -70,13 +71,30 @@ class RemoteMailbox(Mailbox):
         )
         self.request_id = request_id
         self.is_chat = is_chat
-        self._send = send
+        self._sends = send
+        self._held: list[tuple[Any, ...]] | None = []  # what to send once the request has been sent
         self._is_asked = False  # the engine was asked for what comes
         self._wants_end_only = final_only
         self._num_reads = 0  # reads since the engine was last told of them
         self._counts: Sequence[int] = (0, 0, 0, 0)  # fields of the `Usage` so far
         self._timings = Timings()
         self._whole: Completion | None = None  # the completion of a chat, which its deltas alone do not make
+
+    def begin(self, *request: Any) -> None:
+        """Send the request, unless it has been ended, and then what has been asked about it. Raises InvalidRequestError
+        for what is no plain data."""
+        if not self.done:
+            self._sends("begin", *request)
+            held, self._held = self._held or [], None
+            for message in held:
+                self._sends(*message)
+
+    def send(self, *message: Any) -> None:
+        """Send a message about the request: its kind, and arguments."""
+        if self._held is None:
+            self._sends(*message)
+        else:
+            self._held.append(message)
 
     # -- what the connection brings
 
@@ -159,21 +177,21 @@ class RemoteMailbox(Mailbox):
             return
         if not self._is_asked:
             self._is_asked = True
-            self._send("more", WINDOW)
+            self.send("more", WINDOW)
         elif self._num_reads >= WINDOW // 2:
-            self._send("more", self._num_reads)
+            self.send("more", self._num_reads)
             self._num_reads = 0
 
     def ask_for_end(self) -> None:
         """Have the engine send the end, and nothing before it."""
         if not self._wants_end_only and not self.done:
             self._wants_end_only = True
-            self._send("wait")
+            self.send("wait")
 
     def leave(self, _: str = "") -> None:
         """End the request, which nobody reads any more."""
         if not self.done:
-            self._send("end")
+            self.send("end")
             self.abort()
 
     def completion(self, request_id: str) -> Completion:

@@ -33,10 +33,13 @@ __all__ = ["serve_engine"]
 logger = logging.getLogger("aengine.remote")
 
 _NEWS_SECONDS = 0.5
+_CALLS = {"check_health", "reset_prefix_cache"}
+_ADMIN = {"collective_rpc", "start_profile", "stop_profile"}
+"""Calls that the engine's process may refuse; see `serve_engine`."""
 
 
 @asynccontextmanager
-async def serve_engine(engine: AsyncLLM, path: str | os.PathLike[str]) -> AsyncIterator[None]:
+async def serve_engine(engine: AsyncLLM, path: str | os.PathLike[str], *, admin: bool = False) -> AsyncIterator[None]:
     """Within: processes of this user reach the engine by ``connect(path)``. At the end their requests fail with
     EngineClosedError.
 
@@ -44,12 +47,14 @@ async def serve_engine(engine: AsyncLLM, path: str | os.PathLike[str]) -> AsyncI
         engine: on this loop, started.
         path: of the Unix socket, which is made, with access for this user only, and removed at the end. What a dead
             process left there is replaced.
+        admin: other processes may also call what concerns the engine as a whole: `AsyncLLM.collective_rpc`,
+            `AsyncLLM.start_profile` and `AsyncLLM.stop_profile`. Without it these are an InvalidRequestError there.
 
     Raises:
         EngineError: another program listens at ``path``, or it can't be made.
     """
     place = os.fspath(path)
-    served = _ServedEngine(engine)
+    served = _ServedEngine(engine, admin=admin)
     listener = bind_unix(place, 0o600)
     server = await asyncio.start_unix_server(served.connected, sock=listener)
     news = asyncio.create_task(served.tell_news())
@@ -67,8 +72,9 @@ async def serve_engine(engine: AsyncLLM, path: str | os.PathLike[str]) -> AsyncI
 class _ServedEngine:
     """An engine, with the state that all connections to it share."""
 
-    def __init__(self, engine: AsyncLLM) -> None:
+    def __init__(self, engine: AsyncLLM, *, admin: bool) -> None:
         self.engine = engine
+        self.admin = admin
         self.sessions: dict[_Session, asyncio.Task[Any] | None] = {}
         self._told: tuple[Any, ...] = ()
         self._table: asyncio.Task[dict[str, Any] | None] | None = None
@@ -314,13 +320,19 @@ class _Session:
             if method == "hello":
                 value: Any = await self._served.hello()
                 self.wants_news = True
-            elif method == "check_health":
-                value = await self._engine.check_health(*args)
-            elif method == "reset_prefix_cache":
-                value = await self._engine.reset_prefix_cache()
+            elif method in _ADMIN and not self._served.admin:
+                raise InvalidRequestError(
+                    f"{method}() is refused: the engine's process serves requests only. serve_engine(..., admin=True) "
+                    f"there allows it, as what changes the engine for all its processes"
+                )
+            elif method == "collective_rpc":
+                name, given, timeout = args
+                value = await self._engine.collective_rpc(name, *given, timeout=timeout)
+            elif method in _ADMIN or method in _CALLS:
+                value = await getattr(self._engine, method)(*args)
             elif method == "pool":
                 value = pooled_to_wire(await self._engine.pool(pooling_from_wire(args[0])))
-            elif method == "tokenizer" and args[0] in CALLS:
+            elif method == "ask_tokenizer" and args[0] in CALLS:
                 name, given, options = args
                 value = await getattr(self._engine.async_tokenizer, name)(*given, **options)
             else:

@@ -5,38 +5,27 @@ from __future__ import annotations
 import socket
 from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from inspect import signature
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..errors import EngineClosedError, InvalidRequestError
-from ..params import shown
+from ..engine.tokenizer_view import TokenizerView
+from ..errors import EngineClosedError
 from .message_stream import HEAD
 from .wire import error_from_wire, pack, unpack
-
-if TYPE_CHECKING:
-    from typing import Unpack
-
-    from ..params import RenderOptions
 
 __all__ = ["RemoteTokenizer"]
 
 _TIMEOUT = 60.0
 
 
-class RemoteTokenizer:
-    """The model's tokenizer and chat template, as `TokenizerView`.
+class _Table:
+    """What is known of a tokenizer without asking: `TokenizerView` reads it as one."""
 
-    Its methods block for the way to the engine's process and back, and for what the call takes there, but for
-    `token_bytes` and the properties: on an event loop await `RemoteEngine.async_tokenizer`, which has the same ones.
-    Any thread may call them, several at once.
-    """
-
-    def __init__(self, path: str, known: Mapping[str, Any]) -> None:
-        """``known``: what `tokenizer_table` made."""
-        self._path = path
-        self._idle: deque[socket.socket] = deque()
-        """Connections that no call uses: each call has one for itself."""
+    def __init__(self, known: Mapping[str, Any]) -> None:
+        """``known``: as `serving.py` makes it."""
         self.vocab_size: int = known["vocab_size"]
         self.bos_token_id: int | None = known["bos_token_id"]
         self.eos_token_ids: frozenset[int] = frozenset(known["eos_token_ids"])
@@ -45,64 +34,54 @@ class RemoteTokenizer:
         self._bytes: bytes = known["bytes"]
         self._ends = list(accumulate(array("I", known["lengths"]), initial=0))
 
-    def __repr__(self) -> str:
-        return f"<RemoteTokenizer of {self.vocab_size} tokens>"
+    @property
+    def num_ids(self) -> int:
+        return len(self._ends) - 1
 
     def token_bytes(self, token_id: int) -> bytes:
-        """See `TokenizerView.token_bytes`. Doesn't block."""
-        num_ids = len(self._ends) - 1
-        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < num_ids:
-            raise InvalidRequestError(f"there is no token {shown(token_id)}: ids are 0 to {num_ids - 1}", param="ids")
         return self._bytes[self._ends[token_id] : self._ends[token_id + 1]]
 
-    def encode(self, text: str, *, add_special_tokens: bool = True, allow_special: bool = True) -> list[int]:
-        """See `TokenizerView.encode`."""
-        options = {"add_special_tokens": add_special_tokens, "allow_special": allow_special}
-        ids: list[int] = self._call("encode", [text], options)
-        return ids
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """See `TokenizerView.decode`."""
-        text: str = self._call("decode", [ids], {"skip_special_tokens": skip_special_tokens})
-        return text
+def _asked(method: Callable[..., Any]) -> Any:
+    """Make a method of `RemoteTokenizer` that has one of `TokenizerView` called in the engine's process."""
+    takes = signature(method)
 
-    def count(
-        self,
-        prompt: str | Sequence[Mapping[str, Any]],
-        tools: Sequence[Any] | None = None,
-        **options: Unpack[RenderOptions],
-    ) -> int:
-        """See `TokenizerView.count`."""
-        count: int = self._call("count", [prompt, tools], options)
-        return count
+    @wraps(method)
+    def ask(self: RemoteTokenizer, *args: Any, **options: Any) -> Any:
+        takes.bind(self, *args, **options)  # raises TypeError here
+        return self._call(method.__name__, args, options)
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Any] | None = None,
-        **options: Unpack[RenderOptions],
-    ) -> str:
-        """See `TokenizerView.render`."""
-        text: str = self._call("render", [messages, tools], options)
-        return text
+    return ask
 
-    def render_ids(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Any] | None = None,
-        **options: Unpack[RenderOptions],
-    ) -> list[int]:
-        """See `TokenizerView.render_ids`."""
-        ids: list[int] = self._call("render_ids", [messages, tools], options)
-        return ids
+
+class RemoteTokenizer(TokenizerView):
+    """The model's tokenizer and chat template, as `TokenizerView`.
+
+    Its methods block for the way to the engine's process and back, and for what the call takes there, but for
+    `token_bytes` and the properties: on an event loop await `AsyncLLM.async_tokenizer`, which has the same ones.
+    Any thread may call them, several at once.
+    """
+
+    def __init__(self, path: str, known: Mapping[str, Any]) -> None:
+        table: Any = _Table(known)
+        super().__init__(table, table.num_ids)
+        self._path = path
+        self._idle: deque[socket.socket] = deque()
+        """Connections that no call uses: each call has one for itself."""
+
+    encode = _asked(TokenizerView.encode)
+    decode = _asked(TokenizerView.decode)
+    count = _asked(TokenizerView.count)
+    render = _asked(TokenizerView.render)
+    render_ids = _asked(TokenizerView.render_ids)
 
     def close(self) -> None:
         """Close the connections that no call uses; the next call makes another."""
         while self._idle:
             self._idle.pop().close()
 
-    def _call(self, method: str, args: list[Any], options: Mapping[str, Any]) -> Any:
-        body = pack([["call", 0, "tokenizer", [method, args, options]]])
+    def _call(self, method: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        body = pack([["call", 0, "ask_tokenizer", [method, args, options]]])
         try:
             connection = self._idle.pop()
         except IndexError:

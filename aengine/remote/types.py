@@ -6,26 +6,24 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..chat import Tool, ToolChoice
-from ..engine.structured.asked_type import with_output_type
+from ..engine.structured.asked_type import AskedType, with_output_type
 from ..params import OnUnsupported, SamplingParams
 
 if TYPE_CHECKING:
     from ..engine.structured.output_type import OutputType
 
-__all__ = ["plain_options", "typed_params"]
+__all__ = ["asked_and_params", "plain_options"]
 
 
-def typed_params(
+def asked_and_params(
     params: SamplingParams | None, output_type: Any, on_unsupported: OnUnsupported
-) -> tuple[SamplingParams | None, OutputType | None]:
-    """Return the parameters with the schema of the type, and the type. Raises InvalidRequestError."""
+) -> tuple[SamplingParams | None, OutputType | None, AskedType | None]:
+    """Return the parameters, with the schema of the type if it is known; the type if it is; else what is to be
+    described. Raises InvalidRequestError."""
     if output_type is None:
-        return params, None
+        return params, None, None
     params, options = with_output_type(params, output_type, on_unsupported)
-    if "asked_type" not in options:
-        return params, options["output_type"]
-    known, shape = options["asked_type"].described()
-    return params.replace(structured_output=shape), known
+    return params, options.get("output_type"), options.get("asked_type")
 
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:

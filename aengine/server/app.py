@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from ..async_llm import AsyncLLM
-    from ..remote import RemoteEngine
 
 __all__ = ["create_app"]
 
@@ -88,7 +87,7 @@ _OPEN_PATHS = {*_PROBES, "/", "/page/{name}"}
 
 
 def create_app(
-    engine: AsyncLLM | RemoteEngine,
+    engine: AsyncLLM,
     *,
     model_names: str | Sequence[str] | None = None,
     api_keys: str | Sequence[str] | None = None,
@@ -133,7 +132,6 @@ def create_app(
         raise InvalidRequestError("an API key is empty: give none at all (None) to let everybody in", param="api_keys")
     if any(key != key.strip() or "\n" in key for key in keys):
         raise InvalidRequestError("an API key begins or ends with white space, which no header keeps", param="api_keys")
-    engine = cast("AsyncLLM", engine)  # an endpoint finds the same calls
     service = Service(
         engine,
         model_names=names,

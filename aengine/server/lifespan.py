@@ -8,14 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..async_llm import AsyncLLM
-    from ..remote import RemoteEngine
 
 __all__ = ["engine_lifespan"]
 
 
-def engine_lifespan(
-    engine: AsyncLLM | RemoteEngine, *, drain: float = 0.0
-) -> Callable[[Any], AbstractAsyncContextManager[None]]:
+def engine_lifespan(engine: AsyncLLM, *, drain: float = 0.0) -> Callable[[Any], AbstractAsyncContextManager[None]]:
     """A lifespan for Starlette and FastAPI: ``FastAPI(lifespan=engine_lifespan(engine))``.
 
     Args:

@@ -1,7 +1,7 @@
 """`serve_processes`: several app processes over one engine.
 
     this process                                      app processes (app_process.py)
-    AsyncLLM <── serve_engine <════ Unix socket ════> RemoteEngine <── create_app <── uvicorn <── HTTP
+    AsyncLLM <── serve_engine <════ Unix socket ════> AsyncLLM <── create_app <── uvicorn <── HTTP
 
 An app process parses HTTP and JSON, and writes answers. One that dies takes its requests with it, no others, and
 another is started. They end with this one: the Unix socket tells them.

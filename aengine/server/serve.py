@@ -23,7 +23,6 @@ from .logs import AccessLog
 
 if TYPE_CHECKING:
     from ..async_llm import AsyncLLM
-    from ..remote import RemoteEngine
 
 __all__ = [
     "BACKLOG",
@@ -93,7 +92,7 @@ class _Server(uvicorn.Server):
 
 async def serve_app(
     app: Any,
-    engine: AsyncLLM | RemoteEngine,
+    engine: AsyncLLM,
     listener: socket.socket,
     *,
     stop: asyncio.Event,
@@ -150,7 +149,7 @@ async def serve_app(
         raise EngineError("the engine has failed: its log says why")
 
 
-async def until_stopped(engine: AsyncLLM | RemoteEngine, stop: asyncio.Event) -> None:
+async def until_stopped(engine: AsyncLLM, stop: asyncio.Event) -> None:
     """Wait until ``stop`` is set, or the engine has failed."""
     while not stop.is_set() and engine.state != "failed":
         with contextlib.suppress(TimeoutError):
@@ -162,7 +161,7 @@ def _last_seconds(grace: float) -> float:
     return min(_LAST_SECONDS, grace / 4)
 
 
-async def _wind_down(engine: AsyncLLM | RemoteEngine, grace: float, *, tells: bool) -> None:
+async def _wind_down(engine: AsyncLLM, grace: float, *, tells: bool) -> None:
     """Let the engine's requests end by themselves for most of ``grace`` seconds, then abort them."""
     seconds = max(0.0, grace - 2 * _last_seconds(grace))
     # the engine has failed, and its requests with it
@@ -174,7 +173,7 @@ async def _wind_down(engine: AsyncLLM | RemoteEngine, grace: float, *, tells: bo
 class ShutdownLog:
     """Logs the end of a server: within ``with``, requests get ``seconds`` to end, and are ended then."""
 
-    def __init__(self, engine: AsyncLLM | RemoteEngine, seconds: float, *, tells: bool = True) -> None:
+    def __init__(self, engine: AsyncLLM, seconds: float, *, tells: bool = True) -> None:
         self._engine = engine
         self._seconds = seconds
         self._tells = tells and engine.state != "failed"

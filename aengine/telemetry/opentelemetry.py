@@ -64,7 +64,8 @@ _OPERATIONS = {"completion": "text_completion", "chat": "chat", "embedding": "em
 class Engine(Protocol):
     """Interface of the engine that is instrumented, such as an `AsyncLLM`."""
 
-    config: EngineConfig
+    @property
+    def config(self) -> EngineConfig: ...
 
     def add_listener(self, listener: RequestListener) -> Callable[[], None]: ...
 

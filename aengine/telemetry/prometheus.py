@@ -31,7 +31,8 @@ __all__ = ["PrometheusCollector"]
 class Engine(Protocol):
     """Interface of the engine that is observed, such as an `AsyncLLM`."""
 
-    config: EngineConfig
+    @property
+    def config(self) -> EngineConfig: ...
 
     def statistics(self) -> Statistics: ...
 

@@ -14,6 +14,7 @@ import pytest
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from aengine import (
+    AsyncLLM,
     ContextLengthError,
     DeadlineExceededError,
     EngineClosedError,
@@ -28,7 +29,7 @@ from aengine import (
 )
 from aengine.engine.tokenizer.tokenizer import Tokenizer
 from aengine.outputs import Choice, Completion, Timings, Usage
-from aengine.remote import RemoteEngine, connect, serve_engine
+from aengine.remote import connect, serve_engine
 from aengine.remote.mailbox import RemoteMailbox, RemoteTokenStream
 from aengine.testing import FakeAsyncLLM, Reply
 
@@ -37,7 +38,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"properti
 
 
 @asynccontextmanager
-async def both(tmp_path: Path, script: Any, **settings: Any) -> AsyncIterator[tuple[FakeAsyncLLM, RemoteEngine]]:
+async def both(tmp_path: Path, script: Any, **settings: Any) -> AsyncIterator[tuple[FakeAsyncLLM, AsyncLLM]]:
     async with FakeAsyncLLM(script, **settings) as engine:
         async with serve_engine(engine, tmp_path / "engine"), connect(tmp_path / "engine") as remote:
             yield engine, remote
@@ -369,7 +370,7 @@ async def test_the_socket_is_this_users_alone(tmp_path: Path) -> None:
 async def test_an_abort_ends_requests_of_its_own_process_only(tmp_path: Path, method: str) -> None:
     """Another process may have a request of the same id: the second is refused, and to abort it leaves the first."""
 
-    def begin(engine: RemoteEngine) -> Any:
+    def begin(engine: AsyncLLM) -> Any:
         if method == "generate":
             return asyncio.ensure_future(engine.generate("x", request_id="job-1"))
         prompt: Any = HELLO if method == "chat" else "x"

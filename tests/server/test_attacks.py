@@ -266,7 +266,7 @@ def test_an_objects_address_is_not_told() -> None:
 
 async def test_no_answer_tells_where_the_server_lies() -> None:
     engine = FakeAsyncLLM("yes")
-    engine.config = engine.config.replace(model="/srv/models/llama")
+    engine._handle.config = engine.config.replace(model="/srv/models/llama")  # type: ignore[misc]
     async with engine, client_of(engine) as client:
         assert "llama" in (await client.get("/v1/models")).text
         for path in PATHS:

@@ -1,9 +1,14 @@
-"""Calls of the engine's core that are no requests, for its loop, and the checks of their arguments."""
+"""Calls of the engine's core that are no requests, for its loop, and the checks of their arguments.
+
+A handle awaits them by `Handle.run`; an engine in another process is asked for them by name.
+"""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping, Sequence
+from contextvars import Context
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -12,9 +17,14 @@ from ..threads.pools import run_in_thread
 
 if TYPE_CHECKING:
     from ..core import EngineCore
+    from ..pooling.requests import PoolingRequest, PoolingResult
 
 __all__ = [
+    "ask_tokenizer",
+    "check_health",
     "collective_rpc",
+    "drain",
+    "pool",
     "positive_seconds",
     "reset_prefix_cache",
     "resume",
@@ -27,9 +37,31 @@ _START_PROFILE_SECONDS = 60.0  # seconds; torch prepares CUDA's profiling interf
 _STOP_PROFILE_SECONDS = 600.0  # seconds; a long recording is written as some GB of JSON
 
 
+async def drain(core: EngineCore, timeout: float | None) -> bool:
+    """See `AsyncLLM.drain`."""
+    return await core.drain(timeout)
+
+
 async def resume(core: EngineCore) -> None:
     """See `AsyncLLM.resume`."""
     core.resume()
+
+
+async def pool(core: EngineCore, request: PoolingRequest, context: Context | None) -> PoolingResult:
+    """See `AsyncLLM.pool`. ``context``: of the caller, for those who listen."""
+    from ..pooling.answers import answer_pooling
+
+    return await answer_pooling(core, request, context)
+
+
+async def ask_tokenizer(core: EngineCore, method: str, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """Make one of the calls of `AsyncLLM.async_tokenizer`."""
+    return await core.admission.preparation.ask_tokenizer(method, args, options)
+
+
+async def check_health(core: EngineCore, timeout: float) -> float:
+    """See `AsyncLLM.check_health`."""
+    return await core.replicas.check_health(timeout)
 
 
 async def start_profile(core: EngineCore, folder: str | os.PathLike[str] | None) -> str:

@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from ...telemetry.listeners import RequestListener
     from ...telemetry.metrics import Statistics
     from ..tokenizer_view import TokenizerView
-    from .local import LocalHandle
-    from .on_thread import ThreadHandle
+    from .handle import Handle
 
 __all__ = ["ImmediateCalls"]
 
@@ -22,7 +21,7 @@ __all__ = ["ImmediateCalls"]
 class ImmediateCalls:
     """Calls that need no waiting, of an engine held by a handle."""
 
-    _handle: LocalHandle | ThreadHandle
+    _handle: Handle
 
     def __repr__(self) -> str:
         return repr(self._handle)
@@ -56,23 +55,16 @@ class ImmediateCalls:
 
     def statistics(self) -> Statistics:
         """The engine's counters at this moment. From any thread, with or without a loop."""
-        return self._handle.open_core().statistics()
+        return self._handle.statistics()
 
     def describe(self) -> dict[str, Any]:
         """What runs: vocab_size, max_model_len, num_blocks, block_size, device, dtype, weight_format, pid, ...;
         ``sampling_defaults``: what the checkpoint's generation_config.json says for requests that don't. With
         ``data_parallel_size`` above 1 it is of the first replica, and ``replicas`` has that of each."""
-        core = self._handle.running_core()
-        described = core.ready | {"sampling_defaults": dict(core.sampling.values)}
-        if len(core.replicas) > 1:
-            described["replicas"] = [replica.worker.ready for replica in core.replicas]
-        return described
+        return self._handle.describe()
 
     @property
     def tokenizer(self) -> TokenizerView:
         """The model's tokenizer: encode, decode, count, render, which block; on an event loop take `async_tokenizer`.
         Raises InvalidRequestError with skip_tokenizer=True."""
-        from ..tokenizer_view import TokenizerView
-
-        core = self._handle.open_core()
-        return TokenizerView(core.tokenizer, core.limits.vocab_size)
+        return self._handle.tokenizer

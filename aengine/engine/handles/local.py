@@ -18,6 +18,7 @@ from ...errors import EngineClosedError, EngineError
 from ...limits.ulimits import is_out_of_memory, limit_hint, memory_ulimit_hint
 from ...telemetry.listeners import Listeners
 from ..threads.loop_ownership import foreign_process, other_loop, running_loop
+from .handle import CoreHandle
 
 if TYPE_CHECKING:
     from ...config import EngineConfig
@@ -53,7 +54,7 @@ class StartAdvice(NamedTuple):
     again: str = "`await engine.start()` starts it again"
 
 
-class LocalHandle:
+class LocalHandle(CoreHandle):
     """Starts and closes the cores of one engine, and submits requests to the one that runs."""
 
     def __init__(self, owner: Owner, config: EngineConfig, advice: StartAdvice | None = None) -> None:
@@ -249,9 +250,9 @@ class LocalHandle:
             raise other_loop(self, is_closed=core.loop.is_closed())
         return core
 
-    async def run(self, function: Callable[[EngineCore], Awaitable[T]]) -> T:
-        """Await ``function(core)`` on the engine's loop, which is the caller's."""
-        return await function(self.running_core())
+    async def run(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """Await ``function(core, *args)`` on the engine's loop, which is the caller's."""
+        return await function(self.running_core(), *args)
 
     # -- requests
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...params import CallOptions, SamplingParams
@@ -22,6 +23,7 @@ from ..streams.cross_thread_stream import CrossThreadStream
 from ..streams.token_stream import Buffer, Mailbox
 from ..structured.asked_type import with_output_type
 from ..threads.loop_thread import LoopEndedError, LoopThread
+from .handle import CoreHandle
 from .local import Owner
 from .thread_life import ThreadLife
 
@@ -35,7 +37,7 @@ T = TypeVar("T")
 S = TypeVar("S", bound=CrossThreadStream)
 
 
-class ThreadHandle(ThreadLife):
+class ThreadHandle(ThreadLife, CoreHandle):
     """A proxy of a `LocalHandle` that runs on a thread of its own; each call may come from any loop in any thread.
 
     What differs from a `LocalHandle`: `submit` and `abort` return before the engine has seen them, so a request_id that
@@ -62,19 +64,19 @@ class ThreadHandle(ThreadLife):
             self.thread.check_process()
         return self.local.open_core()
 
-    async def run(self, function: Callable[[EngineCore], Awaitable[T]]) -> T:
-        """Await ``function(core)`` on the engine's loop. Raises what it does, and EngineClosedError."""
+    async def run(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """Await ``function(core, *args)`` on the engine's loop. Raises what it does, and EngineClosedError."""
         thread = self._running()[1]
         try:
-            return await thread.run(lambda: self.local.run(function))
+            return await thread.run(partial(self.local.run, function, *args))
         except LoopEndedError:
             raise self._ended_meanwhile() from None
 
-    def wait(self, function: Callable[[EngineCore], Awaitable[T]]) -> T:
-        """Run ``function(core)`` as `run` does, blocking this thread."""
+    def wait(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """Run ``function(core, *args)`` as `run` does, blocking this thread."""
         thread = self._running()[1]
         try:
-            return thread.wait(lambda: self.local.run(function))
+            return thread.wait(partial(self.local.run, function, *args))
         except LoopEndedError:
             raise self._ended_meanwhile() from None
 

@@ -12,7 +12,18 @@ from ..pooling.requests import SyncPoolingCalls
 from ..streams.cross_thread_stream import BlockingStream, run_now
 from ..threads.loop_ownership import check_may_block
 from .blocking import Batch, ChatIterator, TokenIterator, is_list_of_prompts, one_each, showing
-from .calls import collective_rpc, positive_seconds, reset_prefix_cache, resume, seconds, start_profile, stop_profile
+from .calls import (
+    check_health,
+    collective_rpc,
+    drain,
+    pool,
+    positive_seconds,
+    reset_prefix_cache,
+    resume,
+    seconds,
+    start_profile,
+    stop_profile,
+)
 from .chats import begin_chat
 from .clients import CLIENTS
 from .immediate_calls import ImmediateCalls
@@ -69,7 +80,7 @@ class SyncLLM(ImmediateCalls, SyncPoolingCalls):
         """Take no new requests, and wait for those of other threads to end; see `AsyncLLM.drain`."""
         self._check()
         limit = None if timeout is None else seconds("timeout", timeout)
-        return self._handle.wait(lambda core: core.drain(limit))
+        return self._handle.wait(drain, limit)
 
     def resume(self) -> None:
         """Take new requests again after `drain`."""
@@ -216,11 +227,8 @@ class SyncLLM(ImmediateCalls, SyncPoolingCalls):
 
     def pool(self, request: PoolingRequest) -> PoolingResult:
         """See `AsyncLLM.pool`."""
-        from ..pooling.answers import answer_pooling
-
         self._check()
-        context = self._handle.local.listeners.context()
-        return self._handle.wait(lambda core: answer_pooling(core, request, context))
+        return self._handle.wait(pool, request, self._handle.listeners.context())
 
     def openai_client(self, **options: Any) -> openai.OpenAI:
         """OpenAI's own blocking client, whose calls this engine answers: no port, no other process.
@@ -243,12 +251,12 @@ class SyncLLM(ImmediateCalls, SyncPoolingCalls):
         """Check that the worker answers. Arguments and errors as of `AsyncLLM.check_health`."""
         self._check()
         limit = positive_seconds("timeout", timeout)
-        return self._handle.wait(lambda core: core.replicas.check_health(limit))
+        return self._handle.wait(check_health, limit)
 
     def start_profile(self, folder: str | PathLike[str] | None = None) -> str:
         """See `AsyncLLM.start_profile`."""
         self._check()
-        return self._handle.wait(lambda core: start_profile(core, folder))
+        return self._handle.wait(start_profile, folder)
 
     def stop_profile(self) -> str:
         """See `AsyncLLM.stop_profile`."""
@@ -259,7 +267,7 @@ class SyncLLM(ImmediateCalls, SyncPoolingCalls):
         """See `AsyncLLM.collective_rpc`."""
         self._check()
         limit = positive_seconds("timeout", timeout)
-        return self._handle.wait(lambda core: collective_rpc(core, method, args, limit))
+        return self._handle.wait(collective_rpc, method, args, limit)
 
     def reset_prefix_cache(self) -> int:
         """See `AsyncLLM.reset_prefix_cache`."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .calls import collective_rpc, positive_seconds, reset_prefix_cache, start_profile, stop_profile
+from .calls import check_health, collective_rpc, positive_seconds, reset_prefix_cache, start_profile, stop_profile
 
 if TYPE_CHECKING:
     import os
 
-    from .local import LocalHandle
-    from .on_thread import ThreadHandle
+    from .handle import Handle
 
 __all__ = ["WorkerCalls"]
 
@@ -18,7 +17,7 @@ __all__ = ["WorkerCalls"]
 class WorkerCalls:
     """Calls of the workers of an engine held by a handle."""
 
-    _handle: LocalHandle | ThreadHandle
+    _handle: Handle
 
     async def check_health(self, timeout: float = 10.0) -> float:
         """Send a ping the way of a request's steps; the worker answers once it has launched the steps before. Returns
@@ -31,7 +30,7 @@ class WorkerCalls:
             InternalError: no answer within ``timeout`` seconds. The engine acts on that by itself, if it has to.
         """
         limit = positive_seconds("timeout", timeout)
-        return await self._handle.run(lambda core: core.replicas.check_health(limit))
+        return await self._handle.run(check_health, limit)
 
     async def start_profile(self, folder: str | os.PathLike[str] | None = None) -> str:
         """Record what the worker and its GPU do, until `stop_profile`. For seconds, not minutes: all is kept in memory.
@@ -44,7 +43,7 @@ class WorkerCalls:
         Raises:
             InvalidRequestError: a profile is being recorded already, or the folder can't be written to.
         """
-        return await self._handle.run(lambda core: start_profile(core, folder))
+        return await self._handle.run(start_profile, folder)
 
     async def stop_profile(self) -> str:
         """End the recording and write it: a gzipped Chrome trace, for ui.perfetto.dev. Returns the file's path;
@@ -83,7 +82,7 @@ class WorkerCalls:
             EngineClosedError: the engine is not running, or it has failed.
         """
         limit = positive_seconds("timeout", timeout)
-        return await self._handle.run(lambda core: collective_rpc(core, method, args, limit))
+        return await self._handle.run(collective_rpc, method, args, limit)
 
     async def reset_prefix_cache(self) -> int:
         """Forget the KV blocks of all prompts so far, which later ones with the same beginning would take over: for a

@@ -6,7 +6,7 @@ the engine's process: delta ──MessageBuilder──> ChatMessage
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,6 +18,7 @@ from ..chat.plan import ChatPlan
 
 if TYPE_CHECKING:
     from ..structured.output_type import OutputType
+    from .token_stream import Mailbox
 
 __all__ = ["Answers", "ParsedAnswers", "ReceivedAnswers", "chat_completion"]
 
@@ -146,12 +147,11 @@ class _Answer:
 class ReceivedAnswers:
     """The answers of a chat whose tokens another process reads."""
 
-    def __init__(self, n: int, output_type: OutputType | None, waiting: Sequence[Delta], *, is_json: bool) -> None:
-        """``waiting``: the deltas that have come and have not been given to `read`."""
-        self.is_json = is_json
-        self._output_type = output_type
-        self._waiting = waiting
-        self._builders = [MessageBuilder(None, {}) for _ in range(n)]
+    def __init__(self, mailbox: Mailbox) -> None:
+        """``mailbox``: of the request; what is pending in it are deltas, not tokens."""
+        self.is_json = mailbox.is_json
+        self._mailbox = mailbox
+        self._builders = [MessageBuilder(None, {}) for _ in mailbox.choices]
         self._ended: Sequence[ChatMessage] | None = None  # the messages of a chat that was not read delta by delta
 
     @property
@@ -171,11 +171,13 @@ class ReceivedAnswers:
         return []
 
     def unread(self) -> Collection[int]:
-        return {delta.choice for delta in self._waiting}
+        pending: Iterable[Any] = self._mailbox.pending
+        return {delta.choice for delta in pending}
 
     def completion(self, plain: Completion) -> ChatCompletion:
         if isinstance(plain, ChatCompletion):
-            return replace(plain, choices=tuple(_with_value(choice, self._output_type) for choice in plain.choices))
+            output_type = self._mailbox.output_type
+            return replace(plain, choices=tuple(_with_value(choice, output_type) for choice in plain.choices))
         pairs = zip(plain.choices, self.messages, strict=True)
         return chat_completion(
             plain, [_chat_choice(replace(one, text=said.content or ""), said) for one, said in pairs]

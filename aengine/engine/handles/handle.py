@@ -1,0 +1,134 @@
+"""`Handle`: what an `AsyncLLM` holds its engine by.
+
+LocalHandle   on the event loop that starts it
+ThreadHandle  on a loop of its own, in a thread
+RemoteHandle  in another process, over its socket (aengine/remote/)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from ...config import EngineConfig
+    from ...params import CallOptions, ChatOptions, SamplingParams
+    from ...telemetry.listeners import Listeners
+    from ...telemetry.metrics import Statistics
+    from ..core import EngineCore
+    from ..streams.chat_stream import ChatStream
+    from ..streams.token_stream import TokenStream
+    from ..tokenizer.prompt import Prompt, PromptPart
+    from ..tokenizer_view import TokenizerView
+
+__all__ = ["CoreHandle", "Handle"]
+
+T = TypeVar("T")
+
+
+class Handle(Protocol):
+    """Interface of a handle. Methods without a docstring: see those of `AsyncLLM` by the same name."""
+
+    @property
+    def config(self) -> EngineConfig: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def listeners(self) -> Listeners: ...
+    @property
+    def tokenizer(self) -> TokenizerView: ...
+    def statistics(self) -> Statistics: ...
+    def describe(self) -> dict[str, Any]: ...
+
+    async def start(self) -> None: ...
+    async def aclose(self, drain: float) -> None: ...
+    def terminate(self) -> None: ...
+    def drop(self, engine: object) -> None:
+        """End what is still open when ``engine``, the owner, is garbage-collected, and warn about it."""
+
+    async def run(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """Await ``function(core, *args)``, one of `calls.py`, on the engine's loop. Raises what it does, and
+        EngineClosedError."""
+        ...
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        options: CallOptions,
+        *,
+        final_only: bool,
+        output_type: Any = None,
+    ) -> TokenStream:
+        """Begin a request. ``final_only``: its stream is waited for, and not read."""
+        ...
+
+    def submit_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None,
+        output_type: Any,
+        options: ChatOptions,
+    ) -> ChatStream:
+        """Begin a chat."""
+        ...
+
+    def abort(self, request_id: str) -> bool: ...
+    def abort_all(self) -> int: ...
+
+
+class CoreHandle(ABC):
+    """A handle whose engine is in this process."""
+
+    @abstractmethod
+    def open_core(self) -> EngineCore:
+        """The core, for what may be asked from any thread. Raises EngineClosedError if none runs."""
+
+    @abstractmethod
+    def running_core(self) -> EngineCore:
+        """The core, for what may be done where this handle is used only. Raises EngineClosedError elsewhere."""
+
+    @abstractmethod
+    def submit(
+        self,
+        prompt: Prompt | PromptPart,
+        params: SamplingParams | None,
+        options: CallOptions,
+        *,
+        final_only: bool,
+        output_type: Any = None,
+    ) -> TokenStream:
+        """Begin a request, whose prompt may be a `ChatRequest`."""
+
+    def submit_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None,
+        output_type: Any,
+        options: ChatOptions,
+    ) -> ChatStream:
+        """See `AsyncLLM.stream_chat`."""
+        from .chats import begin_chat  # brings all of chats with it
+
+        return begin_chat(self.running_core(), self.submit, messages, params, output_type, options)
+
+    @property
+    def tokenizer(self) -> TokenizerView:
+        """See `AsyncLLM.tokenizer`."""
+        from ..tokenizer_view import TokenizerView
+
+        core = self.open_core()
+        return TokenizerView(core.tokenizer, core.limits.vocab_size)
+
+    def statistics(self) -> Statistics:
+        """See `AsyncLLM.statistics`."""
+        return self.open_core().statistics()
+
+    def describe(self) -> dict[str, Any]:
+        """See `AsyncLLM.describe`."""
+        core = self.running_core()
+        described = core.ready | {"sampling_defaults": dict(core.sampling.values)}
+        if len(core.replicas) > 1:
+            described["replicas"] = [replica.worker.ready for replica in core.replicas]
+        return described
