@@ -17,6 +17,7 @@ from ..__version__ import __version__
 from ..async_llm import AsyncLLM
 from ..config import EngineConfig
 from ..engine.streams.chat_answers import ReceivedAnswers
+from ..engine.structured.asked_type import AskedType, with_output_type
 from ..engine.structured.spec import check_schema_size
 from ..engine.threads.loop_ownership import other_loop, running_loop
 from ..engine.threads.pools import run_in_thread
@@ -29,7 +30,7 @@ from ..telemetry.trace_context import current_trace
 from .connection import Connection
 from .mailbox import RemoteChatStream, RemoteTokenStream
 from .tokenizer import RemoteTokenizer
-from .types import asked_and_params, plain_options
+from .types import plain_options
 from .wire import from_wire, params_to_wire, pooled_from_wire, to_wire
 
 if TYPE_CHECKING:
@@ -64,8 +65,8 @@ class _NoListeners(Listeners):
         )
 
 
-class RemoteHandle:
-    """A `Handle` whose engine is in another process. Requests end when this process does, or its connection."""
+class _Life:
+    """Connects to an engine in another process, and disconnects."""
 
     def __init__(self, path: str, timeout: float) -> None:
         self._path = path
@@ -100,22 +101,19 @@ class RemoteHandle:
         """
         loop = running_loop()
         async with self._connecting:
-            if (connection := self._connection) is not None:
-                if not connection.has_broken:
-                    self._check_loop(connection, loop)
-                    return
-                await self._disconnect()
+            if (connection := self._connection) is not None and not connection.has_broken:
+                self._check_loop(connection, loop)
+                return
+            await self._disconnect()
             self._life = "starting"
             try:
-                connection = await Connection.open(self._path, self._timeout)
-                self._connection = connection
+                self._connection = connection = await Connection.open(self._path, self._timeout)
                 await self._greet(connection)
+                if self._life != "starting":
+                    raise EngineClosedError(f"{self!r} was closed while it started")
             except BaseException:
                 await self._disconnect()
                 raise
-            if self._life == "closed":
-                await self._disconnect()
-                raise EngineClosedError(f"{self!r} was closed while it started")
             self._life = "running"
 
     async def _greet(self, connection: Connection) -> None:
@@ -129,12 +127,10 @@ class RemoteHandle:
 
     async def aclose(self, drain: float) -> None:
         """Disconnect; requests that run after ``drain`` seconds end with EngineClosedError. Idempotent."""
-        if self._connection is None:
-            self._life = "closed" if self._life != "new" else "new"
-            return
-        if drain and self.state != "failed":
+        if drain and self._connection is not None and self.state != "failed":
             await self._drain(drain)
-        await self._disconnect()
+        if self._life != "new":
+            await self._disconnect()
 
     async def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
@@ -157,22 +153,6 @@ class RemoteHandle:
             warnings.warn(f"{self!r} was dropped without aclose()", ResourceWarning, source=engine, stacklevel=3)
             self.terminate()
 
-    # -- calls
-
-    async def run(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
-        """Await a call of the engine's process. ``function``: its name says which. Raises what it does there, and
-        EngineClosedError."""
-        name = function.__name__
-        own = {"drain": self._drain, "resume": self._resume, "pool": self._pool, "start_profile": self._start_profile}
-        call: Any = own.get(name)
-        if call is not None:
-            value: T = await call(*args)
-            return value
-        if name == "ask_tokenizer" and args[0] != "decode":
-            _check_size(self.describe()["max_model_len"], *args[1], args[2])
-        answer: T = await self._connected().call(name, *args)
-        return answer
-
     async def _drain(self, timeout: float | None) -> bool:
         """Take no new requests, and wait for this process's to end."""
         connection = self._connected()
@@ -189,6 +169,43 @@ class RemoteHandle:
         if self._life == "draining":
             self._life = "running"
             connection.changed.set()
+
+    def _open(self) -> Connection:
+        """Raises EngineClosedError if there is no connection."""
+        if self._connection is None or self._connection.has_broken:
+            cure = "`await engine.start()` connects it"
+            raise EngineClosedError(f"the connection to the engine at {self._path} is {self.state}: {cure}")
+        return self._connection
+
+    def _connected(self) -> Connection:
+        """The connection, for what is sent by it. Raises EngineClosedError, also on another loop."""
+        connection = self._open()
+        self._check_loop(connection, running_loop())
+        return connection
+
+    def _check_loop(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
+        if connection.loop is not loop:
+            raise other_loop(self, is_closed=connection.loop.is_closed())
+
+
+class RemoteHandle(_Life):
+    """A `Handle` whose engine is in another process. Requests end when this process does, or its connection."""
+
+    # -- calls
+
+    async def run(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """Await a call of the engine's process. ``function``: its name says which. Raises what it does there, and
+        EngineClosedError."""
+        name = function.__name__
+        own = {"drain": self._drain, "resume": self._resume, "pool": self._pool, "start_profile": self._start_profile}
+        call: Any = own.get(name)
+        if call is not None:
+            value: T = await call(*args)
+            return value
+        if name == "ask_tokenizer" and args[0] != "decode":
+            _check_size(self.describe()["max_model_len"], *args[1], args[2])
+        answer: T = await self._connected().call(name, *args)
+        return answer
 
     async def _pool(self, request: PoolingRequest, _: object) -> PoolingResult:
         connection = self._accepting()
@@ -246,9 +263,12 @@ class RemoteHandle:
         if params is not None:
             check_params(params)
         _check_size(self.describe()["max_model_len"], prompt, options.get("tools"), options)
-        params, known, asked = asked_and_params(params, output_type, options.get("on_unsupported", "error"))
-        if output_type is not None and method != "chat":
-            options["on_unsupported"] = "error"  # the schema says itself what may be left out
+        typed: dict[str, Any] = {}
+        if output_type is not None:
+            params, typed = with_output_type(params, output_type, options.get("on_unsupported", "error"))
+            if method != "chat":
+                options["on_unsupported"] = "error"  # the schema says itself what may be left out
+        asked: AskedType | None = typed.get("asked_type")
         options["request_id"] = request_id = options.get("request_id") or f"remote-{uuid.uuid4().hex}"
         shape, trace = None if params is None else params.structured_output, current_trace()
         mailbox = connection.new_mailbox(
@@ -257,7 +277,7 @@ class RemoteHandle:
             is_chat=method == "chat",
             final_only=method == "generate",
             want_logprobs=params is not None and params.logprobs is not None and method != "chat",
-            output_type=known,
+            output_type=typed.get("output_type"),
             is_json=asked is not None or (shape is not None and shape.is_json),
         )
 
@@ -308,19 +328,6 @@ class RemoteHandle:
             raise EngineClosedError(f"the engine is {state}")
         return dict(description)
 
-    def _open(self) -> Connection:
-        """Raises EngineClosedError if there is no connection."""
-        if self._connection is None or self._connection.has_broken:
-            cure = "`await engine.start()` connects it"
-            raise EngineClosedError(f"the connection to the engine at {self._path} is {self.state}: {cure}")
-        return self._connection
-
-    def _connected(self) -> Connection:
-        """The connection, for what is sent by it. Raises EngineClosedError, also on another loop."""
-        connection = self._open()
-        self._check_loop(connection, running_loop())
-        return connection
-
     def _accepting(self) -> Connection:
         """The connection, for a new request. Raises EngineClosedError, also while it drains."""
         connection = self._connected()
@@ -328,10 +335,6 @@ class RemoteHandle:
             cure = "resume() lets it take them again"
             raise EngineClosedError(f"the engine is draining: running requests end, and new ones are refused; {cure}")
         return connection
-
-    def _check_loop(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
-        if connection.loop is not loop:
-            raise other_loop(self, is_closed=connection.loop.is_closed())
 
 
 def _check_size(max_model_len: int, prompt: Any, *others: Any) -> None:

@@ -1,29 +1,13 @@
-"""Python types and functions of a request, which stay in the process that asks: the engine's gets their schemas."""
+"""Functions as tools, which stay in the process that asks: the engine's gets their schemas."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..chat import Tool, ToolChoice
-from ..engine.structured.asked_type import AskedType, with_output_type
-from ..params import OnUnsupported, SamplingParams
 
-if TYPE_CHECKING:
-    from ..engine.structured.output_type import OutputType
-
-__all__ = ["asked_and_params", "plain_options"]
-
-
-def asked_and_params(
-    params: SamplingParams | None, output_type: Any, on_unsupported: OnUnsupported
-) -> tuple[SamplingParams | None, OutputType | None, AskedType | None]:
-    """Return the parameters, with the schema of the type if it is known; the type if it is; else what is to be
-    described. Raises InvalidRequestError."""
-    if output_type is None:
-        return params, None, None
-    params, options = with_output_type(params, output_type, on_unsupported)
-    return params, options.get("output_type"), options.get("asked_type")
+__all__ = ["plain_options"]
 
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import pickle
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,12 +23,14 @@ from aengine import (
     FinishReason,
     GrammarError,
     InvalidRequestError,
+    RequestListener,
     SamplingParams,
     StructuredOutput,
     TextDelta,
     Tool,
     ToolChoice,
 )
+from aengine.engine.structured.asked_type import AskedType
 from aengine.engine.tokenizer.tokenizer import Tokenizer
 from aengine.outputs import Choice, Completion, Timings, Usage
 from aengine.remote import connect, serve_engine
@@ -441,3 +445,162 @@ async def test_what_is_too_large_is_not_sent(tmp_path: Path, monkeypatch: pytest
         with pytest.raises(GrammarError, match="larger than 1024 KiB"):
             await remote.generate("x", SamplingParams(structured_output=schema))
         monkeypatch.undo()
+
+
+class Engine(FakeAsyncLLM):
+    """An engine whose worker answers every call with its arguments."""
+
+    async def collective_rpc(self, method: str, *args: Any, timeout: float = 60.0) -> list[Any]:
+        return [method, list(args), timeout]
+
+    async def start_profile(self, folder: Any = None) -> str:
+        return str(folder)
+
+    async def stop_profile(self) -> str:
+        return "trace"
+
+
+@pytest.mark.parametrize("admin", [False, True])
+async def test_calls_that_concern_all_processes_must_be_allowed(
+    tmp_path: Path, admin: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "engine"
+    async with Engine("yes") as engine, serve_engine(engine, path, admin=admin), connect(path) as remote:
+        calls: list[tuple[Any, Any]] = [
+            (lambda: remote.collective_rpc("ping", 1, [2], timeout=3), ["ping", [1, [2]], 3]),
+            (lambda: remote.start_profile(Path("here")), str(tmp_path / "here")),
+            (lambda: remote.start_profile(), "None"),
+            (lambda: remote.stop_profile(), "trace"),
+        ]
+        for call, answer in calls:
+            if admin:
+                assert await call() == answer
+            else:
+                with pytest.raises(InvalidRequestError, match=r"serve_engine\(..., admin=True\)"):
+                    await call()
+        with pytest.raises(InvalidRequestError, match="plain data|refused"):
+            await remote.collective_rpc("ping", object())
+        assert await remote.reset_prefix_cache() == 0 and (await remote.generate("x")).text == "yes"
+
+
+async def test_the_old_name_is_that_of_the_engine(tmp_path: Path) -> None:
+    with pytest.warns(DeprecationWarning, match="AsyncLLM"):
+        from aengine.remote import RemoteEngine
+    async with both(tmp_path, "yes") as (_, remote):
+        assert isinstance(remote, RemoteEngine) and type(remote) is AsyncLLM
+    with pytest.raises(ImportError):
+        from aengine.remote import RemoteEngines  # type: ignore[attr-defined]  # noqa: F401
+
+
+async def test_what_only_the_engines_process_can_do(tmp_path: Path) -> None:
+    async with both(tmp_path, "yes") as (_, remote):
+        with pytest.raises(InvalidRequestError, match="add the listener there"):
+            remote.add_listener(RequestListener())
+        with pytest.raises(InvalidRequestError, match="own_thread"):
+            _ = remote.sync
+        with pytest.raises(TypeError, match="pickled"):
+            pickle.dumps(remote)
+        with pytest.raises(TypeError, match="argument"):
+            remote.tokenizer.encode()  # type: ignore[call-arg]
+
+        def elsewhere() -> None:
+            async def use() -> None:
+                with pytest.raises(EngineClosedError, match="another event loop"):
+                    remote.stream("x")
+                with pytest.raises(EngineClosedError, match="another event loop"):
+                    await remote.start()
+                assert remote.statistics().num_running == 0
+
+            asyncio.run(use())
+
+        await asyncio.to_thread(elsewhere)
+
+
+async def test_draining_can_be_taken_back(tmp_path: Path) -> None:
+    async with both(tmp_path, "a" * 10_000, token_delay=0.001) as (_, remote):
+        stream = remote.stream("x")
+        await stream.read()
+        draining = asyncio.create_task(remote.drain())
+        while remote.state != "draining":
+            await asyncio.sleep(0)
+        await remote.resume()
+        assert not await draining and remote.state == "running"
+        assert await remote.stream("x", SamplingParams(max_tokens=1)).wait()
+        await stream.aclose()
+
+
+@pytest.mark.parametrize("end", ["terminate", "drop", "the other side"])
+async def test_a_connection_that_has_ended_can_be_made_anew(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "engine"
+    async with FakeAsyncLLM("a" * 10_000, token_delay=0.001) as engine:
+        async with serve_engine(engine, path):
+            remote = await connect(path).start()
+            assert await remote.start() is remote
+            stream = remote.stream("x")
+            await stream.read()
+            if end == "terminate":
+                remote.terminate()
+                assert remote.state == "closed"
+            elif end == "drop":
+                with pytest.warns(ResourceWarning, match="dropped without aclose"):
+                    del remote
+                    gc.collect()
+            else:
+                await asyncio.sleep(0)
+        if end != "the other side":
+            with pytest.raises(EngineClosedError) as caught:
+                await _read_all(stream)
+            assert caught.value.completion is not None and caught.value.completion.text.startswith("a")
+        await until_idle(engine)
+        async with serve_engine(engine, path):
+            if end == "drop":
+                remote = connect(path)
+            while remote.state == "running":
+                await asyncio.sleep(0.001)
+            await asyncio.gather(remote.start(), remote.start())
+            assert (await remote.generate("x", SamplingParams(max_tokens=2))).text == "aa"
+            await remote.aclose()
+            await until_idle(engine)
+
+
+async def test_a_start_can_be_ended(tmp_path: Path) -> None:
+    remote = connect(tmp_path / "engine")
+    starting = asyncio.create_task(remote.start())
+    while remote.state != "starting":
+        await asyncio.sleep(0)
+    remote.terminate()
+    async with FakeAsyncLLM("yes") as engine, serve_engine(engine, tmp_path / "engine"):
+        with pytest.raises(EngineClosedError, match="closed while it started"):
+            await starting
+        assert remote.state == "closed"
+
+
+async def test_a_type_is_described_off_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked of the request meanwhile is sent after it, and nothing of one that has been left."""
+    gate, described = threading.Event(), AskedType.described
+
+    def slow(self: AskedType) -> Any:
+        assert gate.wait(60)
+        return described(self)
+
+    monkeypatch.setattr(AskedType, "described", slow)
+    async with both(tmp_path, '{"name": "Rome", "people": 3}') as (engine, remote):
+
+        class Town(City):
+            pass
+
+        streams = [remote.stream("x", output_type=Town) for _ in range(4)]
+        tasks = [asyncio.create_task(streams[0].wait()), asyncio.create_task(streams[1].read())]
+        chat = asyncio.create_task(remote.chat(HELLO, output_type=Town))
+        await asyncio.sleep(0)
+        await streams[2].aclose()
+        assert remote.abort(streams[3].request_id)
+        assert engine.statistics().num_requests == 0
+        gate.set()
+        whole, tokens, answer = await asyncio.gather(*tasks, chat)
+        assert whole.parsed == answer.parsed == Town(name="Rome", people=3) and tokens[0].text == "{"
+        assert (await streams[3].wait()).finish_reason is FinishReason.ABORT
+        await streams[1].aclose()
+        await until_idle(engine)
+        assert engine.statistics().num_requests == 4

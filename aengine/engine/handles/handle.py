@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..core import EngineCore
     from ..streams.chat_stream import ChatStream
     from ..streams.token_stream import TokenStream
-    from ..tokenizer.prompt import Prompt, PromptPart
+    from ..tokenizer.prompt import Prompt
     from ..tokenizer_view import TokenizerView
 
 __all__ = ["CoreHandle", "Handle"]
@@ -79,7 +79,9 @@ class Handle(Protocol):
 
 
 class CoreHandle(ABC):
-    """A handle whose engine is in this process."""
+    """A handle whose engine is in this process; its prompts may be `ChatRequest`s."""
+
+    submit: Callable[..., TokenStream]
 
     @abstractmethod
     def open_core(self) -> EngineCore:
@@ -88,18 +90,6 @@ class CoreHandle(ABC):
     @abstractmethod
     def running_core(self) -> EngineCore:
         """The core, for what may be done where this handle is used only. Raises EngineClosedError elsewhere."""
-
-    @abstractmethod
-    def submit(
-        self,
-        prompt: Prompt | PromptPart,
-        params: SamplingParams | None,
-        options: CallOptions,
-        *,
-        final_only: bool,
-        output_type: Any = None,
-    ) -> TokenStream:
-        """Begin a request, whose prompt may be a `ChatRequest`."""
 
     def submit_chat(
         self,

@@ -90,21 +90,7 @@ class ThreadHandle(ThreadLife, CoreHandle):
         *,
         final_only: bool,
         output_type: Any = None,
-    ) -> CrossThreadStream:
-        """Register a request."""
-        return self.submit_as(
-            CrossThreadStream, prompt, params, options, final_only=final_only, output_type=output_type
-        )
-
-    def submit_as(
-        self,
-        stream_class: type[S],
-        prompt: Prompt | PromptPart,
-        params: SamplingParams | None,
-        options: CallOptions,
-        *,
-        final_only: bool,
-        output_type: Any = None,
+        stream_class: type[S] = CrossThreadStream,  # type: ignore[assignment]
     ) -> S:
         """Register a request, and return a stream of this class."""
         core, thread = self._running()

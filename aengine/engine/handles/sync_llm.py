@@ -151,7 +151,11 @@ class SyncLLM(ImmediateCalls, SyncPoolingCalls):
         self._check()
         request, progress, return_exceptions = generate_options(options)
         begin = partial(
-            self._handle.submit_as, BlockingStream, options=request, final_only=True, output_type=output_type
+            self._handle.submit,
+            options=request,
+            final_only=True,
+            output_type=output_type,
+            stream_class=BlockingStream,
         )
         if not is_list_of_prompts(prompts):
             if params is not None and not isinstance(params, SamplingParams):
@@ -174,9 +178,8 @@ class SyncLLM(ImmediateCalls, SyncPoolingCalls):
         """Begin a request and return its tokens as they come. Arguments and errors as of `AsyncLLM.stream`."""
         self._check()
         request = request_options(options)
-        stream = self._handle.submit_as(
-            BlockingStream, prompt, params, request, final_only=False, output_type=output_type
-        )
+        how: Any = {"output_type": output_type, "stream_class": BlockingStream}
+        stream = self._handle.submit(prompt, params, request, final_only=False, **how)
         return TokenIterator(stream, self._check)
 
     @overload
@@ -221,7 +224,7 @@ class SyncLLM(ImmediateCalls, SyncPoolingCalls):
     ) -> ChatIterator:
         """Begin to answer chat messages. Arguments and errors as of `AsyncLLM.stream_chat`."""
         self._check()
-        core, submit = self._handle.running_core(), partial(self._handle.submit_as, BlockingStream)
+        core, submit = self._handle.running_core(), partial(self._handle.submit, stream_class=BlockingStream)
         stream = begin_chat(core, submit, messages, params, output_type, options)
         return ChatIterator(stream, self._check)
 
