@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..engine.streams.token_stream import error_for_waiter
 from ..engine.threads.pools import run_in_thread
-from ..errors import AEngineError, EngineClosedError, InternalError
+from ..errors import AEngineError, EngineClosedError
 from .mailbox import RemoteMailbox
 from .message_stream import MessageStream
 from .wire import completion_from_wire, deltas_from_wire, error_from_wire, tokens_from_wire
@@ -82,12 +82,8 @@ class Connection:
             try:
                 mailbox.output_type, shape = await run_in_thread("type", asked.described)
                 begin(params.replace(structured_output=shape))
-            except AEngineError as error:
+            except Exception as error:
                 mailbox.fail(error)
-            except Exception as bug:  # raised by the type's own hooks
-                failure = InternalError(f"the request could not be prepared: {bug!r}")
-                failure.__cause__ = bug
-                mailbox.fail(failure)
 
         task = self.loop.create_task(describe())
         self._describing.add(task)

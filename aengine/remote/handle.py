@@ -30,8 +30,7 @@ from ..telemetry.trace_context import current_trace
 from .connection import Connection
 from .mailbox import RemoteChatStream, RemoteTokenStream
 from .tokenizer import RemoteTokenizer
-from .types import plain_options
-from .wire import from_wire, params_to_wire, pooled_from_wire, to_wire
+from .wire import from_wire, params_to_wire, plain_options, pooled_from_wire, to_wire
 
 if TYPE_CHECKING:
     from ..engine.pooling.requests import PoolingRequest, PoolingResult

@@ -34,19 +34,6 @@ Ends = tuple[Sequence[str | None], Sequence[str | int | None]]
 class RemoteMailbox(Mailbox):
     """What one request gets from the engine's process. ``pending`` has tokens, or a chat's deltas."""
 
-    __slots__ = (
-        "_counts",
-        "_held",
-        "_is_asked",
-        "_num_reads",
-        "_sends",
-        "_timings",
-        "_wants_end_only",
-        "_whole",
-        "is_chat",
-        "request_id",
-    )
-
     def __init__(
         self,
         request_id: str,

@@ -14,7 +14,17 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 import msgpack
 
 from .. import errors
-from ..chat import ChatCompletion, Delta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
+from ..chat import (
+    ChatCompletion,
+    Delta,
+    ReasoningDelta,
+    TextDelta,
+    Tool,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
+    ToolChoice,
+)
 from ..engine.pooling.requests import PoolingRequest, PoolingResult
 from ..engine.streams.logprobs import Logprobs, TopLogprobs, of_columns, of_likeliest
 from ..errors import AEngineError, InternalError, InvalidRequestError
@@ -31,6 +41,7 @@ __all__ = [
     "pack",
     "params_from_wire",
     "params_to_wire",
+    "plain_options",
     "pooled_from_wire",
     "pooled_to_wire",
     "pooling_from_wire",
@@ -210,6 +221,31 @@ def params_from_wire(data: dict[str, Any]) -> SamplingParams:
     if "structured_output" in given:
         given["structured_output"] = StructuredOutput(**given["structured_output"])
     return SamplingParams(**given)
+
+
+def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a chat's options as plain data. Raises InvalidRequestError and GrammarError for tools."""
+    plain = dict(options)
+    if isinstance(tools := plain.get("tools"), list | tuple):
+        plain["tools"] = [tool if isinstance(tool, Mapping) else _definition(Tool.of(tool)) for tool in tools]
+    if isinstance(choice := plain.get("tool_choice"), ToolChoice):
+        plain["tool_choice"] = _choice(choice)
+    return plain
+
+
+def _definition(tool: Tool) -> dict[str, Any]:
+    definition = tool.for_template()
+    definition["function"]["strict"] = tool.strict
+    return definition
+
+
+def _choice(choice: ToolChoice) -> Any:
+    named = [{"type": "function", "function": {"name": name}} for name in choice.names]
+    if choice.mode == "named":
+        return named[0]
+    if named:
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": named}}
+    return choice.mode
 
 
 def error_to_wire(error: AEngineError) -> list[Any]:

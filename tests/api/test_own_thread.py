@@ -37,6 +37,7 @@ from aengine import (
 from aengine.engine.handles.local import LocalHandle
 from aengine.engine.handles.on_thread import ThreadHandle
 from aengine.engine.threads.call_queue import call_queue_of
+from aengine.remote.handle import RemoteHandle
 
 pytestmark = pytest.mark.usefixtures("no_blocking", "no_thread_left")
 
@@ -180,13 +181,14 @@ async def test_health(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
         await engine.check_health()
 
 
-def test_both_handles_have_what_an_engine_asks_of_them() -> None:
+def test_all_handles_have_what_an_engine_asks_of_them() -> None:
     source = "".join(map(inspect.getsource, AsyncLLM.__mro__[:-1]))
-    asked = set(re.findall(r"self\._handle\.(\w+)", source)) | {"core"}
+    asked = set(re.findall(r"self\._handle\.(\w+)", source))
     assert {"start", "run", "submit", "submit_chat", "statistics", "config"} < asked
-    for kind in (LocalHandle, ThreadHandle):
-        handle = kind(AsyncLLM("smollm2-135m"), EngineConfig(model="smollm2-135m"))
-        assert [name for name in asked if not hasattr(handle, name)] == []
+    config = EngineConfig(model="smollm2-135m")
+    engine = AsyncLLM(config)
+    for handle in (LocalHandle(engine, config), ThreadHandle(engine, config), RemoteHandle("path", 1.0)):
+        assert asked - set(dir(handle)) == set()
 
 
 async def test_prompts_are_the_engines_once_given(make: Make) -> None:

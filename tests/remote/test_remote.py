@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
+import aengine.remote
 from aengine import (
     AsyncLLM,
     ContextLengthError,
@@ -489,8 +490,8 @@ async def test_the_old_name_is_that_of_the_engine(tmp_path: Path) -> None:
         from aengine.remote import RemoteEngine
     async with both(tmp_path, "yes") as (_, remote):
         assert isinstance(remote, RemoteEngine) and type(remote) is AsyncLLM
-    with pytest.raises(ImportError):
-        from aengine.remote import RemoteEngines  # type: ignore[attr-defined]  # noqa: F401
+    with pytest.raises(AttributeError):
+        _ = aengine.remote.RemoteEngines  # type: ignore[attr-defined]
 
 
 async def test_what_only_the_engines_process_can_do(tmp_path: Path) -> None:

@@ -11,9 +11,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from ...limits.checks import check_num_messages
+from ...params import CallOptions, ChatOptions, SamplingParams, chat_options
+
 if TYPE_CHECKING:
     from ...config import EngineConfig
-    from ...params import CallOptions, ChatOptions, SamplingParams
     from ...telemetry.listeners import Listeners
     from ...telemetry.metrics import Statistics
     from ..core import EngineCore
@@ -97,11 +99,19 @@ class CoreHandle(ABC):
         params: SamplingParams | None,
         output_type: Any,
         options: ChatOptions,
+        **how: Any,
     ) -> ChatStream:
-        """See `AsyncLLM.stream_chat`."""
-        from .chats import begin_chat  # brings all of chats with it
+        """See `AsyncLLM.stream_chat`. ``how``: further arguments of `submit`."""
+        from ..chat.plan import ChatRequest  # brings all of chats with it
+        from ..streams.chat_stream import ChatStream
 
-        return begin_chat(self.running_core(), self.submit, messages, params, output_type, options)
+        chat, request = chat_options(options)
+        core = self.running_core()
+        core.check_accepts()
+        check_num_messages(core.limits.max_model_len, messages, chat.get("tools"))
+        params = SamplingParams() if params is None else params
+        chat |= {"messages": messages, "params": params, "output_type": output_type}
+        return ChatStream(self.submit(ChatRequest(**chat), params, request, final_only=False, **how), params)
 
     @property
     def tokenizer(self) -> TokenizerView:

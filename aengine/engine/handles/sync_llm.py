@@ -11,20 +11,8 @@ from ...params import ChatOptions, GenerateOptions, RequestOptions, SamplingPara
 from ..pooling.requests import SyncPoolingCalls
 from ..streams.cross_thread_stream import BlockingStream, run_now
 from ..threads.loop_ownership import check_may_block
+from . import calls
 from .blocking import Batch, ChatIterator, TokenIterator, is_list_of_prompts, one_each, showing
-from .calls import (
-    check_health,
-    collective_rpc,
-    drain,
-    pool,
-    positive_seconds,
-    reset_prefix_cache,
-    resume,
-    seconds,
-    start_profile,
-    stop_profile,
-)
-from .chats import begin_chat
 from .clients import CLIENTS
 from .immediate_calls import ImmediateCalls
 from .on_thread import ThreadHandle
@@ -74,18 +62,18 @@ class SyncLLM(ImmediateCalls, SyncPoolingCalls):
             drain: seconds that requests of other threads may take to end by themselves; see `AsyncLLM.aclose`.
         """
         self._check()
-        self._handle.close_and_wait(seconds("drain", drain))
+        self._handle.close_and_wait(calls.seconds("drain", drain))
 
     def drain(self, timeout: float | None = None) -> bool:
         """Take no new requests, and wait for those of other threads to end; see `AsyncLLM.drain`."""
         self._check()
-        limit = None if timeout is None else seconds("timeout", timeout)
-        return self._handle.wait(drain, limit)
+        limit = None if timeout is None else calls.seconds("timeout", timeout)
+        return self._handle.wait(calls.drain, limit)
 
     def resume(self) -> None:
         """Take new requests again after `drain`."""
         self._check()
-        self._handle.wait(resume)
+        self._handle.wait(calls.resume)
 
     def __enter__(self) -> Self:
         return self.start()
@@ -224,14 +212,13 @@ class SyncLLM(ImmediateCalls, SyncPoolingCalls):
     ) -> ChatIterator:
         """Begin to answer chat messages. Arguments and errors as of `AsyncLLM.stream_chat`."""
         self._check()
-        core, submit = self._handle.running_core(), partial(self._handle.submit, stream_class=BlockingStream)
-        stream = begin_chat(core, submit, messages, params, output_type, options)
+        stream = self._handle.submit_chat(messages, params, output_type, options, stream_class=BlockingStream)
         return ChatIterator(stream, self._check)
 
     def pool(self, request: PoolingRequest) -> PoolingResult:
         """See `AsyncLLM.pool`."""
         self._check()
-        return self._handle.wait(pool, request, self._handle.listeners.context())
+        return self._handle.wait(calls.pool, request, self._handle.listeners.context())
 
     def openai_client(self, **options: Any) -> openai.OpenAI:
         """OpenAI's own blocking client, whose calls this engine answers: no port, no other process.
@@ -253,29 +240,29 @@ class SyncLLM(ImmediateCalls, SyncPoolingCalls):
     def check_health(self, timeout: float = 10.0) -> float:
         """Check that the worker answers. Arguments and errors as of `AsyncLLM.check_health`."""
         self._check()
-        limit = positive_seconds("timeout", timeout)
-        return self._handle.wait(check_health, limit)
+        limit = calls.positive_seconds("timeout", timeout)
+        return self._handle.wait(calls.check_health, limit)
 
     def start_profile(self, folder: str | PathLike[str] | None = None) -> str:
         """See `AsyncLLM.start_profile`."""
         self._check()
-        return self._handle.wait(start_profile, folder)
+        return self._handle.wait(calls.start_profile, folder)
 
     def stop_profile(self) -> str:
         """See `AsyncLLM.stop_profile`."""
         self._check()
-        return self._handle.wait(stop_profile)
+        return self._handle.wait(calls.stop_profile)
 
     def collective_rpc(self, method: str, *args: Any, timeout: float = 60.0) -> list[Any]:
         """See `AsyncLLM.collective_rpc`."""
         self._check()
-        limit = positive_seconds("timeout", timeout)
-        return self._handle.wait(collective_rpc, method, args, limit)
+        limit = calls.positive_seconds("timeout", timeout)
+        return self._handle.wait(calls.collective_rpc, method, args, limit)
 
     def reset_prefix_cache(self) -> int:
         """See `AsyncLLM.reset_prefix_cache`."""
         self._check()
-        return self._handle.wait(reset_prefix_cache)
+        return self._handle.wait(calls.reset_prefix_cache)
 
     # -- internals
 
