@@ -346,7 +346,7 @@ BUDGETS = {
     "limits": 570,
     "remote": 1620,
     "runner": 17150,
-    "server": 5950,
+    "server": 6000,
     "telemetry": 1110,
     "testing": 800,
     "workers": 3030,
