@@ -104,8 +104,7 @@ class GrammarGate:
             grammar = request.grammar
             assert grammar is not None
             drafts = step.drafts.get(batch_idx, ()) if step.drafts else ()
-            may_draft = wants_forced and request.takes_drafts
-            jobs.append(MaskJob(grammar, grammar.take_pending(), drafts, batch_idx in step.certain, may_draft))
+            jobs.append(MaskJob(grammar, grammar.take_pending(), drafts, batch_idx in step.certain, wants_forced))
         filled = bitmasks.fill(jobs, rows)
         return Masks(step, [request for _, request in due], batch_idx_column, rows, shared is not None, filled)
 

@@ -100,13 +100,25 @@ class Verification:
         of_requests = to_device(np.stack((rows, np.cumsum(lengths) - lengths, lengths)), device)
         return cls(places, owner, rows, lengths, *of_logits.unbind(0), *of_requests.unbind(0))
 
-    def count_accepted(self, sampled: Tensor) -> Tensor:
-        """Return how many of ``sampled`` (int64 [n]) each request gets: int64 [s], at least 1."""
+    def drafts_before(self) -> tuple[Tensor, Tensor]:
+        """Return the drafts that each row of logits comes after, int64 [n, most], and which of these there are, bool
+        [n, most]."""
+        place = torch.arange(int(self.places.max()), device=self.owner.device)
+        index = self.starts.index_select(0, self.owner)[:, None] + place
+        is_before = place < self.places_device[:, None]
+        drafts = self.draft_ids[index.clamp_(max=len(self.draft_ids) - 1)]
+        return drafts.masked_fill_(~is_before, 0), is_before
+
+    def are_accepted(self, sampled: Tensor) -> Tensor:
+        """Return which of ``sampled`` (int64 [n]) are tokens that the requests get: bool [n]."""
         is_miss = (sampled != self.draft_ids).long()
         misses_before = is_miss.cumsum(0) - is_miss
         of_owner = misses_before.index_select(0, self.starts).index_select(0, self.owner)
-        counts = torch.zeros_like(self.starts)
-        return counts.index_add_(0, self.owner, (misses_before == of_owner).long())
+        return misses_before == of_owner
+
+    def count_accepted(self, sampled: Tensor) -> Tensor:
+        """Return how many of ``sampled`` (int64 [n]) each request gets: int64 [s], at least 1."""
+        return torch.zeros_like(self.starts).index_add_(0, self.owner, self.are_accepted(sampled).long())
 
 
 def _places(counts: Rows) -> tuple[Rows, Rows]:

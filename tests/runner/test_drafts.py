@@ -61,6 +61,8 @@ def make_requests(rng: random.Random) -> list[Request]:
             min_tokens=rng.choice([0, 0, min(max_tokens, 5)]),
             frequency_penalty=rng.choice([0.0, 0.0, 0.5]),
             allowed_token_ids=rng.choice([None, None, rng.sample(range(VOCAB), 20)]),
+            presence_penalty=rng.choice([0.0, 0.0, -0.5]),
+            repetition_penalty=rng.choice([1.0, 1.0, 1.3]),
             max_tokens=max_tokens,
         )
         how: dict[str, Any] = {"grammar": object()} if rng.random() < 0.4 else {}

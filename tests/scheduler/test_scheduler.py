@@ -579,21 +579,17 @@ def test_drafts_end_before_a_stop_and_before_the_last_token(proposed: list[int],
     assert (request.status is RequestStatus.DECODING) == (not kept)
 
 
-@pytest.mark.parametrize("params", [{"frequency_penalty": 0.5}, {"repetition_penalty": 1.1}, {"min_tokens": 2}])
-def test_whose_logits_depend_on_the_tokens_between_has_no_drafts(params: dict[str, float]) -> None:
+@pytest.mark.parametrize("params", [{"frequency_penalty": 0.5}, {"repetition_penalty": 1.1}, {}])
+def test_what_counts_its_tokens_has_no_certain_drafts(params: dict[str, float]) -> None:
+    """Those would be tokens of the row before they are counted."""
     scheduler = make_scheduler()
     request = make(5, max_tokens=9)
     request.params = request.params.replace(**params)
     add(scheduler, request)
-    first = step(scheduler)
-    scheduler.propose(request, [11, 12])
-    assert request.draft_token_ids == []
-    if request.params.min_tokens:  # which it has later
-        reply(scheduler, first, [11])
-        reply(scheduler, step(scheduler), [12])
-        step(scheduler)
-        scheduler.propose(request, [11, 12])
-        assert request.draft_token_ids
+    step(scheduler)
+    scheduler.propose(request, [11, 12], are_certain=True)
+    assert request.draft_token_ids == [11, 12]
+    assert request.are_drafts_certain == (not params)
 
 
 def test_an_end_within_an_answer() -> None:

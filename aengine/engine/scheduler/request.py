@@ -289,12 +289,9 @@ class Request:
         self.draft_token_ids = []
 
     @property
-    def takes_drafts(self) -> bool:
-        """Whether the sampler can serve several positions of the request in one step. It can't with penalties, which
-        depend on the tokens between the positions, nor before ``min_tokens``, which depends on their number."""
+    def has_penalties(self) -> bool:
         params = self.params
-        has_penalties = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
-        return not has_penalties and self.num_output_tokens >= params.min_tokens
+        return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
 
     @property
     def num_output_tokens(self) -> int:

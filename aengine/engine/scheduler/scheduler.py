@@ -192,11 +192,11 @@ class Scheduler:
 
         Its next step computes them too and samples after each, as far as there is room. Whatever they are, the tokens
         that it gets are those of a run without. ``are_certain``: nothing else can be sampled, so that it samples after
-        the last alone; not so while drafts in flight may be rejected, since then these may belong elsewhere. Nothing
-        happens unless it decodes and `Request.takes_drafts`, nor with a model that keeps a state, out of which a
-        rejected token could not be taken again.
+        the last alone; not so while drafts in flight may be rejected, since then these may belong elsewhere, nor
+        with penalties, which count what was sampled. Nothing happens unless it decodes, nor with a model that keeps a
+        state, out of which a rejected token could not be taken again.
         """
-        if request.status is not _DECODING or not request.takes_drafts or self.rows.kv.has_states:
+        if request.status is not _DECODING or self.rows.kv.has_states:
             return
         if len(self.rows.batches) > 1:  # the first stage would have to wait for how many were accepted
             return
@@ -206,7 +206,7 @@ class Scheduler:
         if drafts:
             request.draft_token_ids = drafts
             may_be_rejected = any(step.may_reject(request) for step in self.rows.in_flight)
-            request.are_drafts_certain = are_certain and not may_be_rejected
+            request.are_drafts_certain = are_certain and not may_be_rejected and not request.has_penalties
             self.rows.stop_decoding(request)
 
     def pause(self, request: Request) -> None:

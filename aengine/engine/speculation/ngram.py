@@ -159,7 +159,7 @@ class NGramSpeculation(Speculation):
             return True
         drafted = {step.batch[place] for step in rows.in_flight for place in step.drafts}
         for request in changed:
-            if request.status is not RequestStatus.DECODING or not request.takes_drafts:
+            if request.status is not RequestStatus.DECODING:
                 continue
             history = request.history
             if history is None:

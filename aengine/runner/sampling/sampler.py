@@ -147,12 +147,19 @@ class Sampler:
         features: list[SamplingFeature] = []
         if asks is Sampling.ANY:
             features = [one for one in self._features if one.uses[rows].any() or one.is_pending(rows)]
+        drafted = batch.drafted
         for feature in features:
-            feature.apply(logits, rows, rows_device, scalars)
+            if drafted is None:
+                feature.apply(logits, rows, rows_device, scalars)
+            else:
+                feature.apply_drafted(logits, rows, rows_device, scalars, drafted)
         self._apply_bitmasks(logits, batch)
         token_ids, checks = self._choose(logits, batch)
         for feature in features:
-            feature.commit(token_ids, rows_device, scalars)
+            if drafted is None:
+                feature.commit(token_ids, rows_device, scalars)
+            else:
+                feature.commit_drafted(token_ids, rows_device, scalars, drafted)
         logprobs = None
         if kept is not None:
             logprobs = torch.empty((1, len(rows), 1 + 2 * most), dtype=torch.int32, device=logits.device)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ....errors import InvalidRequestError
 from ....ipc.messages import NewRequest
+from ...drafts import Verification
 from ...input_batch import Rows
 from ...request_state import RequestState, Scalars
 
@@ -64,6 +65,15 @@ class SamplingFeature:
 
     def commit(self, sampled: Tensor, rows: Tensor, scalars: Scalars) -> None:
         """Note the tokens, int64 [n], that the rows (int64 [n], on the device) have got."""
+
+    def apply_drafted(
+        self, logits: Tensor, rows: Rows, rows_device: Tensor, scalars: Scalars, drafted: Verification
+    ) -> None:
+        """`apply` in a step with drafts. A feature for which it matters which tokens are before each row says how."""
+        self.apply(logits, rows, rows_device, scalars)
+
+    def commit_drafted(self, sampled: Tensor, rows: Tensor, scalars: Scalars, drafted: Verification) -> None:
+        """`commit` in a step with drafts: the rows get some of ``sampled``, those that `Verification.are_accepted`."""
 
 
 def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from ....ipc.messages import NewRequest
 from ....kernels.penalties import PenaltyInputs, apply_penalties, count_sampled, count_tokens
+from ...drafts import Verification
 from ...input_batch import Rows
 from ...lazy_zeros import lazy_zeros
 from ...request_state import RequestState, Scalars
@@ -56,6 +59,21 @@ class Penalties(SamplingFeature):
 
     def commit(self, sampled: Tensor, rows: Tensor, scalars: Scalars) -> None:
         count_sampled(sampled, self._inputs(rows, scalars))
+
+    def apply_drafted(
+        self, logits: Tensor, rows: Rows, rows_device: Tensor, scalars: Scalars, drafted: Verification
+    ) -> None:
+        assert self._counts is not None
+        counts = self._counts.index_select(0, rows_device)
+        drafts, is_before = drafted.drafts_before()
+        counts.scatter_add_(1, drafts, is_before.int())
+        each = torch.arange(len(logits), device=logits.device)
+        inputs = self._inputs(rows_device, scalars)
+        apply_penalties(logits, replace(inputs, rows=each, counts=counts))
+
+    def commit_drafted(self, sampled: Tensor, rows: Tensor, scalars: Scalars, drafted: Verification) -> None:
+        assert self._counts is not None
+        self._counts.index_put_((rows, sampled), drafted.are_accepted(sampled).int(), accumulate=True)
 
     def _inputs(self, rows: Tensor, scalars: Scalars) -> PenaltyInputs:
         assert self._counts is not None

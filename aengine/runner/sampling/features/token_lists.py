@@ -61,7 +61,12 @@ class TokenLists(SamplingFeature):
         return []
 
     def is_pending(self, rows: Rows) -> bool:
-        return bool((self._requests.num_tokens[rows] < self._banned_until[rows]).any())
+        banned_until = self._banned_until[rows]
+        if not banned_until.any():
+            return False
+        # While drafts are not settled the number of tokens is an upper bound: the device knows.
+        is_unsettled = self._requests.num_unsettled[rows] > 0
+        return bool((banned_until > np.where(is_unsettled, 0, self._requests.num_tokens[rows])).any())
 
     def apply(self, logits: Tensor, rows: Rows, rows_device: Tensor, scalars: Scalars) -> None:
         apply_lists(logits, rows_device, self._lists, scalars.num_tokens)
