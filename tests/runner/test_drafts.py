@@ -306,3 +306,13 @@ def test_a_vector_in_place_of_tokens() -> None:
     assert list(second.pooled.batch_idx) == [1] and second.token_ids[1] == -1 and second.token_ids[0] >= 0
     alone = step(new_runner(), {0: 5}, new=[request(0, [1, 2, 3, 4, 5], [0, 1], is_pooled=True)])
     assert alone.pooled.vectors() == [(0, second.pooled.values)] and list(alone.token_ids) == [-1]
+
+
+def test_what_may_not_end_yet_does_not_end_behind_rejected_drafts() -> None:
+    """Until they are settled, the host counts them; the device knows that ``min_tokens`` is not reached."""
+    runner = new_runner()
+    ends = [token_id for token_id in range(VOCAB) if token_id != 33]
+    step(runner, {0: 3}, new=[request(0, [1, 2, 3], [0, 1, 2, 3], min_tokens=6, stop_token_ids=ends)])
+    wrong = ragged_step(runner, {0: 7}, {0: [60] * 6})
+    assert list(wrong.token_ids) == [33], "of eleven tokens that the host counts five are there"
+    assert list(ragged_step(runner, {0: 1}, {}).token_ids) == [33]
