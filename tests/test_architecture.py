@@ -345,7 +345,7 @@ BUDGETS = {
     "kernels": 8500,
     "limits": 570,
     "remote": 1620,
-    "runner": 17150,
+    "runner": 17300,
     "server": 6000,
     "telemetry": 1110,
     "testing": 800,
