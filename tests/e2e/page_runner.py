@@ -52,7 +52,8 @@ def script_engines() -> None:
         def __init__(self, model: str | aengine.EngineConfig, **settings: Any) -> None:
             super().__init__(**settings)
             name = model if isinstance(model, str) else model.model
-            self.config = self.config.replace(model=name)  # a server answers for the model that the page names
+            handle: Any = self._handle
+            handle.config = self.config.replace(model=name)  # a server answers for the model that the page names
 
     class ScriptedLLM(FakeLLM):
         def __init__(self, model: str, **settings: Any) -> None:
