@@ -49,7 +49,7 @@ ROOMS: dict[str, set[str]] = {
     "engine.streams": LEAVES | STREAM_ROOMS,
     "engine": HOST | {"ipc", "checkpoint"},
     "engine.pooling.requests": LEAVES,
-    "engine.pooling": HOST,
+    "engine.pooling": HOST | {"ipc.messages"},
     "engine.handles": HOST | {"engine.pooling"},
     "async_llm": HOST | {"engine.pooling", "engine.handles"},
     "llm": LEAVES | {"async_llm", "engine.handles", "engine.threads"},

@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import Context
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ..errors import AEngineError, DeadlineExceededError, InternalError, InvalidRequestError
+from ..ipc.messages import Extras
 from ..outputs import FinishReason, RequestEnd
 from ..params import CallOptions, SamplingParams
 from ..telemetry.metrics import Counters
@@ -40,14 +41,14 @@ from .threads.pools import ThreadPool
 from .tokenizer.prompt import Prompt, PromptPart, TokensPart, part_of
 from .tokenizer.tokenizer import Tokenizer
 from .unread import UnreadWatch
-from .user_request import Limits, Phase, PooledText, Prepared, UserRequest, check_request
+from .user_request import Limits, Phase, Prepared, UserRequest, check_request
 
 if TYPE_CHECKING:
     from .structured.output_type import OutputType
 
 __all__ = ["Admission"]
 
-_POOLED = SamplingParams(max_tokens=1, detokenize=False, seed=0)
+_FOR_A_RESULT = SamplingParams(max_tokens=1, detokenize=False, seed=0)
 _UNSCHEDULED = (RequestStatus.NEW, RequestStatus.WAITING, RequestStatus.HELD)
 
 
@@ -160,10 +161,18 @@ class Admission:
         self._register(request, "chat" if part.kind in ("chat", "messages") else "completion", context)
         return request
 
-    def submit_pooled(
-        self, text: PooledText, buffer: Buffer, *, priority: int, cache_salt: str | None, context: Context | None
+    def submit_for_result(
+        self,
+        token_ids: Sequence[int],
+        extras: Extras,
+        buffer: Buffer,
+        *,
+        priority: int,
+        cache_salt: str | None,
+        context: Context | None,
     ) -> UserRequest:
-        """Register a text, whose options are checked, for a vector, which ``buffer`` is told of as of any end.
+        """Register a prompt, whose options are checked, for one result in place of tokens; ``buffer`` is told of it as
+        of any end. ``extras`` say what it is to be.
 
         Raises:
             EngineOverloadedError: the queue is full and admission is "error".
@@ -180,13 +189,14 @@ class Admission:
         )
         request = UserRequest(
             request_id=request_id,
-            prompt=TokensPart(text.token_ids),
-            params=_POOLED,
+            prompt=TokensPart(token_ids),
+            params=_FOR_A_RESULT,
             priority=priority,
             cache_salt=(cache_salt or "").encode(),
             arrival_time=self._loop.time(),
             mailbox=mailbox,
-            pooled=text,
+            samples=False,
+            extras=extras,
         )
         self._register(request, "embedding", context)
         return request
@@ -272,8 +282,7 @@ class Admission:
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos or grammar is not None:  # past its end a grammar allows nothing else
             stop_ids |= limits.eos_token_ids
-        pooled = request.pooled
-        room = limits.max_model_len - len(ids) if pooled is None else 1
+        room = limits.max_model_len - len(ids) if request.samples else 1
         max_num_tokens = len(ids) + (room if params.max_tokens is None else min(room, params.max_tokens))
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
         mailbox.stop_token_ids = frozenset(params.stop_token_ids)
@@ -293,7 +302,7 @@ class Admission:
                     after=() if prepared.begins_text else ids,
                 )
                 choice.begin(detokenizer)
-        prompt, extras = PromptTokens(ids), extras_of(params, prepared.bad_words)
+        prompt, extras = PromptTokens(ids), request.extras | extras_of(params, prepared.bad_words)
         request.requests = [
             Request(
                 request.request_id,
@@ -308,9 +317,7 @@ class Admission:
                 cache_key=CacheKey(request.cache_salt),
                 sink=choice,
                 grammar=None if grammar is None else RequestGrammar(grammar),
-                is_pooled=pooled is not None,
-                pooled_token_ids=() if pooled is None else pooled.pooled_token_ids,
-                num_first_tokens=0 if pooled is None else pooled.num_first_tokens,
+                samples=request.samples,
                 extras=extras,
             )
             for i, choice in enumerate(mailbox.choices)

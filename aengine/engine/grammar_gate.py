@@ -26,8 +26,8 @@ __all__ = ["ALWAYS", "IN_SMALL_BATCHES", "Forcing", "GrammarGate", "Masks"]
 
 
 _LONG_FILLING = 0.05
-"""Seconds for which other replicas' steps wait for a bitmask; then their rounds begin without the step behind it, as
-many as may be in flight."""
+"""Seconds for which other step loops wait for a bitmask, where they compute steps together; then they go on without the
+step behind it, as many steps as may be in flight."""
 
 
 class Forcing(NamedTuple):

@@ -272,7 +272,7 @@ class StepLoop:
         What the worker waits for goes first: readers wait a millisecond longer.
         """
         step = self.scheduler.oldest_step
-        sampled, failed, pooled, num_rows, begun = self.scheduler.update(output)
+        sampled, failed, results, num_rows, begun = self.scheduler.update(output)
         if output.seconds and step is not None and step.num_prompt_tokens and not step.is_gated:
             self._step_time.learn(step.num_tokens, output.seconds)
         self._speculation.note_tokens(sampled)
@@ -281,8 +281,8 @@ class StepLoop:
         begun.clear()  # an idle engine must hold no request
         for request, error in failed:
             request.sink.fail(request_error(error))
-        for request, vector in pooled:
-            request.sink.put_vector(vector)
+        for request, result in results:
+            request.sink.put_result(result)
         masks: Masks | None = None
         failure: EngineError | None = None  # raised at the end: these tokens are known, and not sampled again
         if self.scheduler.num_constrained:

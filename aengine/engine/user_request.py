@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..checkpoint.sampling_defaults import SamplingDefaults
 from ..errors import InvalidRequestError
+from ..ipc.messages import Extras
 from ..params import CallOptions, SamplingParams, StructuredOutput, check_options, check_params
 from .scheduler.request import Request
 from .streams.token_stream import Mailbox
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from .replicas.replica import Replica
     from .structured.backend import Compiled
 
-__all__ = ["Limits", "Phase", "PooledText", "Prepared", "UserRequest", "check_request"]
+__all__ = ["Limits", "Phase", "Prepared", "UserRequest", "check_request"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +38,6 @@ class Limits:
     tasks: frozenset[str] = frozenset({"generate"})
     """What the model does: "generate", "embed", "classify"."""
     is_encoder: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class PooledText:
-    """A text that gets a vector: its tokens, and the other fields of `NewRequest` for it."""
-
-    token_ids: Sequence[int]
-    num_first_tokens: int = 0
-    pooled_token_ids: tuple[int, ...] = ()
 
 
 class Phase(Enum):
@@ -71,7 +63,8 @@ class UserRequest:
     mailbox: Mailbox
     constraint: StructuredOutput | None = None  # constraint of a completion; the one of a chat is part of its plan
     asked_type: AskedType | None = None  # a type that is yet to be described, and then becomes the constraint
-    pooled: PooledText | None = None  # given for a request that gets a vector: its prompt is the tokens of this text
+    samples: bool = True  # False: it gets one result in place of tokens
+    extras: Extras = field(default_factory=dict)  # see `NewRequest`, beside those of ``params``
     phase: Phase = Phase.HELD
     preparing: asyncio.Task[None] | None = None
     requests: list[Request] = field(default_factory=list)  # one for each of the n completions

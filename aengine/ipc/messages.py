@@ -56,7 +56,7 @@ __all__ = [
     "MessageError",
     "ModelRunnerOutput",
     "NewRequest",
-    "PooledColumns",
+    "ResultColumns",
     "RowError",
     "SchedulerOutput",
     "int32",
@@ -171,13 +171,10 @@ class NewRequest:
     logprobs: int = -1  # alternatives reported for each token beside the sampled one; -1: no log-probabilities
     min_tokens: int = 0
     max_num_tokens: int = 2**31 - 1  # most tokens of prompt and completion together
-    is_pooled: bool = False  # the request gets a vector of its prompt in place of tokens
-    num_first_tokens: int = 0  # leading tokens that belong to the first of two texts; 0: there is one text
     stop_token_ids: array[int] = field(default_factory=int32)  # ids that end the completion; banned before min_tokens
     block_spans: array[int] = field(default_factory=int32)
     """int32 [2 * num_groups], a pair for each KV group: how many leading blocks of its table are left out, as they are
     before the window, and how many of ``block_ids`` follow. Empty: one group, and all its blocks."""
-    pooled_token_ids: array[int] = field(default_factory=int32)  # the vector is these ids' logits, if any are given
     extras: Extras = field(default_factory=dict)
 
 
@@ -249,15 +246,15 @@ class LogprobColumns:
 
 
 @dataclass(slots=True)
-class PooledColumns:
-    """The vectors of the requests that get one rather than tokens. m of them."""
+class ResultColumns:
+    """The results of the m requests that end with one, rather than get tokens."""
 
     batch_idx: array[int]  # [m] position of each request in the batch
-    sizes: array[int]  # [m] numbers in each vector
-    values: array[float]  # [sum(sizes)] the vectors, one after the other
+    sizes: array[int]  # [m] numbers in each result
+    values: array[float]  # [sum(sizes)] the results, one after the other
 
-    def vectors(self) -> list[tuple[int, array[float]]]:
-        """(batch position, vector) of each."""
+    def items(self) -> list[tuple[int, array[float]]]:
+        """(batch position, result) of each."""
         found, end = [], 0
         for i, size in zip(self.batch_idx, self.sizes, strict=True):
             begin, end = end, end + size
@@ -285,7 +282,7 @@ class ModelRunnerOutput:
     answered_at: float = 0.0  # when the worker sent it, in seconds of CLOCK_MONOTONIC, which both processes share
     seconds: float = 0.0  # seconds that the device took for the step; 0: not measured
     counts: array[int] | None = None  # [num_reqs] tokens of each request in a step with drafts; None: one, or -1
-    pooled: PooledColumns | None = None
+    results: ResultColumns | None = None
 
     def num_tokens(self) -> Sequence[int]:
         """[num_reqs]: how many tokens each got."""
@@ -336,8 +333,8 @@ def pack(message: object) -> bytes:
                 o.seconds,
                 None if o.counts is None else o.counts.tobytes(),
                 None
-                if o.pooled is None
-                else [c.tobytes() for c in (o.pooled.batch_idx, o.pooled.sizes, o.pooled.values)],
+                if o.results is None
+                else [c.tobytes() for c in (o.results.batch_idx, o.results.sizes, o.results.values)],
             )
         )
     if type(message) is GrammarOutput:
@@ -383,11 +380,9 @@ def _new_request(r: NewRequest) -> tuple[Any, ...]:
         r.logprobs,
         r.min_tokens,
         r.max_num_tokens,
-        r.is_pooled,
-        r.num_first_tokens,
     )
     tokens, blocks, stops = r.token_ids.tobytes(), r.block_ids.tobytes(), r.stop_token_ids.tobytes()
-    return numbers, tokens, blocks, stops, r.block_spans.tobytes(), r.pooled_token_ids.tobytes(), r.extras
+    return numbers, tokens, blocks, stops, r.block_spans.tobytes(), r.extras
 
 
 def _step(data: Any) -> SchedulerOutput:
@@ -442,7 +437,7 @@ def _request(data: Any) -> NewRequest:
 
 
 def _output(data: Any) -> ModelRunnerOutput:
-    step_id, ids, logprobs, errors, answered_at, seconds, counts, pooled = data
+    step_id, ids, logprobs, errors, answered_at, seconds, counts, results = data
     if not math.isfinite(_float(answered_at)):
         raise MessageError(f"answered_at={answered_at}")
     if not 0 <= _float(seconds) < math.inf:
@@ -455,13 +450,13 @@ def _output(data: Any) -> ModelRunnerOutput:
         output.counts = _ints(counts)
         if min(output.counts, default=0) < 0 or sum(output.counts) != len(token_ids):
             raise MessageError(f"step {step_id}: counts that do not fit the tokens")
-    if pooled is not None:
-        output.pooled = PooledColumns(_ints(pooled[0]), _ints(pooled[1]), _floats(pooled[2]))
-        sizes = output.pooled.sizes
-        if len(output.pooled.batch_idx) != len(sizes) or sum(sizes) != len(output.pooled.values):
-            raise MessageError(f"step {step_id}: pooled vectors that do not fit their sizes")
+    if results is not None:
+        output.results = ResultColumns(_ints(results[0]), _ints(results[1]), _floats(results[2]))
+        sizes = output.results.sizes
+        if len(output.results.batch_idx) != len(sizes) or sum(sizes) != len(output.results.values):
+            raise MessageError(f"step {step_id}: results that do not fit their sizes")
         if min(sizes, default=0) < 0:
-            raise MessageError(f"step {step_id}: pooled vectors that do not fit their sizes")
+            raise MessageError(f"step {step_id}: results that do not fit their sizes")
     return output
 
 
@@ -557,7 +552,7 @@ _CHECKS = {
     Kind.JOIN: _join,
     Kind.REVOKED: _revoked,
 }
-_NUMBERS = struct.Struct("<3i2didq3d3i?i")
+_NUMBERS = struct.Struct("<3i2didq3d3i")
 """The fields of NewRequest that are numbers, in its order."""
 _MOST_EXTRAS = 64
 

@@ -166,7 +166,8 @@ class ModelRunner:
         self._exchange.attach(self.requests, has_graphs=bool(graph_sizes))
         self.samples = self._exchange.samples  # whether this rank has the head, and samples
         self.tables = BlockTables(self._arena, num_blocks=num_blocks, groups=kv_groups)
-        self._side_outputs = DecoderPooling(model, self.requests, vectors or VectorLayers("last"))
+        self._side_outputs = DecoderPooling(model, self.requests, vectors or VectorLayers("last"), vocab_size)
+        self._extras = EXTRAS | {self._side_outputs.extra}  # the names of the extras that some feature reads
         self._bitmasks = HostBitmasks(4 * ((vocab_size + 31) // 32))
         vocabulary = vocabulary or Vocabulary(VocabularyShare.of(vocab_size, 0, 1), ALONE)
         self.num_logits = vocabulary.share_size  # logits of each row on this rank
@@ -417,10 +418,10 @@ class ModelRunner:
                 sampler.remove_request(row)
             self._row_faults.pop(row, None)
         for request in out.new_requests:
-            fault = _check_request(request, self.vocab_size)
+            fault = _check_request(request, self.vocab_size, self._extras)
             self.requests.add_request(request)
             self._exchange.add_request(request.req_idx)
-            self._side_outputs.add_request(request)
+            fault = self._side_outputs.add_request(request) or fault
             if sampler is not None:
                 fault = sampler.add_request(request) or fault
             if fault is not None:
@@ -445,7 +446,7 @@ def _errors_of(plan: BatchPlan, faults: Mapping[int, tuple[str, str]]) -> dict[i
     return {i: RowError(i, *fault) for i, fault in places if fault is not None}
 
 
-def _check_request(request: NewRequest, vocab_size: int) -> tuple[str, str] | None:
+def _check_request(request: NewRequest, vocab_size: int, extras: frozenset[str]) -> tuple[str, str] | None:
     """Return the type and message of the fault of the request's token ids, which are then replaced by valid ones, or of
     its extras; None if there is none.
 
@@ -459,6 +460,6 @@ def _check_request(request: NewRequest, vocab_size: int) -> tuple[str, str] | No
                 request.token_ids[i] = 0
         known = f"this model's are 0 to {vocab_size - 1}"
         return "InvalidRequestError", f"the prompt has token id {wrong}, but {known}"
-    for name in request.extras.keys() - EXTRAS:
+    for name in request.extras.keys() - extras:
         return "InternalError", f"the request has {name:.80}, which no feature of this worker reads"
     return None

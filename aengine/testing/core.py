@@ -62,7 +62,7 @@ class ScriptedAdmission(Admission):
 
     def _begin(self, request: UserRequest, turn: asyncio.Future[None] | None) -> None:
         has_tools = isinstance(request.prompt, ChatRequest) and bool(request.prompt.tools)
-        if request.pooled is not None:
+        if not request.samples:
             super()._begin(request, turn)
         elif turn is None and not has_tools and not self._late:
             self._begin_after(request, ())

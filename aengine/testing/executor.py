@@ -19,7 +19,7 @@ from ..ipc.messages import (
     LogprobColumns,
     ModelRunnerOutput,
     NewRequest,
-    PooledColumns,
+    ResultColumns,
     RowError,
     SchedulerOutput,
     float32,
@@ -158,9 +158,9 @@ class ScriptedExecutor:
         return sampling
 
     def _new_row(self, new: NewRequest) -> Row:
-        if new.is_pooled:
+        if "pooling" in new.extras:
             self._pooled[new.req_idx] = _vector_of(new.token_ids)
-        line = _NO_LINE if new.is_pooled else self.script.lines[new.seed]
+        line = _NO_LINE if "pooling" in new.extras else self.script.lines[new.seed]
         return Row(line, new.num_prompt_tokens, len(new.token_ids), new.num_computed_tokens, new.logprobs)
 
     def bitmask(self, num_bytes: int) -> None:
@@ -203,7 +203,7 @@ class ScriptedExecutor:
         answer.logprobs = _logprobs(out, tokens, self._rows)
         if pooled:
             values = float32(x for i in pooled for x in self._pooled[out.req_idx[i]])
-            answer.pooled = PooledColumns(int32(pooled), int32([VECTOR_SIZE] * len(pooled)), values)
+            answer.results = ResultColumns(int32(pooled), int32([VECTOR_SIZE] * len(pooled)), values)
         loop = asyncio.get_running_loop()
         self._busy_until = max(self._busy_until, loop.time()) + self._token_delay
         if self._token_delay:

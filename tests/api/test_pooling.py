@@ -27,7 +27,7 @@ from aengine import (
     SamplingParams,
 )
 from aengine.checkpoint.pooling import PoolingConfig
-from aengine.ipc.messages import ModelRunnerOutput, NewRequest, PooledColumns, SchedulerOutput, float32, int32
+from aengine.ipc.messages import ModelRunnerOutput, NewRequest, ResultColumns, SchedulerOutput, float32, int32
 
 Make = Callable[..., AsyncLLM]
 pytestmark = pytest.mark.usefixtures("no_blocking", "no_thread_left")
@@ -48,12 +48,12 @@ class PoolingExecutor(FakeExecutor):
         return super()._begin(out)
 
     def say(self, out: SchedulerOutput, due: list[bool], masks: dict[int, list[list[int]]]) -> ModelRunnerOutput:
-        pooled = [self.new[row].is_pooled for row in out.req_idx]
+        pooled = ["pooling" in self.new[row].extras for row in out.req_idx]
         answer = super().say(out, [is_due and not p for is_due, p in zip(due, pooled, strict=True)], masks)
         own = [i for i, p in enumerate(pooled) if p and due[i]]
         values = [vector_of(list(self.new[out.req_idx[i]].token_ids)) for i in own]
         if own:
-            answer.pooled = PooledColumns(int32(own), int32([3] * len(own)), float32(x for v in values for x in v))
+            answer.results = ResultColumns(int32(own), int32([3] * len(own)), float32(x for v in values for x in v))
         return answer
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gpu_models import DEVICE, Batch, Checkpoint, make_runner
-from runner_fakes import request
+from runner_fakes import POOLED, request
 from test_encoders import VARIANTS, expected_mean, load, some_texts, vectors, write
 
 pytestmark = pytest.mark.gpu
@@ -71,21 +71,21 @@ def test_vectors_of_a_decoder(checkpoint: Callable[..., Checkpoint], pooling: st
     blocks = sum(batch._widths)
 
     def new(row: int, text: list[int]) -> object:
-        return request(row, text, range(row * blocks, (row + 1) * blocks), is_pooled=True)
+        return request(row, text, range(row * blocks, (row + 1) * blocks), extras=POOLED)
 
     rows = [1, 2, 3, 4]
     batch.start([[5, 6, 7]])
     requests = [new(row, text) for row, text in zip(rows, texts, strict=True)]
     first, _ = batch._step([0, *rows], [1, 20, 1, 20, 9], new_requests=requests)
     last, _ = batch._step([0, 1, 3], [1, 1, 20])
-    assert first.pooled is not None and last.pooled is not None
-    found = {rows[i - 1]: vector for i, vector in first.pooled.vectors()}
-    found |= {(1, 3)[i - 1]: vector for i, vector in last.pooled.vectors()}
+    assert first.results is not None and last.results is not None
+    found = {rows[i - 1]: vector for i, vector in first.results.items()}
+    found |= {(1, 3)[i - 1]: vector for i, vector in last.results.items()}
     batch.end([0, *rows])
     for row, wanted in zip(rows, expected, strict=True):
         np.testing.assert_allclose(found[row], wanted, rtol=0, atol=1e-4)
     for i, (text, wanted) in enumerate(zip(texts, expected, strict=True)):
         alone, _ = batch._step([i], [len(text)], new_requests=[new(i, text)])
-        assert alone.pooled is not None and list(alone.token_ids) == [-1]
-        np.testing.assert_allclose(alone.pooled.vectors()[0][1], wanted, rtol=0, atol=1e-4)
+        assert alone.results is not None and list(alone.token_ids) == [-1]
+        np.testing.assert_allclose(alone.results.items()[0][1], wanted, rtol=0, atol=1e-4)
         batch.end([i])

@@ -36,7 +36,14 @@ def vectors(model: LocalModel, prompts: list[list[int]]) -> np.ndarray:
     runner, _ = model.allocate({name: model.offer[name] for name in ("num_blocks", "max_model_len")})
     blocks = -(-max(map(len, prompts)) // 4)
     new = [
-        NewRequest(i, int32(ids), len(ids), 0, int32(range(1 + i * blocks, 1 + (i + 1) * blocks)), is_pooled=True)
+        NewRequest(
+            i,
+            int32(ids),
+            len(ids),
+            0,
+            int32(range(1 + i * blocks, 1 + (i + 1) * blocks)),
+            extras={"pooling": [b"", bytes(4)]},
+        )
         for i, ids in enumerate(prompts)
     ]
     rows = int32(range(len(prompts)))
@@ -44,8 +51,8 @@ def vectors(model: LocalModel, prompts: list[list[int]]) -> np.ndarray:
         SchedulerOutput(1, new_requests=new, req_idx=rows, num_scheduled_tokens=int32(map(len, prompts)))
     )
     output = runner.sample_tokens(None).get()
-    assert not output.errors and output.pooled is not None
-    found = dict(output.pooled.vectors())
+    assert not output.errors and output.results is not None
+    found = dict(output.results.items())
     return np.array([found[i] for i in range(len(prompts))])
 
 

@@ -100,7 +100,14 @@ def vectors(model: LoadedEncoder, texts: list[list[int]], first: list[int] | Non
     """What the runner answers for the texts of one step."""
     runner, _ = model.allocate(model.offer)
     new = [
-        NewRequest(i, int32(ids), len(ids), 0, int32(), is_pooled=True, num_first_tokens=first[i] if first else 0)
+        NewRequest(
+            i,
+            int32(ids),
+            len(ids),
+            0,
+            int32(),
+            extras={"pooling": [b"", int32([first[i] if first else 0]).tobytes()]},
+        )
         for i, ids in enumerate(texts)
     ]
     rows = int32(range(len(texts)))
@@ -109,8 +116,8 @@ def vectors(model: LoadedEncoder, texts: list[list[int]], first: list[int] | Non
     )
     output = runner.sample_tokens(None).get()
     assert not output.errors and list(output.token_ids) == [-1] * len(texts)
-    assert output.pooled is not None
-    found = dict(output.pooled.vectors())
+    assert output.results is not None
+    found = dict(output.results.items())
     return np.array([found[i] for i in range(len(texts))])
 
 

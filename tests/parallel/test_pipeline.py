@@ -135,7 +135,7 @@ def run(setups: list[RunnerSetup], requests: list[Request], seed: int) -> list[l
         max_model_len=MAX_LEN,
         max_in_flight_steps=depth,
         vocab_size=setups[0].model_config.vocab_size,
-        num_micro_batches=len(setups),
+        num_batches=len(setups),
     )
     waiting, answers, gone = deque(requests), deque[Any](), requests[4]
     while waiting or answers or scheduler.num_running or scheduler.num_waiting:

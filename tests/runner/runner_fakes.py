@@ -132,6 +132,10 @@ class ConstantModel:
         return self.logits.expand(len(hidden), -1).clone()
 
 
+POOLED = {"pooling": [b"", bytes(4)]}
+"""The extras of a request that gets a vector."""
+
+
 def make_runner(model: FakeModel | ConstantModel, vocab_size: int, **limits: Any) -> ModelRunner:
     settings = {"max_num_seqs": 8, "max_model_len": 64, "num_blocks": 40, "block_size": 4, **limits}
     groups = [KVCacheGroup("full", settings.pop("block_size"))]
@@ -142,7 +146,8 @@ def request(row: int, token_ids: Sequence[int], blocks: Sequence[int], **fields:
     if "stop_token_ids" in fields:
         fields["stop_token_ids"] = int32(fields["stop_token_ids"])
     asked = {name: fields.pop(name) for name in ("logit_bias", "allowed_token_ids") if name in fields}
-    fields["extras"] = extras_of(SamplingParams(**asked), fields.pop("bad_words", ()))  # these as sequences of tokens
+    of_sampling = extras_of(SamplingParams(**asked), fields.pop("bad_words", ()))  # these as sequences of tokens
+    fields["extras"] = fields.get("extras", {}) | of_sampling
     values = {"num_prompt_tokens": len(token_ids), "num_computed_tokens": 0, "temperature": 0.0, **fields}
     return NewRequest(req_idx=row, token_ids=int32(token_ids), block_ids=int32(blocks), **values)
 

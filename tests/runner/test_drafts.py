@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runner_fakes import FakeModel, make_runner, request, step
+from runner_fakes import POOLED, FakeModel, make_runner, request, step
 from scheduler_invariants import check_scheduler
 
 from aengine.engine.sampling_extras import extras_of
@@ -299,13 +299,13 @@ def test_nan_after_a_rejected_draft_harms_nobody() -> None:
 def test_a_vector_in_place_of_tokens() -> None:
     """In chunks, beside others; the last hidden state of the prompt."""
     runner = new_runner()
-    new = [request(0, [1, 2, 3, 4, 5], [0, 1], is_pooled=True), request(1, [5, 6], [2, 3])]
+    new = [request(0, [1, 2, 3, 4, 5], [0, 1], extras=POOLED), request(1, [5, 6], [2, 3])]
     first = step(runner, {0: 3, 1: 2}, new=new)
-    assert first.pooled is None and first.token_ids[0] == -1
+    assert first.results is None and first.token_ids[0] == -1
     second = step(runner, {1: 1, 0: 2})
-    assert list(second.pooled.batch_idx) == [1] and second.token_ids[1] == -1 and second.token_ids[0] >= 0
-    alone = step(new_runner(), {0: 5}, new=[request(0, [1, 2, 3, 4, 5], [0, 1], is_pooled=True)])
-    assert alone.pooled.vectors() == [(0, second.pooled.values)] and list(alone.token_ids) == [-1]
+    assert list(second.results.batch_idx) == [1] and second.token_ids[1] == -1 and second.token_ids[0] >= 0
+    alone = step(new_runner(), {0: 5}, new=[request(0, [1, 2, 3, 4, 5], [0, 1], extras=POOLED)])
+    assert alone.results.items() == [(0, second.results.values)] and list(alone.token_ids) == [-1]
 
 
 def test_what_may_not_end_yet_does_not_end_behind_rejected_drafts() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runner_fakes import ConstantModel, FakeModel, expected_logits, make_runner, request, step
+from runner_fakes import POOLED, ConstantModel, FakeModel, expected_logits, make_runner, request, step
 
 from aengine.errors import InternalError
 from aengine.ipc.messages import GrammarOutput, SchedulerOutput, int32
@@ -204,6 +204,8 @@ def test_invalid_token_ids_fail_their_request_only() -> None:
         ({"bad_words": [int32([2, 1]).tobytes(), int32([1, 2]).tobytes()]}, "2 tokens, which are not 2 sequences"),
         ({"bad_words": [int32([33]).tobytes(), int32(range(33)).tobytes()]}, "33 tokens, which are not"),
         ({"bad_words": [b"", b""]}, "0 tokens, which are not 0"),
+        ({"pooling": [b"", bytes(8)]}, "2 numbers instead of 1"),
+        ({"pooling": [bytes(3) + b"1", bytes(4)]}, "names token id"),
     ],
 )
 def test_extras_that_no_feature_can_read_fail_their_request_only(extras: dict[str, list[bytes]], text: str) -> None:
@@ -400,16 +402,15 @@ def test_a_step_that_is_tried_again_counts_its_tokens_once(failures: int) -> Non
 
     model = Tight(50, 40, 4)
     runner = make_runner(model, 50, vectors=VectorLayers("mean"))
-    pooled = request(0, list(range(1, 11)), [0, 1, 2])
-    pooled.is_pooled = True
+    pooled = request(0, list(range(1, 11)), [0, 1, 2], extras=POOLED)
     step(runner, {0: 4}, new=[pooled])
     model.failures = failures
     answer = step(runner, {0: 6, 1: 3}, new=[request(1, [7, 8, 9], [5])])
     if failures == 2:
-        assert [error.batch_idx for error in answer.errors] == [0, 1] and not answer.pooled
+        assert [error.batch_idx for error in answer.errors] == [0, 1] and not answer.results
         return
-    assert answer.pooled is not None and not answer.errors
-    vector = dict(answer.pooled.vectors())[0]
+    assert answer.results is not None and not answer.errors
+    vector = dict(answer.results.items())[0]
     assert vector[1] == 5.5, "the mean of the ids from 1 to 10"
 
 

@@ -13,7 +13,7 @@ from scheduler_invariants import check_scheduler
 from aengine.engine.scheduler.request import CacheKey, Request, RequestStatus
 from aengine.engine.scheduler.scheduler import Scheduler, StepResult
 from aengine.errors import InternalError
-from aengine.ipc.messages import KVCacheGroup, ModelRunnerOutput, PooledColumns, RowError, SchedulerOutput, int32
+from aengine.ipc.messages import KVCacheGroup, ModelRunnerOutput, ResultColumns, RowError, SchedulerOutput, int32
 from aengine.outputs import FinishReason
 from aengine.params import SamplingParams
 
@@ -665,17 +665,17 @@ def test_a_row_that_is_left_is_not_settled() -> None:
     assert not third.settled_rows and list(third.removed) == [0]
 
 
-def test_a_request_without_tokens_ends_with_its_vector() -> None:
+def test_a_request_without_tokens_ends_with_its_result() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=4)
-    request = make(6, max_tokens=1, is_pooled=True)
+    request = make(6, max_tokens=1, samples=False)
     other = make(2, max_tokens=3, name="other")
     add(scheduler, request, other)
     first, second = step(scheduler), step(scheduler)
-    assert first.new_requests[0].is_pooled and list(second.num_scheduled_tokens) == [2, 2]
+    assert list(second.num_scheduled_tokens) == [2, 2]
     reply(scheduler, first, [-1])
-    column = PooledColumns(int32([0]), int32([2]), array("f", [1.0, 2.0]))
-    result = scheduler.update(ModelRunnerOutput(second.step_id, int32([-1, 7]), pooled=column))
-    assert result.pooled == [(request, array("f", [1.0, 2.0]))] and request.output_token_ids == []
+    column = ResultColumns(int32([0]), int32([2]), array("f", [1.0, 2.0]))
+    result = scheduler.update(ModelRunnerOutput(second.step_id, int32([-1, 7]), results=column))
+    assert result.results == [(request, array("f", [1.0, 2.0]))] and request.output_token_ids == []
     assert request.finish_reason is FinishReason.STOP and [r for r, *_ in result.sampled] == [other]
     third = step(scheduler)
     assert list(third.req_idx) == [other.req_idx] and list(third.removed) == [0]
@@ -706,7 +706,7 @@ def test_a_paused_request_keeps_its_row_and_is_in_no_step() -> None:
 
 
 def test_micro_batches_take_turns_with_equal_shares_of_a_burst() -> None:
-    scheduler = make_scheduler(num_micro_batches=2, max_in_flight_steps=3)
+    scheduler = make_scheduler(num_batches=2, max_in_flight_steps=3)
     requests = [make(3, name=str(i)) for i in range(5)]
     add(scheduler, *requests)
     batches = [{r.request_id for r in scheduler.newest_step.batch} for _ in range(3) if step(scheduler)]
@@ -714,7 +714,7 @@ def test_micro_batches_take_turns_with_equal_shares_of_a_burst() -> None:
 
 
 def test_a_micro_batch_with_nothing_to_do_is_passed_over() -> None:
-    scheduler = make_scheduler(num_micro_batches=3, max_in_flight_steps=4)
+    scheduler = make_scheduler(num_batches=3, max_in_flight_steps=4)
     one = make(3)
     add(scheduler, one)
     for _ in range(4):

@@ -52,7 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         least_awaited=st.sampled_from([1, 5, 128]),
         prompt_limit=st.sampled_from([None, 1, 6]),
         state_interval=st.sampled_from([1, 5, 256]),
-        num_micro_batches=st.sampled_from([1, 1, 2, 3]),
+        num_batches=st.sampled_from([1, 1, 2, 3]),
     )
     def start(
         self,
@@ -66,7 +66,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         least_awaited: int,
         prompt_limit: int | None,
         state_interval: int,
-        num_micro_batches: int,
+        num_batches: int,
     ) -> None:
         self.interval_before = kv_cache_manager.STATE_INTERVAL
         kv_cache_manager.STATE_INTERVAL = state_interval
@@ -80,7 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             enable_prefix_caching=caching,
             least_awaited_prefix=least_awaited,
             prompt_limit=lambda num_decoding, num_left: prompt_limit,
-            num_micro_batches=num_micro_batches,
+            num_batches=num_batches,
         )
         self.clock = 0.0
 

@@ -13,11 +13,13 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import Context
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...errors import ContextLengthError, DeadlineExceededError, InvalidRequestError, RequestError
+from ...ipc.messages import Extras, int32
 from ...limits.bounds import LONG_TEXT
 from ...outputs import Usage
 from ...params import CallOptions, check_options, shown
@@ -27,7 +29,7 @@ from ..threads.pools import run_in_thread
 from ..threads.yield_gil import yield_gil
 from ..tokenizer.pooled_texts import YesNoPrompt, encode_pairs, encode_texts
 from ..tokenizer.tokenizer import Tokenizer
-from ..user_request import PooledText, UserRequest
+from ..user_request import UserRequest
 from .requests import PoolingRequest, PoolingResult
 
 T = TypeVar("T")
@@ -180,6 +182,22 @@ def _prompt_of(core: EngineCore, request: PoolingRequest) -> str:
         message = f"prompt_name={shown(request.prompt_name)}: the checkpoint has no such prompt; these are: {known}"
         raise InvalidRequestError(message, param="prompt_name")
     return prompts[request.prompt_name or ""]
+
+
+@dataclass(frozen=True, slots=True)
+class PooledText:
+    """The tokens of a text that gets a vector: the logits of ``pooled_token_ids``, if there are any, else as the
+    model's pooling says. ``num_first_tokens``: leading tokens that belong to the first of two texts; 0: there is one.
+    """
+
+    token_ids: Sequence[int]
+    num_first_tokens: int = 0
+    pooled_token_ids: tuple[int, ...] = ()
+
+    @property
+    def extras(self) -> Extras:
+        """The columns that runner/pooling/ reads."""
+        return {"pooling": [int32(self.pooled_token_ids).tobytes(), int32([self.num_first_tokens]).tobytes()]}
 
 
 # -- in the tokenizer's thread
@@ -337,7 +355,7 @@ class _Call:
             await self._take_ended()
         self.core.check_accepts()
         how = {"priority": self._priority, "cache_salt": self._cache_salt, "context": self._context}
-        self._open[place] = self.core.admission.submit_pooled(text, _End(self, place), **how)
+        self._open[place] = self.core.admission.submit_for_result(text.token_ids, text.extras, _End(self, place), **how)
         self._num_tokens += len(text.token_ids)
 
     async def _take_ended(self) -> None:
@@ -350,7 +368,7 @@ class _Call:
             mailbox = self._open.pop(place).mailbox
             if mailbox.error is not None:
                 raise mailbox.error
-            vector = mailbox.choices[0].vector
+            vector = mailbox.choices[0].numbers
             if vector is None:
                 raise RequestError("the call was aborted: its requests were ended by abort_all()")
             self._vectors[place] = vector

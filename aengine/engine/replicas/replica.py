@@ -145,7 +145,7 @@ def _new_scheduler(
         vocab_size=ready["vocab_size"],
         rope_border=ready.get("rope_border"),
         computes_whole_prompts=bool(ready.get("is_encoder")),
-        pools_all_tokens=ready.get("pooling") == "mean",
+        results_need_all=ready.get("pooling") == "mean",
         prompt_limit=step_time.prompt_limit,
-        num_micro_batches=config.pipeline_parallel_size,
+        num_batches=config.pipeline_parallel_size,
     )

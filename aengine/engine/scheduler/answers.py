@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ...ipc.messages import ModelRunnerOutput, PooledColumns, RowError
+from ...ipc.messages import ModelRunnerOutput, ResultColumns, RowError
 from ...outputs import FinishReason
 from .crash_quarantine import CrashQuarantine
 from .request import Request
@@ -21,7 +21,7 @@ class StepResult(NamedTuple):
 
     sampled: list[tuple[Request, int, int]]  # (request, token id, place of the token in the answer's ``token_ids``)
     failed: list[tuple[Request, RowError]]  # requests that failed by themselves, with their errors
-    pooled: list[tuple[Request, array[float]]]  # (request, the vector that ends it)
+    results: list[tuple[Request, array[float]]]  # (request, the result that ends it)
     num_rows: int  # number of requests that got tokens
     begun: list[Request]  # requests that got their first token
 
@@ -58,11 +58,11 @@ class Answers:
             num_rows = len(sampled)
         else:
             sampled, num_rows = self._commit_ragged(step, token_ids, output.counts)
-        pooled = [] if output.pooled is None else self._commit_pooled(step, output.pooled)
+        results = [] if output.results is None else self._commit_results(step, output.results)
         for request in step.leavers:
             self._rows.release(request)
         self._begun = []
-        return StepResult(sampled, failed, pooled, num_rows, begun)
+        return StepResult(sampled, failed, results, num_rows, begun)
 
     def _commit(self, step: InFlightStep, column: list[int]) -> list[tuple[Request, int, int]]:
         """Append to each request its token of ``column`` (-1: none). Returns (request, token id, place in ``column``)
@@ -121,16 +121,16 @@ class Answers:
             self._on_milestone(request, token_id)
         return True
 
-    def _commit_pooled(self, step: InFlightStep, columns: PooledColumns) -> list[tuple[Request, array[float]]]:
-        """End the requests that get a vector. Returns (request, vector) of each."""
-        pooled = []
-        for batch_idx, vector in columns.vectors():
+    def _commit_results(self, step: InFlightStep, columns: ResultColumns) -> list[tuple[Request, array[float]]]:
+        """End the requests that get a result. Returns (request, result) of each."""
+        results = []
+        for batch_idx, result in columns.items():
             request = step.batch[batch_idx]
             if request.finish_reason is None:
                 self._rows.kv.note_written(request, len(request.token_ids))
                 self._finish(request, FinishReason.STOP)
-                pooled.append((request, vector))
-        return pooled
+                results.append((request, result))
+        return results
 
     def _on_milestone(self, request: Request, token_id: int) -> None:
         """Handle a stop token, the last token, the first one after (re)starting, or one past a full block."""

@@ -295,7 +295,7 @@ class StepPlan:
         for request in self.extras:
             if request.num_computed_tokens < len(request.token_ids):
                 chunks[batch_idx] = request.num_computed_tokens
-            elif request.is_pooled:
+            elif not request.samples:
                 self._rows.drain(request)
                 num_complete += 1
             else:

@@ -26,7 +26,7 @@ A step in which it has k drafts brings 1 to 1 + k tokens. Until its answer comes
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -120,10 +120,9 @@ class Request:
     """The computation of one completion.
 
     ``priority``: lower is more urgent; among equals the earlier ``arrival_time`` (any unit), then the earlier added.
-    ``max_num_tokens`` counts prompt and completion. ``is_pooled``: it gets one vector in place of the one token that
-    ``max_num_tokens`` counts: the logits of ``pooled_token_ids``, if there are any, else as the model's pooling says;
-    ``num_first_tokens``, ``extras``: see `NewRequest`. ``stop_token_ids`` includes the model's end-of-sequence tokens
-    unless those are ignored. ``sink`` is the caller's; ``grammar`` what its tokens must obey.
+    ``max_num_tokens`` counts prompt and completion. ``samples``: it gets tokens; if not, one result in place of the
+    one token that ``max_num_tokens`` counts. ``extras``: see `NewRequest`. ``stop_token_ids`` includes the model's
+    end-of-sequence tokens unless those are ignored. ``sink`` is the caller's; ``grammar`` what its tokens must obey.
     """
 
     __slots__ = (
@@ -144,7 +143,6 @@ class Request:
         "is_leading",
         "is_long",
         "is_paused",
-        "is_pooled",
         "limit",
         "max_num_tokens",
         "milestone",
@@ -154,18 +152,17 @@ class Request:
         "num_deaths",
         "num_deaths_alone",
         "num_drafted",
-        "num_first_tokens",
         "num_offered_tokens",
         "num_pauses",
         "num_prompt_tokens",
         "num_tokens_at_death",
         "params",
-        "pooled_token_ids",
         "priority",
         "prompt",
         "req_idx",
         "request_id",
         "root_hash",
+        "samples",
         "seed",
         "sink",
         "sort_key",
@@ -190,9 +187,7 @@ class Request:
         cache_key: CacheKey = CacheKey(),  # noqa: B008 - a tuple, which nobody changes
         sink: Any = None,
         grammar: RequestGrammar | None = None,
-        is_pooled: bool = False,
-        pooled_token_ids: Sequence[int] = (),
-        num_first_tokens: int = 0,
+        samples: bool = True,
         extras: Extras | None = None,
     ) -> None:
         self.request_id = request_id
@@ -210,12 +205,10 @@ class Request:
         self.cache_key = cache_key
         self.sink = sink
         self.grammar = grammar
-        self.is_pooled = is_pooled
-        self.pooled_token_ids = pooled_token_ids
-        self.num_first_tokens = num_first_tokens
+        self.samples = samples
         self.extras = extras or {}
         assert 0 < self.num_prompt_tokens < max_num_tokens, "admission leaves room for one token at least"
-        assert not is_pooled or max_num_tokens == self.num_prompt_tokens + 1
+        assert samples or max_num_tokens == self.num_prompt_tokens + 1
 
         self.status = RequestStatus.NEW
         self.is_paused = False  # it keeps its row, but no step includes it until `Scheduler.resume`
@@ -328,8 +321,5 @@ class Request:
             min_tokens=params.min_tokens,
             max_num_tokens=self.max_num_tokens,
             stop_token_ids=int32(sorted(self.stop_token_ids)),
-            is_pooled=self.is_pooled,
-            pooled_token_ids=int32(self.pooled_token_ids),
-            num_first_tokens=self.num_first_tokens,
             extras=self.extras,
         )

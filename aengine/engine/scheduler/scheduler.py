@@ -65,37 +65,37 @@ class Scheduler:
         vocab_size: int = 1 << 31,
         rope_border: int | None = None,
         computes_whole_prompts: bool = False,
-        pools_all_tokens: bool = False,
+        results_need_all: bool = False,
         least_awaited_prefix: int = 128,
         prompt_limit: Callable[[int, int], int | None] = lambda num_decoding, num_left: None,
-        num_micro_batches: int = 1,
+        num_batches: int = 1,
     ) -> None:
         """
         Args:
             rope_border: a request of more tokens than that has other KV for all of them (longrope)
             computes_whole_prompts: each prompt in one step
-            pools_all_tokens: the vector of a request depends on all of its hidden states, so that those of a prefix
-                must be computed again
+            results_need_all: the result of a request that does not sample depends on all of its hidden states, so that
+                those of a prefix must be computed again
             least_awaited_prefix: tokens that another request must be computing for one to wait for them; a GPU computes
                 fewer in no more time than the step that the waiting may cost
             prompt_limit: returns how many prompt tokens a step may have beside so many requests that decode, if the
                 last step had no room for so many others; None: no fewer than ``max_num_batched_tokens`` allows
-            num_micro_batches: the requests with a row are divided among so many, whose steps follow each other: as many
-                as there are pipeline stages, so that a request's next token is not due before its last one has come
-                through all of them
+            num_batches: the requests with a row are divided among so many, whose steps follow each other: as many as
+                ranks compute a step one after the other, so that a request's next token is not due before its last one
+                has come through all of them
         """
         self.num_rows = min(max_num_seqs, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting = WaitingQueue()
         limits = self.num_rows, num_blocks, kv_groups, max_num_batched_tokens
-        self.rows = Rows(*limits, self.waiting.add, rope_border, least_awaited_prefix, num_micro_batches)
+        self.rows = Rows(*limits, self.waiting.add, rope_border, least_awaited_prefix, num_batches)
         self.max_tokens_capacity = kv_capacity(kv_groups, num_blocks, max_model_len, max_num_batched_tokens)
         """Most tokens, prompt and completion, that one request may have; admission sees to it."""
         self.enable_prefix_caching = enable_prefix_caching
         self.max_in_flight_steps = max_in_flight_steps
         self._vocab_size = vocab_size  # an answer with an id of this or more is an error
         self._computes_whole_prompts = computes_whole_prompts
-        self.pools_all_tokens = pools_all_tokens
+        self.results_need_all = results_need_all
         self._prompt_limit = prompt_limit
         self._num_left = 0  # requests with prompt tokens for which the last step had no room
 
@@ -143,7 +143,7 @@ class Scheduler:
     def add_request(self, request: Request) -> None:
         """Queue a request. Completions 1 .. n-1 of a call are added after index 0, whose prompt they share."""
         assert request.status is RequestStatus.NEW, f"{request} was added before"
-        num_tokens = request.max_num_tokens - request.is_pooled  # a vector needs no place in the KV cache
+        num_tokens = request.max_num_tokens - (not request.samples)  # a result needs no place in the KV cache
         assert num_tokens <= self.max_tokens_capacity, f"{request} does not fit into the KV cache"
         self._num_added += 1
         self.num_constrained += request.grammar is not None
@@ -321,6 +321,6 @@ def reset_prefix_cache(scheduler: Scheduler) -> int:
 
 def name_prefix(scheduler: Scheduler, request: Request) -> None:
     """Set the root of the request's block hashes, by which others find its prefix, if it shares it. Idempotent."""
-    is_shared = scheduler.enable_prefix_caching and not (request.is_pooled and scheduler.pools_all_tokens)
+    is_shared = scheduler.enable_prefix_caching and (request.samples or not scheduler.results_need_all)
     if is_shared and request.root_hash is None:
         request.root_hash = shared_root(request.cache_key)

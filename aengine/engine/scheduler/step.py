@@ -51,21 +51,21 @@ class InFlightStep:
     def check(self, answer: ModelRunnerOutput, token_ids: list[int], vocab_size: int) -> None:
         """Raise InternalError unless ``answer``, with these ids, has the form that an answer to this step must have."""
         num_reqs = len(self.batch)
-        is_odd = answer.errors or answer.pooled or self.drafts or self.chunks or answer.counts is not None
+        is_odd = answer.errors or answer.results or self.drafts or self.chunks or answer.counts is not None
         if not is_odd and len(token_ids) == num_reqs and min(token_ids) >= 0 and max(token_ids) < vocab_size:
             return  # the usual answer: one token each
-        pooled = () if answer.pooled is None else answer.pooled.batch_idx
+        ended = () if answer.results is None else answer.results.batch_idx
         if (
             (answer.counts is None) == bool(self.drafts)
             or len(token_ids if answer.counts is None else answer.counts) != num_reqs
             or not all(0 <= error.batch_idx < num_reqs for error in answer.errors)
-            or not all(0 <= i < num_reqs and self.batch[i].is_pooled for i in pooled)
+            or not all(0 <= i < num_reqs and not self.batch[i].samples for i in ended)
             or max(token_ids, default=0) >= vocab_size
         ):
             raise InternalError(f"the worker's answer to step {self.step_id} does not have the form of its batch")
-        excused = self.chunks.keys() | {error.batch_idx for error in answer.errors} | set(pooled)
+        excused = self.chunks.keys() | {error.batch_idx for error in answer.errors} | set(ended)
         for i, (request, count) in enumerate(zip(self.batch, answer.num_tokens(), strict=True)):
-            most = 0 if i in self.chunks or request.is_pooled else 1 + len(self.drafts.get(i, ()))
+            most = 0 if i in self.chunks or not request.samples else 1 + len(self.drafts.get(i, ()))
             if count > most:
                 raise InternalError(f"step {self.step_id} sampled {count} tokens for {request}, but {most} were due")
             least = most if i in self.certain else 1

@@ -193,11 +193,11 @@ class ChoiceOutput:
         "index",
         "logprobs",
         "mailbox",
+        "numbers",
         "stop_reason",
         "texts",
         "times",
         "token_ids",
-        "vector",
     )
 
     def __init__(self, mailbox: Mailbox, index: int, want_logprobs: bool) -> None:
@@ -210,7 +210,7 @@ class ChoiceOutput:
         self.texts: list[str] = []  # one for each token, perhaps empty, if there is a detokenizer
         self.logprobs = LogprobTable() if want_logprobs else None
         self.finish_reason: FinishReason | None = None
-        self.vector: array[float] | None = None  # float32 vector that a pooled request gets in place of tokens
+        self.numbers: array[float] | None = None  # float32 numbers that a request gets which samples no tokens
         self.stop_reason: str | int | None = None
         """See `Choice.stop_reason`. None before the end."""
         # the parsed value or the error; kept, since a type's own validators may be slow
@@ -254,10 +254,10 @@ class ChoiceOutput:
             self.end(finish_reason)
         return stopped
 
-    def put_vector(self, vector: array[float]) -> None:
-        """Deliver the vector of a request that gets one in place of tokens, which ends it."""
+    def put_result(self, result: array[float]) -> None:
+        """Deliver the result of a request that gets one in place of tokens, which ends it."""
         if self.finish_reason is None:
-            self.vector = vector
+            self.numbers = result
             self.end(FinishReason.STOP)
 
     def fail(self, error: BaseException) -> None:

@@ -12,10 +12,24 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["ALONE", "Alone", "TensorGroup"]
+__all__ = ["ALONE", "Alone", "Peers", "TensorGroup"]
 
 
-class TensorGroup(Protocol):
+class Peers(Protocol):
+    """Ranks that exchange tensors in each layer, as graphs of these layers see them."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
+    def rehearsal(self) -> AbstractContextManager[None]:
+        """While it lasts nothing is exchanged: the others' parts are taken for zeros, what they have for this rank's.
+
+        For a run whose results nobody needs, which only loads what later ones launch; the others have no part in it.
+        """
+
+
+class TensorGroup(Peers, Protocol):
     """The ranks that share each layer, seen from one of them.
 
     All ranks call the same methods in the same order, with tensors of the same shapes and dtypes. What a method returns
@@ -25,10 +39,6 @@ class TensorGroup(Protocol):
     @property
     def rank(self) -> int:
         """This one's place, from 0 on."""
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
 
     def add_sum(self, residual: Tensor, partial: Tensor) -> None:
         """Add the sum of all ranks' ``partial`` [n, hidden_size] to ``residual`` of that shape, in place."""
@@ -41,12 +51,6 @@ class TensorGroup(Protocol):
 
     def warm_up(self, hidden_size: int, dtype: torch.dtype) -> None:
         """Exchange rows of this kind in every way that their number may make the fastest, so that all is loaded."""
-
-    def rehearsal(self) -> AbstractContextManager[None]:
-        """While it lasts nothing is exchanged: the others' parts are taken for zeros, what they have for this rank's.
-
-        For a run whose results nobody needs, which only loads what later ones launch; the others have no part in it.
-        """
 
 
 class Alone:

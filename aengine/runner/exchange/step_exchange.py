@@ -16,8 +16,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from ...ipc.messages import SchedulerOutput
-from ..distributed.experts_group import ExpertsGroup
-from ..distributed.group import ALONE, TensorGroup
+from ..distributed.group import ALONE, Peers
 from ..graphs.batch_graphs import BatchGraphs
 from ..graphs.cuda_graphs import CudaGraphManager
 from ..request_state import RequestState
@@ -36,7 +35,7 @@ class StepExchange:
     sampled_ids: Tensor | None = None
     """int64 [max_num_seqs]: memory for the sampled ids, to which decode graphs copy them; None: nobody needs them."""
 
-    def __init__(self, group: TensorGroup | ExpertsGroup = ALONE) -> None:
+    def __init__(self, group: Peers = ALONE) -> None:
         self.group = group  # the ranks that exchange tensors in each layer
         self._graphs: CudaGraphManager | None = None
         self._batch_graphs: BatchGraphs | None = None

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ...kernels.input_prep import PreparedInputs, prepare_inputs
 from ..block_tables import BlockTables
-from ..distributed.experts_group import ExpertsGroup
-from ..distributed.group import ALONE, TensorGroup
+from ..distributed.group import ALONE, Peers
 from ..input_batch import NO_ROWS, BatchPlan, Rows
 from ..platforms.platform import Graph, Platform
 from ..request_state import RequestState
@@ -63,7 +62,7 @@ class BatchGraphs:
         max_num_seqs: int,
         max_tokens: int,
         platform: Platform,
-        group: TensorGroup | ExpertsGroup = ALONE,
+        group: Peers = ALONE,
     ) -> None:
         """``group``: the ranks that exchange tensors in these steps; each captures its graphs when it can."""
         self._platform = platform

@@ -6,9 +6,9 @@
     hidden states of those that sample ─> [ logits ─> sample ─> ids into the rows and to the host ]
     (static memory)
 
-The lower line is the end of a step with prompts, one launch, whatever its layers ran as. On a pipeline stage that is
-not the last, a decode step ends with its layers: its rows move on, and what the layers yield is passed on behind the
-launch (exchange/relay.py).
+The lower line is the end of a step with prompts, one launch, whatever its layers ran as. On a rank that does not
+sample, as others have the layers after its own, a decode step ends with its layers: its rows move on, and what the
+layers yield is passed on behind the launch (exchange/).
 
 A graph replays the launches of one shape, so a batch is padded to the next size that has been captured; padding has row
 -1, reads nothing and writes nothing. All graphs share one memory pool, and are captured largest first, so that the
@@ -108,7 +108,7 @@ class HalfDone(NamedTuple):
 
 
 class PassedOn(NamedTuple):
-    """What a step yields on a pipeline stage that is not the last."""
+    """What a step yields on a rank that does not sample."""
 
     hidden: Tensor  # [size, hidden_size]
 
@@ -129,8 +129,8 @@ class DecodeStep:
         samples: bool = True,
         sampled: Tensor | None = None,
     ) -> None:
-        """``max_in_flight_steps``: most answers that may be under way or unread. ``samples``: this is the last pipeline
-        stage, or the only one. ``sampled``: int64 [max_size or more], where the ids are left, too; None: nowhere.
+        """``max_in_flight_steps``: most answers that may be under way or unread. ``samples``: this rank has
+        the head. ``sampled``: int64 [max_size or more], where the ids are left, too; None: nowhere.
         """
         num_slots = max(_LEAST_SLOTS, 2 * max_in_flight_steps)
         self._requests = requests
@@ -167,7 +167,7 @@ class DecodeStep:
         return self._rows[:size]
 
     def run(self, size: int) -> HalfDone | PassedOn:
-        """Queue the first half of the step, of the rows that were set; all of it if this stage does not sample."""
+        """Queue the first half of the step, of the rows that were set; all of it if this rank does not sample."""
         requests = self._requests
         rows = self._rows[:size]
         token_ids, scalars = requests.token_ids, requests.scalars.words
@@ -262,7 +262,7 @@ class _Graphs(NamedTuple):
 
     first: Graph
     second: dict[Sampling, Graph]
-    passed_on: PassedOn | None = None  # what the first graph leaves on a stage that does not sample
+    passed_on: PassedOn | None = None  # what the first graph leaves on a rank that does not sample
 
 
 class CudaGraphManager:
@@ -313,7 +313,7 @@ class CudaGraphManager:
     def run(self, rows: Rows, size: int) -> Tensor | None:
         """Queue the first half of a step of these requests, padded to ``size``, one of those that there are.
 
-        Returns the hidden states to be passed on, [len(rows), hidden_size], on a stage that does not sample.
+        Returns the hidden states to be passed on, [len(rows), hidden_size], on a rank that does not sample.
         """
         half = self._run_first(rows, size)
         if isinstance(half, PassedOn):
@@ -323,7 +323,7 @@ class CudaGraphManager:
 
     def run_op_by_op(self, rows: Rows, size: int) -> tuple[Tensor, HalfDone]:
         """Queue the first half of a step as `run` does, without a graph, for another end than `sample`, which its rows
-        don't fit. Returns the rows, int64 [len(rows)] on the device, too. Only on a stage that samples."""
+        don't fit. Returns the rows, int64 [len(rows)] on the device, too. Only on a rank that samples."""
         places = self.step.set_rows(rows, size)
         half = self.step.run(size)
         assert isinstance(half, HalfDone)

@@ -35,7 +35,7 @@ class Group:
 
 
 class EncoderBatch:
-    """``texts``: token ids of each, the longest first; ``num_first_tokens``: as `NewRequest`'s.
+    """``texts``: token ids of each, the longest first; ``num_first_tokens``: as `AskedPooling`'s.
 
     ``tolerance``: the share of the longest that the shortest of a group must have.
     """

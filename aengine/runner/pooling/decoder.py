@@ -12,11 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...ipc.messages import NewRequest
+from ...errors import InvalidRequestError
+from ...ipc.messages import MessageError, NewRequest
 from ..async_output import NO_SIDE_OUTPUT, SideOutput
 from ..input_batch import BatchPlan, Rows
 from ..request_state import RequestState
+from ..sampling.features.feature import check_token_ids
 from ..transfer import to_device
+from .asked import EXTRA, AskedPooling
 from .pooled_tensors import PooledTensors
 from .vectors import VectorLayers
 
@@ -34,21 +37,33 @@ class PoolableModel(Protocol):
 class DecoderPooling:
     """Pools the prompts that end in a step."""
 
-    def __init__(self, model: PoolableModel, requests: RequestState, vectors: VectorLayers) -> None:
+    extra = EXTRA
+    """The name of what it reads of a request's extras."""
+
+    def __init__(self, model: PoolableModel, requests: RequestState, vectors: VectorLayers, vocab_size: int) -> None:
         self._model = model
         self._requests = requests
         self._vectors = vectors
+        self._vocab_size = vocab_size
         self._sums: Tensor | None = None  # float32 [max_num_seqs, hidden_size]: sums of the rows whose mean is wanted
         self._next_sums: Tensor | None = None  # `_sums` with the tokens of the step being run
         self._token_ids: dict[int, Any] = {}  # ids whose logits a row's request wants, by row
 
-    def add_request(self, request: NewRequest) -> None:
-        """Note what the request of a new row wants pooled, if anything."""
-        if request.is_pooled:
-            self._requests.exempt(request.req_idx)
+    def add_request(self, request: NewRequest) -> tuple[str, str] | None:
+        """Note what the request of a new row wants pooled, if anything. Returns the type and the message of what is
+        wrong with it."""
         self._token_ids.pop(request.req_idx, None)
-        if request.pooled_token_ids:
-            self._token_ids[request.req_idx] = np.array(request.pooled_token_ids, dtype=np.int64)
+        if self.extra not in request.extras:
+            return None
+        self._requests.exempt(request.req_idx)
+        try:
+            asked = AskedPooling.of(request)
+            check_token_ids(self.extra, asked.token_ids, self._vocab_size)
+        except (InvalidRequestError, MessageError) as error:
+            return "InternalError", f"what the request asks of pooling can't be read: {error}"
+        if asked.token_ids:
+            self._token_ids[request.req_idx] = np.array(asked.token_ids, dtype=np.int64)
+        return None
 
     def commit(self) -> None:
         """Note that the step was computed. A step that is tried again before that must not count its tokens twice."""

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from ...errors import InternalError
-from ...ipc.messages import GrammarOutput, NewRequest, RowError, SchedulerOutput
+from ...ipc.messages import GrammarOutput, MessageError, NewRequest, RowError, SchedulerOutput
 from ..async_output import NO_SIDE_OUTPUT, AsyncOutput, OutputCopier, SideOutput
 from ..input_batch import NO_ROWS
 from ..models.encoders.encoder import Encoder
 from ..platforms.platform import Platform
+from .asked import EXTRA, AskedPooling
 from .batch import EncoderBatch
 from .pooled_tensors import PooledTensors
 from .vectors import VectorLayers
@@ -68,7 +69,7 @@ class EncoderRunner:
         """float32 [n, size]."""
         batch = EncoderBatch(
             [request.token_ids for request in requests],
-            [request.num_first_tokens for request in requests],
+            [AskedPooling.of(request).num_first_tokens for request in requests],
             self._platform.device,
             _TOLERANCE_ON_A_GPU if self._platform.is_accelerator else 1.0,
         )
@@ -79,8 +80,12 @@ class EncoderRunner:
         return self._vectors.finish(pooled)
 
     def _check(self, i: int, request: NewRequest) -> RowError | None:
-        if not request.is_pooled:
+        if EXTRA not in request.extras:
             return RowError(i, "InvalidRequestError", "an encoder generates no text: ask it for embeddings or scores")
+        try:
+            AskedPooling.of(request)
+        except MessageError as error:
+            return RowError(i, "InternalError", f"what the request asks of the encoder can't be read: {error}")
         vocab_size = self._model.config.vocab_size
         if not 0 <= min(request.token_ids) <= max(request.token_ids) < vocab_size:
             return RowError(i, "InvalidRequestError", f"the prompt has a token id outside 0 to {vocab_size - 1}")

@@ -21,6 +21,7 @@ from ..models.encoders import build_encoder, read_encoder_config
 from ..models.encoders.encoder import Encoder
 from ..platforms.choice import choose_platform
 from ..platforms.platform import Platform
+from ..pooling.asked import EXTRA
 from ..pooling.encoder_runner import EncoderRunner
 from ..pooling.vectors import VectorLayers, load_vector_layers
 from ..weights.formats import choose_formats
@@ -182,9 +183,8 @@ def _compile_kernels(runner: EncoderRunner, most_tokens: int) -> None:
 
 def _run(runner: EncoderRunner, lengths: list[int]) -> None:
     """A step with texts of these lengths."""
-    new = [
-        NewRequest(row, int32([0]) * length, length, 0, int32(), is_pooled=True) for row, length in enumerate(lengths)
-    ]
+    asked = {EXTRA: [b"", bytes(4)]}
+    new = [NewRequest(row, int32([0]) * length, length, 0, int32(), extras=asked) for row, length in enumerate(lengths)]
     rows = int32(range(len(new)))
     steps = (
         SchedulerOutput(0, new_requests=new, req_idx=rows, num_scheduled_tokens=int32(lengths)),
