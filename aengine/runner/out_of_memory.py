@@ -7,7 +7,7 @@ in full already: then it is an InternalError, and all ranks start again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,11 +46,12 @@ class OutOfMemory:
         """Return ``run(plan)``, and the errors of requests that had to be left out of it, by position in the
         SchedulerOutput. First it is run once more, after torch's cached memory is released; then without the prompts,
         which need the most: they fail, and the requests that decode go on. None: there are none."""
+        if not self._may_repeat:
+            return run(plan), {}
         result, reason = self._try(run, plan)
-        if result is not None:
-            return result, {}
-        self._platform.release_cached()
-        result, reason = self._try(run, plan)
+        if result is None:
+            self._platform.release_cached()
+            result, reason = self._try(run, plan)
         if result is not None:
             return result, {}
         if plan.num_decodes == plan.num_reqs:
@@ -68,7 +69,7 @@ class OutOfMemory:
     def sample(self, sampler: Sampler, logits: Tensor, batch: SampleBatch) -> tuple[SamplerOutput, dict[int, RowError]]:
         """Sample the batch, and return the errors of requests that had to be left out, as `execute` does: those that
         ask the sampler for more than temperature and seed fail, the others are sampled."""
-        sampled, reason = self._try_sampling(sampler, logits, batch)
+        sampled, reason = self._try(sampler.sample, logits, batch)
         if sampled is not None:
             return sampled, {}
         self._platform.release_cached()
@@ -85,20 +86,11 @@ class OutOfMemory:
             raise InternalError(_ON_A_RANK)
         return "InternalError", _TO_SAMPLE
 
-    def _try(self, run: Callable[[BatchPlan], T], plan: BatchPlan) -> tuple[T | None, str]:
-        """Return (``run(plan)``, ""), or (None, torch's message) if memory runs out. The error itself, which refers to
+    def _try(self, run: Callable[..., T], *args: Any) -> tuple[T | None, str]:
+        """Return (``run(*args)``, ""), or (None, torch's message) if memory runs out. The error itself, which refers to
         all that the attempt had allocated, is freed when this returns."""
         try:
-            return run(plan), ""
-        except torch.OutOfMemoryError as error:
-            if not self._may_repeat:
-                raise
-            return None, self._reason(error)
-
-    def _try_sampling(self, sampler: Sampler, logits: Tensor, batch: SampleBatch) -> tuple[SamplerOutput | None, str]:
-        """As `_try`."""
-        try:
-            return sampler.sample(logits, batch), ""
+            return run(*args), ""
         except torch.OutOfMemoryError as error:
             return None, self._reason(error)
 
