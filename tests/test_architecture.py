@@ -338,7 +338,7 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
         {
             "__init__.py",  # its calls
             "async_llm.py",
-            "engine/handles/sync_llm.py",
+            "engine/handles/",
             "remote/",
             "server/openai/embeddings.py",
             "limits/",
