@@ -43,6 +43,10 @@ def work(engine: AsyncLLM, seed: int) -> list[asyncio.Task[Completion]]:
         greedy.replace(temperature=1.1, top_k=7, top_p=0.8, seed=6, n=2),
         greedy.replace(logprobs=3),
         greedy.replace(repetition_penalty=1.3, presence_penalty=0.4),
+        greedy.replace(logit_bias={70: 4.0}, min_tokens=9, stop_token_ids=list(range(20, 150))),
+        greedy.replace(
+            allowed_token_ids=list(range(5, 300, 3)), bad_words=["a", "b", "\u00e9"], temperature=1.0, seed=8
+        ),
         greedy.replace(structured_output=StructuredOutput(regex="[a-f]{8,12}"), ignore_eos=False),
     ]
     prompts = [[rng.randrange(20, 300) for _ in range(rng.randint(1, 70))] for _ in range(18)]

@@ -114,9 +114,10 @@ async def test_memory_runs_out_on_one_rank(model: Path) -> None:
 async def test_vectors(model: Path) -> None:
     texts = [[i, 25, 31, 7] for i in range(20, 40)]
     found = []
-    for size in (1, 2):
-        async with AsyncLLM(model, pooling="last", tensor_parallel_size=size, **SETTINGS) as engine:
+    for sizes in ({}, {"tensor_parallel_size": 2}, {"data_parallel_size": 2, "enable_expert_parallel": True}):
+        async with AsyncLLM(model, pooling="last", **SETTINGS | sizes) as engine:
             found.append(await asyncio.gather(*map(engine.embed, texts)))
             await settled(engine)
-    for alone, divided in zip(*found, strict=True):
+    for alone, divided, shared in zip(*found, strict=True):
         assert divided == pytest.approx(alone, abs=1e-5)
+        assert shared == pytest.approx(alone, abs=1e-5)

@@ -79,9 +79,10 @@ async def test_vectors(tiny_model: TinyModel) -> None:
     model = tiny_model("qwen3", seed=4)
     texts = [[i, 25, 31, 7] for i in range(20, 40)]
     found = []
-    for settings in (SETTINGS, TWO):
+    for settings in (SETTINGS, TWO, SETTINGS | {"pipeline_parallel_size": 2}):
         async with AsyncLLM(model, pooling="last", **settings) as engine:
             found.append(await asyncio.gather(*map(engine.embed, texts)))
             await settled(engine)
-    for alone, shared in zip(*found, strict=True):
+    for alone, shared, of_stages in zip(*found, strict=True):
         assert shared == pytest.approx(alone, abs=1e-5)
+        assert of_stages == pytest.approx(alone, abs=1e-5)

@@ -1,0 +1,236 @@
+"""Writes docs/composition.md: what composes with what.
+
+    python scripts/composition.py            # write it
+    python scripts/composition.py --check    # exit status 1 if the page has other tables
+
+A cell is exact, and names the tests that show it, or refused by an error. tests/parallel/test_composition.py walks the
+cells: it sees each error, and finds each test.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "composition.md"
+MARK = "<!-- The rest is written by scripts/composition.py: edit the table there. -->\n"
+
+# What a request asks for.
+ASKED = (
+    "seeds and cutoffs",
+    "penalties",
+    "`min_tokens`",
+    "`logit_bias`",
+    "`allowed_token_ids`",
+    "`bad_words`",
+    "`logprobs`",
+    "`n`",
+    "grammars",
+)
+DRAFTS, VECTORS = "drafts", "vectors"
+REQUESTS = (*ASKED, DRAFTS, VECTORS)
+STATES, FOREIGN, ENCODERS = "recurrent states", "by transformers' code", "encoders"
+FAMILIES = ("full attention", "sliding windows", STATES, "experts", FOREIGN, ENCODERS)
+FORMATS = ("16 and 32 bits", "8-bit integers", "MXFP4", "GGUF")
+TENSOR, PIPELINE, REPLICAS = "`tensor_parallel_size`", "`pipeline_parallel_size`", "`data_parallel_size`"
+SHARED, RAY = "shared experts", '`executor="ray"`'
+DIVISIONS = (TENSOR, PIPELINE, REPLICAS, SHARED, RAY)
+WALKED = (*FAMILIES[:-1], *FORMATS[1:], TENSOR)
+"""What tests/parallel/test_composition.py walks with requests for each pair of features."""
+
+WALK = "tests/parallel/test_composition.py::test_requests"
+OF_PIPELINES = "tests/parallel/test_pipeline_engine.py::test_any_request"
+OF_REPLICAS = "tests/parallel/test_replicas_engine.py::test_any_request"
+OF_SHARED = "tests/parallel/test_shared_experts.py::test_any_request"
+OF_RAY = "tests/parallel/test_ray_cluster.py::test_a_rank_that_dies_costs_no_token"
+DIVIDED = {
+    PIPELINE: (OF_PIPELINES,),
+    REPLICAS: (OF_REPLICAS,),
+    SHARED: (OF_SHARED,),
+    RAY: (OF_RAY, WALK, OF_PIPELINES),  # the same ranks, in other places
+}
+VECTORS_OF = {
+    PIPELINE: ("tests/parallel/test_replicas_engine.py::test_vectors",),
+    REPLICAS: ("tests/parallel/test_replicas_engine.py::test_vectors",),
+    SHARED: ("tests/parallel/test_ranked_processes.py::test_vectors",),
+    RAY: (OF_RAY, WALK, "tests/parallel/test_replicas_engine.py::test_vectors"),
+}
+FAMILIES_OF = {
+    TENSOR: "tests/parallel/test_divided_models.py::test_families",
+    PIPELINE: "tests/parallel/test_pipeline.py::test_families",
+    REPLICAS: OF_REPLICAS,
+    SHARED: "tests/parallel/test_experts_of_replicas.py::test_families",
+}
+FORMATS_OF = {
+    "16 and 32 bits": "tests/parallel/test_divided_formats.py::test_bfloat16",
+    "8-bit integers": "tests/parallel/test_divided_formats.py::test_int8",
+    "MXFP4": "tests/parallel/test_divided_formats.py::test_mxfp4",
+    "GGUF": "tests/parallel/test_divided_formats.py::test_gguf",
+}
+NO_DRAFTS = "nothing is drafted"
+NO_EXPERTS = "without experts the setting changes nothing"
+
+
+class Cell(NamedTuple):
+    row: str
+    column: str
+    tests: tuple[str, ...]
+    """The tests that show that it is exact; of a refusal the one that sees the error."""
+    error: str = ""
+    """The error that refuses it; empty: it is exact."""
+    note: str = ""
+
+
+SEEN = "tests/parallel/test_composition.py::test_what_is_refused"
+
+
+def _refused(row: str, column: str, error: str) -> Cell:
+    return Cell(row, column, (SEEN,), error)
+
+
+def of_requests(row: str, column: str) -> Cell:
+    """Two things that a request asks for."""
+    if VECTORS in (row, column) and DRAFTS not in (row, column):
+        return _refused(row, column, "InvalidRequestError")
+    if VECTORS in (row, column):
+        return Cell(row, column, (WALK,), note=NO_DRAFTS)
+    if DRAFTS in (row, column) and "penalties" in (row, column):
+        return Cell(row, column, (WALK,), note=NO_DRAFTS)
+    if DRAFTS in (row, column) and "`min_tokens`" in (row, column):
+        return Cell(row, column, (WALK,), note=f"{NO_DRAFTS} before they are reached")
+    return Cell(row, column, (WALK,))
+
+
+def of_families(row: str, column: str) -> Cell:
+    """What a request asks for, of a model."""
+    if column == ENCODERS:
+        if row == VECTORS:
+            return Cell(row, column, ("tests/models/test_encoders.py::test_poolings",))
+        return _refused(row, column, "InvalidRequestError")
+    return Cell(row, column, (WALK,), note=NO_DRAFTS if (row, column) == (DRAFTS, STATES) else "")
+
+
+def of_formats(row: str, column: str) -> Cell:
+    """What a request asks for, with weights of a format."""
+    return Cell(row, column, (WALK,))
+
+
+def of_divisions(row: str, column: str) -> Cell:
+    """What a request asks for, of an engine that is divided."""
+    if column == TENSOR:
+        return Cell(row, column, (WALK,))
+    if row == VECTORS:
+        return Cell(row, column, VECTORS_OF[column])
+    note = NO_DRAFTS if (row, column) == (DRAFTS, PIPELINE) else ""
+    return Cell(row, column, DIVIDED[column], note=note)
+
+
+def of_divided_families(row: str, column: str) -> Cell:
+    """A model, divided."""
+    if row in (FOREIGN, ENCODERS) and column in (TENSOR, PIPELINE):
+        return _refused(row, column, "ModelLoadError")
+    if row == FOREIGN and column == SHARED:
+        return _refused(row, column, "ModelLoadError")
+    if row != "experts" and column == SHARED and row != STATES:
+        test = "tests/parallel/test_shared_experts.py::test_models_without_experts_are_not_changed"
+        return Cell(row, column, (test,), note=NO_EXPERTS)
+    if row == ENCODERS and column == REPLICAS:
+        return Cell(row, column, ("tests/parallel/test_bad_divisions.py::test_encoders",))
+    if column == RAY:
+        return Cell(row, column, (OF_RAY,), note="as without Ray: the same ranks in other places")
+    return Cell(row, column, (FAMILIES_OF[column],))
+
+
+def of_divided_formats(row: str, column: str) -> Cell:
+    """Weights of a format, divided."""
+    if column == RAY:
+        return Cell(row, column, (OF_RAY, FORMATS_OF[row]), note="as without Ray: the same ranks in other places")
+    if column == PIPELINE:
+        return Cell(row, column, ("tests/parallel/test_composition.py::test_stages_read_their_part",))
+    if column == REPLICAS:
+        return Cell(row, column, (OF_REPLICAS, WALK), note="each replica has all of them")
+    if column == SHARED:
+        return Cell(row, column, ("tests/parallel/test_composition.py::test_shared_experts_of_a_format",))
+    return Cell(row, column, (FORMATS_OF[row],))
+
+
+def of_two_divisions(row: str, column: str) -> Cell:
+    """Two divisions of one engine."""
+    pair = {row, column}
+    if pair in ({SHARED, PIPELINE}, {SHARED, RAY}):
+        return _refused(row, column, "ModelLoadError")
+    if pair == {SHARED, REPLICAS}:
+        return Cell(row, column, (OF_SHARED,), note="experts are shared among replicas")
+    if RAY in pair:
+        replicas = "tests/parallel/test_ray_cluster.py::test_replicas_are_on_several_nodes"
+        return Cell(row, column, (replicas if REPLICAS in pair else OF_RAY,))
+    if SHARED in pair:
+        return Cell(row, column, (OF_SHARED,))
+    return Cell(row, column, (OF_REPLICAS if REPLICAS in pair else OF_PIPELINES,))
+
+
+class Table(NamedTuple):
+    title: str
+    rows: Sequence[str]
+    columns: Sequence[str]
+    is_symmetric: bool = False
+
+
+TABLES = {
+    of_requests: Table("Requests", REQUESTS, REQUESTS, is_symmetric=True),
+    of_families: Table("Requests and models", REQUESTS, FAMILIES),
+    of_formats: Table("Requests and formats of weights", REQUESTS, FORMATS),
+    of_divisions: Table("Requests and several devices", REQUESTS, DIVISIONS),
+    of_divided_families: Table("Models and several devices", FAMILIES, DIVISIONS),
+    of_divided_formats: Table("Formats and several devices", FORMATS, DIVISIONS),
+    of_two_divisions: Table("Divisions", DIVISIONS, DIVISIONS, is_symmetric=True),
+}
+
+
+def cells() -> Iterator[Cell]:
+    """Every cell of every table, each pair once."""
+    for cell_of, table in TABLES.items():
+        if table.is_symmetric:
+            pairs: Iterator[tuple[str, str]] = itertools.combinations(table.rows, 2)
+        else:
+            pairs = itertools.product(table.rows, table.columns)
+        yield from (cell_of(row, column) for row, column in pairs)
+
+
+def as_markdown() -> str:
+    parts = [MARK]
+    for cell_of, table in TABLES.items():
+        notes: dict[str, int] = {}
+        tests: dict[str, None] = {}
+        lines = [f"| | {' | '.join(table.columns)} |", f"|---|{'---|' * len(table.columns)}"]
+        for row in table.rows:
+            shown = []
+            for column in table.columns:
+                if row == column:
+                    shown.append("")
+                    continue
+                cell = cell_of(row, column)
+                tests |= dict.fromkeys(cell.tests)
+                mark = f" ({notes.setdefault(cell.note, len(notes) + 1)})" if cell.note else ""
+                shown.append(f"`{cell.error}`" if cell.error else f"exact{mark}")
+            lines.append(f"| {row} | {' | '.join(shown)} |")
+        parts.append(f"\n## {table.title}\n\n" + "\n".join(lines) + "\n")
+        if notes:
+            parts.append("\n" + "\n".join(f"{number}. {note}" for note, number in notes.items()) + "\n")
+        parts.append("\nShown by " + ",\n".join(f"`{test}`" for test in tests) + ".\n")
+    return "".join(parts)
+
+
+def main() -> None:
+    page = PAGE.read_text()
+    written = page.partition(MARK)[0] + as_markdown()
+    if "--check" in sys.argv:
+        raise SystemExit(0 if page == written else f"{PAGE} is not as it should be: run python scripts/composition.py")
+    PAGE.write_text(written)
+
+
+if __name__ == "__main__":
+    main()

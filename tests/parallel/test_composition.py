@@ -1,0 +1,341 @@
+"""What composes with what: each cell of docs/composition.md is shown by a test, or refused by an error."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import random
+import shutil
+import sys
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from driver import CPU, source_of
+from gguf import GGMLQuantizationType as Q
+from pairs import some
+from ranked_engine import RankedEngine
+from scenarios import Engine, settings_of_torch_kept, states_kept_often
+from test_divided_formats import ROUTER
+from test_divided_models import DELTA, EIGHT, EXPERTS, LAYER_TYPES
+from test_expert_layers import mxfp4
+from test_experts_of_replicas import STEPS, alone, together
+from test_gguf_weights import SIZES, write_gguf
+from test_pipeline import Lines, Link, make_setup, random_requests, run
+from test_weight_formats import quantise
+from tiny import make_tiny_model
+
+from aengine import errors
+from aengine.checkpoint.sampling_defaults import SamplingDefaults
+from aengine.checkpoint.source import resolve_model
+from aengine.config import EngineConfig
+from aengine.engine.pooling.requests import PoolingRequest
+from aengine.engine.sampling_extras import extras_of
+from aengine.engine.scheduler.request import PromptTokens, Request
+from aengine.engine.scheduler.step import InFlightStep
+from aengine.engine.user_request import Limits, check_request
+from aengine.ipc.messages import GrammarOutput, int32
+from aengine.params import CallOptions, SamplingParams, StructuredOutput
+from aengine.runner.distributed.stage import WHOLE, PipelineStage
+from aengine.runner.models import build_model, read_config
+from aengine.runner.startup.encoder import load_encoder
+from aengine.runner.weights.formats import choose_formats
+from aengine.workers.rank import check_division, ranks_of
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "scripts"))
+
+import composition  # noqa: E402
+
+TinyModel = Callable[..., Path]
+MAX_TOKENS = 7
+
+
+def features(rng: random.Random, vocab_size: int) -> dict[str, dict[str, Any]]:
+    """What a request asks for, by the names of `composition.REQUESTS`."""
+    ids = range(vocab_size)
+    pairs = [[first, last] for first in ids for last in rng.sample(ids, 1)]
+    return {
+        "seeds and cutoffs": {"temperature": 1.0, "top_k": 30, "top_p": 0.9, "min_p": 0.001},
+        "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": -0.3},
+        "`min_tokens`": {"min_tokens": 5, "stop_token_ids": rng.sample(ids, vocab_size // 3)},
+        "`logit_bias`": {"logit_bias": dict.fromkeys(rng.sample(ids, 20), 2.0)},
+        "`allowed_token_ids`": {"allowed_token_ids": rng.sample(ids, vocab_size // 2)},
+        "`bad_words`": {"bad_words": [*pairs[: 2 * vocab_size // 3], *([i] for i in rng.sample(ids, 30))][:256]},
+        "`logprobs`": {"logprobs": 2},
+        "`n`": {"n": 2},
+        "grammars": {"grammar": object()},
+    }
+
+
+@dataclass
+class Answer:
+    token_ids: list[int]
+    numbers: list[float]
+    """The log-probabilities of its tokens, or its vector."""
+
+
+class Walk:
+    """Requests of an engine without processes, each for a pair of features, alone and together."""
+
+    def __init__(self, engine: Engine, rng: random.Random) -> None:
+        self.engine, self.rng = engine, rng
+        self.vocab_size = engine.offer["vocab_size"]
+        common = [rng.randrange(self.vocab_size) for _ in range(24)]
+        asked = features(rng, self.vocab_size)
+        pairs = [*itertools.combinations(asked, 2), *((name, name) for name in asked)]
+        self.asked = [asked[first] | asked[second] for first, second in pairs]
+        self.asked[4:4] = [{"is_pooled": True} for _ in range(4)]
+        self.prompts = [
+            common[: rng.choice([0, 8, 24])] + [rng.randrange(self.vocab_size) for _ in range(rng.randint(1, 9))]
+            for _ in self.asked
+        ]
+
+    def requests(self, place: int) -> list[Request]:
+        fields = dict(self.asked[place])
+        if fields.get("is_pooled"):
+            prompt, limit = self.prompts[place], len(self.prompts[place]) + 1
+            limits = {"seed": 0, "max_num_tokens": limit, "stop_token_ids": frozenset[int]()}
+            return [Request(str(place), prompt, SamplingParams(max_tokens=1), is_pooled=True, **limits)]
+        grammar, words = fields.pop("grammar", None), fields.pop("bad_words", ())
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": MAX_TOKENS} | fields)
+        prompt = PromptTokens(self.prompts[place])
+        limits = {"max_num_tokens": len(prompt.token_ids) + MAX_TOKENS}
+        how: dict[str, Any] = {"stop_token_ids": frozenset(params.stop_token_ids), "extras": extras_of(params, words)}
+        return [
+            Request(str(place), prompt, params, seed=place + i, index=i, grammar=grammar, **limits, **how)
+            for i in range(params.n)
+        ]
+
+    def alone(self) -> list[list[Answer]]:
+        self.engine.begin()
+        return [self._run(self.requests(place), None) for place in range(len(self.asked))]
+
+    def together(self, expected: list[list[Answer]]) -> tuple[list[list[Answer]], int]:
+        """In chunks, with drafts of which some are wrong, in a pool that is too small, and across a death."""
+        budget = 24
+        longest = max(map(len, self.prompts)) + MAX_TOKENS
+        most = self.engine.fewest_blocks(longest, budget)
+        self.engine.begin(num_blocks=most + 2, max_num_batched_tokens=budget)
+        requests = [self.requests(place) for place in range(len(self.asked))]
+        right = [answer.token_ids for answers in expected for answer in answers]
+        found = self._run([one for some in requests for one in some], right)
+        answers = iter(found)
+        return [[next(answers) for _ in some] for some in requests], sum(r.num_accepted for s in requests for r in s)
+
+    def _run(self, requests: list[Request], right: list[list[int]] | None) -> list[Answer]:
+        scheduler, sent, death = self.engine.scheduler, deque(), 25 if right else -1
+        numbers: dict[int, list[float]] = {id(each): [] for each in requests}
+        for each in requests:
+            scheduler.add_request(each)
+        while sent or any(each.finish_reason is None for each in requests):
+            gated = scheduler.newest_step is not None and scheduler.newest_step.is_gated
+            out = scheduler.schedule() if len(sent) < 2 and not gated else None
+            if out is not None:
+                sent.append(out)
+                continue
+            death -= 1
+            if death == 0:
+                scheduler.preempt_all()
+                sent.clear()
+                self.engine.runner, _ = self.engine.model.allocate(self.engine._plan)
+                continue
+            self._answer(sent.popleft(), numbers)
+            for each, token_ids in zip(requests, right or (), strict=bool(right)):
+                if each.finish_reason is None:
+                    begin = each.num_output_tokens + each.num_pending
+                    wrong = self.rng.randrange(self.vocab_size)
+                    guess = [i if self.rng.random() < 0.8 else wrong for i in token_ids[begin : begin + 3]]
+                    scheduler.propose(each, guess)
+        return [Answer(each.output_token_ids, numbers[id(each)]) for each in requests]
+
+    def _answer(self, out: Any, numbers: dict[int, list[float]]) -> None:
+        scheduler, runner = self.engine.scheduler, self.engine.runner
+        step = scheduler.oldest_step
+        assert step is not None and step.step_id == out.step_id
+        runner.execute_model(out)
+        answer = runner.sample_tokens(self._masks(step) if step.is_gated else None).get()
+        if answer.pooled is not None:
+            for batch_idx, vector in answer.pooled.vectors():
+                numbers[id(step.batch[batch_idx])] = list(vector)
+        result = scheduler.update(answer)
+        assert not result.failed, [error.message for _, error in result.failed]
+        if answer.logprobs is not None:
+            whose = {place: each for each, _, place in result.sampled}
+            for place, value in zip(answer.logprobs.token_idx, answer.logprobs.sampled, strict=True):
+                if place in whose:
+                    numbers[id(whose[place])].append(value)
+
+    def _masks(self, step: InFlightStep) -> GrammarOutput:
+        """A grammar that forbids a fifth of the tokens, by all before."""
+        positions, rows = int32(), []
+        for batch_idx, each in step.constrained():
+            drafts = step.drafts.get(batch_idx, [])
+            for k in range(len(drafts) + 1 - step.num_samples(batch_idx), len(drafts) + 1):
+                positions.append(batch_idx)
+                size = 32 * ((self.vocab_size + 31) // 32)
+                allowed = (np.arange(size) + sum(each.token_ids) + sum(drafts[:k])) % 5 != 0
+                rows.append(np.packbits(allowed, bitorder="little").tobytes())
+        return GrammarOutput(step.step_id, positions, b"".join(rows))
+
+
+def model_of(kind: str, tiny_model: TinyModel, folder: Path) -> tuple[Path, dict[str, Any], type[Engine]]:
+    """A tiny model of a kind of layers, of a format, or for a division: folder, settings, engine."""
+    if kind == "sliding windows":
+        return (
+            tiny_model("qwen3", seed=7, sliding_window=9, use_sliding_window=True, layer_types=LAYER_TYPES),
+            {},
+            Engine,
+        )
+    if kind == "recurrent states":
+        return tiny_model("qwen3_5_text", seed=7, **DELTA), {}, Engine
+    if kind == "experts":
+        return tiny_model("qwen3_moe", seed=7, **EIGHT, **EXPERTS), {}, Engine
+    if kind == "by transformers' code":
+        return tiny_model("llama", seed=7, **EIGHT), {"model_impl": "transformers"}, Engine
+    if kind == "8-bit integers":
+        copy = Path(shutil.copytree(tiny_model("llama", seed=7, **EIGHT), folder / "int8"))
+        quantise(copy, "int-quantized")
+        return copy, {}, Engine
+    if kind == "MXFP4":
+        sizes = {"num_local_experts": 4, "intermediate_size": 64, "hidden_size": 64, "sliding_window": 7}
+        copy = Path(shutil.copytree(tiny_model("gpt_oss", seed=7, **EIGHT, **sizes), folder / "mxfp4"))
+        mxfp4(copy)
+        return copy, {}, Engine
+    if kind == "GGUF":
+        path = folder / "tiny.gguf"
+        write_gguf(path, make_tiny_model("llama", seed=7, **SIZES), "llama", [Q.Q8_0])
+        return path, {}, Engine
+    if kind == "`tensor_parallel_size`":
+        return tiny_model("llama", seed=7, **EIGHT), {"tensor_parallel_size": 2}, RankedEngine
+    return tiny_model("llama", seed=7, **EIGHT), {}, Engine
+
+
+KEPT = "full attention", "recurrent states", "experts", "GGUF", "`tensor_parallel_size`"
+
+
+@pytest.mark.parametrize("kind", some(composition.WALKED, *KEPT))
+def test_requests(kind: str, tiny_model: TinyModel, tmp_path: Path, rng: random.Random) -> None:
+    """Every pair of features, in every kind of model: beside all others, with drafts, and after deaths and preemptions
+    the tokens are those that the request has alone."""
+    with settings_of_torch_kept(), states_kept_often():
+        model, settings, engine_class = model_of(kind, tiny_model, tmp_path)
+        engine = engine_class(model, **settings)
+        walk = Walk(engine, rng)
+        alone = walk.alone()
+        together, num_accepted = walk.together(alone)
+    for fields, expected, found in zip(walk.asked, alone, together, strict=True):
+        assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected], fields
+        for one, other in zip(expected, found, strict=True):
+            assert other.numbers == pytest.approx(one.numbers, abs=1e-3)
+    assert (num_accepted > 0) == (kind != "recurrent states")
+
+
+@pytest.mark.parametrize("kind", composition.FORMATS)
+def test_stages_read_their_part(kind: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+    model, _, _ = model_of(kind, tiny_model, tmp_path)
+    source = source_of(model)
+    vocab_size = read_config(source.hf_config).vocab_size
+    with torch.inference_mode():
+        wanted = run([make_setup(source, WHOLE, None)], random_requests(vocab_size, 11), 1)
+        lines = Lines(2)
+        stages = [make_setup(source, PipelineStage(i, 2), Link(lines, i)) for i in range(2)]
+        assert run(stages, random_requests(vocab_size, 11), 2) == wanted
+
+
+@pytest.mark.parametrize("kind", composition.FORMATS)
+def test_shared_experts_of_a_format(kind: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+    if kind == "MXFP4":
+        model, _, _ = model_of(kind, tiny_model, tmp_path)
+    elif kind == "GGUF":
+        model, sizes = tmp_path / "tiny.gguf", {**SIZES, **EXPERTS, "moe_intermediate_size": 64}
+        write_gguf(model, make_tiny_model("qwen3_moe", seed=7, **sizes), "qwen3_moe", [Q.Q8_0])
+    else:
+        model = Path(shutil.copytree(tiny_model("qwen3_moe", seed=7, **EIGHT, **EXPERTS), tmp_path / "model"))
+        if kind == "8-bit integers":
+            quantise(model, "int-quantized", ROUTER)
+    source = source_of(model)
+    for replica, (steps, found) in enumerate(zip(STEPS, together(source, STEPS), strict=True)):
+        for logits, expected in zip(found, alone(source, replica, steps), strict=True):
+            assert float((logits - expected).abs().max()) <= 1e-4 * float(expected.abs().max())
+
+
+FIELDS: dict[str, dict[str, Any]] = {
+    "seeds and cutoffs": {"temperature": 1.0},
+    "penalties": {"presence_penalty": 0.4},
+    "`min_tokens`": {"min_tokens": 1},
+    "`logit_bias`": {"logit_bias": {5: 1.0}},
+    "`allowed_token_ids`": {"allowed_token_ids": [5]},
+    "`bad_words`": {"bad_words": ["x"]},
+    "`logprobs`": {"logprobs": 1},
+    "`n`": {"n": 2},
+    "grammars": {"structured_output": StructuredOutput(regex="a")},
+    composition.DRAFTS: {},
+}
+
+
+def ask(row: str, column: str, tiny_model: TinyModel) -> Any:
+    """Do what the cell refuses, without a process."""
+    pair = {row, column}
+    if composition.VECTORS in pair:
+        (other,) = pair - {composition.VECTORS}
+        return PoolingRequest("embed", ["x"], options=FIELDS[other])
+    if row in composition.REQUESTS:
+        defaults = SamplingDefaults({})
+        limits = Limits(320, 64, 1, False, frozenset(), None, defaults, frozenset({"embed"}), is_encoder=True)
+        return check_request(limits, True, "text", SamplingParams(**FIELDS[row]), CallOptions())
+    sizes: dict[str, dict[str, Any]] = {
+        composition.TENSOR: {"tensor_parallel_size": 2},
+        composition.PIPELINE: {"pipeline_parallel_size": 2},
+        composition.SHARED: {"data_parallel_size": 2, "enable_expert_parallel": True},
+        composition.RAY: {"executor": "ray"},
+    }
+    settings: dict[str, Any] = {"device": "cpu", "num_threads": 1}
+    if composition.FOREIGN in pair:
+        settings["model_impl"] = "transformers"
+    for name in pair & sizes.keys():
+        settings |= sizes[name]
+    folder = tiny_model("qwen3_moe", seed=7, **EIGHT, **EXPERTS)
+    config = EngineConfig.create(str(folder), settings)
+    source = resolve_model(config)
+    check_division(config, source.hf_config)
+    rank = ranks_of(config)[0]
+    if row == composition.ENCODERS:
+        return load_encoder(config, source.to_wire(), rank, lambda *report: None)
+    whole = read_config(source.hf_config, model_impl=config.model_impl, folder=source.path)
+    own = whole.of_rank(rank.tp_size, divides_experts=config.enable_expert_parallel, num_replicas=rank.num_sharing)
+    return build_model(own, choose_formats("float32", CPU), stage=PipelineStage(rank.pp_rank, rank.pp_size))
+
+
+REFUSED = [cell for cell in composition.cells() if cell.error]
+
+
+@pytest.mark.parametrize("cell", REFUSED, ids=lambda cell: f"{cell.row} {cell.column}")
+def test_what_is_refused(cell: composition.Cell, tiny_model: TinyModel) -> None:
+    kind: type[Exception] = getattr(errors, cell.error)
+    with settings_of_torch_kept(), pytest.raises(kind) as caught:
+        ask(cell.row, cell.column, tiny_model)
+    assert type(caught.value) is kind and str(caught.value)
+
+
+def test_every_cell_is_shown_by_a_test_or_refused_by_an_error() -> None:
+    def is_there(name: str) -> bool:
+        path, _, function = name.partition("::")
+        tree = ast.parse((ROOT / path).read_text())
+        found = ast.FunctionDef | ast.AsyncFunctionDef
+        return any(isinstance(node, found) and node.name == function for node in tree.body)
+
+    cells = list(composition.cells())
+    assert len(cells) > 250 and all(cell.tests for cell in cells)
+    names = {name for cell in cells for name in cell.tests}
+    assert not {name for name in names if not is_there(name)}
+
+
+def test_the_page_has_the_table() -> None:
+    page = (ROOT / "docs" / "composition.md").read_text()
+    assert page.endswith(composition.as_markdown()), "run python scripts/composition.py"
