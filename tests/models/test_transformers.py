@@ -24,7 +24,7 @@ from aengine.runner.models import read_config
 from aengine.runner.models.transformers import TransformersModel
 from aengine.runner.models.transformers.attention import listen
 from aengine.runner.models.transformers.check import PlainAttention
-from aengine.runner.models.transformers.layer_parts import CentredNorm, Unusual, read_gated, read_norm
+from aengine.runner.models.transformers.fused import Unusual, read_gated, read_norm
 from aengine.runner.models.transformers.survey import trunk_inputs
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -88,11 +88,15 @@ def test_longrope(model_type: str, tmp_path: Path) -> None:
         ("seed_oss", {"layers": 3, "feed_forward": 3}),
         ("smollm3", {"layers": 3, "feed_forward": 3}),  # one of them without rotary embedding
         ("qwen3_moe", {"layers": 3, "feed_forward": 0}),  # norms of q and k; experts stay modules
-        ("olmo3", {"layers": 3, "feed_forward": 3}),  # norms after the layers, and of the whole q and k
-        ("exaone4", {"layers": 3, "feed_forward": 3}),  # norms after the layers, and of each head
-        ("cohere", {"layers": 3, "feed_forward": 3}),  # parallel halves, layer norms, neighbours turn together
-        ("phi", {"layers": 3, "feed_forward": 0}),  # parallel halves, biases; the feed-forward layer has no gate
-        ("phi3", {"layers": 3, "feed_forward": 3}),  # packed matrices
+        ("minimax_m2", {"layers": 3, "feed_forward": 0}),  # norms of the whole q and k
+        ("flex_olmo", {"layers": 3, "feed_forward": 0}),  # norms after the layers
+        ("kolibri1", {"layers": 3, "feed_forward": 0}),  # norms before and after
+        ("exaone_moe", {"layers": 3, "feed_forward": 1}),  # layers without rotary embedding
+        ("jais2", {"layers": 3, "feed_forward": 0}),  # layer norms, biases, no gate
+        ("glm", {"layers": 3, "feed_forward": 3}),  # packed matrices; neighbours turn together, in a part of each head
+        ("helium", {"layers": 3, "feed_forward": 3}),
+        ("phimoe", {"layers": 0, "feed_forward": 0}),  # a rotary embedding of its own
+        ("nemotron", {"layers": 0, "feed_forward": 0}),
         ("gpt2", {"layers": 0, "feed_forward": 0}),
     ],
 )
@@ -119,15 +123,49 @@ def test_activations_are_told_apart(dtype: torch.dtype, name: str, wanted: str) 
     assert read("relu") is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norms_are_told_apart(dtype: torch.dtype) -> None:
-    size = 8192  # the mean of so many random numbers is less than what 16 bits leave of it
-    centred = torch.nn.LayerNorm(size, bias=False).to(dtype)
-    assert isinstance(read_norm(centred), CentredNorm)
-    assert isinstance(read_norm(torch.nn.LayerNorm(size).to(dtype)), CentredNorm)
-    assert isinstance(read_norm(torch.nn.RMSNorm(size, eps=1e-6).to(dtype)), RMSNorm)
-    with pytest.raises(Unusual):
-        read_norm(torch.nn.GroupNorm(2, size, eps=1e-5).to(dtype))
+def test_norms_are_told_apart() -> None:
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    assert isinstance(read_norm(torch.nn.LayerNorm(8)), torch.nn.LayerNorm)
+    assert isinstance(read_norm(LlamaRMSNorm(8)), RMSNorm)
+    for norm in (GemmaRMSNorm(8), torch.nn.GroupNorm(2, 8), torch.nn.Sequential()):
+        with pytest.raises(Unusual):
+            read_norm(norm)
+
+
+@pytest.mark.parametrize(
+    "name", ["SeedOssRMSNorm", "SeedOssRotaryEmbedding", "SeedOssAttention", "apply_rotary_pos_emb"]
+)
+def test_a_part_that_differs_for_numbers_that_nobody_tries_stays_as_it_is(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.seed_oss import modeling_seed_oss
+
+    part = getattr(modeling_seed_oss, name)
+    original = part.forward if isinstance(part, type) else part
+
+    def clamped(*args: Any, **options: Any) -> Any:
+        out = original(*args, **options)
+        first = out[0] if isinstance(out, tuple) else out
+        return (first.clamp(max=1e6), *out[1:]) if isinstance(out, tuple) else first.clamp(max=1e6)
+
+    if isinstance(part, type):
+        monkeypatch.setattr(part, "forward", clamped)
+    else:
+        monkeypatch.setattr(modeling_seed_oss, name, clamped)
+    write_zoo_model(tmp_path, "seed_oss")
+    assert Engine(tmp_path, model_impl="transformers").offer["fused"]["layers"] == 0
+
+
+def test_a_rotary_embedding_of_other_frequencies_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.seed_oss.modeling_seed_oss import SeedOssRotaryEmbedding
+
+    rope = SeedOssRotaryEmbedding.compute_default_rope_parameters
+    other = staticmethod(lambda *args: (rope(*args)[0] * 1.001, 1.0))
+    monkeypatch.setattr(SeedOssRotaryEmbedding, "compute_default_rope_parameters", other)
+    write_zoo_model(tmp_path, "seed_oss")
+    assert Engine(tmp_path, model_impl="transformers").offer["fused"]["layers"] == 0
 
 
 def test_a_layer_that_does_more_than_its_parts_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,8 +185,7 @@ def test_a_layer_that_does_more_than_its_parts_stays_as_it_is(tmp_path: Path, mo
         ("olmoe", "float32", {"clip_qkv": 8.0}, 0),  # which none of the tokens reaches on which layers are compared
         ("olmoe", "float32", {"clip_qkv": None}, 3),
         ("granite", "bfloat16", {"residual_multiplier": 0.96}, 0),  # less than bfloat16 rounds a layer's output
-        ("granite", "bfloat16", {"residual_multiplier": 1.0}, 3),
-        ("olmo3", "bfloat16", {}, 3),  # its cosines and sines are in float32
+        ("flex_olmo", "bfloat16", {}, 3),  # its cosines and sines are in float32
     ],
 )
 def test_a_layer_that_differs_for_some_values_or_by_a_little_stays_as_it_is(

@@ -39,20 +39,17 @@ class PlainAttention:
         *,
         in_parts: bool = False,
         ropes: Sequence[RopeConfig] = (),
-        next_call: int = 0,
     ) -> None:
         """
         Args:
             in_parts: mixers get each sequence in two parts, as if it were a prompt in chunks
             ropes: the model's rotary embeddings, for fused layers
-            next_call: the layer that calls next
         """
         self._in_parts = in_parts
         self._layers = layers
         self._ropes = ropes
         self._positions = positions
-        self.next_call = next_call
-        self.rounds_rotary_to: torch.dtype | None = None
+        self.next_call = 0
         sequence = (positions == 0).cumsum(0)
         lengths = sequence.bincount()
         self._lengths: list[int] = lengths[1:].tolist()
@@ -92,9 +89,6 @@ class PlainAttention:
             rope = self._ropes[layer.rope]
             inv_freq, factor = rope.inv_freq()
             rows = rotary_rows(self._positions, inv_freq.to(qkv.device), factor, interleaved=rope.interleaved)
-            if self.rounds_rotary_to is not None:
-                cos, sin = rows
-                rows = cos.to(self.rounds_rotary_to).float(), sin.to(self.rounds_rotary_to).float()
             q, k = q.float(), k.float()
             for x in (q, k):
                 apply_rotary(x, *rows, interleaved=rope.interleaved)

@@ -121,8 +121,8 @@ def _ropes(text: Any, widest: SurveyedLayer | None, longest: int, interleaved: b
 
 
 def _turns_neighbours(model_class: type) -> bool:
-    """Guess from the code whether the rotary embedding turns elements 2i and 2i + 1 together. The comparison of each
-    fused layer judges it (fused.py)."""
+    """Guess from the code whether the rotary embedding turns elements 2i and 2i + 1 together. A layer of another kind
+    is not fused (fused.py)."""
     return re.search(r"\[\.\.\., 0?::2\]", source_of(inspect.getmodule(model_class))) is not None
 
 

@@ -7,74 +7,53 @@ instead of some fifty.
     post_attention_layernorm, gate_proj, up_proj, act_fn   one product (`Weight.gated_after_norm`)
     down_proj, residual                                    one product
 
-The norms may also follow the products, and the halves of a layer may be parallel (`_KINDS`): then what is no part of a
-product is a launch of its own. A feed-forward layer of another kind, such as experts, is called as it is.
+The norms may also follow the products (`forms.LAYERS`): then what is no part of a product is a launch of its own. A
+feed-forward layer of another kind, such as experts, is called as it is.
 
-Which modules have such a shape follows from their names and types; what they compute is compared: each norm and
-activation on random numbers, each layer on what it got in a run of the model over some tokens; then once more in
-float32, where a factor near one is no rounding, and with norms and inputs many times as large, which reach limits that
-some models have. A layer that differs from what is made of its parts stays transformers'.
+Which modules compute what our layers do is known from their code (forms.py), their parameters and from the rotary
+embedding that they are given, not from their numbers. Any other stays transformers'.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
-from dataclasses import astuple, dataclass, field, replace
-from functools import partial
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
-from ....kernels.activation import act_and_mul
+from ....kernels.activation import Activation, act_and_mul
 from ...kv_spec import SharedKV
 from ...layers.attention import AttentionLayer
 from ...layers.norm import RMSNorm
+from ...model_config import ACTIVATIONS
+from ...rope import RopeConfig
 from ...weights.plain import PlainWeight
-from .attention import listen
-from .layer_parts import MOST, CentredNorm, Unusual, difference, pack, read_attention_matrices, read_gated, read_norm
+from . import forms
 from .survey import SurveyedLayer, SurveyedMixer
 
-__all__ = ["CallCounter", "FusedLayer", "fuse_layers"]
+__all__ = ["CallCounter", "FusedLayer", "Unusual", "fuse_layers", "read_gated", "read_norm"]
 
 logger = logging.getLogger("aengine.runner")
 
-_Norm = RMSNorm | CentredNorm | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Norms:
-    """The names of a layer's norms; "": there is none."""
-
-    before_attention: str = ""
-    after_attention: str = ""
-    before_mlp: str = ""
-    after_mlp: str = ""
-
-
-_PARALLEL = _Norms("input_layernorm", "", "input_layernorm", "")
-"""Both halves take the layer's input, and are added to it."""
-_KINDS = (
-    _Norms("input_layernorm", "", "post_attention_layernorm", ""),
-    _Norms("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
-    _Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
-    _Norms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
-    _PARALLEL,
-)
+_Norm = RMSNorm | nn.LayerNorm | None
 
 
 class CallCounter(Protocol):
     """A listener of attention calls that counts them."""
 
     next_call: int
-    rounds_rotary_to: torch.dtype | None  # cosines and sines of `attend_to_qkv`, as modules may get them
 
     def attend_to_qkv(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
         """See `AttentionCall.forward`."""
+
+
+class Unusual(Exception):
+    """A part of a layer is not as our layers have it."""
 
 
 class FusedLayer:
@@ -83,10 +62,11 @@ class FusedLayer:
     def __init__(self, module: nn.Module, layer: AttentionLayer) -> None:
         """Read the parts of ``module``. Raises `Unusual` if one of them computes something else than our layers do."""
         attention: Any = module.self_attn
-        kind, matrices = _kind_of(module), read_attention_matrices(attention)
-        assert kind is not None and matrices is not None, "see `_is_plain`"
-        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-        q_norm, k_norm = (None if norm is None else _rms_norm(norm) for norm in norms)
+        kind = forms.LAYERS[forms.form_of(module.forward)]
+        matrices = _attention_matrices(attention, layer)
+        has_norms = forms.form_of(attention.forward) in forms.NORMED_ATTENTION
+        has_norms = has_norms and bool(getattr(attention, "use_qk_norm", True))
+        q_norm, k_norm = map(_rms_norm, (attention.q_norm, attention.k_norm)) if has_norms else (None, None)
         widths = [0 if norm is None else len(norm.weight) for norm in (q_norm, k_norm)]
         self._q_and_k: tuple[RMSNorm, RMSNorm] | None = None  # norms of all heads of a token together
         if q_norm is not None and k_norm is not None and widths != [layer.head_dim] * 2:
@@ -95,10 +75,9 @@ class FusedLayer:
             self._q_and_k, q_norm, k_norm = (q_norm, k_norm), None, None
         self._module = module
         self.layer = replace(layer, q_norm=q_norm, k_norm=k_norm)
-        self._is_parallel = kind == _PARALLEL
         self._norms: list[_Norm] = [read_norm(getattr(module, name)) if name else None for name in astuple(kind)]
-        self._qkv = pack(matrices[0])
-        self._o = pack([matrices[1]])
+        self._qkv = _pack(matrices[0])
+        self._o = _pack([matrices[1]])
         self._gated = read_gated(module.mlp)
 
     @property
@@ -112,12 +91,8 @@ class FusedLayer:
         x, norm = _apply(before_attention, residual)
         qkv = self._qkv.multiply(x) if norm is None else self._qkv.after_norm(x, norm)
         attended = _listener(self._module).attend_to_qkv(self.layer, self._normalise(qkv))
-        if self._is_parallel:
-            fed = self._feed(x, norm)
-            _add(self._o, residual, attended, None)
-        else:
-            _add(self._o, residual, attended, after_attention)
-            fed = self._feed(*_apply(before_mlp, residual))
+        _add(self._o, residual, attended, after_attention)
+        fed = self._feed(*_apply(before_mlp, residual))
         if self._gated is not None:
             _add(self._gated.down, residual, fed, after_mlp)
         else:
@@ -167,36 +142,31 @@ def _add(weight: PlainWeight, residual: Tensor, x: Tensor, norm: _Norm) -> None:
 def fuse_layers(
     model: nn.Module,
     surveyed: tuple[SurveyedLayer | SurveyedMixer, ...],
-    ropes: Sequence[int],
-    listen_at: Callable[[int], Any],
+    ropes: Sequence[RopeConfig],
     run: Callable[[], Tensor],
 ) -> list[FusedLayer]:
     """Replace the layers of ``model`` that can be, and return what they are computed by now.
 
     Args:
-        ropes: those of the rotary embeddings of the step's attention that the layers may have
-        listen_at: makes the model's calls go to a listener whose next call is that of this layer of the survey
+        ropes: the model's rotary embeddings
         run: runs the model over some tokens; the logits
     """
-    found = [module for module in model.modules() if _is_plain(module)]
+    found = [module for module in model.modules() if _is_known(module)]
     if not found:
         return []
-    with _recording(found) as records:
+    with _recording(model, found) as calls:
         before = run()
     fused: list[FusedLayer] = []
     for module in found:
-        record, reason = records.get(module), "it was not called"
-        if record is not None:
-            try:
-                fused.append(_fuse(module, surveyed, ropes, record, partial(listen_at, record.call)))
-                continue
-            except Unusual as error:
-                reason = str(error)
-        logger.info("a layer stays transformers' %s: %s", type(module).__name__, reason)
+        try:
+            fused.append(FusedLayer(module, _attention_layer(module.self_attn, surveyed, ropes, calls.get(module))))
+        except Unusual as error:
+            logger.info("a layer stays transformers' %s: %s", type(module).__name__, error)
     for layer in fused:
         layer.install()
-    off = difference(run(), before)
-    if off > 5 * MOST[next(model.parameters()).dtype]:  # rounding adds up; else something reads what layers kept
+    off = float((run() - before).norm() / before.norm().clamp(min=1e-12))
+    # The model around the layers is not read: one that keeps a layer's input finds it changed in place.
+    if off > (5e-3 if next(model.parameters()).dtype == torch.float32 else 0.3):
         name = type(model).__name__
         logger.warning("layers of %s stay transformers': with fused ones its logits differ by %.2g", name, off)
         for layer in fused:
@@ -205,158 +175,114 @@ def fuse_layers(
     return fused
 
 
-@dataclass(slots=True)
-class _Record:
-    """One call of a decoder layer."""
+def _is_known(module: nn.Module) -> bool:
+    attention = getattr(module, "self_attn", None)
+    if not isinstance(attention, nn.Module) or forms.form_of(module.forward) not in forms.LAYERS:
+        return False
+    return forms.form_of(attention.forward) in {*forms.ATTENTION, *forms.NORMED_ATTENTION}
 
-    hidden: Tensor
-    call: int  # its attention's place among all calls
-    out: Tensor | None = None
-    others: dict[str, Any] = field(default_factory=dict)  # arguments beside the hidden states
+
+@dataclass(slots=True)
+class _Call:
+    """The one call of a decoder layer in a run."""
+
+    index: int  # its attention's place among all calls
+    rope: tuple[nn.Module, str] | None  # whose outcome it got, and of which ``layer_type``; None: of no known module
+    is_only: bool = True
 
 
 @contextmanager
-def _recording(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, _Record]]:
-    """Within, what the modules get and return is kept, if it is one tensor each, and they call attention once."""
-    records: dict[nn.Module, _Record] = {}
+def _recording(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[dict[nn.Module, _Call]]:
+    """Within, the calls of ``layers`` are noted."""
+    calls: dict[nn.Module, _Call] = {}
+    ropes: dict[int, tuple[Any, nn.Module, str]] = {}  # by the identity of what they return, which is kept
 
-    def before(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        hidden = args[0] if args else options.get("hidden_states")
-        if isinstance(hidden, Tensor):
-            others = options if args else {key: value for key, value in options.items() if key != "hidden_states"}
-            records[module] = _Record(hidden.clone(), _listener(module).next_call, None, others)
+    def after_rope(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], out: Any) -> None:
+        ropes[id(out)] = out, module, str(options.get("layer_type") or (args[2] if len(args) > 2 else ""))
 
-    def after(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], out: Any) -> None:
-        record = records.pop(module, None)
-        is_one = record is not None and _listener(module).next_call == record.call + 1
-        if record is not None and isinstance(out, Tensor) and is_one:
-            record.out = out.clone()
-            records[module] = record
+    def before_layer(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        rope = ropes.get(id(options.get("position_embeddings")))
+        index = _listener(module).next_call
+        calls[module] = _Call(index, None if rope is None else rope[1:], is_only=module not in calls)
 
-    handles = [module.register_forward_pre_hook(before, with_kwargs=True) for module in modules]
-    handles += [module.register_forward_hook(after, with_kwargs=True) for module in modules]
+    def after_layer(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        calls[module].is_only &= _listener(module).next_call == calls[module].index + 1
+
+    known = [module for module in model.modules() if forms.form_of(module.forward) in forms.ROPES]
+    handles = [module.register_forward_hook(after_rope, with_kwargs=True) for module in known]
+    handles += [module.register_forward_pre_hook(before_layer, with_kwargs=True) for module in layers]
+    handles += [module.register_forward_hook(after_layer) for module in layers]
     try:
-        yield records
+        yield calls
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _fuse(
-    module: nn.Module,
+def _attention_layer(
+    attention: Any,
     surveyed: tuple[SurveyedLayer | SurveyedMixer, ...],
-    ropes: Sequence[int],
-    record: _Record,
-    listen_at: Callable[[], None],
-) -> FusedLayer:
-    """Make a fused layer, with the rotary embedding that comes nearest. Raises `Unusual` if it computes something
-    else."""
-    seen = surveyed[record.call]
+    ropes: Sequence[RopeConfig],
+    call: _Call | None,
+) -> AttentionLayer:
+    """What the attention of a layer that is called so computes, but for its norms. Raises `Unusual`."""
+    if call is None or not call.is_only:
+        raise Unusual("it is not called once, with one attention")
+    seen = surveyed[call.index]
     if not isinstance(seen, SurveyedLayer) or isinstance(seen.kv, SharedKV) or seen.has_sinks:
         raise Unusual("its attention")
-    matrices = read_attention_matrices(module.self_attn)
-    assert matrices is not None
-    widths = [seen.num_heads * seen.head_dim, *[seen.num_kv_heads * seen.head_dim] * 2]
-    found = [matrix.out_features for matrix in matrices[0]]
-    if seen.value_dim != seen.head_dim or found not in (widths, [sum(widths)]):
+    if seen.value_dim != seen.head_dim:
         raise Unusual("its heads")
-    plain = AttentionLayer(
-        index=record.call,
+    if getattr(getattr(attention, "config", None), "clip_qkv", None) is not None:
+        raise Unusual("it clips q, k and v")
+    form = forms.form_of(attention.forward)
+    rotates = (forms.ATTENTION.get(form) or forms.NORMED_ATTENTION[form])(attention)
+    return AttentionLayer(
+        index=call.index,
         num_heads=seen.num_heads,
         num_kv_heads=seen.num_kv_heads,
         head_dim=seen.head_dim,
         scale=seen.scale,
         softcap=seen.softcap,
+        rope=_rope_index(attention, ropes, call.rope) if rotates else None,
     )
-    fused = FusedLayer(module, plain)
-    layers = [replace(fused.layer, rope=rope) for rope in (*ropes, None)]
-    assert record.out is not None
-    offs: list[float] = []
-    for fused.layer in layers:
-        listen_at()
-        try:
-            out = fused.forward(record.hidden.clone())
-        except Exception as error:  # the parts are not put together as they are here
-            raise Unusual(f"{type(error).__name__}: {error}") from error
-        offs.append(difference(out - record.hidden, record.out - record.hidden))
-    fused.layer = layers[offs.index(min(offs))]
-    if min(offs) > MOST[record.hidden.dtype]:
-        raise Unusual(f"its output differs by {min(offs):.2g} from that of its parts")
-    try:
-        _compare_in_float32(module, fused.layer, record, listen_at)
-    except torch.OutOfMemoryError as error:
-        raise Unusual("there is no memory to compare it in float32") from error
-    return fused
 
 
-_LARGER = 30.0
-"""Times which norms and inputs are as large, for a comparison that reaches limits of values."""
+def _rope_index(attention: nn.Module, ropes: Sequence[RopeConfig], given: tuple[nn.Module, str] | None) -> int:
+    """Which of our rotary embeddings the layer has. Raises `Unusual` if none is it."""
+    neighbours = forms.turns_neighbours(attention)
+    if given is None or neighbours is None:
+        raise Unusual("its rotary embedding")
+    module, kind = given
+    prefix = f"{kind}_" if hasattr(module, f"{kind}_inv_freq") else ""
+    theirs, their_factor = getattr(module, f"{prefix}inv_freq"), float(getattr(module, f"{prefix}attention_scaling"))
+    for i, rope in enumerate(ropes):
+        ours, factor = rope.inv_freq()
+        is_same = rope.interleaved == neighbours and ours.shape == theirs.shape and math.isclose(factor, their_factor)
+        scales_queries = "llama_4_scaling_beta" in rope.scaling
+        if is_same and not scales_queries and torch.allclose(ours, theirs.float().cpu(), rtol=1e-5, atol=0.0):
+            return i
+    raise Unusual("its rotary embedding has other frequencies")
 
 
-def _compare_in_float32(
-    module: nn.Module, layer: AttentionLayer, record: _Record, listen_at: Callable[[], None]
-) -> None:
-    """Raises `Unusual` if a copy of the layer in float32 differs from its parts, as it is or with larger numbers."""
-    memo: dict[int, Any] = {id(_listener(module)): None}
-    mlp: Any = module.mlp
-    if read_gated(mlp) is None:  # the feed-forward is called as it is, so only the rest is compared
-        memo[id(mlp)] = _InItsDtype(mlp, record.hidden.dtype)
-    copy = deepcopy(module, memo).float()
-    others = tree_map(lambda x: x.float() if isinstance(x, Tensor) and x.is_floating_point() else x, record.others)
-    kind = _kind_of(copy)
-    assert kind is not None
-
-    def change(forward: Callable[[Tensor], Tensor], hidden: Tensor, rotary: torch.dtype | None = None) -> Tensor:
-        listen_at()
-        listener: Any = _listener(module)
-        listener.rounds_rotary_to = rotary
-        listen(copy, listener)
-        return forward(hidden.clone()) - hidden
-
-    for larger in (False, True):
-        hidden = record.hidden.float()
-        if larger:
-            hidden *= _LARGER
-            for name in {kind.before_attention, kind.before_mlp} - {""}:
-                getattr(copy, name).weight.data.mul_(_LARGER)
-        fused = FusedLayer(copy, layer)
-        wanted = change(partial(copy, **others), hidden)
-        # Some modules get cosines and sines in the model's dtype, some in float32.
-        outs = [change(fused.forward, hidden, dtype) for dtype in (None, record.hidden.dtype)]
-        off = min(difference(out, wanted) for out in outs)
-        if not off <= (_MOST_OF_LARGER if larger else MOST[torch.float32]):
-            raise Unusual(f"in float32{', with larger numbers,' * larger} it differs by {off:.2g} from its parts")
+def _attention_matrices(attention: Any, layer: AttentionLayer) -> tuple[list[nn.Linear], nn.Linear]:
+    """Those of q, k and v, and that of the output. Raises `Unusual`."""
+    qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
+    if any(type(matrix) is not nn.Linear for matrix in (*qkv, attention.o_proj)):
+        raise Unusual("its matrices")
+    kv_size = layer.num_kv_heads * layer.head_dim
+    if [matrix.out_features for matrix in qkv] != [layer.num_heads * layer.head_dim, kv_size, kv_size]:
+        raise Unusual("its heads")
+    return qkv, attention.o_proj
 
 
-_MOST_OF_LARGER = 2e-2
-
-
-class _InItsDtype(nn.Module):
-    """Calls a module of another dtype than its caller's."""
-
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._call = module.forward  # no submodule: its parameters stay as they are
-        self._dtype = dtype
-
-    def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
-        out = self._call(x.to(self._dtype), *args, **options)
-        return tree_map(lambda y: y.float() if isinstance(y, Tensor) and y.is_floating_point() else y, out)
-
-
-def _listener(module: nn.Module) -> CallCounter:
-    found: CallCounter = module.aengine_listener  # type: ignore[assignment]
-    return found
-
-
-def _is_plain(module: nn.Module) -> bool:
-    return _kind_of(module) is not None and read_attention_matrices(module.self_attn) is not None
-
-
-def _kind_of(module: nn.Module) -> _Norms | None:
-    """The kind of a decoder layer; None: it is none that is known."""
-    children = {name for name, child in module.named_children() if not isinstance(child, nn.Dropout)}
-    return next((kind for kind in _KINDS if children == {"self_attn", "mlp", *filter(None, astuple(kind))}), None)
+def read_norm(module: Any) -> RMSNorm | nn.LayerNorm:
+    """The norm that ``module`` is. Raises `Unusual`."""
+    if type(module) is nn.LayerNorm:
+        return module
+    if forms.form_of(module.forward) in forms.RMS_NORMS:
+        return RMSNorm.of(module.weight.detach(), float(module.variance_epsilon))
+    raise Unusual(type(module).__name__)
 
 
 def _rms_norm(module: Any) -> RMSNorm:
@@ -364,3 +290,52 @@ def _rms_norm(module: Any) -> RMSNorm:
     if not isinstance(norm, RMSNorm):
         raise Unusual("norms of q and k")
     return norm
+
+
+@dataclass(frozen=True, slots=True)
+class _GatedParts:
+    """A feed-forward layer: down(activation(gate(x)) * up(x))."""
+
+    gate_up: PlainWeight
+    down: PlainWeight
+    activation: Activation
+
+
+def read_gated(module: Any) -> _GatedParts | None:
+    """Return the parts of down(activation(gate(x)) * up(x)); None: the module is not of that form."""
+    from transformers.activations import ACT2FN
+
+    form = forms.form_of(module.forward)
+    if form in forms.GATED:
+        first, act_fn = [module.gate_proj, module.up_proj], module.act_fn
+    elif form in forms.PACKED:
+        first, act_fn = [module.gate_up_proj], module.activation_fn
+    else:
+        return None
+    known = {type(ACT2FN[name]): activation for name, activation in ACTIVATIONS.items()}
+    if any(type(matrix) is not nn.Linear for matrix in (*first, module.down_proj)) or type(act_fn) not in known:
+        return None
+    return _GatedParts(_pack(first), _pack([module.down_proj]), known[type(act_fn)])
+
+
+def _pack(matrices: list[Any]) -> PlainWeight:
+    """Join the weights of several matrices to one, of which theirs become views. Raises `Unusual`."""
+    if len({matrix.bias is None for matrix in matrices}) > 1:
+        raise Unusual("biases of some matrices")
+    if len(matrices) == 1:
+        bias = matrices[0].bias
+        return PlainWeight(matrices[0].weight.detach(), None if bias is None else bias.detach())
+    joined = {}
+    for name in ("weight", "bias"):
+        tensors = [getattr(matrix, name) for matrix in matrices]
+        if tensors[0] is None:
+            continue
+        joined[name] = torch.cat([tensor.detach() for tensor in tensors])
+        for matrix, part in zip(matrices, joined[name].split([len(t) for t in tensors]), strict=True):
+            setattr(matrix, name, nn.Parameter(part, requires_grad=False))
+    return PlainWeight(joined["weight"], joined.get("bias"))
+
+
+def _listener(module: nn.Module) -> CallCounter:
+    found: CallCounter = module.aengine_listener  # type: ignore[assignment]
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -61,14 +61,12 @@ class TransformersModel:
         return hidden[0]
 
     def _check(self) -> None:
-        """Compare the loaded model with transformers' own results on a small batch, then replace the layers that our
-        fused layers compute alike. Raises ModelLoadError if the results differ."""
-
-        def listener(positions: Tensor, **how: Any) -> PlainAttention:
-            return PlainAttention(self._layers, positions, ropes=self.config.ropes, **how)
+        """Compare the loaded model with transformers' own results on a small batch, then replace the layers whose
+        code says that our fused layers compute the same. Raises ModelLoadError if the results differ."""
 
         def compute(ids: Tensor, positions: Tensor, in_parts: bool = False) -> Tensor:
-            listen(self.module, listener(positions, in_parts=in_parts))
+            listener = PlainAttention(self._layers, positions, in_parts=in_parts, ropes=self.config.ropes)
+            listen(self.module, listener)
             return self.compute_logits(self._trunk(**trunk_inputs(self._trunk, ids[None], positions[None]))[0][0])
 
         self._calls.states_take_chunks = check_batch(
@@ -81,9 +79,7 @@ class TransformersModel:
             fused = fuse_layers(
                 self.module,
                 self._layers,
-                # Longrope is left out: its frequencies are compared with the module for short sequences only.
-                [i for i, rope in enumerate(self.config.ropes) if rope.long() is None],
-                lambda call: listen(self.module, listener(positions, next_call=call)),
+                self.config.ropes,
                 lambda: compute(ids, positions),
             )
         self.fused = {"layers": len(fused), "feed_forward": sum(layer.has_feed_forward for layer in fused)}
