@@ -6,7 +6,7 @@ config.json ── library.py ──> transformers' config and class
                    │              config.py: `TransformersConfig`, what the runner needs to know of any model
                    ├─ weights.py: names in the checkpoint ──> parameters, by transformers' conversion mapping
                    ├─ model.py: `TransformersModel`; its attention layers call ours (attention.py)
-                   └─ fused.py: decoder layers of the usual shape, replaced by ours once they are loaded
+                   └─ fused.py: decoder layers whose code is known (forms.py), replaced by ours once they are loaded
 """
 
 from __future__ import annotations
