@@ -187,7 +187,7 @@ class _Call:
     """The one call of a decoder layer in a run."""
 
     index: int  # its attention's place among all calls
-    rope: tuple[nn.Module, str] | None  # whose outcome it got, and of which ``layer_type``; None: of no known module
+    rope: tuple[nn.Module, str] | None  # the rotary embedding that it got, and its ``layer_type``; None: an unknown one
     is_only: bool = True
 
 
@@ -195,7 +195,7 @@ class _Call:
 def _recording(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[dict[nn.Module, _Call]]:
     """Within, the calls of ``layers`` are noted."""
     calls: dict[nn.Module, _Call] = {}
-    ropes: dict[int, tuple[Any, nn.Module, str]] = {}  # by the identity of what they return, which is kept
+    ropes: dict[int, tuple[Any, nn.Module, str]] = {}  # outcome (kept, as its id is the key), module, ``layer_type``
 
     def after_rope(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], out: Any) -> None:
         ropes[id(out)] = out, module, str(options.get("layer_type") or (args[2] if len(args) > 2 else ""))
