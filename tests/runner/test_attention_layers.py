@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import some
 from torch import Tensor
 
 from aengine.ipc.messages import NewRequest, SchedulerOutput, int32
@@ -250,7 +251,7 @@ def test_torch(rng: random.Random, gen: torch.Generator) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("graphs", some([False, True], True))
 @pytest.mark.usefixtures("few_idle_programs")
 def test_triton(rng: random.Random, gen: torch.Generator, graphs: bool) -> None:
     """``graphs``: a step of decodes alone takes the fused kernel."""

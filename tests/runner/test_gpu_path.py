@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from pairs import some
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from aengine.ipc.messages import DraftColumns, GrammarOutput, NewRequest, SchedulerOutput, float32, int32
@@ -135,7 +136,7 @@ def steps(rng: random.Random) -> list[SchedulerOutput]:
     return out
 
 
-@pytest.mark.parametrize("arch", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("arch", some(["llama", "mistral", "qwen3"], "qwen3"))
 def test_the_same_tokens(tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
     """With prompts, too, a step's end is what a graph holds."""
     folder = write_model(tmp_path, arch)
@@ -424,7 +425,7 @@ class FailingLibrary(TritonPrefill):
         self.calls += 1
 
 
-@pytest.mark.parametrize("prefill", [TritonPrefill, FailingLibrary])
+@pytest.mark.parametrize("prefill", some([TritonPrefill, FailingLibrary], FailingLibrary))  # which then is the other
 def test_what_is_read_before_a_wait_is_written_by_then(
     tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch, prefill: type[TritonPrefill]
 ) -> None:

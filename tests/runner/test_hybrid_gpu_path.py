@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairs import some
 from test_gpu_path import MAX_LEN, MAX_SEQS, NUM_BLOCKS, make_runner
 
 from aengine.engine.scheduler import kv_cache_manager
@@ -62,7 +63,7 @@ def complete(scheduler: Scheduler, runner: ModelRunner, prompts: list[list[int]]
             return [request.output_token_ids for request in requests]
 
 
-@pytest.mark.parametrize("arch", SHAPES)
+@pytest.mark.parametrize("arch", some(SHAPES, "qwen3_5_text"))
 def test_the_same_tokens(tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
     monkeypatch.setattr(kv_cache_manager, "STATE_INTERVAL", 4)
     pytest.importorskip("triton")
