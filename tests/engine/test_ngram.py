@@ -6,9 +6,12 @@ import random
 
 import pytest
 
+from aengine.engine.pacing.steps_in_flight import StepsInFlight
 from aengine.engine.scheduler.request import Request
+from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.engine.speculation import ngram
-from aengine.engine.speculation.ngram import TokenHistory
+from aengine.engine.speculation.ngram import NGramSpeculation, TokenHistory
+from aengine.ipc.messages import KVCacheGroup, ModelRunnerOutput, int32
 from aengine.params import SamplingParams
 
 
@@ -115,3 +118,37 @@ def test_who_is_never_right_is_asked_ever_less() -> None:
             asked.append(place)
             verify(request, len(drafts), 0)
     assert len(asked) < 20 and asked[-1] - asked[-2] > ngram._MOST_WAIT // 2
+
+
+class StepsAhead(StepsInFlight):
+    """Some of them can be taken back, until that is asked for."""
+
+    num_interrupts = 0
+
+    @property
+    def runs_ahead(self) -> bool:
+        return not self.num_interrupts
+
+    def interrupt(self) -> None:
+        self.num_interrupts += 1
+
+
+def test_steps_ahead_are_taken_back_for_drafts_and_not_for_nothing() -> None:
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64}
+    scheduler = Scheduler(num_blocks=64, kv_groups=[KVCacheGroup("full", 4)], **limits)
+    in_flight = StepsAhead(2)
+    speculation = NGramSpeculation(scheduler, in_flight, most_rows=16)
+    limits = {"max_num_tokens": 40, "stop_token_ids": frozenset[int]()}
+    request = Request("a", [5, 6, 7, 8, 9, 1], SamplingParams(), seed=0, **limits)
+    scheduler.add_request(request)
+    for token_id in (5, 6, 7):
+        assert not in_flight.num_interrupts
+        assert speculation.propose()
+        out = scheduler.schedule()
+        assert out is not None and out.drafts is None
+        speculation.note_tokens(scheduler.update(ModelRunnerOutput(out.step_id, int32([token_id]))).sampled)
+    assert not speculation.propose() and in_flight.num_interrupts == 1
+    assert request.draft_token_ids == []
+    assert speculation.propose(), "they were taken back"
+    out = scheduler.schedule()
+    assert out is not None and out.drafts is not None and list(out.drafts.token_ids) == [8, 9, 1]
