@@ -124,6 +124,9 @@ class Settings(TypedDict, total=False):
     the one that runs on this machine. Default: None."""
     enforce_eager: bool
     """No CUDA graphs: each step's kernels are launched one by one. Default: False."""
+    batch_invariant: bool
+    """A request's logits have the same bits whatever else is in the batch and however its prompt is cut into steps, as
+    training against an engine needs. Slower; on a CPU, for dense models (docs/batch-invariance.md). Default: False."""
     num_threads: int | None
     """CPU threads of each worker. None: $OMP_NUM_THREADS if that is set; else the cores that they may use (no more than
     a container's CPU quota has whole CPUs), less one for the host when there are over four, divided among the ranks. In
@@ -277,6 +280,10 @@ ENGINE_SETTINGS = """\
             $RAY_ADDRESS, else the one that runs on this machine.
         enforce_eager: bool = False
             No CUDA graphs: each step's kernels are launched one by one.
+        batch_invariant: bool = False
+            A request's logits have the same bits whatever else is in the batch and however its prompt is
+            cut into steps, as training against an engine needs. Slower; on a CPU, for dense models
+            (docs/batch-invariance.md).
         num_threads: int | None = None  (threads)
             CPU threads of each worker. None: $OMP_NUM_THREADS if that is set; else the cores that they may
             use (no more than a container's CPU quota has whole CPUs), less one for the host when there are

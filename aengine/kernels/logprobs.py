@@ -64,7 +64,9 @@ def by_logsumexp(logits: Tensor, sampled: Tensor, asked: Tensor, out: Tensor) ->
     few = logits.index_select(0, chosen)
     k = min(int(asked.max()) - 1, few.shape[1])
     values, ids = few.topk(k, dim=1)
-    log_total = few.logsumexp(dim=1, keepdim=True)
+    # Row by row: torch divides the sum of a single long row among threads, so that its last bits would depend on
+    # whether other requests ask for log-probabilities too.
+    log_total = torch.cat([row.logsumexp(dim=1, keepdim=True) for row in few.split(1)])
     out[chosen, 0] = (few.gather(1, sampled[chosen, None]) - log_total).squeeze(1).view(torch.int32)
     out[chosen, 1 : 1 + k] = ids.int()
     out[chosen, 1 + most : 1 + most + k] = (values - log_total).view(torch.int32)

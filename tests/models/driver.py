@@ -12,6 +12,7 @@ from torch import Tensor
 
 from aengine.checkpoint.source import ModelSource, resolve_model
 from aengine.config import EngineConfig
+from aengine.kernels.policy import FASTEST, KernelPolicy
 from aengine.runner.attention.kv_pages import KvCacheSpec
 from aengine.runner.attention.torch_attention import Attention, AttentionMetadata, GroupMetadata, KvCache
 from aengine.runner.models import build_model, read_config
@@ -40,16 +41,18 @@ def source_of(model: str | Path, load_format: str = "auto") -> ModelSource:
     return resolve_model(EngineConfig.create(str(model), {"load_format": load_format}))
 
 
-def build(source: ModelSource, dtype: str = "float32", device: torch.device = CPU) -> CausalLM:
+def build(
+    source: ModelSource, dtype: str = "float32", device: torch.device = CPU, policy: KernelPolicy = FASTEST
+) -> CausalLM:
     """The model without its weights."""
     stored = None if source.format == "dummy" else source.hf_config
-    return build_model(read_config(source.hf_config), choose_formats(dtype, device, stored))
+    return build_model(read_config(source.hf_config), choose_formats(dtype, device, stored, policy))
 
 
 def load(
-    source: ModelSource, dtype: str = "float32", seed: int = 0, memory: Any = None
+    source: ModelSource, dtype: str = "float32", seed: int = 0, memory: Any = None, policy: KernelPolicy = FASTEST
 ) -> tuple[CausalLM, LoadedWeights]:
-    model = build(source, dtype)
+    model = build(source, dtype, policy=policy)
     return model, load_weights(model, source, seed, no_progress, memory=memory)
 
 
@@ -60,7 +63,8 @@ class Driver:
     def __init__(self, model: CausalLM, rng: random.Random, *, num_blocks: int = 128, block_size: int = 4) -> None:
         self._model = model
         dtype, longest = model.weights.formats.dtype, num_blocks * block_size
-        self._cache = KvCache(KvCacheSpec(model.config, num_blocks, block_size, dtype, CPU, num_blocks, longest))
+        spec = KvCacheSpec(model.config, num_blocks, block_size, dtype, CPU, num_blocks, longest)
+        self._cache = KvCache(spec, model.weights.formats.policy)
         self._sizes = [group.block_size for group in self._cache.layout.groups]  # tokens in a block of each group
         self._num_blocks = num_blocks
         self._free = list(range(num_blocks))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ...kernels.policy import FASTEST, KernelPolicy
 from .kv_pages import KvCacheSpec
 from .torch_attention import KvCache
 from .triton_attention import GpuKvCache
@@ -33,11 +34,14 @@ class TorchAttention:
 
     name = "torch"
 
+    def __init__(self, policy: KernelPolicy = FASTEST) -> None:
+        self._policy = policy
+
     def join(self) -> None:
         pass
 
     def make_cache(self, spec: KvCacheSpec) -> KvCache:
-        return KvCache(spec)
+        return KvCache(spec, self._policy)
 
 
 class TritonAttention:

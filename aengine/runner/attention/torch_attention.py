@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.input_prep import PreparedInputs
+from ...kernels.invariant_attention import invariant_attention
 from ...kernels.kv_write import write_kv
 from ...kernels.paged_attention import decode_attention, prefill_attention
+from ...kernels.policy import FASTEST, KernelPolicy
 from ...kernels.rotary import apply_rotary, rotary_rows
 from ..input_batch import InputBatch
 from ..layers.attention import AttentionLayer
@@ -35,7 +37,8 @@ class KvCache:
 
     clears_blocks = True
 
-    def __init__(self, spec: KvCacheSpec) -> None:
+    def __init__(self, spec: KvCacheSpec, policy: KernelPolicy = FASTEST) -> None:
+        self.policy = policy
         self._pages = spec.make_pages()
         self.layout = self._pages.layout
         self.layers = self._pages.layers(heads_first=False)
@@ -144,11 +147,12 @@ class Attention:
         self._metadata = metadata
         self._groups = metadata.groups
         query_lens = metadata.query_lens
-        n = self._num_decodes = next((i for i, n in enumerate(query_lens) if n > 1), len(query_lens))
+        n = next((i for i, n in enumerate(query_lens) if n > 1), len(query_lens))
+        n = self._num_decodes = 0 if kv_cache.policy.batch_invariant else n  # requests that are attended to together
         self._decodes = [(group.block_table[:n], group.seq_lens[:n]) for group in metadata.groups]
         ends = list(accumulate(query_lens))
-        # (place in the batch, first token, one past the last token) of each prompt
-        self._prompts = [(i, ends[i] - query_lens[i], ends[i]) for i in range(self._num_decodes, len(query_lens))]
+        # (place in the batch, first token, one past the last token) of each other request
+        self._alone = [(i, ends[i] - query_lens[i], ends[i]) for i in range(self._num_decodes, len(query_lens))]
         self._query_lens = query_lens
         self._state_rows: dict[int, StateRows] = {}  # the rows of each KV group with states
 
@@ -209,8 +213,11 @@ class Attention:
         if n:
             table, lens = self._decodes[kept.group]
             parts.append(decode_attention(q[:n], cache, table, lens, *how))
-        for i, start, stop in self._prompts:
+        for i, start, stop in self._alone:
             seq_len = group.seq_lens[i]
             blocks = group.block_table[i, : -(-seq_len // block_size)]
-            parts.append(prefill_attention(q[start:stop], kv[start:stop], cache, blocks, seq_len, *how))
+            if self._kv_cache.policy.batch_invariant:
+                parts.append(invariant_attention(q[start:stop], cache, blocks, seq_len, *how))
+            else:
+                parts.append(prefill_attention(q[start:stop], kv[start:stop], cache, blocks, seq_len, *how))
         return parts[0] if len(parts) == 1 else torch.cat(parts)

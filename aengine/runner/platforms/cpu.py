@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...config import EngineConfig
 from ...errors import InternalError
+from ...kernels.policy import KernelPolicy
 from ...limits.memory import free_memory
 from ..attention.backend import AttentionBackend, TorchAttention
 from ..model_config import ModelConfig
@@ -44,7 +45,7 @@ class CpuPlatform:
         return setting
 
     def choose_attention(self, config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype) -> AttentionBackend:
-        return TorchAttention()
+        return TorchAttention(KernelPolicy(config.batch_invariant))
 
     def memory(self) -> DeviceMemory:
         free = free_memory()

@@ -36,6 +36,7 @@ from ..weights.loader import LoadedWeights, Progress, check_layers, load_weights
 from .encoder import LoadedEncoder, load_encoder
 from .heads import DecoderHead
 from .kv_memory import KvPlan, choose_kv_dtype
+from .policy import choose_policy
 from .profile import profile
 from .setup import RunnerSetup
 
@@ -90,7 +91,7 @@ def _load(
     dtype = platform.choose_dtype(config.dtype, model_config.checkpoint_dtype)
     group = open_group(rank, platform)
     experts_group = open_experts_group(rank, platform, group)
-    formats = choose_formats(dtype, platform.device, hf)
+    formats = choose_formats(dtype, platform.device, hf, choose_policy(config, model_config, platform))
     if model_config.implementation == "transformers" and formats.quantised is not None:
         raise ModelLoadError(
             f"quantization_config of config.json: the weights are in {formats.name}, and a model of "

@@ -21,6 +21,7 @@ import torch
 from ...checkpoint.name_patterns import NamePatterns
 from ...checkpoint.value_reader import ValueReader
 from ...errors import ModelLoadError
+from ...kernels.policy import FASTEST, KernelPolicy
 from . import float16_cpu
 from .int8 import read_int8
 from .plain import PlainFormat
@@ -50,6 +51,7 @@ class WeightFormats:
     plain: WeightFormat  # format of the matrices that the checkpoint keeps as plain numbers
     quantised: QuantisedMatrices | None = None
     device: torch.device = CPU  # the device of the model
+    policy: KernelPolicy = FASTEST  # the policy by which products are computed
 
     @property
     def name(self) -> str:
@@ -71,7 +73,9 @@ class WeightFormats:
         return self.quantised.format if are_quantised == {True} else self.plain
 
 
-def choose_formats(dtype: str, device: torch.device, hf_config: Mapping[str, Any] | None = None) -> WeightFormats:
+def choose_formats(
+    dtype: str, device: torch.device, hf_config: Mapping[str, Any] | None = None, policy: KernelPolicy = FASTEST
+) -> WeightFormats:
     """The formats for the setting ``dtype`` on a device, see the table above.
 
     Args:
@@ -86,7 +90,8 @@ def choose_formats(dtype: str, device: torch.device, hf_config: Mapping[str, Any
     if device.type == "cpu" and dtype in ("auto", "float16"):
         if float16_cpu.has_fbgemm():
             float16_cpu.float16_plan()  # now, while nothing else runs that would disturb its measurement
-            return WeightFormats(torch.float32, torch.float16, float16_cpu.Float16Format(), quantised)
+            plain = float16_cpu.Float16Format()
+            return WeightFormats(torch.float32, torch.float16, plain, quantised, policy=policy)
         if dtype == "float16":
             raise ModelLoadError(
                 "dtype='float16' on a CPU needs FBGEMM, which torch has for x86-64 with AVX2 only: use dtype='auto', "
@@ -94,7 +99,7 @@ def choose_formats(dtype: str, device: torch.device, hf_config: Mapping[str, Any
             )
         dtype = "float32"
     torch_dtype: torch.dtype = getattr(torch, "bfloat16" if dtype == "auto" else dtype)
-    return WeightFormats(torch_dtype, torch_dtype, PlainFormat(torch_dtype), quantised, device)
+    return WeightFormats(torch_dtype, torch_dtype, PlainFormat(torch_dtype), quantised, device, policy)
 
 
 def _read_quantization(hf_config: Mapping[str, Any]) -> QuantisedMatrices | None:

@@ -19,7 +19,7 @@ from ..distributed.group import ALONE, TensorGroup
 from ..distributed.shares import Part, Share, VocabularyShare
 from ..distributed.stage import WHOLE, PipelineStage
 from .formats import WeightFormats
-from .weight import WeightFormat
+from .weight import RowTiledFormat, WeightFormat
 
 __all__ = ["CheckpointNames", "Place", "WeightScope"]
 
@@ -129,7 +129,9 @@ class WeightScope:
         The table of embeddings is plain, also where it is the output matrix alone, as on a pipeline's last stage.
         """
         full = [self._prefix + name for name in names]
-        return self.formats.plain if full[0].endswith("embed_tokens") else self.formats.of(full)
+        form = self.formats.plain if full[0].endswith("embed_tokens") else self.formats.of(full)
+        policy = self.formats.policy
+        return RowTiledFormat(form, policy) if policy.batch_invariant else form
 
     def want(
         self,

@@ -1,0 +1,85 @@
+"""batch_invariant=True: the bits of a request's logits depend on nothing but the request."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from driver import Driver, check_near, load, source_of
+from scenarios import Engine, settings_of_torch_kept, some_prompts
+from tiny import load_reference
+
+from aengine.errors import ModelLoadError
+from aengine.kernels.policy import KernelPolicy
+
+TinyModel = Callable[..., Path]
+INVARIANT = KernelPolicy(batch_invariant=True)
+MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "llama": ("llama", {"hidden_size": 96, "intermediate_size": 180, "attention_bias": True}, "float32"),
+    "llama-auto": ("llama", {}, "auto"),
+    "llama-bfloat16": ("llama", {}, "bfloat16"),
+    "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 9, "attn_logit_softcapping": 2.0}, "float32"),
+    "qwen3": ("qwen3", {"tie_word_embeddings": True}, "float32"),
+}
+
+
+def ids(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(3, 90) for _ in range(count)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_have_the_same_bits_alone_and_in_any_batch(name: str, tiny_model: TinyModel, rng: random.Random) -> None:
+    arch, fields, dtype = MODELS[name]
+    folder = tiny_model(arch, seed=7, **fields)
+    model, _ = load(source_of(folder), dtype, policy=INVARIANT)
+    prompt = ids(rng, 150)  # keys of two blocks
+    alone = Driver(model, rng, num_blocks=512).step({"a": prompt})["a"]
+    if dtype == "float32":
+        with torch.inference_mode():
+            check_near(alone, load_reference(folder, arch)(torch.tensor([prompt])).logits[0])
+    driver, found, left = Driver(model, rng, num_blocks=2048), [], prompt
+    while left:
+        # Chunks of any length, one token among them, before and behind others that decode or begin; decodes come first.
+        size = rng.choice([1, 1, 2, 7, 30])
+        others = {f"b{i}": ids(rng, rng.choice([1, 1, 3, 40]) if rng.random() < 0.3 else 1) for i in range(4)}
+        batch = dict(sorted((others | {"a": left[:size]}).items(), key=lambda item: len(item[1])))
+        found.append(driver.step(batch)["a"])
+        left = left[size:]
+    assert torch.equal(torch.cat(found), alone)
+
+
+def test_tokens_are_those_of_the_request_alone(tiny_model: TinyModel) -> None:
+    """Through the scheduler: alone, batched, and chunked in a pool so small that requests are preempted, so that what
+    was computed token by token is computed again as a prompt."""
+    with settings_of_torch_kept():
+        engine = Engine(tiny_model("llama", seed=7), batch_invariant=True)
+        texts = some_prompts(engine.offer["vocab_size"])
+        prompts = [text[i : i + 3] for i, text in enumerate(texts[-3:] * 2)] + texts
+        outcomes = []
+        engine.begin()
+        outcomes.append([engine.generate([prompt])[0] for prompt in prompts])
+        engine.begin()
+        outcomes.append(engine.generate(prompts))
+        engine.begin(num_blocks=engine.fewest_blocks(72, 16) + 2, max_num_batched_tokens=16)
+        outcomes.append(engine.generate(prompts))
+        assert engine.scheduler.rows.num_preemptions > 0
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+
+
+@pytest.mark.parametrize(
+    ("arch", "settings", "reason"),
+    [
+        ("mixtral", {}, "expert"),
+        ("llama", {"model_impl": "transformers"}, "transformers"),
+        ("qwen3_next", {}, "recurrent|expert"),
+    ],
+)
+def test_what_has_no_such_variant_is_refused(
+    arch: str, settings: dict[str, Any], reason: str, tiny_model: TinyModel
+) -> None:
+    with settings_of_torch_kept(), pytest.raises(ModelLoadError, match=f"batch_invariant=True.*({reason}).*False"):
+        Engine(tiny_model(arch), batch_invariant=True, **settings)
