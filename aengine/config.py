@@ -87,6 +87,9 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of weights, activations and KV. "auto": the checkpoint's on a GPU, the fastest lossless enough on a
     CPU."""
+    quantization: Literal["auto", "gguf"] = "auto"
+    """What matrices of a GGUF are kept in. "auto": they become numbers of dtype as they are loaded, which is faster.
+    "gguf": the file's blocks, each matrix in its own type, on a CPU: for models that are too large otherwise."""
     device: str = "auto"
     """Where the model runs: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N", "cuda:N,M" (one for each rank; as
     CUDA_VISIBLE_DEVICES counts them), or the name of an entry point in the group "aengine.platforms", likewise."""
@@ -365,6 +368,7 @@ _ONE_OF: dict[str, tuple[str, ...]] = {
     "load_format": LOAD_FORMATS,
     "model_impl": MODEL_IMPLS,
     "dtype": DTYPES,
+    "quantization": ("auto", "gguf"),
     "kv_cache_dtype": DTYPES,
     "attention_backend": ATTENTION_BACKENDS,
     "pooling": POOLINGS,

@@ -17,7 +17,7 @@ from aengine.runner.attention.kv_pages import KvCacheSpec
 from aengine.runner.attention.torch_attention import Attention, AttentionMetadata, GroupMetadata, KvCache
 from aengine.runner.models import build_model, read_config
 from aengine.runner.models.causal_lm import CausalLM
-from aengine.runner.weights.formats import choose_formats
+from aengine.runner.weights.formats import QuantisedMatrices, choose_formats
 from aengine.runner.weights.loader import LoadedWeights, load_weights
 
 CPU = torch.device("cpu")
@@ -42,17 +42,26 @@ def source_of(model: str | Path, load_format: str = "auto") -> ModelSource:
 
 
 def build(
-    source: ModelSource, dtype: str = "float32", device: torch.device = CPU, policy: KernelPolicy = FASTEST
+    source: ModelSource,
+    dtype: str = "float32",
+    device: torch.device = CPU,
+    policy: KernelPolicy = FASTEST,
+    packed: QuantisedMatrices | None = None,
 ) -> CausalLM:
     """The model without its weights."""
     stored = None if source.format == "dummy" else source.hf_config
-    return build_model(read_config(source.hf_config), choose_formats(dtype, device, stored, policy))
+    return build_model(read_config(source.hf_config), choose_formats(dtype, device, stored, policy, packed))
 
 
 def load(
-    source: ModelSource, dtype: str = "float32", seed: int = 0, memory: Any = None, policy: KernelPolicy = FASTEST
+    source: ModelSource,
+    dtype: str = "float32",
+    seed: int = 0,
+    memory: Any = None,
+    policy: KernelPolicy = FASTEST,
+    packed: QuantisedMatrices | None = None,
 ) -> tuple[CausalLM, LoadedWeights]:
-    model = build(source, dtype, policy=policy)
+    model = build(source, dtype, policy=policy, packed=packed)
     return model, load_weights(model, source, seed, no_progress, memory=memory)
 
 

@@ -15,16 +15,19 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from driver import CPU, Driver, check_near, load, source_of
+from driver import CPU, Driver, build, check_near, load, source_of
 from gguf import GGMLQuantizationType as Q
-from tiny import VOCAB_SIZE, make_tiny_model
+from scenarios import Engine, settings_of_torch_kept, some_prompts
+from tiny import VOCAB_SIZE, make_tiny_model, write_tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from aengine.checkpoint.gguf_file import GgufFile
 from aengine.errors import ModelLoadError
 from aengine.runner.weights import gguf_source
 from aengine.runner.weights.gguf_names import EXPERT_NAMES, GgufNames
+from aengine.runner.weights.gguf_source import GgufFormat, GgufMatrices, GgufWeight
 from aengine.runner.weights.reading import Target
+from aengine.runner.weights.weight import WeightsBelow
 
 ARCHS = {
     "glm4": gguf.MODEL_ARCH.GLM4,
@@ -235,6 +238,74 @@ def test_against_transformers(
     check_near(logits, wanted)
 
 
+@pytest.mark.parametrize(
+    ("arch", "overrides", "kinds"),
+    [
+        ("llama", {"attention_bias": True}, [Q.Q4_0, Q.Q8_0]),  # rows of q and k are reordered
+        ("llama", {"tie_word_embeddings": True}, [Q.Q4_1, Q.F32, Q.Q8_0]),
+        ("phi3", {"original_max_position_embeddings": 16, "rope_parameters": LONGROPE}, [Q.Q8_0, Q.Q5_0]),
+        ("gemma2", {**GEMMA, "attn_logit_softcapping": 2.0}, [Q.Q5_1, Q.TQ2_0]),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+def test_each_matrix_is_kept_in_its_own_type(
+    arch: str,
+    overrides: dict[str, Any],
+    kinds: list[Q],
+    dtype: str,
+    tmp_path: Path,
+    rng: random.Random,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gguf_source, "_NUMBERS_AT_ONCE", 3000)  # some rows, and a rest
+    reference = make_tiny_model(arch, seed=rng.getrandbits(30), **SIZES, **overrides)
+    with torch.no_grad():
+        for weight in reference.parameters():
+            if weight.dim() >= 2:
+                weight.mul_(0.3)
+        write_gguf(tmp_path / "tiny.gguf", reference, arch, kinds)
+    source = source_of(tmp_path / "tiny.gguf")
+    packed = GgufMatrices.of_file(source.path, build(source).gguf)
+    kept, loaded = load(source, dtype, packed=packed)
+    assert loaded.num_parameters == sum(p.numel() for p in reference.parameters())
+    assert {form.type_code for form in packed.formats.values()} == set(kinds) - {Q.F32}
+    qkv = kept.layers[0].attention.qkv.weight  # type: ignore[attr-defined]
+    parts = qkv.parts if isinstance(qkv, WeightsBelow) else [qkv]
+    assert any(isinstance(part, GgufWeight) and part._blocks.dtype == torch.uint8 for part in parts)
+    tokens = [rng.randrange(VOCAB_SIZE) for _ in range(20)]
+    with torch.inference_mode():
+        wanted = reference(torch.tensor([tokens]), use_cache=False).logits[0]
+    logits = Driver(kept, rng).step({"a": tokens})["a"]
+    if dtype == "float32":
+        check_near(logits, wanted)
+    else:  # what is not quantised is kept in float16
+        torch.testing.assert_close(logits, wanted, rtol=0.02, atol=0.02 * float(wanted.abs().max()))
+
+
+def test_the_setting_keeps_them(tmp_path: Path) -> None:
+    with settings_of_torch_kept():
+        reference = make_tiny_model("llama", **SIZES)
+        with torch.no_grad():
+            write_gguf(tmp_path / "tiny.gguf", reference, "llama", [Q.Q4_0, Q.Q8_0])
+        kept, plain = (Engine(tmp_path / "tiny.gguf", quantization=how) for how in ("gguf", "auto"))
+        assert kept.offer["weight_format"] == "q4_0, q8_0" and plain.offer["weight_format"] == "float32"
+        prompts = some_prompts(VOCAB_SIZE)
+        outputs = []
+        for engine in (kept, plain):
+            engine.begin()
+            outputs.append(engine.generate(prompts))
+        assert outputs[0] == outputs[1]
+        with pytest.raises(ModelLoadError, match=r"quantization='gguf': .* is no \.gguf file"):
+            Engine(write_tiny_model(tmp_path / "folder", "llama"), quantization="gguf")
+
+
+def test_a_kept_type_that_can_not_be_dequantised_is_named() -> None:
+    form = GgufFormat(int(Q.Q8_K))
+    (stored,) = form.tensors(4, 256, False)
+    with pytest.raises(ModelLoadError, match="q8_k"):
+        form.make({"weight": torch.zeros(stored.shape, dtype=stored.dtype)})
+
+
 def test_a_part_of_a_head_turns_only_where_rows_are_not_reordered(tmp_path: Path) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path, make_tiny_model("llama", **SIZES), "llama", [Q.F32])
@@ -369,6 +440,6 @@ def test_a_stack_of_more_experts_than_any_model_has() -> None:
 def test_rows_that_heads_do_not_divide_are_the_loaders_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_source, "_dequantise", lambda *_: torch.zeros(10, 4))
     names, hf_name = GgufNames(interleaved=("q_proj",)), "model.layers.0.self_attn.q_proj.weight"
-    target = Target({hf_name: SimpleNamespace(shape=(16, 4), part=None)}, CPU)  # type: ignore[dict-item]
+    target = Target({hf_name: SimpleNamespace(shape=(16, 4), dtype=torch.float32, part=None)}, CPU)  # type: ignore[dict-item]
     (named,) = gguf_source._read(OddFile("blk.0.attn_q.weight", 10, 4), names, 8, target)  # type: ignore[arg-type]
     assert (named.name, named.shape) == (hf_name, (10, 4))

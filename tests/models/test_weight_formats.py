@@ -229,11 +229,16 @@ def test_a_quantization_that_can_not_be_read_is_named(
         build(source_of(folder))
 
 
-def test_parts_of_a_matrix_are_quantised_together(copied: Callable[..., Path]) -> None:
-    folder = copied("llama")
-    quantise(folder, "int-quantized", ignored=("v_proj",))
-    with pytest.raises(ModelLoadError, match=r"q_proj, .*v_proj, which are multiplied together"):
-        build(source_of(folder))
+def test_each_matrix_has_its_own_format(copied: Callable[..., Path]) -> None:
+    """Also among those that are multiplied together: of q, k and v the last is plain, of gate and up the first."""
+    folder, plain = copied("llama", attention_bias=True), copied("llama", attention_bias=True)
+    save_file(quantise(folder, "int-quantized", ignored=("v_proj", "gate_proj")), plain / "model.safetensors")
+    check_near(logits(folder), logits(plain))
+    model, loaded = load(source_of(folder))
+    assert loaded.num_parameters == load(source_of(plain))[1].num_parameters
+    layer: Any = model.layers[0]  # type: ignore[attr-defined]
+    kinds = [[type(part) for part in linear.weight.parts] for linear in (layer.attention.qkv, layer.mlp.gate_up)]
+    assert kinds == [[Int8Weight, PlainWeight], [PlainWeight, Int8Weight]]
 
 
 def test_tensors_that_contradict_the_config(copied: Callable[..., Path]) -> None:

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ...errors import ModelLoadError
 from ...kernels.expert_types import ExpertGate, ExpertPlan
 from ..distributed.shares import NOTHING, Part, Share, part_of, sizes
 from ..weights.expert_weights import ExpertWeights
@@ -91,7 +92,12 @@ class ExpertLinear:
         parts: Mapping[str, Features],
         bias: bool,
     ) -> None:
-        form = scope.format_of([f"0.{name}" for name in parts])
+        form, *others = {scope.format_of(f"0.{name}") for name in parts}
+        if others:
+            raise ModelLoadError(
+                f"quantization_config of config.json: of experts' {', '.join(parts)}, which are multiplied together, "
+                f"only some are quantised, which aengine does not read"
+            )
         in_features = sizes(columns)[1]
         pieces: list[_Piece] = []  # pieces of each expert of this rank
         num_rows: dict[str, int] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from threading import Lock
 from typing import TypeAlias
 
@@ -15,7 +16,7 @@ from ...kernels.activation import Activation
 from ...kernels.rms_norm import add_rms_norm
 from ..distributed.shares import NOTHING, Part, Share, part_of, sizes
 from ..weights.scope import WeightScope
-from ..weights.weight import JoinedTensors, Norm, StoredTensor, Weight
+from ..weights.weight import JoinedTensors, Norm, StoredTensor, Weight, WeightFormat, WeightsBelow
 
 __all__ = ["Features", "Linear", "drop", "part_of_matrix", "shares_of"]
 
@@ -48,12 +49,24 @@ def part_of_matrix(
     return None
 
 
+class _Piece:
+    """Neighbouring matrices of one format, while they are loaded."""
+
+    def __init__(self, form: WeightFormat, device: torch.device, parts: Mapping[str, Features]) -> None:
+        self.format = form
+        self.parts = parts
+        self.joined = JoinedTensors(device)
+        self.num_missing = 0  # tensors that have not come
+        self.weight: Weight | None = None
+
+
 class Linear:
     """y = x W^T + b, possibly of several of the checkpoint's matrices below each other (q, k, v; gate, up).
 
     A checkpoint that has them packed in one tensor, in this order, names that one as the only part.
 
-    When the last of their tensors has come, the format makes one weight of them. The verbs are those of `Weight`.
+    When the last of their tensors has come, the format makes one weight of them; of matrices in several formats each
+    makes one of its own. The verbs are those of `Weight`.
 
     Divided among ranks by output features, each rank has some of those of y. Divided by input features, each rank has
     some of those of x, and its product is a part of a sum: `add_to` adds the sum of all ranks' parts, the first rank's
@@ -65,19 +78,19 @@ class Linear:
     ) -> None:
         """``parts``: name and output features of each matrix."""
         self.weight: Weight
-        self._format = scope.format_of(list(parts))
-        self._joined = JoinedTensors(scope.formats.device)
-        self._num_missing = 0
         self._lock = Lock()  # several threads may load
         self.group = scope.group
         columns = shares_of(in_features)
         self._is_partial = any(share.is_divided for share in columns)
         self._out_features = 0  # output features on this rank
-        for name, out_features in parts.items():
+        by_format = groupby(parts.items(), lambda part: scope.format_of(part[0]))
+        self._pieces = [_Piece(form, scope.formats.device, dict(own)) for form, own in by_format]
+        wanted = [(piece, *part) for piece in self._pieces for part in piece.parts.items()]
+        for piece, name, out_features in wanted:
             rows = shares_of(out_features)
             own_rows, all_rows = sizes(rows)
             self._out_features += own_rows
-            for stored in self._format.tensors(all_rows, sizes(columns)[1], bias):
+            for stored in piece.format.tensors(all_rows, sizes(columns)[1], bias):
                 full = f"{name}.{stored.suffix}"
                 what = (full, stored.shape, stored.dtype)
                 if self._is_partial and scope.group.rank and stored.suffix == "bias":
@@ -85,18 +98,25 @@ class Linear:
                     continue
                 part = part_of_matrix(stored, rows, columns, full, scope.group.size)
                 shape = stored.shape if part is None else part.shape_in(stored.shape)
-                room = self._joined.add(stored.suffix, shape, stored.dtype) if len(parts) > 1 else None
-                scope.want(*what, partial(self._put, stored.suffix), stored.num_parameters, part, room)
-                self._num_missing += 1
+                room = piece.joined.add(stored.suffix, shape, stored.dtype) if len(piece.parts) > 1 else None
+                scope.want(*what, partial(self._put, piece, stored.suffix), stored.num_parameters, part, room)
+                piece.num_missing += 1
 
-    def _put(self, suffix: str, tensor: Tensor) -> None:
+    def _put(self, piece: _Piece, suffix: str, tensor: Tensor) -> None:
         with self._lock:
-            self._joined.tensors.setdefault(suffix, tensor)  # a single matrix has no memory reserved among others
-            self._num_missing -= 1
-            is_last = self._num_missing == 0
-        if is_last:
-            self.weight = self._format.make(self._joined.tensors)
-            self._joined.tensors = {}
+            piece.joined.tensors.setdefault(suffix, tensor)  # a single matrix has no memory reserved among others
+            piece.num_missing -= 1
+            is_last = piece.num_missing == 0
+        if not is_last:
+            return
+        weight = piece.format.make(piece.joined.tensors)
+        piece.joined.tensors = {}
+        with self._lock:
+            piece.weight = weight
+            weights = [other.weight for other in self._pieces if other.weight is not None]
+            if len(weights) == len(self._pieces):
+                self.weight = weights[0] if len(weights) == 1 else WeightsBelow(weights)
+                self._pieces = []
 
     def multiply(self, x: Tensor) -> Tensor:
         """[n, out_features]; divided by input features, this rank's part of the sum."""

@@ -13,10 +13,11 @@ from ..distributed.group import ALONE, TensorGroup
 from ..distributed.stage import WHOLE, PipelineStage
 from ..model_config import ModelConfig, NotNativeError
 from ..weights.formats import WeightFormats
+from ..weights.gguf_names import GgufNames
 from ..weights.scope import WeightScope
 from .causal_lm import CausalLM
 
-__all__ = ["FAMILIES", "GGUF_ARCHITECTURES", "build_model", "read_config"]
+__all__ = ["FAMILIES", "GGUF_ARCHITECTURES", "build_model", "gguf_names", "read_config"]
 
 FAMILIES = {
     "cohere": "cohere.Cohere",
@@ -121,6 +122,11 @@ def build_model(
     divided = config.divides_experts
     scope = WeightScope(formats, group=group, divides_experts=divided, stage=stage, experts_group=experts_group)
     return family(config, scope)
+
+
+def gguf_names(config: ModelConfig) -> GgufNames:
+    """Names of the tensors in the family's GGUF files."""
+    return _family(config.model_type).gguf
 
 
 def _transformers_model() -> type[CausalLM]:

@@ -43,6 +43,8 @@ def load_encoder(config: EngineConfig, source: Mapping[str, Any], rank: Rank, pr
             f"tensor_parallel_size={rank.tp_size}: an encoder is not divided: leave it at 1; "
             f"data_parallel_size is for several GPUs"
         )
+    if config.quantization != "auto":
+        raise ModelLoadError(f"quantization={config.quantization!r}: it is for decoders: leave it at 'auto'")
     if config.batch_invariant:
         raise ModelLoadError(
             "batch_invariant=True: an encoder attends to whole batches at once: leave it at False here"

@@ -26,12 +26,15 @@ from .. import profiler
 from ..attention.torch_attention import DEFAULT_BLOCK_SIZE
 from ..distributed.opening import open_device, open_experts_group, open_group, open_link, stage_of
 from ..distributed.pipeline import StepSizes
+from ..model_config import ModelConfig
 from ..model_runner import ModelRunner
-from ..models import build_model, read_config
+from ..models import build_model, gguf_names, read_config
 from ..models.encoders import is_encoder
+from ..platforms.platform import Platform
 from ..pooling.vectors import VectorLayers, load_vector_layers
 from ..weights.float16_cpu import Float16Format, agree_on_plan
 from ..weights.formats import choose_formats
+from ..weights.gguf_source import GgufMatrices
 from ..weights.loader import LoadedWeights, Progress, check_layers, load_weights
 from .encoder import LoadedEncoder, load_encoder
 from .heads import DecoderHead
@@ -91,7 +94,8 @@ def _load(
     dtype = platform.choose_dtype(config.dtype, model_config.checkpoint_dtype)
     group = open_group(rank, platform)
     experts_group = open_experts_group(rank, platform, group)
-    formats = choose_formats(dtype, platform.device, hf, choose_policy(config, model_config, platform))
+    packed = _packed(config, checkpoint, model_config, platform)
+    formats = choose_formats(dtype, platform.device, hf, choose_policy(config, model_config, platform), packed)
     if model_config.implementation == "transformers" and formats.quantised is not None:
         raise ModelLoadError(
             f"quantization_config of config.json: the weights are in {formats.name}, and a model of "
@@ -129,6 +133,21 @@ def _load(
         experts_group=experts_group,
     )
     return setup, weights
+
+
+def _packed(
+    config: EngineConfig, checkpoint: ModelSource, model_config: ModelConfig, platform: Platform
+) -> GgufMatrices | None:
+    """The matrices that are kept in a GGUF file's own formats; None: they become numbers. Raises ModelLoadError."""
+    if config.quantization == "auto":
+        return None
+    if checkpoint.format != "gguf":
+        raise ModelLoadError(f"quantization='gguf': {checkpoint.path} is no .gguf file: leave it at 'auto'")
+    if platform.is_accelerator:
+        raise ModelLoadError(
+            "quantization='gguf' is for device='cpu' so far, and a GPU multiplies the numbers: leave it at 'auto'"
+        )
+    return GgufMatrices.of_file(checkpoint.path, gguf_names(model_config))
 
 
 def _vectors(config: EngineConfig, checkpoint: ModelSource, device: torch.device) -> VectorLayers | None:

@@ -1,4 +1,4 @@
-"""Which format each matrix of a model is kept in.
+"""Which format each matrix of a model is kept in: each has its own, by what the checkpoint says of it.
 
     format     weights              activations   when
     float32    float32              float32       dtype="float32": exact
@@ -6,15 +6,16 @@
     float16    float16, twice       float32       on a CPU, dtype="auto" and "float16" (float16_cpu.py)
     float16    float16              float16       on a GPU, dtype="float16"
     int8       int8, a scale a row  as above      the checkpoint's quantization_config says so (int8.py)
+    q4_0, ...  a GGUF's blocks      as above      quantization="gguf", for each tensor its type (gguf_source.py)
 
-To add a format, write its file and name it in `_QUANTISED`.
+To add a format of a quantization_config, write its file and name it in `_QUANTISED`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -27,7 +28,7 @@ from .int8 import read_int8
 from .plain import PlainFormat
 from .weight import WeightFormat
 
-__all__ = ["QuantisedMatrices", "WeightFormats", "choose_formats"]
+__all__ = ["AllButIgnored", "QuantisedMatrices", "WeightFormats", "choose_formats"]
 
 CPU = torch.device("cpu")
 
@@ -35,11 +36,29 @@ _QUANTISED: tuple[Callable[[Mapping[str, Any]], WeightFormat | None], ...] = (re
 """Each reads a quantization_config: the format that it describes, or None if that is another one."""
 
 
-class QuantisedMatrices(NamedTuple):
-    """A checkpoint's quantised matrices: their format, and the names of those that are left plain."""
+class QuantisedMatrices(Protocol):
+    """Which of a checkpoint's matrices are quantised, and how."""
+
+    @property
+    def name(self) -> str:
+        """Name of their format, or names of their formats, for messages."""
+
+    def of(self, name: str) -> WeightFormat | None:
+        """The format of the matrix of this name, as transformers spells it; None: it is kept as plain numbers."""
+
+
+class AllButIgnored(NamedTuple):
+    """`QuantisedMatrices` by a quantization_config: one format, and the names of those that are left plain."""
 
     format: WeightFormat
     ignored: NamePatterns
+
+    @property
+    def name(self) -> str:
+        return self.format.name
+
+    def of(self, name: str) -> WeightFormat | None:
+        return None if name in self.ignored else self.format
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,38 +74,33 @@ class WeightFormats:
 
     @property
     def name(self) -> str:
-        return self.plain.name if self.quantised is None else self.quantised.format.name
+        return self.plain.name if self.quantised is None else self.quantised.name
 
-    def of(self, names: Sequence[str]) -> WeightFormat:
-        """The format of the matrices of these names, which become one weight.
-
-        Raises ModelLoadError if only some of them are quantised.
-        """
-        if self.quantised is None:
-            return self.plain
-        are_quantised = {name not in self.quantised.ignored for name in names}
-        if len(are_quantised) > 1:
-            raise ModelLoadError(
-                f"quantization_config of config.json: of {', '.join(names)}, which are multiplied together, some are "
-                f"quantised and some are not, which aengine does not read"
-            )
-        return self.quantised.format if are_quantised == {True} else self.plain
+    def of(self, name: str) -> WeightFormat:
+        """The format of the matrix of this name."""
+        found = None if self.quantised is None else self.quantised.of(name)
+        return self.plain if found is None else found
 
 
 def choose_formats(
-    dtype: str, device: torch.device, hf_config: Mapping[str, Any] | None = None, policy: KernelPolicy = FASTEST
+    dtype: str,
+    device: torch.device,
+    hf_config: Mapping[str, Any] | None = None,
+    policy: KernelPolicy = FASTEST,
+    packed: QuantisedMatrices | None = None,
 ) -> WeightFormats:
     """The formats for the setting ``dtype`` on a device, see the table above.
 
     Args:
         dtype: "auto" (float16 on a CPU that has FBGEMM, bfloat16 on a GPU) or a dtype's name
-        hf_config: the content of config.json, for its quantization_config; None: nothing is quantised
+        hf_config: the content of config.json, for its quantization_config; None: nothing is quantised by it
+        packed: the matrices that are kept in a GGUF file's own formats
 
     Raises:
         ModelLoadError: the checkpoint is quantised in a way that no format reads, or float16 was asked for on a CPU
             that has no product for it.
     """
-    quantised = None if hf_config is None else _read_quantization(hf_config)
+    quantised = packed or (None if hf_config is None else _read_quantization(hf_config))
     if device.type == "cpu" and dtype in ("auto", "float16"):
         if float16_cpu.has_fbgemm():
             float16_cpu.float16_plan()  # now, while nothing else runs that would disturb its measurement
@@ -102,7 +116,7 @@ def choose_formats(
     return WeightFormats(torch_dtype, torch_dtype, PlainFormat(torch_dtype), quantised, device, policy)
 
 
-def _read_quantization(hf_config: Mapping[str, Any]) -> QuantisedMatrices | None:
+def _read_quantization(hf_config: Mapping[str, Any]) -> AllButIgnored | None:
     for key in ("quantization_config", "compression_config"):  # the second: llm-compressor's, until 2024
         how = hf_config.get(key)
         if not how:
@@ -113,7 +127,7 @@ def _read_quantization(hf_config: Mapping[str, Any]) -> QuantisedMatrices | None
         for read in _QUANTISED:
             if (found := read(how)) is not None:
                 ignored = ValueReader(hf_config).at(key).texts("ignore")
-                return QuantisedMatrices(found, NamePatterns(ignored, f"config.json: {key}: ignore"))
+                return AllButIgnored(found, NamePatterns(ignored, f"config.json: {key}: ignore"))
         method = f"{how.get('quant_method') or how.get('format') or 'unknown method'!s:.80}"
         raise ModelLoadError(
             f"the weights are quantised ({key} of config.json: {method}), and of quantised checkpoints aengine reads "

@@ -6,7 +6,7 @@ there what it wants; the loader then finds all the places, in the order in which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import NamedTuple, Protocol
 
@@ -123,13 +123,11 @@ class WeightScope:
         """This rank's share of a vocabulary."""
         return VocabularyShare.of(vocab_size, self.group.rank, self.group.size)
 
-    def format_of(self, names: Sequence[str]) -> WeightFormat:
-        """The format of the matrices of these names, which become one weight. Raises ModelLoadError, see there.
-
-        The table of embeddings is plain, also where it is the output matrix alone, as on a pipeline's last stage.
-        """
-        full = [self._prefix + name for name in names]
-        form = self.formats.plain if full[0].endswith("embed_tokens") else self.formats.of(full)
+    def format_of(self, name: str) -> WeightFormat:
+        """The format of the matrix of this name. The table of embeddings is plain, also where it is the output matrix
+        alone, as on a pipeline's last stage."""
+        full = self._prefix + name
+        form = self.formats.plain if full.endswith("embed_tokens") else self.formats.of(full)
         policy = self.formats.policy
         return RowTiledFormat(form, policy) if policy.batch_invariant else form
 

@@ -33,6 +33,7 @@ __all__ = [
     "StoredTensor",
     "Weight",
     "WeightFormat",
+    "WeightsBelow",
 ]
 
 
@@ -76,6 +77,22 @@ class Weight(ABC):
             residual.add_(self.multiply(x * scale))
         else:
             residual.add_(self.multiply(x), alpha=scale)
+
+
+class WeightsBelow(Weight):
+    """Weights of several formats below each other, as one: each multiplies by itself."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: Sequence[Weight]) -> None:
+        self.parts = parts
+        self.bias = parts[0].bias  # only whether there is one is asked: each part adds its own
+
+    def multiply(self, x: Tensor) -> Tensor:
+        return torch.cat([part.multiply(x) for part in self.parts], 1)
+
+    def after_norm(self, x: Tensor, norm: Norm, out_dtype: torch.dtype | None = None) -> Tensor:
+        return torch.cat([part.after_norm(x, norm, out_dtype) for part in self.parts], 1)
 
 
 class ExpertWeights(ABC):
