@@ -39,15 +39,21 @@ def stop_profile(rank: Rank, model: LoadedModel | None) -> dict[str, str]:
     return _or_refused(_loaded(model).stop_profile)
 
 
+def reload_weights(rank: Rank, model: LoadedModel | None, path: str | None = None) -> int:
+    """See `LoadedModel`."""
+    return _loaded(model).reload_weights(path)
+
+
 CALLS: dict[str, Callable[..., Any]] = {
     "ping": ping,
     "memory_info": memory_info,
+    "reload_weights": reload_weights,
     "start_profile": start_profile,
     "stop_profile": stop_profile,
 }
 
 
-_CALLS_OF_USERS = ("ping", "memory_info")
+_CALLS_OF_USERS = ("ping", "memory_info", "reload_weights")
 
 
 class Extension:

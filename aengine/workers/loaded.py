@@ -68,6 +68,11 @@ class LoadedModel(Protocol):
         rank beside its offer. ``bitmasks``: memory shared with the host, in which the bitmasks of GRAMMAR frames will
         lie; None: they are part of the frames."""
 
+    def reload_weights(self, path: str | None = None) -> int:
+        """Read the weights again, into the memory that they have: from the files of the start, or from ``path``, a
+        model of the same shapes. Returns the number of parameters. Raises InvalidRequestError; weights that came
+        before the one that was wrong have been replaced then."""
+
     def device_bytes(self) -> int:
         """Return the bytes that this process has taken on the device; called by another thread, at any time."""
 
@@ -98,6 +103,9 @@ class FixedModel:
 
     def allocate(self, plan: Mapping[str, int], bitmasks: memoryview | None = None) -> tuple[Runner, dict[str, Any]]:
         return self._runner, dict(self._facts)
+
+    def reload_weights(self, path: str | None = None) -> int:
+        raise InvalidRequestError("this worker can't load weights again")
 
     def device_bytes(self) -> int:
         return 0

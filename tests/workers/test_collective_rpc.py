@@ -112,7 +112,9 @@ def test_of_a_program_without_a_loop() -> None:
 
 async def test_an_extension_that_is_not_there() -> None:
     async with make(worker_extension=None) as engine:
-        with pytest.raises(InvalidRequestError, match="without a worker_extension there are memory_info, ping"):
+        with pytest.raises(
+            InvalidRequestError, match="without a worker_extension there are memory_info, ping, reload_weights"
+        ):
             await engine.collective_rpc("where")
     with pytest.raises(ModelLoadError, match="worker_extension='extension_sample:Nothing' can't be imported"):
         await make(worker_extension="extension_sample:Nothing").start()

@@ -67,7 +67,7 @@ class WorkerCalls:
             free = await engine.collective_rpc("free_bytes", 0)  # one number a worker
 
         Args:
-            method: its name. ``"ping"`` and ``"memory_info"`` are there without an extension.
+            method: its name. ``"ping"``, ``"memory_info"`` and ``"reload_weights"`` are there without one.
             args: its arguments, the same everywhere: plain data (None, bool, int, float, str, bytes, list, dict).
             timeout: seconds for all of them. Steps wait meanwhile. A worker that still has not come back is started
                 again as soon as requests wait for it.

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..distributed.shares import part_of
 from ..model_config import ModelConfig
 from ..weights.scope import WeightScope
+from ..weights.weight import put_into
 from .norm import RMSNorm
 from .states import LayerStates
 
@@ -39,7 +40,7 @@ class HeadSinks:
         scope.want(name, (heads.total,), self._dtype, self._put, part=part_of((heads,), 0, heads.total))
 
     def _put(self, tensor: Tensor) -> None:
-        self.weight = tensor.to(self._dtype)
+        put_into(self, "weight", tensor.to(self._dtype))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..distributed.shares import VocabularyShare, part_of
 from ..weights.scope import WeightScope
+from ..weights.weight import put_into
 
 __all__ = ["Embedding"]
 
@@ -31,7 +32,7 @@ class Embedding:
         scope.want("weight", (own.vocab_size, hidden_size), self._table_dtype, self._put, part=part)
 
     def _put(self, tensor: Tensor) -> None:
-        self.table = tensor.to(self._table_dtype)
+        put_into(self, "table", tensor.to(self._table_dtype))
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """[num_tokens, hidden_size] in the activations' dtype, a new tensor; input_ids: int64 [num_tokens]."""

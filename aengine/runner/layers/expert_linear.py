@@ -120,8 +120,8 @@ class ExpertLinear:
             if piece.rows is not None
         }
         self.weights = form.make_experts(len(self._experts), list(whole.values()), self._device)
-        num_own = sum(piece.rows is not None for piece in pieces)
-        self._num_missing = dict.fromkeys(range(len(self._experts)), num_own)
+        self._num_tensors = sum(piece.rows is not None for piece in pieces)  # those of an expert
+        self._num_come = dict.fromkeys(range(len(self._experts)), 0)
         for expert in range(num_experts):
             for name, stored, part, own in pieces:
                 what = (f"{expert}.{name}", stored.shape, stored.dtype)
@@ -134,8 +134,8 @@ class ExpertLinear:
 
     def _put_one(self, expert: int, tensor: Tensor) -> None:
         with self._lock:
-            self._num_missing[expert] -= 1
-            is_last = self._num_missing[expert] == 0
+            self._num_come[expert] = (self._num_come[expert] + 1) % self._num_tensors
+            is_last = self._num_come[expert] == 0
         if is_last:
             self.weights.finish(expert)
 

@@ -20,6 +20,7 @@ from ..distributed.shares import part_of
 from ..kv_spec import StateKV, StateTensor
 from ..model_config import Divisible
 from ..weights.scope import WeightScope
+from ..weights.weight import put_into
 from .attention import AttentionCall
 from .linear import Linear
 from .norm import RMSNorm
@@ -103,10 +104,10 @@ class GatedDeltaNet:
         scope.want("dt_bias", (heads.total,), torch.float32, self._put_bias, part=part)
 
     def _put_rate(self, tensor: Tensor) -> None:
-        self._rate = -tensor.float().exp()
+        put_into(self, "_rate", -tensor.float().exp())
 
     def _put_bias(self, tensor: Tensor) -> None:
-        self._bias = tensor.float()
+        put_into(self, "_bias", tensor.float())
 
     def __call__(self, residual: Tensor, norm: RMSNorm, attn: AttentionCall) -> None:
         """Add the output for norm(residual) to ``residual`` [num_tokens, hidden_size], in place."""

@@ -50,13 +50,14 @@ def part_of_matrix(
 
 
 class _Piece:
-    """Neighbouring matrices of one format, while they are loaded."""
+    """Neighbouring matrices of one format: what they are loaded into, at first and again."""
 
     def __init__(self, form: WeightFormat, device: torch.device, parts: Mapping[str, Features]) -> None:
         self.format = form
         self.parts = parts
         self.joined = JoinedTensors(device)
-        self.num_missing = 0  # tensors that have not come
+        self.num_tensors = 0
+        self.num_come = 0  # tensors that have come in this load
         self.weight: Weight | None = None
 
 
@@ -100,23 +101,25 @@ class Linear:
                 shape = stored.shape if part is None else part.shape_in(stored.shape)
                 room = piece.joined.add(stored.suffix, shape, stored.dtype) if len(piece.parts) > 1 else None
                 scope.want(*what, partial(self._put, piece, stored.suffix), stored.num_parameters, part, room)
-                piece.num_missing += 1
+                piece.num_tensors += 1
 
     def _put(self, piece: _Piece, suffix: str, tensor: Tensor) -> None:
         with self._lock:
             piece.joined.tensors.setdefault(suffix, tensor)  # a single matrix has no memory reserved among others
-            piece.num_missing -= 1
-            is_last = piece.num_missing == 0
+            piece.num_come += 1
+            is_last = piece.num_come == piece.num_tensors
         if not is_last:
             return
-        weight = piece.format.make(piece.joined.tensors)
-        piece.joined.tensors = {}
+        made = piece.format.make(piece.joined.tensors)
+        piece.joined.tensors, piece.num_come = {}, 0
+        if piece.weight is not None:
+            piece.weight.copy_from(made)
+            return
         with self._lock:
-            piece.weight = weight
+            piece.weight = made
             weights = [other.weight for other in self._pieces if other.weight is not None]
             if len(weights) == len(self._pieces):
                 self.weight = weights[0] if len(weights) == 1 else WeightsBelow(weights)
-                self._pieces = []
 
     def multiply(self, x: Tensor) -> Tensor:
         """[n, out_features]; divided by input features, this rank's part of the sum."""

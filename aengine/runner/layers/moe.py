@@ -22,6 +22,7 @@ from ...kernels.expert_types import ExpertGate, ExpertPlan, RoutingRule
 from ...kernels.routing import route
 from ..distributed.experts_group import ExpertsGroup
 from ..weights.scope import WeightScope
+from ..weights.weight import put_into
 from .expert_linear import ExpertLinear, PackedLayout
 from .linear import Features, Linear
 from .mlp import GatedMLP
@@ -53,7 +54,7 @@ class Router:
             scope.want(correction, (num_experts,), torch.float32, self._put)
 
     def _put(self, tensor: Tensor) -> None:
-        self.correction = tensor.float()
+        put_into(self, "correction", tensor.float())
 
 
 class Experts:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...kernels.rms_norm import rms_norm
 from ..distributed.shares import Share, part_of
 from ..weights.scope import WeightScope
+from ..weights.weight import put_into
 
 __all__ = ["LayerNorm", "QKNorm", "RMSNorm"]
 
@@ -38,9 +39,8 @@ class RMSNorm:
         return norm
 
     def _put(self, tensor: Tensor) -> None:
-        self.weight = tensor.to(self._dtype)
-        if self._plus_one:
-            self.weight = self.weight + 1.0
+        own = tensor.to(self._dtype)
+        put_into(self, "weight", own + 1.0 if self._plus_one else own)
 
     def __call__(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
@@ -59,10 +59,10 @@ class LayerNorm:
             scope.want("bias", (size,), self._dtype, self._put_bias)
 
     def _put_weight(self, tensor: Tensor) -> None:
-        self.weight = tensor.to(self._dtype)
+        put_into(self, "weight", tensor.to(self._dtype))
 
     def _put_bias(self, tensor: Tensor) -> None:
-        self.bias = tensor.to(self._dtype)
+        put_into(self, "bias", tensor.to(self._dtype))
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self._eps)
@@ -86,7 +86,11 @@ class QKNorm:
             scope.at(name).want("weight", (share.total,), self._dtype, partial(self._put, i), part=part)
 
     def _put(self, index: int, tensor: Tensor) -> None:
-        self._weights[index] = tensor.to(self._dtype)
+        own = tensor.to(self._dtype)
+        if (before := self._weights[index]) is None:
+            self._weights[index] = own
+        else:
+            before.copy_(own)
 
     def __call__(self, qkv: Tensor) -> Tensor:
         """``qkv`` [num_tokens, features of q, k and v] with q and k normalised."""

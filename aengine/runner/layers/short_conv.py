@@ -9,6 +9,7 @@ from ...kernels.short_conv import conv_of_prompts, conv_of_tokens
 from ..distributed.shares import part_of, sizes
 from ..kv_spec import StateTensor
 from ..weights.scope import WeightScope
+from ..weights.weight import put_into
 from .linear import Features, shares_of
 from .states import LayerStates
 
@@ -36,10 +37,10 @@ class ShortConv:
         return StateTensor(_NAME, (width - 1, channels))
 
     def _put_weight(self, tensor: Tensor) -> None:
-        self.weight = tensor.float().squeeze(1).t().contiguous()
+        put_into(self, "weight", tensor.float().squeeze(1).t().contiguous())
 
     def _put_bias(self, tensor: Tensor) -> None:
-        self.bias = tensor.float()
+        put_into(self, "bias", tensor.float())
 
     def __call__(self, x: Tensor, states: LayerStates) -> Tensor:
         """[num_tokens, channels] for x of that shape."""

@@ -13,7 +13,7 @@ from ...checkpoint.pooling import PoolingConfig
 from ...checkpoint.safetensors_files import stored_names
 from ...checkpoint.source import ModelSource
 from ...config import EngineConfig, num_worker_threads
-from ...errors import ModelLoadError
+from ...errors import InvalidRequestError, ModelLoadError
 from ...ipc.messages import STATE_BLOCK_SIZE, NewRequest, SchedulerOutput, int32
 from ...workers.rank import Rank
 from .. import profiler
@@ -165,6 +165,9 @@ class LoadedEncoder:
         if platform.is_accelerator:
             facts |= {"device_name": platform.name, "device_memory_total_bytes": platform.memory().total}
         return runner, facts
+
+    def reload_weights(self, path: str | None = None) -> int:
+        raise InvalidRequestError("the weights of an encoder can't be loaded again: start another engine")
 
     def device_bytes(self) -> int:
         return self._platform.memory_taken()

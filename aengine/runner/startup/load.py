@@ -20,7 +20,7 @@ from ...checkpoint.pooling import PoolingConfig
 from ...checkpoint.source import ModelSource, resolve_model
 from ...checkpoint.value_reader import damage_explained
 from ...config import EngineConfig, num_worker_threads
-from ...errors import ModelLoadError
+from ...errors import InvalidRequestError, ModelLoadError
 from ...workers.rank import LOOPBACK, Rank
 from .. import profiler
 from ..attention.torch_attention import DEFAULT_BLOCK_SIZE
@@ -233,6 +233,26 @@ class LocalModel:
             name = setup.model.weights.formats.name
             logger.info("%s, %s, long prompts through %s", platform.name, name, setup.attention.name)
         return runner, facts
+
+    def reload_weights(self, path: str | None = None) -> int:
+        """See `LoadedModel`. The memory that it takes is that of the largest matrix, or of those multiplied together.
+
+        What is not in the files of a decoder itself, as the layers behind it that make its vectors, stays as it is.
+        """
+        setup = self._setup
+        if setup.model_config.implementation != "native":
+            raise InvalidRequestError("a model that transformers computes can't be loaded again: start another engine")
+        config = setup.config if path is None else setup.config.replace(model=path)
+        try:
+            source = resolve_model(config)
+            setup.platform.synchronize()
+            with damage_explained(source.path):
+                loaded = load_weights(setup.model, source, config.seed, self._progress)
+        except ModelLoadError as error:
+            raise InvalidRequestError(f"reload_weights: {error}") from error
+        finally:
+            setup.platform.synchronize()
+        return loaded.num_parameters
 
     def device_bytes(self) -> int:
         return self._setup.platform.memory_taken()

@@ -83,7 +83,11 @@ class SeparateExperts(ExpertWeights):
         return own[suffix][rows]
 
     def finish(self, expert: int) -> None:
-        self._weights[expert] = self._make(self._rooms.pop(expert))
+        made = self._make(self._rooms.pop(expert))
+        if expert in self._weights:
+            self._weights[expert].copy_from(made)
+        else:
+            self._weights[expert] = made
 
     def gated_after_norm(self, x: Tensor, norm: Norm, plan: ExpertPlan, gate: ExpertGate) -> Tensor:
         if not plan.chosen:

@@ -34,6 +34,7 @@ __all__ = [
     "Weight",
     "WeightFormat",
     "WeightsBelow",
+    "put_into",
 ]
 
 
@@ -54,6 +55,17 @@ class Weight(ABC):
     @abstractmethod
     def multiply(self, x: Tensor) -> Tensor:
         """[n, out_features] in x's dtype, for x [n, in_features]; the bias included."""
+
+    def copy_from(self, other: Weight) -> None:
+        """Take over what another weight of the same format and shape is, into the memory that this one has: captured
+        graphs hold its addresses. What is no tensor, such as a matrix that a library has packed, is replaced."""
+        assert type(self) is type(other)
+        for name in (name for cls in type(self).__mro__ for name in getattr(cls, "__slots__", ())):
+            mine, new = getattr(self, name), getattr(other, name)
+            if isinstance(mine, Tensor | Weight):
+                mine.copy_(new) if isinstance(mine, Tensor) else mine.copy_from(new)
+            else:
+                setattr(self, name, new)
 
     def after_norm(self, x: Tensor, norm: Norm, out_dtype: torch.dtype | None = None) -> Tensor:
         """The product by norm(x): [n, out_features] in x's dtype or ``out_dtype``, a new tensor."""
@@ -93,6 +105,15 @@ class WeightsBelow(Weight):
 
     def after_norm(self, x: Tensor, norm: Norm, out_dtype: torch.dtype | None = None) -> Tensor:
         return torch.cat([part.after_norm(x, norm, out_dtype) for part in self.parts], 1)
+
+
+def put_into(owner: object, name: str, tensor: Tensor) -> None:
+    """Set an attribute; where the owner has that tensor already, from an earlier load, copy into its memory."""
+    before = getattr(owner, name, None)
+    if before is None:
+        setattr(owner, name, tensor)
+    else:
+        before.copy_(tensor)
 
 
 class ExpertWeights(ABC):
