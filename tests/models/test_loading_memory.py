@@ -12,7 +12,7 @@ import gguf
 import pytest
 import torch
 from counted_memory import META, CountedMemory, counted
-from driver import no_progress, source_of
+from driver import load, no_progress, source_of
 from test_expert_layers import mxfp4
 from test_gguf_weights import write_gguf
 from test_weight_formats import quantise
@@ -94,6 +94,14 @@ def test_dummy_on_a_cpu(written: Callable[..., Path], monkeypatch: pytest.Monkey
         assert memory.now - before <= 1.01 * sum(sizes)
         expert = 4 * 96 * 128
         assert memory.most - before <= sum(sizes) + 2 * max(sizes) + 4 * torch.get_num_threads() * expert
+
+
+def test_a_tied_table_is_in_memory_once_on_a_cpu(written: Callable[..., Path]) -> None:
+    """Also where it is stored in another dtype than it is computed in."""
+    folder = written("qwen3", dtype="float32", **LARGE, tie_word_embeddings=True)
+    model: Any = load(source_of(folder), "bfloat16")[0]
+    assert model.embed.table.dtype == torch.bfloat16
+    assert model.embed.table.data_ptr() == model.lm_head.weight.weight.data_ptr()
 
 
 @pytest.mark.parametrize(

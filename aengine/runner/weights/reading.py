@@ -54,6 +54,8 @@ class Target(NamedTuple):
     def put(self, places: Sequence[Place], tensor: Tensor) -> None:
         """Hand a tensor over to its places, of which the first says how it comes to the device."""
         tensor = places[0].take(tensor, self.device)
+        if len(places) > 1 and len({place.dtype for place in places}) == 1:
+            tensor = tensor.to(places[0].dtype)  # once, so that a tied table is in memory once
         for place in places:
             place.put(tensor)
 
