@@ -406,20 +406,20 @@ MOST_METHODS = 20
 
 
 BUDGETS = {
-    "root": 2850,
+    "root": 2870,
     "checkpoint": 2210,
     "cli": 1550,
     "engine": 24650,
     "integrations": 2570,
     "ipc": 2235,
-    "kernels": 8500,
+    "kernels": 8650,
     "limits": 570,
     "remote": 1620,
-    "runner": 17300,
+    "runner": 17650,
     "server": 6000,
     "telemetry": 1110,
     "testing": 800,
-    "workers": 3030,
+    "workers": 3050,
 }
 """Lines that a wing may have, by ``wc -l``: some more than it had when this was written. Raising one is a commit of its
 own that says why; whoever makes a wing smaller lowers its budget."""
