@@ -97,10 +97,6 @@ def of_requests(row: str, column: str) -> Cell:
         return _refused(row, column, "InvalidRequestError")
     if VECTORS in (row, column):
         return Cell(row, column, (WALK,), note=NO_DRAFTS)
-    if DRAFTS in (row, column) and "penalties" in (row, column):
-        return Cell(row, column, (WALK,), note=NO_DRAFTS)
-    if DRAFTS in (row, column) and "`min_tokens`" in (row, column):
-        return Cell(row, column, (WALK,), note=f"{NO_DRAFTS} before they are reached")
     return Cell(row, column, (WALK,))
 
 

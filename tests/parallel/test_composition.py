@@ -100,8 +100,9 @@ class Walk:
         fields = dict(self.asked[place])
         if fields.get("is_pooled"):
             prompt, limit = self.prompts[place], len(self.prompts[place]) + 1
-            limits = {"seed": 0, "max_num_tokens": limit, "stop_token_ids": frozenset[int]()}
-            return [Request(str(place), prompt, SamplingParams(max_tokens=1), is_pooled=True, **limits)]
+            limits: dict[str, Any] = {"seed": 0, "max_num_tokens": limit, "stop_token_ids": frozenset()}
+            limits["extras"] = {"pooling": [b"", bytes(4)]}
+            return [Request(str(place), prompt, SamplingParams(max_tokens=1), samples=False, **limits)]
         grammar, words = fields.pop("grammar", None), fields.pop("bad_words", ())
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": MAX_TOKENS} | fields)
         prompt = PromptTokens(self.prompts[place])
@@ -160,8 +161,8 @@ class Walk:
         assert step is not None and step.step_id == out.step_id
         runner.execute_model(out)
         answer = runner.sample_tokens(self._masks(step) if step.is_gated else None).get()
-        if answer.pooled is not None:
-            for batch_idx, vector in answer.pooled.vectors():
+        if answer.results is not None:
+            for batch_idx, vector in answer.results.items():
                 numbers[id(step.batch[batch_idx])] = list(vector)
         result = scheduler.update(answer)
         assert not result.failed, [error.message for _, error in result.failed]
