@@ -269,3 +269,12 @@ def test_gemma_3_caps_no_scores() -> None:
 def test_qwen_3_5_always_renormalises(model_type: str, is_read: bool) -> None:
     found = read_config({**full_config(model_type), "norm_topk_prob": False})
     assert found.routing.renormalise is not is_read  # type: ignore[attr-defined]
+
+
+def test_olmo3_in_the_older_spelling() -> None:
+    """A scaling is that of full attention alone; every fourth layer has it."""
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+    config = read_config({**full_config("olmo3"), "rope_parameters": None, "layer_types": None, "rope_scaling": yarn})
+    kinds = [config.ropes[index].rope_type for index in config.rope_of_layers]
+    assert kinds == ["default", "default", "default", "yarn"] * 8
+    assert {rope.theta for rope in config.ropes} == {500_000.0}
