@@ -35,7 +35,7 @@ ROOT = TESTS.parent
 STREAMS = ("stream_state", "unread", "many_choices", "request_ends", "chats", "answer_types", "logprob_columns", "rest")
 WINGS = {
     "scheduler": ("engine/scheduler", ["scheduler"]),
-    "ipc": ("ipc", ["ipc"]),
+    "ipc": ("ipc", ["ipc", "workers/test_nodes.py"]),
     "structured": ("engine/structured", ["structured"]),
     "checkpoint": ("checkpoint", ["checkpoint", "api/test_sampling_defaults.py"]),
     "streams": ("engine/streams", [f"api/test_{name}.py" for name in STREAMS]),

@@ -45,6 +45,7 @@ def drafted(counts: array[int], token_ids: array[int]) -> SchedulerOutput:
     return SchedulerOutput(3, **batch, drafts=DraftColumns(counts, token_ids, int32([0, 1])))
 
 
+ALONE = LogprobColumns(int32([0]), float32([-0.5]), int32([0]), int32(), float32())  # of a token without alternatives
 COLUMNS = LogprobColumns(int32([1]), float32([-0.5]), int32([2]), int32([3, 4]), float32([-0.5, -1.5]))
 
 
@@ -58,6 +59,7 @@ COLUMNS = LogprobColumns(int32([1]), float32([-0.5]), int32([2]), int32([3, 4]),
         (Kind.GRAMMAR, GrammarOutput(3, int32([0]), b"\x01\x02\x03\x04")),
         (Kind.GRAMMAR, GrammarOutput(3, int32([0]), 4)),
         (Kind.OUTPUT, ModelRunnerOutput(3, int32([5, -1]), COLUMNS, [RowError(1, "InvalidRequestError", "nan")])),
+        (Kind.OUTPUT, ModelRunnerOutput(3, int32([5]), ALONE)),
         (Kind.PROFILED, OFFER | {"dtype": "float32"}),
         (Kind.READY, {"pid": 7, "device": "cpu", "seconds": 1.5}),
         (Kind.PROGRESS, {"stage": "weights"}),

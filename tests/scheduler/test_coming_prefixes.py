@@ -32,6 +32,14 @@ def followers(driver: Driver) -> list[Request]:
     return list(driver.scheduler.rows.prefixes.waiting)
 
 
+def test_only_who_computes_enough_leads() -> None:
+    """Eight tokens are awaited at least; a leader is kept in a table, and looked for by each that comes."""
+    driver = make_driver()
+    short, long = add(driver, SHARED[:7]), add(driver, SHARED[7:15])
+    assert driver.schedule()
+    assert not short.is_leading and long.is_leading
+
+
 @pytest.mark.parametrize("kinds", [["full"], ["state", "full"]], ids=["full", "hybrid"])
 def test_a_burst_with_a_long_prefix_computes_it_once(kinds: list[str]) -> None:
     """64 requests at once with 2,500 tokens in common and 64 of their own."""
