@@ -26,6 +26,7 @@ _FACTORS = 1_540_483_477, 1_812_433_253, 1_664_525_013  # factors of the hash, o
 _SHIFT = 16  # bits of the sum that are dropped: in the lowest ones few of a token's bits take part
 _MOST_SLOTS = 1 << 17  # slots of a request's table, four bytes each; of two n-grams in one slot the later stays
 _MOST_INDEXED = 8192  # tokens that are put into tables before a step, of all requests together: some 100 us
+_SLOTS_AS_A_TOKEN = 32  # slots of a new table that take about as long as to put a token into one
 _LONG_MATCH = 8  # tokens beyond which a new match is not compared
 _FIRST_DRAFTS = 4  # most drafts of a request in a step, as long as none was verified
 _MOST_DRAFTS = 16  # most drafts of a request in a step, where all are accepted
@@ -57,6 +58,10 @@ class TokenHistory:
         self._num_drafted = self._num_accepted = 0  # counts of the request at the last verification
         self.is_sure = False
         """Whether all drafts verified last were accepted: those in flight probably will be, too."""
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._slots)
 
     def take_in(self, request: Request, most: int) -> int:
         """Take in the request's new tokens, of a long prompt some. Returns how many were put into the table."""
@@ -163,7 +168,10 @@ class NGramSpeculation(Speculation):
                 continue
             history = request.history
             if history is None:
+                if budget <= 0:  # it gets one with a later token
+                    continue
                 history = request.history = TokenHistory(request.max_num_tokens)
+                budget -= history.num_slots // _SLOTS_AS_A_TOKEN
             budget -= history.take_in(request, budget)
             if request in drafted and not history.is_sure:  # where those in flight end is not known
                 continue
