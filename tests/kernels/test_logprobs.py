@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from aengine.kernels.dispatch import torch_reference
-from aengine.kernels.logprobs import keep_logits, token_logprobs
+from aengine.kernels.logprobs import by_logsumexp, keep_logits, token_logprobs
 
 
 def logprobs_of(
@@ -67,3 +67,20 @@ def test_both_against_log_softmax(
     with torch_reference():
         got = logprobs_of(logits, sampled, asked, 64, torch.device("cpu"))
         check(logits, sampled, asked, got, ordered=False)
+
+
+def test_a_row_does_not_depend_on_how_many_ask() -> None:
+    """With several threads torch adds up a single long row in parts, and several rows one by one."""
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        logits = 3 * torch.randn(64, 49152, generator=torch.Generator().manual_seed(0))
+        together, alone = (torch.empty((64, 3), dtype=torch.int32) for _ in range(2))
+        sampled, asked = torch.arange(64), torch.full((64,), 2, dtype=torch.int32)
+        by_logsumexp(logits, sampled, asked, together)
+        for row in range(64):
+            own = slice(row, row + 1)
+            by_logsumexp(logits[own], sampled[own], asked[own], alone[own])
+        assert torch.equal(together, alone)
+    finally:
+        torch.set_num_threads(threads)
