@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from aengine.engine.pacing.turns import OwnTurn, Turn
 from aengine.engine.replicas.rounds import Rounds
 from aengine.engine.scheduler.crash_quarantine import CrashQuarantine
 from aengine.ipc.messages import SchedulerOutput, int32
@@ -146,3 +147,18 @@ def test_nothing_begins_while_there_are_no_workers() -> None:
     run.rounds.rest(1)
     assert run.published == [(0, None), (1, None)] and not run.watched
     assert run.rounds.generation == generation + 1
+
+
+def test_whose_workers_a_turn_is_for() -> None:
+    """The steps of workers that live and die together are watched once, and their deaths told once."""
+    run, watchdog = Run(), Run()
+    turns: list[Turn] = [OwnTurn("the worker of replica 1"), *run.rounds.turns]
+    for turn in turns:
+        turn.attach(CrashQuarantine(), asyncio.Event(), watchdog)  # type: ignore[arg-type]
+        turn.note_given(5)
+        turn.note_answered()
+    assert [turn.is_independent for turn in turns] == [True, False, False]
+    assert [turn.tells for turn in turns] == [True, True, False]
+    assert [turn.watchdog for turn in turns] == [watchdog, run, run]
+    assert watchdog.watched == [5, None] and not run.watched
+    assert len({turn.name for turn in turns}) == 2
