@@ -9,7 +9,9 @@ import pytest
 import torch
 from runner_fakes import FakeModel, expected_logits, make_runner, request, step
 
+from aengine.engine.sampling_extras import extras_of
 from aengine.ipc.messages import SchedulerOutput, int32
+from aengine.params import SamplingParams
 from aengine.runner.model_runner import ModelRunner
 
 VOCAB, NUM_STEPS = 23, 12
@@ -70,6 +72,14 @@ def test_random_requests(rng: random.Random) -> None:
                 new, removed, batch[2] = [again], [2], len(ids)
         step(runner, removed=range(6))
     assert wanted > 50  # it is not the same as without
+
+
+def test_a_word_that_begins_in_the_prompt_is_not_forbidden() -> None:
+    """Also after a preemption: the request comes with what it had generated."""
+    for words, expected in ([[2, 4, 5, 12]], 12), ([[4, 5, 12]], 13), ([[2, 4, 5, 13], [5, 12]], 13):
+        new = request(0, [1, 2, 4, 5], [0], num_prompt_tokens=2, bad_words=words, allowed_token_ids=[12, 13])
+        new.extras |= extras_of(SamplingParams(logit_bias={12: 50.0}))
+        assert list(step(new_runner(), {0: 4}, new=[new]).token_ids) == [expected]
 
 
 def test_nothing_is_left_to_sample() -> None:
