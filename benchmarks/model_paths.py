@@ -43,7 +43,7 @@ SHAPE = {
 }
 CLASSES = (
     "olmo2", "olmo3", "exaone4", "cohere", "cohere2", "phi", "starcoder2", "stablelm",
-    "seed_oss", "glm4_moe", "minimax_m2", "cohere2_moe", "minimax_m3_vl_text", "nemotron", "olmo_hybrid", "phimoe",
+    "seed_oss", "glm4_moe", "minimax_m2", "cohere2_moe", "minimax_m3_vl_text", "nemotron", "phimoe",
 )  # fmt: skip
 CONTEXT, STEPS = 64, 30
 
