@@ -43,6 +43,7 @@ ENDLESS = {  # 5 s and 0.8 GB, to many GB
             "$ref": "#/$defs/d0",
         }
     ),
+    "repeated literals": schema_spec({"type": "array", "minItems": 10_000, "items": {"const": "x" * 1000}}),
     "name patterns": schema_spec(
         {"type": "object", "patternProperties": {f"^{i}.*a.{{20}}b$": {} for i in range(100, 999)}}
     ),

@@ -48,6 +48,34 @@ def test_references_are_levels() -> None:
     assert is_quick(schema_spec({"items": [{"$ref": "#/$defs/a"}] * 400, "$defs": {"a": {}}}))  # one place
 
 
+def twice(depth: int, leaf: Any) -> dict[str, Any]:
+    """Arrays of two arrays of two arrays ... of ``leaf``."""
+    schemas = {f"d{i}": {"minItems": 2, "prefixItems": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(depth)}
+    return {"$defs": schemas | {f"d{depth}": leaf}, "$ref": "#/$defs/d0"}
+
+
+LONG = "x" * 1000
+
+
+@pytest.mark.parametrize(
+    ("schema", "quick"),
+    [
+        ({"minItems": 3, "items": {"const": LONG}}, True),
+        ({"minItems": 10_000, "items": {"type": "integer"}, "description": LONG}, True),
+        ({"minItems": 10_000, "items": {"const": "x" * 60}}, True),  # the library's limit of items ends it
+        ({"minItems": 100, "items": {"minItems": 100, "items": {"enum": [LONG]}}}, False),
+        ({"minItems": 10_000, "items": {"const": [{"a": LONG}]}}, False),
+        ({"minItems": 10_000, "items": {"properties": {LONG: {"const": 1}}}}, False),
+        ({"minItems": 1e9, "items": {"required": [LONG]}}, False),
+        (twice(12, {"const": LONG}), False),
+        (twice(2, {"const": LONG}), True),
+    ],
+    ids=lambda value: json.dumps(value)[:40],
+)
+def test_literals_that_are_repeated_are_not_quick(schema: Any, quick: bool) -> None:
+    assert is_quick(schema_spec(schema)) == quick
+
+
 @pytest.mark.parametrize(
     ("pattern", "least"),
     [

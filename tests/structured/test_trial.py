@@ -281,6 +281,30 @@ def test_it_ends_with_a_killed_host() -> None:
     assert not child.is_running()
 
 
+def test_a_terminal_that_takes_all_that_must_follow_writes_no_endless_text() -> None:
+    """In a process of its own: the library would go on until memory ends, at compile time or in mid-stream."""
+    process = host(
+        "import resource\n"
+        "from aengine.engine.structured.spec import GrammarSpec\n"
+        "from grammar_helpers import allowed, text_ids, tiny\n"
+        "resource.setrlimit(resource.RLIMIT_CPU, (40, 40))\n"
+        "backend = LLGuidanceBackend(vocabulary('tiny'))\n"
+        "grammars = ['start: A A\\nA: \"b\"+', 'start: /b*b/ \"b\"']\n"
+        'grammars += [\'root ::= a a\\na ::= "b"+\', \'root ::= "b"* "b"\']\n'
+        "grammars += ['%llguidance {\"no_forcing\": false}\\n' + grammars[0]]\n"
+        "for grammar in grammars:\n"
+        "    kind = 'ebnf' if '::=' in grammar else 'lark'\n"
+        "    matcher = backend.compile(GrammarSpec(kind, grammar)).matcher()\n"
+        "    for token_id in text_ids(tiny(), 'b') * 3:\n"
+        "        assert token_id in allowed(backend, matcher) and matcher.forced_tokens() == []\n"
+        "        assert matcher.accept([token_id]) == 1\n"
+        "    print(len(grammar), flush=True)\n"
+        "backend.close()\n"
+    )
+    said, _ = process.communicate(timeout=300)
+    assert len(said.split()) == 5 and process.returncode == 0
+
+
 @pytest.mark.slow
 def test_bombs_leave_no_memory_behind() -> None:
     """Those that took 0.8 GB and more of the host."""

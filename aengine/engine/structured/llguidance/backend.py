@@ -10,6 +10,8 @@ The library's traps, and what is done about each (measured; versions 1.9):
 - Constructors don't raise, and limits may only be noticed by the first masks. So those are computed at compile time.
 - Consuming several tokens without masks between them runs out of the default lexer fuel, and so rejects right texts.
   Hence the higher `_limits`.
+- Before a mask the library writes out all that must follow: endlessly, for some grammars of a caller's own (grammar.py), and
+  millions of letters for literals that are repeated (cost.py), of 270 bytes each.
 - A schema can carry ``x-guidance``, options for the compiler: taken out.
 - Some grammars take it seconds and gigabytes, whatever the limits, and nothing can stop it. So those that may (cost.py)
   are tried first in a process that can be killed (trial.py).
@@ -33,7 +35,7 @@ from ..spec import GrammarSpec, specs_by_origin
 from ..vocabulary import Vocabulary
 from .cost import is_quick
 from .faults import grammar_error, too_complex
-from .grammar import grammar_of
+from .grammar import NO_FORCING, grammar_of
 from .json_schema import left_out_of
 from .matcher import LLGuidanceMatcher, Root, forced_tokens
 from .tokenizer import tokenizer_of
@@ -153,7 +155,7 @@ class LLGuidanceBackend:
         root = self.root(grammar)
         seconds = time.monotonic() - begun
         self._check(root)
-        return root, seconds, self._first_masks(root)
+        return root, seconds, self._first_masks(root, may_force=not grammar.endswith(NO_FORCING))
 
     def root(self, grammar: str) -> llguidance.LLMatcher:
         """Return a matcher at the start, with a lexer of its own; it may be in the error state."""
@@ -182,7 +184,7 @@ class LLGuidanceBackend:
                     self._fill_threads = 1
             return self._executor
 
-    def _first_masks(self, root: llguidance.LLMatcher) -> float:
+    def _first_masks(self, root: llguidance.LLMatcher, *, may_force: bool) -> float:
         """Run into the limits now instead of at a request's first tokens. Returns the CPU time of the slowest mask but
         the first, which is computed once for all requests."""
         scratch = memoryview(bytearray(self.row_bytes)).cast("i", (1, self.row_bytes // 4))
@@ -191,7 +193,8 @@ class LLGuidanceBackend:
         self._check(root)
         slowest = 0.0
         # into the first string that must come, and to an object's keys, where a schema with many of them is largest
-        for probe in (forced_tokens(root.deep_copy())[:_MAX_FORCED] + self._opening, *self._probes):
+        forced = forced_tokens(root.deep_copy())[:_MAX_FORCED] if may_force else []
+        for probe in (forced + self._opening, *self._probes):
             there = root.deep_copy()
             for token_ids in _steps(probe):
                 if there.try_consume_tokens(token_ids) != len(token_ids):

@@ -39,8 +39,14 @@ _MAX_GRAMMAR_LETTERS = 2_000
 _MAX_TERMINALS = 24
 """Names of terminals in a grammar: a terminal of terminals of terminals may double with each."""
 
+_MAX_FORCED_LETTERS = 1_000_000
+"""Letters that must follow one after the other, which are all written out before a mask: 1 us and 270 bytes each."""
+_MAX_LITERALS = 12_000
+"""So many literals one after the other are more than the library's limit of items allows."""
 _TELLING = re.compile(r'"(?:pattern|patternProperties|multipleOf)"')
-"""No JSON schema without one of these is at risk, unless it is long."""
+"""No JSON schema without one of these is at risk, unless it is long, or repeats long literals."""
+_REPEATING = re.compile(r'"(?:minItems|\$ref|\$dynamicRef)"')
+_LONG = re.compile(r'"(?:[^"\\]|\\.){80}')
 _REFERENCE = re.compile(r'"\$(?:ref|dynamicRef)"\s*+:\s*+"((?:[^"\\]|\\.)*+)"')
 # A search holds the GIL until it ends, and callers write what is searched: no part gives back what it took.
 _COUNT = re.compile(r"(?P<again>(?<=[)}?*+]))?\{\s*+([0-9]*+)[\s,]*+([0-9]*+)\s*+\}")
@@ -111,13 +117,17 @@ def _weight(pattern: str) -> float:
 def _is_quick_schema(text: str) -> bool:
     if _most_levels(text) > _MAX_LEVELS:
         return False
-    if not _TELLING.search(text) and text.count(":") <= _MAX_PROPERTIES:
+    may_repeat = _LONG.search(text) is not None and _REPEATING.search(text) is not None
+    if not may_repeat and not _TELLING.search(text) and text.count(":") <= _MAX_PROPERTIES:
         return True
     weight, divisor = 0.0, 1
     joins = False  # schemas may be merged, and their patterns with them
     patterns: set[str] = set()
     try:
-        for part in _objects(json.loads(text)):
+        schema = json.loads(text)
+        if may_repeat and _forced_letters(schema) > _MAX_FORCED_LETTERS:
+            return False
+        for part in _objects(schema):
             name_patterns = _mapping(part.get("patternProperties"))
             if len(name_patterns) > _MAX_NAME_PATTERNS or len(_mapping(part.get("properties"))) > _MAX_PROPERTIES:
                 return False
@@ -133,6 +143,22 @@ def _is_quick_schema(text: str) -> bool:
     weight = sum(map(_weight, patterns))
     width = math.prod(map(_width, patterns)) if joins and len(patterns) > 1 else 1
     return weight <= _MAX_WEIGHT and divisor <= _MAX_DIVISOR and width <= _MAX_WIDTH
+
+
+def _forced_letters(schema: Any) -> float:
+    """Return a bound of the letters that must follow one after the other somewhere in a value: those of the longest
+    literal, as each reference may lead to two others and each array repeats what is in it."""
+    longest, times = 0, 1.0
+    for part in _objects(schema):
+        literals = [part.get("const")]
+        for key in ("enum", "required"):
+            literals += part[key] if isinstance(part.get(key), list) else ()
+        names = max(map(len, (*_mapping(part.get("properties")), *_mapping(part.get("$defs")))), default=0)
+        longest = max(longest, names, *(len(json.dumps(literal)) for literal in literals))
+        least = part.get("minItems")
+        times *= max(1.0, min(float(least), _MAX_LITERALS)) if isinstance(least, int | float) else 1.0
+        times = min(_MAX_LITERALS, times * 2 ** any(key in part for key in ("$ref", "$dynamicRef")))
+    return longest * times
 
 
 def _most_levels(text: str) -> int:

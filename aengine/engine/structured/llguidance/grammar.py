@@ -12,7 +12,11 @@ from ..spec import GrammarSpec
 from .json_schema import json_options, readable_text
 from .lark import choice_lark, lark_of
 
-__all__ = ["grammar_of"]
+__all__ = ["NO_FORCING", "grammar_of"]
+
+NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
+"""Ends a caller's own grammar. Before each mask the library writes out what must follow. For `/b+/ "b"`, whose first
+terminal takes every b, that never ends, and takes all memory. Schemas have no such terminals."""
 
 
 _QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*+"|\[(?:[^\]\\\n]|\\.)*+\]|#[^\n]*+')
@@ -29,10 +33,10 @@ def grammar_of(spec: GrammarSpec) -> str:
     if spec.kind == "choice":
         return llguidance.LLMatcher.grammar_from_lark(choice_lark(json.loads(spec.text)))
     if spec.kind == "ebnf":
-        return llguidance.grammar_from("ebnf", _without_escapes(spec.text))
+        return llguidance.grammar_from("ebnf", _without_escapes(spec.text)) + NO_FORCING
     if spec.root is not None:
         return llguidance.LLMatcher.grammar_from_lark(lark_of(spec.root))
-    return llguidance.LLMatcher.grammar_from_lark(spec.text)
+    return llguidance.LLMatcher.grammar_from_lark(spec.text + NO_FORCING)
 
 
 def _without_escapes(grammar: str) -> str:

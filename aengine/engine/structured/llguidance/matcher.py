@@ -9,6 +9,7 @@ import llguidance
 
 from ..backend import Bitmask, MatcherError, address_of, note_failure, refused
 from .faults import matcher_error
+from .grammar import NO_FORCING
 
 if TYPE_CHECKING:
     from .backend import LLGuidanceBackend
@@ -26,11 +27,12 @@ class Root:
     a lock with it: their masks are computed one after the other. They share its end, too: when one of them exceeds the
     lexer's limits, none can go on."""
 
-    __slots__ = ("__weakref__", "grammar", "inner", "is_spoilt", "num_copies")
+    __slots__ = ("__weakref__", "grammar", "inner", "is_spoilt", "may_force", "num_copies")
 
     def __init__(self, inner: llguidance.LLMatcher, grammar: str) -> None:
         self.inner = inner
         self.grammar = grammar
+        self.may_force = not grammar.endswith(NO_FORCING)  # else asking for what must follow may never end
         self.num_copies = 0  # alive
         self.is_spoilt = False
 
@@ -124,7 +126,7 @@ class LLGuidanceMatcher:
             self._check()
 
     def forced_tokens(self) -> list[int]:
-        if self._ended:
+        if self._ended or not self._root.may_force:
             return []
         forced = forced_tokens(self._inner)
         return [] if self._inner.is_error() else forced  # the next row says why, or starts anew
