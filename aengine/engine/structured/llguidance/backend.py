@@ -10,8 +10,8 @@ The library's traps, and what is done about each (measured; versions 1.9):
 - Constructors don't raise, and limits may only be noticed by the first masks. So those are computed at compile time.
 - Consuming several tokens without masks between them runs out of the default lexer fuel, and so rejects right texts.
   Hence the higher `_limits`.
-- Before a mask the library writes out all that must follow: endlessly, for some grammars of a caller's own (grammar.py), and
-  millions of letters for literals that are repeated (cost.py), of 270 bytes each.
+- Before a mask the library writes out all that must follow: endlessly for some grammars of a caller (grammar.py),
+  and millions of letters for literals that are repeated (cost.py), of 270 bytes each.
 - A schema can carry ``x-guidance``, options for the compiler: taken out.
 - Some grammars take it seconds and gigabytes, whatever the limits, and nothing can stop it. So those that may (cost.py)
   are tried first in a process that can be killed (trial.py).

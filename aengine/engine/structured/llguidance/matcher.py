@@ -32,7 +32,7 @@ class Root:
     def __init__(self, inner: llguidance.LLMatcher, grammar: str) -> None:
         self.inner = inner
         self.grammar = grammar
-        self.may_force = not grammar.endswith(NO_FORCING)  # else asking for what must follow may never end
+        self.may_force = not grammar.endswith(NO_FORCING)  # asking for what must follow might never end
         self.num_copies = 0  # alive
         self.is_spoilt = False
 
