@@ -18,7 +18,7 @@ from ..errors import AEngineError
 from ..outputs import Completion, FinishReason, Timings, Token, Usage
 
 if TYPE_CHECKING:
-    from ..chat import ChatCompletion
+    from ..chat import ChatCompletion, Delta
     from ..engine.structured.output_type import OutputType
 
 __all__ = ["WINDOW", "Ends", "RemoteChatStream", "RemoteMailbox", "RemoteTokenStream"]
@@ -212,6 +212,12 @@ class RemoteChatStream(ChatStream):
 
     _answers: ReceivedAnswers
     _stream: RemoteTokenStream
+
+    _MOST_READ = None  # a delta becomes part of the message when it is handed out
+
+    def _taken(self, delta: Delta) -> Delta:
+        self._answers.add(delta)
+        return super()._taken(delta)
 
     async def wait(self) -> ChatCompletion:
         """Wait for the end without reading single deltas. Raises the request's error."""

@@ -163,9 +163,11 @@ class ReceivedAnswers:
         self._ended = [choice.message for choice in completion.choices]
 
     def read(self, items: list[Delta]) -> list[Delta]:
-        for delta in items:
-            self._builders[delta.choice].add(delta)
         return items
+
+    def add(self, delta: Delta) -> None:
+        """Add a delta to its message, as it is handed out."""
+        self._builders[delta.choice].add(delta)
 
     def finish(self) -> list[Delta]:
         return []

@@ -37,6 +37,8 @@ class ChatStream:
     Closing, dropping or cancelling it ends the request, as with `TokenStream`.
     """
 
+    _MOST_READ: int | None = 1  # tokens that are read for one delta, so that `message` agrees with those handed out
+
     def __init__(self, stream: TokenStream, params: SamplingParams, answers: Answers | None = None) -> None:
         """
         Args:
@@ -63,7 +65,7 @@ class ChatStream:
 
     async def __anext__(self) -> Delta:
         if not self._deltas:
-            await self._read_tokens(at_most=1)  # one, so that `message` agrees with the deltas handed out
+            await self._read_tokens(self._MOST_READ)
         if not self._deltas:
             raise StopAsyncIteration
         return self._taken(self._deltas.popleft())
