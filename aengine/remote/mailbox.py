@@ -216,7 +216,7 @@ class RemoteChatStream(ChatStream):
     _MOST_READ = None  # a delta becomes part of the message when it is handed out
 
     def _taken(self, delta: Delta) -> Delta:
-        self._answers.add(delta)
+        self._answers.handed_out.append(delta)
         return super()._taken(delta)
 
     async def wait(self) -> ChatCompletion:

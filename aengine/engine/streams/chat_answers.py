@@ -152,10 +152,14 @@ class ReceivedAnswers:
         self.is_json = mailbox.is_json
         self._mailbox = mailbox
         self._builders = [MessageBuilder(None, {}) for _ in mailbox.choices]
+        self.handed_out: list[Delta] = []  # deltas that no builder has yet: few readers ask for the message so far
         self._ended: Sequence[ChatMessage] | None = None  # the messages of a chat that was not read delta by delta
 
     @property
     def messages(self) -> Sequence[ChatMessage]:
+        handed_out, self.handed_out = self.handed_out, []
+        for delta in handed_out:
+            self._builders[delta.choice].add(delta)
         return self._ended or [builder.message for builder in self._builders]
 
     def end_with(self, completion: ChatCompletion) -> None:
@@ -164,10 +168,6 @@ class ReceivedAnswers:
 
     def read(self, items: list[Delta]) -> list[Delta]:
         return items
-
-    def add(self, delta: Delta) -> None:
-        """Add a delta to its message, as it is handed out."""
-        self._builders[delta.choice].add(delta)
 
     def finish(self) -> list[Delta]:
         return []

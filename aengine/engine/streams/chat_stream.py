@@ -102,7 +102,8 @@ class ChatStream:
             error.completion = self._new_completion()
 
     def _taken(self, delta: Delta) -> Delta:
-        if isinstance(delta, TextDelta) and delta.choice == 0 and self._is_json:
+        answers = self._answers
+        if answers is not None and answers.is_json and isinstance(delta, TextDelta) and delta.choice == 0:
             self._texts.append(delta.text)
         return delta
 
@@ -122,7 +123,7 @@ class ChatStream:
     def partial(self) -> Any:
         """What the answer's text, a JSON text, says so far, as `TokenStream.partial`; None: nothing yet, or no JSON was
         asked for."""
-        if not self._is_json:
+        if self._answers is None or not self._answers.is_json:
             return None
         has_ended = self._has_ended and not self._deltas and self.completion.finish_reason is FinishReason.STOP
         return partial_json("".join(self._texts), has_ended=has_ended)
@@ -166,10 +167,6 @@ class ChatStream:
     def _new_completion(self) -> ChatCompletion:
         completion, answers = self._stream.completion, self._planned()
         return chat_completion(completion) if answers is None else answers.completion(completion)
-
-    @property
-    def _is_json(self) -> bool:
-        return self._answers is not None and self._answers.is_json
 
     def _planned(self) -> Answers | None:
         """Return what reads the answers; None before the chat is planned."""
