@@ -34,7 +34,7 @@ class Connection:
         self.changed = asyncio.Event()
         """A request has ended."""
         self._link = link
-        self._mailboxes: dict[int, RemoteMailbox] = {}
+        self.mailboxes: dict[int, RemoteMailbox] = {}  # of requests that have not ended
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._describing: set[asyncio.Task[None]] = set()
         self._number = 0
@@ -70,7 +70,7 @@ class Connection:
         """Make the mailbox of a request, which its `begin` sends. ``how``: of `RemoteMailbox`."""
         number = self._new_number()
         mailbox = RemoteMailbox(request_id, partial(self._send, number), on_end=partial(self._forget, number), **how)
-        self._mailboxes[number] = mailbox
+        self.mailboxes[number] = mailbox
         return mailbox
 
     def describe(
@@ -97,19 +97,14 @@ class Connection:
         self._link.send(kind, number, *args)
 
     def _forget(self, number: int) -> None:
-        del self._mailboxes[number]
+        del self.mailboxes[number]
         self.changed.set()
-
-    @property
-    def num_requests(self) -> int:
-        """Requests that have not ended."""
-        return len(self._mailboxes)
 
     def abort(self, request_id: str | None = None) -> int:
         """Have the engine end the requests of this id; None: all. Returns how many there were."""
-        found = [number for number, one in self._mailboxes.items() if request_id in (None, one.request_id)]
+        found = [number for number, one in self.mailboxes.items() if request_id in (None, one.request_id)]
         for number in found:
-            self._mailboxes[number].send("abort")
+            self.mailboxes[number].send("abort")
         return len(found)
 
     async def call(self, method: str, *args: Any) -> Any:
@@ -145,7 +140,7 @@ class Connection:
                 answer.set_exception(error_from_wire(rest[0]))
             else:
                 answer.set_result(rest[0])
-        elif (mailbox := self._mailboxes.get(number)) is None:
+        elif (mailbox := self.mailboxes.get(number)) is None:
             return
         elif kind == "failed":
             mailbox.fail(error_from_wire(rest[0]))
@@ -157,7 +152,7 @@ class Connection:
             mailbox.put_tokens(tokens_from_wire(rest[0]), *rest[1:])
 
     def _fail(self, error: AEngineError) -> None:
-        for mailbox in list(self._mailboxes.values()):
+        for mailbox in list(self.mailboxes.values()):
             mailbox.fail(error_for_waiter(error))
         for answer in self._calls.values():
             if not answer.done():

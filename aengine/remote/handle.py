@@ -158,10 +158,10 @@ class _Life:
         self._life = "draining"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                while self._life == "draining" and connection.num_requests:
+                while self._life == "draining" and connection.mailboxes:
                     connection.changed.clear()
                     await connection.changed.wait()
-        return not connection.num_requests
+        return not connection.mailboxes
 
     async def _resume(self) -> None:
         connection = self._connected()
