@@ -34,7 +34,7 @@ class Connection:
         self.changed = asyncio.Event()
         """A request has ended."""
         self._link = link
-        self.mailboxes: dict[int, RemoteMailbox] = {}  # of requests that have not ended
+        self.mailboxes: dict[int, RemoteMailbox] = {}  # mailboxes of requests that have not ended
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._describing: set[asyncio.Task[None]] = set()
         self._number = 0
