@@ -11,7 +11,6 @@ from typing import Any
 
 import psutil
 import pytest
-from forked_workers import DESCRIPTORS
 
 from aengine.config import EngineConfig
 from aengine.engine.executor import ProcessExecutor
@@ -76,6 +75,8 @@ def leftovers(pid: int = 0) -> list[str]:
 
 def descriptors() -> set[str]:
     """What this process has open, each as "number target"; without what the tests' own forks are asked by."""
+    from forked_workers import DESCRIPTORS  # programs that tests run can't import it, and call other functions here
+
     found = set()
     for fd in {*os.listdir("/proc/self/fd")} - {str(fd) for fd in DESCRIPTORS}:
         with suppress(FileNotFoundError):  # the one that listed them
