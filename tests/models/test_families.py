@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import (
 from aengine.__main__ import main
 from aengine.cli.families import FAMILIES, Family
 from aengine.engine.chat.formats import FORMATS, HARMONY
+from aengine.errors import ModelLoadError
 from aengine.runner import models
 from aengine.runner.models.encoders import ENCODERS
 
@@ -44,9 +45,18 @@ def test_what_is_said_of_a_family(family: Family) -> None:
         assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, family.classes[0]) in family.classes
     assert ("gguf" in family.formats) == bool(family.gguf)
     for arch in family.gguf:
-        assert models.GGUF_ARCHITECTURES.get(arch, arch) in models.FAMILIES
+        assert models.GGUF_ARCHITECTURES[arch] in models.FAMILIES
     tested = {MODEL_ARCH_NAMES[ARCHS[kind]] for kind in family.model_types if kind in ARCHS}
     assert tested <= set(family.gguf) and bool(tested) == bool(family.gguf)
+
+
+def test_gguf_files_of_other_architectures_are_refused_by_name() -> None:
+    """Before a tensor is looked for, also where the architecture has the name of a native family."""
+    listed = {arch for family in DECODERS for arch in family.gguf}
+    assert listed == set(models.GGUF_ARCHITECTURES)
+    for arch in {*MODEL_ARCH_NAMES.values(), *models.FAMILIES} - listed:
+        with pytest.raises(ModelLoadError, match=f"'{arch}' are not read: .*give the folder or hub id"):
+            models.read_config({"model_type": arch, "gguf_architecture": arch})
 
 
 def test_every_scenario_is_every_scenario() -> None:

@@ -52,10 +52,22 @@ FAMILIES = {
 """By ``model_type`` of config.json, or ``general.architecture`` of a GGUF: the family's file and its class."""
 
 GGUF_ARCHITECTURES = {
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3",
+    "glm4": "glm4",
     "gpt-oss": "gpt_oss",
+    "granite": "granite",
+    "lfm2": "lfm2",
+    "llama": "llama",
+    "mistral": "mistral",
+    "phi3": "phi3",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
     "qwen3moe": "qwen3_moe",
+    "smollm3": "smollm3",
 }
-"""The ``model_type`` of each ``general.architecture`` that has another name."""
+"""The ``model_type`` of each ``general.architecture`` whose GGUF files are read."""
 
 
 def read_config(
@@ -74,19 +86,20 @@ def read_config(
     Raises ModelLoadError: neither has this ``model_type``; a key is missing, or its value not supported.
     """
     model_type = hf_config.get("model_type")
-    is_known = GGUF_ARCHITECTURES.get(str(model_type), model_type) in FAMILIES
+    is_gguf = "gguf_architecture" in hf_config
+    is_known = str(model_type) in (GGUF_ARCHITECTURES if is_gguf else FAMILIES)
+    if is_gguf and not is_known:
+        raise ModelLoadError(f"GGUF files of the architecture {model_type!r:.80} are not read: {OTHER_ARCHITECTURE}")
     reason = "model_impl='transformers' was asked for"
     if model_impl == "native" or (model_impl == "auto" and is_known):
         try:
             return _family(model_type).config_class.from_hf(hf_config)
         except NotNativeError as error:
-            if model_impl == "native" or "gguf_architecture" in hf_config:
+            if model_impl == "native" or is_gguf:
                 raise
             reason = str(error)
     if not isinstance(model_type, str):
         raise ModelLoadError(f"config.json: model_type={model_type!r:.80} must be a string")
-    if "gguf_architecture" in hf_config and not is_known:
-        raise ModelLoadError(f"GGUF files of the architecture {model_type!r:.80} are not read: {OTHER_ARCHITECTURE}")
     from .transformers.config import read_transformers_config
     from .transformers.library import ModelFiles
 
