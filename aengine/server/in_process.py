@@ -98,16 +98,19 @@ def _client_class(openai: Any) -> type[openai.AsyncOpenAI]:
 
     class Stream(openai.AsyncStream[T]):
         async def __stream__(self) -> AsyncIterator[T]:
-            """Yield what the body's events are, as its chunks come. Raises `openai.APIError` of an error among them."""
+            """Yield what the body's events are, as its chunks come. Raises `openai.APIError` of one that is an error,
+            and `openai.APIConnectionError` if the client is closed before the end."""
             response, events = self.response, b""
             try:
-                async for chunk in response.stream:
+                async for chunk in response.aiter_bytes():
                     *lines, events = (events + chunk).split(b"\n\n")
                     for line in lines:
                         if line.startswith(b"data: {"):  # and not the last event, nor a comment
                             yield self._object(line.removeprefix(b"data: "))
             except http.TimeoutException as error:
                 raise openai.APITimeoutError(request=response.request) from error
+            except http.RequestError as error:
+                raise openai.APIConnectionError(request=response.request) from error
             finally:
                 await response.aclose()
 
@@ -257,14 +260,13 @@ def _blocking_transport(run: Run, app: ASGIApp, library: str) -> Any:
 
 async def _in_time(http: Any, answer: Coroutine[Any, Any, T], request: Any) -> T:
     """Return what is waited for no longer than the request's read timeout."""
-    seconds = request.extensions.get("timeout", {}).get("read")
-    if seconds is None:
-        return await answer
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(request.extensions.get("timeout", {}).get("read")):
             return await answer
     except TimeoutError as error:
         raise http.ReadTimeout("the application did not answer in time", request=request) from error
+    except ConnectionAbortedError as error:
+        raise http.ReadError(str(error), request=request) from error
 
 
 async def _begin(http: Any, exchange: _Exchange, request: Any) -> tuple[int, Any]:
@@ -312,6 +314,7 @@ class _Exchange:
         self._news = asyncio.Event()
         self._has_room = asyncio.Event()
         self._has_ended = False
+        self._is_cut = False  # it ended before the body was whole
         self._task = asyncio.ensure_future(self._run(app, scope))
         # The loop's own reference is weak, and while the application waits for its reader nobody else has one.
         _running.add(self._task)
@@ -322,12 +325,15 @@ class _Exchange:
         return await self._head
 
     async def next_chunk(self) -> bytes:
-        """Return what has come of the body since the last time, at least one byte; b"" at the end."""
+        """Return what has come of the body since the last time, at least one byte; b"" at the end. Raises what the
+        application raises, and ConnectionAbortedError if `close` was called before the body was whole."""
         while not self._chunk and not self._has_ended:
             self._news.clear()
             await self._news.wait()
         if not self._chunk and self._task.done():
             self._task.result()  # an application that failed midway
+        if not self._chunk and self._is_cut:
+            raise ConnectionAbortedError("the client was closed before the answer was whole")
         return self.take_chunk()
 
     def take_chunk(self) -> bytes:
@@ -367,6 +373,7 @@ class _Exchange:
                 self._head.set_exception(error)
             raise
         finally:
+            self._is_cut = not self._has_ended
             self._has_ended = True
             self._news.set()
 

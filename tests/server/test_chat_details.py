@@ -207,6 +207,26 @@ async def test_an_error_in_mid_stream_ends_one_answer() -> None:
             assert again.choices[0].message.content == "yes"
 
 
+async def test_a_stream_whose_client_is_closed_is_no_whole_answer() -> None:
+    async with FakeAsyncLLM("a" * 1000, token_delay=0.001) as engine, engine.openai_client() as client:
+        chats: Any = await client.chat.completions.create(model="fake", messages=HELLO, stream=True)
+        responses: Any = await client.responses.create(model="fake", input="hello", stream=True)
+        await anext(chats), await anext(responses)
+        await client.close()
+        for stream in (chats, responses):
+            with pytest.raises(openai.APIConnectionError):
+                _ = [event async for event in stream]
+
+
+async def test_a_body_that_was_read_before_has_its_events() -> None:
+    async with FakeAsyncLLM("hello there") as engine, engine.openai_client() as client:
+        create = client.chat.completions.with_streaming_response.create
+        async with create(model="fake", messages=HELLO, stream=True) as response:
+            await response.read()
+            chunks = [chunk async for chunk in await response.parse()]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "hello there"
+
+
 async def test_a_full_queue_is_429_with_a_time() -> None:
     async with FakeAsyncLLM("a" * 1000, token_delay=0.01, max_num_queued_requests=1, max_num_seqs=1) as engine:
         async with engine.openai_client(max_retries=0) as client:
