@@ -29,6 +29,7 @@ class Connection:
 
     def __init__(self, link: MessageStream) -> None:
         self.has_broken = False
+        self._is_left = False  # `aclose` or `terminate` was called: the end is not the other process'
         self.news: tuple[Any, ...] = ("starting", None, None)
         """State, statistics and description of the engine, as they come."""
         self.changed = asyncio.Event()
@@ -56,15 +57,17 @@ class Connection:
 
     def terminate(self) -> None:
         """Break the connection, from any thread; what is under way ends with EngineClosedError."""
+        self._is_left = True
         with contextlib.suppress(RuntimeError):  # the loop was closed, and the connection with it
             self.loop.call_soon_threadsafe(self._link.abort)
 
     async def aclose(self) -> None:
         """Close; what is under way ends with EngineClosedError."""
+        self._is_left = True
         await self._link.aclose()
         self._reading.cancel()
         await asyncio.wait([self._reading])
-        self._fail(EngineClosedError("the connection to the engine was closed"))
+        self._fail(self._end())
 
     def new_mailbox(self, request_id: str, **how: Any) -> RemoteMailbox:
         """Make the mailbox of a request, which its `begin` sends. ``how``: of `RemoteMailbox`."""
@@ -110,7 +113,7 @@ class Connection:
     async def call(self, method: str, *args: Any) -> Any:
         """Return what the engine's process answers. Raises its error, and EngineClosedError."""
         if self.has_broken:
-            raise _broken()
+            raise self._end()
         number = self._new_number()
         self._calls[number] = answer = asyncio.get_running_loop().create_future()
         try:
@@ -127,7 +130,7 @@ class Connection:
         async for message in self._link.messages():
             self._take(*message)
         self.has_broken = True
-        self._fail(_broken())
+        self._fail(self._end())
 
     def _take(self, kind: str, number: int, *rest: Any) -> None:
         if kind == "news":
@@ -159,6 +162,7 @@ class Connection:
                 answer.set_exception(error_for_waiter(error))
         self.changed.set()
 
-
-def _broken() -> EngineClosedError:
-    return EngineClosedError("the connection to the engine's process broke: it has ended, or was killed")
+    def _end(self) -> EngineClosedError:
+        if self._is_left:
+            return EngineClosedError("the connection to the engine was closed while this request ran")
+        return EngineClosedError("the connection to the engine's process broke: it has ended, or was killed")

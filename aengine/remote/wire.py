@@ -81,7 +81,20 @@ def _plain(value: object) -> object:
 
 
 def unpack(data: bytes) -> Any:
-    return msgpack.unpackb(data, ext_hook=_extended, unicode_errors="surrogatepass", strict_map_key=False)
+    return msgpack.unpackb(
+        data, ext_hook=_extended, object_pairs_hook=_mapping, unicode_errors="surrogatepass", strict_map_key=False
+    )
+
+
+def _mapping(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    try:
+        return dict(pairs)
+    except TypeError:  # a key was a tuple, and is a list now
+        return {_key(key): value for key, value in pairs}
+
+
+def _key(value: Any) -> Any:
+    return tuple(map(_key, value)) if isinstance(value, list | dict) else value
 
 
 def _extended(code: int, data: bytes) -> object:

@@ -235,6 +235,21 @@ async def test_values_that_msgpack_does_not_know_travel(tmp_path: Path) -> None:
             await remote.generate("x", SamplingParams(structured_output=shape))
 
 
+async def test_keys_that_are_no_strings_concern_their_request_alone(tmp_path: Path) -> None:
+    async with both(tmp_path, "a" * 10_000, token_delay=0.001) as (engine, remote):
+        other = remote.stream("x")
+        await other.read()
+        for options in ({"chat_template_kwargs": {((1, 2), 3): 4}}, {"tool_choice": {"a": {(1,): 2}}, "tools": [TOOL]}):
+            raised = []
+            for one in (engine, remote):
+                with pytest.raises(InvalidRequestError) as caught:
+                    await one.chat(HELLO, **options)  # type: ignore[arg-type]
+                raised.append((str(caught.value), caught.value.param))
+            assert raised[0] == raised[1]
+        assert await other.read()
+        await other.aclose()
+
+
 @pytest.mark.parametrize("leave", ["close", "cancel", "drop", "cancel generate"])
 async def test_who_leaves_ends_the_request(tmp_path: Path, leave: str) -> None:
     async with both(tmp_path, "a" * 10_000, token_delay=0.001) as (engine, remote):
@@ -550,7 +565,7 @@ async def test_a_connection_that_has_ended_can_be_made_anew(tmp_path: Path, end:
             else:
                 await asyncio.sleep(0)
         if end != "the other side":
-            with pytest.raises(EngineClosedError) as caught:
+            with pytest.raises(EngineClosedError, match="connection to the engine was closed while") as caught:
                 await _read_all(stream)
             assert caught.value.completion is not None and caught.value.completion.text.startswith("a")
         await until_idle(engine)
