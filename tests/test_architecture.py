@@ -414,7 +414,7 @@ BUDGETS = {
     "ipc": 2225,
     "kernels": 8650,
     "limits": 570,
-    "remote": 1620,
+    "remote": 1640,
     "runner": 17650,
     "server": 6000,
     "telemetry": 1110,
