@@ -201,13 +201,15 @@ def test_a_native_family_too_when_asked_for(tmp_path: Path) -> None:
     assert engine.offer["why_not_native"] == "model_impl='transformers' was asked for"
 
 
-@pytest.mark.parametrize("model_type", ["phi", "stablelm"])
-def test_a_setting_that_only_transformers_has(model_type: str, tmp_path: Path) -> None:
-    write_zoo_model(tmp_path, model_type, qk_layernorm=True)
+@pytest.mark.parametrize(
+    ("model_type", "key"), [("phi", "qk_layernorm"), ("phi", "tie_word_embeddings"), ("stablelm", "qk_layernorm")]
+)
+def test_a_setting_that_only_transformers_has(model_type: str, key: str, tmp_path: Path) -> None:
+    write_zoo_model(tmp_path, model_type, **{key: True})
     settings = json.loads((tmp_path / "config.json").read_text())
     config = read_config(settings)
-    assert config.implementation == "transformers" and "qk_layernorm" in config.why_not_native
-    with pytest.raises(ModelLoadError, match="qk_layernorm: norms of q and k are computed by transformers' code only"):
+    assert config.implementation == "transformers" and key in config.why_not_native
+    with pytest.raises(ModelLoadError, match=f"{key}: .* computed by transformers' code only"):
         read_config(settings, model_impl="native")
 
 

@@ -30,6 +30,10 @@ class PhiConfig(ModelConfig):
         keys = ConfigReader(hf, _DEFAULTS)
         if keys.flag("qk_layernorm"):
             raise NotNativeError("config.json: qk_layernorm: norms of q and k are computed by transformers' code only")
+        if keys.flag("tie_word_embeddings"):
+            raise NotNativeError(
+                "config.json: tie_word_embeddings: the head's bias is then computed by transformers' code only"
+            )
         return cls(**keys.decoder(norm_eps="layer_norm_eps"), sliding_windows=keys.windows(None))
 
 
