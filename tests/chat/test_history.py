@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from enum import Enum
 
 import pytest
 from chat_harness import EOS, parse_ids, token_id_of, tokenizer
@@ -196,6 +197,12 @@ def test_results_come_in_the_order_of_their_calls(messages, expected):
 def test_results_of_what_is_no_call_stay(calls):
     messages = [{"role": "assistant", "content": "", "tool_calls": calls}, *results("b", "a"), result(id=[])]
     assert checked_messages(messages) == messages
+
+
+def test_members_of_an_enum_are_their_texts() -> None:
+    (user,) = Enum("Role", {"USER": "user"}, type=str)
+    (message,) = checked_messages([{"role": user, "content": user}])
+    assert [str(value) for value in message.values()] == ["user", "user"]
 
 
 def test_a_result_of_nothing_is_an_empty_text():

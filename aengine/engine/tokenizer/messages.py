@@ -87,13 +87,15 @@ def _checked(message: object, where: str) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         raise _invalid(f"{where} has no role ('user', 'assistant', 'system', ...)")
+    role = str.__str__(role)  # templates write the str() of a value: of an Enum's member, its name
     if content is None and role == "tool":  # a tool that returns nothing; templates take texts
-        return {**message, "content": ""}
-    if content is None and role != "assistant":
-        raise _invalid(f"{where} has no 'content'")
-    if content is None or isinstance(content, str):
-        return dict(message)
-    return {**message, "content": _checked_parts(content, f"{where}.content")}
+        content = ""
+    if content is None:
+        if role != "assistant":
+            raise _invalid(f"{where} has no 'content'")
+        return {**message, "role": role}
+    checked = str.__str__(content) if isinstance(content, str) else _checked_parts(content, f"{where}.content")
+    return {**message, "role": role, "content": checked}
 
 
 def _checked_parts(content: object, where: str) -> list[Any]:
