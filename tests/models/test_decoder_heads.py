@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from gguf import GGMLQuantizationType as Q
 from safetensors.torch import load_file, save_file
 from test_gguf_weights import SIZES, write_gguf
 from tiny import VOCAB_SIZE, make_tiny_model
+from zoo import write_zoo_model
 
 from aengine.checkpoint.source import resolve_model
 from aengine.config import EngineConfig
@@ -60,6 +62,26 @@ def vectors(model: LocalModel, prompts: list[list[int]]) -> np.ndarray:
 def prompts() -> list[list[int]]:
     rng = random.Random(9)
     return [[rng.randrange(1, VOCAB_SIZE) for _ in range(length)] for length in (1, 7, 18)]
+
+
+@pytest.mark.parametrize("key", [True, None])  # None: the class says that they are tied
+@pytest.mark.parametrize("row", [0, VOCAB_SIZE - 1, None])
+def test_an_output_matrix_with_values_of_its_own_is_taken(key: bool | None, row: int | None, tmp_path: Path) -> None:
+    """Whatever config.json says, as transformers does; a copy of the embedding (``row`` None) is none."""
+    write_zoo_model(tmp_path, "starcoder2", tie_word_embeddings=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    if row is not None:
+        tensors["lm_head.weight"][row] += 1
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    settings = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": key}
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in settings.items() if v is not None}))
+    model = load(tmp_path)
+    reference = tf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    hidden = torch.eye(2, reference.config.hidden_size)
+    with torch.no_grad():
+        wanted = reference.lm_head(reference.model.norm(hidden))
+    torch.testing.assert_close(model._setup.model.compute_logits(hidden), wanted)
 
 
 @pytest.mark.parametrize("num_labels", [1, 3])

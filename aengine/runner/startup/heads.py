@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -27,10 +27,12 @@ _SCORE = "score.weight"
 @dataclass(frozen=True, slots=True)
 class DecoderHead:
     """``predicts``: it has an output matrix; ``labels``: the classes of a head on the last token, of which the
-    checkpoint has no output matrix."""
+    checkpoint has no output matrix; ``is_untied``: the output matrix is no copy of the embedding, whatever config.json
+    says."""
 
     predicts: bool
     labels: tuple[str, ...] = ()
+    is_untied: bool = False
 
     @classmethod
     def of(cls, checkpoint: ModelSource) -> Self:
@@ -40,11 +42,16 @@ class DecoderHead:
         names = stored_names(Path(checkpoint.path))
         is_base = not any(name.startswith("model.") or "lm_head" in name.split(".") for name in names)
         is_tied = ValueReader(checkpoint.hf_config).flag("tie_word_embeddings")
-        return cls(predicts=is_tied or not is_base or "embed_tokens.weight" not in names)
+        return cls(
+            predicts=is_tied or not is_base or "embed_tokens.weight" not in names,
+            is_untied=checkpoint.hf_config.get("tie_word_embeddings") is not False and _differ(checkpoint.path, names),
+        )
 
     def settings(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings by which the model is built: its output matrix is wanted only where there is one."""
-        return dict(hf_config) if self.predicts else {**hf_config, "tie_word_embeddings": True}
+        if self.predicts and not self.is_untied:
+            return dict(hf_config)
+        return {**hf_config, "tie_word_embeddings": not self.predicts}
 
     def vectors(self, checkpoint: ModelSource, hidden_size: int, device: torch.device) -> VectorLayers:
         """Return what gives the logits of the classes. Raises ModelLoadError: the head is not as it should be."""
@@ -74,3 +81,17 @@ class DecoderHead:
             "pooling": vectors.mode,
             "embedding_size": vectors.size(model.config.hidden_size),
         }
+
+
+def _differ(path: str, names: Sequence[str]) -> bool:
+    """Whether there is an output matrix beside the embedding that has other values: then transformers takes it."""
+    pair = [[name for name in names if name.endswith(end)] for end in ("embed_tokens.weight", "lm_head.weight")]
+    if any(len(found) != 1 for found in pair):
+        return False
+    for rows in (64, None):  # most that differ do so in the first rows
+        table, head = (read_tensor(Path(path), name, rows) for [name] in pair)
+        if table.shape != head.shape or table.dtype != head.dtype:
+            return False  # as of a quantised one
+        if not torch.equal(table, head):
+            return True
+    return False

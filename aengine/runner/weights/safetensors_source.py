@@ -50,14 +50,15 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def read_tensor(folder: Path, name: str) -> torch.Tensor:
-    """Return one tensor. Raises ModelLoadError: there is none of this name, or a file is missing or corrupt."""
+def read_tensor(folder: Path, name: str, most_rows: int | None = None) -> torch.Tensor:
+    """Return one tensor, or its first rows. Raises ModelLoadError: there is none of this name, or a file is missing or
+    corrupt."""
     from safetensors import safe_open
 
     for path in safetensors_files(folder):
         with _corrupt(path), safe_open(path, framework="pt") as file:
             if name in file.keys():  # noqa: SIM118
-                tensor: torch.Tensor = file.get_tensor(name)
+                tensor: torch.Tensor = file.get_slice(name)[:most_rows] if most_rows else file.get_tensor(name)
                 return tensor
     raise ModelLoadError(f"{folder} lacks the tensor {name!r}")
 
