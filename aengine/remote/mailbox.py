@@ -6,6 +6,7 @@ the engine's process: TokenStream, ChatStream ══ items of each read ══> 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -199,11 +200,13 @@ class RemoteTokenStream(TokenStream):
     _mailbox: RemoteMailbox
 
     async def _wait(self) -> None:
-        self._mailbox.ask()
+        if asyncio.get_running_loop() is self._loop:  # on another one nothing is sent, and the next line raises
+            self._mailbox.ask()
         await super()._wait()
 
     async def wait(self) -> Completion:
-        self._mailbox.ask_for_end()
+        if asyncio.get_running_loop() is self._loop:
+            self._mailbox.ask_for_end()
         return await super().wait()
 
 

@@ -31,9 +31,10 @@ class MessageStream:
 
         Raises InvalidRequestError for what is no plain data; nothing is sent then.
         """
-        self._packed.append(pack(message))
-        if len(self._packed) == 1:
-            self._loop.call_soon(self.flush)
+        packed = pack(message)
+        if not self._packed:
+            self._loop.call_soon(self.flush)  # raises in asyncio's debug mode on another thread
+        self._packed.append(packed)
 
     def flush(self) -> None:
         """Write what was sent in this turn so far."""

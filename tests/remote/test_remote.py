@@ -367,6 +367,15 @@ async def test_the_end_of_the_engines_process_is_an_error(tmp_path: Path) -> Non
         await connect(tmp_path / "engine", timeout=0).start()
 
 
+async def test_a_stream_read_on_another_loop_is_refused_and_goes_on(tmp_path: Path) -> None:
+    async with both(tmp_path, "a" * 100, token_delay=0.001) as (_, remote):
+        stream = remote.stream("x")
+        for read in (stream.read, stream.wait):
+            with pytest.raises(InvalidRequestError, match="belongs to the event loop of its engine"):
+                await asyncio.to_thread(asyncio.run, read())
+        assert "".join([token.text async for token in stream]) == "a" * 100
+
+
 async def test_a_connection_that_brings_rubbish_is_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with both(tmp_path, "yes") as (engine, remote):
         for rubbish in (b"\x05\0\0\0hello", b"\x03\0\0\0\x91\x91\xc0", b"\xff\xff\xff\xff"):
