@@ -10,6 +10,7 @@ import pytest
 from scheduler_harness import STOP_ID, Driver, expected_output
 from scheduler_invariants import check_scheduler
 
+from aengine.engine.replicas.moving import take_out
 from aengine.engine.scheduler.request import CacheKey, Request, RequestStatus
 from aengine.engine.scheduler.scheduler import Scheduler, StepResult
 from aengine.errors import InternalError
@@ -339,6 +340,21 @@ def test_siblings_do_not_hash_the_prompt_again(monkeypatch: pytest.MonkeyPatch) 
         "aengine.engine.scheduler.kv_cache_manager.blake2b", lambda *args, **options: pytest.fail("hashed")
     )
     assert [new.num_computed_tokens for new in step(scheduler).new_requests] == [20] * 3
+
+
+def test_siblings_that_move_share_the_prompt_and_no_completion() -> None:
+    died, other = make_scheduler(), make_scheduler()
+    group = [make(6, max_tokens=20, n=2, index=i) for i in range(2)]
+    add(died, *group)
+    reply(died, step(died), [50])
+    for place in range(8):
+        out = step(died)
+        reply(died, out, [10 * (1 + row) + place for row in out.req_idx])
+    died.preempt_all()
+    add(other, *take_out(died, group))
+    assert min(len(request.token_ids) for request in group) >= 12
+    reply(other, step(other), [60])
+    assert [new.num_computed_tokens for new in step(other).new_requests] == [4]
 
 
 def test_siblings_with_nothing_to_share_do_not_wait() -> None:

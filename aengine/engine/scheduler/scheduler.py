@@ -184,7 +184,7 @@ class Scheduler:
     def _release_dependents(self, first: Request) -> None:
         for request in self.parallel_sampling.release(first):
             if request.root_hash == first.root_hash:  # hashing a long prompt once for each completion would take long
-                request.block_hashes = first.block_hashes[: len(request.token_ids) // self.rows.kv.block_size]
+                request.block_hashes = first.block_hashes[: request.num_prompt_tokens // self.rows.kv.block_size]
             self.waiting.add(request)
 
     def propose(self, request: Request, token_ids: Sequence[int], *, are_certain: bool = False) -> None:
