@@ -20,6 +20,7 @@ import struct
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from typing import Any
 
 from aengine.config import target_of, worker_environment
@@ -45,8 +46,9 @@ class ForkedWorker:
         return self.returncode
 
     def kill(self) -> None:
-        if self.returncode is None:
-            os.kill(self.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # `wait` in another thread may have seen its end just now
+            if self.returncode is None:
+                os.kill(self.pid, signal.SIGKILL)
 
 
 class Forks:

@@ -58,8 +58,7 @@ def http_error(error: BaseException, body: Body | None = None) -> HTTPError:
     """Return what ``error`` is in HTTP, with the fields of the ``body`` that was sent."""
     if isinstance(error, HTTPError):
         return error
-    raised = raised_errors.get()
-    if isinstance(error, AEngineError) and raised is not None:
+    if isinstance(error, AEngineError) and (raised := raised_errors.get()) is not None:
         raised.append(error)
     text = _ADDRESS.sub("", str(error))
     names = {} if body is None else body.field_names()
@@ -87,8 +86,6 @@ def http_error(error: BaseException, body: Body | None = None) -> HTTPError:
             public = next(shown for kind, shown in _PUBLIC.items() if isinstance(error, kind))
             if not isinstance(error, EngineClosedError):
                 logger.warning("a request failed: %s", text)
-            elif raised is not None:  # a call on another event loop, say, which only the engine's own process can make
-                public = text
             return HTTPError(503, public, kind="server_error", code="engine_unavailable", headers={"retry-after": "1"})
         case AEngineError():
             return HTTPError(400, text)
