@@ -79,7 +79,7 @@ class StepExchange:
         """Receive the same where graphs read it. What pads it there is of earlier steps."""
 
     def received(self, num_tokens: int) -> tuple[Tensor, ...]:
-        """As `receive`, within a graph, for a step of so many tokens, padding included."""
+        """Return what `receive` does, within a graph, for a step of so many tokens, padding included."""
         return ()
 
     def send(self, hidden: Tensor) -> None:

@@ -14,56 +14,33 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ....ipc.messages import MessageError, NewRequest, int32_of
+from ....ipc.messages import MessageError, int32_of
 from ....limits.bounds import MAX_BAD_WORD_TOKENS
 from ...input_batch import Rows
-from ...request_state import RequestState, Scalars
+from ...request_state import Scalars
 from ...transfer import to_device
-from .feature import SamplingFeature, check_token_ids
+from .feature import OpByOpFeature, check_token_ids
 
 __all__ = ["BadWords"]
 
 
-class BadWords(SamplingFeature):
+class BadWords(OpByOpFeature):
     extra = "bad_words"  # two columns, int32: how many tokens each sequence has, and these, one after the other
-    is_in_graphs = False
 
-    def __init__(self, requests: RequestState, vocab_size: int) -> None:
-        super().__init__(requests, vocab_size)
-        self._new: dict[int, npt.NDArray[np.int64]] = {}  # sequences that are not on the device yet, by row
-        self._sequences: dict[int, Tensor] = {}  # int64 [k, MAX_BAD_WORD_TOKENS], as in the picture, by row
-
-    def add_request(self, request: NewRequest) -> None:
-        row = request.req_idx
-        self.uses[row] = self.extra in request.extras
-        if not self.uses[row]:
-            return
-        lengths, token_ids = int32_of(request.extras[self.extra], 2)
+    def read(self, columns: list[bytes]) -> npt.NDArray[np.int64]:
+        """Return the sequences, int64 [k, MAX_BAD_WORD_TOKENS], as in the picture."""
+        lengths, token_ids = int32_of(columns, 2)
         is_possible = lengths and 0 < min(lengths) <= max(lengths) <= MAX_BAD_WORD_TOKENS
         if not is_possible or sum(lengths) != len(token_ids):
             raise MessageError(f"{self.extra} has {len(token_ids)} tokens, which are not {len(lengths)} sequences")
         check_token_ids(self.extra, token_ids, self._vocab_size)
         sequences = np.full((len(lengths), MAX_BAD_WORD_TOKENS), -1, dtype=np.int64)
         sequences[MAX_BAD_WORD_TOKENS - 1 - np.arange(MAX_BAD_WORD_TOKENS) < np.array(lengths)[:, None]] = token_ids
-        self._new[row] = sequences
-
-    def remove_request(self, row: int) -> None:
-        super().remove_request(row)
-        self._new.pop(row, None)
-        self._sequences.pop(row, None)
-
-    def apply_staged_writes(self) -> list[int]:
-        new, self._new = self._new, {}
-        try:
-            self._sequences |= {row: to_device(one, self._requests.token_ids.device) for row, one in new.items()}
-        except torch.OutOfMemoryError:
-            self.uses[list(new)] = False
-            return list(new)
-        return []
+        return sequences
 
     def apply(self, logits: Tensor, rows: Rows, rows_device: Tensor, scalars: Scalars) -> None:
         places = np.flatnonzero(self.uses[rows])
-        of_places = [self._sequences[row] for row in rows[places].tolist()]
+        of_places = [self._of_row[row] for row in rows[places].tolist()]
         sequences = torch.cat(of_places)
         # The m sequences of all these rows of logits at once, each with the row of logits that it is for.
         place = to_device(np.repeat(places, [len(one) for one in of_places]), logits.device)

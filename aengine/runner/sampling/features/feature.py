@@ -7,8 +7,10 @@ graph may hold it. It is skipped in a step that runs op by op where no sampling 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ....errors import InvalidRequestError
@@ -16,8 +18,9 @@ from ....ipc.messages import NewRequest
 from ...drafts import Verification
 from ...input_batch import Rows
 from ...request_state import RequestState, Scalars
+from ...transfer import to_device
 
-__all__ = ["SamplingFeature", "check_token_ids"]
+__all__ = ["OpByOpFeature", "SamplingFeature", "check_token_ids"]
 
 
 class SamplingFeature:
@@ -74,6 +77,41 @@ class SamplingFeature:
 
     def commit_drafted(self, sampled: Tensor, rows: Tensor, scalars: Scalars, drafted: Verification) -> None:
         """`commit` in a step with drafts: the rows get some of ``sampled``, those that `Verification.are_accepted`."""
+
+
+class OpByOpFeature(SamplingFeature):
+    """A feature that no graph holds: it keeps one tensor for each row whose request has its extra."""
+
+    is_in_graphs = False
+
+    def __init__(self, requests: RequestState, vocab_size: int) -> None:
+        super().__init__(requests, vocab_size)
+        self._new: dict[int, Any] = {}  # arrays of numpy that are not on the device yet, by row
+        self._of_row: dict[int, Tensor] = {}  # the same on the device, by row
+
+    def read(self, columns: list[bytes]) -> Any:
+        """Return the array of numpy that `apply` needs of a request with these columns. Raises as `add_request`."""
+        raise NotImplementedError
+
+    def add_request(self, request: NewRequest) -> None:
+        row = request.req_idx
+        self.uses[row] = self.extra in request.extras
+        if self.uses[row]:
+            self._new[row] = self.read(request.extras[self.extra])
+
+    def remove_request(self, row: int) -> None:
+        super().remove_request(row)
+        self._new.pop(row, None)
+        self._of_row.pop(row, None)
+
+    def apply_staged_writes(self) -> list[int]:
+        new, self._new = self._new, {}
+        try:
+            self._of_row |= {row: to_device(array, self._requests.token_ids.device) for row, array in new.items()}
+        except torch.OutOfMemoryError:
+            self.uses[list(new)] = False
+            return list(new)
+        return []
 
 
 def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
