@@ -186,7 +186,7 @@ def _measure_kernel(
             lows = tl.load(row_stats + n * num_blocks + block, mask=block < num_blocks, other=float("inf"))
             lowest = tl.where(is_good, tl.min(lows, axis=0), 0.0)
             # All tokens below this together have 2e-9 of the likeliest one's mass at most.
-            low = tl.maximum(lowest, peak - t * (tl.log(vocab_size.to(tl.float32)) + 20.0))
+            low = tl.maximum(lowest, peak - t * (tl.log(tl.full((), vocab_size, tl.float32)) + 20.0))
             high = peak
             upper = tl.full((), float("inf"), tl.float32)
             base = tl.full((), 0, tl.int64)
