@@ -3,9 +3,11 @@
     python benchmarks/blocked_loop.py                                   SmolLM2 on this machine
     python benchmarks/blocked_loop.py --shape qwen3-0.6b                random weights of engine_bench.py's shape
     python benchmarks/blocked_loop.py --stages 2                        on two pipeline stages
+    python benchmarks/blocked_loop.py --busy --held-ms 20               Python computes for 20 ms out of every 100
 
-A coroutine of the host sleeps with the loop held (`time.sleep`) for 50 ms out of every 100. With leases the worker has
-the steps of that time already; with ``max_leased_steps=0`` it has two.
+A coroutine of the host sleeps with the loop held (`time.sleep`) for 50 ms out of every 100, or, with ``--busy``,
+computes: then it holds the interpreter's lock too, for which an engine in a thread of its own has to wait. With leases
+the worker has the steps of that time already; with ``max_leased_steps=0`` it has two.
 """
 
 from __future__ import annotations
@@ -42,16 +44,23 @@ async def rate(engine: AsyncLLM, streams: int, tokens: int) -> float:
     return streams * (tokens - 1) / (time.perf_counter() - max(firsts))
 
 
-async def blocker(held: float, free: float) -> None:
+def compute(seconds: float) -> None:
+    """Hold the interpreter's lock, as other Python code does."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        sum(i * i for i in range(200))
+
+
+async def blocker(args: argparse.Namespace) -> None:
     while True:
-        time.sleep(held)
-        await asyncio.sleep(free)
+        (compute if args.busy else time.sleep)(args.held_ms / 1000)
+        await asyncio.sleep((args.period_ms - args.held_ms) / 1000)
 
 
-async def blocked_rate(engine: AsyncLLM, streams: int, tokens: int) -> float:
-    task = asyncio.create_task(blocker(0.05, 0.05))
+async def blocked_rate(engine: AsyncLLM, args: argparse.Namespace) -> float:
+    task = asyncio.create_task(blocker(args))
     try:
-        return await rate(engine, streams, tokens)
+        return await rate(engine, args.streams, args.tokens)
     finally:
         task.cancel()
 
@@ -62,7 +71,7 @@ async def measure(settings: dict[str, Any], model: str, args: argparse.Namespace
         pairs = []
         for _ in range(args.rounds):
             plain = await rate(engine, args.streams, args.tokens)
-            pairs.append((plain, await blocked_rate(engine, args.streams, args.tokens)))
+            pairs.append((plain, await blocked_rate(engine, args)))
     return {
         "undisturbed_tok_s": round(statistics.median(plain for plain, _ in pairs), 1),
         "blocked_tok_s": round(statistics.median(blocked for _, blocked in pairs), 1),
@@ -77,7 +86,13 @@ async def main(args: argparse.Namespace) -> None:
     if args.shape:
         model = random_weights(args.shape)
         settings |= {"load_format": "dummy", "skip_tokenizer": True}
-    for name, more in (("leases", {}), ("no leases", {"max_leased_steps": 0}), ("own_thread", {"own_thread": True})):
+    ways: dict[str, dict[str, Any]] = {
+        "leases": {},
+        "no leases": {"max_leased_steps": 0},
+        "own_thread": {"own_thread": True},
+        "own_thread, no leases": {"own_thread": True, "max_leased_steps": 0},
+    }
+    for name, more in ways.items():
         result = await measure({**settings, **more}, model, args)
         print(json.dumps({"streams": args.streams, "stages": args.stages, "with": name, **result}), flush=True)
 
@@ -90,4 +105,7 @@ if __name__ == "__main__":
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--busy", action="store_true", help="compute in Python while the loop is held")
+    parser.add_argument("--held-ms", type=float, default=50)
+    parser.add_argument("--period-ms", type=float, default=100)
     asyncio.run(main(parser.parse_args()))
