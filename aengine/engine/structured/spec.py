@@ -4,7 +4,7 @@ A spec is hashable: a cache key. It is one text, or `parts` that are composed. A
 as canonical JSON text: no blanks, and keys in the order given, because a library makes the model write an object's
 properties in the order of ``properties``; its objects are closed (`closed_objects`) unless they are to be open.
 
-Whatever a caller passes as a schema comes through `plain_json`, which walks it without recursion, so that a schema that
+Whatever a caller passes as a schema comes through `plain_json`, which goes so deep and no further, so that a schema that
 is nested a million deep, refers to itself, or is huge through shared parts, costs a bounded time and an error.
 """
 
@@ -239,28 +239,6 @@ def _notation(grammar: str) -> Literal["lark", "ebnf"]:
     )
 
 
-class _Level:
-    """A list or an object of which `plain_json` has copied the members up to ``key``."""
-
-    __slots__ = ("copy", "key", "members", "source_id")
-
-    def __init__(self, source: Any) -> None:
-        self.source_id = id(source)
-        self.key: str | int = 0
-        self.members: Iterator[tuple[Any, object]]
-        self.copy: dict[str, object] | list[object]
-        if isinstance(source, Mapping):
-            self.members, self.copy = iter(source.items()), {}
-        else:
-            self.members, self.copy = iter(enumerate(source)), []
-
-    def add(self, value: object) -> None:
-        if isinstance(self.copy, list):
-            self.copy.append(value)
-        else:
-            self.copy[str(self.key)] = value
-
-
 def check_schema_size(schema: object) -> None:
     """Raise GrammarError for a JSON schema that is too large, without a look at what is in it."""
     if size_of(schema, MAX_JSON_BYTES) > MAX_JSON_BYTES:
@@ -272,83 +250,80 @@ def plain_json(source: object) -> Any:
 
     Raises GrammarError: kind "invalid" with the path of what JSON can't say, "too_complex" for too deep or too large.
     """
-    if not _is_container(source):
-        return _scalar(source, [])
-    levels = [_Level(source)]
-    size = num_members = 0
-    while True:
-        top = levels[-1]
-        member = next(top.members, None)
-        if member is None:
-            levels.pop()
-            if not levels:
-                return top.copy
-            levels[-1].add(top.copy)
-            continue
-        key, value = member
-        num_members += 1
-        if num_members % _YIELD_EVERY == 0:
-            yield_gil()
-        size += _enter(key, levels) + (len(value) if isinstance(value, str) else 1)
-        if size > MAX_JSON_BYTES:
-            raise _too_large("the JSON schema", MAX_JSON_BYTES)
-        if _is_container(value):
-            _check_level(value, levels)
-            levels.append(_Level(value))
+    return _Copying().copy_of(source)
+
+
+class _Copying:
+    """A copy in the making, where it is now: it goes `MAX_DEPTH` levels down, and no further."""
+
+    def __init__(self) -> None:
+        self._path: list[str | int] = []  # key of the member that is copied, at each level
+        self._inside: list[int] = []  # ids of the lists and objects that it is in
+        self._size = self._num_members = 0
+
+    def copy_of(self, source: object) -> Any:
+        if not isinstance(source, Mapping | list | tuple):
+            return self._scalar(source)
+        if id(source) in self._inside:
+            raise self._invalid("refers to an object that it is a part of")
+        if len(self._inside) >= MAX_DEPTH:
+            raise _too_deep(json_path(self._path))
+        self._inside.append(id(source))
+        copy: Any
+        if isinstance(source, Mapping):
+            copy = {}
+            for key, value in source.items():
+                name = self._name(key)
+                self._enter(name, len(name) + 4, value)
+                copy[name] = self.copy_of(value)
+                self._path.pop()
         else:
-            top.add(_scalar(value, levels))
+            copy = []
+            for index, value in enumerate(source):
+                self._enter(index, 1, value)
+                copy.append(self.copy_of(value))
+                self._path.pop()
+        self._inside.pop()
+        return copy
 
+    def _name(self, key: object) -> str:
+        if not isinstance(key, str):
+            raise self._invalid(f"has the key {key!r:.80}; keys of JSON objects are strings")
+        if not is_unicode(key):
+            self._path.append(key)
+            raise self._invalid("has a lone surrogate in its name: it can't be written as UTF-8")
+        return str.__str__(key)
 
-def _enter(key: object, levels: list[_Level]) -> int:
-    """Enter the next member. Returns the fewest characters that it adds besides its value: a comma and its key."""
-    top = levels[-1]
-    if isinstance(top.copy, list):
-        top.key = len(top.copy)
-        return 1
-    if not isinstance(key, str):
-        raise _invalid(levels[:-1], f"has the key {key!r:.80}; keys of JSON objects are strings")
-    top.key = key
-    if not is_unicode(key):
-        raise _invalid(levels, "has a lone surrogate in its name: it can't be written as UTF-8")
-    return len(key) + 4
+    def _enter(self, key: str | int, num_letters: int, value: object) -> None:
+        """Go on to a member. ``num_letters``: the fewest that it adds besides its value, a comma and its key."""
+        self._path.append(key)
+        self._num_members += 1
+        if self._num_members % _YIELD_EVERY == 0:
+            yield_gil()
+        self._size += num_letters + (len(value) if isinstance(value, str) else 1)
+        if self._size > MAX_JSON_BYTES:
+            raise _too_large("the JSON schema", MAX_JSON_BYTES)
 
+    def _scalar(self, value: object) -> object:
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, str):
+            if not is_unicode(value):
+                raise self._invalid("has a lone surrogate: it can't be written as UTF-8")
+            return str.__str__(value)
+        if isinstance(value, int):
+            if value.bit_length() > MAX_NUMBER_BITS:
+                raise self._invalid(f"is an integer of more than {MAX_NUMBER_BITS} bits")
+            return int(value)
+        if isinstance(value, float):
+            if not math.isfinite(value):
+                raise self._invalid(f"is {value}, which JSON does not have")
+            return float(value)
+        raise self._invalid(f"is of type {type(value).__name__}, which JSON does not have")
 
-def _check_level(value: object, levels: list[_Level]) -> None:
-    if any(level.source_id == id(value) for level in levels):
-        raise _invalid(levels, "refers to an object that it is a part of")
-    if len(levels) >= MAX_DEPTH:
-        raise _too_deep(_path(levels))
-
-
-def _is_container(value: object) -> bool:
-    return isinstance(value, Mapping | list | tuple)
-
-
-def _scalar(value: object, levels: list[_Level]) -> object:
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        if not is_unicode(value):
-            raise _invalid(levels, "has a lone surrogate: it can't be written as UTF-8")
-        return str.__str__(value)
-    if isinstance(value, int):
-        if value.bit_length() > MAX_NUMBER_BITS:
-            raise _invalid(levels, f"is an integer of more than {MAX_NUMBER_BITS} bits")
-        return int(value)
-    if isinstance(value, float):
-        if not math.isfinite(value):
-            raise _invalid(levels, f"is {value}, which JSON does not have")
-        return float(value)
-    raise _invalid(levels, f"is of type {type(value).__name__}, which JSON does not have")
-
-
-def _path(levels: list[_Level]) -> str:
-    return json_path([level.key for level in levels])
-
-
-def _invalid(levels: list[_Level], fault: str) -> GrammarError:
-    path = _path(levels)
-    return GrammarError(f"the JSON schema is not JSON: {path} {fault}", kind="invalid", path=path)
+    def _invalid(self, fault: str) -> GrammarError:
+        path = json_path(self._path)
+        return GrammarError(f"the JSON schema is not JSON: {path} {fault}", kind="invalid", path=path)
 
 
 def _too_deep(path: str) -> GrammarError:
