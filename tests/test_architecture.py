@@ -409,7 +409,7 @@ BUDGETS = {
     "root": 2870,
     "checkpoint": 2210,
     "cli": 1550,
-    "engine": 24720,
+    "engine": 24693,
     "integrations": 2570,
     "ipc": 2225,
     "kernels": 8650,

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aengine.chat import FORMATS, ChatParser, ReasoningFormat, Tool, ToolChoice, compose
-from aengine.engine.chat.formats import HERMES, LLAMA3, MISTRAL_ARGS, markers_of
+from aengine.engine.chat.formats import GEMMA4, GLM, HERMES, LLAMA3, MISTRAL_ARGS, markers_of
 from aengine.engine.chat.syntax.arguments import JSON_OBJECT
-from aengine.engine.structured.parts import SpecialToken, Text, seq
+from aengine.engine.structured.parts import SpecialToken, Text, leaves, seq
 from aengine.errors import GrammarError, InvalidRequestError
 
 NO_TOKENS = lambda name: None  # noqa: E731
@@ -289,8 +289,26 @@ def test_nothing_that_callers_write_becomes_grammar(names, key, value, name):
 
 def test_control_tokens_are_named_by_their_ids():
     markers = markers_of(MISTRAL_ARGS, None, {"[TOOL_CALLS]": 7, "[ARGS]": 8}.get)
-    assert markers.part("[TOOL_CALLS]f[ARGS]") == seq(SpecialToken(7), Text("f"), SpecialToken(8))
+    assert markers.part(markers.encode("[TOOL_CALLS]f[ARGS]")) == seq(SpecialToken(7), Text("f"), SpecialToken(8))
     assert markers.part("") == seq()
     nested = replace(HERMES, markers=("<tool", "<tool_call>"))
     markers = markers_of(nested, None, {"<tool": 7, "<tool_call>": 8}.get)
-    assert markers.part("<tool_call><tool") == seq(SpecialToken(8), SpecialToken(7))
+    assert markers.part(markers.encode("<tool_call><tool")) == seq(SpecialToken(8), SpecialToken(7))
+
+
+@pytest.mark.parametrize("known, names", [(GLM, ["<arg_value>"]), (GEMMA4, ['<|"|>'])])
+def test_what_a_caller_names_is_no_control_token(known, names):
+    """Parameters and options that have the name of one are text, and are written in letters."""
+    tool = Tool("f", parameters={"properties": {"a": {"enum": names}, **{name: {} for name in names}}})
+    ids = {name: i for i, name in enumerate(known.markers)}
+    spec = compose(
+        tools=[tool],
+        tool_choice=ToolChoice("required"),
+        parallel=False,
+        tool_format=known,
+        reasoning=None,
+        shape=None,
+        token_id=ids.get,
+    )
+    assert spec is not None and spec.root is not None
+    assert Text(names[0]) in leaves(spec.root)

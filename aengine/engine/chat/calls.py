@@ -19,7 +19,6 @@ from ..structured.parts import Json, Part, Regex, Repeat, any_of, seq
 from ..structured.schema_walk import relocated
 from .formats import ID, INDEX, INDEX_DIGITS, ToolFormat
 from .syntax.arguments import JSON_OBJECT
-from .syntax.markers import Markers
 from .tools import Tool
 
 __all__ = ["Calls"]
@@ -29,20 +28,19 @@ _ARGUMENTS: dict[str, Any] = {"the arguments": 0}
 
 
 class Calls:
-    """The calls of some tools, in one format. ``relax``: leave out keywords of schemas that can't be enforced.
+    """The calls of some tools, in a format as `in_vocabulary` makes it.
+
+    ``relax``: leave out keywords of schemas that can't be enforced.
 
     Raises GrammarError for a tool's schema, if it is larger than any grammar's may be.
     """
 
-    def __init__(
-        self, tools: Sequence[Tool], tool_format: ToolFormat, markers: Markers, parallel: bool, relax: bool
-    ) -> None:
+    def __init__(self, tools: Sequence[Tool], tool_format: ToolFormat, parallel: bool, relax: bool) -> None:
         self.tools = tools
         self.format = tool_format
-        self.markers = markers
         self.parallel = parallel
         self._relax = relax
-        self._arguments = [tool_format.arguments.part(tool, markers, relax) for tool in tools]
+        self._arguments = [tool_format.arguments.part(tool, relax) for tool in tools]
 
     def group(self, *, beside_json: bool = False) -> Part:
         """Return one group, from its opening to its closing. ``beside_json``: a JSON value may stand in its place."""
@@ -50,7 +48,7 @@ class Calls:
         for index in range(len(self.format.openings)):
             example = self._example(index) if beside_json else None
             if example is None:
-                options.append(seq(self.markers.part(self.format.trigger_of(index)), self._after_trigger(index)))
+                options.append(seq(self._text(self.format.trigger_of(index)), self._after_trigger(index)))
             else:
                 options.append(self._as_json(example, index))
         return any_of(*options)
@@ -63,14 +61,11 @@ class Calls:
         """Return each trigger, encoded, and what follows it to the closing. ``single``: one call, even if parallel."""
         known = self.format
         if not known.names_trigger:
-            return [
-                (self.markers.encode(known.trigger_of(index)), self._after_trigger(index, single))
-                for index in range(len(known.openings))
-            ]
+            return [(known.trigger_of(i), self._after_trigger(i, single)) for i in range(len(known.openings))]
         found: list[tuple[str, Part]] = []
         for index, opening in enumerate(known.openings):
             for tool, arguments in zip(self.tools, self._arguments, strict=True):
-                trigger = self.markers.encode(opening + known.head(tool.name))
+                trigger = opening + known.head(tool.name)
                 found.append((trigger, seq(arguments, *self._after_first(index, single))))
         return found
 
@@ -100,8 +95,8 @@ class Calls:
         for sign, pattern in ((ID, f"[A-Za-z0-9]{{{self.format.id_length}}}"), (INDEX, f"[0-9]{{1,{INDEX_DIGITS}}}")):
             before, found, after = text.partition(sign)
             if found:
-                return seq(self.markers.part(before), Regex(pattern), self.markers.part(after))
-        return self.markers.part(text)
+                return seq(self.format.tokens.part(before), Regex(pattern), self.format.tokens.part(after))
+        return self.format.tokens.part(text)
 
     def _example(self, index: int) -> Any:
         """Return a group of one call as a JSON value, or None if it is none."""

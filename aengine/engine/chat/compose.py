@@ -21,9 +21,8 @@ from ...errors import GrammarError, InvalidRequestError
 from ..structured.parts import BLANKS, FreeText, Part, Regex, Repeat, Text, TextUpTo, any_of, seq
 from ..structured.spec import GrammarSpec, composed_of
 from .calls import Calls
-from .formats import ReasoningFormat, TokenId, ToolFormat, markers_of
+from .formats import ReasoningFormat, TokenId, ToolFormat, in_vocabulary
 from .syntax import harmony
-from .syntax.markers import Markers
 from .tools import Tool, ToolChoice
 
 __all__ = ["compose"]
@@ -62,13 +61,13 @@ def compose(
             return shape
         if shape is not None:
             _check_composable(shape, "tools" if callable_tools else "the reasoning of this model")
-        markers = markers_of(tool_format, reasoning, token_id)
-        calls = Calls(callable_tools, tool_format, markers, parallel and tool_choice.mode != "named", relax)
+        tool_format, reasoning = in_vocabulary(tool_format, reasoning, token_id)
+        calls = Calls(callable_tools, tool_format, parallel and tool_choice.mode != "named", relax)
         must_call = tool_choice.mode in ("required", "named")
         if tool_format.channels:
             return composed_of(
                 harmony.messages(
-                    markers,
+                    tool_format.tokens,
                     calls=calls.one() if callable_tools else None,
                     shape=None if shape is None or must_call else shape.part(_ORIGINS.get(shape.kind, "the answer")),
                     must_call=must_call,
@@ -76,9 +75,7 @@ def compose(
                     begun=reasoning is not None and reasoning.begun,
                 )
             )
-        return composed_of(
-            _Composer(calls, tool_format, markers, None if must_call else shape, must_call).all(reasoning)
-        )
+        return composed_of(_Composer(calls, None if must_call else shape, must_call).all(reasoning))
     except (OverflowError, RecursionError, MemoryError) as error:
         raise GrammarError(
             f"the tools' parameters are too large or deep for a grammar ({type(error).__name__}): make them smaller",
@@ -103,33 +100,25 @@ def _check_composable(shape: GrammarSpec, beside: str) -> None:
 class _Composer:
     """Composes the answer. ``begin``: how reasoning begins, where a text can't begin with that; else ""."""
 
-    def __init__(
-        self, calls: Calls, tool_format: ToolFormat, markers: Markers, shape: GrammarSpec | None, must_call: bool
-    ) -> None:
+    def __init__(self, calls: Calls, shape: GrammarSpec | None, must_call: bool) -> None:
         self.calls = calls
         self.may_call = bool(calls.tools)
         self.must_call = must_call
         self.shape = shape
-        self.format = tool_format
-        self.markers = markers
-        triggers = [markers.encode(trigger) for trigger in tool_format.triggers]
-        if tool_format.names_trigger:
-            triggers = [trigger for trigger, _ in calls.after_triggers()]
-        self.text_triggers = tuple(text for trigger in triggers if (text := markers.in_text(trigger)))
+        self.format = calls.format
+        self.markers = calls.format.tokens
+        named = self.format.names_trigger
+        triggers = [trigger for trigger, _ in calls.after_triggers()] if named else self.format.triggers
+        self.text_triggers = tuple(text for trigger in triggers if (text := self.markers.in_text(trigger)))
 
     def all(self, reasoning: ReasoningFormat | None) -> Part:
         if reasoning is None:
             return self.answer("")
-        begin, end = self.markers.encode(reasoning.begin), self.markers.encode(reasoning.end)
-        reasoned = seq(self.reasoning(end), self.answer("", after_reasoning=True))
+        begin = reasoning.begin
+        reasoned = seq(self.markers.text_up_to(reasoning.end), self.answer("", after_reasoning=True))
         if reasoning.begun:
             return reasoned
         return any_of(seq(self.markers.part(begin), reasoned), self.answer(self.markers.in_text(begin)))
-
-    def reasoning(self, end: str) -> Part:
-        if self.markers.id_of(end[0]) is None:
-            return TextUpTo(end)
-        return seq(_maybe(FreeText(without=_given(self.markers.in_text(end)))), self.markers.part(end))
 
     def answer(self, begin: str, *, after_reasoning: bool = False) -> Part:
         blanks = [_FEW_BLANKS] if after_reasoning else []
@@ -154,8 +143,7 @@ class _Composer:
 
     def marked(self, text: Part) -> Part:
         """Return the text, or it between the control tokens that may stand around it."""
-        marks = [tuple(map(self.markers.encode, marks)) for marks in self.format.text_marks]
-        known = [marks for marks in marks if all(self.markers.id_of(mark[0]) is not None for mark in marks)]
+        known = [m for m in self.format.text_marks if all(self.markers.id_of(mark[0]) is not None for mark in m)]
         return any_of(text, *(seq(self.markers.part(first), text, self.markers.part(last)) for first, last in known))
 
     def text_or_calls(self, begin: str, after_blanks: bool) -> Part:

@@ -23,7 +23,7 @@ from ..structured.parts import BLANKS
 from .syntax import harmony
 from .syntax.arguments import JSON_OBJECT, ArgumentSyntax
 from .syntax.literals import Literals
-from .syntax.markers import Markers, TextTokenId, TokenId
+from .syntax.markers import NO_MARKERS, Markers, TextTokenId, TokenId
 from .syntax.parameters import Parameters
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "TokenId",
     "ToolFormat",
     "detect",
+    "in_vocabulary",
     "markers_of",
 ]
 
@@ -95,6 +96,8 @@ class ToolFormat:
     """Several calls in one answer are usual. False: the family's chat templates can't show them in the next turn."""
     channels: bool = False
     """The answer consists of messages on channels, as harmony's (`syntax/harmony.py`)."""
+    tokens: Markers = NO_MARKERS
+    """Those of ``markers`` that the strings have as tokens: see `in_vocabulary`."""
     tools_key: str = ""
     """Where the chat template looks for the tools' JSON in the system message, if it takes no list of tools. It can't
     show calls and their results then."""
@@ -122,7 +125,7 @@ class ToolFormat:
     def heads(self, tool_name: str) -> tuple[str, ...]:
         """Return the `head` with `INDEX` in it, and the one with an id (see `ID`) if there is one."""
         if self.channels:
-            return harmony.heads(tool_name)
+            return tuple(map(self.tokens.encode, harmony.heads(tool_name)))
         ends = (self.before_arguments, self.before_arguments_with_id)[: 1 + bool(self.before_arguments_with_id)]
         return tuple(f"{self.before_name}{tool_name}{end}" for end in ends)
 
@@ -502,3 +505,26 @@ def markers_of(tool_format: ToolFormat | None, reasoning: ReasoningFormat | None
     if reasoning is not None:
         names += [reasoning.begin, reasoning.end, *reasoning.markers]
     return Markers.of(names, token_id)
+
+
+_STRINGS = (
+    "before_name", "before_arguments", "after_arguments", "separator", "openings", "closing", "closings", "triggers",
+    "before_arguments_with_id", "after_arguments_with_id", "text_marks",
+)  # fmt: skip
+"""What the model writes of a `ToolFormat`, besides arguments."""
+
+
+def in_vocabulary(
+    tool_format: ToolFormat, reasoning: ReasoningFormat | None, token_id: TokenId
+) -> tuple[ToolFormat, ReasoningFormat | None]:
+    """Return both formats with those markers that are tokens of the vocabulary written as such: see `Markers`."""
+    markers = markers_of(tool_format, reasoning, token_id)
+
+    def encoded(value: Any) -> Any:
+        return markers.encode(value) if isinstance(value, str) else tuple(map(encoded, value))
+
+    if reasoning is not None:
+        reasoning = replace(reasoning, begin=encoded(reasoning.begin), end=encoded(reasoning.end))
+    strings = {name: encoded(getattr(tool_format, name)) for name in _STRINGS}
+    arguments = tool_format.arguments.in_vocabulary(markers)
+    return replace(tool_format, tokens=markers, arguments=arguments, **strings), reasoning

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..structured.parts import BLANKS
-from .formats import INDEX, ReasoningFormat, TokenId, ToolFormat, markers_of
+from .formats import INDEX, JSON, ReasoningFormat, TokenId, ToolFormat, in_vocabulary
 from .message_builder import MessageBuilder
 from .messages import ChatMessage, Delta
 from .scan import TOKENS, held_back, length_of, longest_of, squeezed
@@ -50,30 +50,28 @@ class ChatParser:
         token_id: TokenId,
     ) -> None:
         """``token_id`` as for `compose`; ``has_shape``: an answer without calls has one, so calls only stand first."""
-        self._markers = markers = markers_of(tool_format, reasoning, token_id)
-        self._sentinels = {known: (name, markers.encode(name)) for name, known in markers.ids}
+        known, reasoning = in_vocabulary(tool_format or JSON, reasoning, token_id)
+        markers = known.tokens
+        self._sentinels = {token_id: (name, markers.encode(name)) for name, token_id in markers.ids}
         self._names_of_text = markers.names_of_text
-        unseen = {markers.encode(mark) for marks in tool_format.text_marks for mark in marks} if tool_format else ()
+        unseen = {mark for marks in known.text_marks for mark in marks}
         shown = str.maketrans({sign: name for sign, name in self._names_of_text.items() if sign not in unseen})
-        self._format = tool_format if tools else None
+        self._format = known if tools and tool_format else None
         self._tools = {tool.name: tool for tool in tools}
         self._scans = self._format is not None and self._format.text != "instead" and not has_shape
-        self._spellings = (
-            Spellings(self._format, markers, [*self._tools], has_shape=has_shape) if self._format else None
-        )
+        self._spellings = Spellings(self._format, [*self._tools], has_shape=has_shape) if self._format else None
         self._triggers = self._spellings.triggers if self._spellings is not None else {}
         is_around = self._scans and self._format is not None and self._format.text == "around"
         self._after_group: State = ChatParser._scanning if is_around else ChatParser._plain
-        self._begin = markers.encode(reasoning.begin) if reasoning else ""
-        self._end = markers.encode(reasoning.end) if reasoning else ""
-        self._has_channels = tool_format is not None and tool_format.channels
+        self._begin, self._end = (reasoning.begin, reasoning.end) if reasoning else ("", "")
+        self._has_channels = known.channels
         self._preamble = self._final = ""
         if self._has_channels:
             self._scans = False
             self._begin, self._end = markers.encode(harmony.ANALYSIS), markers.encode(harmony.END)
             self._preamble, self._final = markers.encode(harmony.PREAMBLE), markers.encode(harmony.FINAL)
 
-        self._kind = (tool_format, reasoning, shown)
+        self._kind = (known, reasoning, shown)
         self._builder = _new_builder(*self._kind)
         self._reader: ArgumentReader
         self._buffer = ""
@@ -297,7 +295,7 @@ class ChatParser:
         assert self._format is not None
         call_id = self._format.written_id.replace("{name}", head.tool).replace(INDEX, head.digits)
         self._builder.open_call(head.tool, call_id or None)
-        self._reader = self._format.arguments.reader(self._tools[head.tool], self._markers)
+        self._reader = self._format.arguments.reader(self._tools[head.tool])
         return self._go(ChatParser._arguments, self._buffer[head.length :])
 
     def _give_up(self, rest: str) -> bool:
@@ -307,11 +305,9 @@ class ChatParser:
         return self._go(ChatParser._rejoining, rest)
 
 
-def _new_builder(
-    tool_format: ToolFormat | None, reasoning: ReasoningFormat | None, shown: dict[int, str]
-) -> MessageBuilder:
+def _new_builder(tool_format: ToolFormat, reasoning: ReasoningFormat | None, shown: dict[int, str]) -> MessageBuilder:
     is_continued = reasoning is not None and reasoning.is_continued
-    builder = MessageBuilder(tool_format.id_length if tool_format else None, shown, is_continued=is_continued)
+    builder = MessageBuilder(tool_format.id_length, shown, is_continued=is_continued)
     if reasoning is not None and reasoning.begun:
         builder.start_afresh()
     return builder

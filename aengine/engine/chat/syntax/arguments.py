@@ -83,8 +83,12 @@ class ArgumentSyntax(ABC):
     marks: tuple[str, ...] = ()
     """What separates them."""
 
+    def in_vocabulary(self, markers: Markers) -> ArgumentSyntax:
+        """Return the syntax with its strings encoded."""
+        return self
+
     @abstractmethod
-    def part(self, tool: Tool, markers: Markers, relax: bool) -> Part:
+    def part(self, tool: Tool, relax: bool) -> Part:
         """Return the grammar of this tool's arguments. ``relax``: leave out what can't be enforced of its schema.
 
         Raises GrammarError for a schema that can't be enforced, and one that is larger than any grammar's may be.
@@ -95,7 +99,7 @@ class ArgumentSyntax(ABC):
         """Return arguments as the model would write them."""
 
     @abstractmethod
-    def reader(self, tool: Tool, markers: Markers) -> ArgumentReader:
+    def reader(self, tool: Tool) -> ArgumentReader:
         """Return a reader of arguments of this tool."""
 
 
@@ -104,13 +108,13 @@ class _JsonObject(ArgumentSyntax):
 
     opening = "{"
 
-    def part(self, tool: Tool, markers: Markers, relax: bool) -> Part:
+    def part(self, tool: Tool, relax: bool) -> Part:
         return json_arguments(tool, relax)
 
     def write(self, arguments: Mapping[str, Any]) -> str:
         return json.dumps(arguments, ensure_ascii=False)
 
-    def reader(self, tool: Tool, markers: Markers) -> ArgumentReader:
+    def reader(self, tool: Tool) -> ArgumentReader:
         return _JsonReader()
 
 

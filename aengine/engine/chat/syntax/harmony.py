@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...structured.parts import FreeText, Part, Repeat, TextUpTo, any_of, seq
+from ...structured.parts import FreeText, Part, Repeat, any_of, seq
 
 if TYPE_CHECKING:
     from .markers import Markers
@@ -55,18 +55,11 @@ def messages(
     before = [_message(markers, ANALYSIS)] if reasons else []
     if calls is not None and shape is None and not must_call:
         before.append(_message(markers, PREAMBLE))
-    final = seq(markers.part(FINAL), shape if shape is not None else Repeat(FreeText(), most=1))
+    final = seq(markers.part(markers.encode(FINAL)), shape if shape is not None else Repeat(FreeText(), most=1))
     answers = [final] * (not must_call) + ([calls] if calls is not None else [])
-    first = [_rest(markers)] if begun else []
+    first = [markers.text_up_to(markers.encode(END))] if begun else []
     return seq(*first, *([Repeat(any_of(*before))] if before else []), any_of(*answers))
 
 
 def _message(markers: Markers, head: str) -> Part:
-    return seq(markers.part(head), _rest(markers))
-
-
-def _rest(markers: Markers) -> Part:
-    """Return the text of a message and its end."""
-    if markers.id_of(markers.encode(END)[0]) is None:
-        return TextUpTo(END)
-    return seq(Repeat(FreeText(), most=1), markers.part(END))
+    return seq(markers.part(markers.encode(head)), markers.text_up_to(markers.encode(END)))

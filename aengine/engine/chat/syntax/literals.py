@@ -12,8 +12,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ....errors import GrammarError
 from ...structured.parts import (
@@ -27,7 +27,6 @@ from ...structured.parts import (
     Repeat,
     Seq,
     Text,
-    TextUpTo,
     any_of,
     seq,
 )
@@ -35,10 +34,8 @@ from ..scan import held_back
 from ..tools import Tool
 from .arguments import ArgumentReader, ArgumentSyntax, PiecewiseReader, Progress, closed_schema
 from .literal_text import literal_of
+from .markers import NO_MARKERS, Markers
 from .schemas import ANY_TYPE, Root, Value, count_of, required_of, string_patterns, values_of
-
-if TYPE_CHECKING:
-    from .markers import Markers
 
 __all__ = ["Literals"]
 
@@ -84,10 +81,14 @@ class Literals(ArgumentSyntax):
     separator: str = ", "
     quote: str = ""
     """What begins and ends a string, in which nothing is escaped, and keys are bare; "": strings are as Python's."""
+    markers: Markers = NO_MARKERS
 
-    def part(self, tool: Tool, markers: Markers, relax: bool) -> Part:
+    def in_vocabulary(self, markers: Markers) -> Literals:
+        return replace(self, quote=markers.encode(self.quote), markers=markers)
+
+    def part(self, tool: Tool, relax: bool) -> Part:
         values, is_open = values_of(closed_schema(tool), tool, relax)
-        writer = _Writer(self, tool, markers, relax)
+        writer = _Writer(self, tool, relax)
         if is_open:
             pair = seq(Regex(_KEYWORD), Text(self.assign), writer.any(_DEPTH_OF_ANY))
             return Repeat(seq(pair, Repeat(seq(Text(self.separator), pair))), most=1)
@@ -114,17 +115,17 @@ class Literals(ArgumentSyntax):
         """Return the name of an object's member, up to its value."""
         return f"{name}:" if self.quote else f"{json.dumps(name, ensure_ascii=False)}: "
 
-    def reader(self, tool: Tool, markers: Markers) -> ArgumentReader:
+    def reader(self, tool: Tool) -> ArgumentReader:
         values, _ = values_of(tool.parameters, tool, relax=True)
-        quotes = (markers.encode(self.quote),) if self.quote else _PYTHON_QUOTES
+        quotes = (self.quote,) if self.quote else _PYTHON_QUOTES
         return _Reader(self.assign, quotes, tuple(value.name for value in values))
 
 
 class _Writer:
     """Writes the grammar of one tool's arguments."""
 
-    def __init__(self, syntax: Literals, tool: Tool, markers: Markers, relax: bool) -> None:
-        self._syntax, self._tool, self._markers, self._relax = syntax, tool, markers, relax
+    def __init__(self, syntax: Literals, tool: Tool, relax: bool) -> None:
+        self._syntax, self._tool, self._relax = syntax, tool, relax
         self._separator = Text(syntax.separator)
         self._parts: dict[int, tuple[object, Part]] = {}  # (schema, part) by id of a schema, to which many may refer
 
@@ -253,7 +254,7 @@ class _Writer:
         if option is None or isinstance(option, bool):
             return Choice(_NAMES[option])
         if self._syntax.quote or not isinstance(option, str):
-            return self._markers.part(self._syntax.written(option))
+            return self._syntax.markers.part(self._syntax.written(option))
         quoted = [json.dumps(option, ensure_ascii=False)]
         if "'" not in option and "\\" not in option:
             quoted.append(f"'{option}'")
@@ -261,7 +262,8 @@ class _Writer:
 
     def _string(self, patterns: tuple[str, ...]) -> Part:
         if self._syntax.quote:
-            return self._marked(patterns)
+            quote, markers = self._syntax.quote, self._syntax.markers
+            return seq(markers.part(quote), markers.text_up_to(quote, patterns))
         if not patterns:
             return Regex(_ANY_STRING)
         # A string that must match a pattern is written without escapes: no grammar could undo them.
@@ -269,15 +271,6 @@ class _Writer:
 
     def _quoted(self, quote: str, patterns: tuple[str, ...]) -> Part:
         return seq(Text(quote), FreeText(without=(quote, "\\"), matching=patterns), Text(quote))
-
-    def _marked(self, patterns: tuple[str, ...]) -> Part:
-        quote = self._markers.encode(self._syntax.quote)
-        begin = self._markers.part(quote)
-        if self._markers.id_of(quote[0]) is None:
-            return seq(begin, TextUpTo(self._syntax.quote, matching=patterns))
-        name = self._markers.in_text(quote)
-        body = FreeText(without=(name,) if name else (), matching=patterns)
-        return seq(begin, body if patterns else Repeat(body, most=1), begin)
 
     def _json(self, value: Value, schema: str) -> Json:
         about = f"the parameter {value.name!r}" if value.name else "a parameter"

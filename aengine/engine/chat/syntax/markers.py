@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ...structured.parts import Part, SpecialToken, Text, seq
+from ...structured.parts import FreeText, Part, Repeat, SpecialToken, Text, TextUpTo, seq
 
-__all__ = ["Markers", "TextTokenId", "TokenId"]
+__all__ = ["NO_MARKERS", "Markers", "TextTokenId", "TokenId"]
 
 _TOKEN = re.compile("([\ud800-\udfff])")
 """A control token, as `Markers` writes it."""
@@ -46,9 +46,17 @@ class Markers:
         return text
 
     def part(self, text: str) -> Part:
-        """Return a format's string, encoded or not, as a part of a grammar: texts and tokens, in order."""
-        pieces = _TOKEN.split(self.encode(text))  # texts and tokens in turn
+        """Return an encoded string as a part of a grammar: texts and tokens, in order."""
+        pieces = _TOKEN.split(text)  # texts and tokens in turn
         return seq(*(SpecialToken(self.ids[ord(p) - 0xD800][1]) if i % 2 else Text(p) for i, p in enumerate(pieces)))
+
+    def text_up_to(self, end: str, matching: tuple[str, ...] = ()) -> Part:
+        """Return any text, or one that all of the patterns match, and behind it the encoded ``end``."""
+        if self.id_of(end[0]) is None:
+            return TextUpTo(end, matching=matching)
+        name = self.in_text(end)
+        text = FreeText(without=(name,) if name else (), matching=matching)
+        return seq(text if matching else Repeat(text, most=1), self.part(end))
 
     def id_of(self, letter: str) -> int | None:
         """Return the token that a letter stands for."""
@@ -67,3 +75,6 @@ class Markers:
     def in_text(self, encoded: str) -> str:
         """Return what text must be kept from, for this string to stand out; "" if it begins with a control token."""
         return encoded if self.id_of(encoded[0]) is None else self.names_of_text.get(encoded[0], "")
+
+
+NO_MARKERS = Markers(())

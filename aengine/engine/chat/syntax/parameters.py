@@ -12,17 +12,15 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
-from ...structured.parts import BLANKS, Choice, FreeText, Json, Part, Regex, Repeat, TextUpTo, seq
+from ...structured.parts import BLANKS, Choice, Json, Part, Regex, Repeat, seq
 from ..scan import TOKENS, begins_with, held_back
 from ..tools import Tool
 from .arguments import ArgumentReader, ArgumentSyntax, PiecewiseReader, Progress, closed_schema
+from .markers import NO_MARKERS, Markers
 from .schemas import Root, Value, text_patterns, type_of, values_of
-
-if TYPE_CHECKING:
-    from .markers import Markers
 
 __all__ = ["Parameters"]
 
@@ -39,25 +37,30 @@ class Parameters(ArgumentSyntax):
     before_key: str
     after_key: str
     after_value: str
+    markers: Markers = NO_MARKERS
 
     @property
     def marks(self) -> tuple[str, ...]:  # type: ignore[override]
         return self.before_key, self.after_key, self.after_value
 
-    def part(self, tool: Tool, markers: Markers, relax: bool) -> Part:
+    def in_vocabulary(self, markers: Markers) -> Parameters:
+        before_key, after_key, after_value = map(markers.encode, self.marks)
+        return replace(self, before_key=before_key, after_key=after_key, after_value=after_value, markers=markers)
+
+    def part(self, tool: Tool, relax: bool) -> Part:
         values, is_open = values_of(closed_schema(tool), tool, relax)
         if is_open:
-            head = seq(markers.part(self.before_key), Regex(_NAME), markers.part(self.after_key))
-            return Repeat(seq(head, self._text(markers, ())))
+            head = seq(self.markers.part(self.before_key), Regex(_NAME), self.markers.part(self.after_key))
+            return Repeat(seq(head, self.markers.text_up_to(self.after_value)))
         parts: list[Part] = []
         for value in values:
-            head = markers.part(f"{self.before_key}{value.name}{self.after_key}")
-            parameter = seq(head, self._value(value, tool, markers, relax))
+            head = self.markers.part(f"{self.before_key}{value.name}{self.after_key}")
+            parameter = seq(head, self._value(value, tool, relax))
             parts.append(parameter if value.is_required else Repeat(parameter, most=1))
         return seq(*parts)
 
-    def _value(self, value: Value, tool: Tool, markers: Markers, relax: bool) -> Part:
-        end = markers.part(self.after_value)
+    def _value(self, value: Value, tool: Tool, relax: bool) -> Part:
+        end = self.markers.part(self.after_value)
         options = value.options()
         if options is not None:
             written = list(dict.fromkeys(name for option in options for name in _written(option)))
@@ -66,30 +69,20 @@ class Parameters(ArgumentSyntax):
             choice = [Repeat(Choice(texts), least=int(len(texts) == len(written)), most=1)] if texts else []
             return seq(*choice, end)
         if "string" in value.types():
-            return self._text(markers, text_patterns(value, relax))
+            return self.markers.text_up_to(self.after_value, text_patterns(value, relax))
         return seq(
             Json(value.text(), f"the parameter {value.name!r} of the tool {tool.name!r}", relax=relax, tool=tool.name),
             end,
         )
 
-    def _text(self, markers: Markers, patterns: tuple[str, ...]) -> Part:
-        """Return a text up to its end."""
-        encoded = markers.encode(self.after_value)
-        if markers.id_of(encoded[0]) is None:
-            return TextUpTo(self.after_value, matching=patterns)
-        name = markers.in_text(encoded)
-        without = (name,) if name else ()
-        text: Part = FreeText(without=without, matching=patterns)
-        return seq(text if patterns else Repeat(text, most=1), markers.part(self.after_value))
-
     def write(self, arguments: Mapping[str, Any]) -> str:
         texts = {name: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for name, v in arguments.items()}
         return "".join(f"{self.before_key}{k}{self.after_key}{v}{self.after_value}" for k, v in texts.items())
 
-    def reader(self, tool: Tool, markers: Markers) -> ArgumentReader:
+    def reader(self, tool: Tool) -> ArgumentReader:
         values, _ = values_of(tool.parameters, tool, relax=True)
-        before_key, after_key, after_value = map(markers.encode, (self.before_key, self.after_key, self.after_value))
-        return _Reader(before_key, after_key, after_value, {value.name: value for value in values})
+        named = {value.name: value for value in values}
+        return _Reader(self.before_key, self.after_key, self.after_value, named)
 
 
 def _written(value: Any) -> list[str]:

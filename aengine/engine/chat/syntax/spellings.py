@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from ...structured.parts import BLANKS
 from ..formats import ID, INDEX, INDEX_DIGITS, NAME, ToolFormat
 from ..scan import ID_LETTER, begins_with, length_of, longest_of, squeezed
-from .markers import Markers
 
 __all__ = ["LOOSE", "Head", "Heads", "Spellings"]
 
@@ -83,39 +82,39 @@ class Heads:
 
 
 class Spellings:
-    """The strings of one format, encoded, for some tools."""
+    """The strings of one format, as `in_vocabulary` makes it, for some tools."""
 
-    def __init__(self, known: ToolFormat, markers: Markers, tools: Sequence[str], *, has_shape: bool) -> None:
-        self._known, self._markers = known, markers
+    def __init__(self, known: ToolFormat, tools: Sequence[str], *, has_shape: bool) -> None:
+        self._known = known
         self.triggers: dict[str, Heads] = {}
         """The headings of a group's first call, by what they begin with for sure."""
         self.next_heads = Heads(is_exact=False)
         """Those of other calls of the group, from the end of the one before."""
         is_exact = known.names_trigger or has_shape
         for index, opening in enumerate(known.openings):
-            trigger = "" if known.channels else markers.encode(known.trigger_of(index))
+            trigger = "" if known.channels else known.trigger_of(index)
             heads = self.triggers.setdefault(trigger, Heads(is_exact=is_exact))
             self._add(heads, opening, tools, is_exact=is_exact)
         self._add(self.next_heads, known.separator, tools, is_exact=False)
-        self.ends = [squeezed(self._encode(end)) for end in known.ends]
+        self.ends = [squeezed(self._with_ids(end)) for end in known.ends]
         """What may follow a call's arguments, `squeezed`."""
-        closings = [markers.encode(known.closing_of(i)) for i in range(len(known.openings))]
+        closings = [known.closing_of(i) for i in range(len(known.openings))]
         self.closings = [squeezed(closing) for closing in closings if closing]
         """What may end a group, `squeezed`."""
-        texts = closings if known.is_group else [markers.encode(end) for end in known.ends]
+        texts = closings if known.is_group else known.ends
         self.stops = tuple(dict.fromkeys(tags[-1] for text in texts if (tags := _TAG.findall(text))))
         """Marks behind which no call goes on."""
-        before_name = markers.encode(known.before_name)
-        again = _AGAIN.match(before_name) if known.is_group else None
+        again = _AGAIN.match(known.before_name) if known.is_group else None
         self.again = again[0] if again else ""
         """The mark that begins each call of a group; "": they have none."""
-        strings = [markers.encode(text) for text in (*known.ends, *closings, *known.arguments.marks, *known.markers)]
+        markers = [*map(known.tokens.encode, known.markers)]
+        strings = [*known.ends, *closings, *known.arguments.marks, *markers]
         separators = {tag for string in strings for tag in (string, *_TAG.findall(string)) if _TAG.search(string)}
-        self._marks = sorted({*separators, *map(markers.encode, known.markers)}, key=len, reverse=True)
+        self._marks = sorted({*separators, *markers}, key=len, reverse=True)
         self._begun_tags = [tag for text in (known.before_name, *known.arguments.marks) for tag in _BEGUN.findall(text)]
 
-    def _encode(self, text: str) -> str:
-        return self._markers.encode(text).replace(ID, ID_LETTER * (self._known.id_length or 0))
+    def _with_ids(self, text: str) -> str:
+        return text.replace(ID, ID_LETTER * (self._known.id_length or 0))
 
     def _add(self, heads: Heads, before: str, tools: Sequence[str], *, is_exact: bool) -> None:
         firsts = self._firsts()
@@ -123,13 +122,13 @@ class Spellings:
             # A name that ends the heading is whole when what follows it has come: "get" is not "get_time".
             ends_with_name = squeezed(_NAME + rest) == _NAME
             for ahead in firsts if ends_with_name else {self._known.arguments.opening}:
-                heads.add(tools, self._encode(before + begun), rest, ahead)
+                heads.add(tools, self._with_ids(before + begun), rest, ahead)
 
     def _firsts(self) -> set[str]:
         """Return the letters, or marks, that may stand first behind a heading."""
         known = self._known
         written = [known.arguments.write(arguments) + known.after_arguments for arguments in ({}, {"x": 1})]
-        return {self._markers.encode(text)[:1] for text in written}
+        return {text[:1] for text in written}
 
     def _ways(self, is_exact: bool) -> Iterator[tuple[str, str]]:
         heads = dict.fromkeys(self._known.heads(NAME))
@@ -138,7 +137,7 @@ class Spellings:
         for head in heads:
             for digits in range(1, 1 + (INDEX_DIGITS if INDEX in head else 1)):
                 begun, _, rest = head.replace(INDEX, ID_LETTER * digits).partition(NAME)
-                yield begun, self._encode(rest)
+                yield begun, self._with_ids(rest)
 
     def first_head(self, text: str) -> tuple[Head | None, bool]:
         """Return the heading of a group's first call that ``text`` begins with, and whether that is sure."""
