@@ -4,8 +4,8 @@ A spec is hashable: a cache key. It is one text, or `parts` that are composed. A
 as canonical JSON text: no blanks, and keys in the order given, because a library makes the model write an object's
 properties in the order of ``properties``; its objects are closed (`closed_objects`) unless they are to be open.
 
-Whatever a caller passes as a schema comes through `plain_json`, which goes so deep and no further, so that a schema that
-is nested a million deep, refers to itself, or is huge through shared parts, costs a bounded time and an error.
+Whatever a caller passes as a schema comes through `plain_json`, which goes so deep and no further, so that a schema
+that is nested a million deep, refers to itself, or is huge through shared parts, costs a bounded time and an error.
 """
 
 from __future__ import annotations
