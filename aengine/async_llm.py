@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, overload
 from .config import EngineConfig
 from .engine.handles.calls import ask_tokenizer, drain, pool, resume, seconds
 from .engine.handles.clients import CLIENTS
+from .engine.handles.handle import Submission
 from .engine.handles.immediate_calls import ImmediateCalls
 from .engine.handles.local import LocalHandle
 from .engine.handles.worker_calls import WorkerCalls
@@ -211,8 +212,7 @@ class AsyncLLM(ImmediateCalls, WorkerCalls, PoolingCalls):
             EngineClosedError: the engine was not started, drains, or is closed.
             WorkerDiedError, InternalError: from the stream, when the engine failed.
         """
-        asked = request_options(options)
-        return self._handle.submit(prompt, params, asked, output_type=output_type, final_only=False)
+        return self._handle.submit(Submission(prompt, params, request_options(options), output_type))
 
     @overload
     async def generate(
@@ -246,8 +246,8 @@ class AsyncLLM(ImmediateCalls, WorkerCalls, PoolingCalls):
 
         Cancelling the task that awaits it aborts the request.
         """
-        asked = request_options(options)
-        return await self._handle.submit(prompt, params, asked, output_type=output_type, final_only=True).wait()
+        asked = Submission(prompt, params, request_options(options), output_type, final_only=True)
+        return await self._handle.submit(asked).wait()
 
     @overload
     async def chat(

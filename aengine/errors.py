@@ -177,6 +177,9 @@ class WorkerCallError(EngineError):
 class EngineClosedError(EngineError):
     """The engine is not running: it was not started yet, or it has been closed."""
 
+    public: str | None = None
+    """What a server's clients read of it, who don't see the text itself. None: that the engine is not running."""
+
 
 class InternalError(EngineError):
     """A bug in aengine. ``worker_traceback`` is where it happened, when that was in a worker process."""

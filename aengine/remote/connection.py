@@ -8,12 +8,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ..chat import ChatCompletion
 from ..engine.streams.token_stream import error_for_waiter
 from ..engine.threads.pools import run_in_thread
 from ..errors import AEngineError, EngineClosedError
+from ..outputs import Completion
 from .mailbox import RemoteMailbox
 from .message_stream import MessageStream
-from .wire import completion_from_wire, deltas_from_wire, error_from_wire, tokens_from_wire
+from .wire import deltas_from_wire, error_from_wire, from_wire, tokens_from_wire
 
 if TYPE_CHECKING:
     from ..engine.structured.asked_type import AskedType
@@ -148,7 +150,7 @@ class Connection:
         elif kind == "failed":
             mailbox.fail(error_from_wire(rest[0]))
         elif kind == "done":
-            mailbox.finish(completion_from_wire(rest[0], is_chat=mailbox.is_chat), rest[1])
+            mailbox.finish(from_wire(ChatCompletion if mailbox.is_chat else Completion, rest[0]), rest[1])
         elif mailbox.is_chat:
             mailbox.put(deltas_from_wire(rest[0]), *rest[1:])
         else:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..__version__ import __version__
 from ..async_llm import AsyncLLM
 from ..config import EngineConfig
+from ..engine.handles.handle import Submission
 from ..engine.streams.chat_answers import ReceivedAnswers
 from ..engine.structured.asked_type import AskedType, with_output_type
 from ..engine.structured.spec import check_schema_size
@@ -23,18 +24,17 @@ from ..engine.threads.loop_ownership import other_loop, running_loop
 from ..engine.threads.pools import run_in_thread
 from ..errors import ContextLengthError, EngineClosedError, EngineError, InvalidRequestError
 from ..limits.checks import check_num_characters, check_num_messages, check_num_values
-from ..params import CallOptions, ChatOptions, SamplingParams, chat_options, check_options, check_params
+from ..params import ChatOptions, SamplingParams, chat_options, check_options, check_params
 from ..telemetry.listeners import Listeners
 from ..telemetry.metrics import Statistics
 from ..telemetry.trace_context import current_trace
 from .connection import Connection
 from .mailbox import RemoteChatStream, RemoteTokenStream
 from .tokenizer import RemoteTokenizer
-from .wire import from_wire, params_to_wire, plain_options, pooled_from_wire, to_wire
+from .wire import first_not_plain, from_wire, params_to_wire, plain_options, pooled_from_wire, to_wire
 
 if TYPE_CHECKING:
     from ..engine.pooling.requests import PoolingRequest, PoolingResult
-    from ..engine.tokenizer.prompt import Prompt
     from ..engine.tokenizer_view import TokenizerView
     from ..telemetry.listeners import RequestListener
 
@@ -228,20 +228,12 @@ class RemoteHandle(_Life):
 
     # -- requests
 
-    def submit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        options: CallOptions,
-        *,
-        final_only: bool,
-        output_type: Any = None,
-    ) -> RemoteTokenStream:
+    def submit(self, asked: Submission) -> RemoteTokenStream:
         """Send a request. What is too large, or wrong with the options, is raised here, and what else is wrong with it
         by the stream."""
-        check_options(options)
-        method = "generate" if final_only else "stream"
-        return self._begin(method, prompt, params, output_type, asdict(options))
+        check_options(asked.options)
+        method = "generate" if asked.final_only else "stream"
+        return self._begin(method, asked.prompt, asked.params, asked.output_type, asdict(asked.options))
 
     def submit_chat(
         self,
@@ -283,7 +275,12 @@ class RemoteHandle(_Life):
         def begin(params: SamplingParams | None) -> None:
             if params is not None and params.structured_output is not None:
                 check_schema_size(params.structured_output.json_schema)
-            mailbox.begin(method, prompt, params_to_wire(params), options, trace)
+            wire = params_to_wire(params)
+            try:
+                mailbox.begin(method, prompt, wire, options, trace)
+            except InvalidRequestError as error:
+                error.param = first_not_plain({"messages" if method == "chat" else "prompt": prompt, **wire, **options})
+                raise
 
         if asked is None:
             try:

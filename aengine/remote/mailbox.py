@@ -204,11 +204,6 @@ class RemoteTokenStream(TokenStream):
             self._mailbox.ask()
         await super()._wait()
 
-    async def wait(self) -> Completion:
-        if asyncio.get_running_loop() is self._loop:
-            self._mailbox.ask_for_end()
-        return await super().wait()
-
 
 class RemoteChatStream(ChatStream):
     """See `ChatStream`; its deltas are made in the engine's process."""
@@ -225,6 +220,8 @@ class RemoteChatStream(ChatStream):
     async def wait(self) -> ChatCompletion:
         """Wait for the end without reading single deltas. Raises the request's error."""
         if not self._is_read:
+            if asyncio.get_running_loop() is self._stream._loop:
+                self._stream._mailbox.ask_for_end()
             try:
                 await self._stream.wait()
             except AEngineError as error:

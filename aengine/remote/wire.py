@@ -32,11 +32,11 @@ from ..outputs import Completion, FinishReason, Token, Usage
 from ..params import DEFAULT_TYPES, SamplingParams, StructuredOutput
 
 __all__ = [
-    "completion_from_wire",
     "delta_to_wire",
     "deltas_from_wire",
     "error_from_wire",
     "error_to_wire",
+    "first_not_plain",
     "from_wire",
     "pack",
     "params_from_wire",
@@ -64,6 +64,16 @@ def pack(value: object) -> bytes:
         message = f"the request can't be sent to the engine's process, which takes plain data only: {error}"
         raise InvalidRequestError(message) from None
     return packed
+
+
+def first_not_plain(values: Mapping[str, Any]) -> str | None:
+    """Return the name of the first value that `pack` refuses."""
+    for name, value in values.items():
+        try:
+            pack(value)
+        except InvalidRequestError:
+            return name
+    return None
 
 
 def _plain(value: object) -> object:
@@ -167,10 +177,6 @@ def tokens_from_wire(data: Any) -> list[Token]:
         Token(text, token_id, index, logprob, None if reason is None else FinishReason(reason), position, top or ())
         for text, token_id, index, logprob, reason, position, top in data
     ]
-
-
-def completion_from_wire(data: Any, *, is_chat: bool) -> Completion:
-    return from_wire(ChatCompletion if is_chat else Completion, data)
 
 
 _DELTAS: list[type] = [TextDelta, ReasoningDelta, ToolCallStart, ToolCallDelta, ToolCallEnd]

@@ -84,9 +84,12 @@ def http_error(error: BaseException, body: Body | None = None) -> HTTPError:
             return HTTPError(500, public, kind="server_error", code="internal_error", headers=_NO_RETRY)
         case EngineError():
             public = next(shown for kind, shown in _PUBLIC.items() if isinstance(error, kind))
+            headers = {"retry-after": "1"}
             if not isinstance(error, EngineClosedError):
                 logger.warning("a request failed: %s", text)
-            return HTTPError(503, public, kind="server_error", code="engine_unavailable", headers={"retry-after": "1"})
+            elif error.public is not None:
+                public, headers = error.public, _NO_RETRY
+            return HTTPError(503, public, kind="server_error", code="engine_unavailable", headers=headers)
         case AEngineError():
             return HTTPError(400, text)
     if isinstance(error, RecursionError):

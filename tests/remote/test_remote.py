@@ -126,8 +126,12 @@ async def test_what_is_wrong_is_the_same_error(tmp_path: Path) -> None:
         for options in ({"tools": [print]}, {"output_type": "int"}, {"no_such": 1}):
             with pytest.raises(InvalidRequestError):
                 await remote.chat(HELLO, **options)  # type: ignore[arg-type]
-        with pytest.raises(InvalidRequestError):
+        with pytest.raises(InvalidRequestError, match="plain data") as wrong:
+            await remote.chat(HELLO, tool_choice=object())  # type: ignore[arg-type]
+        assert wrong.value.param == "tool_choice"
+        with pytest.raises(InvalidRequestError, match="plain data") as wrong:
             remote.stream(object())  # type: ignore[arg-type]
+        assert wrong.value.param == "prompt"
         await until_idle(engine)
 
 

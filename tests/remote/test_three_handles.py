@@ -169,6 +169,15 @@ async def test_leaving_and_aborting(kind: str, tmp_path: Path, how: str, is_chat
         assert not engine.abort("a") and engine.abort_all() == 0
 
 
+async def test_a_stream_that_was_waited_for_is_read_all_the_same(kind: str, tmp_path: Path) -> None:
+    async with engines(kind, tmp_path, "a" * 200, token_delay=0.0005) as (engine, _):
+        stream = engine.stream("x", SamplingParams(logprobs=1))
+        first = await anext(stream)
+        whole = await stream.wait()
+        assert "".join(token.text for token in [first, *await stream.read()]) == whole.text == "a" * 200
+        assert await stream.read() == [] and stream.completion.choices == whole.choices
+
+
 @pytest.mark.parametrize("is_chat", [False, True])
 async def test_deadlines(kind: str, tmp_path: Path, is_chat: bool) -> None:
     async with engines(kind, tmp_path, **LONG, max_num_seqs=1) as (engine, near):

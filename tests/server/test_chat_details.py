@@ -227,6 +227,19 @@ async def test_a_body_that_was_read_before_has_its_events() -> None:
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "hello there"
 
 
+async def test_a_call_on_another_loop_says_so() -> None:
+    async with FakeAsyncLLM("hello") as engine, engine.openai_client() as client:
+
+        def ask() -> Any:
+            return asyncio.run(client.chat.completions.create(model="fake", messages=HELLO))  # type: ignore[arg-type]
+
+        with pytest.raises(
+            openai.InternalServerError, match="belongs to another event loop.* own_thread=True"
+        ) as raised:
+            await asyncio.to_thread(ask)
+        assert repr(engine) not in str(raised.value) and "AsyncLLM" not in str(raised.value)
+
+
 async def test_a_full_queue_is_429_with_a_time() -> None:
     async with FakeAsyncLLM("a" * 1000, token_delay=0.01, max_num_queued_requests=1, max_num_seqs=1) as engine:
         async with engine.openai_client(max_retries=0) as client:

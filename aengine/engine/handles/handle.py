@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from ...limits.checks import check_num_messages
@@ -21,12 +22,23 @@ if TYPE_CHECKING:
     from ..core import EngineCore
     from ..streams.chat_stream import ChatStream
     from ..streams.token_stream import TokenStream
-    from ..tokenizer.prompt import Prompt
+    from ..tokenizer.prompt import Prompt, PromptPart
     from ..tokenizer_view import TokenizerView
 
-__all__ = ["CoreHandle", "Handle"]
+__all__ = ["CoreHandle", "Handle", "Submission"]
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """What one call asks for, from `AsyncLLM` or `SyncLLM` to the engine."""
+
+    prompt: Prompt | PromptPart
+    params: SamplingParams | None
+    options: CallOptions
+    output_type: Any = None
+    final_only: bool = False  # the request's stream is waited for, and not read
 
 
 class Handle(Protocol):
@@ -54,16 +66,8 @@ class Handle(Protocol):
         EngineClosedError."""
         ...
 
-    def submit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        options: CallOptions,
-        *,
-        final_only: bool,
-        output_type: Any = None,
-    ) -> TokenStream:
-        """Begin a request. ``final_only``: its stream is waited for, and not read."""
+    def submit(self, asked: Submission) -> TokenStream:
+        """Begin a request."""
         ...
 
     def submit_chat(
@@ -111,7 +115,7 @@ class CoreHandle(ABC):
         check_num_messages(core.limits.max_model_len, messages, chat.get("tools"))
         params = SamplingParams() if params is None else params
         chat |= {"messages": messages, "params": params, "output_type": output_type}
-        return ChatStream(self.submit(ChatRequest(**chat), params, request, final_only=False, **how), params)
+        return ChatStream(self.submit(Submission(ChatRequest(**chat), params, request), **how), params)
 
     @property
     def tokenizer(self) -> TokenizerView:

@@ -18,16 +18,14 @@ from ...errors import EngineClosedError, EngineError
 from ...limits.ulimits import is_out_of_memory, limit_hint, memory_ulimit_hint
 from ...telemetry.listeners import Listeners
 from ..threads.loop_ownership import foreign_process, other_loop, running_loop
-from .handle import CoreHandle
+from .handle import CoreHandle, Submission
 
 if TYPE_CHECKING:
     from ...config import EngineConfig
     from ...outputs import StartupProgress
-    from ...params import CallOptions, SamplingParams
     from ..core import EngineCore
     from ..executor import Executor
     from ..streams.token_stream import TokenStream
-    from ..tokenizer.prompt import Prompt, PromptPart
 
 __all__ = ["LocalHandle", "Owner", "StartAdvice"]
 
@@ -256,24 +254,16 @@ class LocalHandle(CoreHandle):
 
     # -- requests
 
-    def submit(
-        self,
-        prompt: Prompt | PromptPart,
-        params: SamplingParams | None,
-        options: CallOptions,
-        *,
-        final_only: bool,
-        output_type: Any = None,
-    ) -> TokenStream:
+    def submit(self, asked: Submission) -> TokenStream:
         """Register a request."""
         from ..streams.token_stream import TokenStream
         from ..structured.asked_type import with_output_type
 
         core = self.running_core()
         core.check_accepts()
-        params, shape = with_output_type(params, output_type, options.on_unsupported)
-        context = self.listeners.context()
-        request = core.admission.submit(prompt, params, options, final_only=final_only, context=context, **shape)
+        params, shape = with_output_type(asked.params, asked.output_type, asked.options.on_unsupported)
+        how = {"final_only": asked.final_only, "context": self.listeners.context(), **shape}
+        request = core.admission.submit(asked.prompt, params, asked.options, **how)
         return TokenStream(request.request_id, request.mailbox, core.loop, core.admission.abort)
 
     def abort(self, request_id: str) -> bool:

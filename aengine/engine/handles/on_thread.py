@@ -17,19 +17,17 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ...params import CallOptions, SamplingParams
 from ..core import EngineCore
 from ..streams.cross_thread_stream import CrossThreadStream
 from ..streams.token_stream import Buffer, Mailbox
 from ..structured.asked_type import with_output_type
 from ..threads.loop_thread import LoopEndedError, LoopThread
-from .handle import CoreHandle
+from .handle import CoreHandle, Submission
 from .local import Owner
 from .thread_life import ThreadLife
 
 if TYPE_CHECKING:
     from ...config import EngineConfig
-    from ..tokenizer.prompt import Prompt, PromptPart
 
 __all__ = ["ThreadHandle"]
 
@@ -84,19 +82,15 @@ class ThreadHandle(ThreadLife, CoreHandle):
 
     def submit(
         self,
-        prompt: Prompt | PromptPart,
-        params: SamplingParams | None,
-        options: CallOptions,
-        *,
-        final_only: bool,
-        output_type: Any = None,
+        asked: Submission,
         stream_class: type[S] = CrossThreadStream,  # type: ignore[assignment]
     ) -> S:
         """Register a request, and return a stream of this class."""
         core, thread = self._running()
         core.check_accepts()
-        params, shape = with_output_type(params, output_type, options.on_unsupported)
-        part = core.admission.check(prompt, params, options)
+        options = asked.options
+        params, shape = with_output_type(asked.params, asked.output_type, options.on_unsupported)
+        part = core.admission.check(asked.prompt, params, options)
         core.admission.check_room(self._arriving)
         request_id = options.request_id or f"own-{next(self._ids)}"
         named = replace(options, request_id=request_id)
@@ -107,7 +101,7 @@ class ThreadHandle(ThreadLife, CoreHandle):
             if not core.is_alive:
                 raise self._ended_meanwhile()
             core.check_accepts()
-            how = {"final_only": final_only, "buffer": buffer, "context": context, **shape}
+            how = {"final_only": asked.final_only, "buffer": buffer, "context": context, **shape}
             return core.admission.submit(part, params, named, **how).mailbox
 
         def begin() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
 from ...errors import InvalidRequestError
@@ -14,6 +13,7 @@ from ..threads.loop_ownership import check_may_block
 from . import calls
 from .blocking import Batch, ChatIterator, TokenIterator, is_list_of_prompts, one_each, showing
 from .clients import CLIENTS
+from .handle import Submission
 from .immediate_calls import ImmediateCalls
 from .on_thread import ThreadHandle
 
@@ -138,17 +138,16 @@ class SyncLLM(ImmediateCalls, SyncPoolingCalls):
         """
         self._check()
         request, progress, return_exceptions = generate_options(options)
-        begin = partial(
-            self._handle.submit,
-            options=request,
-            final_only=True,
-            output_type=output_type,
-            stream_class=BlockingStream,
-        )
+
+        def begin(prompt: Any, params: SamplingParams | None) -> BlockingStream:
+            return self._handle.submit(
+                Submission(prompt, params, request, output_type, final_only=True), BlockingStream
+            )
+
         if not is_list_of_prompts(prompts):
             if params is not None and not isinstance(params, SamplingParams):
                 raise InvalidRequestError("one prompt takes one SamplingParams", param="params")
-            return run_now(begin(prompts, params).wait())  # type: ignore[arg-type]
+            return run_now(begin(prompts, params).wait())
         if request.request_id is not None:
             raise InvalidRequestError("a request_id is for one prompt, not for a list", param="request_id")
         every: Sequence[Any] = prompts
@@ -165,9 +164,8 @@ class SyncLLM(ImmediateCalls, SyncPoolingCalls):
     ) -> TokenIterator:
         """Begin a request and return its tokens as they come. Arguments and errors as of `AsyncLLM.stream`."""
         self._check()
-        request = request_options(options)
-        how: Any = {"output_type": output_type, "stream_class": BlockingStream}
-        stream = self._handle.submit(prompt, params, request, final_only=False, **how)
+        asked = Submission(prompt, params, request_options(options), output_type)
+        stream = self._handle.submit(asked, BlockingStream)
         return TokenIterator(stream, self._check)
 
     @overload

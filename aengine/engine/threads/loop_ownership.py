@@ -46,10 +46,13 @@ def other_loop(engine: object, *, is_closed: bool) -> EngineClosedError:
         what = f"the event loop of {engine!r} was closed: start it again on this one"
     else:
         what = f"{engine!r} belongs to another event loop, and can be called on that one only"
-    return EngineClosedError(
-        f"{what}. Or make it with own_thread=True: then it may be called on any loop, and outlives them. In tests with "
-        f'pytest-asyncio, give the fixture that starts it and its tests one loop: loop_scope="session" for both'
+    cure = (
+        "make it with own_thread=True: then it may be called on any loop, and outlives them. In tests with "
+        'pytest-asyncio, give the fixture that starts it and its tests one loop: loop_scope="session" for both'
     )
+    error = EngineClosedError(f"{what}. Or {cure}")
+    error.public = f"the engine belongs to another event loop than that of this call: call it there, or {cure}"
+    return error
 
 
 def foreign_process(pid: int) -> EngineClosedError:

@@ -47,7 +47,8 @@ RequestId = Annotated[str, Field(pattern=r"^[!-~]{1,128}$", description="1 to 12
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]
 """A list in a body. The first of its values that is wrong ends its validation: an error for each takes seconds."""
-TokenIds = Many[int]
+TokenIds = Many[Annotated[int, Field(strict=True)]]
+"""Token ids: true, which Python takes for 1, is none."""
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Ignored = Annotated[Any, Field(default=None, description="Taken, and without effect.")]
 
