@@ -56,7 +56,7 @@ ROOMS: dict[str, set[str]] = {
     "chat": {"engine.chat"},
     "cli": DOORS | {"checkpoint", "server"},
     "server": DOORS | {"remote"},
-    "remote": DOORS | {"engine.structured", "engine.tokenizer", "engine.tokenizer_view"},
+    "remote": DOORS | {"engine.handles.handle", "engine.structured", "engine.tokenizer", "engine.tokenizer_view"},
     "integrations": DOORS | {"llm", "engine.handles", "engine.structured", "server"},
     "testing": HOST | {"async_llm", "llm", "chat", "checkpoint", "ipc"},
     "__main__": LEAVES | {"cli"},

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..__version__ import __version__
 from ..async_llm import AsyncLLM
 from ..config import EngineConfig
-from ..engine.handles.handle import Submission
 from ..engine.streams.chat_answers import ReceivedAnswers
 from ..engine.structured.asked_type import AskedType, with_output_type
 from ..engine.structured.spec import check_schema_size
@@ -34,6 +33,7 @@ from .tokenizer import RemoteTokenizer
 from .wire import first_not_plain, from_wire, params_to_wire, plain_options, pooled_from_wire, to_wire
 
 if TYPE_CHECKING:
+    from ..engine.handles.handle import Submission
     from ..engine.pooling.requests import PoolingRequest, PoolingResult
     from ..engine.tokenizer_view import TokenizerView
     from ..telemetry.listeners import RequestListener
