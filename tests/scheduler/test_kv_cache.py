@@ -12,7 +12,7 @@ from aengine.engine.scheduler.block_pool import BlockPool
 from aengine.engine.scheduler.kv_cache_manager import KVCacheManager, private_root, shared_root
 from aengine.engine.scheduler.request import CacheKey, Request
 from aengine.engine.scheduler.waiting_queue import WaitingQueue
-from aengine.ipc.messages import STATE_BLOCK_SIZE, KVCacheGroup, kv_capacity
+from aengine.ipc.messages import STATE_BLOCK_SIZE, KVCacheGroup
 from aengine.params import SamplingParams
 
 SIZE = 4
@@ -353,15 +353,6 @@ def test_states_are_not_kept_at_the_cost_of_those_that_run() -> None:
     assert keep(kv, request, 8) == [] and kv.pool.num_free == 2
     kv.grow(request, 16)
     kv.check([request])
-
-
-def test_how_much_one_request_can_hold() -> None:
-    assert kv_capacity([FULL], 10, 1000, 8) == 40
-    assert kv_capacity([FULL], 10, 39, 8) == 39
-    window = KVCacheGroup("window", SIZE, 9)  # a step of 8 tokens sees 16: five blocks at most
-    assert kv_capacity([window], 5, 1000, 8) == 1000
-    assert kv_capacity([window], 4, 1000, 8) == 16
-    assert kv_capacity([FULL, window], 10, 1000, 8) == 20
 
 
 def test_the_waiting_queue_sorts_and_lets_go(rng: random.Random) -> None:

@@ -18,7 +18,7 @@ from worker_helpers import config, decode, descriptors, gone, leftovers, start, 
 from aengine.config import EngineConfig
 from aengine.engine.executor import ProcessExecutor
 from aengine.errors import EngineClosedError, EngineError, InternalError, WorkerDiedError
-from aengine.ipc.link import AuthenticationError, Link, LinkFrame, authenticate
+from aengine.ipc.link import AuthenticationError, authenticate
 from aengine.workers.rank import Rank
 from aengine.workers.remote.group import RemoteGroup, StartedNode
 from aengine.workers.remote.node import Node
@@ -213,52 +213,3 @@ async def test_strangers_are_refused_and_the_host_is_not() -> None:
 
     await asyncio.to_thread(knock)
     assert await asyncio.to_thread(node.ended.wait, 10)
-
-
-def links() -> tuple[Link, socket.socket]:
-    ours, theirs = socket.socketpair()
-    theirs.settimeout(5)
-    return Link(ours), theirs
-
-
-async def test_a_link_carries_frames_of_any_size_whole() -> None:
-    first, second = (Link(end) for end in socket.socketpair())
-    received: list[LinkFrame] = []
-    room, ends = asyncio.Event(), []
-    loop = asyncio.get_running_loop()
-    first.open(loop, received.extend, ends.append, room.set)
-    second.open(loop, received.extend, ends.append)
-    sent = [
-        LinkFrame(i % 5, i % 60, 2**40 + i, bytes([i % 256]) * size)
-        for i, size in enumerate((0, 1, 70_000, 9_000_000, 3))
-    ]
-    for frame in sent:
-        first.send(*frame)
-    assert first.is_congested
-    second.pause()
-    await asyncio.sleep(0.05)
-    assert not received
-    second.resume()
-    await room.wait()
-    while len(received) < len(sent):
-        await asyncio.sleep(0.001)
-    assert received == sent
-    first.close()
-    while not ends:
-        await asyncio.sleep(0.001)
-    assert ends == ["the other side has closed it"]
-    with pytest.raises(WorkerDiedError):
-        second.send(0, 1, 0, b"")
-    second.close()
-
-
-async def test_a_length_that_can_not_be_ends_a_link() -> None:
-    link, theirs = links()
-    ends: list[str] = []
-    link.open(asyncio.get_running_loop(), lambda frames: None, ends.append)
-    theirs.sendall(b"\xff" * 64)
-    while not ends:
-        await asyncio.sleep(0.001)
-    assert "it has sent a frame of 18446744073709551615 bytes" in ends[0]
-    link.close()
-    theirs.close()
