@@ -165,10 +165,19 @@ class Plugin:
 
     def _run(self, items: list[pytest.Item], mutant: Mutant | None, limit: float, calls: str = "") -> str:
         sys.stdout.flush()
-        pid, deadline = os.fork(), time.monotonic() + limit
+        ours, theirs = os.pipe2(os.O_NONBLOCK)  # a byte for each test that has ended
+        pid = os.fork()
         if not pid:
-            self._work(items, mutant, calls)
+            self._work(items, mutant, calls, theirs)
+        os.close(theirs)
+        with open(ours, "rb", buffering=0) as progress:
+            return self._await(pid, limit, progress)
+
+    def _await(self, pid: int, limit: float, progress: Any) -> str:
+        deadline = time.monotonic() + limit
         while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+            if progress.read(4096):
+                deadline = time.monotonic() + limit
             if time.monotonic() > deadline:
                 os.killpg(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
@@ -176,7 +185,7 @@ class Plugin:
             time.sleep(0.01)
         return {0: "survives", 3: "unfit"}.get(os.waitstatus_to_exitcode(ended[1]), "killed")
 
-    def _work(self, items: list[pytest.Item], mutant: Mutant | None, calls: str) -> None:
+    def _work(self, items: list[pytest.Item], mutant: Mutant | None, calls: str, progress: int) -> None:
         os.setsid()
         for fd in (1, 2):
             os.dup2(os.open(os.devnull, os.O_RDWR), fd)
@@ -191,6 +200,7 @@ class Plugin:
                 sys.settrace(lambda frame, event, arg: seen.add(frame.f_code))
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=(*items, None)[i + 1])
             sys.settrace(None)
+            os.write(progress, b".")
             if item.session.testsfailed:
                 os._exit(1)
             for code in seen:
@@ -208,7 +218,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--least", type=float, default=0.0)
-    parser.add_argument("--seconds", type=float, default=60.0, help="after which a mutant hangs, and is killed")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for one test, after which it hangs")
     args = parser.parse_args()
     folder, tests = WINGS[args.wing]
     mutants = [m for path in sorted((ROOT / "aengine" / folder).rglob("*.py")) for m in mutants_of(path)]

@@ -2,7 +2,8 @@
 
 The model keeps, for each slot of KV memory, a number that stands for the whole chain of tokens up to it. So whoever
 attends to a wrong, stale or unwritten slot is found out at once, and a sampled token depends on all that was attended.
-Each KV group has slots of its own for every token, and attends to as many of them as its window has.
+Each KV group has slots of its own for every token, and attends to as many of them as its window has. All slots of a
+sequence of more tokens than the rope border hold other numbers than those of a shorter one.
 """
 
 from __future__ import annotations
@@ -45,19 +46,19 @@ def sample(chain: int, seed: int, position: int) -> int:
     return hash((chain, seed, position)) % VOCAB
 
 
-def expected_output(prompt: list[int], seed: int, max_num_tokens: int, min_tokens: int = 0) -> list[int]:
+def expected_output(
+    prompt: list[int], seed: int, max_num_tokens: int, min_tokens: int = 0, border: int | None = None
+) -> list[int]:
     """What a request alone gets, computed the plain way."""
-    chain = 0
-    for position, token_id in enumerate(prompt):
-        chain = extend(chain, token_id, position)
-    output: list[int] = []
-    for position in range(len(prompt), max_num_tokens):
-        token_id = sample(chain, seed, position)
-        output.append(token_id)
-        if token_id == STOP_ID and len(output) > min_tokens:
+    tokens = list(prompt)
+    while len(tokens) < max_num_tokens:
+        chain = int(border is not None and len(tokens) > border)
+        for position, token_id in enumerate(tokens):
+            chain = extend(chain, token_id, position)
+        tokens.append(sample(chain, seed, len(tokens)))
+        if tokens[-1] == STOP_ID and len(tokens) > len(prompt) + min_tokens:
             break
-        chain = extend(chain, token_id, position)
-    return output
+    return tokens[len(prompt) :]
 
 
 Table = dict[int, int]
@@ -95,6 +96,7 @@ class Row:
     num_computed: int
     tables: list[Table]  # of each KV group
     seed: int
+    is_long: bool  # it was begun with more tokens than the rope border
     failed: bool = False
     num_unsettled: int = 0  # drafts that were rejected, as far as no step has said so
 
@@ -102,6 +104,7 @@ class Row:
 @dataclass
 class Worker:
     groups: Sequence[KVCacheGroup]
+    border: int | None = None
     rows: dict[int, Row] = field(default_factory=dict)
     kv: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)
     """block: {offset: (group, chain)}, written ones only"""
@@ -156,17 +159,21 @@ class Worker:
             for index, block in table.items():
                 if index >= full:
                     self.kv[block] = {}
-        self.rows[new.req_idx] = Row(list(new.token_ids), new.num_computed_tokens, tables, new.seed)
+        tokens = list(new.token_ids)
+        is_long = self.border is not None and len(tokens) > self.border
+        self.rows[new.req_idx] = Row(tokens, new.num_computed_tokens, tables, new.seed, is_long)
 
     def _compute(self, row: Row, count: int, drafts: list[int]) -> list[int]:
         """The tokens that it gets: up to the first that is not its draft."""
         known = row.num_computed + count - len(drafts)
         assert count > len(drafts) and known <= len(row.tokens), "more tokens scheduled than known"
         assert not drafts or known == len(row.tokens), "drafts, but not all known tokens are computed"
+        is_within = self.border is None or row.is_long or known + len(drafts) <= self.border
+        assert is_within, "a token beyond the rope border after others that were computed for before it"
         for group, table in zip(self.groups, row.tables, strict=True):
             room = (max(table) + 1) * group.block_size
             assert known + len(drafts) + row.num_unsettled <= room, "no room for what both sides count"
-        chain, said = 0, []
+        chain, said = int(row.is_long), []
         for position in range(known + len(drafts)):
             if position >= known:
                 if said[-1] != drafts[position - known]:
@@ -203,7 +210,8 @@ class Driver:
         self.depth = depth
         self.budget = limits["max_num_batched_tokens"]
         self.groups: Sequence[KVCacheGroup] = limits["kv_groups"]
-        self.worker = Worker(self.groups)
+        self.border: int | None = limits.get("rope_border")
+        self.worker = Worker(self.groups, self.border)
         self.in_flight: deque[tuple[SchedulerOutput, dict[int, set[int]], dict[int, tuple[int, list[Table]]]]] = deque()
         self.tables: dict[int, tuple[int, list[Table]]] = {}  # row -> computed tokens, blocks; as of the newest step
         self.requests: list[tuple[Request, list[int]]] = []
@@ -233,7 +241,7 @@ class Driver:
                 index=index,
                 **more,
             )
-            output = expected_output(prompt, seed + index, len(prompt) + max_tokens, params.min_tokens)
+            output = expected_output(prompt, seed + index, len(prompt) + max_tokens, params.min_tokens, self.border)
             if 0 < stop_after < len(output):
                 self.stop_after[request] = stop_after
                 output = output[:stop_after]
@@ -269,13 +277,15 @@ class Driver:
         is_leased = scheduler.is_steady and (is_leased or follows_leased)
         had_row = {r for r in scheduler.rows.running if r.status is not RequestStatus.DRAINING}
         decoding = {r for r in had_row if r.status is RequestStatus.DECODING}
+        border = self.border
+        crossing = {r for r in had_row if border is not None and not r.is_long and r.num_computed_tokens >= border}
         out = scheduler.schedule(can_be_undone=is_leased)
         if is_leased and out is not None:
             self.leased.add(out.step_id)
         self.num_awaited = max(self.num_awaited, len(scheduler.rows.prefixes.waiting))
         lost = {r for r in had_row if r.req_idx < 0}
         kept = [r for r in scheduler.rows.running if r.status is not RequestStatus.DRAINING]
-        for victim in lost:
+        for victim in lost - crossing:
             assert all(victim.sort_key > other.sort_key for other in kept), "preempted for a less urgent one"
         if out is None:
             return False
@@ -365,7 +375,7 @@ class Driver:
 
     def restart(self) -> None:
         self.scheduler.preempt_all()
-        self.worker = Worker(self.groups)
+        self.worker = Worker(self.groups, self.border)
         self.in_flight.clear()
         self.tables.clear()
         self.verify()

@@ -8,6 +8,7 @@ from scheduler_harness import Driver
 
 from aengine.engine.scheduler.crash_quarantine import CrashQuarantine
 from aengine.engine.scheduler.request import Request
+from aengine.outputs import FinishReason
 from aengine.params import SamplingParams
 
 
@@ -102,3 +103,30 @@ def test_it_is_left_after_a_few_tokens_wherever_they_are_in_a_block() -> None:
         driver.answer()
     assert first.num_output_tokens < 10
     driver.drain()
+
+
+def test_one_that_ends_in_quarantine_holds_up_nobody() -> None:
+    driver = Driver(depth=1, block_size=4, num_blocks=80, max_num_seqs=4, max_num_batched_tokens=64)
+    first, second = (driver.add([i] * 5, max_tokens=9, min_tokens=9)[0] for i in (1, 2))
+    for _ in range(2):
+        assert driver.schedule()
+        driver.restart()
+    (third,) = driver.add([3] * 5, max_tokens=9, priority=-1)
+    assert driver.schedule()
+    assert (first.num_computed_tokens, second.num_computed_tokens, third.num_computed_tokens) == (5, 0, 0)
+    driver.answer()
+    driver.scheduler.finish(first, FinishReason.ABORT)
+    assert driver.schedule() and second.num_computed_tokens == 5
+    driver.drain()
+    assert not driver.scheduler.quarantine
+
+
+def test_it_is_left_with_the_fourth_token_since_the_death() -> None:
+    quarantine, request, other = CrashQuarantine(), make("r"), make("other")
+    for _ in range(2):
+        quarantine.note_death([request])
+    assert quarantine.holds(request) and request in quarantine and not quarantine.holds(other)
+    gain(request, 3)
+    assert quarantine.holds(request)
+    gain(request, 1)
+    assert not quarantine.holds(request) and request not in quarantine

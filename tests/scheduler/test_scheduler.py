@@ -14,7 +14,15 @@ from aengine.engine.replicas.moving import take_out
 from aengine.engine.scheduler.request import CacheKey, Request, RequestStatus
 from aengine.engine.scheduler.scheduler import Scheduler, StepResult
 from aengine.errors import InternalError
-from aengine.ipc.messages import KVCacheGroup, ModelRunnerOutput, ResultColumns, RowError, SchedulerOutput, int32
+from aengine.ipc.messages import (
+    STATE_BLOCK_SIZE,
+    KVCacheGroup,
+    ModelRunnerOutput,
+    ResultColumns,
+    RowError,
+    SchedulerOutput,
+    int32,
+)
 from aengine.outputs import FinishReason
 from aengine.params import SamplingParams
 
@@ -213,10 +221,23 @@ def test_finish_from_outside_is_idempotent(answered: int) -> None:
     assert scheduler.num_free_blocks == 64 and scheduler.schedule() is None
 
 
+def test_the_steps_in_flight_from_the_oldest_to_the_newest() -> None:
+    scheduler = make_scheduler()
+    add(scheduler, make(4, max_tokens=20))
+    assert scheduler.oldest_step is scheduler.newest_step is None
+    first, second = step(scheduler), step(scheduler)
+    assert (scheduler.oldest_step.step_id, scheduler.newest_step.step_id) == (first.step_id, second.step_id) == (0, 1)
+    reply(scheduler, first, [5])
+    assert scheduler.oldest_step is scheduler.newest_step
+    scheduler.drop_tables()  # the engine has closed
+    assert scheduler.oldest_step is None and scheduler.num_blocks == scheduler.num_free_blocks == 0
+
+
 def test_finish_while_waiting() -> None:
     scheduler = make_scheduler()
     request = make(4)
     add(scheduler, request)
+    assert not request.is_preempted, "it has not had a row yet"
     scheduler.finish(request, FinishReason.ABORT)
     assert scheduler.num_waiting == 0 and scheduler.schedule() is None
 
@@ -295,6 +316,19 @@ def test_what_was_generated_is_shared_too() -> None:
     (second,) = driver.add(turn, max_tokens=4)
     driver.drain()
     assert second.num_cached_tokens == (len(first.token_ids) - 1) // 4 * 4  # all full blocks that were computed
+
+
+def test_a_model_with_states_goes_on_from_the_latest_of_a_completion(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aengine.engine.scheduler.kv_cache_manager.STATE_INTERVAL", 8)
+    groups = [KVCacheGroup("state", STATE_BLOCK_SIZE), KVCacheGroup("full", 4)]
+    limits = {name: value for name, value in LIMITS.items() if name != "block_size"}
+    for depth in (1, 2):
+        driver = Driver(kv_groups=groups, depth=depth, **limits)
+        (first,) = driver.add([1, 2, 3, 4, 5], max_tokens=30, min_tokens=30)
+        driver.drain()
+        (second,) = driver.add([*first.token_ids, 9], max_tokens=4)
+        driver.drain()
+        assert second.num_cached_tokens == 32, "of 35, kept every 8 tokens"
 
 
 def test_prefix_caching_can_be_off() -> None:
@@ -394,9 +428,10 @@ def test_the_least_urgent_is_preempted_and_resumes_with_its_tokens(caching: bool
     check_scheduler(scheduler)
     assert scheduler.rows.num_preemptions == 1 and scheduler.num_free_blocks == 0
     assert low.status is RequestStatus.HELD and high.status is RequestStatus.CATCHING_UP
+    assert low.is_preempted and not high.is_preempted
     (oldest,) = steps
     reply(scheduler, oldest, [7] * len(oldest.req_idx))
-    assert low.status is RequestStatus.WAITING and len(low.output_token_ids) == 5
+    assert low.status is RequestStatus.WAITING and len(low.output_token_ids) == 5 and low.is_preempted
     out = step(scheduler)
     assert list(out.removed) == [row] and list(out.req_idx) == [high.req_idx]
     reply(scheduler, out, [7])
@@ -404,7 +439,9 @@ def test_the_least_urgent_is_preempted_and_resumes_with_its_tokens(caching: bool
         out = step(scheduler)
         assert list(out.req_idx) == [high.req_idx]
         reply(scheduler, out, [7])
+    assert low.is_preempted
     (resumed,) = step(scheduler).new_requests
+    assert not low.is_preempted
     assert list(resumed.token_ids) == low.token_ids and resumed.num_prompt_tokens == 4
     assert low.num_cached_tokens == 0 and scheduler.rows.num_preemptions == 1
 

@@ -53,6 +53,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt_limit=st.sampled_from([None, 1, 6]),
         state_interval=st.sampled_from([1, 5, 256]),
         num_batches=st.sampled_from([1, 1, 2, 3]),
+        rope_border=st.sampled_from([None, None, 8, 15]),
     )
     def start(
         self,
@@ -67,6 +68,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt_limit: int | None,
         state_interval: int,
         num_batches: int,
+        rope_border: int | None,
     ) -> None:
         self.interval_before = kv_cache_manager.STATE_INTERVAL
         kv_cache_manager.STATE_INTERVAL = state_interval
@@ -81,6 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             least_awaited_prefix=least_awaited,
             prompt_limit=lambda num_decoding, num_left: prompt_limit,
             num_batches=num_batches,
+            rope_border=rope_border,
         )
         self.clock = 0.0
 
@@ -186,6 +189,7 @@ def play(rng: random.Random, model: str, *, num_requests: int, aborts: float) ->
         enable_prefix_caching=rng.random() < 0.7,
         least_awaited_prefix=rng.choice([1, 5, 128]),
         prompt_limit=lambda num_decoding, num_left: rng.choice([None, 1, 6]),
+        rope_border=rng.choice([None, None, 8, 24, 40]),
     )
     for i in range(num_requests):
         prompt = rng.choice(STREAMS)[: rng.randint(1, 40)] + [rng.randrange(1, VOCAB) for _ in range(rng.randint(0, 3))]
