@@ -10,6 +10,17 @@ from aengine import GrammarError
 WORDS = r"^(?:\S+\s+){0,99}\S+$"
 
 
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_an_object_that_requires_nothing_but_itself_is_refused(is_closed: bool) -> None:
+    """What must follow has no end; with a string beside it something is the model's choice."""
+    schema = {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]}
+    with pytest.raises(GrammarError) as error:
+        backend_of("tiny").compile(schema_spec(schema | {"additionalProperties": not is_closed}))
+    assert error.value.kind == "too_complex"
+    beside = {"properties": {"name": {"type": "string"}, "next": {"$ref": "#"}}, "required": ["name", "next"]}
+    matcher_of(backend_of("tiny"), schema_spec(beside | {"type": "object", "additionalProperties": not is_closed}))
+
+
 def test_a_first_string_beyond_the_limits_is_refused_at_once() -> None:
     """Found in MaskBench (Github_easy---o21053): each request would fail at its fourth token, whatever its text."""
     text = {"type": "string", "maxLength": 5000, "pattern": WORDS}
