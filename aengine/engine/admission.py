@@ -35,8 +35,8 @@ from .replicas.replicas import Replicas
 from .sampling_extras import extras_of
 from .scheduler.request import CacheKey, PromptTokens, Request, RequestStatus
 from .streams.token_stream import Buffer, Mailbox, error_for_waiter
-from .structured.asked_type import AskedType
 from .structured.bitmasks import RequestGrammar
+from .structured.output_type import AskedType
 from .threads.pools import ThreadPool
 from .tokenizer.prompt import Prompt, PromptPart, TokensPart, part_of
 from .tokenizer.tokenizer import Tokenizer

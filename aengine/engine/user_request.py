@@ -14,7 +14,7 @@ from ..ipc.messages import Extras
 from ..params import CallOptions, SamplingParams, StructuredOutput, check_options, check_params
 from .scheduler.request import Request
 from .streams.token_stream import Mailbox
-from .structured.asked_type import AskedType
+from .structured.output_type import AskedType
 from .tokenizer.prompt import PromptPart
 
 if TYPE_CHECKING:

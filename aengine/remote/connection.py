@@ -18,7 +18,7 @@ from .message_stream import MessageStream
 from .wire import deltas_from_wire, error_from_wire, from_wire, tokens_from_wire
 
 if TYPE_CHECKING:
-    from ..engine.structured.asked_type import AskedType
+    from ..engine.structured.output_type import AskedType
     from ..params import SamplingParams
 
 __all__ = ["Connection"]

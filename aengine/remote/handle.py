@@ -17,7 +17,7 @@ from ..__version__ import __version__
 from ..async_llm import AsyncLLM
 from ..config import EngineConfig
 from ..engine.streams.chat_answers import ReceivedAnswers
-from ..engine.structured.asked_type import AskedType, with_output_type
+from ..engine.structured.output_type import AskedType, with_output_type
 from ..engine.structured.spec import check_schema_size
 from ..engine.threads.loop_ownership import other_loop, running_loop
 from ..engine.threads.pools import run_in_thread

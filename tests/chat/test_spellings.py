@@ -6,6 +6,7 @@ import pytest
 from chat_harness import MARKERS
 
 from aengine.chat import FORMATS, ChatMessage, ChatParser, tools_of
+from aengine.engine.chat import spellings
 from aengine.engine.chat.formats import (
     GRANITE,
     HARMONY,
@@ -17,8 +18,7 @@ from aengine.engine.chat.formats import (
     MISTRAL,
     markers_of,
 )
-from aengine.engine.chat.scan import squeezed
-from aengine.engine.chat.syntax import spellings
+from aengine.engine.chat.syntax.scan import squeezed
 
 TOOLS = tools_of([
     {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}, "s": {"type": "string"}}}},

@@ -31,7 +31,7 @@ from aengine import (
     Tool,
     ToolChoice,
 )
-from aengine.engine.structured.asked_type import AskedType
+from aengine.engine.structured.output_type import AskedType
 from aengine.engine.tokenizer.tokenizer import Tokenizer
 from aengine.outputs import Choice, Completion, Timings, Usage
 from aengine.remote import connect, serve_engine

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from aengine import AsyncLLM, ContextLengthError, EngineOverloadedError, InvalidRequestError, SamplingParams
-from aengine.engine.chat.syntax.spellings import Spellings
+from aengine.engine.chat.spellings import Spellings
 from aengine.engine.preparation import Preparation
 from aengine.engine.threads.lanes import Lanes
 from aengine.engine.tokenizer.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ from aengine import GrammarError, StructuredOutput
 from aengine.engine.structured.backend import Compiled
 from aengine.engine.structured.llguidance.backend import LLGuidanceBackend
 from aengine.engine.structured.llguidance.json_schema import left_out_of, make_readable
-from aengine.engine.structured.llguidance.patterns import rust_pattern
+from aengine.engine.structured.patterns import rust_pattern
 from aengine.engine.structured.spec import MAX_DEPTH, spec_of
 from aengine.engine.structured.vocabulary import Vocabulary
 

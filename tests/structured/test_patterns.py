@@ -7,7 +7,7 @@ import json
 import pytest
 from grammar_helpers import accepts, backend_of, schema_spec, tiny
 
-from aengine.engine.structured.llguidance.patterns import UntranslatablePattern, rust_pattern
+from aengine.engine.structured.patterns import UntranslatablePattern, rust_pattern
 from aengine.errors import GrammarError
 
 

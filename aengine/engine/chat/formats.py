@@ -8,7 +8,7 @@
 
 These strings are all there is to a format. `compose.py` writes the grammar from them, blanks included, and
 `parser.py` looks for the very same ones, so what is allowed is understood. (It understands a few other spellings
-besides: `syntax/spellings.py`.)
+besides: `spellings.py`.)
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ..structured.parts import BLANKS
 from .messages import ChatMessage, Delta, ReasoningDelta, TextDelta, ToolCall, ToolCallDelta, ToolCallEnd, ToolCallStart
-from .scan import without_tokens
+from .syntax.scan import without_tokens
 
 __all__ = ["MessageBuilder"]
 

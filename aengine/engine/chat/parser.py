@@ -24,10 +24,10 @@ from ..structured.parts import BLANKS
 from .formats import INDEX, JSON, ReasoningFormat, TokenId, ToolFormat, in_vocabulary
 from .message_builder import MessageBuilder
 from .messages import ChatMessage, Delta
-from .scan import TOKENS, held_back, length_of, longest_of, squeezed
+from .spellings import LOOSE, Head, Spellings
 from .syntax import harmony
 from .syntax.arguments import ArgumentReader, Progress
-from .syntax.spellings import LOOSE, Head, Spellings
+from .syntax.scan import TOKENS, held_back, length_of, longest_of, squeezed
 from .tools import Tool
 
 __all__ = ["ChatParser"]

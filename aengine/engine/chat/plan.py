@@ -15,8 +15,7 @@ from typing import Any, ClassVar
 from ...errors import InvalidRequestError
 from ...limits.checks import check_size, is_long
 from ...params import SamplingParams, check_params
-from ..structured.asked_type import OnUnsupported, check_on_unsupported, constraint_of
-from ..structured.output_type import OutputType
+from ..structured.output_type import OnUnsupported, OutputType, check_on_unsupported, constraint_of
 from ..structured.spec import GrammarSpec, spec_of
 from ..tokenizer.messages import Messages, checked_messages
 from ..tokenizer.prompt import PromptPart

@@ -257,7 +257,7 @@ class LocalHandle(CoreHandle):
     def submit(self, asked: Submission) -> TokenStream:
         """Register a request."""
         from ..streams.token_stream import TokenStream
-        from ..structured.asked_type import with_output_type
+        from ..structured.output_type import with_output_type
 
         core = self.running_core()
         core.check_accepts()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..core import EngineCore
 from ..streams.cross_thread_stream import CrossThreadStream
 from ..streams.token_stream import Buffer, Mailbox
-from ..structured.asked_type import with_output_type
+from ..structured.output_type import with_output_type
 from ..threads.loop_thread import LoopEndedError, LoopThread
 from .handle import CoreHandle, Submission
 from .local import Owner

@@ -27,7 +27,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from ...errors import AEngineError, EngineClosedError, EngineOverloadedError, GrammarError, InternalError
 from ..threads.futures import settle
@@ -82,7 +81,6 @@ class GrammarCompiler:
         self._cached_bytes = 0
         self._failures: OrderedDict[GrammarSpec, tuple[AEngineError, float]] = OrderedDict()
         self._works: dict[GrammarSpec, _Work] = {}
-        self._warming: set[asyncio.Future[None]] = set()
         self._num_queued = 0
         self._seconds_each = 0.01  # a moving average
         self._closed = False
@@ -94,14 +92,12 @@ class GrammarCompiler:
         Raises GrammarError when the backend can't serve this model.
         """
         backends = self._open_backends()
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
-        self._warming.add(done)
         try:
-            self._pool.submit(functools.partial(_build, loop, backends, backend, done))
-            await done
-        finally:
-            self._warming.discard(done)
+            await self._pool.run(backends.get, backend)
+        except asyncio.CancelledError:
+            if not self._closed:
+                raise
+            raise EngineClosedError("the engine was closed while its grammar library was loaded") from None
 
     async def compile(self, spec: GrammarSpec) -> Compiled:
         """The compiled grammar of ``spec``.
@@ -136,9 +132,7 @@ class GrammarCompiler:
         """Close without waiting, from any thread: waiters are told when the loop runs next, if it does."""
         self._closed = True
         self._finalizer()
-        waiters: list[asyncio.Future[Any]] = [*self._warming]
-        waiters += [waiter for work in list(self._works.values()) for waiter in work.waiters]
-        for waiter in waiters:
+        for waiter in [waiter for work in list(self._works.values()) for waiter in work.waiters]:
             tell(waiter.get_loop(), settle, waiter, None, EngineClosedError("the engine was closed"))
 
     # -- on the loop
@@ -271,8 +265,6 @@ class GrammarCompiler:
             if work.timer is not None:
                 work.timer.cancel()
             _settle_all(work, EngineClosedError("the engine was closed while the grammar was compiled"))
-        for waiter in self._warming:
-            settle(waiter, None, EngineClosedError("the engine was closed while its grammar library was loaded"))
         self._works.clear()
         self._cache.clear()
         self._cached_bytes = 0
@@ -281,15 +273,6 @@ class GrammarCompiler:
 # -- in a thread of a pool
 
 _Owner = weakref.ref[GrammarCompiler]
-
-
-def _build(loop: asyncio.AbstractEventLoop, backends: Backends, name: str, done: asyncio.Future[None]) -> None:
-    error: BaseException | None = None
-    try:
-        backends.get(name)
-    except BaseException as caught:
-        error = caught
-    tell(loop, settle, done, None, error)
 
 
 def _run(loop: asyncio.AbstractEventLoop, owner: _Owner, backends: Backends, work: _Work) -> None:

@@ -13,18 +13,18 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import threading
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import InvalidRequestError
-from ...params import shown
+from ...params import OnUnsupported, SamplingParams, StructuredOutput, shown
 from .partial_json import partial_json
 from .pydantic_schema import adapt, schema_generator
 
-__all__ = ["OutputType"]
+__all__ = ["AskedType", "OutputType", "check_on_unsupported", "constraint_of", "with_output_type"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,14 +50,23 @@ class OutputType:
         found = cls.known(wanted)
         if found is None:
             found = _describe(wanted)
-            _described.add(wanted, found)
+            with suppress(TypeError):
+                _described[wanted] = found
+                if len(_described) > _MOST_KEPT:
+                    _described.popitem(last=False)
         return found
 
     @classmethod
     def known(cls, wanted: Any) -> OutputType | None:
         """`of`, if it has been asked lately, and None otherwise. Raises InvalidRequestError for what is no type."""
         _check_is_type(wanted)
-        return _described.get(wanted)
+        try:
+            found = _described.pop(wanted, None)
+        except TypeError:  # the type is not hashable, as Annotated[int, [...]]
+            return None
+        if found is not None:
+            _described[wanted] = found
+        return found
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -87,35 +96,9 @@ class OutputType:
             return None
 
 
-class _Described:
-    """Cache of the types used last, at most ``most``. Thread-safe."""
-
-    def __init__(self, most: int = 128) -> None:
-        self._most = most
-        self._types: OrderedDict[Any, OutputType] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, wanted: Any) -> OutputType | None:
-        try:
-            with self._lock:
-                found = self._types.get(wanted)
-                if found is not None:
-                    self._types.move_to_end(wanted)
-                return found
-        except TypeError:  # the type is not hashable, as Annotated[int, [...]]
-            return None
-
-    def add(self, wanted: Any, described: OutputType) -> None:
-        try:
-            with self._lock:
-                self._types[wanted] = described
-                if len(self._types) > self._most:
-                    self._types.popitem(last=False)
-        except TypeError:
-            pass
-
-
-_described = _Described()
+_MOST_KEPT = 128
+_described: OrderedDict[Any, OutputType] = OrderedDict()
+"""The types used last. Each operation on it is atomic; a type that is not there is described anew."""
 
 
 def _describe(wanted: Any) -> OutputType:
@@ -157,3 +140,57 @@ def _check_is_type(wanted: Any) -> None:
     own = type(wanted)
     if hasattr(own, "model_fields") or (hasattr(own, "__dataclass_fields__") and not isinstance(wanted, type)):
         raise _refused(f"output_type is an instance of {own.__name__}; pass the class {own.__name__} itself")
+
+
+class AskedType(NamedTuple):
+    """A type whose schema has not been made yet: that may take too long for the loop."""
+
+    wanted: Any
+    on_unsupported: OnUnsupported
+
+    def described(self) -> tuple[OutputType, StructuredOutput]:
+        """The type, and the constraint that it is. For a thread. Raises InvalidRequestError."""
+        try:
+            known = OutputType.of(self.wanted)
+        except (SystemExit, KeyboardInterrupt) as error:  # the type's own hooks may raise these
+            raise InvalidRequestError(f"output_type can't be described: {error!r}", param="output_type") from error
+        return known, constraint_of(known, self.on_unsupported)
+
+
+def with_output_type(
+    params: SamplingParams | None, output_type: Any, on_unsupported: OnUnsupported
+) -> tuple[SamplingParams, dict[str, Any]]:
+    """Return the parameters, and the arguments of `Admission.submit` that say the output type.
+
+    Raises InvalidRequestError.
+    """
+    if params is None:
+        params = SamplingParams()
+    check_on_unsupported(on_unsupported)
+    if output_type is None and on_unsupported != "error":
+        raise InvalidRequestError(
+            "on_unsupported is about output_type, and there is none; a StructuredOutput has its own",
+            param="on_unsupported",
+        )
+    if output_type is None or not isinstance(params, SamplingParams):  # params of a wrong type are refused later
+        return params, {}
+    known = OutputType.known(output_type)
+    if not params.detokenize:
+        raise InvalidRequestError("output_type needs the text: detokenize must be True", param="detokenize")
+    if params.structured_output is not None:
+        raise InvalidRequestError("give output_type or params.structured_output, not both", param="output_type")
+    if known is None:  # the type is described later, in a thread
+        return params, {"asked_type": AskedType(output_type, on_unsupported)}
+    return params.replace(structured_output=constraint_of(known, on_unsupported)), {"output_type": known}
+
+
+def constraint_of(known: OutputType, on_unsupported: OnUnsupported) -> StructuredOutput:
+    return StructuredOutput(json_schema=known.schema_text, on_unsupported=on_unsupported)
+
+
+def check_on_unsupported(value: object) -> None:
+    """Raise InvalidRequestError unless the value is one that ``on_unsupported`` can have."""
+    if value not in ("error", "relax"):
+        raise InvalidRequestError(
+            f"on_unsupported={shown(value)} is not valid: it must be 'error' or 'relax'", param="on_unsupported"
+        )

@@ -10,16 +10,13 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ....params import StructuredOutput
 from ...structured.parts import Json, Part
 from ...structured.spec import spec_of
-from ..scan import ObjectScanner
-from ..tools import Tool
-
-if TYPE_CHECKING:
-    from .markers import Markers
+from .markers import Markers
+from .scan import ObjectScanner
 
 __all__ = [
     "JSON_OBJECT",
@@ -27,9 +24,21 @@ __all__ = [
     "ArgumentSyntax",
     "PiecewiseReader",
     "Progress",
+    "ToolSchema",
     "closed_schema",
     "json_arguments",
 ]
+
+
+class ToolSchema(Protocol):
+    """What is looked at of a `Tool`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def parameters(self) -> Mapping[str, Any]: ...
+    @property
+    def argument_schema(self) -> Mapping[str, Any]: ...
 
 
 class Progress(Enum):
@@ -88,7 +97,7 @@ class ArgumentSyntax(ABC):
         return self
 
     @abstractmethod
-    def part(self, tool: Tool, relax: bool) -> Part:
+    def part(self, tool: ToolSchema, relax: bool) -> Part:
         """Return the grammar of this tool's arguments. ``relax``: leave out what can't be enforced of its schema.
 
         Raises GrammarError for a schema that can't be enforced, and one that is larger than any grammar's may be.
@@ -99,7 +108,7 @@ class ArgumentSyntax(ABC):
         """Return arguments as the model would write them."""
 
     @abstractmethod
-    def reader(self, tool: Tool) -> ArgumentReader:
+    def reader(self, tool: ToolSchema) -> ArgumentReader:
         """Return a reader of arguments of this tool."""
 
 
@@ -108,13 +117,13 @@ class _JsonObject(ArgumentSyntax):
 
     opening = "{"
 
-    def part(self, tool: Tool, relax: bool) -> Part:
+    def part(self, tool: ToolSchema, relax: bool) -> Part:
         return json_arguments(tool, relax)
 
     def write(self, arguments: Mapping[str, Any]) -> str:
         return json.dumps(arguments, ensure_ascii=False)
 
-    def reader(self, tool: Tool) -> ArgumentReader:
+    def reader(self, tool: ToolSchema) -> ArgumentReader:
         return _JsonReader()
 
 
@@ -136,13 +145,13 @@ class _JsonReader(ArgumentReader):
 JSON_OBJECT = _JsonObject()
 
 
-def json_arguments(tool: Tool, relax: bool) -> Json:
+def json_arguments(tool: ToolSchema, relax: bool) -> Json:
     """Return the tool's arguments as a JSON object. Raises GrammarError as of `ArgumentSyntax.part`."""
     spec = spec_of(StructuredOutput(json_schema=tool.argument_schema))
     return Json(spec.text, f"the parameters of the tool {tool.name!r}", relax=relax, tool=tool.name)
 
 
-def closed_schema(tool: Tool) -> dict[str, Any]:
+def closed_schema(tool: ToolSchema) -> dict[str, Any]:
     """Return the schema of the tool's arguments, whose objects are closed. Raises GrammarError."""
     schema: dict[str, Any] = json.loads(json_arguments(tool, relax=False).schema)
     return schema

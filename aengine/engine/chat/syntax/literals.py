@@ -30,11 +30,10 @@ from ...structured.parts import (
     any_of,
     seq,
 )
-from ..scan import held_back
-from ..tools import Tool
-from .arguments import ArgumentReader, ArgumentSyntax, PiecewiseReader, Progress, closed_schema
+from .arguments import ArgumentReader, ArgumentSyntax, PiecewiseReader, Progress, ToolSchema, closed_schema
 from .literal_text import literal_of
 from .markers import NO_MARKERS, Markers
+from .scan import held_back
 from .schemas import ANY_TYPE, Root, Value, count_of, required_of, string_patterns, values_of
 
 __all__ = ["Literals"]
@@ -86,7 +85,7 @@ class Literals(ArgumentSyntax):
     def in_vocabulary(self, markers: Markers) -> Literals:
         return replace(self, quote=markers.encode(self.quote), markers=markers)
 
-    def part(self, tool: Tool, relax: bool) -> Part:
+    def part(self, tool: ToolSchema, relax: bool) -> Part:
         values, is_open = values_of(closed_schema(tool), tool, relax)
         writer = _Writer(self, tool, relax)
         if is_open:
@@ -115,7 +114,7 @@ class Literals(ArgumentSyntax):
         """Return the name of an object's member, up to its value."""
         return f"{name}:" if self.quote else f"{json.dumps(name, ensure_ascii=False)}: "
 
-    def reader(self, tool: Tool) -> ArgumentReader:
+    def reader(self, tool: ToolSchema) -> ArgumentReader:
         values, _ = values_of(tool.parameters, tool, relax=True)
         quotes = (self.quote,) if self.quote else _PYTHON_QUOTES
         return _Reader(self.assign, quotes, tuple(value.name for value in values))
@@ -124,7 +123,7 @@ class Literals(ArgumentSyntax):
 class _Writer:
     """Writes the grammar of one tool's arguments."""
 
-    def __init__(self, syntax: Literals, tool: Tool, relax: bool) -> None:
+    def __init__(self, syntax: Literals, tool: ToolSchema, relax: bool) -> None:
         self._syntax, self._tool, self._relax = syntax, tool, relax
         self._separator = Text(syntax.separator)
         self._parts: dict[int, tuple[object, Part]] = {}  # (schema, part) by id of a schema, to which many may refer

@@ -16,10 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from ...structured.parts import BLANKS, Choice, Json, Part, Regex, Repeat, seq
-from ..scan import TOKENS, begins_with, held_back
-from ..tools import Tool
-from .arguments import ArgumentReader, ArgumentSyntax, PiecewiseReader, Progress, closed_schema
+from .arguments import ArgumentReader, ArgumentSyntax, PiecewiseReader, Progress, ToolSchema, closed_schema
 from .markers import NO_MARKERS, Markers
+from .scan import TOKENS, begins_with, held_back
 from .schemas import Root, Value, text_patterns, type_of, values_of
 
 __all__ = ["Parameters"]
@@ -47,7 +46,7 @@ class Parameters(ArgumentSyntax):
         before_key, after_key, after_value = map(markers.encode, self.marks)
         return replace(self, before_key=before_key, after_key=after_key, after_value=after_value, markers=markers)
 
-    def part(self, tool: Tool, relax: bool) -> Part:
+    def part(self, tool: ToolSchema, relax: bool) -> Part:
         values, is_open = values_of(closed_schema(tool), tool, relax)
         if is_open:
             head = seq(self.markers.part(self.before_key), Regex(_NAME), self.markers.part(self.after_key))
@@ -59,7 +58,7 @@ class Parameters(ArgumentSyntax):
             parts.append(parameter if value.is_required else Repeat(parameter, most=1))
         return seq(*parts)
 
-    def _value(self, value: Value, tool: Tool, relax: bool) -> Part:
+    def _value(self, value: Value, tool: ToolSchema, relax: bool) -> Part:
         end = self.markers.part(self.after_value)
         options = value.options()
         if options is not None:
@@ -79,7 +78,7 @@ class Parameters(ArgumentSyntax):
         texts = {name: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for name, v in arguments.items()}
         return "".join(f"{self.before_key}{k}{self.after_key}{v}{self.after_value}" for k, v in texts.items())
 
-    def reader(self, tool: Tool) -> ArgumentReader:
+    def reader(self, tool: ToolSchema) -> ArgumentReader:
         values, _ = values_of(tool.parameters, tool, relax=True)
         named = {value.name: value for value in values}
         return _Reader(self.before_key, self.after_key, self.after_value, named)

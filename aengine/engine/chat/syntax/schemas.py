@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....errors import GrammarError
-from ...structured.llguidance.patterns import UntranslatablePattern, rust_pattern
+from ...structured.patterns import UntranslatablePattern, rust_pattern
 from ...structured.schema_walk import pointed_at
-from ..tools import Tool
+from .arguments import ToolSchema
 
 __all__ = [
     "ANY_TYPE",
@@ -171,7 +171,7 @@ def _compact(schema: Mapping[str, Any]) -> str:
     return json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
 
 
-def values_of(schema: Mapping[str, Any], tool: Tool, relax: bool) -> tuple[list[Value], bool]:
+def values_of(schema: Mapping[str, Any], tool: ToolSchema, relax: bool) -> tuple[list[Value], bool]:
     """Return the arguments that the schema names, in its order, and whether others may come: where it names none.
 
     Raises GrammarError where it says what holds for several arguments, unless ``relax``.

@@ -22,9 +22,9 @@ from typing import Any, Literal
 from urllib.parse import unquote
 
 from ....errors import GrammarError
+from ..patterns import UntranslatablePattern, rust_pattern
 from ..schema_walk import Path, json_path, walk
 from .numbers import inexact_value, says_nothing, unusable_bound
-from .patterns import UntranslatablePattern, rust_pattern
 
 __all__ = ["json_options", "left_out_of", "make_readable", "needs_change", "readable_text"]
 

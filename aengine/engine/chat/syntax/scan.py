@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from ..structured.parts import BLANKS
+from ...structured.parts import BLANKS
 
 __all__ = [
     "ID_LETTER",

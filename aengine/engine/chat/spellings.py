@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ...structured.parts import BLANKS
-from ..formats import ID, INDEX, INDEX_DIGITS, NAME, ToolFormat
-from ..scan import ID_LETTER, begins_with, length_of, longest_of, squeezed
+from ..structured.parts import BLANKS
+from .formats import ID, INDEX, INDEX_DIGITS, NAME, ToolFormat
+from .syntax.scan import ID_LETTER, begins_with, length_of, longest_of, squeezed
 
 __all__ = ["LOOSE", "Head", "Heads", "Spellings"]
 
