@@ -146,7 +146,9 @@ def advance_rows(num_computed_tokens: Tensor, rows: Tensor, seq_lens: Tensor) ->
     return None
 
 
-def prepare_decode(token_ids: Tensor, scalars: Tensor, columns: ScalarColumns, rows: Tensor) -> DecodeInputs:
+def prepare_decode(
+    token_ids: Tensor, scalars: Tensor, columns: ScalarColumns, rows: Tensor, places: Tensor | None = None
+) -> DecodeInputs:
     """Gather a batch of decodes.
 
     Args:
@@ -154,22 +156,26 @@ def prepare_decode(token_ids: Tensor, scalars: Tensor, columns: ScalarColumns, r
         scalars: int32 [max_num_seqs, words], the persistent rows
         columns: where in a row the numbers are
         rows: int64 [n], the row of each request; -1: padding
+        places: int64 [n], how many tokens of the row are before each in this step, where a row is named several times;
+            None: each is named once
     """
     assert rows.dtype == torch.int64 and rows.dim() == 1
+    assert places is None or (places.dtype == torch.int64 and places.shape == rows.shape)
     if uses_triton(token_ids):
         from .triton import input_prep as triton_op
 
-        return triton_op.prepare_decode(token_ids, scalars, columns, rows)
+        return triton_op.prepare_decode(token_ids, scalars, columns, rows, places)
     real = rows >= 0
     words = scalars.index_select(0, rows.clamp(min=0)) * real[:, None]
-    positions = words[:, columns.num_computed_tokens].long()
+    before = 0 if places is None else places * real
+    positions = words[:, columns.num_computed_tokens].long() + before
     return DecodeInputs(
         input_ids=torch.where(real, token_ids[rows.clamp(min=0), positions].long(), 0),
         positions=positions,
         seq_lens=torch.where(real, positions + 1, 0).int(),
         temperature=words[:, columns.temperature].view(torch.float32),
         seeds=words[:, columns.seed : columns.seed + 2].contiguous().view(torch.int64)[:, 0],
-        sample_positions=words[:, columns.num_tokens].long(),
+        sample_positions=words[:, columns.num_tokens].long() + before,
     )
 
 

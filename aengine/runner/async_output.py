@@ -131,8 +131,10 @@ class AsyncOutput:
     def _accepted(self, host: HostOutput) -> Rows:
         """The rows whose tokens the requests get, in the order of the batch."""
         order = np.argsort(self._sampling, kind="stable")
-        if host.counts is None or self._places is None:
+        if host.token_ids is None:
             return order
+        if host.counts is None or self._places is None:  # in place of a token that no request gets there is -1
+            return order[host.token_ids[order] >= 0]
         counts = host.counts[np.cumsum(self._places == 0) - 1]  # the count of each row's request
         return order[(self._places < counts)[order]]
 

@@ -26,7 +26,7 @@ from ..errors import InternalError
 from ..ipc.messages import DraftColumns
 from .transfer import to_device
 
-__all__ = ["DraftPlan", "Verification"]
+__all__ = ["DraftPlan", "Positions", "Verification"]
 
 Rows = npt.NDArray[np.int64]
 
@@ -74,7 +74,32 @@ class DraftPlan:
 
 
 @dataclass(slots=True)
-class Verification:
+class Positions:
+    """The drafts around n rows of logits, those of a request one after the other; int64 on the device."""
+
+    draft_ids: Tensor  # [n]: the draft that follows each row of logits; -1: none
+    places_device: Tensor  # [n]: number of the request's drafts before each row of logits
+    starts_of: Tensor  # [n]: the first row of logits of each one's request
+    most: int  # no request has more drafts
+
+    def drafts_before(self) -> tuple[Tensor, Tensor]:
+        """Return the drafts that each row of logits comes after, int64 [n, most], and which of these there are, bool
+        [n, most]."""
+        place = torch.arange(self.most, device=self.draft_ids.device)
+        index = self.starts_of[:, None] + place
+        is_before = place < self.places_device[:, None]
+        drafts = self.draft_ids[index.clamp_(max=len(self.draft_ids) - 1)]
+        return drafts.masked_fill_(~is_before, 0), is_before
+
+    def are_accepted(self, sampled: Tensor) -> Tensor:
+        """Return which of ``sampled`` (int64 [n]) are tokens that the requests get: bool [n]."""
+        is_miss = ((self.draft_ids >= 0) & (sampled != self.draft_ids)).long()
+        misses_before = is_miss.cumsum(0) - is_miss
+        return misses_before == misses_before.index_select(0, self.starts_of)
+
+
+@dataclass(slots=True)
+class Verification(Positions):
     """The rows of logits of s requests: n rows, those of a request one after the other. int64 on the device where
     nothing else is said."""
 
@@ -83,10 +108,7 @@ class Verification:
     rows_host: Rows  # host [s]: row of each request that samples
     lengths_host: Rows  # host [s]: rows of logits of each request
     owner: Tensor  # [n]: `owner_host` on the device
-    draft_ids: Tensor  # [n]: the draft that follows each row of logits; -1: none
-    places_device: Tensor  # [n]: `places` on the device
     rows: Tensor  # [s]: `rows_host` on the device
-    starts: Tensor  # [s]: first row of logits of each request
     lengths: Tensor  # [s]: `lengths_host` on the device
 
     @classmethod
@@ -96,29 +118,16 @@ class Verification:
         owner, places = _places(lengths)
         draft_ids = np.full(len(owner), -1, dtype=np.int64)
         draft_ids[places < num_drafts[owner]] = token_ids
-        of_logits = to_device(np.stack((owner, draft_ids, places)), device)
-        of_requests = to_device(np.stack((rows, np.cumsum(lengths) - lengths, lengths)), device)
-        return cls(places, owner, rows, lengths, *of_logits.unbind(0), *of_requests.unbind(0))
-
-    def drafts_before(self) -> tuple[Tensor, Tensor]:
-        """Return the drafts that each row of logits comes after, int64 [n, most], and which of these there are, bool
-        [n, most]."""
-        place = torch.arange(int(self.places.max()), device=self.owner.device)
-        index = self.starts.index_select(0, self.owner)[:, None] + place
-        is_before = place < self.places_device[:, None]
-        drafts = self.draft_ids[index.clamp_(max=len(self.draft_ids) - 1)]
-        return drafts.masked_fill_(~is_before, 0), is_before
-
-    def are_accepted(self, sampled: Tensor) -> Tensor:
-        """Return which of ``sampled`` (int64 [n]) are tokens that the requests get: bool [n]."""
-        is_miss = (sampled != self.draft_ids).long()
-        misses_before = is_miss.cumsum(0) - is_miss
-        of_owner = misses_before.index_select(0, self.starts).index_select(0, self.owner)
-        return misses_before == of_owner
+        starts = np.arange(len(owner)) - places
+        of_logits = to_device(np.stack((draft_ids, places, starts, owner)), device)
+        following, before, starts_of, owner_device = of_logits.unbind(0)
+        of_requests = to_device(np.stack((rows, lengths)), device)
+        around = (following, before, starts_of, int(places.max()))
+        return cls(*around, places, owner, rows, lengths, owner_device, *of_requests.unbind(0))
 
     def count_accepted(self, sampled: Tensor) -> Tensor:
         """Return how many of ``sampled`` (int64 [n]) each request gets: int64 [s], at least 1."""
-        return torch.zeros_like(self.starts).index_add_(0, self.owner, self.are_accepted(sampled).long())
+        return torch.zeros_like(self.rows).index_add_(0, self.owner, self.are_accepted(sampled).long())
 
 
 def _places(counts: Rows) -> tuple[Rows, Rows]:

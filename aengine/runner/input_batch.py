@@ -55,6 +55,13 @@ class BatchPlan:
         return self.num_decodes == len(self.rows) == len(self.sampling) and self.drafts is None
 
     @property
+    def is_drafted_decode(self) -> bool:
+        """Whether every request computes its newest token and its drafts, if it has any, and samples after each."""
+        drafts = self.drafts
+        is_whole = drafts is not None and len(self.sampling) == len(self.rows)
+        return drafts is not None and is_whole and bool((self.query_lens == drafts.counts + 1).all())
+
+    @property
     def num_logits(self) -> int:
         """How many tokens of the batch need logits."""
         return len(self.sampling) + (0 if self.drafts is None else len(self.drafts.token_ids))

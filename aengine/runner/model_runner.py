@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..errors import InternalError
 from ..ipc.messages import DraftColumns, GrammarOutput, KVCacheGroup, NewRequest, RowError, SchedulerOutput
-from ..kernels.input_prep import PreparedInputs
+from ..kernels.input_prep import DecodeInputs, PreparedInputs
 from .async_output import NO_SIDE_OUTPUT, AsyncOutput, OutputCopier, Published, SideOutput
 from .block_tables import BlockTables, table_shape
 from .distributed.group import ALONE
@@ -30,6 +30,7 @@ from .distributed.shares import VocabularyShare
 from .exchange.step_exchange import StepExchange
 from .graphs.batch_graphs import BatchGraphs
 from .graphs.cuda_graphs import CudaGraphManager, DecodeStep
+from .graphs.draft_graphs import make_draft_graphs, places_of
 from .input_batch import NO_ROWS, BatchPlan, InputBatch, Rows, SampleBatch
 from .out_of_memory import OutOfMemory
 from .platforms.platform import Platform
@@ -80,6 +81,10 @@ class KvMemory(Protocol):
         """`bind` for a step of one token each, over memory that graphs replay: rows int64 [n], -1 for padding;
         seq_lens int32 [n]; block_table int32 [num_groups, max_num_seqs, width], by KV group and row."""
 
+    def bind_drafts(self, rows: Tensor, positions: Tensor, seq_lens: Tensor, block_table: Tensor) -> Any:
+        """`bind_decode` where a row is named once for each of its tokens, at ``positions`` (int64 [n]), which follow
+        each other."""
+
     def bind_batch(self, inputs: PreparedInputs, rows: Tensor, block_table: Tensor) -> Any:
         """`bind` for any batch, padded, over memory that graphs replay; rows as above."""
 
@@ -110,6 +115,7 @@ class ExecuteModelState:
     logits: Tensor | None = None  # float32 [num_sampled, share]; None: nothing samples, or it was sampled already
     side: SideOutput = NO_SIDE_OUTPUT  # what the step yields beside tokens
     is_half: bool = False  # only decodes: the second half of their graph is to be queued
+    draft_rows: Rows | None = None  # only decodes, some with drafts: the rows of all positions; as above
     is_held: bool = False  # with prompts: the graph of the step's end is to be queued
     num_reqs: int = 0  # requests of the step, those that could not be run included
     drafts: DraftColumns | None = None  # drafts of the step's requests
@@ -132,6 +138,7 @@ class ModelRunner:
         platform: Platform,
         graph_sizes: list[int] | None = None,
         max_graph_tokens: int = 0,
+        draft_sizes: Sequence[int] = (),
         max_in_flight_steps: int = 2,
         enforce_eager: bool = False,
         vectors: VectorLayers | None = None,
@@ -140,6 +147,7 @@ class ModelRunner:
     ) -> None:
         """``graph_sizes``: batch sizes of decode steps that run as one launch; None: all steps run op by op.
         ``max_graph_tokens``: most tokens of a step with prompts whose layers run as one launch.
+        ``draft_sizes``: numbers of positions of such decodes with drafts; empty: they run as steps with prompts do.
         ``vectors``: how a request that is pooled gets its vector; None: as its last hidden state.
         ``vocabulary``: the tokens of which the model has the logits on this rank; None: all.
         ``exchange``: what this rank exchanges of each step with others; None: nothing, and there are no others. A rank
@@ -186,12 +194,14 @@ class ModelRunner:
                 sampled=self._exchange.sampled_ids,
             )
             self.graphs = CudaGraphManager(step, graph_sizes, platform, enforce_eager=enforce_eager)
+        parts = (self.requests, self, self._sampler, max_in_flight_steps, self._bitmasks, platform)
+        self.draft_graphs = make_draft_graphs([] if self.tables.has_states else draft_sizes, parts, enforce_eager)
         self.batch_graphs: BatchGraphs | None = None
         if graph_sizes and not enforce_eager:
             most_tokens = 0 if self.tables.has_states else max_graph_tokens  # states of prompts are computed one by one
             sizes, ranks = (max_num_seqs, most_tokens), self._exchange.group
             self.batch_graphs = BatchGraphs(self.requests, self.tables, self.forward_batch, *sizes, platform, ranks)
-        self._exchange.use_graphs(self.graphs, self.batch_graphs)
+        self._exchange.use_graphs(self.graphs, self.batch_graphs, self.draft_graphs)
         self._preparations: list[Preparation] | None = None  # None: to be looked for when asked
 
     def _find_preparations(self) -> list[Preparation]:
@@ -233,6 +243,9 @@ class ModelRunner:
         size = self._exchange.decode_size(plan.num_reqs) if plan.is_decode else None
         if size is not None and self.graphs is not None:
             return self._run_graph(plan, self.graphs, size)
+        size = self._exchange.draft_size(plan.num_tokens) if plan.is_drafted_decode else None
+        if size is not None and self.draft_graphs is not None:
+            return self._run_draft_graph(plan, self.draft_graphs, size)
         return self._run_batch(plan)
 
     def _run_graph(self, plan: BatchPlan, graphs: CudaGraphManager, size: int) -> ExecuteModelState:
@@ -248,6 +261,17 @@ class ModelRunner:
         if hidden is not None:
             self._exchange.send(hidden)
         return ExecuteModelState(plan=plan, is_half=self.samples)
+
+    def _run_draft_graph(self, plan: BatchPlan, graphs: CudaGraphManager, size: int) -> ExecuteModelState:
+        """`_run_graph` of decodes of which some have drafts."""
+        rows = np.repeat(plan.rows, plan.query_lens)
+        if self._sampler.is_op_by_op(plan.rows):
+            _, half = graphs.run_op_by_op(rows, size)
+            row, last = to_device(np.stack((plan.rows, np.cumsum(plan.query_lens) - 1)), self.platform.device).unbind()
+            self.requests.advance_device(row, half.inputs.seq_lens.index_select(0, last))
+            return ExecuteModelState(plan=plan, idx_mapping=row, logits=half.logits[: len(rows)])
+        graphs.run(rows, size)
+        return ExecuteModelState(plan=plan, draft_rows=rows)
 
     def _run_batch(self, plan: BatchPlan) -> ExecuteModelState:
         shape = None
@@ -290,10 +314,15 @@ class ModelRunner:
         received = self._exchange.received(len(inputs.input_ids))
         return self._model.forward(inputs.input_ids, inputs.positions, attn, *received)
 
-    def decode(self, input_ids: Tensor, positions: Tensor, rows: Tensor, seq_lens: Tensor) -> Tensor:
+    def decode(self, inputs: DecodeInputs, rows: Tensor) -> Tensor:
         """See `DecodeModel`: the forward of a step over a graph's memory."""
-        attn = self._kv_memory.bind_decode(rows, seq_lens, self.tables.table)
-        return self._model.forward(input_ids, positions, attn, *self._exchange.received(len(input_ids)))
+        attn = self._kv_memory.bind_decode(rows, inputs.seq_lens, self.tables.table)
+        return self._model.forward(inputs.input_ids, inputs.positions, attn, *self._exchange.received(len(rows)))
+
+    def decode_drafts(self, inputs: DecodeInputs, rows: Tensor) -> Tensor:
+        """See `DecodeModel`."""
+        attn = self._kv_memory.bind_drafts(rows, inputs.positions, inputs.seq_lens, self.tables.table)
+        return self._model.forward(inputs.input_ids, inputs.positions, attn, *self._exchange.received(len(rows)))
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `DecodeModel`."""
@@ -329,6 +358,8 @@ class ModelRunner:
             self.requests.append(rows)
             self._exchange.expect_ids(rows)
             return AsyncOutput(state.step_id, state.num_reqs, NO_ROWS, self._copy_out({}), state.row_errors)
+        if state.draft_rows is not None:
+            return self._sample_drafts(state, plan, state.draft_rows, grammar)
         if not state.is_half and not state.is_held:
             return self._sample_op_by_op(state, plan, grammar)
         rows, batch_idx = plan.rows[plan.sampling], plan.batch_idx[plan.sampling]
@@ -364,6 +395,20 @@ class ModelRunner:
             places=None if batch is None or batch.drafted is None else batch.drafted.places,
             side=state.side,
         )
+
+    def _sample_drafts(
+        self, state: ExecuteModelState, plan: BatchPlan, rows: Rows, grammar: GrammarOutput | None
+    ) -> AsyncOutput:
+        """Queue the second half of decodes with drafts; ``rows``: of all positions."""
+        assert self.draft_graphs is not None
+        batch_idx = np.repeat(plan.batch_idx, plan.query_lens)
+        masked, bits = self._bitmasks.of_batch(grammar, batch_idx)
+        sampling, logprobs = self._sampler.asks(plan.rows), self._sampler.logprob_rows(rows, batch_idx)
+        self.draft_graphs.sample(masked, bits, sampling if bits is None else max(sampling, Sampling.MASKED))
+        published = self.draft_graphs.step.published(len(rows), has_logprobs=logprobs is not None)
+        self.requests.append_drafted(plan.rows, plan.query_lens)
+        columns = (state.step_id, state.num_reqs, batch_idx, published, state.row_errors, logprobs)
+        return AsyncOutput(*columns, drafts=state.drafts, places=places_of(rows))
 
     def _sample_by_graph(
         self,

@@ -179,6 +179,12 @@ class RequestState:
             raise InternalError(f"a row is full: it holds {self.token_ids.shape[1]} tokens")
         self.num_tokens[rows] = num_tokens
 
+    def append_drafted(self, rows: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> None:
+        """`append` for rows with drafts, which are to be settled: each gets at most so many tokens as it has
+        positions, ``lengths``."""
+        self.append(rows, lengths)
+        self.num_unsettled[rows[lengths > 1]] += 1
+
     def append_sampled(
         self, rows: npt.NDArray[np.int64], rows_device: Tensor, sampled: Tensor, drafted: Verification | None
     ) -> Tensor | None:
@@ -191,8 +197,7 @@ class RequestState:
             self.append(rows)
             append_tokens(self.token_ids, self.scalars.num_tokens, rows_device, sampled)
             return None
-        self.append(drafted.rows_host, drafted.lengths_host)
-        self.num_unsettled[drafted.rows_host[drafted.lengths_host > 1]] += 1
+        self.append_drafted(drafted.rows_host, drafted.lengths_host)
         counts = drafted.count_accepted(sampled)
         end = self.scalars.num_tokens.index_select(0, rows_device)
         # What was sampled after a rejected draft is written too: it is overwritten before it is read.

@@ -30,6 +30,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from aengine.kernels import (
     activation,
     bitmask,
+    commit_drafts,
     decode_attention,
     expert_gate,
     expert_plan,
@@ -325,6 +326,8 @@ def inputs_and_sampling(compiler: Compiler) -> None:
     input_prep.advance_rows(scalars[:, 11], rows, inputs.seq_lens)
     published, cursor = torch.zeros(3, 2, 4, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     input_prep.commit_decode(ids, scalars, columns, rows, rows, torch.zeros(4), published, cursor)
+    input_prep.prepare_decode(ids, scalars, columns, rows, rows)
+    commit_drafts.commit_drafts(ids, scalars, columns, rows, rows, rows, torch.zeros(4), published, cursor)
     logits, ones = torch.zeros(4, 200_000), torch.ones(4)
     gumbel.gumbel_sample(logits, inputs.temperature, inputs.seeds, inputs.sample_positions)
     where = (inputs.temperature, inputs.seeds, inputs.sample_positions)

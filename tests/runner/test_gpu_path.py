@@ -7,6 +7,7 @@ import importlib
 import pkgutil
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,9 +75,12 @@ def make_model(folder: Path) -> tuple[ModelConfig, CausalLM]:
     return config, model
 
 
-def make_runner(folder: Path, *, like_gpu: bool, enforce_eager: bool = True) -> ModelRunner:
+def make_runner(
+    folder: Path, *, like_gpu: bool, enforce_eager: bool = True, draft_sizes: tuple[int, ...] = ()
+) -> ModelRunner:
     config, model = make_model(folder)
     spec = KvCacheSpec(config, NUM_BLOCKS, BLOCK_SIZE, torch.float32, CPU, MAX_SEQS, MAX_LEN)
+    spec = replace(spec, max_positions=max(draft_sizes, default=0))
     if like_gpu:
         from aengine.runner.attention.triton_attention import GpuKvCache
 
@@ -94,6 +98,7 @@ def make_runner(folder: Path, *, like_gpu: bool, enforce_eager: bool = True) -> 
         platform=CpuPlatform(),
         graph_sizes=[1, 2, 4, 8] if like_gpu else None,
         max_graph_tokens=64,
+        draft_sizes=draft_sizes,
         enforce_eager=enforce_eager,
     )
 
@@ -214,12 +219,17 @@ def test_the_same_tokens_without_memory_for_graphs(
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding is computed with whatever lies in memory
-@pytest.mark.parametrize("enforce_eager", [True, False])
-def test_the_same_tokens_with_drafts(tmp_path: Path, rng: random.Random, enforce_eager: bool) -> None:
-    """Verified beside decodes, their layers op by op or as one launch; then decodes of rows whose lengths the host does
-    not know."""
-    folder = write_model(tmp_path, "qwen3")
-    plain, like_gpu = (make_runner(folder, like_gpu=is_so, enforce_eager=enforce_eager) for is_so in (False, True))
+@pytest.mark.parametrize("how", ["op by op", "layers", "graph"])
+def test_the_same_tokens_with_drafts(
+    tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Verified beside decodes, op by op, their layers as one launch, or in the steps that graphs hold; then decodes of
+    rows whose lengths the host does not know."""
+    folder, sizes = write_model(tmp_path, "qwen3"), (4, 8, 16) if how == "graph" else ()
+    plain = make_runner(folder, like_gpu=False)
+    like_gpu = make_runner(folder, like_gpu=True, enforce_eager=how != "layers", draft_sizes=sizes)
+    if sizes:
+        monkeypatch.setattr(like_gpu, "_sample_op_by_op", lambda *args: pytest.fail("sampled op by op"))
     prompts = [[rng.randrange(300) for _ in range(rng.randint(2, 20))] for _ in range(3)]
 
     def answers(runner: ModelRunner, batch: dict[int, int], **more):
@@ -247,7 +257,7 @@ def test_the_same_tokens_with_drafts(tmp_path: Path, rng: random.Random, enforce
         columns = DraftColumns(int32(map(len, drafts)), int32(i for ids in drafts for i in ids), int32([0] * 3))
         counts, token_ids = answers(like_gpu, {i: 1 + len(ids) for i, ids in enumerate(drafts)}, drafts=columns)
         assert list(counts) == [1, 4, 2]
-        if not enforce_eager:
+        if how == "layers":
             assert like_gpu.batch_graphs is not None and (16, 8) in like_gpu.batch_graphs._loaded
         assert list(token_ids) == alone[0][1:2] + alone[1][1:5] + alone[2][1:3]
         for k in range(2):  # nothing is settled: to the host row 2 is two tokens longer than it is

@@ -142,7 +142,9 @@ def _advance_rows(num_computed, stride, rows, seq_lens, n, BLOCK: tl.constexpr):
     tl.store(num_computed + row * stride, tl.load(seq_lens + i, mask=real, other=0), mask=real)
 
 
-def prepare_decode(token_ids: Tensor, scalars: Tensor, columns: ScalarColumns, rows: Tensor) -> DecodeInputs:
+def prepare_decode(
+    token_ids: Tensor, scalars: Tensor, columns: ScalarColumns, rows: Tensor, places: Tensor | None
+) -> DecodeInputs:
     n, device = rows.shape[0], rows.device
     wide = torch.empty((4, n), dtype=torch.int64, device=device)
     seq_lens = torch.empty(n, dtype=torch.int32, device=device)
@@ -155,6 +157,7 @@ def prepare_decode(token_ids: Tensor, scalars: Tensor, columns: ScalarColumns, r
         scalars,
         scalars.view(torch.float32),
         rows,
+        places,
         *out,
         n,
         token_ids.stride(0),
@@ -169,7 +172,7 @@ def prepare_decode(token_ids: Tensor, scalars: Tensor, columns: ScalarColumns, r
     return out
 
 
-_WIDE = ["rows", "input_ids", "positions", "seeds", "sample_positions"]
+_WIDE = ["rows", "places", "input_ids", "positions", "seeds", "sample_positions"]
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=_WIDE)
@@ -178,6 +181,7 @@ def _prepare_decode(
     scalars,
     numbers,
     rows,
+    places,
     input_ids,
     positions,
     seq_lens,
@@ -203,6 +207,11 @@ def _prepare_decode(
     real = row >= 0
     begin = row * stride_scalars
     position = tl.load(scalars + begin + COMPUTED, mask=real, other=0)
+    tokens = tl.load(scalars + begin + TOKENS, mask=real, other=0).to(tl.int64)
+    if places is not None:
+        place = tl.load(places + i, mask=real, other=0)
+        position += place.to(tl.int32)
+        tokens += place
     ids = tl.load(token_ids + row * stride_ids + position, mask=real, other=0)
     low = tl.load(scalars + begin + SEED, mask=real, other=0).to(tl.int64) & 0xFFFFFFFF
     high = tl.load(scalars + begin + SEED + 1, mask=real, other=0).to(tl.int64)
@@ -211,7 +220,7 @@ def _prepare_decode(
     tl.store(seq_lens + i, tl.where(real, position + 1, 0), mask=inside)
     tl.store(temperature + i, tl.load(numbers + begin + TEMPERATURE, mask=real, other=0.0), mask=inside)
     tl.store(seeds + i, (high << 32) | low, mask=inside)
-    tl.store(sample_positions + i, tl.load(scalars + begin + TOKENS, mask=real, other=0).to(tl.int64), mask=inside)
+    tl.store(sample_positions + i, tokens, mask=inside)
 
 
 def commit_decode(

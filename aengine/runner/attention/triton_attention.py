@@ -1,6 +1,7 @@
 """Attention on a GPU: the paged KV cache, and the two ways in which a step reads it.
 
     bind_decode         every request has one new token: norm of q and k, rotary, KV write and attention are one launch
+    bind_drafts         a few tokens each: one launch rotates and writes all of them, one attends as to decodes
     bind, bind_batch    any batch: one launch rotates and writes all tokens; then decodes and prompts, each its kernel
 
 A layer's cache is [num_blocks, block_size, 2, num_kv_heads, head_dim] as it is indexed, and lies in memory as
@@ -28,7 +29,7 @@ from ..rope import RopeConfig
 from .kv_pages import AttentionLayerKV, KvCacheSpec
 from .prefill import PrefillBackend, PrefillMetadata
 
-__all__ = ["BatchAttention", "DecodeAttention", "GpuKvCache", "Heads"]
+__all__ = ["BatchAttention", "DecodeAttention", "DraftAttention", "GpuKvCache", "Heads"]
 
 
 class Heads(NamedTuple):
@@ -58,7 +59,7 @@ class GpuKvCache:
         self._first_lens: Tensor | None = None
         self._borders = [None if long is None else long.border for long in (c.long() for c in spec.config.ropes)]
         self.workspaces = {
-            heads: DecodeWorkspace(spec.max_num_seqs, *heads, spec.device)
+            heads: DecodeWorkspace(max(spec.max_num_seqs, spec.max_positions), *heads, spec.device)
             for heads in dict.fromkeys(self.heads.values())
         }
         self.kinds = dict.fromkeys((self.heads[index], kept.window) for index, kept in self.layers.items())
@@ -92,6 +93,9 @@ class GpuKvCache:
 
     def bind_decode(self, rows: Tensor, seq_lens: Tensor, block_table: Tensor) -> DecodeAttention:
         return DecodeAttention(self, rows, seq_lens, block_table)
+
+    def bind_drafts(self, rows: Tensor, positions: Tensor, seq_lens: Tensor, block_table: Tensor) -> DraftAttention:
+        return DraftAttention(self, rows, positions, seq_lens, block_table)
 
     def clear_blocks(self, block_ids: Tensor) -> None:
         raise AssertionError("nothing needs to be cleared")
@@ -197,6 +201,40 @@ class DecodeAttention:
             is_raw=out is None,
             out=out,
         )
+
+
+class DraftAttention(DecodeAttention):
+    """`DecodeAttention` where a row has several tokens, each of which attends to those before it: they are written
+    first, as no program of the attention may wait for another's. positions: int64 [n]; the others as there."""
+
+    def __init__(
+        self, cache: GpuKvCache, rows: Tensor, positions: Tensor, seq_lens: Tensor, block_table: Tensor
+    ) -> None:
+        super().__init__(cache, rows, seq_lens, block_table)
+        self._positions = positions
+        own = rows.clamp(min=0)
+        self._slots = [
+            torch.where(rows < 0, -1, table[own, positions // size].long() * size + positions % size)
+            for table, size in zip(self._block_tables, (g.block_size for g in cache.layout.groups), strict=True)
+        ]
+
+    def _call(
+        self,
+        layer: AttentionLayer,
+        qkv: Tensor,
+        rope: Rope | None,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        kept, positions = self._cache.layers[layer.index], self._positions
+        if rope is not None and rope.shifts is not None:
+            positions = positions + rope.shifts[self._rows.clamp(min=0)]
+        slots = self._slots[kept.group]
+        apply_rope_and_write_kv(qkv, positions, slots, rope, q_norm, k_norm, eps, layer.num_heads, kept.cache)
+        out = torch.empty((len(qkv), layer.num_heads * layer.head_dim), dtype=qkv.dtype, device=qkv.device)
+        return super()._call(layer, qkv, None, None, None, 0.0, out)
 
 
 class BatchAttention:

@@ -65,6 +65,10 @@ class ExpertRounds(StepExchange):
     def decode_size(self, num_reqs: int) -> int | None:
         return self._shape.decodes
 
+    def draft_size(self, num_positions: int) -> int | None:
+        """None: with drafts the replicas of a round have different numbers of positions, as with prompts."""
+        return None
+
     def batch_tokens(self, num_tokens: int) -> int | None:
         return self._shape.tokens
 

@@ -93,8 +93,11 @@ def _out_of_memory(error: BaseException | None) -> str | None:
 class DecodeModel(Protocol):
     """The computation of a step (runner/model_runner.py's Model and KvMemory together)."""
 
-    def decode(self, input_ids: Tensor, positions: Tensor, rows: Tensor, seq_lens: Tensor) -> Tensor:
-        """Hidden states [n, hidden_size]; rows int64 [n], seq_lens int32 [n]."""
+    def decode(self, inputs: DecodeInputs, rows: Tensor) -> Tensor:
+        """Hidden states [n, hidden_size]; rows int64 [n]."""
+
+    def decode_drafts(self, inputs: DecodeInputs, rows: Tensor) -> Tensor:
+        """`decode` where a row is named once for each of its positions, which follow each other."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """float32 [n, share]: of this rank's tokens."""
@@ -137,7 +140,7 @@ class DecodeStep:
         self._model = model
         self._sampler = sampler
         self._device = requests.token_ids.device
-        self._platform = platform
+        self.platform = platform
         self.samples = samples
         self._sampled = sampled
         self._rows = torch.full((max_size,), -1, dtype=torch.int64, device=self._device)
@@ -168,16 +171,22 @@ class DecodeStep:
 
     def run(self, size: int) -> HalfDone | PassedOn:
         """Queue the first half of the step, of the rows that were set; all of it if this rank does not sample."""
-        requests = self._requests
-        rows = self._rows[:size]
-        token_ids, scalars = requests.token_ids, requests.scalars.words
-        inputs = prepare_decode(token_ids, scalars, COLUMNS, rows)
-        hidden = self._model.decode(inputs.input_ids, inputs.positions, rows, inputs.seq_lens)
+        inputs = self.prepare(size)
+        hidden = self.forward(inputs, size)
         if not self.samples:
-            advance_rows(requests.scalars.num_computed_tokens, rows, inputs.seq_lens)
+            advance_rows(self._requests.scalars.num_computed_tokens, self._rows[:size], inputs.seq_lens)
             return PassedOn(hidden)
         self._reserve_hidden(hidden)
         return HalfDone(self._model.compute_logits(hidden), inputs)
+
+    def prepare(self, size: int) -> DecodeInputs:
+        """Gather the inputs of the rows that were set."""
+        requests = self._requests
+        return prepare_decode(requests.token_ids, requests.scalars.words, COLUMNS, self._rows[:size])
+
+    def forward(self, inputs: DecodeInputs, size: int) -> Tensor:
+        """Hidden states [size, hidden_size] of the rows that were set."""
+        return self._model.decode(inputs, self._rows[:size])
 
     def hold(self, hidden: Tensor, places: Tensor | None, rows: Rows, size: int) -> None:
         """Keep the hidden states of the batch's ``rows`` [n] for `end`: those of ``hidden`` [m, hidden_size] at
@@ -191,8 +200,7 @@ class DecodeStep:
 
     def end(self, size: int, sampling: Sampling) -> None:
         """Queue the end of the step whose hidden states are held; as `sample`."""
-        requests = self._requests
-        inputs = prepare_decode(requests.token_ids, requests.scalars.words, COLUMNS, self._rows[:size])
+        inputs = self.prepare(size)
         assert self._hidden is not None, "nothing is held"
         self.sample(HalfDone(self._model.compute_logits(self._hidden[:size]), inputs), sampling)
 
@@ -218,12 +226,16 @@ class DecodeStep:
         if sampling is Sampling.PLAIN:
             ids, checks = self.draw(logits, inputs)
         elif sampling is Sampling.ANY:
-            ids, checks = self._sampler.sample_padded(logits, rows, masks, self._logprobs, self._cursor)
+            ids, checks = self.sample_all(logits, rows)
         else:
             apply_bitmask(logits, masks.rows[: len(rows)], masks.bits[: len(rows)])
             cutoff = self._sampler.cutoff(logits, rows) if sampling >= Sampling.CUT else None
             ids, checks = gumbel_sample(logits, inputs.temperature, inputs.seeds, inputs.sample_positions, cutoff)
         self.commit(rows, ids, checks)
+
+    def sample_all(self, logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Sampler.sample_padded`."""
+        return self._sampler.sample_padded(logits, rows, self._masks, self._logprobs, self._cursor)
 
     def commit(self, rows: Tensor, ids: Tensor, checks: Tensor) -> None:
         """Put the sampled ids into the rows and where the host reads them; see `commit_decode`."""
@@ -238,7 +250,7 @@ class DecodeStep:
         slot = self._next_slot
         self._next_slot = (slot + 1) % len(self._published_host)
         logprobs = self._logprobs_host[slot % len(self._logprobs_host)] if has_logprobs else None
-        return Published(self._published_host[slot], num_rows, self._platform.record_event(), logprobs)
+        return Published(self._published_host[slot], num_rows, self.platform.record_event(), logprobs)
 
     def run_padded(self, size: int, *, has_end: bool) -> None:
         """Run the step, and the end of one with prompts if that has this size, with nothing but padding: kernels and
@@ -271,17 +283,32 @@ class CudaGraphManager:
     With ``enforce_eager`` it runs the step as it is, padded alike, so that both give the same bits.
     """
 
-    def __init__(self, step: DecodeStep, sizes: list[int], platform: Platform, *, enforce_eager: bool) -> None:
+    def __init__(
+        self,
+        step: DecodeStep,
+        sizes: list[int],
+        platform: Platform,
+        *,
+        enforce_eager: bool,
+        has_ends: bool = True,
+    ) -> None:
+        """``has_ends``: also the ends of steps with prompts."""
         self._platform = platform
         self.step = step
         self._sizes = sorted(sizes)
         self._is_eager = enforce_eager
         self._graphs: dict[int, _Graphs] = {}  # graphs of decode steps, by size
         self._ends: dict[int, dict[Sampling, Graph]] = {}  # graphs of the ends of steps with prompts, by size
-        self._end_sizes = [size for size in self._sizes if size in _END_SIZES or size == self._sizes[-1]]
+        end_sizes = (size for size in self._sizes if size in _END_SIZES or size == self._sizes[-1])
+        self._end_sizes = list(end_sizes) if has_ends else []
         self._half: tuple[int, HalfDone | None] | None = None  # size of the step to be sampled; what is not in a graph
         self._held = 0  # size of the end that waits
         self._pool: Any = None
+
+    @property
+    def sizes(self) -> list[int]:
+        """Sizes of the graphs, ascending."""
+        return list(self._sizes)
 
     @property
     def max_size(self) -> int:

@@ -29,6 +29,7 @@ from ...kernels.select_rows import select_rows
 from ...kernels.top_k_top_p import find_cutoff
 from ..distributed.group import ALONE
 from ..distributed.shares import VocabularyShare
+from ..drafts import Positions
 from ..input_batch import NO_ROWS, Rows, SampleBatch, to_device
 from ..request_state import RequestState, Scalars
 from .bitmask_memory import HostBitmasks, MaskMemory
@@ -169,25 +170,39 @@ class Sampler:
         return SamplerOutput(token_ids, checks, logprobs)
 
     def sample_padded(
-        self, logits: Tensor, rows: Tensor, masks: MaskMemory, logprobs: Tensor, slot: Tensor
+        self,
+        logits: Tensor,
+        rows: Tensor,
+        masks: MaskMemory,
+        logprobs: Tensor,
+        slot: Tensor,
+        drafted: Positions | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(ids int64 [n], checks float32 [n]) of logits float32 [n, vocab_size], which are overwritten, with all that
         their rows (int64 [n]; -1: padding) ask for. Asks nothing of the host; `reserve` has been called.
 
         ``masks``: bitmasks of these rows; ``logprobs``, ``slot``: where the log-probabilities go, see
-        `token_logprobs`.
+        `token_logprobs`. ``drafted``: the drafts around the rows, of which a request has several; None: there are none.
         """
         n = len(rows)
         scalars = Scalars(select_rows(self._requests.scalars.words, rows))
+        if drafted is not None:
+            scalars.num_tokens.add_(drafted.places_device)
         kept = keep_logits(logits, scalars.logprobs_asked)
         for feature in self._in_graphs:
-            feature.apply(logits, NO_ROWS, rows, scalars)
+            if drafted is None:
+                feature.apply(logits, NO_ROWS, rows, scalars)
+            else:
+                feature.apply_drafted(logits, NO_ROWS, rows, scalars, drafted)
         apply_bitmask(logits, masks.rows[:n], masks.bits[:n])
         cutoff = find_cutoff(logits, scalars.temperature, scalars.top_k, scalars.top_p, scalars.min_p)
         ids, checks = gumbel_sample(logits, scalars.temperature, scalars.seed, scalars.num_tokens, cutoff)
         token_logprobs(kept, ids, scalars.logprobs_asked, logprobs, slot)
         for feature in self._in_graphs:
-            feature.commit(ids, rows, scalars)
+            if drafted is None:
+                feature.commit(ids, rows, scalars)
+            else:
+                feature.commit_drafted(ids, rows, scalars, drafted)
         return ids, checks
 
     def cutoff(self, logits: Tensor, rows: Tensor) -> Tensor:

@@ -208,6 +208,8 @@ class LocalModel:
                 runner.share_bitmasks(bitmasks)
             if runner.graphs is not None:
                 runner.graphs.capture_all(lambda done, total: self._progress("graphs", done, total, "graphs"))
+                if runner.draft_graphs is not None:
+                    runner.draft_graphs.capture_all(lambda done, total: self._progress("graphs", done, total, "drafts"))
                 decodes = time.monotonic() - begun
                 if runner.batch_graphs is not None:
                     runner.batch_graphs.prepare_first()
@@ -224,6 +226,7 @@ class LocalModel:
             "is_accelerator": platform.is_accelerator,
             "attention_backend": setup.attention.name,
             "num_graphs": 0 if runner.graphs is None else runner.graphs.num_captured,
+            "num_draft_graphs": 0 if runner.draft_graphs is None else runner.draft_graphs.num_captured,
             "prompt_step_sizes": [] if runner.batch_graphs is None else runner.batch_graphs.num_tokens,
             "num_threads": torch.get_num_threads(),
             "num_experts": setup.num_experts,

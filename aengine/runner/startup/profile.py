@@ -110,9 +110,14 @@ def _peak(setup: RunnerSetup, runner: ModelRunner, max_model_len: int) -> int:
     runner.graphs.step.run_padded(runner.graphs.max_size, has_end=True)
     if runner.batch_graphs is not None and batch is not None:
         runner.batch_graphs.load(batch)
+    drafts = runner.draft_graphs
+    if drafts is not None:
+        drafts.step.run_padded(drafts.max_size, has_end=False)
     platform.release_cached()
     before = platform.memory().reserved
     runner.graphs.capture(runner.graphs.max_size)
     if runner.batch_graphs is not None and batch is not None:
         runner.batch_graphs.capture(batch)
+    if drafts is not None:
+        drafts.capture(drafts.max_size)
     return peak + platform.memory().reserved - before

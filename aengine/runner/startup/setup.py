@@ -21,6 +21,7 @@ from ..exchange.expert_rounds import ExpertRounds
 from ..exchange.relay import Relay
 from ..exchange.step_exchange import StepExchange
 from ..graphs.cuda_graphs import graph_sizes
+from ..graphs.draft_graphs import draft_sizes
 from ..kv_spec import KVLayout, lay_out_kv
 from ..layers.decoder import Decoder
 from ..model_config import ModelConfig
@@ -84,6 +85,13 @@ class RunnerSetup:
         layout = lay_out_kv(layers, self.block_size, self.kv_dtype.itemsize)
         return layout.of_layers(self.stage.layers(len(layers)))
 
+    @property
+    def draft_sizes(self) -> list[int]:
+        """Numbers of positions of decodes with drafts that have graphs."""
+        if self.config.speculation == "none" or not self.platform.is_accelerator:
+            return []
+        return draft_sizes(self.max_batched)
+
     def make_runner(self, num_blocks: int, max_model_len: int, *, is_rehearsal: bool = False) -> ModelRunner:
         """Make a runner over a KV cache of ``num_blocks`` blocks; no graph is captured yet. ``is_rehearsal``: its steps
         are exchanged with no other pipeline stage."""
@@ -98,6 +106,7 @@ class RunnerSetup:
             max_model_len,
             self.kv_dtype,
             self.stage,
+            max(self.draft_sizes, default=0),
         )
         return ModelRunner(
             self.model,
@@ -110,6 +119,7 @@ class RunnerSetup:
             platform=platform,
             graph_sizes=graph_sizes(min(config.max_num_seqs, self.max_batched)) if platform.is_accelerator else None,
             max_graph_tokens=min(MAX_GRAPH_TOKENS, self.max_batched),
+            draft_sizes=self.draft_sizes,
             max_in_flight_steps=config.steps_in_flight,  # steps beyond these wait in the worker's queue
             enforce_eager=config.enforce_eager,
             vectors=self.vectors,

@@ -12,6 +12,7 @@ from ...kernels.input_prep import PreparedInputs, advance_rows, append_tokens, p
 from ...kernels.penalties import count_tokens
 from ...kernels.staged_write import apply_staged_writes
 from ..graphs.cuda_graphs import DecodeStep, HalfDone
+from ..input_batch import NO_ROWS
 from ..model_runner import ModelRunner
 from ..request_state import COLUMNS
 from ..sampling.sampler import Sampling
@@ -47,6 +48,9 @@ def compile_kernels(
         if runner.graphs is not None:
             for size in sorted({min(rows, runner.graphs.max_size) for rows in _DECODE_SIZES}):
                 _decode(runner, runner.graphs.step, size)
+        if runner.draft_graphs is not None:
+            for size in runner.draft_graphs.sizes:
+                _decode(runner, runner.draft_graphs.step, size)
         shapes = {shape for heads in kv_heads for shape in _prompt_shapes(max_num_seqs, max_batched, heads)}
         if has_experts:
             shapes |= {(num_tokens, 1) for num_tokens in _sizes_for_experts(max_batched)}
@@ -84,10 +88,10 @@ def _sizes_for_experts(max_batched: int) -> set[int]:
 def _decode(runner: ModelRunner, step: DecodeStep, size: int) -> None:
     requests = runner.requests
     device = requests.token_ids.device
-    rows = torch.full((size,), -1, dtype=torch.int64, device=device)
+    rows = step.set_rows(NO_ROWS, size)
     zeros = torch.zeros(size, dtype=torch.int64, device=device)
-    inputs = prepare_decode(requests.token_ids, requests.scalars.words, COLUMNS, rows)
-    hidden = runner.decode(zeros, zeros, rows, zeros.int())
+    inputs = step.prepare(size)
+    hidden = step.forward(inputs._replace(input_ids=zeros, positions=zeros, seq_lens=zeros.int()), size)
     if not runner.samples:
         advance_rows(requests.scalars.num_computed_tokens, rows, inputs.seq_lens)
         return

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ....errors import InvalidRequestError
 from ....ipc.messages import NewRequest
-from ...drafts import Verification
+from ...drafts import Positions
 from ...input_batch import Rows
 from ...request_state import RequestState, Scalars
 from ...transfer import to_device
@@ -70,13 +70,13 @@ class SamplingFeature:
         """Note the tokens, int64 [n], that the rows (int64 [n], on the device) have got."""
 
     def apply_drafted(
-        self, logits: Tensor, rows: Rows, rows_device: Tensor, scalars: Scalars, drafted: Verification
+        self, logits: Tensor, rows: Rows, rows_device: Tensor, scalars: Scalars, drafted: Positions
     ) -> None:
         """`apply` in a step with drafts. A feature for which it matters which tokens are before each row says how."""
         self.apply(logits, rows, rows_device, scalars)
 
-    def commit_drafted(self, sampled: Tensor, rows: Tensor, scalars: Scalars, drafted: Verification) -> None:
-        """`commit` in a step with drafts: the rows get some of ``sampled``, those that `Verification.are_accepted`."""
+    def commit_drafted(self, sampled: Tensor, rows: Tensor, scalars: Scalars, drafted: Positions) -> None:
+        """`commit` in a step with drafts: the rows get some of ``sampled``, those that `Positions.are_accepted`."""
 
 
 class OpByOpFeature(SamplingFeature):

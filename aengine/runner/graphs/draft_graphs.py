@@ -1,0 +1,91 @@
+"""Steps of decodes with drafts as CUDA graphs: of so many positions, whatever rows they belong to.
+
+    row        3    3    3    5    0    0   -1   -1       a row with k drafts has k + 1 positions, one after the other
+    place      0    1    2    0    0    1    0    0       drafts before each; -1: padding, which is written nowhere
+    drafts     a    b    -    -    c    -    -    -       in the rows, behind their tokens: the device reads them
+
+So one graph serves any mixture of rows with few, many and no drafts, and nothing is computed for drafts that a row does
+not have: a graph of (batch, k + 1) would compute k + 1 positions of each. Steps without any draft have the graphs that
+there are without speculation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...kernels.commit_drafts import commit_drafts, following_drafts
+from ...kernels.input_prep import DecodeInputs, prepare_decode
+from ..drafts import Positions
+from ..input_batch import Rows
+from ..request_state import COLUMNS
+from ..transfer import send
+from .cuda_graphs import CudaGraphManager, DecodeStep
+
+__all__ = ["DraftStep", "draft_sizes", "make_draft_graphs", "places_of"]
+
+_SIZES = (4, 8, 16, 24, 32, 48, 64)
+
+
+def draft_sizes(most: int) -> list[int]:
+    """Return the numbers of positions of which there are graphs, ascending: those up to ``most``."""
+    return [size for size in _SIZES if size <= most]
+
+
+def make_draft_graphs(sizes: Sequence[int], parts: Sequence[Any], enforce_eager: bool) -> CudaGraphManager | None:
+    """None without ``sizes``. ``parts``: `DecodeStep`'s arguments but for the largest size."""
+    if not sizes:
+        return None
+    step = DraftStep(*parts[:3], max(sizes), *parts[3:])
+    return CudaGraphManager(step, list(sizes), step.platform, enforce_eager=enforce_eager, has_ends=False)
+
+
+class DraftStep(DecodeStep):
+    """A step in which rows have drafts. Its n rows are those of the positions."""
+
+    def __init__(self, *args: Any, **how: Any) -> None:
+        """As `DecodeStep`."""
+        super().__init__(*args, **how)
+        self._columns = torch.zeros((2, self._max_size), dtype=torch.int64, device=self._device)
+        self._rows, self._places = self._columns.unbind()
+
+    def set_rows(self, rows: Rows, size: int) -> Tensor:
+        """Put the positions' rows, and their places, where the step of ``size`` reads them."""
+        columns = np.zeros((2, self._max_size), dtype=np.int64)  # all of it, so that it is one copy
+        columns[0, len(rows) :] = -1
+        columns[0, : len(rows)] = rows
+        columns[1, : len(rows)] = places_of(rows)
+        send(columns, self._columns)
+        return self._rows[:size]
+
+    def prepare(self, size: int) -> DecodeInputs:
+        requests = self._requests
+        where = (requests.token_ids, requests.scalars.words, COLUMNS)
+        return prepare_decode(*where, self._rows[:size], self._places[:size])
+
+    def forward(self, inputs: DecodeInputs, size: int) -> Tensor:
+        return self._model.decode_drafts(inputs, self._rows[:size])
+
+    def sample_all(self, logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        requests, places = self._requests, self._places[: len(rows)]
+        drafts = following_drafts(requests.token_ids, requests.scalars.num_tokens, rows, places)
+        starts = (torch.arange(len(rows), device=rows.device) - places).clamp_(min=0)
+        positions = Positions(drafts, places, starts, len(rows) - 1)
+        where = (self._masks, self._logprobs, self._cursor)
+        return self._sampler.sample_padded(logits, rows, *where, positions)
+
+    def commit(self, rows: Tensor, ids: Tensor, checks: Tensor) -> None:
+        requests = self._requests
+        where = (requests.token_ids, requests.scalars.words, COLUMNS, rows, self._places[: len(rows)])
+        commit_drafts(*where, ids, checks, self._published, self._cursor)
+
+
+def places_of(rows: Rows) -> Rows:
+    """For each position how many of the same row are before it: those of a row follow each other."""
+    is_first = np.diff(rows, prepend=-2) != 0
+    index = np.arange(len(rows))
+    return index - np.maximum.accumulate(np.where(is_first, index, 0))

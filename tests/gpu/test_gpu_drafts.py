@@ -1,0 +1,83 @@
+"""Drafts on a GPU: the tokens of a run without, in graphs of several positions a row; and nothing is compiled late."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from gpu_models import DEVICE, MIB, Batch, Checkpoint, make_runner
+from test_gpu_engine import running
+from test_gpu_hazards import compiled
+from tiny import VOCAB_SIZE
+
+from aengine import SamplingParams
+from aengine.ipc.messages import DraftColumns, int32
+from aengine.runner.graphs.cuda_graphs import graph_sizes
+from aengine.runner.graphs.draft_graphs import draft_sizes
+
+__all__ = ["compiled"]  # a fixture
+
+pytestmark = pytest.mark.gpu
+
+MakeCheckpoint = Callable[..., Checkpoint]
+LENGTH = 48
+FEW = dict.fromkeys((5, 9, 11), 60.0)
+"""A bias that leaves three tokens: such texts repeat, whatever is drawn."""
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 0.05},
+    "penalties": {"logit_bias": FEW, "frequency_penalty": 0.3, "repetition_penalty": 1.2, "min_tokens": 20},
+    "cutoffs": {"logit_bias": FEW, "top_p": 0.9, "top_k": 20},
+    "log-probabilities": {"temperature": 0.0, "logprobs": 2},
+    "bad words": {"logit_bias": FEW, "bad_words": ["a b"]},
+}
+
+
+def params_of(kind: str, seed: int) -> SamplingParams:
+    return SamplingParams(max_tokens=LENGTH, ignore_eos=True, seed=seed, **({"temperature": 1.0} | KINDS[kind]))
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "gpt_oss"])
+async def test_drafts_change_no_token(checkpoint: MakeCheckpoint, arch: str, rng: random.Random) -> None:
+    """Of requests of every kind, alone and together. gpt_oss: experts, sinks, windows, and attention in two groups."""
+    folder = checkpoint(arch).folder
+    work = []
+    for i, kind in enumerate(KINDS):
+        some = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(3, 7))]
+        work.append((some * 4, params_of(kind, i)))
+    outcomes = []
+    for speculation in ("none", "ngram"):
+        async with running(folder, speculation=speculation) as engine:
+            alone = [await engine.generate(*one) for one in work[:3]]
+            together = await asyncio.gather(*(engine.generate(*one) for one in work))
+            outcomes.append([c.token_ids for c in (*alone, *together)])
+            statistics, ready = engine.statistics(), engine.describe()
+        if DEVICE != "cpu":
+            plain = len(graph_sizes(64))
+            wanted = (plain, len(draft_sizes(512)) if speculation == "ngram" else 0)
+            assert (ready["num_graphs"], ready["num_draft_graphs"]) == wanted
+        assert (statistics.accepted_tokens > 0) == (speculation == "ngram")
+    assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="nothing is compiled")
+def test_drafts_compile_nothing(checkpoint: MakeCheckpoint, rng: random.Random, compiled: list[str]) -> None:
+    model = checkpoint("llama", "bfloat16", "14 heads")
+    runner = make_runner(
+        model.folder, dtype="bfloat16", speculation="ngram", kv_cache_memory_bytes=64 * MIB, max_num_seqs=16
+    )
+    batch = Batch(runner)
+    compiled.clear()
+    for count, longest in ((1, 3), (1, 15), (3, 5), (12, 4), (16, 1)):
+        prompts = [[rng.randrange(model.vocab_size) for _ in range(20)] for _ in range(count)]
+        batch.start(prompts, temperature=[rng.choice((0.0, 1.0)) for _ in range(count)])
+        counts = [longest, *(rng.randint(0, longest) for _ in range(count - 1))]
+        ids = int32(rng.randrange(model.vocab_size) for _ in range(sum(counts)))
+        drafts = DraftColumns(int32(counts), ids, int32([0] * count))
+        answer, _ = batch._step(range(count), [1 + k for k in counts], drafts=drafts)
+        assert answer.counts is not None and min(answer.counts) >= 1 and not answer.errors
+        batch.end(range(count))
+    assert not compiled, compiled
