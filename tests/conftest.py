@@ -155,6 +155,15 @@ def no_blocking() -> Iterator[None]:
         blockbuster.deactivate()
 
 
+@pytest.fixture(scope="session")
+def quick_interpreter() -> None:
+    """Triton's interpreter, without what it does in vain. Where there is a GPU, kernels are compiled."""
+    from triton_interpreter import quicken_interpreter
+
+    if not HAS_GPU:
+        quicken_interpreter()
+
+
 @pytest.fixture
 def few_idle_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode plan for a GPU of two multiprocessors: Triton's interpreter runs hundreds of idle programs otherwise."""

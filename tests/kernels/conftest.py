@@ -7,18 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from triton_interpreter import look_up_builtins_once
 
 from aengine.kernels.dispatch import triton_everywhere
 
 
-@pytest.fixture(scope="session", autouse=True)
-def quick_interpreter() -> None:
-    look_up_builtins_once()
-
-
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
+def one_thread(quick_interpreter: None) -> None:
     torch.set_num_threads(1)
 
 

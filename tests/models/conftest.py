@@ -13,7 +13,7 @@ from tiny import write_tiny_model
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
+def one_thread(quick_interpreter: None) -> None:
     torch.set_num_threads(1)
 
 

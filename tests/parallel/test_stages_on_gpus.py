@@ -24,7 +24,6 @@ from driver import CPU, no_progress, source_of
 from test_gpu_path import Launches, LikeGpu, check_tokens, steps
 from test_graphs_of_ranks import Again, capture_batch
 from torch import Tensor
-from triton_interpreter import look_up_builtins_once
 
 from aengine.checkpoint.source import ModelSource
 from aengine.config import EngineConfig
@@ -57,12 +56,6 @@ from aengine.workers.rank import Rank
 
 TinyModel = Callable[..., Path]
 NUM_BLOCKS, BLOCK_SIZE, MAX_LEN, MAX_SEQS, BATCHED = 32, 16, 96, 8, 128
-
-
-@pytest.fixture(scope="session", autouse=True)
-def quick_interpreter() -> None:
-    pytest.importorskip("triton")
-    look_up_builtins_once()
 
 
 # -- the link
