@@ -87,7 +87,40 @@ def test_a_heartbeat_tells_of_the_devices_memory(ends: tuple[HostChannel, Worker
     assert (host.num_heartbeats, host.device_bytes) == (0, 0)
     worker.beat()
     worker.beat(141 * 10**9)
-    assert (host.num_heartbeats, host.device_bytes) == (2, 141 * 10**9)
+    assert (host.num_heartbeats, host.device_bytes, host.device_word) == (2, 141 * 10**9, 0)
+    worker.beat(5, 77)
+    assert (host.num_heartbeats, host.device_bytes, host.device_word) == (3, 5, 77)
+
+
+def test_both_ends_see_the_memory_for_bitmasks() -> None:
+    host = HostChannel.create(RING_BYTES, 96)
+    worker = attach_here(host)
+    own, whole = host.bitmask(64), worker.bitmask()
+    assert own is not None and (len(own), len(whole), len(worker.bitmask(0))) == (64, 96, 0)
+    own[:] = bytes(range(64))
+    assert bytes(whole) == bytes(range(64)) + bytes(32) and bytes(worker.bitmask(8)) == bytes(range(8))
+    assert host.bitmask(97) is None
+    last = host.bitmask(96)
+    assert last is not None and len(last) == 96
+    for size in (97, -1):
+        with pytest.raises(FrameError, match="memory for 96"):
+            worker.bitmask(size)
+    host.close()
+    worker.close()
+    with pytest.raises(EngineClosedError):
+        host.bitmask(1)
+
+
+def test_the_host_sends_what_there_is_room_for(ends: tuple[HostChannel, WorkerChannel]) -> None:
+    """And says so before: `has_room` and `try_publish` agree on every length."""
+    host, worker = ends
+    longest = max(length for length in range(RING_BYTES) if host.has_room(length))
+    assert longest == RING_BYTES // 4 - 40, "a longer one goes in fragments"
+    for length in (longest, 0, 23, 24, longest, longest + 1, longest, longest, 0, 500, 500):
+        fits = host.has_room(length)
+        assert host.try_publish(2, 3, bytes(length)) is fits
+        if fits and length == 23:
+            assert worker.consume(0) == Frame(2, 3, bytes(longest))
 
 
 def test_a_worker_that_waits_can_be_nudged(ends: tuple[HostChannel, WorkerChannel]) -> None:

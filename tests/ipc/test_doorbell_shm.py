@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import platform
+import random
 import stat
 import subprocess
 import sys
@@ -19,7 +21,18 @@ from ipc_helpers import own_names
 
 from aengine.errors import EngineError
 from aengine.ipc.doorbell import LoopBell, WorkerBell, is_weakly_ordered, new_fence
-from aengine.ipc.layout import FrameError
+from aengine.ipc.layout import (
+    CONTROL_BYTES,
+    HEARTBEAT,
+    LABEL,
+    LABEL_BYTES,
+    PAGE_BYTES,
+    FrameError,
+    bitmask_span,
+    ring_span,
+    round_capacity,
+    segment_bytes,
+)
 from aengine.ipc.shm import Segment, Ticket, new_name, sweep_stale_names
 
 
@@ -295,3 +308,47 @@ def test_a_limit_of_files_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     with pytest.raises(EngineError, match=r"`ulimit -f` \(RLIMIT_FSIZE\) .*: lift it with `ulimit -f unlimited`$"):
         Segment.create(4096)
+
+
+def traces() -> tuple[int, list[str]]:
+    """Descriptors of this process, and what it has mapped of ours."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return len(os.listdir("/proc/self/fd")), sorted(line for line in maps if "/dev/shm/" in line)
+
+
+def test_nothing_stays_open_or_mapped(both_ways: None) -> None:
+    before = traces()
+    one = Segment.create(4096)
+    ticket = Ticket(os.dup(one.fd), 0, "/none", one.capacity, 0, one.nonce)
+    two = Segment.attach(ticket)
+    for wrong in (replace(ticket, nonce="0" * 16), replace(ticket, capacity=8192)):
+        with pytest.raises(FrameError):
+            Segment.attach(replace(wrong, shm_fd=os.dup(one.fd)))
+    assert not two.is_void
+    one.void()
+    assert two.is_void
+    with pytest.raises(FileNotFoundError):
+        Segment.attach(replace(ticket, shm_fd=os.dup(one.fd)))
+    assert len(traces()[1]) == len(before[1]) + 2
+    host, worker = attached()
+    loop_bell = LoopBell.create()
+    assert len(traces()[1]) == len(before[1]) + 3, "the semaphore is mapped once"
+    for end in (one, two, host, worker, loop_bell):
+        end.close()
+    assert traces() == before
+
+
+def test_nothing_in_the_segment_overlaps(rng: random.Random) -> None:
+    for ring_bytes in (0, 1, 255, 256, 257, 4096, rng.randrange(1 << 20), 64 * rng.randrange(5, 1 << 14)):
+        capacity = round_capacity(ring_bytes)
+        assert capacity % 64 == 0 and capacity - 64 < max(ring_bytes, 256) <= capacity
+        first, second, bitmask = ring_span(0, capacity), ring_span(1, capacity), bitmask_span(capacity, 1000)
+        assert first.start == LABEL_BYTES >= max(LABEL.size, HEARTBEAT.stop) and HEARTBEAT.start >= LABEL.size
+        assert first.stop == second.start == first.start + CONTROL_BYTES + capacity
+        assert second.stop - second.start == first.stop - first.start
+        assert 0 <= bitmask.start - second.stop < PAGE_BYTES and bitmask.start % PAGE_BYTES == 0
+        assert segment_bytes(capacity, 1000) == bitmask.stop == bitmask.start + 1000
+        assert segment_bytes(capacity) == second.stop
+    on_a_page = PAGE_BYTES // 2 - CONTROL_BYTES - LABEL_BYTES // 2
+    assert bitmask_span(on_a_page, 1).start == segment_bytes(on_a_page) == PAGE_BYTES
