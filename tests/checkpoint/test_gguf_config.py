@@ -12,6 +12,7 @@ import pytest
 
 from aengine.checkpoint import GgufFile
 from aengine.checkpoint.gguf_config import gguf_generation_config, gguf_hf_config
+from aengine.checkpoint.pooling import gguf_pooling
 from aengine.errors import ModelLoadError
 
 BASE: dict[str, Any] = {
@@ -27,7 +28,13 @@ BASE: dict[str, Any] = {
 
 
 def write(
-    path: Path, arch: str = "llama", *, tensors: tuple[str, ...] = (), rope_freqs: Any = None, **changes: Any
+    path: Path,
+    arch: str = "llama",
+    *,
+    tensors: tuple[str, ...] = (),
+    rope_freqs: Any = None,
+    factors: dict[str, list[float]] | None = None,
+    **changes: Any,
 ) -> GgufFile:
     """``changes``: keys of BASE with "__" for "."; None leaves one out."""
     writer = gguf.GGUFWriter(path, arch)
@@ -47,6 +54,8 @@ def write(
         writer.add_tensor(name, np.zeros((64, 32), np.float32))
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", np.asarray(rope_freqs, np.float32))
+    for name, values in (factors or {}).items():
+        writer.add_tensor(f"{name}.weight", np.asarray(values, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -130,7 +139,104 @@ def test_rope_scaling(tmp_path: Path) -> None:
         gguf_hf_config(write(tmp_path / "d.gguf", rope__scaling__type="longrope"))
 
 
-@pytest.mark.parametrize(("factor", "original"), [(8.0, 8192), (32.0, 8192), (4.0, 4096)])
+def test_yarn_and_longrope_with_all_that_they_may_have(tmp_path: Path) -> None:
+    yarn = write(
+        tmp_path / "a.gguf",
+        rope__scaling__type="yarn",
+        rope__scaling__factor=4.0,
+        rope__scaling__yarn_beta_fast=32.1,
+        rope__scaling__yarn_beta_slow=1.5,
+    )
+    assert gguf_hf_config(yarn)["rope_scaling"] == {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 32.1,
+        "beta_slow": 1.5,
+    }
+    for kind, factor in (("linear", 1.0), ("none", 8.0)):
+        file = write(tmp_path / "b.gguf", rope__scaling__type=kind, rope__scaling__factor=factor)
+        assert gguf_hf_config(file)["rope_scaling"] is None
+    longrope = {
+        "rope__scaling__original_context_length": 128,
+        "rope__scaling__attn_factor": 1.19,
+        "factors": {"rope_factors_long": [4.0] * 4, "rope_factors_short": [1.0, 1.0, 1.5, 2.0]},
+    }
+    assert gguf_hf_config(write(tmp_path / "c.gguf", **longrope))["rope_scaling"] == {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": 128,
+        "attention_factor": 1.19,
+        "short_factor": [1.0, 1.0, 1.5, 2.0],
+        "long_factor": [4.0] * 4,
+    }
+    del longrope["factors"]["rope_factors_short"]  # type: ignore[attr-defined]
+    with pytest.raises(ModelLoadError, match="lacks 'rope_factors_short.weight' in float32, the short_factor"):
+        gguf_hf_config(write(tmp_path / "d.gguf", **longrope))
+
+
+def test_what_only_some_families_have(tmp_path: Path) -> None:
+    names = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale", "rope.freq_base_swa")
+    wanted = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+    factors = {name: 0.1 + i for i, name in enumerate(names)}
+    config = gguf_hf_config(write(tmp_path / "m.gguf", "granite", **factors))
+    assert {name: config[name] for name in (*wanted, "rope_local_base_freq")} == {
+        name: 0.1 + i for i, name in enumerate((*wanted, "rope_local_base_freq"))
+    }
+    assert "attn_logit_softcapping" not in config
+    mixed = write(tmp_path / "n.gguf", "lfm2", attention__head_count_kv=[0, 2], shortconv__l_cache=3)
+    config = gguf_hf_config(mixed)
+    assert (config["num_key_value_heads"], config["full_attn_idxs"], config["conv_L_cache"]) == (2, [1], 3)
+    experts = {"expert_used_count": 2, "expert_feed_forward_length": 24}
+    config = gguf_hf_config(write(tmp_path / "o.gguf", "qwen3moe", **experts))
+    assert (config["num_experts_per_tok"], config["moe_intermediate_size"]) == (2, 24)
+    assert (config["full_attn_idxs"], config["conv_L_cache"], config["sliding_window"]) == (None, None, None)
+
+
+def test_an_encoder(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"attention__causal": False, "attention__layer_norm_epsilon": 1e-12}
+    wanted = {
+        "gguf_architecture": "bert",
+        "model_type": "bert",
+        "hidden_act": "gelu",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "layer_norm_eps": 1e-12,
+        "max_position_embeddings": 512,
+        "type_vocab_size": 0,
+        "vocab_size": 64,
+    }
+    plain = write(tmp_path / "m.gguf", "bert", rope__freq_base=None, **changes)
+    assert gguf_hf_config(plain) == wanted
+    tensors = ("token_types.weight", "position_embd.weight")  # each of 64 rows
+    file = write(tmp_path / "n.gguf", "bert", tensors=tensors, rope__freq_base=1000.0, **changes)
+    assert gguf_hf_config(file) == wanted | {
+        "max_position_embeddings": 64,
+        "type_vocab_size": 64,
+        "rope_theta": 1000.0,
+    }
+
+
+def test_the_head_of_a_reranker(tmp_path: Path) -> None:
+    head = ("cls.output.weight",)
+    yes = write(tmp_path / "m.gguf", "qwen3", tensors=head, classifier__output_labels=["yes", "no"])
+    config = gguf_hf_config(yes)
+    assert config["architectures"] == ["ForSequenceClassification"] and config["id2label"] == {"0": "yes"}
+    with pytest.raises(ModelLoadError, match=r"head of the classes \['a', 'b'\]"):
+        gguf_hf_config(write(tmp_path / "n.gguf", "qwen3", tensors=head, classifier__output_labels=["a", "b"]))
+    assert "architectures" not in gguf_hf_config(write(tmp_path / "o.gguf", "qwen3"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"), [(None, ""), (0, ""), (1, "mean"), (2, "cls"), (3, "last"), (4, "a reranker's head")]
+)
+def test_the_kind_of_pooling(tmp_path: Path, kind: int | None, mode: str) -> None:
+    found = gguf_pooling(write(tmp_path / "m.gguf", "bert", pooling_type=kind))
+    assert (found.mode, found.fault) == (mode, "") if kind != 4 else mode in found.fault and not found.mode
+    assert type(found).from_wire(found.to_wire()) == found
+
+
+@pytest.mark.parametrize(("factor", "original"), [(32.0, 2048), (8.0, 8192), (32.0, 8192), (4.0, 4096)])
 def test_llama3_scaling_is_found_from_its_factors(tmp_path: Path, factor: float, original: int) -> None:
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -171,6 +277,9 @@ def test_llama3_scaling_is_found_from_its_factors(tmp_path: Path, factor: float,
         ({"attention__head_count": 0}, "head_count=0 must be an integer >= 1"),
         ({"attention__layer_norm_rms_epsilon": math.nan}, "nan"),
         ({"rope__dimension_count": 64}, "dimension_count is 64, and heads have"),
+        ({"rope__dimension_count": 9}, "dimension_count is 9, and heads have"),
+        ({"attention__value_length": 16}, "value_length is 16; aengine needs the head's size, 8"),
+        ({"block_count": 3}, "block_count is 3, and the file has tensors of 2 layers"),
     ],
 )
 def test_refused(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from aengine.checkpoint import ModelSource, hub, resolve_model
+from aengine.checkpoint.gguf_choice import GgufChoice, choose_gguf
 from aengine.config import EngineConfig
 from aengine.errors import ModelLoadError
 from aengine.outputs import StartupProgress
@@ -234,3 +235,45 @@ def test_the_text_model_of_a_model_for_images(tmp_path: Path) -> None:
         "quantization_config": quantised,
         "tie_word_embeddings": True,
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "is_meant"),
+    [
+        ("*q4_k_m*", ["a-Q4_K_M.gguf", "sub/b-Q4_K_M.gguf"]),
+        ("SUB/*", ["sub/b-Q4_K_M.gguf", "sub/c-q8_0.gguf"]),
+        ("a-q4_k_m.gguf", ["a-Q4_K_M.gguf"]),
+    ],
+)
+def test_a_pattern_of_gguf_files(name: str, is_meant: list[str]) -> None:
+    files = ["a-Q4_K_M.gguf", "sub/b-Q4_K_M.gguf", "sub/c-q8_0.gguf", "d-Q4_K_S.gguf"]
+    assert [file for file in files if GgufChoice(pattern=name).matches(file)] == is_meant
+    assert all(GgufChoice().matches(file) for file in files)
+
+
+def test_a_quantisation_is_a_whole_word() -> None:
+    files = ["m-q4_k_m.gguf", "Q4_K_M/x.gguf", "m-Q4_K_MX.gguf", "m_Q4_K_M.gguf", "m.Q4_K_M.gguf"]
+    assert [GgufChoice(quant="Q4_K_M").matches(file) for file in files] == [True, True, False, False, True]
+
+
+def test_which_gguf_model_is_chosen() -> None:
+    split = [f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    sizes = {**dict.fromkeys(split, 2_000_000), "n.GGUF": 0, "mmproj-n.gguf": 5, "sub/mmproj.gguf": 5, "read.me": 1}
+    assert choose_gguf(sizes, GgufChoice(pattern="m-*"), "here") == split
+    assert choose_gguf(sizes, GgufChoice(pattern="n*"), "here") == ["n.GGUF"]
+    with pytest.raises(ModelLoadError, match=r"^here holds several GGUF models: choose .*it has: m-00001") as caught:
+        choose_gguf(sizes, GgufChoice(), "here")
+    assert str(caught.value).endswith("m-00001-of-00003.gguf (6 MB, 3 files), n.GGUF")
+    with pytest.raises(ModelLoadError, match=r"several GGUF models for gguf_file='\*'"):
+        choose_gguf(sizes, GgufChoice(pattern="*"), "here")
+    with pytest.raises(ModelLoadError, match=r"no GGUF file for quantisation 'Q8_0'; it has: m-00001"):
+        choose_gguf(sizes, GgufChoice(quant="Q8_0"), "here")
+    del sizes[split[1]]
+    with pytest.raises(ModelLoadError, match=r"lacks 1 of the 00003 files of m-00001-of-00003\.gguf"):
+        choose_gguf(sizes, GgufChoice(pattern="m-*"), "here")
+    with pytest.raises(ModelLoadError, match=r"^here holds no \.gguf file; it is empty$"):
+        choose_gguf({}, GgufChoice(), "here")
+    for count, more in ((24, ""), (26, ", and 2 more")):
+        with pytest.raises(ModelLoadError) as caught:
+            choose_gguf({f"{i:02}.bin": 0 for i in range(count)}, GgufChoice(), "here")
+        assert str(caught.value).endswith(", 23.bin" + more)
