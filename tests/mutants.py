@@ -35,7 +35,17 @@ import pytest
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
-STREAMS = ("stream_state", "unread", "many_choices", "request_ends", "chats", "answer_types", "logprob_columns", "rest")
+STREAMS = (
+    "stream_state",
+    "unread",
+    "many_choices",
+    "request_ends",
+    "chats",
+    "answer_types",
+    "logprob_columns",
+    "rest",
+    "stream_model",
+)
 WINGS = {
     "scheduler": ("engine/scheduler", ["scheduler"]),
     "ipc": ("ipc", ["ipc"]),
@@ -119,7 +129,8 @@ def _nodes(function: Any) -> list[ast.AST]:
         is_text = isinstance(node, ast.Assert | ast.Raise)
         is_power = isinstance(node, ast.BinOp) and isinstance(node.op, ast.LShift) and ast.unparse(node.left) == "1"
         is_log = isinstance(node, ast.Expr) and ast.unparse(node).startswith("logger.")
-        if not (is_text or is_power or is_log):
+        is_level = isinstance(node, ast.keyword) and node.arg == "stacklevel"
+        if not (is_text or is_power or is_log or is_level):
             yield node
             if ast.unparse(node) != "-1":
                 for child in ast.iter_child_nodes(node):

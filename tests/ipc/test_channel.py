@@ -121,6 +121,17 @@ def test_the_host_sends_what_there_is_room_for(ends: tuple[HostChannel, WorkerCh
         assert host.try_publish(2, 3, bytes(length)) is fits
         if fits and length == 23:
             assert worker.consume(0) == Frame(2, 3, bytes(longest))
+    assert not worker.try_publish(2, 3, bytes(longest + 1)) and worker.try_publish(2, 3, bytes(longest))
+
+
+def test_a_host_whose_child_never_came_leaves_no_name() -> None:
+    host = HostChannel.create(RING_BYTES)
+    num_fds = len(os.listdir("/proc/self/fd"))
+    host.offer()
+    assert len(own_names()) == 1
+    host.unlink()
+    assert own_names() == [] and len(os.listdir("/proc/self/fd")) == num_fds - 1, "no other child can inherit it"
+    host.close()
 
 
 def test_a_worker_that_waits_can_be_nudged(ends: tuple[HostChannel, WorkerChannel]) -> None:
