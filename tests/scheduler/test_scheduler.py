@@ -613,6 +613,23 @@ def test_drafts_are_computed_with_the_token_before_them() -> None:
     assert not step(scheduler).settled_rows
 
 
+def test_a_chunk_of_a_prompt_beside_drafts_is_shared_as_well() -> None:
+    scheduler = make_scheduler()
+    a, prompt = make(5, max_tokens=20, name="a"), list(range(1, 41))
+    add(scheduler, a)
+    first = step(scheduler)
+    scheduler.propose(a, [12, 13])
+    add(scheduler, b := make(prompt, name="b"))
+    second = step(scheduler)
+    assert list(second.num_scheduled_tokens) == [3, 29] and second.drafts is not None
+    reply(scheduler, first, [11])
+    ragged(scheduler, second, [[12, 13, 99], []])
+    add(scheduler, c := make([*prompt[:20], 99], name="c"))
+    third = step(scheduler)
+    assert [new.num_computed_tokens for new in third.new_requests] == [20]
+    assert blocks_of(c)[:5] == blocks_of(b)[:5]
+
+
 @pytest.mark.parametrize(
     ("proposed", "kept"),
     [
