@@ -11,7 +11,7 @@ _CATCHING_UP, _DECODING, _DRAINING = RequestStatus.CATCHING_UP, RequestStatus.DE
 def check_scheduler(scheduler: Scheduler) -> None:
     """Raises AssertionError. Walks over everything."""
     rows, waiting, parallel_sampling = scheduler.rows, scheduler.waiting, scheduler.parallel_sampling
-    leaving = [request for step in rows.in_flight for request in step.leavers]
+    leaving = [request for step in rows.steps for request in step.leavers]
     rows.kv.check((*rows.running, *leaving))
     used = [request.req_idx for request in rows.running]
     unfinished = (*rows.running, *rows.held, *waiting, *parallel_sampling.waiting, *rows.prefixes.waiting)

@@ -377,6 +377,17 @@ def test_a_feature_is_named_in_its_own_files(feature: str) -> None:
     assert naming == files, "a core file knows no feature: give the feature's object a verb, or register it in one line"
 
 
+def test_only_rows_reach_into_rows() -> None:
+    """Which request has which row, and which of them catch up, is asked of `Rows` and changed by its verbs alone."""
+    state = {"running", "held", "free_rows", "catching_up"}
+    for path in FILES:
+        if module_of(path) == "engine.scheduler.rows":
+            continue
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Attribute) and node.attr in state and ast.unparse(node.value).endswith("rows"):
+                raise AssertionError(f"{path}:{node.lineno}: {ast.unparse(node)}")
+
+
 def test_one_device_is_named_in_one_room() -> None:
     """Streams, events, graphs and memory of CUDA are asked of a `Platform`; kernel bodies need no CUDA to be
     imported."""

@@ -700,7 +700,7 @@ async def test_a_late_loop_is_given_more_steps_ahead(make_engine: Make, monkeypa
         tasks.append(asyncio.create_task(engine.generate([7], stopping)))
         deepest = 0
         while not all(task.done() for task in tasks):
-            deepest = max(deepest, len(core_of(engine).replicas[0].steps.scheduler.rows.in_flight))
+            deepest = max(deepest, len(core_of(engine).replicas[0].steps.scheduler.rows.steps))
             await asyncio.sleep(0)
         got = [task.result() for task in tasks]
         await settled(engine)

@@ -336,7 +336,7 @@ class Driver:
 
     def revoke(self, num_begun: int) -> None:
         """Of the leased steps in flight the worker has begun so many and drops the others."""
-        num_dropped = max(0, sum(step.step_id in self.leased for step in self.scheduler.rows.in_flight) - num_begun)
+        num_dropped = max(0, sum(step.step_id in self.leased for step in self.scheduler.rows.steps) - num_begun)
         self.leased.clear()
         for _ in range(num_dropped):
             out, _, left = self.in_flight.pop()

@@ -176,7 +176,7 @@ def test_who_is_preempted_keeps_nobody_waiting() -> None:
     second = add(driver, [*SHARED, 2])
     driver.schedule()
     assert followers(driver) == [second]
-    driver.scheduler.rows.preempt(first)
+    driver.scheduler.rows.restart(first)
     assert not followers(driver) and second.status is RequestStatus.WAITING
     driver.drain()
     assert first.finish_reason is second.finish_reason is FinishReason.LENGTH

@@ -276,7 +276,7 @@ def keep(kv: KVCacheManager, request: Request, border: int) -> list[int]:
     """Compute the request to ``border``, and keep its states there; returns the pages of the copies."""
     kv.grow(request, border)
     request.num_computed_tokens = border
-    pairs = kv.keep_states(request, num_running=1)
+    pairs = kv.keep_states(request, kv.pool.num_free - kv.num_growing)
     own = [blocks(request, 0)[0], blocks(request, 2)[0]]
     assert pairs[::2] == (own if pairs else [])
     return pairs[1::2]

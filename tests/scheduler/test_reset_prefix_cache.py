@@ -9,7 +9,7 @@ from scheduler_harness import VOCAB, Driver
 from scheduler_invariants import check_scheduler
 
 from aengine.engine.scheduler.request import Request
-from aengine.engine.scheduler.scheduler import reset_prefix_cache
+from aengine.engine.scheduler.rows import forget_prefixes
 from aengine.ipc.messages import KVCacheGroup
 from aengine.outputs import FinishReason
 
@@ -38,7 +38,7 @@ def test_a_prompt_is_computed_anew(kind: str) -> None:
     for is_known in (False, True, False, True):
         before = scheduler.prefix_cache_hits
         if before and not is_known:
-            assert reset_prefix_cache(scheduler) > 0 and reset_prefix_cache(scheduler) == 0
+            assert forget_prefixes(scheduler.rows) > 0 and forget_prefixes(scheduler.rows) == 0
             check_scheduler(scheduler)
             assert scheduler.num_free_blocks == scheduler.num_blocks
         add(driver, PROMPT)
@@ -59,7 +59,7 @@ def test_what_runs_goes_on_and_is_found_by_nobody(kind: str, num_steps: int) -> 
         driver.schedule()
         driver.answer()
     driver.schedule()
-    reset_prefix_cache(scheduler)
+    forget_prefixes(scheduler.rows)
     check_scheduler(scheduler)
     driver.drain()  # the harness knows what each has to get
     assert first.num_output_tokens == 20
@@ -76,7 +76,7 @@ def test_what_ran_does_not_go_on_from_what_a_later_one_computed() -> None:
     for _ in range(3):
         driver.schedule()
         driver.answer()
-    reset_prefix_cache(driver.scheduler)
+    forget_prefixes(driver.scheduler.rows)
     add(driver, PROMPT[:128])
     driver.drain()
     add(driver, PROMPT)
@@ -92,7 +92,7 @@ def test_a_request_that_ends_right_after(kind: str) -> None:
     for _ in range(7):
         driver.schedule()
         driver.answer()
-    reset_prefix_cache(driver.scheduler)
+    forget_prefixes(driver.scheduler.rows)
     driver.scheduler.finish(first, FinishReason.ABORT)
     check_scheduler(driver.scheduler)
 
@@ -106,7 +106,7 @@ def test_who_waits_for_a_prefix_computes_it(kind: str) -> None:
     add(driver, [*PROMPT, 5])
     driver.schedule()
     assert scheduler.rows.prefixes.waiting
-    reset_prefix_cache(scheduler)
+    forget_prefixes(scheduler.rows)
     assert not scheduler.rows.prefixes.waiting
     add(driver, [*PROMPT, 6])
     driver.drain()
@@ -121,7 +121,7 @@ def test_a_request_that_was_preempted_meanwhile_is_right() -> None:
     for _ in range(8):
         driver.schedule()
         driver.answer()
-    reset_prefix_cache(driver.scheduler)
+    forget_prefixes(driver.scheduler.rows)
     third = add(driver, PROMPT[:120], max_tokens=40)
     driver.drain()
     assert all(request.finish_reason is not None for request in (first, second, third))
@@ -133,6 +133,6 @@ def test_completions_of_one_call() -> None:
     driver = make_driver("full")
     driver.add(PROMPT, max_tokens=4, min_tokens=4, n=3)
     driver.schedule()
-    reset_prefix_cache(driver.scheduler)
+    forget_prefixes(driver.scheduler.rows)
     driver.drain()
     driver.expect_idle()

@@ -141,19 +141,17 @@ def undo_steps(rows: Rows, num_steps: int) -> None:
     requests: dict[Request, None] = {}
     leavers: list[Request] = []
     for _ in range(num_steps):
-        step = rows.in_flight.pop()
+        step = rows.steps.take_back()
         requests |= dict.fromkeys(_undo(step, rows))
         leavers += step.leavers
-        rows.removed += step.removed
-        rows.tell_settled(*step.settled)
     for batch in rows.batches:
         batch.refresh()
         own = (request for request in requests if request.batch_index == batch.index)
         rows.join([request for request in own if request.status is RequestStatus.DRAINING])
     for request in requests:
         rows.set_limit(request)
-    if rows.in_flight:
-        rows.in_flight[-1].leavers += leavers
+    if rows.steps:
+        rows.steps[-1].leavers += leavers
         return
     for request in leavers:
         rows.release(request)

@@ -24,7 +24,7 @@ _BEGUN_ELSEWHERE = -1
 def num_cached(scheduler: Scheduler, request: Request) -> int:
     """Return how many leading tokens of a request, which is in no scheduler, this one has cached."""
     name_prefix(scheduler, request)
-    scheduler.rows.choose_rope(request)
+    scheduler.rows.rope.choose(request)
     return scheduler.rows.kv.match(request).length
 
 
@@ -65,6 +65,5 @@ def waits_for_room(scheduler: Scheduler) -> bool:
     rows = scheduler.rows
     if not scheduler.waiting:
         return False
-    spare = rows.kv.pool.num_free - len(rows.running) * rows.kv.num_growing
     needed = -(-len(scheduler.waiting.peek().token_ids) // rows.kv.block_size)
-    return not rows.free_rows or spare < needed
+    return not rows.num_free or rows.num_spare_blocks < needed

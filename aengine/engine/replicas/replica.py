@@ -22,7 +22,8 @@ from ..pacing.step_time import StepTime
 from ..pacing.steps_in_flight import StepsInFlight
 from ..pacing.turns import Turn
 from ..recovery import RestartBudget
-from ..scheduler.scheduler import Scheduler, reset_prefix_cache
+from ..scheduler.rows import forget_prefixes
+from ..scheduler.scheduler import Scheduler
 from ..speculation.proposers import Speculation
 from ..step_loop import StepLoop
 from ..structured.service import GrammarService
@@ -111,7 +112,7 @@ class Replica:
 
     def reset_prefix_cache(self) -> int:
         """See `AsyncLLM.reset_prefix_cache`."""
-        return reset_prefix_cache(self.scheduler)
+        return forget_prefixes(self.scheduler.rows)
 
     def statistics(self) -> ReplicaStatistics:
         """See `Statistics.replicas`."""
@@ -125,9 +126,9 @@ class Replica:
             num_restarts=self.worker.num_restarts,
             prefix_cache_queries=scheduler.prefix_cache_queries,
             prefix_cache_hits=scheduler.prefix_cache_hits,
-            num_drafts=scheduler.rows.num_drafts,
-            drafted_tokens=scheduler.rows.num_drafted,
-            accepted_tokens=scheduler.rows.num_accepted,
+            num_drafts=scheduler.answers.num_drafts,
+            drafted_tokens=scheduler.answers.num_drafted,
+            accepted_tokens=scheduler.answers.num_accepted,
         )
 
 

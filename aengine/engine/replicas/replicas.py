@@ -120,7 +120,7 @@ class Replicas:
         for one in request.requests:
             replica.steps.drop(one, reason)
         self._forget(request, replica)
-        if replica.state == "running" and not replica.scheduler.num_waiting and replica.scheduler.rows.free_rows:
+        if replica.state == "running" and not replica.scheduler.num_waiting and replica.scheduler.rows.num_free:
             self._take_one(replica)
 
     def _route(self, request: UserRequest, candidates: Sequence[Replica]) -> Replica:
@@ -173,7 +173,7 @@ class Replicas:
         for other in self._independent:
             if other.state == "restarting":
                 self._move_all(other, [replica])
-        num_rows = len(replica.scheduler.rows.free_rows)
+        num_rows = replica.scheduler.rows.num_free
         while replica.scheduler.num_waiting < num_rows and self._take_one(replica):
             pass
 

@@ -32,19 +32,6 @@ class ComingPrefixes:
     """Knows which prefixes the rows are computing, and which requests wait for them: only for ``least`` tokens or more.
     ``wake`` is called with each follower when it need not wait any longer."""
 
-    __slots__ = (
-        "_followers",
-        "_hash_size",
-        "_kv",
-        "_leaders",
-        "_least",
-        "_names",
-        "_unit",
-        "_unnamed",
-        "_wake",
-        "waiting",
-    )
-
     def __init__(self, kv: KVCacheManager, wake: Callable[[Request], None], least: int) -> None:
         self.waiting: dict[Request, tuple[Request, int]] = {}  # leader of each follower, and tokens it awaits
         self._followers: dict[Request, list[Request]] = {}  # the followers of each leader

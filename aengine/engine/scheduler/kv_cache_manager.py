@@ -215,13 +215,13 @@ class KVCacheManager:
         """Return the copies of pages that its first step begins with, if any were kept: pairs, from and to."""
         return self._states.pairs(request, prefix.kept, is_kept=False)
 
-    def keep_states(self, request: Request, num_running: int) -> list[int]:
+    def keep_states(self, request: Request, num_spare: int) -> list[int]:
         """Return the copies of pages, as above, that its next step begins with: of its states as they are now, if it
-        is at a border where that is worth its while, and all that run can grow by a block beside. Only if the model
-        `has_states`."""
+        is at a border where that is worth its while, and ``num_spare`` blocks suffice. Only if the model `has_states`.
+        """
         if request.num_computed_tokens % self.block_size:
             return []
-        return self._states.keep(request, self.pool.num_free - num_running * self.num_growing)
+        return self._states.keep(request, num_spare)
 
     # -- room
 

@@ -13,7 +13,7 @@ from ...ipc.messages import DraftColumns, NewRequest, SchedulerOutput, int32
 from .crash_quarantine import CrashQuarantine
 from .request import Request, RequestStatus
 from .rows import Rows
-from .step import NOT_SETTLED, NOTHING, InFlightStep
+from .step import NOTHING, InFlightStep
 from .waiting_queue import WaitingQueue
 
 __all__ = ["StepPlan"]
@@ -31,18 +31,9 @@ class StepPlan:
     """A step being planned, apart from its plain decodes. `make` ends the planning."""
 
     __slots__ = (
-        *("_budget", "_coming", "_counts", "_drafts", "_grown_groups", "_grown_ids", "_grown_rows", "_new_requests"),
-        *(
-            "_keeps_states",
-            "_num_drafts",
-            "_num_waiting",
-            "_page_copies",
-            "_prompt_budget",
-            "_rows",
-            "extras",
-            "newcomers",
-        ),
-        *("num_cache_hits", "num_cache_queries", "num_prompt_tokens"),
+        *("_budget", "_coming", "_counts", "_drafts", "_grown_groups", "_grown_ids", "_grown_rows", "_keeps_states"),
+        *("_new_requests", "_num_drafts", "_num_waiting", "_page_copies", "_prompt_budget", "_rows", "extras"),
+        *("newcomers", "num_cache_hits", "num_cache_queries", "num_prompt_tokens"),
     )
 
     def __init__(
@@ -75,10 +66,10 @@ class StepPlan:
         This goes by urgency and before any progress is noted: a request that is preempted for another one comes later
         in this order, so that nothing of this step must be undone.
         """
-        for request in self._rows.crossing(due):
+        for request in self._rows.rope.crossing((*due, *self._rows.catching_up_now())):
             self._rows.restart(request)
         # A decode short of a block catches up too. Its one token is kept for it, whatever chunks come before.
-        needy = [request for request in self._rows.batches.here(self._rows.catching_up) if not request.is_paused]
+        needy = self._rows.catching_up_now()
         kept = sum(r.num_computed_tokens + 1 >= len(r.token_ids) for r in needy)
         for request in due:
             if request.status is not _DECODING:  # `crossing` above has restarted the request
@@ -135,15 +126,15 @@ class StepPlan:
 
     def _keep_states(self, request: Request) -> None:
         """Have the step copy the request's states aside first, if they are at a border where they should be kept."""
-        self._page_copies += self._rows.kv.keep_states(request, len(self._rows.running))
+        self._page_copies += self._rows.kv.keep_states(request, self._rows.num_spare_blocks)
 
     def _room_for_drafts(self, request: Request, end: int, wanted: int) -> int:
         """Return for how many drafts after ``end`` tokens there are rows of logits and blocks: they preempt no request,
         and all others can still grow by one block."""
         rows, kv = self._rows, self._rows.kv
-        num_logits = len(rows.running) + min(len(rows.free_rows), self._num_waiting) + self._num_drafts  # at most
+        num_logits = rows.num_running + min(rows.num_free, self._num_waiting) + self._num_drafts  # at most
         wanted = min(wanted, max(rows.num_rows, _LEAST_LOGITS) - num_logits)
-        spare = max(0, kv.pool.num_free - len(rows.running) * kv.num_growing)
+        spare = max(0, rows.num_spare_blocks)
         if kv.num_lacking(request, end + wanted) > spare:
             wanted = min(wanted, kv.reach(request, spare, end + wanted) - end)
         return max(0, wanted)
@@ -153,39 +144,25 @@ class StepPlan:
         kv = self._rows.kv
         if kv.pool.num_free < num_wanted:
             if self._coming is None:
-                self._coming = self._count_coming()
+                self._coming = self._rows.num_blocks_coming()
             while kv.pool.num_free + self._coming < num_wanted:
-                victim = max((r for r in self._rows.running if r.status is not _DRAINING), key=_sort_key)
-                if victim is request:
+                victim = self._rows.preempt_for(request)
+                if victim is None:
                     break
-                if self._rows.in_flight:
+                if self._rows.steps:
                     self._coming += kv.num_held(victim)
-                self._rows.preempt(victim)
         return min(num_wanted, kv.pool.num_free)
-
-    def _count_coming(self) -> int:
-        """Return the most blocks that the answers in flight will free."""
-        kv = self._rows.kv
-        leaving = [request for step in self._rows.in_flight for request in step.leavers]
-        leaving += [request for request in self._rows.running if request.status is _DRAINING]
-        coming = sum(map(kv.num_held, leaving))
-        if self._rows.in_flight and kv.has_windows:
-            coming += sum(kv.num_leaving(request) for request in self._rows.catching_up if not request.is_paused)
-        if self._rows.in_flight and kv.has_states:
-            running = (request for request in self._rows.running if request.status is not _DRAINING)
-            coming += sum(request.states.num_copied for request in running)
-        return coming
 
     def admit(self, waiting: WaitingQueue, quarantine: CrashQuarantine, *, whole_prompts: bool = False) -> None:
         """Give rows to the waiting, while their known tokens fit and everybody with a row could grow by a block.
         ``whole_prompts``: only while all of their tokens fit into this step."""
         rows, kv = self._rows, self._rows.kv
         num_known = 0  # tokens of those that got a row here
-        most = rows.batches.room(len(rows.running) + len(waiting))
-        while waiting and self._budget > 0 and self.num_prompt_tokens < self._prompt_budget and rows.free_rows:
+        most = rows.batches.room(rows.num_running + len(waiting))
+        while waiting and self._budget > 0 and self.num_prompt_tokens < self._prompt_budget and rows.num_free:
             if len(self._new_requests) >= most:
                 return
-            spare = kv.pool.num_free - len(rows.running) * kv.num_growing
+            spare = rows.num_spare_blocks
             if spare <= 0:
                 return
             request = quarantine.first if quarantine else waiting.peek()
@@ -196,10 +173,10 @@ class StepPlan:
                 return
             if num_known and num_known + num_tokens > _MOST_KNOWN_TOKENS:
                 return
-            rows.choose_rope(request)
+            rows.rope.choose(request)
             prefix = kv.match(request)
             num_cached = prefix.length
-            if prefix.kept and not rows.running and spare < kv.num_missing(prefix, num_tokens):
+            if prefix.kept and not rows.num_running and spare < kv.num_missing(prefix, num_tokens):
                 prefix = kv.no_prefix()  # the request fits alone, but not beside the states that would be copied
                 num_cached = 0
             if spare < kv.num_missing(prefix, num_tokens):
@@ -270,20 +247,17 @@ class StepPlan:
         step = InFlightStep(step_id, batch, chunks, drafts, num_tokens, self.num_prompt_tokens)
         step.newcomers = self.newcomers
         step.is_gated = has_grammars and bool(step.constrained())
-        rows.in_flight.append(step)
-        removed, rows.removed = int32(rows.removed), []
-        settled, rows.settled = rows.settled, NOT_SETTLED
+        rows.steps.add(step)
         grown = NOTHING, NOTHING, NOTHING
         if self._grown_ids:
             groups = int32(self._grown_groups) if rows.kv.num_groups > 1 else NOTHING
             grown = int32(self._grown_rows), int32(self._grown_ids), groups
-        step.settled, step.removed = settled, removed
         step.grown_rows, step.grown_groups = self._grown_rows, self._grown_groups
         columns = None
         if drafts:
             step.certain = frozenset(i for i in drafts if batch[i].are_drafts_certain)
             columns = _draft_columns(step)
-        changes = (*settled, removed, self._new_requests, *grown)
+        changes = (*step.settled, step.removed, self._new_requests, *grown)
         copies = int32(self._page_copies) if self._page_copies else NOTHING
         return SchedulerOutput(step_id, *changes, req_idx, num_scheduled, not step.is_gated, False, columns, copies)
 
@@ -291,21 +265,17 @@ class StepPlan:
         """Set what the requests that catch up in this step do in the next: the first is at ``batch_idx``. Returns the
         chunks of prompts, see `InFlightStep`."""
         chunks: dict[int, int] = {}
-        joining, num_complete = [], 0
+        joining: list[Request] = []
+        draining: list[Request] = []
         for request in self.extras:
             if request.num_computed_tokens < len(request.token_ids):
                 chunks[batch_idx] = request.num_computed_tokens
             elif not request.samples:
-                self._rows.drain(request)
-                num_complete += 1
+                draining.append(request)
             else:
                 joining.append(request)
-                num_complete += 1
             batch_idx += 1
-        self._rows.join(joining)
-        if num_complete:
-            rows = self._rows
-            rows.catching_up = [request for request in rows.catching_up if request.status is _CATCHING_UP]
+        self._rows.caught_up(joining, draining)
         return chunks
 
 

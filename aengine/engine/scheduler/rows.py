@@ -6,25 +6,63 @@ anew in that same step. Blocks that are left are freed when the newest step made
 
 from __future__ import annotations
 
-from array import array
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 
 from ...ipc.messages import KVCacheGroup, int32
 from .coming_prefixes import ComingPrefixes
 from .decode_batches import DecodeBatches
-from .kv_cache_manager import KVCacheManager, long_root
+from .kv_cache_manager import KVCacheManager, long_root, retired_root
 from .request import Request, RequestStatus
-from .step import NOT_SETTLED, InFlightStep
+from .step import UnansweredSteps
 
-__all__ = ["Rows"]
+__all__ = ["RopeBorder", "Rows", "forget_prefixes"]
 
+_sort_key = attrgetter("sort_key")
 _CATCHING_UP, _DECODING, _DRAINING = RequestStatus.CATCHING_UP, RequestStatus.DECODING, RequestStatus.DRAINING
 
 
+class RopeBorder:
+    """The number of tokens beyond which a request has other KV for all of them (longrope). None: no such border."""
+
+    def __init__(self, num_tokens: int | None) -> None:
+        self._num_tokens = num_tokens
+
+    def choose(self, request: Request) -> None:
+        """Note whether the request is beyond the border, before it gets a row: then it shares no prefix with shorter
+        ones."""
+        border = self._num_tokens
+        if border is not None and not request.is_long and len(request.token_ids) > border:
+            request.is_long = True
+            request.block_hashes = []
+            if request.root_hash is not None:
+                request.root_hash = long_root(request.root_hash)
+
+    def crossing(self, requests: Iterable[Request]) -> list[Request]:
+        """Return those whose next token is the first beyond the border. They must be computed anew (`Rows.restart`)."""
+        border = self._num_tokens
+        if border is None:
+            return []
+        return [r for r in requests if not r.is_long and border <= r.num_computed_tokens < r.max_num_tokens - 1]
+
+    def limit(self, request: Request) -> int:
+        """Return how many tokens the request may have computed before it ends or crosses the border."""
+        most = request.max_num_tokens - 1
+        return most if self._num_tokens is None or request.is_long else min(most, self._num_tokens)
+
+    def room_for_drafts(self, request: Request) -> int:
+        """Return the most drafts that the request's next step may have: its last token must be sampled, and no draft
+        may lie beyond the border."""
+        return max(0, self.limit(request) - 1 - request.num_computed_tokens)
+
+
 class Rows:
-    """The rows of one worker. ``on_free`` gets each unfinished request that has left its row, once no step in flight
-    uses its blocks, and those that need not wait for a prefix any more."""
+    """The rows of one worker and the requests that have them. ``on_free`` gets each unfinished request that has left
+    its row, once no step in flight uses its blocks, and those that need not wait for a prefix any more.
+
+    Its parts have verbs of their own: ``kv``, ``prefixes``, ``batches``, ``steps``, ``rope``. Which request has which
+    row, and which of them catch up, only the methods here change.
+    """
 
     def __init__(
         self,
@@ -40,13 +78,12 @@ class Rows:
         self.num_rows = num_rows
         self._num_batches = num_batches
         self.running: set[Request] = set()  # all requests with a row
-        self.held: set[Request] = set()
+        self.held: set[Request] = set()  # preempted requests whose blocks a step in flight uses
         self.num_preemptions = 0
-        self.num_drafts = self.num_drafted = self.num_accepted = 0  # see `ReplicaStatistics`
         self._kv_groups = kv_groups
         self._max_num_batched_tokens = max_num_batched_tokens
         self._on_free = on_free
-        self._rope_border = rope_border
+        self.rope = RopeBorder(rope_border)
         self._least_awaited = least_awaited
         self.begin_worker(num_blocks)
 
@@ -55,42 +92,37 @@ class Rows:
         self.kv = KVCacheManager(num_blocks, self._kv_groups, self._max_num_batched_tokens)
         self.prefixes = ComingPrefixes(self.kv, self._on_free, self._least_awaited)
         self.free_rows = list(range(self.num_rows - 1, -1, -1))
-        self.removed: list[int] = []  # rows that the next step tells the worker to remove
-        self.settled = NOT_SETTLED  # rows whose drafts were answered, and how many were rejected: for the next step
+        self.steps = UnansweredSteps()
         self.batches = DecodeBatches(self._num_batches)
         self.catching_up: list[Request] = []
-        self.in_flight: deque[InFlightStep] = deque()
 
-    def choose_rope(self, request: Request) -> None:
-        """Note whether the request is longer than the model's rope border, before it gets a row: then its KV differs
-        from that of the same tokens in a shorter request."""
-        border = self._rope_border
-        if border is not None and not request.is_long and len(request.token_ids) > border:
-            request.is_long = True
-            request.block_hashes = []
-            if request.root_hash is not None:
-                request.root_hash = long_root(request.root_hash)
+    @property
+    def num_running(self) -> int:
+        """Number of requests with a row."""
+        return len(self.running)
 
-    def crossing(self, due: list[Request]) -> list[Request]:
-        """Return the requests, of ``due`` and of those that catch up, whose next token is the first beyond the rope
-        border. They must be computed anew (`restart`)."""
-        border = self._rope_border
-        if border is None:
-            return []
-        return [
-            request
-            for request in (*due, *self.batches.here(self.catching_up))
-            if not request.is_long and not request.is_paused
-            if border <= request.num_computed_tokens < request.max_num_tokens - 1
-        ]
+    @property
+    def num_free(self) -> int:
+        """Number of rows that nobody has."""
+        return len(self.free_rows)
 
-    def room_for_drafts(self, request: Request) -> int:
-        """Return the most drafts that the request's next step may have: its last token must be sampled, and no draft
-        may lie beyond the rope border."""
-        most = request.max_num_tokens - 1
-        if self._rope_border is not None and not request.is_long:
-            most = min(most, self._rope_border)
-        return max(0, most - 1 - request.num_computed_tokens)
+    @property
+    def num_held(self) -> int:
+        """Number of preempted requests that wait for answers before they can be computed again."""
+        return len(self.held)
+
+    @property
+    def num_catching_up(self) -> int:
+        return len(self.catching_up)
+
+    @property
+    def num_spare_blocks(self) -> int:
+        """Number of free blocks beside those that all requests with a row need to grow by one each; perhaps < 0."""
+        return self.kv.pool.num_free - len(self.running) * self.kv.num_growing
+
+    def catching_up_now(self) -> list[Request]:
+        """Return the requests that catch up in the current batch, but for paused ones."""
+        return [request for request in self.batches.here(self.catching_up) if not request.is_paused]
 
     def take(self, request: Request) -> None:
         """Give the request a row, in the current batch."""
@@ -119,15 +151,39 @@ class Rows:
         if requests:
             self.batches.of(requests[0]).join(requests)
 
-    def set_limit(self, request: Request) -> None:
-        request.limit = min(self.kv.room(request), request.max_num_tokens - 1)
-        if self._rope_border is not None and not request.is_long:
-            request.limit = min(request.limit, self._rope_border)
+    def caught_up(self, decoding: list[Request], draining: list[Request]) -> None:
+        """Let requests whose known tokens are all computed go on: ``decoding`` sample their next token, ``draining``
+        await their result."""
+        for request in draining:
+            self.drain(request)
+        self.join(decoding)
+        if decoding or draining:
+            self.catching_up = [request for request in self.catching_up if request.status is _CATCHING_UP]
 
-    def preempt(self, request: Request) -> None:
-        """Take the row and the blocks of a request for another one. It will be computed again."""
+    def set_limit(self, request: Request) -> None:
+        request.limit = min(self.kv.room(request), self.rope.limit(request))
+
+    def preempt_for(self, request: Request) -> Request | None:
+        """Take the row and the blocks of the least urgent request, which will be computed again. None: that is
+        ``request`` itself."""
+        victim = max((r for r in self.running if r.status is not _DRAINING), key=_sort_key)
+        if victim is request:
+            return None
         self.num_preemptions += 1
-        self.restart(request)
+        self.restart(victim)
+        return victim
+
+    def num_blocks_coming(self) -> int:
+        """Return the most blocks that the answers in flight will free."""
+        kv, running = self.kv, self.running
+        leaving = [request for step in self.steps for request in step.leavers]
+        leaving += [request for request in running if request.status is _DRAINING]
+        coming = sum(map(kv.num_held, leaving))
+        if self.steps and kv.has_windows:
+            coming += sum(kv.num_leaving(request) for request in self.catching_up if not request.is_paused)
+        if self.steps and kv.has_states:
+            coming += sum(request.states.num_copied for request in running if request.status is not _DRAINING)
+        return coming
 
     def restart(self, request: Request) -> None:
         """Take the request's row. After its answers in flight it returns to the queue, and is computed anew in another
@@ -137,12 +193,19 @@ class Rows:
         self.leave(request, status)
 
     def leave(self, request: Request, status: RequestStatus) -> None:
-        """Free the row of a request whose status was ``status``; its blocks are freed after the newest step."""
+        """Free the row of a request whose status was ``status``, if it has one; its blocks are freed after the newest
+        step."""
+        if status is RequestStatus.HELD:
+            self.held.discard(request)
+            return
+        if status is RequestStatus.WAITING_FOR_PREFIX:
+            self.prefixes.discard(request)
+            return
         self.running.discard(request)
         self.batches.of(request).num_rows -= 1
         if request.is_leading:
             self.prefixes.leave(request)
-        self.removed.append(request.req_idx)
+        self.steps.remove_row(request.req_idx)
         self.free_rows.append(request.req_idx)
         request.req_idx = -1
         if status is _DECODING:
@@ -150,8 +213,8 @@ class Rows:
         elif status is _CATCHING_UP:
             self.catching_up.remove(request)
         # The newest step, not the request's own last one: a step later than need be at most, and nothing to count.
-        if self.in_flight:
-            self.in_flight[-1].leavers.append(request)
+        if self.steps:
+            self.steps[-1].leavers.append(request)
         else:
             self.release(request)
 
@@ -163,30 +226,18 @@ class Rows:
             self.held.discard(request)
             self._on_free(request)
 
-    def note_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        """Count the request's drafts of a step that was answered."""
-        request.num_drafted += num_drafted
-        request.num_accepted += num_accepted
-        self.num_drafts += 1
-        self.num_drafted += num_drafted
-        self.num_accepted += num_accepted
-
     def settle(self, request: Request, num_rejected: int) -> None:
         """Note that ``num_rejected`` of the request's drafts were rejected: so many tokens fewer are computed than were
         counted."""
-        self.tell_settled(int32([request.req_idx]), int32([num_rejected]))
+        self.steps.settle_rows(int32([request.req_idx]), int32([num_rejected]))
         request.num_computed_tokens -= num_rejected
         if request.status is _DRAINING and request.num_computed_tokens < request.max_num_tokens - 1:
             self.batches.of(request).refresh()
             self.join([request])
 
-    def tell_settled(self, rows: array[int], num_rejected: array[int]) -> None:
-        """Tell the worker in the next step how many drafts of these rows were rejected."""
-        self.settled = self.settled[0] + rows, self.settled[1] + num_rejected
-
     def preempt_all(self) -> None:
         """Put all unfinished requests back into the queue, and reset the state for a new worker."""
-        leaving = [request for step in self.in_flight for request in step.leavers]
+        leaving = [request for step in self.steps for request in step.leavers]
         unfinished = (*self.running, *self.held, *self.prefixes.waiting)
         for request in (*unfinished, *leaving):
             request.forget_worker()
@@ -195,3 +246,16 @@ class Rows:
         self.begin_worker(self.kv.pool.num_blocks)
         for request in unfinished:
             self._on_free(request)
+
+
+def forget_prefixes(rows: Rows) -> int:
+    """Forget all cached prefixes; requests that are being computed go on, and nobody takes over what they compute.
+    Returns how many blocks were known."""
+    for request in rows.running | rows.steps.requests():
+        if request.is_leading:
+            rows.prefixes.leave(request)
+        if request.root_hash is not None:
+            request.root_hash = retired_root(request.root_hash)
+            request.block_hashes = []
+            request.states.offered.clear()
+    return rows.kv.pool.forget_all()

@@ -31,7 +31,7 @@ from ...ipc.messages import KVCacheGroup, ModelRunnerOutput, SchedulerOutput, kv
 from ...outputs import FinishReason
 from .answers import Answers, StepResult
 from .crash_quarantine import CrashQuarantine
-from .kv_cache_manager import private_root, retired_root, shared_root
+from .kv_cache_manager import private_root, shared_root
 from .parallel_sampling import ParallelSampling
 from .planning import StepPlan
 from .request import Request, RequestStatus
@@ -39,7 +39,7 @@ from .rows import Rows
 from .step import InFlightStep
 from .waiting_queue import WaitingQueue
 
-__all__ = ["Scheduler", "StepResult", "name_prefix", "reset_prefix_cache"]
+__all__ = ["Scheduler", "StepResult", "name_prefix"]
 
 _DECODING = RequestStatus.DECODING
 
@@ -101,7 +101,7 @@ class Scheduler:
 
         self.parallel_sampling = ParallelSampling()
         self.quarantine = CrashQuarantine()
-        self._answers = Answers(self.rows, self.quarantine, self.finish, self._release_dependents)
+        self.answers = Answers(self.rows, self.quarantine, self.finish, self._release_dependents)
         self._num_added = 0
         self.num_constrained = 0  # unfinished requests with a grammar; preempted ones may still get tokens
         self._next_step_id = 0
@@ -115,20 +115,20 @@ class Scheduler:
     @property
     def oldest_step(self) -> InFlightStep | None:
         """The step whose answer comes next."""
-        return self.rows.in_flight[0] if self.rows.in_flight else None
+        return self.rows.steps[0] if self.rows.steps else None
 
     @property
     def newest_step(self) -> InFlightStep | None:
-        return self.rows.in_flight[-1] if self.rows.in_flight else None
+        return self.rows.steps[-1] if self.rows.steps else None
 
     @property
     def num_running(self) -> int:
-        return len(self.rows.running)
+        return self.rows.num_running
 
     @property
     def num_waiting(self) -> int:
         rows = self.rows
-        return len(self.waiting) + len(self.parallel_sampling.waiting) + len(rows.held) + len(rows.prefixes.waiting)
+        return len(self.waiting) + len(self.parallel_sampling.waiting) + rows.num_held + len(rows.prefixes.waiting)
 
     @property
     def num_blocks(self) -> int:
@@ -171,12 +171,8 @@ class Scheduler:
         self.quarantine.discard(request)
         if status is RequestStatus.WAITING:
             self.waiting.discard(request)
-        elif status is RequestStatus.HELD:
-            self.rows.held.discard(request)
         elif status is RequestStatus.WAITING_FOR_PROMPT:
             self.parallel_sampling.discard(request)
-        elif status is RequestStatus.WAITING_FOR_PREFIX:
-            self.rows.prefixes.discard(request)
         elif status is not RequestStatus.NEW:
             self.rows.leave(request, status)
         self._release_dependents(request)
@@ -202,10 +198,10 @@ class Scheduler:
             return
         stops = request.stop_token_ids
         stop = next((i for i, token_id in enumerate(token_ids) if token_id in stops), len(token_ids))
-        drafts = list(token_ids[: min(stop, self.rows.room_for_drafts(request))])
+        drafts = list(token_ids[: min(stop, self.rows.rope.room_for_drafts(request))])
         if drafts:
             request.draft_token_ids = drafts
-            may_be_rejected = any(step.may_reject(request) for step in self.rows.in_flight)
+            may_be_rejected = any(step.may_reject(request) for step in self.rows.steps)
             request.are_drafts_certain = are_certain and not may_be_rejected and not request.has_penalties
             self.rows.stop_decoding(request)
 
@@ -228,7 +224,7 @@ class Scheduler:
         Returns the unfinished requests that have killed the worker before, and others before it, as far as can be said.
         They should be finished.
         """
-        in_flight = {request: None for step in self.rows.in_flight for request in step.batch}
+        in_flight = {request: None for step in self.rows.steps for request in step.batch}
         at_fault = self.quarantine.note_death(
             (request for request in in_flight if request.finish_reason is None), exception
         )
@@ -242,8 +238,8 @@ class Scheduler:
         """Whether the next step would only continue requests that decode: such a step can be undone."""
         rows = self.rows
         waiting = self.waiting or rows.prefixes.waiting or self.parallel_sampling.waiting
-        others = waiting or rows.catching_up or rows.held or self.num_constrained
-        return not others and rows.kv.pool.num_free >= len(rows.running) * rows.kv.num_growing
+        others = waiting or rows.num_catching_up or rows.num_held or self.num_constrained
+        return not others and rows.num_spare_blocks >= 0
 
     def schedule(self, *, can_be_undone: bool = False) -> SchedulerOutput | None:
         """Make the next step; None when there is nothing to compute before more answers or requests come.
@@ -251,7 +247,7 @@ class Scheduler:
         ``can_be_undone``: it changes nothing that can't be taken back. Only while `is_steady`.
         """
         rows = self.rows
-        assert len(rows.in_flight) < self.max_in_flight_steps, "too many steps in flight"
+        assert len(rows.steps) < self.max_in_flight_steps, "too many steps in flight"
         for _ in rows.batches:
             rows.batches.take_turns()
             output = self._schedule_batch(can_be_undone)
@@ -265,13 +261,13 @@ class Scheduler:
         decoding = rows.batches.current.refresh()
         budget = prompt_budget = self.max_num_batched_tokens - len(decoding)
         num_waiting = len(self.waiting)
-        if (num_waiting or rows.catching_up) and decoding:
+        if (num_waiting or rows.num_catching_up) and decoding:
             limit = self._prompt_limit(len(decoding), self._num_left)
             if limit is not None:
                 prompt_budget = limit
         plan = StepPlan(rows, budget, num_waiting, prompt_budget, can_be_undone=can_be_undone)
         due = [request for request in decoding if request.num_computed_tokens == request.limit]
-        if due or rows.catching_up:
+        if due or rows.num_catching_up:
             plan.serve_rows(due)
             decoding = rows.batches.current.refresh()
             num_waiting = len(self.waiting)  # preempted requests may have joined the queue
@@ -286,7 +282,7 @@ class Scheduler:
         step_id = self._next_step_id
         self._next_step_id = step_id + 1
         output = plan.make(step_id, has_grammars=self.num_constrained > 0)
-        self._num_left = len(self.waiting) + len(rows.catching_up) if plan.is_full else 0
+        self._num_left = len(self.waiting) + rows.num_catching_up if plan.is_full else 0
         return output
 
     def update(self, output: ModelRunnerOutput) -> StepResult:
@@ -295,28 +291,13 @@ class Scheduler:
         Raises:
             InternalError: it is not the answer to that step. Then nothing was committed.
         """
-        in_flight = self.rows.in_flight
+        in_flight = self.rows.steps
         if not in_flight or in_flight[0].step_id != output.step_id:
             wanted = f"step {in_flight[0].step_id}" if in_flight else "none"
             raise InternalError(f"the worker answered step {output.step_id}, but {wanted} is due")
         token_ids = output.token_ids.tolist()  # converted once: a list is read faster than a column
         in_flight[0].check(output, token_ids, self._vocab_size)
-        return self._answers.apply(in_flight.popleft(), output, token_ids)
-
-
-def reset_prefix_cache(scheduler: Scheduler) -> int:
-    """Forget all prefixes; requests that are being computed go on, and nobody takes over what they compute. Returns how
-    many blocks were known."""
-    rows = scheduler.rows
-    computed = {*rows.running, *(request for step in rows.in_flight for request in step.batch)}
-    for request in computed:
-        if request.is_leading:
-            rows.prefixes.leave(request)
-        if request.root_hash is not None:
-            request.root_hash = retired_root(request.root_hash)
-            request.block_hashes = []
-            request.states.offered.clear()
-    return rows.kv.pool.forget_all()
+        return self.answers.apply(in_flight.popleft(), output, token_ids)
 
 
 def name_prefix(scheduler: Scheduler, request: Request) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
 
 from ...errors import InternalError
 from ...ipc.messages import ModelRunnerOutput, int32
 from .request import Request
 
-__all__ = ["NOTHING", "NOT_SETTLED", "InFlightStep"]
+__all__ = ["NOTHING", "InFlightStep", "UnansweredSteps"]
 
 
 NOTHING: array[int] = int32()
 """For columns that are replaced, never changed in place."""
-NOT_SETTLED = NOTHING, NOTHING
+_NOT_SETTLED = NOTHING, NOTHING
 
 
 class InFlightStep:
@@ -44,7 +45,7 @@ class InFlightStep:
         self.newcomers: list[Request] = []  # requests whose first step this is
         self.leavers: list[Request] = []  # requests whose blocks are freed once this step is answered
         self.removed: array[int] = NOTHING  # rows that the step has told as removed
-        self.settled = NOT_SETTLED  # rows that the step has told as settled, and how many drafts of each were rejected
+        self.settled = _NOT_SETTLED  # rows that the step has told as settled, and how many drafts of each were rejected
         self.grown_rows: list[int] = []  # row of each block that the step has given out
         self.grown_groups: list[int] = []  # KV group of each block that the step has given out
 
@@ -86,3 +87,35 @@ class InFlightStep:
         """Return (batch index, request) of the requests that sample under a grammar in this step."""
         chunks = self.chunks
         return [(i, r) for i, r in enumerate(self.batch) if r.grammar is not None and i not in chunks]
+
+
+class UnansweredSteps(deque[InFlightStep]):
+    """The steps that were made and have not been answered, oldest first; and what the next one tells of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._removed: list[int] = []  # rows that the worker is to remove
+        self._settled = _NOT_SETTLED  # rows whose drafts were answered, and how many of each were rejected
+
+    def remove_row(self, row: int) -> None:
+        self._removed.append(row)
+
+    def settle_rows(self, rows: array[int], num_rejected: array[int]) -> None:
+        """Tell the worker in the next step how many drafts of these rows were rejected."""
+        self._settled = self._settled[0] + rows, self._settled[1] + num_rejected
+
+    def add(self, step: InFlightStep) -> None:
+        """Put a new step behind the others. It tells what there is to tell of rows."""
+        step.removed, self._removed = int32(self._removed), []
+        step.settled, self._settled = self._settled, _NOT_SETTLED
+        self.append(step)
+
+    def take_back(self) -> InFlightStep:
+        """Take out the newest step, which the worker has not begun: the next one tells what it told."""
+        step = self.pop()
+        self._removed += step.removed
+        self.settle_rows(*step.settled)
+        return step
+
+    def requests(self) -> set[Request]:
+        return {request for step in self for request in step.batch}

@@ -158,11 +158,10 @@ class NGramSpeculation(Speculation):
 
     def propose(self) -> bool:
         changed, self._changed = self._changed, {}
-        rows = self._scheduler.rows
-        room, budget = self._most_rows - len(rows.running), _MOST_INDEXED
+        room, budget = self._most_rows - self._scheduler.num_running, _MOST_INDEXED
         if room <= 0:
             return True
-        drafted = {step.batch[place] for step in rows.in_flight for place in step.drafts}
+        drafted = {step.batch[place] for step in self._scheduler.rows.steps for place in step.drafts}
         for request in changed:
             if request.status is not RequestStatus.DECODING:
                 continue
