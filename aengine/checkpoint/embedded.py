@@ -121,7 +121,7 @@ def remove_model(name: str) -> bool:
 
 
 def _installed_parts(model: EmbeddedModel) -> list[Path]:
-    """The model's files in installed packages; none unless all are there."""
+    """Return the model's files in installed packages; none unless all are there."""
     found = []
     for package in model.packages:
         # find_spec of a top-level name runs none of its code; importing one might load another engine.

@@ -86,7 +86,7 @@ def _check_layers(file: GgufFile, num_layers: int) -> None:
 
 
 def _encoder_config(file: GgufFile, values: _Metadata, arch: str) -> dict[str, Any]:
-    """The settings of a model whose tokens see later ones, too."""
+    """Return the settings of an encoder, whose tokens attend to later ones too."""
     types, positions = file.tensors.get("token_types.weight"), file.tensors.get("position_embd.weight")
     base = values.number_or_none(f"{arch}.rope.freq_base", above=0)
     theta = {} if base is None else {"rope_theta": base}
@@ -198,7 +198,7 @@ def _head_dim(file: GgufFile, values: _Metadata, arch: str, default: int) -> int
 
 
 def _rotary_dim(file: GgufFile, values: _Metadata, arch: str, head_dim: int) -> int:
-    """Elements of a head that are rotated."""
+    """Return how many elements of each head are rotated."""
     key = f"{arch}.rope.dimension_count"
     rotary_dim = values.integer(key, head_dim)
     if rotary_dim > head_dim:

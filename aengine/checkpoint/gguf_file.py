@@ -247,7 +247,7 @@ class _HeaderReader:
         return ModelLoadError(f"{self.path} is damaged or not a GGUF file: {problem}")
 
     def read_header(self) -> tuple[int, dict[str, tuple[int, int]], list[GgufTensor]]:
-        """(version, key -> (type, position), tensors), everything checked."""
+        """Return (version, {key: (type, position)}, tensors), everything checked."""
         if self.file.data[:4] != b"GGUF":
             raise self.error(f"it begins with {self.file.data[:4]!r}, not b'GGUF'")
         self._position = 4
@@ -274,7 +274,7 @@ class _HeaderReader:
         return version, pairs, self._placed(infos, start, alignment)
 
     def decode(self, code: int, position: int, what: str) -> Any:
-        """The value at ``position``, which `_skip` has checked."""
+        """Return the value at ``position``, which `_skip` has checked."""
         self._position = position
         if code == _STRING:
             return self._bytes(what).decode("utf-8", errors="replace")
@@ -359,7 +359,7 @@ class _HeaderReader:
         self._position = position
 
     def _tensor_info(self, index: int) -> tuple[str, GgmlType, int, tuple[int, ...], int]:
-        """(name, type, type code, row-major shape, offset within the data)."""
+        """Read an entry: (name, type, type code, row-major shape, offset within the data)."""
         name = self._name(f"the name of tensor {index}")
         num_dims = self._u32(f"the number of dimensions of {name!r}")
         if not 1 <= num_dims <= _MAX_DIMS:

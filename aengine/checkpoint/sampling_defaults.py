@@ -35,7 +35,7 @@ class SamplingDefaults:
                 logger.warning("generation_config.json of the model: %s; it is left out", error)
 
     def applied(self, params: SamplingParams) -> SamplingParams:
-        """The parameters with the model's values where the caller gave none."""
+        """Return the parameters with the model's values where the caller gave none."""
         if not self.values:
             return params
         missing = {name: value for name, value in self.values.items() if type(getattr(params, name)) in DEFAULT_TYPES}

@@ -106,7 +106,7 @@ def resolve_model(config: EngineConfig, progress: Progress | None = None) -> Mod
 
 
 def _read_settings(path: Path, config: EngineConfig, choice: GgufChoice | None) -> ModelSource:
-    """What the files at ``path`` say. Raises ModelLoadError."""
+    """Read the model's settings from the files at ``path``. Raises ModelLoadError."""
     dummy = config.load_format == "dummy"
     if path.is_dir():
         path = weights_in(path, config.load_format, choice)

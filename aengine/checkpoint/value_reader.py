@@ -145,7 +145,7 @@ class ValueReader:
         raise self.error(key, "must be true or false")
 
     def text(self, key: str, default: str = "") -> str:
-        """Return a text."""
+        """Return the text of ``key``; ``default`` where there is none."""
         value = self.raw(key)
         if value is None:
             return default
@@ -206,7 +206,7 @@ class ValueReader:
 
 
 def _finite(value: Any) -> float | None:
-    """The number as a float; None for what is no number, or not finite as one."""
+    """Return the number as a float; None for what is no number, or not finite as one."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -228,7 +228,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_any_json(path: Path) -> Any:
-    """Any JSON value out of a file, else as `read_json`."""
+    """Read any JSON value from a file; apart from that like `read_json`."""
     text = read_text(path)
     try:
         value = json.loads(text, parse_int=_integer)

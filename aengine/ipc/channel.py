@@ -357,7 +357,7 @@ class WorkerChannel:
         return self._segment.bitmask()[:size]
 
     def close(self) -> None:
-        """Release everything. Idempotent."""
+        """Release the rings, the semaphores and the memory. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -401,7 +401,7 @@ class WorkerChannel:
 
 
 def _flat(payload: Payload) -> bytes | memoryview:
-    """The bytes of any contiguous buffer, without a copy."""
+    """Return a view of any contiguous buffer as bytes, without a copy."""
     if type(payload) is bytes:
         data: bytes | memoryview = payload
     else:
@@ -413,7 +413,7 @@ def _flat(payload: Payload) -> bytes | memoryview:
 
 
 def _frames(producer: Producer, data: bytes | memoryview) -> Iterable[tuple[int, bytes | memoryview]]:
-    """Flags and payload of the frames that a message takes."""
+    """Yield flags and payload of each frame that a message takes."""
     if len(data) <= producer.fragment_length:
         return ((WHOLE, data),)
     return producer.fragments(data)

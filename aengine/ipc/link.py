@@ -45,7 +45,7 @@ class AuthenticationError(ConnectionError):
 
 
 class LinkFrame(NamedTuple):
-    """A message of or to one rank."""
+    """A message between the host and one rank, as it travels over the connection."""
 
     rank: int
     kind: int
@@ -172,7 +172,7 @@ class Link:
         return self._socket
 
     def close(self) -> None:
-        """End, and close the connection. Idempotent."""
+        """Stop receiving and close the connection. Idempotent."""
         self.detach().close()
 
     def _readable(self) -> None:

@@ -98,12 +98,12 @@ class Kind(IntEnum):
 
 
 def int32(values: Any = ()) -> array[int]:
-    """An int32 column."""
+    """Return the values as an int32 column."""
     return array("i", values)
 
 
 def float32(values: Any = ()) -> array[float]:
-    """A float32 column."""
+    """Return the values as a float32 column."""
     return array("f", values)
 
 
@@ -254,7 +254,7 @@ class ResultColumns:
     values: array[float]  # [sum(sizes)] the results, one after the other
 
     def items(self) -> list[tuple[int, array[float]]]:
-        """(batch position, result) of each."""
+        """Yield (batch position, result) of each request that gets a result."""
         found, end = [], 0
         for i, size in zip(self.batch_idx, self.sizes, strict=True):
             begin, end = end, end + size
@@ -285,7 +285,7 @@ class ModelRunnerOutput:
     results: ResultColumns | None = None
 
     def num_tokens(self) -> Sequence[int]:
-        """[num_reqs]: how many tokens each got."""
+        """Return how many tokens each request of the batch got, [num_reqs]."""
         return [int(token_id >= 0) for token_id in self.token_ids] if self.counts is None else self.counts
 
 

@@ -80,7 +80,7 @@ class _End:
 
 
 class Producer(_End):
-    """The writing end."""
+    """The writing end of a ring. One thread of one process uses it."""
 
     __slots__ = ("_unfinished", "fragment_length")
 
@@ -145,7 +145,7 @@ class Producer(_End):
 
 
 class Consumer(_End):
-    """The reading end."""
+    """The reading end of a ring. One thread of one process uses it."""
 
     __slots__ = ()
 

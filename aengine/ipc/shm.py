@@ -143,7 +143,7 @@ class Segment:
         return cls(memory, ticket.capacity, ticket.bitmask_bytes, ticket.nonce)
 
     def ring(self, index: int) -> memoryview:
-        """The region of ring 0 (host -> worker) or 1 (worker -> host)."""
+        """Return the memory of ring 0 (host -> worker) or 1 (worker -> host)."""
         return self._view[ring_span(index, self.capacity)]
 
     def bitmask(self) -> memoryview:
@@ -159,13 +159,13 @@ class Segment:
         self._view[:8] = _VOID
 
     def close_fd(self) -> None:
-        """The mapping stays; no further child can inherit it. Idempotent."""
+        """Close the descriptor, so that no further child inherits it; the mapping stays. Idempotent."""
         if self.fd >= 0:
             fd, self.fd = self.fd, -1
             os.close(fd)
 
     def close(self) -> None:
-        """Unmap, after the rings' ends were released. Idempotent."""
+        """Unmap the segment. The rings' ends must have been released. Idempotent."""
         self.close_fd()
         self.heartbeat.release()
         self._view.release()

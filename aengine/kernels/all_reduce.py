@@ -26,7 +26,7 @@ EACH_WAY = (1, 2**19, 2**23)
 
 
 def sum_of(parts: Sequence[Tensor]) -> Tensor:
-    """The sum in float32, in the order given: the reference of the ops."""
+    """Return the sum of the parts in float32, added in the order given: the reference of the ops."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part

@@ -24,8 +24,8 @@ class Sharing(NamedTuple):
     """How the keys of a step are cut: in equal parts of about the least chunk, or, if those were too many, of a share
     of all keys."""
 
-    least_chunk: int  # keys that are worth a program
-    max_extra: int  # items, beside one for each sequence
+    least_chunk: int  # fewest keys for which a program is launched
+    max_extra: int  # most items of a plan beyond one for each sequence
     is_lenient: bool  # a part may have a quarter more keys than its share, before it is cut
 
 

@@ -34,7 +34,7 @@ class ExpertShape(NamedTuple):
 
 
 class ProductTile(NamedTuple):
-    block_n: int  # output features a program
+    block_n: int  # output features that a program computes
     block_k: int
     num_warps: int
     num_stages: int

@@ -29,12 +29,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class RoutingRule:
-    top_k: int  # experts a token
+    top_k: int  # number of experts that a token chooses
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     renormalise: bool = True  # the weights of the chosen add up to ``scale``
     scale: float = 1.0
     num_groups: int = 1
-    top_groups: int = 1  # groups a token
+    top_groups: int = 1  # number of groups that a token chooses from
 
 
 class Routing(NamedTuple):
@@ -63,9 +63,9 @@ class ExpertPlan:
     routing: Routing
     shape: ExpertShape
     chosen: list[tuple[int, Tensor]]  # (chosen expert, int64 tensor of its pairs) on the CPU
-    tiling: ExpertTiling | None = None  # elsewhere
-    blocks: ExpertBlocks | None = None  # elsewhere; None: each pair alone
-    is_partial: bool = False  # some experts are not here
+    tiling: ExpertTiling | None = None  # tile sizes of the Triton kernels; None on the CPU
+    blocks: ExpertBlocks | None = None  # blocks of pairs for the Triton kernels; None: each pair is computed alone
+    is_partial: bool = False  # other ranks have some of the chosen experts
 
     @property
     def num_pairs(self) -> int:
@@ -73,7 +73,7 @@ class ExpertPlan:
 
 
 class ExpertMatrices(NamedTuple):
-    """A matrix an expert."""
+    """One matrix of each expert, stacked, with their biases and scales."""
 
     weight: Tensor  # [num_experts, out_features, in_features], of any strides; numbers, or int8 codes with a scale
     bias: Tensor | None = None  # [num_experts, out_features]

@@ -163,7 +163,7 @@ def _inverse(system: Tensor) -> Tensor:
 
 
 def _normalised(q: Tensor, k: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-    """q and k of each value head, float32 [n, num_heads, key_dim]."""
+    """Return normalised q and k, repeated for each value head, float32 [n, num_heads, key_dim]."""
     q, k = q.float(), k.float()
     q = q * torch.rsqrt((q * q).sum(-1, keepdim=True) + _EPS) * q.shape[-1] ** -0.5
     k = k * torch.rsqrt((k * k).sum(-1, keepdim=True) + _EPS)

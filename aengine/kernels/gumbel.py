@@ -108,7 +108,7 @@ def best_of_shares(shares: Tensor) -> tuple[Tensor, Tensor]:
 def draw_or_greedy(
     logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, cutoff: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The reference, which on the CPU may look which rows are greedy."""
+    """Run the reference: rows of temperature 0 take the likeliest token, and only the others are drawn."""
     is_random = temperature > 0
     if not is_random.any():
         best = logits.max(dim=1)

@@ -17,7 +17,7 @@ from .policy import ROW_TILE
 
 __all__ = ["invariant_attention"]
 
-_KEYS = 128  # keys of a block
+_KEYS = 128  # keys that are read at a time
 
 
 def invariant_attention(

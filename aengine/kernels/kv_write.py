@@ -20,7 +20,7 @@ def write_kv(kv: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
     assert kv.shape[1:] == kv_cache.shape[2:], f"{kv.shape} into {kv_cache.shape}"
     if kv.device.type != "cpu":
         raise cpu_only("write_kv", kv)
-    if kv_cache.is_contiguous():  # faster than two indices
+    if kv_cache.is_contiguous():  # one index is faster than two
         kv_cache.flatten(0, 1).index_copy_(0, slot_mapping, kv)
     else:
         block_size = kv_cache.shape[1]

@@ -32,10 +32,10 @@ class LinearShape(NamedTuple):
 
 
 class StreamedTiling(NamedTuple):
-    """Tiles of `kernels/triton/linear_streamed.py`."""
+    """Tile sizes of one launch of `kernels/triton/linear_streamed.py`."""
 
     block_n: int  # output features; twice as many rows of W with a gate
-    block_m: int  # rows of x
+    block_m: int  # rows of x that a program multiplies
     block_k: int
     num_warps: int
     num_stages: int
@@ -77,7 +77,7 @@ def _default_tiling(shape: LinearShape, num_rows: int) -> StreamedTiling | None:
         return None
     block_m = padded_rows = max(16, 1 << (num_rows - 1).bit_length())
     columns = ceil(shape.out_features / 64)
-    if columns * padded_rows // 16 < 16:  # programs
+    if columns * padded_rows // 16 < 16:  # number of programs
         return None
     while block_m > 16 and columns * padded_rows // block_m < 48:
         block_m //= 2

@@ -61,7 +61,7 @@ def apply_lists(logits: Tensor, rows: Tensor, lists: Tensor, num_tokens: Tensor)
 
 
 def bias_and_ban(logits: Tensor, rows: Tensor, lists: Tensor, num_tokens: Tensor) -> None:
-    """The reference, which on the CPU may read the lists' lengths."""
+    """Run the reference. On the CPU it may read back how long the lists are."""
     for i, row in enumerate(rows.tolist()):
         if row < 0:
             continue

@@ -17,7 +17,7 @@ __all__ = ["add_rms_norm", "rms_norm"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalised rows, in x's dtype, for x [..., size] and weight [size]."""
+    """Return x [..., size] with normalised rows times weight [size], in x's dtype."""
     assert x.shape[-1] == weight.shape[0], f"rms_norm of rows of {x.shape[-1]} with a weight of {weight.shape[0]}"
     if uses_triton(x):
         from .triton import rms_norm as triton_op

@@ -1,4 +1,4 @@
-"""Rows of a table for a batch that may be padded."""
+"""Copy rows of a table for a batch that may be padded: padding gets zeros."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def apply_staged_writes(target: Tensor, starts: Tensor, lengths: Tensor, values:
 
 
 def write_runs(target: Tensor, starts: Tensor, lengths: Tensor, values: Tensor) -> None:
-    """The reference: where every value goes, then one copy."""
+    """Run the reference: compute the place of every value, then write all of them by one copy."""
     run_begin = lengths.cumsum(0) - lengths  # place in ``values`` at which run i begins
     shift = (starts - run_begin).repeat_interleave(lengths, output_size=values.shape[0])
     target.index_copy_(0, torch.arange(values.shape[0]) + shift, values)

@@ -12,7 +12,7 @@ __all__ = ["DecodeInputs", "PreparedInputs", "ScalarColumns"]
 class ScalarColumns(NamedTuple):
     """Columns of the persistent rows, in words of 4 bytes (runner/request_state.py)."""
 
-    seed: int  # two words
+    seed: int  # the seed takes two of the row's words
     temperature: int
     num_tokens: int
     num_computed_tokens: int
@@ -21,7 +21,7 @@ class ScalarColumns(NamedTuple):
 class DecodeInputs(NamedTuple):
     """Inputs of a step in which every request computes its newest token; [n] each. Padding: id 0 at 0, greedy."""
 
-    input_ids: Tensor  # int64
+    input_ids: Tensor  # int64: token that the row computes
     positions: Tensor  # int64
     seq_lens: Tensor  # int32, the new token included; 0 for padding
     temperature: Tensor  # float32

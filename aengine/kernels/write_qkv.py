@@ -58,7 +58,7 @@ def apply_rope_and_write_kv(
 
 
 def _turn(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
-    """float32 x [num_tokens, heads, head_dim], turned."""
+    """Return x in float32 [num_tokens, heads, head_dim], rotated by its tokens' positions."""
     cos, sin = rope.table.index_select(0, positions)[:, None].chunk(2, -1)
     rotary_dim = rope.table.shape[1]
     x, rest = x[..., :rotary_dim], x[..., rotary_dim:]

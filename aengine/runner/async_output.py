@@ -93,7 +93,7 @@ class AsyncOutput:
         return self._source is None or self._source.ready()
 
     def get(self) -> ModelRunnerOutput:
-        """Wait for the device and put the answer together."""
+        """Wait until the device has copied the step's tokens, and return its answer."""
         host = HostOutput() if self._source is None else self._source.get()
         # The rows of logits that the answer has, in its order, and their errors; None: all rows, in any order.
         kept = None if self._drafts is None else self._accepted(host)
@@ -129,7 +129,7 @@ class AsyncOutput:
         return ModelRunnerOutput(self._step_id, _int_column(token_ids), logprobs)
 
     def _accepted(self, host: HostOutput) -> Rows:
-        """The rows whose tokens the requests get, in the order of the batch."""
+        """Return the rows of logits whose tokens were accepted, in the order of the batch."""
         order = np.argsort(self._sampling, kind="stable")
         if host.token_ids is None:
             return order

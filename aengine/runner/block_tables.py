@@ -77,7 +77,7 @@ class BlockTables:
         self._fresh.extend(block_ids)
 
     def take_fresh(self) -> Rows:
-        """Host int64 [m]: the blocks that changed hands since the last call."""
+        """Return the ids of the blocks given out since the last call, int64 [m] on the host."""
         fresh, self._fresh = self._fresh, []
         return np.array(fresh, dtype=np.int64)
 

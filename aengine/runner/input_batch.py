@@ -63,7 +63,7 @@ class BatchPlan:
 
     @property
     def num_logits(self) -> int:
-        """How many tokens of the batch need logits."""
+        """Number of tokens of the batch whose logits are computed."""
         return len(self.sampling) + (0 if self.drafts is None else len(self.drafts.token_ids))
 
     def logits_indices(self) -> Rows:
@@ -77,7 +77,7 @@ class BatchPlan:
         return (last - num_drafts)[owner] + places
 
     def first(self, n: int) -> BatchPlan:
-        """The plan of the first n requests only."""
+        """Return the plan of the first n requests alone."""
         return BatchPlan(
             batch_idx=self.batch_idx[:n],
             rows=self.rows[:n],

@@ -174,7 +174,7 @@ class Divisible(ABC):
 
     @abstractmethod
     def divided(self, num_ranks: int) -> Self | None:
-        """The sizes of one rank; None: they don't divide."""
+        """Return the sizes of one rank; None: they don't divide."""
 
 
 def _quotient(size: int, num_ranks: int) -> int | None:

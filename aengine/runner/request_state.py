@@ -65,7 +65,7 @@ class Scalars:
         self.logprobs_asked = words[:, 13]  # int32 [n]: alternatives to each token, plus 1; 0: no log-probabilities
 
     def select(self, rows: Tensor) -> Scalars:
-        """A copy of some rows (int64 [m])."""
+        """Return a copy of the rows int64 [m]."""
         return Scalars(self.words.index_select(0, rows))
 
 

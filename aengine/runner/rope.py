@@ -136,7 +136,7 @@ class RopeConfig:
         return self._plain, 1.0
 
     def long(self) -> LongRope | None:
-        """The second set of frequencies; None: there is one."""
+        """Return the frequencies for requests beyond the border (longrope); None: there is one set for all."""
         border = int(self.scaling.get("original_max_position_embeddings") or 0)
         if self.rope_type != "longrope" or border >= self.max_position_embeddings:
             return None

@@ -1,4 +1,4 @@
-"""Host arrays to the device, without the host waiting."""
+"""Copies host arrays to the device without making the host wait."""
 
 from __future__ import annotations
 

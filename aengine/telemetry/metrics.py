@@ -41,7 +41,7 @@ _TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 
 class Histogram:
     """Distribution of values: those of all requests since the engine's start."""
 
-    bounds: tuple[float, ...]  # ascending
+    bounds: tuple[float, ...]  # upper bounds of the buckets, ascending, in the unit of the values
     counts: tuple[int, ...]  # counts[i]: values in (bounds[i - 1], bounds[i]]; the last one: values above all bounds
     sum: float  # sum of the values
 
@@ -63,7 +63,7 @@ class Histograms:
 
     time_to_first_token: Histogram
     inter_token_latency: Histogram  # seconds from one step's tokens to the next, once for each request that got one
-    time_per_output_token: Histogram  # the means of requests
+    time_per_output_token: Histogram  # seconds between tokens, the mean of each request
     request_latency: Histogram  # seconds from the call to the end
     queue_time: Histogram  # seconds from the call to the first step, of requests that got a token
     prefill_time: Histogram  # seconds from the first step to the first token
@@ -99,7 +99,7 @@ class ReplicaStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """The engine at one moment. Counts are since its start."""
+    """Numbers of the engine at one moment. Counts are since its start."""
 
     num_running: int  # requests with a row on the worker
     num_waiting: int  # requests whose first step has not been made, and those that were preempted

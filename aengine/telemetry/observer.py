@@ -44,7 +44,7 @@ class Observer:
         self.num_ended = dict.fromkeys(FinishReason, 0)
 
     def new_times(self) -> RequestTimes:
-        """The times of a request that arrives now."""
+        """Return the times of a request that arrives now."""
         return RequestTimes(logger.isEnabledFor(logging.DEBUG))
 
     def note_queued(

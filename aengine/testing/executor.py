@@ -50,7 +50,7 @@ Future = asyncio.Future[ModelRunnerOutput | None]
 
 @dataclass(slots=True)
 class Row:
-    """A request on the worker."""
+    """A request that the fake worker computes, and how far it is in its script."""
 
     line: Line
     num_prompt_tokens: int

@@ -105,7 +105,7 @@ ReplyLike = Any
 
 
 class Line:
-    """The tokens of a completion's row, by place."""
+    """The tokens that the script gives one completion, by their index in it."""
 
     def __init__(self, reply: Reply | None, text: str) -> None:
         """``reply``: what the completion says; None: its tokens do not matter."""

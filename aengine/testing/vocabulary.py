@@ -26,13 +26,13 @@ REASONING_TEMPLATE = TEMPLATE + "{# An answer may begin with <think> and </think
 
 
 def ids_of(text: str) -> list[int]:
-    """The tokens of a text; names of special tokens in it are text."""
+    """Return the ids of a text; names of special tokens in it are plain text."""
     return list(text.encode())
 
 
 @functools.cache
 def tokenizer(reasoning: bool) -> Tokenizer:
-    """``reasoning``: of a model that may reason before it answers."""
+    """Return the fake model's tokenizer. ``reasoning``: its template is that of a model that may reason."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Encoder
 

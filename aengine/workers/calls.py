@@ -17,7 +17,7 @@ __all__ = ["CALLS", "Extension", "extension_class"]
 
 
 def ping(rank: Rank, model: LoadedModel | None) -> dict[str, Any]:
-    """Answer: all steps before have been launched."""
+    """Return at once. A worker handles calls in order, so its reply says that all steps before were launched."""
     return {"rank": rank.index, "pid": os.getpid()}
 
 
@@ -60,12 +60,12 @@ class Extension:
     """The methods that `AsyncLLM.collective_rpc` can call: public ones of an object of ``cls``, and some of our own."""
 
     def __init__(self, cls: Callable[[WorkerContext], object] | None, context: WorkerContext) -> None:
-        """Raises what ``cls`` does."""
+        """Make the extension, an instance of ``cls``. Raises what its ``__init__`` raises."""
         self._object = None if cls is None else cls(context)
         self._context = context
 
     def call(self, method: str, args: list[Any]) -> Any:
-        """Call it. Raises NoSuchMethodError, and what it does."""
+        """Call a method of the extension. Raises NoSuchMethodError, and whatever the method raises."""
         names = self._names()
         if method in names:
             value = getattr(self._object, method)(*args)

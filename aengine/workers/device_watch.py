@@ -42,23 +42,23 @@ class DeviceWatch:
         self._known: deque[tuple[float, float]] = deque(maxlen=_NUM_STEPS)
 
     def note_busy(self) -> None:
-        """The main thread runs code of the host, which may take any time."""
+        """Note that the main thread runs code of the host's, which may take any time: nothing is overdue meanwhile."""
         self.word = 0
         self._is_watching = False
 
     def note_idle(self) -> None:
-        """No step is on the device."""
+        """Note that the device computes no step."""
         self.word = IDLE
         self._is_watching = False
 
     def note_done(self, num_tokens: int, seconds: float) -> None:
-        """The oldest step is done; it took so many ``seconds``, 0: not known."""
+        """Note that the oldest step, of ``num_tokens`` tokens, is done; it took ``seconds`` (0: not known)."""
         self._waited = 0.0
         if seconds:
             self._known.append((seconds, seconds / max(num_tokens, _LEAST_TOKENS)))
 
     def note_not_done(self, num_tokens: int, now: float) -> None:
-        """The oldest step, of so many tokens, was looked at, and is not done."""
+        """Note that the oldest step, of ``num_tokens`` tokens, was not done at ``now`` (monotonic seconds)."""
         if self._is_watching:
             self._waited += min(now - self._last_look, _MOST_BETWEEN_LOOKS)
         self._is_watching, self._last_look = True, now

@@ -32,7 +32,7 @@ class Answer(Protocol):
 
 
 class Runner(Protocol):
-    """Computes steps. Its methods are called by one thread."""
+    """Interface of what computes steps on a worker. Its methods are called by one thread."""
 
     def execute_model(self, out: SchedulerOutput) -> None: ...
 

@@ -100,7 +100,7 @@ class WorkerLogs(logging.Handler):
         self._queue.append(pack(_message_of(record)))
 
     def _is_allowed(self) -> bool:
-        """A token bucket's answer."""
+        """Return whether a token bucket allows another record now."""
         now = time.monotonic()
         self._allowance = min(BURST, self._allowance + (now - self._counted) * PER_SECOND)
         self._counted = now

@@ -156,7 +156,7 @@ def _normalised(vectors: Vectors) -> Vectors:
 
 
 def _cosines(vectors: Vectors, first: list[int], second: list[int]) -> Vectors:
-    """[n, 1], of the vectors at n pairs of places."""
+    """Return the cosines, [n, 1], of the vectors at n pairs of places."""
     vectors = _normalised(vectors)
     cosines: Vectors = (vectors[first] * vectors[second]).sum(axis=1, keepdims=True)
     return cosines
@@ -346,7 +346,7 @@ class _Call:
     def _begin(
         self, chunk: list[int], inputs: list[Any], encode: Callable[[Sequence[Any]], list[PooledText]]
     ) -> asyncio.Future[list[PooledText]]:
-        """Encode in a thread."""
+        """Encode a chunk of the texts in a thread."""
         own = [inputs[place] for place in chunk]
         return self.core.admission.preparation.run(encode, own, is_long=max(map(_length, own)) > LONG_TEXT)
 

@@ -267,7 +267,7 @@ def _ranked(documents: Sequence[str], result: PoolingResult, top_n: int | None) 
 
 
 def _listed(inputs: Any) -> list[Any]:
-    """The inputs as a list. Raises InvalidRequestError for what is neither a text, ids, nor a list of these."""
+    """Return the inputs as a list. Raises InvalidRequestError for what is neither a text, ids, nor a list of these."""
     if isinstance(inputs, str):
         return [inputs]
     if isinstance(inputs, bytes | bytearray | Mapping) or not isinstance(inputs, Sequence):

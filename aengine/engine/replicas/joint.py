@@ -79,11 +79,11 @@ class JointExecutor(ProcessExecutor):
         self._bitmasks: dict[tuple[int, int], bytes] = {}  # GRAMMAR frames of these steps
 
     def answers(self, index: int) -> PendingAnswers:
-        """The pending answers of a replica."""
+        """Return the pending answers of the replica ``index``."""
         return self._all_answers[index]
 
     def ranks(self, index: int) -> range:
-        """The indices of a replica's ranks."""
+        """Return the indices of the ranks of the replica ``index``."""
         size = self._config.num_ranks
         return range(index * size, (index + 1) * size)
 
@@ -214,7 +214,7 @@ class ReplicaExecutor:
         return await call_ranks(self._joint.workers, self._joint.answers(self._index), message, timeout, self._ranks)
 
     def vitals(self) -> Vitals:
-        """See `Executor`. Those of all ranks: any that stands still stops all."""
+        """See `Executor`. They are those of all ranks: one that stands still stops all."""
         return self._joint.vitals()
 
     def memory(self) -> tuple[int | None, int | None]:

@@ -65,7 +65,7 @@ class Load:
                 self._coming[mark] = count
 
     def num_coming(self, marks: Sequence[bytes]) -> int:
-        """How many of a prompt's marks are those of a request that is here."""
+        """Return how many of a prompt's marks, from the first on, are also those of a request on this replica."""
         low, high = 0, len(marks)
         while low < high:  # a request that has a mark has all marks before it
             middle = (low + high + 1) // 2
@@ -123,13 +123,13 @@ class OnlyReplica:
 
 
 def cost(num_to_compute: int, waiting_tokens: int, num_completions: int) -> float:
-    """Weigh a request on a replica, in prompt tokens."""
+    """Return what a request would cost on a replica, in units of one prompt token's computation."""
     return num_to_compute + _WAITING_SHARE * waiting_tokens + _RUNNING_TOKENS * num_completions
 
 
 def _marks(request: Request, scheduler: Scheduler) -> tuple[list[bytes], int]:
-    """The hashes of the prompt's prefixes of some 128 tokens, of twice as many and so on, one token less than it has at
-    most; and how many that is exactly. None if it shares no prefix."""
+    """Return the hashes of the prompt's prefixes of m, 2 m, ... tokens that leave a token to compute, and m, about 128.
+    The list is empty if the request shares no prefix."""
     size = scheduler.rows.kv.block_size
     step = max(1, _MARK_TOKENS // size)
     if request.root_hash is None:

@@ -50,7 +50,7 @@ class Started(NamedTuple):
 
 
 class Replica:
-    """One of the engine's replicas, by ``index``."""
+    """A copy of the model: its scheduler, its step loop, its workers and their restarts."""
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ _MOST_LOOKED_AT = 16
 
 
 class Replicas:
-    """The replicas of one engine, on its loop; by index."""
+    """The replicas of one engine: each request is given to one, and moved when that one fails."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Replicas:
     # -- requests
 
     def add(self, request: UserRequest) -> None:
-        """Compute a request, on the replica that suits it best."""
+        """Give a request to the replica that suits it best."""
         replica = request.replica = self._route(request, _able_of(self._all))
         for one in request.requests:
             replica.steps.add(one)
@@ -226,6 +226,6 @@ class Replicas:
 
 
 def _able_of(replicas: Sequence[Replica]) -> list[Replica]:
-    """Those that run, or, if none does, those that will be restarted."""
+    """Return the replicas that run, or, if none does, those that will be restarted."""
     running = [replica for replica in replicas if replica.state == "running"]
     return running or [replica for replica in replicas if replica.failure is None]

@@ -25,7 +25,7 @@ __all__ = ["ReplicaTurn", "Rounds"]
 
 
 class Rounds:
-    """The rounds of an engine, over one set of workers after the other."""
+    """Puts the steps of replicas that share experts together into rounds: one step of each, perhaps an empty one."""
 
     def __init__(self, num_replicas: int, max_in_flight: int, watchdog: Watchdog) -> None:
         """``watchdog``: of the workers; what it sees as steps are rounds, which take as long as if each replica had a

@@ -56,7 +56,7 @@ class ReplicasStart:
             self._starting.append(loop.create_task(starting, name="aengine-worker-start"))
 
     def _makes_processes(self, config: EngineConfig) -> bool:
-        """Whether the executors are our own, not those of a test, say."""
+        """Whether the executors start worker processes of ours, unlike a fake or a caller's own executor."""
         executor = self._make_executor(config)
         executor.terminate()
         return type(executor) is ProcessExecutor
@@ -100,7 +100,7 @@ class ReplicasStart:
         return await asyncio.gather(*self._starting)
 
     def terminate(self) -> None:
-        """End what was started, at once."""
+        """Kill all workers that were started."""
         for starting in self._starting:
             starting.cancel()
         for executor in self._executors:

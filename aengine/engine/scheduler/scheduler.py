@@ -260,14 +260,14 @@ class Scheduler:
         rows = self.rows
         decoding = rows.batches.current.refresh()
         budget = prompt_budget = self.max_num_batched_tokens - len(decoding)
-        num_waiting = len(self.waiting)
-        if (num_waiting or rows.num_catching_up) and decoding:
+        num_waiting, num_catching_up = len(self.waiting), rows.num_catching_up
+        if (num_waiting or num_catching_up) and decoding:
             limit = self._prompt_limit(len(decoding), self._num_left)
             if limit is not None:
                 prompt_budget = limit
         plan = StepPlan(rows, budget, num_waiting, prompt_budget, can_be_undone=can_be_undone)
         due = [request for request in decoding if request.num_computed_tokens == request.limit]
-        if due or rows.num_catching_up:
+        if due or num_catching_up:
             plan.serve_rows(due)
             decoding = rows.batches.current.refresh()
             num_waiting = len(self.waiting)  # preempted requests may have joined the queue

@@ -27,7 +27,7 @@ class Lanes:
         return (self._long if is_long else self._short).run(function, *args)
 
     def num_queued(self, *, is_long: bool) -> int:
-        """Calls of one lane that no thread has begun."""
+        """Return how many calls of one lane no thread has begun."""
         return (self._long if is_long else self._short).num_queued
 
     def close(self) -> tuple[ThreadPool, ...]:

@@ -44,7 +44,7 @@ class ThreadPool:
 
     @property
     def num_queued(self) -> int:
-        """Jobs that no thread has begun."""
+        """Number of jobs that no thread has begun."""
         return len(self._work.jobs)
 
     def run(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
@@ -66,7 +66,7 @@ class ThreadPool:
         return self._put(partial(_unless_closed, job))
 
     def discard(self, job: Job) -> bool:
-        """Take a job back that no thread has begun; whether that was so."""
+        """Take back a job that no thread has begun. Returns whether it could."""
         return _removed(self._work.jobs, job)
 
     def begin(self) -> None:
@@ -99,7 +99,7 @@ class ThreadPool:
             self._threads.append(thread)
 
     def close(self) -> None:
-        """Drop or cancel what was not begun. Nothing is awaited."""
+        """Drop or cancel the jobs that were not begun, without waiting for those that were."""
         self._end()
 
     async def aclose(self) -> None:
@@ -133,7 +133,7 @@ class _Work:
         self.is_closed = False
 
     def do(self) -> None:
-        """A thread's whole life."""
+        """Run jobs until the pool is closed: the body of each thread."""
         while True:
             self.idle.append(None)
             self.tickets.get()

@@ -33,7 +33,7 @@ def all_reduce(out: Tensor, part: Tensor, mailbox: ExchangeBuffers, *, add: bool
 
 
 def all_gather(x: Tensor, mailbox: ExchangeBuffers) -> Tensor:
-    """[size, *x.shape]: all ranks' x."""
+    """Return all ranks' x, [size, *x.shape]."""
     is_small = x.nbytes <= min(_MOST_IN_WORDS, 4 * mailbox.words_per_rank)
     words = _words_of(x, 1 if is_small else 4)
     gathered = words.new_empty(mailbox.size, len(words))

@@ -34,7 +34,7 @@ __all__ = ["decode_step_attention"]
 
 
 class _Tiling(NamedTuple):
-    block_n: int  # keys at a time; divides the chunks of the plan
+    block_n: int  # keys that a program reads at a time; the chunks of a plan are multiples of it
     num_warps: int
     num_stages: int
 

@@ -18,7 +18,7 @@ __all__ = [
     "write_own_kv",
 ]
 
-_LOG2_E = 1.4426950408889634  # exp2 is what the hardware has
+_LOG2_E = 1.4426950408889634  # scores are scaled by it, since the hardware computes exp2
 
 
 def score_scale(scale: float, softcap: float) -> float:
@@ -34,7 +34,7 @@ def capped(s, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def plan_item(plan, item, COLUMNS: tl.constexpr):
-    """Columns of a decode plan's item but the last, see PLAN_COLUMNS."""
+    """Load all columns of a decode plan's item but the last, see PLAN_COLUMNS."""
     at = plan + item * COLUMNS
     seq = tl.load(at)
     row = tl.load(at + 1)
@@ -220,7 +220,7 @@ def _combine(
         totals = tl.load(part + DP + 1, mask=known, other=0.0, cache_modifier=".cg")
         accs = tl.load(part[:, :, None] + d[None, None, :], mask=known[:, :, None], other=0.0, cache_modifier=".cg")
         higher = tl.maximum(top, tl.max(tops, 0))
-        safe = tl.where(higher == -float("inf"), 0.0, higher)  # parts before the window only
+        safe = tl.where(higher == -float("inf"), 0.0, higher)  # -inf where all parts so far lie before the window
         shrink = tl.exp2(top - safe)
         share = tl.exp2(tops - safe[None, :])
         total = total * shrink + tl.sum(totals * share, 0)

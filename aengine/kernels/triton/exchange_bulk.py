@@ -109,7 +109,7 @@ def _memories(addresses_ptr, SIZE: tl.constexpr):
 
 @triton.jit
 def _from(memory, begin, sender, bulk_per_rank, TYPE: tl.constexpr):
-    """Where in a rank's memory lies what ``sender`` sent: elements of TYPE."""
+    """Return a pointer, to elements of TYPE, to what ``sender`` has written into a rank's memory."""
     return (memory + tl.multiple_of(begin + sender * bulk_per_rank, 16)).to(tl.pointer_type(TYPE))
 
 
@@ -161,7 +161,7 @@ def _total_of(
     SIZE: tl.constexpr,
     ADD_TO: tl.constexpr,
 ):
-    """The elements ``i`` of the sum, and what is added to it."""
+    """Return the elements ``i`` of the sum over the ranks; with ADD_TO what ``out`` holds is added."""
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
     total = tl.zeros(i.shape, tl.float32)
     for r in tl.static_range(SIZE):

@@ -25,7 +25,7 @@ class Phase:
 
 @triton.jit
 def memory_of(addresses_ptr, rank, TYPE: tl.constexpr):
-    """Where the rank's memory begins, for elements of TYPE."""
+    """Return a pointer, to elements of TYPE, to the begin of the rank's memory."""
     return tl.multiple_of(tl.load(addresses_ptr + rank).to(tl.pointer_type(TYPE)), 16)
 
 

@@ -88,7 +88,7 @@ def _low_half(word, TYPE: tl.constexpr):
 
 @triton.jit
 def _high_half(word, TYPE: tl.constexpr):
-    """float32 of the second element; of words of one: zeros."""
+    """Return each word's second element in float32; zeros where a word holds one element of TYPE."""
     if tl.float32 == TYPE:
         value = tl.zeros(word.shape, tl.float32)
     else:

@@ -67,7 +67,7 @@ def add_pairs(residual: Tensor, hidden: Tensor, matrices: ExpertMatrices, plan: 
 
 
 def _constants(matrices: ExpertMatrices, size: int, plan: ExpertPlan, tile: ProductTile) -> dict[str, Any]:
-    """What both kernels are compiled for. ``size``: output features."""
+    """Return the constants that both kernels are compiled for. ``size``: number of output features."""
     weight, bias, scale = matrices
     k = weight.shape[2]
     block_k = _block_k(tile, k)
@@ -90,7 +90,7 @@ def _constants(matrices: ExpertMatrices, size: int, plan: ExpertPlan, tile: Prod
 
 
 def _block_k(tile: ProductTile, k: int) -> int:
-    """The tile's, or a shorter one that divides K."""
+    """Return the tile's block along K, or a shorter one that divides ``k``."""
     block_k = min(tile.block_k, max(16, triton.next_power_of_2(k)))
     while block_k > 256 and k % block_k:
         block_k //= 2
@@ -109,7 +109,7 @@ def _load_weights(w_ptr, n, k, ROWS, K: tl.constexpr, W_N: tl.constexpr, W_K: tl
 
 @triton.jit
 def _finish(y, n, expert, bias_ptr, scale_ptr, ROWS: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr):
-    """Scale and bias of the weights' rows ``n`` on the sums y [len(n)]."""
+    """Apply scale and bias of the weights' rows ``n`` to the sums y [len(n)]."""
     if SCALED:
         y *= tl.load(scale_ptr + expert * ROWS + n, mask=n < ROWS, other=0.0)
     if BIAS:
@@ -152,7 +152,7 @@ def _multiply_pairs(
     pair = tl.program_id(1).to(tl.int64)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
     if NUM_EXPERTS:
-        if expert >= NUM_EXPERTS:  # another rank's
+        if expert >= NUM_EXPERTS:  # another rank has the expert
             return
     ROWS: tl.constexpr = 2 * N if GATE != "" else N
     out_n = tl.program_id(0) * BN + tl.arange(0, BN)

@@ -24,7 +24,7 @@ __all__ = ["best_of_shares", "draw_share", "gumbel_sample"]
 
 _BLOCK = 256  # ids of a block, as kernels/gumbel.py defines the draw
 _BLOCKS = 4  # blocks of a chunk; 4 with one warp were the fastest on an H200
-_ROWS = 64  # a program of `_best_kernel`
+_ROWS = 64  # rows that a program of `_best_kernel` takes
 _LARGEST = tl.constexpr(3.0e38)
 _NO_INDEX = tl.constexpr(2**31 - 1)
 

@@ -24,7 +24,7 @@ from .linear_tiled import TiledTiling, tiled
 
 __all__ = ["add_linear", "norm_gated_linear", "norm_linear", "plain_linear"]
 
-MAX_SKINNY = 32  # rows of x
+MAX_SKINNY = 32  # most rows of x for which the skinny kernel is chosen
 MAX_TILED = 128
 _SMALL_WEIGHT = 2**23  # elements; a larger one takes so long to read that cuBLAS' slower start does not show
 

@@ -1,4 +1,4 @@
-"""Parts of the products of several rows: what is done before the sums over K, and after them."""
+"""Parts that the linear kernels for several rows share: what they do before the sums over K, and after them."""
 
 from __future__ import annotations
 

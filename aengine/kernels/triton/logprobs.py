@@ -17,7 +17,7 @@ from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
 __all__ = ["keep_logits", "token_logprobs"]
 
 _BLOCK = 256
-_BLOCKS = 16  # blocks of a program of the first launch
+_BLOCKS = 16  # blocks that a program of the first launch takes
 _NO_INDEX = tl.constexpr(2**31 - 1)
 
 

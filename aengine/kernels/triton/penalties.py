@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["add_counts", "apply_penalties", "count_sampled"]
 
 _TILE = 1024
-_LOGITS = 4096  # logits of a program
+_LOGITS = 4096  # logits that a program changes
 _IN_PROMPT = tl.constexpr(1 << 30)  # flag that kernels/penalties.py defines
 
 

@@ -1,4 +1,4 @@
-"""A copy of a few words a row: the time is that of a launch."""
+"""Copy a few words of each selected row: it takes no longer than a launch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
 
 __all__ = ["select_rows"]
 
-_ROWS = 32  # rows of a program
+_ROWS = 32  # rows that a program copies
 
 
 def select_rows(table: Tensor, rows: Tensor) -> Tensor:

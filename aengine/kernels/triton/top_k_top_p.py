@@ -26,7 +26,7 @@ from .nucleus import Candidates, as_mass, find_bracket, find_candidates, make_ca
 __all__ = ["BLOCK", "block_stats", "find_cutoff"]
 
 BLOCK = 256
-_BLOCKS = 16  # blocks of a program of the first launch
+_BLOCKS = 16  # blocks that a program of the first launch takes
 _GATHERED = 16  # blocks that a pass reads at a time
 _SEARCH_WARPS = 8
 _TILE = 2048  # listed logits that are read at a time
@@ -234,7 +234,7 @@ def _search_kernel(
 
 @triton.jit
 def _place(x: tl.tensor) -> tl.tensor:
-    """int64: floats in order are such integers in order."""
+    """Map floats to int64 so that the integers sort as the floats do."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 

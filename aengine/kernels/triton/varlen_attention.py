@@ -24,11 +24,11 @@ _FACTS = 8  # int32 of a block: row, first query, the sequence's first token, it
 
 
 class _Tiling(NamedTuple):
-    block_m: int  # rows: queries by heads
-    block_n: int  # keys at a time
+    block_m: int  # rows that a program computes: queries times heads
+    block_n: int  # keys that a program reads at a time
     num_warps: int
     num_stages: int
-    max_pack: int  # heads in a block
+    max_pack: int  # most heads whose queries share a block
 
     def shared_bytes(self, head_bytes: int) -> int:
         """Shared memory needed at most: queries, keys and values of the stages under way, scores in float32."""
@@ -341,5 +341,5 @@ def _varlen_attention(
             top, total, acc = _attend(
                 tile, base, blocks, j, *state, *strides, D, DP, BLOCK_SIZE, BN, WINDOW, SOFTCAP, True
             )
-        y = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # 0: past the last query
+        y = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # the total is 0 in rows past the last query
         tl.store(out + token[:, None] * (H * D) + at_head, y.to(out.dtype.element_ty), mask=is_query)

@@ -16,7 +16,7 @@ __all__ = ["AttentionBackend", "TorchAttention", "TritonAttention"]
 
 
 class AttentionBackend(Protocol):
-    """Makes the KV cache, and attends."""
+    """Interface of an attention backend: it makes the KV cache, whose `bind` computes attention."""
 
     @property
     def name(self) -> str:
@@ -26,7 +26,7 @@ class AttentionBackend(Protocol):
         """Wait until it is ready, before anything is captured. Raises ModelLoadError."""
 
     def make_cache(self, spec: KvCacheSpec) -> Any:
-        """A `KvMemory` of the runner."""
+        """Allocate the KV cache."""
 
 
 class TorchAttention:

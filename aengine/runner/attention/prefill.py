@@ -36,7 +36,7 @@ class PrefillMetadata:
 
     @property
     def has_context(self) -> bool:
-        """Whether any of them had tokens before this step."""
+        """Whether any of the prompts had tokens before this step."""
         return bool((self.seq_lens > self.query_lens).any())
 
     def key_lens(self, window: int | None) -> Rows:
@@ -92,7 +92,7 @@ class PrefillBackend(Protocol):
 
 
 class TritonPrefill:
-    """No library: `varlen_attention` is called for all prompts."""
+    """Attention to prompts without a library: all are computed by `varlen_attention`."""
 
     name = "triton"
 

@@ -52,7 +52,7 @@ class KvCache:
         self._first_lens = first_lens
 
     def bind(self, batch: InputBatch) -> Attention:
-        """The attention of one step."""
+        """Return the attention of one step."""
         groups = [
             GroupMetadata(group.seq_lens, group.block_table, slots)
             for group, slots in zip(batch.groups, batch.inputs.slot_mapping.unbind(0), strict=True)
@@ -92,7 +92,7 @@ class StepRope:
         self.long = config.long()
 
     def at(self, positions: Tensor, metadata: AttentionMetadata, dtype: torch.dtype) -> RopeRows:
-        """Compute them for int64 [num_tokens] positions."""
+        """Compute the rotary rows of int64 [num_tokens] positions."""
         inv_freq = self.inv_freq
         first_lens = metadata.first_lens_of_tokens()
         if self.long is not None and first_lens is not None:
@@ -106,13 +106,13 @@ class StepRope:
 class RopeRows(NamedTuple):
     """The rotary embedding of a step's tokens."""
 
-    cos: Tensor  # [num_tokens, 1, rotary_dim], as sin
+    cos: Tensor  # [num_tokens, 1, rotary_dim], like sin
     sin: Tensor
     interleaved: bool
     query_scale: Tensor | None  # [num_tokens]
 
     def apply(self, q_and_k: Tensor, num_heads: int) -> None:
-        """Turn them, [num_tokens, heads, head_dim], the first ``num_heads`` of q, in place."""
+        """Rotate q's heads, the first ``num_heads``, and k's, [num_tokens, heads, head_dim], in place."""
         apply_rotary(q_and_k, self.cos, self.sin, interleaved=self.interleaved)
         if self.query_scale is not None:
             q_and_k[:, :num_heads].mul_(self.query_scale[:, None, None])

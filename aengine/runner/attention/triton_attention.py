@@ -33,7 +33,7 @@ __all__ = ["BatchAttention", "DecodeAttention", "DraftAttention", "GpuKvCache", 
 
 
 class Heads(NamedTuple):
-    """The heads of a layer."""
+    """Number and size of a layer's heads."""
 
     num_heads: int
     num_kv_heads: int
@@ -387,7 +387,7 @@ def _join(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _cut(layer: AttentionLayer, out: Tensor, v: Tensor) -> Tensor:
-    """The first elements of each head, as many as v's heads have."""
+    """Return the first elements of each head of ``out``, as many as v's heads have."""
     if v.shape[2] == layer.head_dim:
         return out
     return out.unflatten(1, (-1, layer.head_dim))[..., : v.shape[2]].flatten(1)

@@ -38,7 +38,7 @@ class ExpertsGroup:
 
     @property
     def rank(self) -> int:
-        """This one's place among all ranks."""
+        """Index of this rank among those of all replicas."""
         return self._group.rank
 
     @property
@@ -56,7 +56,7 @@ class ExpertsGroup:
         self._sizes = [size] * self._num_replicas
 
     def own(self, num_tokens: int) -> slice:
-        """The rows of this replica's tokens in the round."""
+        """Return the slice of the round's rows that are this replica's tokens."""
         start = sum(self._sizes[: self._replica])
         return slice(start, start + num_tokens)
 

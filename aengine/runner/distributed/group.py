@@ -38,7 +38,7 @@ class TensorGroup(Peers, Protocol):
 
     @property
     def rank(self) -> int:
-        """This one's place, from 0 on."""
+        """Index of this rank in the group, from 0 on."""
 
     def add_sum(self, residual: Tensor, partial: Tensor) -> None:
         """Add the sum of all ranks' ``partial`` [n, hidden_size] to ``residual`` of that shape, in place."""
@@ -54,7 +54,7 @@ class TensorGroup(Peers, Protocol):
 
 
 class Alone:
-    """A group of one rank."""
+    """The `TensorGroup` of a rank that shares its layers with no other."""
 
     rank = 0
     size = 1

@@ -31,14 +31,14 @@ _HIDDEN, _IDS = 0, 1  # tags of messages
 
 
 class IntermediateTensors(NamedTuple):
-    """What a stage passes on to the next."""
+    """The tensors that a pipeline stage passes on to the next."""
 
     hidden: Tensor  # [num_tokens, hidden_size]: the residual stream
 
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """The most that stages exchange."""
+    """Sizes of the largest messages that stages exchange, and how many are under way at most."""
 
     hidden_size: int
     dtype: torch.dtype  # dtype of the hidden states
@@ -67,7 +67,7 @@ class PipelineLink(Protocol):
         no more than ``sizes.steps_in_flight`` of the steps that sample may be left."""
 
     def warm_up(self) -> None:
-        """Load what the other methods launch; nothing is exchanged."""
+        """Load the kernels that the other methods launch; nothing is exchanged."""
 
 
 class Outbox(Protocol):

@@ -30,7 +30,7 @@ class Share:
 
     @property
     def total(self) -> int:
-        """Elements of the dimension."""
+        """Number of elements of the whole dimension, over all ranks."""
         return self.size * self.pieces if self.whole is None else self.whole
 
     @property

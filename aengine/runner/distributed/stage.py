@@ -16,12 +16,12 @@ class PipelineStage:
 
     @property
     def is_first(self) -> bool:
-        """Whether it has the embedding."""
+        """Whether the stage has the embedding."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it has the head, and samples."""
+        """Whether the stage has the head, and samples."""
         return self.index == self.size - 1
 
     def layers(self, num_layers: int) -> range:

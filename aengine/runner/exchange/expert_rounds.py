@@ -35,7 +35,7 @@ class RoundShape(NamedTuple):
 
 
 class ExpertRounds(StepExchange):
-    """One rank's part in the rounds of all replicas."""
+    """Exchange of a rank whose replicas share experts: they compute their steps in rounds."""
 
     group: ExpertsGroup
 

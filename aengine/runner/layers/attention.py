@@ -27,7 +27,7 @@ class Sinks(Protocol):
 
     @property
     def weight(self) -> Tensor:
-        """[num_heads], once it is loaded; of this rank."""
+        """The sinks of this rank's heads, [num_heads]. They must have been loaded."""
 
 
 class HeadSinks:

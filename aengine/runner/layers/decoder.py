@@ -106,7 +106,7 @@ class DecoderLayer:
         input_norm: RMSNorm | None = None,
         mlp_norm: RMSNorm | None = None,
     ) -> None:
-        """The norms are those of Llama's names unless they are given."""
+        """Build the layer. Norms that are not given are read by Llama's names."""
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_norm = input_norm or RMSNorm(weights.at("input_layernorm"), size, eps)
         self.attention = attention

@@ -37,7 +37,7 @@ class PackedLayout(Protocol):
 class _Piece(NamedTuple):
     """A tensor that each expert has in the checkpoint."""
 
-    name: str  # below the expert's number
+    name: str  # name in the checkpoint, behind the expert's number
     stored: StoredTensor
     part: Part | None  # the part of the stored tensor that this rank wants
     rows: slice | None  # its rows in the expert's tensor of this suffix; None: the rank does not want it

@@ -64,13 +64,13 @@ class DeltaSizes(Divisible):
 
     @property
     def state(self) -> StateKV:
-        """What a sequence keeps."""
+        """The state that the layer keeps of a sequence."""
         recurrent = StateTensor(_NAME, (self.num_value_heads, self.key_dim, self.value_dim))
         return StateKV((ShortConv.state(self.channels, self.conv_width), recurrent))
 
 
 class DeltaInputs(NamedTuple):
-    """A layer's inputs, by products with norm(residual)."""
+    """The inputs of a gated delta net, made of norm(residual) by matrix products."""
 
     qkv: Tensor  # [num_tokens, channels]
     z: Tensor  # [num_tokens, values]: the gate of the output
@@ -79,7 +79,7 @@ class DeltaInputs(NamedTuple):
 
 
 class GatedDeltaNet:
-    """The layer; ``project`` is how the family computes its inputs."""
+    """A gated delta net. ``project`` computes its inputs, as the family does."""
 
     def __init__(
         self,

@@ -68,7 +68,7 @@ class MLP:
         names: tuple[str, str],
         bias: bool = True,
     ) -> None:
-        """``names``: of up and down in the checkpoint."""
+        """Build the layer. ``names``: names of the up and down matrices in the checkpoint."""
         inner = scope.share(intermediate_size)
         self.up = Linear(scope, hidden_size, {names[0]: inner}, bias)
         self.down = Linear(scope, inner, {names[1]: hidden_size}, bias)

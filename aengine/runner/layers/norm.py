@@ -75,7 +75,7 @@ class QKNorm:
     """
 
     def __init__(self, scope: WeightScope, q: Share, k: Share, eps: float) -> None:
-        """``q``, ``k``: their features on this rank."""
+        """Build the norms. ``q``, ``k``: features of q and k on this rank."""
         self._weights: list[Tensor | None] = [None, None]  # [features of this rank], of q and of k
         self._sizes = [q.size, k.size]
         self._eps = eps

@@ -42,7 +42,7 @@ class NormAfterLayer:
 
 
 class ParallelLayer:
-    """Attention and feed-forward of one normalised input."""
+    """A decoder layer whose attention and feed-forward get the same normalised input."""
 
     def __init__(self, norm: LayerNorm, attention: SelfAttention, mlp: _FeedForward) -> None:
         self.norm = norm
@@ -57,7 +57,7 @@ class ParallelLayer:
 
 
 class LayerNormLayer:
-    """Attention, then feed-forward, each with a norm before it."""
+    """A decoder layer with attention, then feed-forward, and a layer norm before each."""
 
     def __init__(self, norm: LayerNorm, attention: SelfAttention, mlp_norm: LayerNorm, mlp: _FeedForward) -> None:
         self.norm = norm

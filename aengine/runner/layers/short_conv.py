@@ -19,7 +19,7 @@ _NAME = "convolution"
 
 
 class ShortConv:
-    """One filter of ``width`` tokens a channel."""
+    """A causal convolution with one filter of ``width`` tokens for each channel."""
 
     def __init__(self, scope: WeightScope, channels: Features, width: int, *, bias: bool = False) -> None:
         self.weight: Tensor  # float32 [width, channels of this rank]
@@ -33,7 +33,7 @@ class ShortConv:
 
     @staticmethod
     def state(channels: int, width: int) -> StateTensor:
-        """What a sequence keeps: its last inputs."""
+        """Return the form of the state: a sequence keeps its last ``width`` - 1 inputs."""
         return StateTensor(_NAME, (width - 1, channels))
 
     def _put_weight(self, tensor: Tensor) -> None:

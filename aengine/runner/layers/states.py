@@ -38,7 +38,7 @@ class StateSpan(NamedTuple):
 
 
 class StateRows(NamedTuple):
-    """The requests of a step, in one KV group."""
+    """Where the requests of a step keep their states, in one KV group."""
 
     pages: Tensor  # int64 [n]: page of each leading request of one token; padding has the spare page
     begins: Tensor  # bool [n]: whether the token is its request's first

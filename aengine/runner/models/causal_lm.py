@@ -1,4 +1,4 @@
-"""Interface of every family's class."""
+"""Interface that the class of every family of decoders has."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class CohereConfig(ModelConfig):
 
 
 class HeadNorms:
-    """Layer norms of q and k, of each head with weights of its own."""
+    """Layer norms of q and k, with weights for each head."""
 
     def __init__(self, scope: WeightScope, config: CohereConfig) -> None:
         self.weights: dict[str, Tensor] = {}  # float32 [heads of this rank, head_dim]

@@ -116,7 +116,7 @@ def _scalar(hf: Mapping[str, Any]) -> int:
 
 
 def _given(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """What is set, be it to null, except for a null ``layer_types``."""
+    """Return the settings that are given, nulls included, but for a null ``layer_types``."""
     return {key: value for key, value in hf.items() if key != "layer_types" or value is not None}
 
 
@@ -180,7 +180,7 @@ class Gemma2(Gemma):
     has_qk_norm = False
 
     def make_layer(self, index: int, weights: WeightScope) -> DecoderLayer:
-        """Norms before and after both parts of the layer."""
+        """Make a layer with norms before and after attention and feed-forward."""
         norm_of = {name: self.make_norm(weights.at(name)) for name in _SANDWICH.values()}
         scope, post_norm = weights.at("self_attn"), norm_of["post_attention_layernorm"]
         return DecoderLayer(

@@ -21,7 +21,7 @@ __all__ = ["CpuPlatform"]
 
 
 class CpuPlatform:
-    """The cores that this process may use."""
+    """The CPU as a platform: the cores that this process may use."""
 
     device = torch.device("cpu")
     name = "cpu"

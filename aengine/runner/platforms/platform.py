@@ -36,7 +36,7 @@ class Event(Protocol):
 
 
 class Graph(Protocol):
-    """Launches that were captured."""
+    """A captured graph of launches."""
 
     def replay(self) -> None:
         """Queue all launches of the graph."""
@@ -54,7 +54,7 @@ class SideStream(Protocol):
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes."""
+    """Memory of a device, in bytes."""
 
     total: int
     free: int  # bytes that no process has taken
@@ -139,7 +139,7 @@ class Platform(Protocol):
         """Make a new side stream."""
 
     def graph_pool(self) -> Any:
-        """Memory for graphs of which no two run at once."""
+        """Return a memory pool for graphs of which no two run at once."""
 
     def capture(self, pool: Any) -> AbstractContextManager[Graph]:
         """Record launches into a graph instead of running them; it is complete at the end. If capturing fails, the

@@ -126,6 +126,6 @@ class DecoderPooling:
 
 
 def _last(plan: BatchPlan, own: Rows, hidden: Tensor) -> Tensor:
-    """The hidden states of the last tokens of some requests of the batch."""
+    """Return the hidden states of the last tokens of some requests of the batch."""
     last = np.cumsum(plan.query_lens)[own] - 1
     return hidden.index_select(0, to_device(last, hidden.device))

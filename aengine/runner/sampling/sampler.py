@@ -40,12 +40,12 @@ __all__ = ["LogprobRows", "Sampler", "SamplerOutput", "Sampling"]
 
 
 class Sampling(IntEnum):
-    """What a batch asks of the sampler; each includes those before it."""
+    """Which work of the sampler a batch needs; each level includes those before it."""
 
-    PLAIN = 0  # temperature and seed
-    MASKED = 1  # a bitmask
-    CUT = 2  # top-k, top-p, min-p
-    ANY = 3  # whatever there is
+    PLAIN = 0  # rows have a temperature and a seed
+    MASKED = 1  # some row has a grammar's bitmask
+    CUT = 2  # some row has top-k, top-p or min-p
+    ANY = 3  # some row has another feature, such as a penalty
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ __all__ = ["load_model"]
 def load_model(
     config: EngineConfig, source: Mapping[str, Any], rank: Rank, progress: Callable[[str, int, int, str], None]
 ) -> LocalModel | LoadedEncoder:
-    """What a worker calls; see `load.load_model`. Raises ModelLoadError."""
+    """Load the model of one rank, as a worker asks for it: see `load.load_model`. Raises ModelLoadError."""
     with _gpu_opening(rank.device), _no_collections():
         from .load import load_model as load
     return load(config, source, rank, progress)

@@ -191,7 +191,7 @@ def _compile_kernels(runner: EncoderRunner, most_tokens: int) -> None:
 
 
 def _run(runner: EncoderRunner, lengths: list[int]) -> None:
-    """A step with texts of these lengths."""
+    """Run a step with texts of these lengths."""
     asked = {EXTRA: [b"", bytes(4)]}
     new = [NewRequest(row, int32([0]) * length, length, 0, int32(), extras=asked) for row, length in enumerate(lengths)]
     rows = int32(range(len(new)))

@@ -69,7 +69,7 @@ def load_model(
 def _load(
     config: EngineConfig, source: Mapping[str, Any], rank: Rank, progress: Progress, head: DecoderHead
 ) -> tuple[RunnerSetup, LoadedWeights]:
-    """Open the device and fill the model."""
+    """Open the device, build the model and load its weights."""
     num_threads = num_worker_threads(config)
     torch.set_num_threads(num_threads)
     torch.set_grad_enabled(False)

@@ -69,7 +69,7 @@ class RunnerSetup:
 
     @property
     def num_experts(self) -> int:
-        """Number of experts of each mixture that this rank has a part of."""
+        """Number of experts of each mixture of which this rank has a part or all."""
         config = self.model_config
         group = self.experts_group or self.group
         return config.num_experts // group.size if config.divides_experts else config.num_experts

@@ -25,7 +25,7 @@ __all__ = ["SeparateExperts", "StackedExperts"]
 
 
 class StackedExperts(ExpertWeights):
-    """Numbers of one dtype; `Int8Experts` has codes."""
+    """Stacked matrices of experts as plain numbers of one dtype. (`Int8Experts` has 8-bit codes.)"""
 
     __slots__ = ("_device", "_lock", "_num_experts", "_tensors", "matrices", "stacks")
 

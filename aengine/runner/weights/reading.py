@@ -28,7 +28,7 @@ class Named(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Tensors of a checkpoint, ``total`` bytes of them."""
+    """A checkpoint as a stream of tensors, ``total`` bytes in all."""
 
     tensors: Iterator[Named]
     total: int

@@ -32,7 +32,7 @@ class PendingCall:
         self._method = method
 
     def take(self, rank: int, message: dict[str, Any]) -> None:
-        """Take a rank's REPLY."""
+        """Note a rank's REPLY to the call; with the last one the caller gets the results."""
         if self.replies.done():
             return
         if "error" in message:
@@ -53,7 +53,7 @@ class PendingCall:
         return error
 
     def took_too_long(self, timeout: float) -> WorkerCallError:
-        """The error for the ranks that have not replied."""
+        """Return the error that names the ranks that have not replied within ``timeout`` seconds."""
         late = [rank for rank in self._ranks if rank not in self._values]
         ranks = ("rank " if len(late) == 1 else "ranks ") + ", ".join(map(str, late))
         return WorkerCallError(
@@ -80,7 +80,7 @@ class PendingAnswers:
         self._has_failed = False
 
     def expect_answer(self, step_id: int) -> AnswerFuture:
-        """The future of a step that is about to be published."""
+        """Return the future for the answer to a step that is about to be published."""
         future: AnswerFuture = asyncio.get_running_loop().create_future()
         self.steps[step_id] = future
         return future
@@ -92,7 +92,7 @@ class PendingAnswers:
         return call
 
     def take(self, rank: int, kind: Kind, step_id: int, message: Any) -> None:
-        """A frame of a worker. Raises MessageError for an answer to what was not asked."""
+        """Handle a frame of a worker. Raises MessageError for an answer to what was not asked."""
         if kind is Kind.OUTPUT:
             self._answer(step_id, message)
         elif kind is Kind.REVOKED:

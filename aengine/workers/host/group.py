@@ -279,7 +279,7 @@ class WorkerGroup:
         await asyncio.gather(*(worker.wait(timeout) for worker in self._workers))
 
     def kill(self) -> None:
-        """SIGKILL to all."""
+        """Send SIGKILL to all processes of the group."""
         for worker in self._workers:
             worker.kill()
 

@@ -35,7 +35,7 @@ class Handshake:
         self._reports: dict[str, dict[int, StartupProgress]] = {}  # the last report by stage and rank
 
     def take(self, index: int, kind: Kind, message: dict[str, Any]) -> None:
-        """A frame of the rank ``index``."""
+        """Handle a frame that the rank ``index`` has sent."""
         if kind is Kind.PROGRESS:
             self._progress(index, StartupProgress(**message))
             return

@@ -190,7 +190,7 @@ class RemoteWorker:
         return self._exit.done()
 
     def kill(self) -> None:
-        """SIGKILL, and to all others of its node. From any thread."""
+        """Send SIGKILL to the worker and to all others of its node. May be called from any thread."""
         self._link.kill()
 
     def close(self) -> None:
@@ -211,11 +211,11 @@ class RemoteChannel:
         self._link = link
 
     def bitmask(self, size: int) -> memoryview | None:
-        """None: there is no memory that both machines share."""
+        """Return None: no memory is shared between two machines, so bitmasks travel in messages."""
         return None
 
     def unlink(self) -> None:
-        """Nothing to do: there are no names."""
+        """Do nothing: a connection has no name in /dev/shm."""
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether `try_publish` would send so many bytes now. Raises EngineClosedError."""
@@ -235,7 +235,7 @@ class RemoteChannel:
             await self._link.room()
 
     def drain(self) -> list[Frame]:
-        """The messages that have come."""
+        """Return the messages that have come since the last call."""
         frames, self.received = self.received, []
         return frames
 

@@ -153,7 +153,7 @@ class RayNodes:
 
 
 class _NodeActor:
-    """The `Node` of a machine, in an actor of Ray."""
+    """An actor of Ray that runs the `Node` of its machine."""
 
     def __init__(self, token: bytes, search_path: list[str]) -> None:
         """``search_path``: the host's; of what this machine has of it workers import, behind their own."""

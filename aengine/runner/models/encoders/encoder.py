@@ -22,7 +22,7 @@ __all__ = ["Encoder", "EncoderConfig"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderConfig:
-    """Sizes in elements."""
+    """Settings of an encoder that all families have. Sizes are in elements."""
 
     model_type: str
     vocab_size: int

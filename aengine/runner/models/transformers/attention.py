@@ -66,7 +66,7 @@ def _attention(
 
 
 class CallSinks:
-    """`Sinks` that come with each call."""
+    """`Sinks` whose values the model passes with each call."""
 
     def __init__(self) -> None:
         self.weight: Tensor

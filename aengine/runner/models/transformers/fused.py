@@ -53,7 +53,7 @@ class CallCounter(Protocol):
 
 
 class Unusual(Exception):
-    """A part of a layer is not as our layers have it."""
+    """Raised for a part of a layer that our layers can't compute."""
 
 
 class FusedLayer:
@@ -193,7 +193,7 @@ class _Call:
 
 @contextmanager
 def _recording(model: nn.Module, layers: Sequence[nn.Module]) -> Iterator[dict[nn.Module, _Call]]:
-    """Within, the calls of ``layers`` are noted."""
+    """Note the calls of ``layers`` within the block."""
     calls: dict[nn.Module, _Call] = {}
     ropes: dict[int, tuple[Any, nn.Module, str]] = {}  # outcome (kept, as its id is the key), module, ``layer_type``
 
@@ -266,7 +266,7 @@ def _rope_index(attention: nn.Module, ropes: Sequence[RopeConfig], given: tuple[
 
 
 def _attention_matrices(attention: Any, layer: AttentionLayer) -> tuple[list[nn.Linear], nn.Linear]:
-    """Those of q, k and v, and that of the output. Raises `Unusual`."""
+    """Return the matrices of q, k and v, and that of the output. Raises `Unusual`."""
     qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
     if any(type(matrix) is not nn.Linear for matrix in (*qkv, attention.o_proj)):
         raise Unusual("its matrices")
@@ -277,7 +277,7 @@ def _attention_matrices(attention: Any, layer: AttentionLayer) -> tuple[list[nn.
 
 
 def read_norm(module: Any) -> RMSNorm | nn.LayerNorm:
-    """The norm that ``module`` is. Raises `Unusual`."""
+    """Return ``module`` as one of our norms. Raises `Unusual`."""
     if type(module) is nn.LayerNorm:
         return module
     if forms.form_of(module.forward) in forms.RMS_NORMS:

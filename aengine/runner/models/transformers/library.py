@@ -196,7 +196,7 @@ def _explained(files: ModelFiles, what: str) -> Iterator[None]:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Within, transformers logs errors only."""
+    """Have transformers log nothing but errors within the block."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)

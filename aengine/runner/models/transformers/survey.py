@@ -107,7 +107,7 @@ class _Recorder:
 
 
 def _root(tensor: Tensor) -> Tensor:
-    """The tensor that this is a view of."""
+    """Return the tensor of which ``tensor`` is a view."""
     return tensor if tensor._base is None else tensor._base
 
 
