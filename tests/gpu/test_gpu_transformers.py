@@ -70,6 +70,8 @@ def test_bfloat16(model_type: str, tmp_path: Path, rng: random.Random) -> None:
 
     wanted = logits()
     reference.to(torch.bfloat16)
-    off, their_off = (float((found - wanted).norm() / wanted.norm()) for found in (ours, logits()))
+    # The median row: where rounding sends a token to another expert, the error says nothing of the arithmetic.
+    lengths = wanted.norm(dim=-1)
+    off, their_off = (float(((found - wanted).norm(dim=-1) / lengths).median()) for found in (ours, logits()))
     print(f"{model_type}: relative error {off:.2e}, of transformers {their_off:.2e}")
     assert off <= WORST * their_off
