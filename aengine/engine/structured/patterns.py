@@ -148,19 +148,15 @@ class _Translation:
         while not self._comes("]"):
             if self._place >= len(self._pattern):
                 return "["  # the set is not closed, which the library reports
-            first = self._class_member()
-            dash = self._comes("-") and not self._comes("-]") and self._place + 1 < len(self._pattern)
-            if not dash:
-                members.append(first if isinstance(first, str) else _range(first, first, is_negated))
-                continue
-            self._place += 1
-            last = self._class_member()
-            if isinstance(first, int) and isinstance(last, int):
-                members.append(_range(first, last, is_negated))
-            else:  # one end is a set, such as \d: there is no range, and the dash is a character
-                members += [
-                    one if isinstance(one, str) else _range(one, one, is_negated) for one in (first, 0x2D, last)
-                ]
+            found: list[int | str] = [self._class_member()]
+            if self._comes("-") and not self._comes("-]") and self._place + 1 < len(self._pattern):
+                self._place += 1
+                found += [0x2D, self._class_member()]
+            match found:
+                case [int(first), _, int(last)]:
+                    members.append(_range(first, last, is_negated))
+                case _:  # where one end is a set, such as \d, there is no range, and the dash is a character
+                    members += [one if isinstance(one, str) else _range(one, one, is_negated) for one in found]
         self._place += 1
         if is_negated:
             return f"[^{''.join(members)}{_CONTROLS}]"

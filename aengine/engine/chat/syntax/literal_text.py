@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 __all__ = ["literal_of"]
@@ -49,16 +49,19 @@ class _Literal:
         return True
 
     def value(self) -> Any:
-        for quote in self.quotes:
-            if self.takes(quote):
-                return self.string(quote)
+        if (quote := self.quote()) is not None:
+            return self.string(quote)
         for opening, closing in _CLOSING.items():
             if self.takes(opening):
-                return self.members(closing)
+                return [self.value() for _ in self.items(closing)]
         if self.takes("{"):
-            return self.mapping()
+            return dict(self.pair() for _ in self.items("}"))
         word = self.word()
         return _WORDS[word] if word in _WORDS else json.loads(word, parse_constant=_no_constant)
+
+    def quote(self) -> str | None:
+        """Skip the quote that a string begins with, if one comes next, and return it."""
+        return next((quote for quote in self.quotes if self.takes(quote)), None)
 
     def word(self) -> str:
         found = _WORD.match(self.text, self.place)
@@ -81,34 +84,22 @@ class _Literal:
             raise ValueError("a string does not end")
         return _unescaped(found[0])
 
-    def members(self, closing: str) -> list[Any]:
-        found: list[Any] = []
+    def items(self, closing: str) -> Iterator[None]:
+        """Yield before each item, up to the closing bracket."""
+        is_first = True
         while not self.takes(closing):
-            if found and not self.takes(","):
+            if not is_first and not self.takes(","):
                 raise ValueError(f"{closing!r} or a comma is missing")
-            if found and self.takes(closing):  # a comma may stand after the last
-                break
-            found.append(self.value())
-        return found
+            if not is_first and self.takes(closing):  # a comma may stand after the last
+                return
+            is_first = False
+            yield
 
-    def mapping(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        while not self.takes("}"):
-            if found and not self.takes(","):
-                raise ValueError("'}' or a comma is missing")
-            if found and self.takes("}"):
-                break
-            key = self.key()
-            if not self.takes(":"):
-                raise ValueError("a colon is missing")
-            found[key] = self.value()
-        return found
-
-    def key(self) -> str:
-        for quote in self.quotes:
-            if self.takes(quote):
-                return self.string(quote)
-        return self.word()
+    def pair(self) -> tuple[str, Any]:
+        key = self.string(quote) if (quote := self.quote()) is not None else self.word()
+        if not self.takes(":"):
+            raise ValueError("a colon is missing")
+        return key, self.value()
 
 
 def _unescaped(body: str) -> str:
