@@ -128,10 +128,15 @@ class ChatParser:
     # States.
 
     def _reasoning(self) -> bool:
-        has_ended = self._take_message(self._builder.add_reasoning, ChatParser._after_reasoning)
-        if has_ended:
-            self._builder.start_afresh()
-        return has_ended
+        body, end, rest = self._buffer.partition(self._end)
+        if not end:
+            held = held_back(body, (self._end,))
+            self._builder.add_reasoning(body[: len(body) - held])
+            self._buffer = body[len(body) - held :]
+            return False
+        self._builder.add_reasoning(body)
+        self._builder.start_afresh()
+        return self._go(ChatParser._after_reasoning, rest)
 
     def _after_reasoning(self) -> bool:
         if self._has_channels:
@@ -160,7 +165,14 @@ class ChatParser:
 
     def _before_call(self) -> bool:
         """Take the text of a message after which another message follows."""
-        return self._take_message(self._builder.add_text, ChatParser._start)
+        body, end, rest = self._buffer.partition(self._end)
+        if end:
+            self._builder.add_text(body)
+            return self._go(ChatParser._start, rest)
+        keep = len(body) - held_back(body, (self._end,))
+        self._builder.add_text(body[:keep])
+        self._buffer = body[keep:]
+        return False
 
     def _scanning(self) -> bool:
         places = {self._buffer.find(trigger): trigger for trigger in self._triggers}
@@ -269,14 +281,6 @@ class ChatParser:
         return False
 
     # Functions that several states use.
-
-    def _take_message(self, add: Callable[[str], None], state: State) -> bool:
-        """Add what comes before the end of the reasoning, or of a message. Go on to ``state`` if that has come."""
-        body, end, rest = self._buffer.partition(self._end)
-        keep = len(body) - (0 if end else held_back(body, (self._end,)))
-        add(body[:keep])
-        self._buffer = body[keep:]
-        return bool(end) and self._go(state, rest)
 
     def _add_leftover(self) -> None:
         if self._leftover and self._spellings is not None:
