@@ -13,7 +13,6 @@ besides: `spellings.py`.)
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -519,13 +518,8 @@ def in_vocabulary(
     tool_format: ToolFormat, reasoning: ReasoningFormat | None, token_id: TokenId
 ) -> tuple[ToolFormat, ReasoningFormat | None]:
     """Return both formats with those markers that are tokens of the vocabulary written as such: see `Markers`."""
-    return _written_with(tool_format, reasoning, markers_of(tool_format, reasoning, token_id))
+    markers = markers_of(tool_format, reasoning, token_id)
 
-
-@functools.lru_cache(maxsize=64)
-def _written_with(
-    tool_format: ToolFormat, reasoning: ReasoningFormat | None, markers: Markers
-) -> tuple[ToolFormat, ReasoningFormat | None]:
     def encoded(value: Any) -> Any:
         return markers.encode(value) if isinstance(value, str) else tuple(map(encoded, value))
 
