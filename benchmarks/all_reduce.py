@@ -105,7 +105,7 @@ def check_sums(rank: Rank, op: Callable[..., None], name: str) -> None:
         made = [torch.randn(n, hidden, generator=generator, device=rank.device).to(dtype) for _ in range(rank.size + 1)]
         expected, residual = made[-1].clone(), made[-1]
         expected.add_(sum_of(made[:-1]))
-        op(residual, made[rank.rank], rank.group.mailbox, add=True)
+        op(residual, made[rank.rank], rank.group.buffers, add=True)
         wrong += not torch.equal(residual, expected)
     rank.say(check="sums", op=name, wrong=wrong, of=40)
 
@@ -114,7 +114,7 @@ def check_gathers(rank: Rank) -> None:
     wrong = 0
     for n in (1, 7, 4096, 100_000, 9_000_000):
         xs = [torch.arange(n, device=rank.device, dtype=torch.int32) * (r + 3) for r in range(rank.size)]
-        wrong += not torch.equal(all_gathered(xs[rank.rank], rank.group.mailbox), torch.stack(xs))
+        wrong += not torch.equal(all_gathered(xs[rank.rank], rank.group.buffers), torch.stack(xs))
     rank.say(check="gathers", wrong=wrong, of=5)
 
 
@@ -131,7 +131,7 @@ def check_replays(rank: Rank, replays: int = 1000) -> None:
         for i, (base, op) in enumerate(zip(bases, ops)):
             parts = [((base + counter * (r + 1 + i)) % 127).to(torch.float16) for r in range(rank.size)]
             residual = torch.zeros_like(parts[0])
-            op(residual, parts[rank.rank], rank.group.mailbox, add=True)
+            op(residual, parts[rank.rank], rank.group.buffers, add=True)
             wrong.add_((residual != sum(parts[1:], parts[0])).sum())
 
     step()
@@ -155,7 +155,7 @@ def ours(rank: Rank, kb: int, op: Callable[..., None]) -> float:
     residual = torch.zeros(rows_of(kb), dtype=torch.bfloat16, device=rank.device)
     part = torch.zeros_like(residual)
     options = {} if op is add_all_reduced else {"add": True}
-    return rank.microseconds(lambda: op(residual, part, rank.group.mailbox, **options))
+    return rank.microseconds(lambda: op(residual, part, rank.group.buffers, **options))
 
 
 def torchs(rank: Rank, kb: int, name: str) -> float:
@@ -183,7 +183,7 @@ def gathers(rank: Rank, kb: int) -> float:
 
 def our_gathers(rank: Rank, kb: int) -> float:
     part = torch.zeros(rows_of(kb), dtype=torch.bfloat16, device=rank.device)
-    return rank.microseconds(lambda: all_gathered(part, rank.group.mailbox))
+    return rank.microseconds(lambda: all_gathered(part, rank.group.buffers))
 
 
 def attempt(rank: Rank, what: str, kb: int, measure: Callable[[], float]) -> None:
@@ -212,10 +212,10 @@ def times(rank: Rank, sizes: Sequence[int]) -> None:
 def tune(rank: Rank, sizes: Sequence[int]) -> None:
     for kb in sizes:
         for words, warps in ((256, 2), (256, 4), (512, 8), (1024, 8), (1024, 16), (2048, 16)):
-            if kb * 1024 <= 4 * rank.group.mailbox.words_per_rank and kb * 256 // words <= MAX_PROGRAMS:
+            if kb * 1024 <= 4 * rank.group.buffers.words_per_rank and kb * 256 // words <= MAX_PROGRAMS:
                 op = partial(sum_in_words, words_per_program=words, num_warps=warps)
                 attempt(rank, f"words {words} {warps} warps", kb, partial(ours, rank, kb, op))
-        if kb < 512 or kb * 1024 > rank.group.mailbox.bulk_per_rank:
+        if kb < 512 or kb * 1024 > rank.group.buffers.bulk_per_rank:
             continue
         for tiling in itertools.starmap(BulkTiling, itertools.product((64, 128, 256), (8192, 16384, 32768), (8, 16))):
             for name, op in (("bulk", sum_in_bulk), ("two shots", sum_in_two_shots)):

@@ -63,7 +63,7 @@ EMBEDDED_MODELS = {
 
 
 def find_embedded(name: str, *, join: bool = True) -> Path:
-    """The .gguf file of the embedded model ``name``: of the installed package, or what `add_model` fetched.
+    """Return the .gguf file of the embedded model ``name``: of the installed package, or what `add_model` fetched.
 
     Of a model in parts whose packages are installed, the parts are joined in the cache; without ``join`` the first part
     is returned. Blocking. Raises ModelLoadError naming the command that fetches the model.

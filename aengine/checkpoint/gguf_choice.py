@@ -36,7 +36,7 @@ class GgufChoice:
 
 
 def choose_gguf(sizes: dict[str, int], choice: GgufChoice, where: str) -> list[str]:
-    """The files of the one model that ``choice`` means; several, in order, if it is split.
+    """Return the files of the one model that ``choice`` means; several, in order, if it is split.
 
     ``sizes``: the names of all files (paths with "/", relative to the repository) and their bytes, 0 if unknown.
     Raises ModelLoadError, listing what there is, if it is none, several, or incomplete.
@@ -64,7 +64,7 @@ def choose_gguf(sizes: dict[str, int], choice: GgufChoice, where: str) -> list[s
 
 
 def _without_number(name: str) -> str:
-    """The name of the model that a file belongs to: files of a split one differ in their numbers only."""
+    """Return the name of the model that a file belongs to: files of a split one differ in their numbers only."""
     match = SHARD_NAME.fullmatch(name)
     return f"{match['stem']}-of-{match['count']}.gguf" if match is not None else name
 

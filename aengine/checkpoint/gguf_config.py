@@ -139,7 +139,7 @@ def _factors(file: GgufFile, values: _Metadata, arch: str) -> dict[str, float]:
 
 
 def gguf_generation_config(file: GgufFile) -> dict[str, Any]:
-    """The ids that end a text and the one that begins it, as generation_config.json would have them."""
+    """Return the ids that end a text and the one that begins it, as generation_config.json would have them."""
     names = ("eos_token_id", "eot_token_id", "eom_token_id")
     found = [file.metadata.get(f"tokenizer.ggml.{name}") for name in names]
     ends: list[Any] = []
@@ -154,7 +154,7 @@ def gguf_generation_config(file: GgufFile) -> dict[str, Any]:
 
 
 def round_float32(value: float) -> float:
-    """The shortest decimal that is ``value`` in float32: 1e-5 is stored as 9.999999747378752e-06."""
+    """Return the shortest decimal that is ``value`` in float32: 1e-5 is stored as 9.999999747378752e-06."""
     return float(f"{value:.7g}")
 
 
@@ -256,7 +256,7 @@ def _longrope_scaling(file: GgufFile, values: _Metadata, arch: str) -> dict[str,
 
 
 def _llama3_scaling(file: GgufFile, head_dim: int, rope_theta: float) -> dict[str, Any]:
-    """The settings of Llama 3's scaling, found from its outcome: the stored divisor of each frequency."""
+    """Return the settings of Llama 3's scaling, found from its outcome: the stored divisor of each frequency."""
     tensor = file.tensors["rope_freqs.weight"]
     if tensor.type.name != "F32" or tensor.shape != (head_dim // 2,):
         raise ModelLoadError(f"{file.path}: 'rope_freqs.weight' must be {head_dim // 2} float32, one a frequency")

@@ -170,7 +170,7 @@ class GgufFile:
         self._check_split(len(paths))
 
     def tensor_data(self, name: str) -> np.ndarray:
-        """A read-only view of a tensor's bytes in the map, shaped as ``gguf.quants.dequantize`` takes it.
+        """Return a read-only view of a tensor's bytes in the map, shaped as ``gguf.quants.dequantize`` takes it.
 
         F32, F16, F64 and integers: their numpy type and the tensor's shape. Everything else (BF16 too):
         uint8, the last dimension in bytes instead of elements.
@@ -185,7 +185,7 @@ class GgufFile:
         return data.reshape(*tensor.shape[:-1], last)
 
     def read_floats(self, name: str) -> list[float]:
-        """The numbers of a small F32 tensor, read from the file. Raises ModelLoadError if it is none."""
+        """Return the numbers of a small F32 tensor, read from the file. Raises ModelLoadError if it is none."""
         tensor = self.tensors[name]
         if tensor.type.name != "F32" or len(tensor.shape) != 1 or tensor.nbytes > 4 * _MOST_FLOATS:
             raise ModelLoadError(f"{self.path}: {name!r} must be a row of float32")

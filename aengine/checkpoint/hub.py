@@ -93,7 +93,7 @@ def _snapshot(repo: str, revision: str | None, patterns: list[str], progress: Pr
 
 
 def _file_sizes(repo: str, revision: str | None) -> tuple[dict[str, int], str]:
-    """The names of a repository's files and their bytes, and where that is from: the hub, or else its cache."""
+    """Return the names of a repository's files and their bytes, and where that is from: the hub, or else its cache."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import (
         HfHubHTTPError,
@@ -175,7 +175,7 @@ def _disk_problem(error: BaseException | None) -> ModelLoadError | None:
 
 
 def _progress_bar(name: str, progress: Progress | None) -> type[Any]:
-    """A tqdm class that draws nothing and reports the bytes fetched to ``progress``."""
+    """Return a tqdm class that draws nothing and reports the bytes fetched to ``progress``."""
     from tqdm import tqdm
 
     class Bar(tqdm):

@@ -22,7 +22,7 @@ def has_safetensors(folder: Path) -> bool:
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """The files of the checkpoint: those that its index names, else all.
+    """Return the files of the checkpoint: those that its index names, else all.
 
     Raises ModelLoadError: there is none, one is missing or lies elsewhere, the index can't be read.
     """
@@ -41,8 +41,8 @@ def safetensors_files(folder: Path) -> list[Path]:
 
 
 def stored_names(folder: Path) -> list[str]:
-    """Names of the tensors, from the index or from the files' headers. Raises ModelLoadError as `safetensors_files`,
-    or for a file that is no safetensors file."""
+    """Return the tensors' names, from the index or from the files' headers. Raises ModelLoadError as
+    `safetensors_files`, or for a file that is no safetensors file."""
     if (folder / _INDEX).is_file():
         return list(_weight_map(folder))
     return [name for path in safetensors_files(folder) for name in _names_in(path)]

@@ -23,7 +23,7 @@ class SamplingDefaults:
     """
 
     def __init__(self, generation_config: Mapping[str, Any]) -> None:
-        """A value that can't be used is left out, with a warning."""
+        """Read the model's defaults. A value that can't be used is left out, with a warning."""
         self.values: dict[str, float] = {}
         for name in _NAMES:
             value = generation_config.get(name)

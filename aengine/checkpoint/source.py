@@ -136,7 +136,7 @@ def locate(
     code: bool = False,
     progress: Progress | None = None,
 ) -> Path:
-    """The folder or .gguf file that ``name`` means. Blocking. Raises ModelLoadError.
+    """Return the folder or .gguf file that ``name`` means. Blocking. Raises ModelLoadError.
 
     ``code``: of a hub repository fetch the Python files too.
     ``choice``: of a hub repository fetch the GGUF model that it means. (Of a folder `weights_in` chooses.)
@@ -161,7 +161,7 @@ def locate(
 
 
 def weights_in(folder: Path, load_format: str, choice: GgufChoice | None = None) -> Path:
-    """The folder itself if it is a Hugging Face checkpoint, else the GGUF file in it that ``choice`` means."""
+    """Return the folder itself if it is a Hugging Face checkpoint, else the GGUF file in it that ``choice`` means."""
     has_config = (folder / "config.json").is_file()
     if choice is None or not choice.pattern:
         if load_format in ("auto", "safetensors"):

@@ -217,7 +217,7 @@ def _finite(value: Any) -> float | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object out of a file. Raises ModelLoadError if it can't be read or is something else.
+    """Return a JSON object out of a file. Raises ModelLoadError if it can't be read or is something else.
 
     An integer beyond 64 bits becomes a float: no setting is so large, and transformers writes some (``int(1e30)``).
     """
@@ -240,7 +240,7 @@ def read_any_json(path: Path) -> Any:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file in UTF-8. Raises ModelLoadError if it can't be read, is too large, or is no text."""
+    """Return the text of a file in UTF-8. Raises ModelLoadError if it can't be read, is too large, or is no text."""
     check_size(path)
     try:
         return path.read_text(encoding="utf-8")
@@ -251,7 +251,7 @@ def read_text(path: Path) -> str:
 
 
 def read_bytes(path: Path) -> bytes:
-    """All of a file. Raises ModelLoadError if it can't be read, or is too large."""
+    """Return all bytes of a file. Raises ModelLoadError if it can't be read, or is too large."""
     check_size(path)
     try:
         return path.read_bytes()

@@ -127,8 +127,8 @@ class HostChannel:
         return self._segment.heartbeat[2]
 
     def bitmask(self, size: int) -> memoryview | None:
-        """The first ``size`` bytes of the memory for bitmasks; None if there is not so much. Who holds them keeps them
-        mapped. A frame tells the worker when to read them; until it has answered, they may not change."""
+        """Return the first ``size`` bytes of the memory for bitmasks; None if there is not so much. Who holds them
+        keeps them mapped. A frame tells the worker when to read them; until it has answered, they may not change."""
         self._check_open()
         return self._segment.bitmask()[:size] if size <= self._segment.bitmask_bytes else None
 
@@ -287,7 +287,7 @@ class WorkerChannel:
         return cls(segment, LoopBell(ticket.event_fd), worker_bell, spin_us, peer_gone)
 
     def consume(self, timeout: float | None, *, spins: bool = True) -> Frame | None:
-        """The next message; None when there is none within ``timeout`` seconds (None: wait for ever), or after a
+        """Return the next message; None when there is none within ``timeout`` seconds (None: wait for ever), or after a
         `nudge`. ``spins``: look for it for a while before sleeping.
 
         Raises FrameError when the ring holds what the host can't have written, PeerGoneError when it has gone.
@@ -349,7 +349,7 @@ class WorkerChannel:
             heartbeat[2] = device_word
 
     def bitmask(self, size: int | None = None) -> memoryview:
-        """The first ``size`` bytes of the memory for bitmasks, or all. Raises FrameError when it is shorter."""
+        """Return the first ``size`` bytes of the memory for bitmasks, or all. Raises FrameError when it is shorter."""
         if size is None:
             size = self._segment.bitmask_bytes
         if not 0 <= size <= self._segment.bitmask_bytes:

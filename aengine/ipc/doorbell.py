@@ -39,7 +39,7 @@ def is_weakly_ordered() -> bool:
 
 
 def new_fence() -> Callable[[], None]:
-    """A full memory fence, to be called from one thread at a time.
+    """Return a full memory fence, to be called from one thread at a time.
 
     It releases a private lock and acquires it again. *Release then acquire* is what makes it full: nothing moves
     down past a release or up past an acquire, and the two don't pass each other (store-release and load-acquire are
@@ -64,7 +64,7 @@ def new_fence() -> Callable[[], None]:
 
 @functools.cache
 def _libc() -> ctypes.CDLL | None:
-    """The C library; None when its semaphores can't be awaited by the monotonic clock."""
+    """Return the C library; None when its semaphores can't be awaited by the monotonic clock."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "sem_clockwait"):
         return None

@@ -85,17 +85,17 @@ MIN_CAPACITY = 4 * ALIGN  # a fragment takes a quarter of the ring, and must hol
 
 
 def frame_bytes(length: int) -> int:
-    """Bytes of the ring that a frame with ``length`` bytes of payload takes."""
+    """Return how many bytes of the ring a frame with ``length`` bytes of payload takes."""
     return (HEADER.size + length + SEAL_BYTES + ALIGN - 1) & -ALIGN
 
 
 def seal_of(position: int, kind: int, flags: int, step_id: int, length: int) -> int:
-    """The seal of a frame; 64 bits, as each part has no more. Changes with any one of the fields."""
+    """Return the seal of a frame; 64 bits, as each part has no more. Changes with any one of the fields."""
     return position + length ^ step_id ^ kind << 56 ^ flags << 40 ^ SEAL
 
 
 def round_capacity(ring_bytes: int) -> int:
-    """The capacity of a ring of at least ``ring_bytes``, such that what follows it starts on a cache line."""
+    """Return the capacity of a ring of at least ``ring_bytes``, such that what follows it starts on a cache line."""
     return max(MIN_CAPACITY * 2, (ring_bytes + 63) & -64)
 
 

@@ -62,7 +62,7 @@ class Lead:
         self._words[_ANSWERS + step_id % _NUM_ANSWERS] = (step_id + 1 & 0xFFFF_FFFF) << 32 | checksum
 
     def checksum_of(self, step_id: int) -> int | None:
-        """The checksum of the answer to this step; None: it has not been answered yet."""
+        """Return the checksum of the answer to this step; None: it has not been answered yet."""
         word = self._words[_ANSWERS + step_id % _NUM_ANSWERS]
         return word & 0xFFFF_FFFF if word >> 32 == step_id + 1 & 0xFFFF_FFFF else None
 

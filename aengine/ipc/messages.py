@@ -121,7 +121,7 @@ class KVCacheGroup:
 
     @staticmethod
     def from_ready(ready: dict[str, Any]) -> tuple[KVCacheGroup, ...]:
-        """The groups of ``ready``, what the ranks have agreed on; without any it is one of full attention."""
+        """Return the groups of ``ready``, what the ranks have agreed on; without any it is one of full attention."""
         groups = ready.get("kv_groups") or [("full", ready["block_size"], 0)]
         return tuple(KVCacheGroup(*group) for group in groups)
 
@@ -134,8 +134,8 @@ class KVCacheGroup:
 
 
 def kv_capacity(groups: Sequence[KVCacheGroup], num_blocks: int, most: int, step_tokens: int) -> int:
-    """The most tokens, up to ``most``, of which a request can be computed when it has ``num_blocks`` pages to itself
-    and is computed by at most ``step_tokens`` in a step."""
+    """Return the most tokens, up to ``most``, of which a request can be computed when it has ``num_blocks`` pages to
+    itself and is computed by at most ``step_tokens`` in a step."""
 
     def needed(num_tokens: int) -> int:
         return sum(group.most_blocks(num_tokens, step_tokens) for group in groups)

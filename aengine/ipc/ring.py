@@ -175,7 +175,8 @@ class Consumer(_End):
         return True
 
     def read(self) -> tuple[int, int, int, bytes] | None:
-        """The next frame noted by refresh(): kind, flags, step_id, payload. Raises FrameError if it isn't whole."""
+        """Return the next frame noted by refresh(): kind, flags, step_id, payload. Raises FrameError if it isn't
+        whole."""
         position = self._tail
         if position == self._head:
             return None

@@ -147,7 +147,7 @@ class Segment:
         return self._view[ring_span(index, self.capacity)]
 
     def bitmask(self) -> memoryview:
-        """The ``bitmask_bytes`` after the rings. Whoever holds it keeps it mapped, also past `close`."""
+        """Return the ``bitmask_bytes`` after the rings. Whoever holds it keeps it mapped, also past `close`."""
         return memoryview(self._memory)[bitmask_span(self.capacity, self.bitmask_bytes)]
 
     @property

@@ -33,34 +33,34 @@ def sum_of(parts: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def add_all_reduced(residual: Tensor, part: Tensor, mailbox: ExchangeBuffers) -> None:
+def add_all_reduced(residual: Tensor, part: Tensor, buffers: ExchangeBuffers) -> None:
     """Add all ranks' ``part`` to ``residual``, in place; both [n, hidden_size], contiguous, of one dtype.
 
-    A row has a multiple of 16 bytes, and no more than ``mailbox.bulk_per_rank``.
+    A row has a multiple of 16 bytes, and no more than ``buffers.bulk_per_rank``.
     """
     assert residual.shape == part.shape and residual.dtype == part.dtype, f"{residual.shape} gets {part.shape}"
-    _sum(residual, part, mailbox, add=True)
+    _sum(residual, part, buffers, add=True)
 
 
-def all_reduced(part: Tensor, mailbox: ExchangeBuffers) -> Tensor:
-    """The sum of all ranks' ``part`` [n, hidden_size], in its dtype; its rows as of `add_all_reduced`."""
+def all_reduced(part: Tensor, buffers: ExchangeBuffers) -> Tensor:
+    """Return the sum of all ranks' ``part`` [n, hidden_size], in its dtype; its rows as of `add_all_reduced`."""
     out = part.new_empty(part.shape)
-    _sum(out, part, mailbox, add=False)
+    _sum(out, part, buffers, add=False)
     return out
 
 
-def all_gathered(x: Tensor, mailbox: ExchangeBuffers) -> Tensor:
+def all_gathered(x: Tensor, buffers: ExchangeBuffers) -> Tensor:
     """[size, *x.shape]: all ranks' ``x``, contiguous, of any dtype."""
     assert x.is_contiguous(), "what is gathered is contiguous"
     from .triton import all_reduce as triton_op
 
-    return triton_op.all_gather(x, mailbox)
+    return triton_op.all_gather(x, buffers)
 
 
-def _sum(out: Tensor, part: Tensor, mailbox: ExchangeBuffers, *, add: bool) -> None:
+def _sum(out: Tensor, part: Tensor, buffers: ExchangeBuffers, *, add: bool) -> None:
     assert out.is_contiguous() and part.is_contiguous() and part.dim() == 2, "parts of sums are contiguous matrices"
     row_bytes = part.shape[1] * part.element_size()
-    assert row_bytes % 16 == 0 and row_bytes <= mailbox.bulk_per_rank, f"rows of {row_bytes} bytes"
+    assert row_bytes % 16 == 0 and row_bytes <= buffers.bulk_per_rank, f"rows of {row_bytes} bytes"
     from .triton import all_reduce as triton_op
 
-    triton_op.all_reduce(out, part, mailbox, add=add)
+    triton_op.all_reduce(out, part, buffers, add=add)

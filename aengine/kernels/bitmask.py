@@ -34,7 +34,7 @@ def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
 
 
 def add_bits(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
-    """The reference: 0 or -inf added to every logit."""
+    """Run the reference: add 0 or -inf to every logit."""
     n, vocab_size = logits.shape
     # A byte is eight numbers to add: one look-up instead of eight shifts.
     addend = _addend_of_byte().index_select(0, bitmask.flatten().int()).view(rows.shape[0], -1)[:, :vocab_size]

@@ -12,7 +12,8 @@ __all__ = ["commit_drafts", "following_drafts"]
 
 
 def following_drafts(token_ids: Tensor, num_tokens: Tensor, rows: Tensor, places: Tensor) -> Tensor:
-    """The draft that comes after each of n positions, int64 [n]; -1: none. Drafts lie in the row, behind its tokens.
+    """Return the draft that comes after each of n positions, int64 [n]; -1: none. Drafts lie in the row, behind its
+    tokens.
 
     Args:
         token_ids: int32 [max_num_seqs, max_model_len]

@@ -43,5 +43,5 @@ def _set_everywhere(value: bool) -> Iterator[None]:
 
 
 def cpu_only(op: str, tensor: Tensor) -> InternalError:
-    """The error of an op that the runner of ``tensor``'s device does not use."""
+    """Return the error of an op that the runner of ``tensor``'s device does not use."""
     return InternalError(f"{op} runs on the CPU only, not on {tensor.device}")

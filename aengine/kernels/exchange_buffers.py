@@ -9,7 +9,7 @@ from torch import Tensor
 __all__ = ["MAX_PROGRAMS", "ExchangeBuffers"]
 
 MAX_PROGRAMS = 256
-"""Most programs of a launch; a mailbox has as many counters of calls."""
+"""Most programs of a launch; there are as many counters of calls."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ def plan_experts(
     is_partial: bool = False,
     can_group: bool = False,
 ) -> ExpertPlan:
-    """The plan for the products of a layer.
+    """Return the plan for the products of a layer.
 
     Args:
         tiling: to be used on a GPU; None: the best known

@@ -55,7 +55,8 @@ class ExpertTiling(NamedTuple):
 
 
 def choose_tiling(device: str, shape: ExpertShape, num_tokens: int, can_group: bool) -> ExpertTiling:
-    """The tiling for a step. ``device``: its name; ``can_group``: whether torch's grouped product takes the weights."""
+    """Return the tiling for a step. ``device``: its name; ``can_group``: whether torch's grouped product takes the
+    weights."""
     for entry in _tables().get(device, {}).get(str(shape), ()):
         max_tokens, way, block_m, first, second = entry
         if num_tokens <= max_tokens and (way != "grouped" or can_group):

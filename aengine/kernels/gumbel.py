@@ -66,8 +66,8 @@ def gumbel_sample(
 def draw_share(
     logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, first_token: int, vocab_size: int
 ) -> Tensor:
-    """The best token of a share of the vocabulary, for `best_of_shares` to compare with those of the others: together
-    they draw what `gumbel_sample` draws from all logits.
+    """Return the best token of a share of the vocabulary, for `best_of_shares` to compare with those of the others:
+    together they draw what `gumbel_sample` draws from all logits.
 
     Args:
         logits: float32 [n, size] of the tokens from ``first_token`` on, a multiple of ``BLOCK``; -inf where there is

@@ -47,7 +47,7 @@ class StreamedTiling(NamedTuple):
 
 
 def choose_tiling(device: str, shape: LinearShape, num_rows: int) -> StreamedTiling | None:
-    """The tiling for a product of two or more rows; None: as on other GPUs. ``device``: its name."""
+    """Return the tiling for a product of two or more rows; None: as on other GPUs. ``device``: its name."""
     for max_rows, *tiling in _tables().get(device, {}).get(str(shape), ()):
         if num_rows <= max_rows:
             return None if tiling == [None] else StreamedTiling(*tiling)
@@ -55,7 +55,7 @@ def choose_tiling(device: str, shape: LinearShape, num_rows: int) -> StreamedTil
 
 
 def measured_tilings() -> Iterator[tuple[LinearShape, int, StreamedTiling]]:
-    """Every tiling that was measured: shape, most rows, tiling."""
+    """Return every tiling that was measured: (shape, most rows, tiling)."""
     for table in _tables().values():
         for name, entries in table.items():
             kind, size = name.split()

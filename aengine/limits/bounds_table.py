@@ -166,6 +166,6 @@ BOUNDS = (
 
 
 def as_markdown() -> str:
-    """The table in Markdown, as it stands in docs/operations.md."""
+    """Return the table in Markdown, as it stands in docs/operations.md."""
     rows = ["| what | bound | beyond it |", "|---|---|---|"]
     return "\n".join(rows + [f"| {row.what} | {row.bound} | {row.beyond} |" for row in BOUNDS]) + "\n"

@@ -61,7 +61,7 @@ def memory_left(root: Path = _ROOT) -> int | None:
 
 
 def threads_limit(root: Path = _ROOT) -> int | None:
-    """Threads of all processes that the group may have (its pids.max); None: no limit."""
+    """Return how many threads the group's processes may have (its pids.max); None: no limit."""
     limits = [_read(folder / "pids.max").strip() for folder in _groups(root, "pids")]
     return min((int(limit) for limit in limits if limit.isdecimal()), default=None)
 
@@ -84,7 +84,7 @@ def _cached(folder: Path) -> int:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of this process' groups, in each hierarchy that may have the controller, innermost first."""
+    """Return the folders of this process' groups, in each hierarchy that may have the controller, innermost first."""
     for kind, mounted, shown in _mounts(root, controller):
         own = _own_group(root, "" if kind == "cgroup2" else controller)
         if own is None:
@@ -109,7 +109,7 @@ def _mounts(root: Path, controller: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _own_group(root: Path, controller: str) -> str | None:
-    """The path of this process' group in the hierarchy of the controller; "" for version 2's."""
+    """Return the path of this process' group in the hierarchy of the controller; "" for version 2's."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")

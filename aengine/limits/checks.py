@@ -66,7 +66,7 @@ def check_num_characters(number: int, max_model_len: int, *, generates: bool = T
 
 
 def most_characters(max_model_len: int) -> int:
-    """Characters of the longest text that is read."""
+    """Return how many characters a text may have; a longer one is refused unread."""
     return max(2 * LONG_TEXT, CHARACTERS_PER_TOKEN * max_model_len)
 
 

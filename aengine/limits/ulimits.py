@@ -44,8 +44,8 @@ def open_files_hint() -> str:
 
 
 def limit_hint(text: str) -> str:
-    """What to add to the text of an error that a limit of open files, or of processes and threads, brought about; "" if
-    it shows neither. Blocking: reads files."""
+    """Return a hint for the text of an error that a limit of open files, or of processes and threads, brought about; ""
+    if it shows neither. Blocking: reads files."""
     if _NO_FILES.search(text):
         return open_files_hint()
     if not _NO_THREADS.search(text):

@@ -230,8 +230,8 @@ def _columns(
     keep: Sequence[int],
     token_idx: Rows,
 ) -> LogprobColumns | None:
-    """The entries that ``keep`` names, each cut to the alternatives that it asked for. ``token_idx``: where the answer
-    has the token of each entry."""
+    """Return the entries that ``keep`` names, each cut to the alternatives that it asked for. ``token_idx``: where the
+    answer has the token of each entry."""
     if not keep or host.logprobs is None:
         return None
     words = host.logprobs[whose.rows[keep]]

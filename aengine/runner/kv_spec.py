@@ -200,7 +200,7 @@ class _Slabs:
         return size
 
     def bytes_of(self, kv: _AnyKV) -> int:
-        """Bytes of a block in one layer."""
+        """Return how many bytes a block of one layer takes."""
         if isinstance(kv, StateKV):
             return kv.num_bytes
         return self.block_size(kv) * _token_bytes(kv, self.itemsize)

@@ -84,7 +84,7 @@ class ModelConfig:
         """Raise ModelLoadError if the model can't be computed there in ``dtype``, a library is missing, say."""
 
     def of_rank(self, num_ranks: int, *, divides_experts: bool = False, num_replicas: int = 1) -> Self:
-        """The config as each of ``num_ranks`` has it, which share each layer (`TensorGroup`).
+        """Return the config as each of ``num_ranks`` has it, which share each layer (`TensorGroup`).
 
         ``divides_experts``: the setting ``enable_expert_parallel``; without a mixture of experts it changes nothing.
         ``num_replicas``: of so many ranks each, among all of which the experts are divided.
@@ -211,7 +211,7 @@ class ConfigReader(ValueReader):
     def decoder(
         self, *, interleaved_rope: bool = False, has_experts: bool = False, norm_eps: str = "rms_norm_eps"
     ) -> dict[str, Any]:
-        """The fields of `ModelConfig` that all dense decoders spell alike; ``sliding_windows`` is the family's.
+        """Return the fields of `ModelConfig` that all dense decoders spell alike; ``sliding_windows`` is the family's.
 
         ``norm_eps``: the key of the norms' epsilon.
         """
@@ -295,7 +295,7 @@ class ConfigReader(ValueReader):
         return tuple(kinds.index(kind) for kind in types)
 
     def _rope_parameters(self) -> dict[str, Mapping[str, Any]]:
-        """The parameters of each type of layers, or, by "", of all."""
+        """Return the parameters of each type of layers, or, by "", of all."""
         given = self.mapping("rope_parameters") or self.mapping("rope_scaling")
         if given and all(parameters is None or isinstance(parameters, Mapping) for parameters in given.values()):
             return {kind: parameters or {} for kind, parameters in given.items()}

@@ -177,7 +177,7 @@ class RopeConfig:
         context = float(scaling.get("original_max_position_embeddings") or self.max_position_embeddings)
 
         def dimension_of(rotations: float) -> float:
-            """The dimension whose wave has that many periods within the original context."""
+            """Return the dimension whose wave has that many periods within the original context."""
             return self.rotary_dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
 
         first = dimension_of(float(scaling.get("beta_fast") or 32))

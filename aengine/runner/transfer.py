@@ -10,8 +10,8 @@ __all__ = ["send", "to_device"]
 
 
 def to_device(column: npt.NDArray, device: torch.device) -> Tensor:
-    """The array on the device. It is copied into pinned memory first, so the caller may write to it again at once, and
-    torch keeps that memory until the copy to the device has run."""
+    """Return the array on the device. It is copied into pinned memory first, so the caller may write to it again at
+    once, and torch keeps that memory until the copy to the device has run."""
     tensor = torch.from_numpy(column)
     if device.type == "cpu":
         return tensor

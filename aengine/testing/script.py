@@ -181,7 +181,7 @@ def _json(value: Any) -> str:
 
 
 def _of_type(value: Any, output_type: Any) -> Any:
-    """The value as the type writes it: its keys in order, its defaults; as it is, if the type refuses it."""
+    """Return the value as the type writes it: its keys in order, its defaults; as it is, if the type refuses it."""
     if output_type is None:
         return value
     from ..engine.structured.output_type import OutputType
@@ -201,7 +201,7 @@ def _as_compact(text: str) -> str:
 
 
 def _in_order(name: str, arguments: Mapping[str, Any], tools: Sequence[Tool]) -> Mapping[str, Any]:
-    """The arguments in the order of the tool's parameters, by which the grammar goes."""
+    """Return the arguments in the order of the tool's parameters, by which the grammar goes."""
     if not isinstance(arguments, Mapping):
         raise ScriptError(f"the arguments of the call of {name!r} must be a mapping, not {shown(arguments)}")
     known: Mapping[str, Any] = next((tool.parameters.get("properties", {}) for tool in tools if tool.name == name), {})

@@ -31,7 +31,7 @@ _SUMS = ("kv_cache_bytes", "device_memory_total_bytes")
 
 
 def agree(ranks: Sequence[Rank], offers: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """The plan that every rank can keep: the least of each limit.
+    """Return the plan that every rank can keep: the least of each limit.
 
     Raises ModelLoadError, which names both ranks, where anything else of two offers differs.
     """
@@ -69,7 +69,8 @@ class AnswerCheck:
         self._unchecked: deque[tuple[int, int]] = deque()  # (step id, checksum) that the lead has not answered
 
     def note(self, output: ModelRunnerOutput) -> None:
-        """This rank has an answer. Raises InternalError if it, or one before, is not that of the rank that answers."""
+        """Note an answer of this rank. Raises InternalError if it, or one before, is not that of the rank that
+        answers."""
         if self._rank.pp_rank != self._rank.pp_size - 1:
             return  # a rank of an earlier pipeline stage samples nothing
         checksum = zlib.crc32(output.token_ids)

@@ -114,7 +114,7 @@ _formatter = logging.Formatter()
 
 
 def _message_of(record: logging.LogRecord) -> dict[str, str | int | float]:
-    """The content of a LOG frame. The text has the traceback of the record's exception, if there is one."""
+    """Return the content of a LOG frame. The text has the traceback of the record's exception, if there is one."""
     text = _formatter.format(record)
     if len(text) > _HEAD + _TAIL:
         num_more = len(text) - _HEAD - _TAIL

@@ -71,8 +71,8 @@ class Rank:
 
 
 def ranks_of(config: EngineConfig, dp_rank: int = 0, dp_size: int = 1) -> list[Rank]:
-    """The ranks that these settings ask for, by index. Each gets a GPU of its own: those that ``device`` lists, else
-    the first ones. They are of the replica ``dp_rank``; or, if the settings are not those of one replica, of all
+    """Return the ranks that these settings ask for, by index. Each gets a GPU of its own: those that ``device`` lists,
+    else the first ones. They are of the replica ``dp_rank``; or, if the settings are not those of one replica, of all
     replicas, which share experts."""
     tp_size, pp_size, num_sharing = (
         config.tensor_parallel_size,

@@ -355,15 +355,15 @@ def exchanges(compiler: Compiler) -> None:
     for rank, size in ((0, 2), (1, 2), (3, 4)):
         compiler.note = f"rank {rank} of {size}"
         addresses, calls = torch.zeros(size, dtype=torch.int64), torch.zeros(MAX_PROGRAMS, dtype=torch.int32)
-        mailbox = ExchangeBuffers(rank, size, 4096, 65536, addresses, calls)
+        buffers = ExchangeBuffers(rank, size, 4096, 65536, addresses, calls)
         for dtype in (compiler.half, torch.float32):
             x = torch.zeros(2, 1024, dtype=dtype)
             for op in (exchange_words.sum_in_words, exchange_bulk.sum_in_bulk, exchange_bulk.sum_in_two_shots):
                 for add in (True, False):
-                    op(x, x, mailbox, add=add)
+                    op(x, x, buffers, add=add)
         words = torch.zeros(4096, dtype=torch.int32)
         for gather in (exchange_words.gather_in_words, exchange_bulk.gather_in_bulk):
-            gather(torch.zeros(size, 4096, dtype=torch.int32), words, mailbox)
+            gather(torch.zeros(size, 4096, dtype=torch.int32), words, buffers)
     compiler.note = "pipeline"
     signal.signal(torch.zeros(1, dtype=torch.int64), 5)
     signal.wait(torch.zeros(1, dtype=torch.int64), 5)

@@ -44,8 +44,8 @@ class Ranks:
     ) -> None:
         phases = (Phase.SEND, Phase.ADD, Phase.TAKE) if op is sum_in_two_shots else (Phase.SEND, Phase.TAKE)
         for phase in phases:
-            for mailbox, out, x in zip(self.mailboxes, outs, xs):
-                op(out, x, mailbox, phases=phase, **options)
+            for buffers, out, x in zip(self.mailboxes, outs, xs):
+                op(out, x, buffers, phases=phase, **options)
 
 
 def test_against_the_reference(rng: random.Random, gen: torch.Generator) -> None:
@@ -83,9 +83,9 @@ def test_each_way_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
     for module, name in ((op.exchange_words, "sum_in_words"), *((op.exchange_bulk, one.__name__) for one in SUMS[1:])):
         monkeypatch.setattr(module, name, lambda *args, name=name, **how: called.append(name))
-    mailbox = ExchangeBuffers(0, 2, 2**16, 2**25, torch.zeros(2), torch.zeros(1))
+    buffers = ExchangeBuffers(0, 2, 2**16, 2**25, torch.zeros(2), torch.zeros(1))
     for num_bytes in EACH_WAY:
-        all_reduced(torch.zeros(-(-num_bytes // 8192), 4096, dtype=torch.float16), mailbox)
+        all_reduced(torch.zeros(-(-num_bytes // 8192), 4096, dtype=torch.float16), buffers)
     assert called == [one.__name__ for one in SUMS]
 
 
@@ -104,8 +104,8 @@ def test_a_rank_may_be_a_call_ahead(op: Callable[..., None]) -> None:
     """In one shot a rank's call ends when all have sent: its next one may signal before another looks for this one's.
     Numbers of calls wrap around between the two."""
     ranks, is_sum = Ranks(2), op in SUMS
-    for mailbox in ranks.mailboxes:
-        mailbox.calls.fill_(2**31 - 2)
+    for buffers in ranks.mailboxes:
+        buffers.calls.fill_(2**31 - 2)
     how = {"add": False} if is_sum else {}
     shape, dtype = ((1, 64), torch.float32) if is_sum else ((64,), torch.int32)
     xs = [[torch.full(shape, 1 + 10 * rank + call, dtype=dtype) for call in range(2)] for rank in range(2)]
@@ -129,7 +129,7 @@ def test_gathers_of_any_shape(gen: torch.Generator, monkeypatch: pytest.MonkeyPa
     """How tensors are cut into calls and padded, with exchanges that give every rank's part as this one's."""
     from aengine.kernels.triton import all_reduce as op
 
-    def exchange(out: torch.Tensor, x: torch.Tensor, mailbox: ExchangeBuffers) -> None:
+    def exchange(out: torch.Tensor, x: torch.Tensor, buffers: ExchangeBuffers) -> None:
         assert x.dtype == torch.int32 and (is_small or (x.nbytes % 16 == 0 and x.nbytes <= BULK))
         out.copy_(x.expand_as(out))
 

@@ -296,7 +296,7 @@ class _Call:
         return checked, [order[begin : begin + _CHUNK] for begin in range(0, len(order), _CHUNK)]
 
     def _checked(self, place: int, given: Any) -> Any:
-        """A text or a pair as it is, token ids as a column. Raises InvalidRequestError, ContextLengthError."""
+        """Return a text or a pair as it is, token ids as a column. Raises InvalidRequestError, ContextLengthError."""
         if isinstance(given, str | tuple):
             if not given:
                 raise InvalidRequestError(f"inputs[{place}] is empty: give it at least one character", param="inputs")

@@ -124,7 +124,7 @@ class PoolingCalls(ABC):
         prompt_name: str | None = None,
         **options: Unpack[PoolingOptions],
     ) -> NDArray[np.float32]:
-        """The embeddings of texts: float32 [n, size], also for one text.
+        """Return the embeddings of texts: float32 [n, size], also for one text.
 
         Args:
             inputs: a text, or its token ids; or a list of either.
@@ -166,7 +166,7 @@ class PoolingCalls(ABC):
         instruction: str | None = None,
         **options: Unpack[PoolingOptions],
     ) -> list[RankedDocument]:
-        """The documents by how well they answer the query, the best first; scored as `score` does.
+        """Return the documents by how well they answer the query, the best first; scored as `score` does.
 
         Args:
             top_n: return only so many.
@@ -180,8 +180,8 @@ class PoolingCalls(ABC):
     async def classify(
         self, inputs: EmbedInput | Sequence[EmbedInput], **options: Unpack[PoolingOptions]
     ) -> NDArray[np.float32]:
-        """The logits of the model's classes, float32 [n, num_labels]; the names of these are ``describe()["labels"]``.
-        Errors as of `embed`."""
+        """Return the logits of the model's classes, float32 [n, num_labels]; the names of these are
+        ``describe()["labels"]``. Errors as of `embed`."""
         return (await self.pool(PoolingRequest("classify", _listed(inputs), options=options))).values
 
 

@@ -118,8 +118,8 @@ class ReplicasStart:
 
 
 def replica_configs(config: EngineConfig) -> list[EngineConfig]:
-    """The settings of each replica's workers, which know nothing of the others: its own GPUs, its share of the cores
-    (those of other machines are known there). Blocking: reads files."""
+    """Return the settings of each replica's workers, which know nothing of the others: its own GPUs, its share of the
+    cores (those of other machines are known there). Blocking: reads files."""
     count, ranks = config.data_parallel_size, config.num_ranks
     if config.executor == "ray":
         return [replace(config, data_parallel_size=1)] * count
@@ -131,7 +131,7 @@ def replica_configs(config: EngineConfig) -> list[EngineConfig]:
 
 
 def _devices(device: str, count: int, ranks: int) -> list[str]:
-    """The setting ``device`` of each of ``count`` replicas of ``ranks`` ranks."""
+    """Return the setting ``device`` of each of ``count`` replicas of ``ranks`` ranks."""
     name, colon, listed = device.partition(":")
     if name == "cpu":
         return [device] * count

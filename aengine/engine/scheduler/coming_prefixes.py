@@ -51,7 +51,7 @@ class ComingPrefixes:
             request.is_leading = True
 
     def _num_found(self, request: Request) -> int:
-        """How many tokens of a prompt that is being computed others can take over already."""
+        """Return how many tokens of a prompt that is being computed others can take over already."""
         return request.states.num_found if self._kv.has_states else request.num_offered_tokens
 
     def _find_leaders(self) -> None:

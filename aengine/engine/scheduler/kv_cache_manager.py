@@ -190,7 +190,7 @@ class KVCacheManager:
             self._states.begin(request, prefix)
 
     def note_written(self, request: Request, num_tokens: int) -> None:
-        """The KV of the first ``num_tokens`` tokens is surely written by now, and the next query is at that position.
+        """Note that the KV of the first ``num_tokens`` tokens is written, and the next query is at that position.
 
         Offers their full blocks, and frees those that have left a window.
         """
@@ -306,7 +306,7 @@ class _Group:
         return max(0, position - self.window + 1) // self.block_size if self.window else 0
 
     def longest_hit(self, pool: BlockPool, request: Request, length: int) -> BlockTable:
-        """The blocks of the longest prefix of at most ``length`` tokens with which this group can begin.
+        """Return the blocks of the longest prefix of at most ``length`` tokens with which this group can begin.
 
         A full group hashes no further than twice the hits: a long prompt that is new here costs one hash now, the
         others as its chunks are offered. A window must know all hashes up to the length.
@@ -335,8 +335,8 @@ class _Group:
         return BlockTable(self.block_size, i, hits[::-1])
 
     def name_at(self, request: Request, border: int) -> bytes:
-        """The name of this group's block, or kept state, that ends at token ``border``. The request's hashes up to
-        there are known."""
+        """Return the name of this group's block, or kept state, that ends at token ``border``. The request's hashes up
+        to there are known."""
         return request.block_hashes[border // self._hash_size - 1] + self._suffix
 
     def offer(self, pool: BlockPool, request: Request, first: int, last: int) -> None:

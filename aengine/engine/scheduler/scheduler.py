@@ -218,7 +218,7 @@ class Scheduler:
         request.is_paused = False
 
     def preempt_all(self, exception: str = "") -> list[Request]:
-        """The worker is a new one: no row, no KV, no answer on its way. Every request will be computed again.
+        """Begin anew with a new worker, which has no rows and no KV: every request will be computed again.
         ``exception``: what the last one raised, if it could say.
 
         Returns the unfinished requests that have killed the worker before, and others before it, as far as can be said.

@@ -10,7 +10,7 @@ __all__ = ["check_may_block", "foreign_process", "not_copied", "other_loop", "ru
 
 
 def running_loop() -> asyncio.AbstractEventLoop:
-    """The event loop that the caller runs on. Raises InvalidRequestError where there is none of asyncio's."""
+    """Return the event loop that the caller runs on. Raises InvalidRequestError where there is none of asyncio's."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:

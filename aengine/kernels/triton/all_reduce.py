@@ -19,35 +19,35 @@ _MOST_IN_WORDS = 2**18
 _MOST_IN_ONE_SHOT = 2**22
 
 
-def all_reduce(out: Tensor, part: Tensor, mailbox: ExchangeBuffers, *, add: bool) -> None:
+def all_reduce(out: Tensor, part: Tensor, buffers: ExchangeBuffers, *, add: bool) -> None:
     """out [n, size] = the sum of all ranks' parts, or is added to."""
-    if part.nbytes <= min(_MOST_IN_WORDS, 4 * mailbox.words_per_rank):
-        exchange_words.sum_in_words(out, part, mailbox, add=add)
+    if part.nbytes <= min(_MOST_IN_WORDS, 4 * buffers.words_per_rank):
+        exchange_words.sum_in_words(out, part, buffers, add=add)
         return
-    rows = mailbox.bulk_per_rank // (part.nbytes // len(part))
+    rows = buffers.bulk_per_rank // (part.nbytes // len(part))
     for some_out, some in zip(out.split(rows), part.split(rows)):
-        if mailbox.size == 2 and some.nbytes <= _MOST_IN_ONE_SHOT:
-            exchange_bulk.sum_in_bulk(some_out, some, mailbox, add=add)
+        if buffers.size == 2 and some.nbytes <= _MOST_IN_ONE_SHOT:
+            exchange_bulk.sum_in_bulk(some_out, some, buffers, add=add)
         else:
-            exchange_bulk.sum_in_two_shots(some_out, some, mailbox, add=add)
+            exchange_bulk.sum_in_two_shots(some_out, some, buffers, add=add)
 
 
-def all_gather(x: Tensor, mailbox: ExchangeBuffers) -> Tensor:
+def all_gather(x: Tensor, buffers: ExchangeBuffers) -> Tensor:
     """Return all ranks' x, [size, *x.shape]."""
-    is_small = x.nbytes <= min(_MOST_IN_WORDS, 4 * mailbox.words_per_rank)
+    is_small = x.nbytes <= min(_MOST_IN_WORDS, 4 * buffers.words_per_rank)
     words = _words_of(x, 1 if is_small else 4)
-    gathered = words.new_empty(mailbox.size, len(words))
+    gathered = words.new_empty(buffers.size, len(words))
     if is_small:
-        exchange_words.gather_in_words(gathered, words, mailbox)
+        exchange_words.gather_in_words(gathered, words, buffers)
     else:
-        most = mailbox.bulk_per_rank // words.element_size()
-        pieces = [words.new_empty(mailbox.size, len(some)) for some in words.split(most)]
+        most = buffers.bulk_per_rank // words.element_size()
+        pieces = [words.new_empty(buffers.size, len(some)) for some in words.split(most)]
         for piece, some in zip(pieces, words.split(most)):
-            exchange_bulk.gather_in_bulk(piece, some, mailbox)
+            exchange_bulk.gather_in_bulk(piece, some, buffers)
         gathered = pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
     if words.nbytes > x.nbytes:
         gathered = gathered.view(torch.uint8)[:, : x.nbytes].contiguous()
-    return gathered.view(x.dtype).view(mailbox.size, *x.shape)
+    return gathered.view(x.dtype).view(buffers.size, *x.shape)
 
 
 def _words_of(x: Tensor, multiple: int) -> Tensor:

@@ -260,7 +260,7 @@ def _add_sinks(sinks, kv_head, is_first, top, total, acc, GROUP: tl.constexpr):
 
 @triton.jit
 def _blocks(kv, begin, end, BLOCK_SIZE: tl.constexpr, BN: tl.constexpr):
-    """The blocks [BN] of a stretch of keys from ``begin`` on, as far as they are before ``end``."""
+    """Return the blocks [BN] of a stretch of keys from ``begin`` on, as far as they are before ``end``."""
     t = begin + tl.arange(0, BN)
     return tl.load(kv[1] + t // BLOCK_SIZE, mask=t < end, other=0)
 

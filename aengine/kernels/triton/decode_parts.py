@@ -22,7 +22,7 @@ _LOG2_E = 1.4426950408889634  # scores are scaled by it, since the hardware comp
 
 
 def score_scale(scale: float, softcap: float) -> float:
-    """The factor of q k^T with which scores are ready for exp2, or, with a soft cap, for `capped`."""
+    """Return the factor of q k^T with which scores are ready for exp2, or, with a soft cap, for `capped`."""
     return scale / softcap if softcap else scale * _LOG2_E
 
 
@@ -203,7 +203,7 @@ def _combine(
     DP: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """The output of GROUP heads from their parts, FEW parts at a time, so that their loads overlap."""
+    """Return the output of GROUP heads from their parts, FEW parts at a time, so that their loads overlap."""
     g = tl.arange(0, PADDED)
     d = tl.arange(0, DP)
     is_head = g < GROUP

@@ -39,7 +39,7 @@ _LARGE = BulkTiling(256, 16384, 8)
 def sum_in_bulk(
     out: Tensor,
     part: Tensor,
-    mailbox: ExchangeBuffers,
+    buffers: ExchangeBuffers,
     *,
     add: bool,
     phases: int = Phase.ALL,
@@ -48,13 +48,13 @@ def sum_in_bulk(
     """out = the sum of all ranks' parts, or is added to."""
     block = tiling.block_bytes // part.element_size()
     grid = min(tiling.num_programs, triton.cdiv(part.numel(), block))
-    _launch(_sum_in_bulk, grid, out, part, mailbox, phases, BLOCK=block, ADD_TO=add, num_warps=tiling.num_warps)
+    _launch(_sum_in_bulk, grid, out, part, buffers, phases, BLOCK=block, ADD_TO=add, num_warps=tiling.num_warps)
 
 
 def sum_in_two_shots(
     out: Tensor,
     part: Tensor,
-    mailbox: ExchangeBuffers,
+    buffers: ExchangeBuffers,
     *,
     add: bool,
     phases: int = Phase.ALL,
@@ -62,19 +62,19 @@ def sum_in_two_shots(
 ) -> None:
     """out = the sum of all ranks' parts, or is added to."""
     block = tiling.block_bytes // part.element_size()
-    grid = min(tiling.num_programs, triton.cdiv(part.numel(), block * mailbox.size))
-    _launch(_sum_in_two_shots, grid, out, part, mailbox, phases, BLOCK=block, ADD_TO=add, num_warps=tiling.num_warps)
+    grid = min(tiling.num_programs, triton.cdiv(part.numel(), block * buffers.size))
+    _launch(_sum_in_two_shots, grid, out, part, buffers, phases, BLOCK=block, ADD_TO=add, num_warps=tiling.num_warps)
 
 
-def gather_in_bulk(out: Tensor, x: Tensor, mailbox: ExchangeBuffers, *, phases: int = Phase.ALL) -> None:
+def gather_in_bulk(out: Tensor, x: Tensor, buffers: ExchangeBuffers, *, phases: int = Phase.ALL) -> None:
     """out [size, n] = all ranks' x [n], of a multiple of 16 bytes."""
     block = _SMALL.block_bytes // x.element_size()
     grid = min(_SMALL.num_programs, triton.cdiv(x.numel(), block))
-    _launch(_gather_in_bulk, grid, out, x, mailbox, phases, BLOCK=block, num_warps=_SMALL.num_warps)
+    _launch(_gather_in_bulk, grid, out, x, buffers, phases, BLOCK=block, num_warps=_SMALL.num_warps)
 
 
 def _launch(
-    kernel: object, grid: int, out: Tensor, x: Tensor, mailbox: ExchangeBuffers, phases: int, **options: int | bool
+    kernel: object, grid: int, out: Tensor, x: Tensor, buffers: ExchangeBuffers, phases: int, **options: int | bool
 ) -> None:
     two_shots = {"ADD": bool(phases & Phase.ADD)} if kernel is _sum_in_two_shots else {}
     launch(
@@ -82,14 +82,14 @@ def _launch(
         (grid,),
         x,
         out,
-        mailbox.addresses,
-        mailbox.calls,
+        buffers.addresses,
+        buffers.calls,
         x.numel() * x.element_size() // 16,
-        mailbox.words_bytes,
-        mailbox.bulk_per_rank,
-        mailbox.words_bytes + mailbox.bulk_bytes,
-        RANK=mailbox.rank,
-        SIZE=mailbox.size,
+        buffers.words_bytes,
+        buffers.bulk_per_rank,
+        buffers.words_bytes + buffers.bulk_bytes,
+        RANK=buffers.rank,
+        SIZE=buffers.size,
         COUNTERS=MAX_PROGRAMS,
         SEND=bool(phases & Phase.SEND),
         **two_shots,

@@ -1,8 +1,8 @@
 """Parts of the exchanges between ranks.
 
-A mailbox has memory for two calls in turn. A rank may overwrite what a call used at the next call but one: at the one
-between it has got something from every rank, and a rank sends that only when its own call before has ended (`gdc_wait`,
-and the order of launches).
+The buffers have memory for two calls in turn. A rank may overwrite what a call used at the next call but one: at the
+one between it has got something from every rank, and a rank sends that only when its own call before has ended
+(`gdc_wait`, and the order of launches).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ __all__ = ["gather_in_words", "sum_in_words"]
 def sum_in_words(
     out: Tensor,
     part: Tensor,
-    mailbox: ExchangeBuffers,
+    buffers: ExchangeBuffers,
     *,
     add: bool,
     phases: int = Phase.ALL,
@@ -36,12 +36,12 @@ def sum_in_words(
         (triton.cdiv(num_words, words_per_program),),
         part,
         out,
-        mailbox.addresses,
-        mailbox.calls,
+        buffers.addresses,
+        buffers.calls,
         num_words // 4,
-        mailbox.words_per_rank,
-        RANK=mailbox.rank,
-        SIZE=mailbox.size,
+        buffers.words_per_rank,
+        RANK=buffers.rank,
+        SIZE=buffers.size,
         BLOCK=words_per_program,
         COUNTERS=MAX_PROGRAMS,
         ADD=add,
@@ -52,7 +52,7 @@ def sum_in_words(
     )
 
 
-def gather_in_words(out: Tensor, x: Tensor, mailbox: ExchangeBuffers, *, phases: int = Phase.ALL) -> None:
+def gather_in_words(out: Tensor, x: Tensor, buffers: ExchangeBuffers, *, phases: int = Phase.ALL) -> None:
     """out [size, n] = all ranks' x [n], int32."""
     num_words = x.numel()
     words_per_program = 512
@@ -61,12 +61,12 @@ def gather_in_words(out: Tensor, x: Tensor, mailbox: ExchangeBuffers, *, phases:
         (triton.cdiv(num_words, words_per_program),),
         x,
         out,
-        mailbox.addresses,
-        mailbox.calls,
+        buffers.addresses,
+        buffers.calls,
         num_words,
-        mailbox.words_per_rank,
-        RANK=mailbox.rank,
-        SIZE=mailbox.size,
+        buffers.words_per_rank,
+        RANK=buffers.rank,
+        SIZE=buffers.size,
         BLOCK=words_per_program,
         COUNTERS=MAX_PROGRAMS,
         SEND=bool(phases & Phase.SEND),

@@ -20,7 +20,8 @@ __all__ = ["fit", "multiply_blocks"]
 
 
 def fit(tile: ProductTile, n: int, k: int, block_m: int, rows: int, itemsize: int) -> ProductTile:
-    """The tile cut to the shape, and to the GPU's shared memory. ``rows``: of weights for each output feature."""
+    """Return the tile cut to the shape, and to the GPU's shared memory. ``rows``: of weights for each output
+    feature."""
     tile = tile._replace(
         block_n=min(tile.block_n, max(16, triton.next_power_of_2(n))),
         block_k=min(tile.block_k, max(16, triton.next_power_of_2(k))),

@@ -20,7 +20,7 @@ _BLOCK = 1024
 
 
 def gate_constants(gate: ExpertGate | None) -> dict[str, object]:
-    """The arguments of a kernel that calls `gated`; None: it does not, and GATE is ""."""
+    """Return the arguments of a kernel that calls `gated`; None: it does not, and GATE is ""."""
     if gate is None:
         return gate_constants(ExpertGate()) | {"GATE": ""}
     return {"GATE": gate.kind, "INTERLEAVED": gate.is_interleaved, "ALPHA": gate.alpha, "LIMIT": gate.limit}
@@ -36,7 +36,7 @@ def gate_experts(gate_up: Tensor, gate: ExpertGate) -> Tensor:
 
 @triton.jit
 def gated(g, u, GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """The activation for gates ``g`` and ups ``u``, float32 of one shape."""
+    """Return the activation for gates ``g`` and ups ``u``, float32 of one shape."""
     if GATE != "clamped_swiglu":
         y = activate_and_multiply(g, u, GATE)
     else:

@@ -202,7 +202,7 @@ def _row(
     BK: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """The sums [BN] of a row by the weights' rows ``n``."""
+    """Return the sums [BN] of a row by the weights' rows ``n``."""
     k = tl.arange(0, BK)
     acc = tl.zeros((BN, BK), tl.float32)
     for k0 in tl.static_range(0, K, BK):

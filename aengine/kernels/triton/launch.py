@@ -66,7 +66,7 @@ def _target() -> Any:
 
 @functools.cache
 def device_name() -> str:
-    """The GPU's name, such as "NVIDIA H200"; "" where there is none."""
+    """Return the GPU's name, such as "NVIDIA H200"; "" where there is none."""
     if _target() is None:
         return ""
     accelerator = torch.accelerator.current_accelerator()
@@ -88,7 +88,7 @@ def is_hopper() -> bool:
 
 @functools.cache
 def max_shared_memory() -> int:
-    """Bytes of shared memory that a program may have on this GPU; an H200's where there is none.
+    """Return how many bytes of shared memory a program may have on this GPU; an H200's where there is none.
 
     232,448 on compute capability 9.0 and 10.0, 166,912 on 8.0, 101,376 on 8.6, 8.9 and 12.0, 65,536 on 7.5. Tilings are
     chosen by what the kernels need at most; tests/kernels/test_compiles.py compares that with what the compiler takes.
@@ -111,7 +111,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
 
 def bucket(count: int) -> int:
-    """A power of two that holds ``count``, of few: each is a kernel of its own to be compiled."""
+    """Return a power of two that holds ``count``, of few: each is a kernel of its own to be compiled."""
     return next(size for size in (16, 256, 1024, 1 << 16) if count <= size)
 
 

@@ -32,8 +32,8 @@ class SkinnyTiling(NamedTuple):
 
 
 def fit(tiling: SkinnyTiling, n: int, k: int, gated: bool) -> SkinnyTiling | None:
-    """The tiling with shorter stretches of K if the shape or the GPU's shared memory demands it; None if it can't cut
-    the shape."""
+    """Return the tiling with shorter stretches of K if the shape or the GPU's shared memory demands it; None if it
+    can't cut the shape."""
     while tiling.shared_bytes(gated) > max_shared_memory() and tiling.block_k > 32:
         tiling = tiling._replace(block_k=tiling.block_k // 2)
     while k % (tiling.num_groups * tiling.block_k) and tiling.block_k > 32:

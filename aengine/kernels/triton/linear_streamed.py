@@ -24,7 +24,7 @@ PREFETCHED = tl.constexpr(256)  # columns of W; more hold up the product that is
 
 
 def fit(tiling: StreamedTiling, is_gated: bool) -> StreamedTiling:
-    """The tiling with fewer stages, and shorter stretches of K, if the GPU's shared memory demands it."""
+    """Return the tiling with fewer stages, and shorter stretches of K, if the GPU's shared memory demands it."""
     while tiling.shared_bytes(is_gated) > max_shared_memory():
         if tiling.num_stages > 2:
             tiling = tiling._replace(num_stages=tiling.num_stages - 1)

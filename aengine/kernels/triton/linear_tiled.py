@@ -30,7 +30,8 @@ class TiledTiling(NamedTuple):
 
 
 def fit(tiling: TiledTiling, n: int, k: int, gated: bool) -> TiledTiling | None:
-    """The tiling with shorter stretches of K if the GPU's shared memory demands it; None if it can't cut the shape."""
+    """Return the tiling with shorter stretches of K if the GPU's shared memory demands it; None if it can't cut the
+    shape."""
     while tiling.shared_bytes(gated) > max_shared_memory() and tiling.block_k > 32:
         tiling = tiling._replace(block_k=tiling.block_k // 2)
     return None if k % tiling.block_k or n % tiling.block_n else tiling

@@ -122,7 +122,7 @@ def find_bracket(
 
 @triton.jit
 def _below_kth(peaks: tl.tensor, lowest: tl.tensor, peak: tl.tensor, k: tl.tensor) -> tl.tensor:
-    """A logit not above the k-th largest of the row, and near the k-th largest of the blocks' peaks."""
+    """Return a logit not above the k-th largest of the row, and near the k-th largest of the blocks' peaks."""
     low = lowest
     high = peak
     for _i in range(8):

@@ -257,8 +257,9 @@ def _search_list(
     BY_MASS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """The largest of the listed logits in [low, high) whose count (mass) at or above is >= ``wanted``; the lowest of
-    them if none has as much, for want of digits. low = -inf: as low as they come, or -inf if none has as much."""
+    """Return the largest of the listed logits in [low, high) whose count (mass) at or above is >= ``wanted``; the
+    lowest of them if none has as much, for want of digits. low = -inf: as low as they come, or -inf if none has as
+    much."""
     at = tl.arange(0, TILE)
     first = tl.load(listed + at, mask=at < length, other=float("-inf"))
     own = tl.where(first > float("-inf"), as_mass(first, peak, scale), 0) if BY_MASS else first
@@ -322,7 +323,7 @@ def _search_row(
     PADDED: tl.constexpr,
     GATHERED: tl.constexpr,
 ) -> tl.tensor:
-    """The higher cutoff of top-k and top-p, searched among the row's logits at ``x``; ``at``: its stats."""
+    """Return the higher cutoff of top-k and top-p, searched among the row's logits at ``x``; ``at``: its stats."""
     is_block = tl.arange(0, PADDED) < num_blocks
     lowest = tl.min(tl.load(at + step, mask=is_block, other=float("inf")), axis=0)
     total = tl.sum(tl.load(at + 2 * step, mask=is_block, other=0.0) * tl.exp((peaks - peak) * scale), axis=0)

@@ -57,7 +57,8 @@ def apply_rope_and_write_kv(
 
 @triton.jit
 def _pairs(i, D: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The first element of each pair, and how far the second is away. Past ROTARY the pairs are any that are left."""
+    """Return the first element of each pair, and how far the second is away. Past ROTARY the pairs are any that are
+    left."""
     if INTERLEAVED:
         first = 2 * i
         apart = i * 0 + 1

@@ -170,7 +170,7 @@ class CudnnPrefill:
 
 
 def padded_lengths(most_tokens: int) -> tuple[int, ...]:
-    """The quarters between powers of two, from `_SHORTEST` to the first that holds ``most_tokens``.
+    """Return the quarters between powers of two, from `_SHORTEST` to the first that holds ``most_tokens``.
 
     None if ``most_tokens`` is less. A quarter is added to a length at most, and so half of the arithmetic: about what
     cuDNN saves.

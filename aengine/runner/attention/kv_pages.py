@@ -81,7 +81,7 @@ class KVPages:
         }
 
     def states(self) -> dict[int, LayerStatePlace]:
-        """The states of all layers that have one, by index."""
+        """Return the states of all layers that have one, by index."""
         states = {}
         for i, place in enumerate(self.layout.layers):
             if place is not None and isinstance(place.kv, StateKV):

@@ -109,7 +109,7 @@ class GpuKvCache:
 
 
 def rope_tables(config: RopeConfig, num_positions: int, device: torch.device) -> Rope:
-    """The cosines and sines of position times each frequency, times the factor.
+    """Return the cosines and sines of position times each frequency, times the factor.
 
     With longrope the positions of short requests come first, ``border`` of them, then those of long ones; the rows'
     shifts are the step's.

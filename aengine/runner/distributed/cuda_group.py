@@ -42,26 +42,26 @@ class CudaGroup:
         num_bytes = ExchangeBuffers.bytes_needed(size, _WORDS_PER_RANK, bulk_per_rank)
         self._memory = SymmetricMemory(num_bytes, store, rank, size, device)
         calls = torch.zeros(MAX_PROGRAMS, dtype=torch.int32, device=device)
-        self.mailbox = ExchangeBuffers(rank, size, _WORDS_PER_RANK, bulk_per_rank, self._memory.addresses, calls)
+        self.buffers = ExchangeBuffers(rank, size, _WORDS_PER_RANK, bulk_per_rank, self._memory.addresses, calls)
 
     def add_sum(self, residual: Tensor, partial: Tensor) -> None:
         if self._is_rehearsing:
             residual.add_(partial)
             return
-        add_all_reduced(residual, partial, self.mailbox)
+        add_all_reduced(residual, partial, self.buffers)
 
     def sum(self, partial: Tensor) -> Tensor:
-        return partial.clone() if self._is_rehearsing else all_reduced(partial, self.mailbox)
+        return partial.clone() if self._is_rehearsing else all_reduced(partial, self.buffers)
 
     def gather(self, x: Tensor) -> Tensor:
         if self._is_rehearsing:
             return x.expand(self.size, *x.shape).contiguous()
-        return all_gathered(x.contiguous(), self.mailbox)
+        return all_gathered(x.contiguous(), self.buffers)
 
     def warm_up(self, hidden_size: int, dtype: torch.dtype) -> None:
         for num_bytes in EACH_WAY:
             rows = -(-num_bytes // (hidden_size * dtype.itemsize))
-            x = torch.zeros(rows, hidden_size, dtype=dtype, device=self.mailbox.addresses.device)
+            x = torch.zeros(rows, hidden_size, dtype=dtype, device=self.buffers.addresses.device)
             self.add_sum(x, self.sum(x))
             self.gather(x)
 

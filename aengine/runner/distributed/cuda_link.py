@@ -53,7 +53,7 @@ class StageMemory:
         return sum(_bytes_of_parts(sizes))
 
     def address(self, counter: _Counter) -> Tensor:
-        """The address of a counter, int64 [1] on the device; see kernels/signal.py."""
+        """Return the address of a counter, int64 [1] on the device; see kernels/signal.py."""
         return torch.tensor([self._counters[counter].data_ptr()], device=self._counters.device)
 
 

@@ -56,7 +56,7 @@ class GlooGroup:
         raise NotImplementedError("steps on a CPU need nothing loaded")
 
     def _sum(self, partial: Tensor) -> Tensor:
-        """The sum in float32."""
+        """Return the sum in float32."""
         parts = self.gather(partial)
         total = parts[0].float()
         for part in parts[1:]:

@@ -44,7 +44,7 @@ class TensorGroup(Peers, Protocol):
         """Add the sum of all ranks' ``partial`` [n, hidden_size] to ``residual`` of that shape, in place."""
 
     def sum(self, partial: Tensor) -> Tensor:
-        """The sum of all ranks' ``partial``, in its shape and dtype."""
+        """Return the sum of all ranks' ``partial``, in its shape and dtype."""
 
     def gather(self, x: Tensor) -> Tensor:
         """[size, *x.shape]: every rank's ``x``, by rank."""

@@ -32,7 +32,7 @@ _FOREVER = timedelta(days=365)
 
 
 def open_device(rank: Rank) -> Platform:
-    """The platform of the rank's device, checked to run kernels.
+    """Return the platform of the rank's device, checked to run kernels.
 
     Raises ModelLoadError: see `choose_platform`; of several ranks it says that each needs a device.
     """

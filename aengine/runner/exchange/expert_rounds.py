@@ -73,7 +73,7 @@ class ExpertRounds(StepExchange):
         return self._shape.tokens
 
     def received(self, num_tokens: int) -> tuple[Tensor, ...]:
-        """Nothing; but what the replicas exchange has this many rows of each."""
+        """Return None, as there is no stage before; the replicas exchange ``num_tokens`` rows of each."""
         self.group.begin_even(num_tokens)
         return ()
 

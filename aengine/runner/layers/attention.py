@@ -72,7 +72,7 @@ class AttentionLayer:
         softcap: float = 0.0,
         sinks: Sinks | None = None,
     ) -> AttentionLayer:
-        """The usual: heads of one size in all layers, scores scaled by head_dim ** -0.5."""
+        """Make the usual layer: heads of one size in all layers, scores scaled by head_dim ** -0.5."""
         return cls(
             index=index,
             num_heads=config.num_heads,
@@ -113,4 +113,4 @@ class AttentionCall(Protocol):
         of the model depends on it."""
 
     def states(self, index: int) -> LayerStates:
-        """The states that layer ``index`` keeps, of the step's requests: it reads and writes them itself."""
+        """Return the states that layer ``index`` keeps, of the step's requests: it reads and writes them itself."""

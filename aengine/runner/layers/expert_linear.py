@@ -166,7 +166,8 @@ class ExpertLinear:
             scope.want(*what, put, stored.num_parameters, part, on_host=True)
 
     def _part_of_packed(self, stored: StoredTensor, rows: Sequence[Share], columns: Sequence[Share]) -> Part | None:
-        """The part of a tensor of all experts; None, with ``_cut`` set, where ranks' columns meet within its blocks."""
+        """Return the part of a tensor of all experts; None, with ``_cut`` set, where ranks' columns meet within its
+        blocks."""
         if stored.out_dim is not None and (part := part_of(rows, stored.out_dim, stored.shape[stored.out_dim])):
             return part
         if stored.in_dim is None:

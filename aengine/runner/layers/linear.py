@@ -33,7 +33,8 @@ def shares_of(features: Features) -> Sequence[Share]:
 def part_of_matrix(
     stored: StoredTensor, rows: Sequence[Share], columns: Sequence[Share], name: str, num_ranks: int
 ) -> Part | None:
-    """The part of a matrix' tensor that a rank wants: of the output features ``rows``, of the input's ``columns``.
+    """Return the part of a matrix' tensor that a rank wants: of the output features ``rows``, of the input's
+    ``columns``.
 
     Raises ModelLoadError: the format can't be divided there.
     """

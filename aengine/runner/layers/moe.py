@@ -151,7 +151,8 @@ class MoE:
         spread.add_sum(residual, rows, partial)
 
     def _hidden(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, ExpertPlan]:
-        """The inner features of the chosen experts that are this rank's, for norm(x) [num_tokens, hidden_size]."""
+        """Return the inner features of the chosen experts that are this rank's, for norm(x) [num_tokens,
+        hidden_size]."""
         logits = self.router.linear.after_norm(x, norm, torch.float32)
         routing = route(logits, self.router.rule, self.router.correction, self._own)
         plan = plan_experts(routing, self.shape, is_partial=self._own is not None, can_group=self.experts.can_group)

@@ -78,7 +78,7 @@ class LayerStates:
 
 
 def state_rows_of_decodes(block_table: Tensor, rows: Tensor, seq_lens: Tensor, spare_page: int) -> StateRows:
-    """The requests of a step of one token each, without a read of the device.
+    """Return the requests of a step of one token each, without a read of the device.
 
     Args:
         block_table: int32 [max_num_seqs, width], of the group

@@ -77,7 +77,7 @@ def read_config(
     folder: str | None = None,
     trust_remote_code: bool = False,
 ) -> ModelConfig:
-    """The config of a model, by the rules of its family; of a model that has none, by transformers.
+    """Return the config of a model, by the rules of its family; of a model that has none, by transformers.
 
     Args:
         model_impl, trust_remote_code: the settings
@@ -115,7 +115,7 @@ def build_model(
     stage: PipelineStage = WHOLE,
     experts_group: ExpertsGroup | None = None,
 ) -> CausalLM:
-    """The model, or a stage of it, whose weights are yet to be loaded. Raises ModelLoadError.
+    """Return the model, or a stage of it, whose weights are yet to be loaded. Raises ModelLoadError.
 
     ``group``: the ranks among which its layers are divided; ``config`` is `ModelConfig.of_rank` for as many.
     ``experts_group``: those among which its experts are, if these are more.
@@ -138,7 +138,7 @@ def build_model(
 
 
 def gguf_names(config: ModelConfig) -> GgufNames:
-    """Names of the tensors in the family's GGUF files."""
+    """Return the names that tensors have in the family's GGUF files."""
     return _family(config.model_type).gguf
 
 

@@ -29,7 +29,7 @@ class CausalLM(Protocol):
     def forward(
         self, input_ids: Tensor, positions: Tensor, attn: AttentionCall, received: Tensor | None = None
     ) -> Tensor:
-        """The residual stream after the last layer of this pipeline stage, [num_tokens, hidden_size].
+        """Return the residual stream after the last layer of this pipeline stage, [num_tokens, hidden_size].
 
         Args:
             input_ids, positions: int64 [num_tokens]

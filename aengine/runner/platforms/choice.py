@@ -17,7 +17,7 @@ logger = logging.getLogger("aengine.runner")
 
 
 def choose_platform(device: str) -> Platform:
-    """The platform of ``device``, checked to run kernels. "auto": an NVIDIA GPU, else what another package has a
+    """Return the platform of ``device``, checked to run kernels. "auto": an NVIDIA GPU, else what another package has a
     platform for, else the CPU; "auto:N": the N-th of the former, counted from 0.
 
     Raises ModelLoadError: there is no such device, it is too old, or what runs kernels on it can't be used; one line

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .batch import EncoderBatch, Group
+from .batch import EncoderBatch, PaddedTexts
 
 __all__ = ["attend"]
 
@@ -37,15 +37,15 @@ def attend(
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _padded(x: Tensor, group: Group) -> Tensor:
+def _padded(x: Tensor, group: PaddedTexts) -> Tensor:
     """[num_texts, length, num_heads, head_dim] for the group's tokens."""
     if group.places is not None:
         x = x.new_zeros((group.num_texts * group.length, *x.shape[1:])).index_copy_(0, group.places, x)
     return x.unflatten(0, (group.num_texts, group.length))
 
 
-def _mask(group: Group, device: torch.device, reach: int | None, bias: Tensor | None) -> Tensor | None:
-    """What is added to the scores, or bool: who sees whom; None: all see all."""
+def _mask(group: PaddedTexts, device: torch.device, reach: int | None, bias: Tensor | None) -> Tensor | None:
+    """Return what is added to the scores, or bool: which token sees which; None: all see all."""
     mask = group.mask
     if reach is not None and group.length > reach + 1:
         places = torch.arange(group.length, device=device)

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from ..transfer import to_device
 
-__all__ = ["EncoderBatch", "Group"]
+__all__ = ["EncoderBatch", "PaddedTexts"]
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Texts that attend to themselves in one call."""
+class PaddedTexts:
+    """Texts of similar length, padded to the longest: attention to all of them is one call."""
 
     begin: int  # place of their first token in the batch
     end: int  # one past their last token
@@ -91,7 +91,7 @@ class EncoderBatch:
         return found
 
 
-def _groups(lengths: list[int], device: torch.device, tolerance: float) -> list[Group]:
+def _groups(lengths: list[int], device: torch.device, tolerance: float) -> list[PaddedTexts]:
     groups, first = [], 0
     starts = [0, *accumulate(lengths)]
     for i in range(1, len(lengths) + 1):
@@ -101,10 +101,10 @@ def _groups(lengths: list[int], device: torch.device, tolerance: float) -> list[
     return groups
 
 
-def _group(begin: int, end: int, lengths: list[int], device: torch.device) -> Group:
+def _group(begin: int, end: int, lengths: list[int], device: torch.device) -> PaddedTexts:
     longest = lengths[0]
     if lengths[-1] == longest:
-        return Group(begin, end, len(lengths), longest, None, None)
+        return PaddedTexts(begin, end, len(lengths), longest, None, None)
     mask = np.arange(longest) < np.array(lengths)[:, None]
     places = to_device(np.flatnonzero(mask), device)
-    return Group(begin, end, len(lengths), longest, places, to_device(mask[:, None, None], device))
+    return PaddedTexts(begin, end, len(lengths), longest, places, to_device(mask[:, None, None], device))

@@ -70,7 +70,7 @@ class DecoderPooling:
         self._sums = self._next_sums
 
     def compute(self, plan: BatchPlan, hidden: Tensor) -> SideOutput:
-        """The vectors of the prompts that end in this step. hidden: [num_tokens, hidden_size]."""
+        """Return the vectors of the prompts that end in this step. hidden: [num_tokens, hidden_size]."""
         self._next_sums = self._sums
         requests = self._requests
         if not requests.num_exempt:

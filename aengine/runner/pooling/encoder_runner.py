@@ -92,7 +92,7 @@ class EncoderRunner:
         return None
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> AsyncOutput:
-        """The answer of the step before. Raises InternalError if there is none."""
+        """Return the answer of the step before. Raises InternalError if there is none."""
         answer, self._answer = self._answer, None
         if answer is None:
             raise InternalError("there is no step to answer: execute_model comes first")

@@ -44,7 +44,7 @@ class VectorLayers:
         self._dense = dense
 
     def size(self, hidden_size: int) -> int:
-        """Elements of a vector."""
+        """Return how many elements a vector has."""
         return self._dense[-1].weight.shape[0] if self._dense else hidden_size
 
     def finish(self, pooled: Tensor) -> Tensor:

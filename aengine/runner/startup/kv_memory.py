@@ -37,7 +37,7 @@ class KvPlan:
 
 
 def resolve_max_model_len(config: EngineConfig, model_max_len: int) -> int:
-    """The length wanted, before memory is looked at. Raises ModelLoadError if it is more than the model has."""
+    """Return the length wanted, before memory is looked at. Raises ModelLoadError if it is more than the model has."""
     if config.max_model_len is not None and config.max_model_len > model_max_len:
         raise ModelLoadError(
             f"max_model_len={config.max_model_len}, but the model's context is {model_max_len} tokens: "
@@ -47,7 +47,7 @@ def resolve_max_model_len(config: EngineConfig, model_max_len: int) -> int:
 
 
 def choose_kv_dtype(setting: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the KV cache, where the model computes in ``dtype``."""
+    """Return the dtype of the KV cache, where the model computes in ``dtype``."""
     return dtype if setting == "auto" else getattr(torch, setting)
 
 

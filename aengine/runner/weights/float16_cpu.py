@@ -102,7 +102,7 @@ def agree_on_plan(group: TensorGroup) -> None:
 
 @cache
 def float16_plan() -> Float16Plan:
-    """The plan of this process: the group's, or measured once."""
+    """Return the plan of this process: the group's, or one that is measured once."""
     return _agreed[0] if _agreed else _measure()
 
 

@@ -44,7 +44,8 @@ class QuantisedMatrices(Protocol):
         """Name of their format, or names of their formats, for messages."""
 
     def of(self, name: str) -> WeightFormat | None:
-        """The format of the matrix of this name, as transformers spells it; None: it is kept as plain numbers."""
+        """Return the format of the matrix of this name, as transformers spells it; None: it is kept as plain
+        numbers."""
 
 
 class AllButIgnored(NamedTuple):
@@ -77,7 +78,7 @@ class WeightFormats:
         return self.plain.name if self.quantised is None else self.quantised.name
 
     def of(self, name: str) -> WeightFormat:
-        """The format of the matrix of this name."""
+        """Return the format of the matrix of this name."""
         found = None if self.quantised is None else self.quantised.of(name)
         return self.plain if found is None else found
 
@@ -89,7 +90,7 @@ def choose_formats(
     policy: KernelPolicy = FASTEST,
     packed: QuantisedMatrices | None = None,
 ) -> WeightFormats:
-    """The formats for the setting ``dtype`` on a device, see the table above.
+    """Return the formats for the setting ``dtype`` on a device, see the table above.
 
     Args:
         dtype: "auto" (float16 on a CPU that has FBGEMM, bfloat16 on a GPU) or a dtype's name

@@ -165,7 +165,7 @@ def _numbers(stored: NDArray[Any], row_size: int, type_code: int) -> NDArray[Any
 
 
 def _dequantise(file: GgufFile, name: str, expert: int | None = None) -> Tensor:
-    """The tensor in float32; ``expert``: that one of a stack."""
+    """Return the tensor in float32; ``expert``: that one of a stack."""
     tensor = file.tensors[name]
     try:
         stored = file.tensor_data(name) if expert is None else file.tensor_data(name)[expert]

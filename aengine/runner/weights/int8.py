@@ -104,7 +104,7 @@ class Int8Experts(StackedExperts):
 
 
 def read_int8(config: Mapping[str, Any]) -> Int8Format | None:
-    """The format that a quantization_config describes; None if that is not this one."""
+    """Return the format that a quantization_config describes; None if that is not this one."""
     if config.get("quant_method", "compressed-tensors") != "compressed-tensors":
         return None
     kind = config.get("format")

@@ -39,7 +39,7 @@ class PlainWeight(Weight):
 
 
 def plain_tensors(out_features: int, in_features: int, has_bias: bool, dtype: torch.dtype) -> list[StoredTensor]:
-    """The tensors of a matrix that the checkpoint keeps as plain numbers."""
+    """Return the tensors of a matrix that the checkpoint keeps as plain numbers."""
     weight = StoredTensor("weight", (out_features, in_features), dtype, out_features * in_features, in_dim=1)
     return [weight, StoredTensor("bias", (out_features,), dtype, out_features)] if has_bias else [weight]
 

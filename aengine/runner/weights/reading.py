@@ -41,7 +41,7 @@ class Target(NamedTuple):
     device: torch.device
 
     def named(self, name: str, tensor: Tensor, *, keep: bool) -> Named:
-        """What a source yields for a ``tensor`` of the checkpoint: the part that its place wants.
+        """Return what a source yields for a ``tensor`` of the checkpoint: the part that its place wants.
 
         ``keep``: the whole may stay in memory, as that of a mapped file, where the part is a view of it.
         """

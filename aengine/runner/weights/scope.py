@@ -98,7 +98,7 @@ class WeightScope:
         self._prefix = prefix
 
     def at(self, name: str) -> WeightScope:
-        """The scope of the names below ``name``."""
+        """Return the scope of the names below ``name``."""
         prefix = f"{self._prefix}{name}."
         shared = self.places, self.group, self._divides_experts, self.stage, self.experts_group
         return WeightScope(self.formats, prefix, *shared)
@@ -109,7 +109,7 @@ class WeightScope:
         return Share(size, self.group.rank // copies, self.group.size // copies)
 
     def experts(self, num_experts: int) -> Share:
-        """This rank's share of a mixture's experts: all of them, unless they are what is divided."""
+        """Return this rank's share of a mixture's experts: all of them, unless they are what is divided."""
         if not self._divides_experts:
             return Share(num_experts)
         group = self.experts_group or self.group
@@ -120,7 +120,7 @@ class WeightScope:
         return Share(size) if self._divides_experts else self.share(size)
 
     def vocabulary(self, vocab_size: int) -> VocabularyShare:
-        """This rank's share of a vocabulary."""
+        """Return this rank's share of a vocabulary."""
         return VocabularyShare.of(vocab_size, self.group.rank, self.group.size)
 
     def format_of(self, name: str) -> WeightFormat:

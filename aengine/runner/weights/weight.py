@@ -132,7 +132,7 @@ class ExpertWeights(ABC):
 
     @abstractmethod
     def finish(self, expert: int) -> None:
-        """All rows of an expert's tensors have been filled; from any thread."""
+        """Note that all rows of an expert's tensors have been filled. From any thread."""
 
     @abstractmethod
     def gated_after_norm(self, x: Tensor, norm: Norm, plan: ExpertPlan, gate: ExpertGate) -> Tensor:

@@ -133,7 +133,7 @@ class PendingAnswers:
 
 
 def reported_error(rank: int, message: dict[str, Any]) -> EngineError:
-    """The error of an ERROR frame: a ModelLoadError as such, any other as an InternalError."""
+    """Return the error of an ERROR frame: a ModelLoadError as such, any other as an InternalError."""
     kind, text, trace = str(message["type"]), str(message["message"]), str(message["traceback"])
     error: EngineError
     if kind == "ModelLoadError":

@@ -258,7 +258,7 @@ class WorkerGroup:
         return Vitals(self._num_beats, overdue, self._slowest(beats))
 
     def _slowest(self, beats: Sequence[int]) -> str:
-        """What to call the worker that hangs: one that has not beaten while another has for a second, or any."""
+        """Return the name of the worker that hangs: one that has not beaten while another has for a second, or any."""
         if len(beats) <= 1:
             return "the worker"
         since = [now - then for now, then in zip(beats, self._beats, strict=True)]

@@ -44,7 +44,7 @@ class Handshake:
             future.set_result(message)
 
     async def agreed(self) -> dict[str, int]:
-        """The plan, when all ranks have been profiled. Raises what `fail` was given, or ModelLoadError."""
+        """Return the plan, when all ranks have been profiled. Raises what `fail` was given, or ModelLoadError."""
         offers = await asyncio.gather(*self._offers)
         plan = agree(self.ranks, offers)
         self._agreed = {**offers[0], **plan}
@@ -65,7 +65,7 @@ class Handshake:
                 future.exception()  # retrieved here: asyncio would warn about it if nobody waits
 
     def slowest(self) -> tuple[int, str]:
-        """The rank that is furthest behind, and the stage that it last reported."""
+        """Return the rank that is furthest behind, and the stage that it last reported."""
         silent = [rank.index for rank in self.ranks if rank.index not in self._now]
         if silent:
             return silent[0], "exec"

@@ -189,7 +189,7 @@ class WorkerProcess:
         return WorkerDiedError(f"worker {self.rank} (pid {self.pid}) died {how}{said}", rank=self.rank, exit_code=code)
 
     def stderr_tail(self) -> str:
-        """The last of what the worker wrote to stdout and stderr; "" after `close`."""
+        """Return the last of what the worker wrote to stdout and stderr; "" after `close`."""
         if self._closed:
             return ""
         size = os.fstat(self._stderr).st_size
@@ -249,7 +249,8 @@ class WorkerProcess:
 
 
 def _interpreter() -> str:
-    """A Python of the host's own installation: sys.executable, unless the host is a program that embeds Python."""
+    """Return a Python of the host's own installation: sys.executable, unless the host is a program that embeds
+    Python."""
     if os.path.basename(sys.executable or "").startswith("python"):
         return sys.executable
     for prefix in (sys.exec_prefix, sys.base_exec_prefix):

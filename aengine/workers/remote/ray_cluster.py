@@ -168,7 +168,7 @@ class _NodeActor:
 
 
 def _connected(address: str | None) -> Any:
-    """The module ``ray``, connected to a cluster. Blocking. Raises InvalidRequestError, EngineError."""
+    """Return the module ``ray``, connected to a cluster. Blocking. Raises InvalidRequestError, EngineError."""
     try:
         import ray
     except ImportError as error:
@@ -203,7 +203,7 @@ def _check_answers(address: str) -> None:
 
 
 def _needs(config: EngineConfig, device: str) -> dict[str, float]:
-    """What Ray is asked for a stage."""
+    """Return the resources that Ray is asked for, for the workers of one pipeline stage."""
     if device == "cpu":
         return {"CPU": float(config.tensor_parallel_size * (config.num_threads or 1))}
     return {"GPU": float(config.tensor_parallel_size)}

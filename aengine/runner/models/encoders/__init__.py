@@ -38,12 +38,12 @@ def is_encoder(hf_config: Mapping[str, Any]) -> bool:
 
 
 def read_encoder_config(hf_config: Mapping[str, Any]) -> EncoderConfig:
-    """The config of an encoder. Raises ModelLoadError: a key is missing, or its value not supported."""
+    """Return the config of an encoder. Raises ModelLoadError: a key is missing, or its value not supported."""
     return _family(hf_config["model_type"]).config_class.from_hf(hf_config)
 
 
 def build_encoder(config: EncoderConfig, formats: WeightFormats) -> Encoder[Any]:
-    """The model, whose weights are yet to be loaded."""
+    """Return the model, whose weights are yet to be loaded."""
     return _family(config.model_type)(config, WeightScope(formats))
 
 

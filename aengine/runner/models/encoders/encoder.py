@@ -47,7 +47,7 @@ class EncoderConfig:
 
     @staticmethod
     def common(hf: Mapping[str, Any], *, first_position: int = 0) -> dict[str, Any]:
-        """The fields that all families spell alike. ``first_position``: of the table, where a text begins."""
+        """Return the fields that all families spell alike. ``first_position``: of the table, where a text begins."""
         keys = ConfigReader(hf)
         key = "hidden_act" if keys.text("hidden_act") else "hidden_activation"
         activation = keys.text(key) or "gelu"

@@ -127,13 +127,13 @@ def _turns_neighbours(model_class: type) -> bool:
 
 
 def _num_experts(text: Any) -> int:
-    """The number of a mixture's experts, by any of the names that models have for it; 0: it is none."""
+    """Return the number of a mixture's experts, by any of the names that models have for it; 0: it is none."""
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     return max((value for name in names if isinstance(value := getattr(text, name, 0), int)), default=0)
 
 
 def _context(text: Any, has_attention: bool) -> int:
-    """The most tokens of a sequence. Raises ModelLoadError."""
+    """Return the most tokens of a sequence. Raises ModelLoadError."""
     for key in ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length", "seq_length"):
         value = getattr(text, key, None)
         if isinstance(value, int) and value > 0:

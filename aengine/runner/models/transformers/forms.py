@@ -115,7 +115,7 @@ _TURNS = {
 
 
 def form_of(function: Callable[..., Any]) -> str:
-    """The digest of a function's text; "": there is no text."""
+    """Return the digest of a function's text; "": there is no text."""
     function = inspect.unwrap(function)
     return _form_of(getattr(function, "__func__", function))
 

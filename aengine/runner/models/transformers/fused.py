@@ -106,7 +106,7 @@ class FusedLayer:
         return torch.cat((self._q_and_k[0](q), self._q_and_k[1](k), v), 1)
 
     def _feed(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
-        """The feed-forward layer for norm(x), but for the last product of one that is fused."""
+        """Return the feed-forward layer for norm(x), but for the last product of one that is fused."""
         if self._gated is None:
             mlp: Any = self._module.mlp
             out: Tensor = mlp((x if norm is None else norm(x))[None])[0]
@@ -123,7 +123,7 @@ class FusedLayer:
 
 
 def _apply(norm: _Norm, x: Tensor) -> tuple[Tensor, RMSNorm | None]:
-    """What a product is to multiply: norm(x), or x and the norm if it can be a part of the product."""
+    """Return what a product is to multiply: norm(x), or x and the norm if it can be a part of the product."""
     if norm is None or isinstance(norm, RMSNorm):
         return x, norm
     return norm(x), None
@@ -249,7 +249,7 @@ def _attention_layer(
 
 
 def _rope_index(attention: nn.Module, ropes: Sequence[RopeConfig], given: tuple[nn.Module, str] | None) -> int:
-    """Which of our rotary embeddings the layer has. Raises `Unusual` if none is it."""
+    """Return the index of the layer's rotary embedding among ours. Raises `Unusual` if none is it."""
     neighbours = forms.turns_neighbours(attention)
     if given is None or neighbours is None:
         raise Unusual("its rotary embedding")

@@ -47,7 +47,7 @@ def library_version() -> str:
 
 
 def read_hf_config(files: ModelFiles) -> Any:
-    """The config of transformers' class for the text of this model.
+    """Return the config of transformers' class for the text of this model.
 
     Raises ModelLoadError: transformers has no such architecture; its code is among the model's files, and must not run.
     """
@@ -71,7 +71,7 @@ def read_hf_config(files: ModelFiles) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """The value of a config.json, in which transformers writes infinities as {"__float__": "Infinity"}."""
+    """Return the value of a config.json, in which transformers writes infinities as {"__float__": "Infinity"}."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if not isinstance(value, dict):
@@ -108,7 +108,7 @@ def _check_trust(files: ModelFiles) -> None:
 
 
 def _model_class(config: Any, files: ModelFiles) -> tuple[Any, Any]:
-    """The class of a causal language model, and the config that it takes, which may be a part of ``config``."""
+    """Return the class of a causal language model, and the config that it takes, which may be a part of ``config``."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -129,7 +129,7 @@ def _model_class(config: Any, files: ModelFiles) -> tuple[Any, Any]:
 
 
 def build_skeleton(files: ModelFiles, dtype: torch.dtype, *, buffers: torch.device) -> tuple[Any, Any]:
-    """The model with parameters on the meta device and its buffers on another, and its config.
+    """Return the model with parameters on the meta device and its buffers on another, and its config.
 
     Raises ModelLoadError.
     """

@@ -159,7 +159,7 @@ def _wrap(module: nn.Module) -> None:
 
 
 def _cut(value: Any, num_tokens: int, begin: int, end: int, are_apart: bool) -> Any:
-    """The part of a value that has a row for each token, [1, num_tokens, ...]; others as they are."""
+    """Return the part of a value that has a row for each token, [1, num_tokens, ...]; others as they are."""
     if isinstance(value, tuple):
         return tuple(_cut(item, num_tokens, begin, end, are_apart) for item in value)
     if not isinstance(value, Tensor) or value.shape[:2] != (1, num_tokens):

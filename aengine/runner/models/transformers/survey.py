@@ -112,7 +112,7 @@ def _root(tensor: Tensor) -> Tensor:
 
 
 def survey(files: ModelFiles) -> tuple[list[SurveyedLayer | SurveyedMixer], Any, type[nn.Module]]:
-    """The attention layers in the order of their calls; transformers' config and its class.
+    """Return the attention layers in the order of their calls; transformers' config and its class.
 
     Raises ModelLoadError saying what of the model can't be served.
     """
@@ -158,16 +158,17 @@ def _window_of_masks(trunk: nn.Module, config: Any) -> int | None:
 
 
 def trunk_inputs(trunk: nn.Module, input_ids: Tensor, positions: Tensor) -> dict[str, Any]:
-    """The arguments of a model's body for int64 [1, num_tokens] ids and positions. Some have no positions: states and
-    windows tell them where they are; of others that count for themselves the check of the loaded model finds it."""
+    """Return the arguments of a model's body for int64 [1, num_tokens] ids and positions. Some have no positions:
+    states and windows tell them where they are; of others that count for themselves the check of the loaded model finds
+    it."""
     inputs = {"input_ids": input_ids, "use_cache": False}
     takes = inspect.signature(type(trunk).forward).parameters
     return inputs | {"position_ids": positions} if "position_ids" in takes else inputs
 
 
 def find_trunk(model: Any) -> nn.Module:
-    """The part of a causal language model between ids and final hidden states. What comes after it, its head, is run by
-    itself here, to see that it can be.
+    """Return the part of a causal language model between ids and final hidden states. What comes after it, its head, is
+    run by itself here, to see that it can be.
 
     Raises ModelLoadError.
     """

@@ -67,7 +67,8 @@ class CheckpointWeights:
             self._weights.want(name, stored[name], self._dtype_of(target), put, on_host=True)
 
     def _target_of(self, name: str, renamings: Any, converters: Any) -> tuple[str, str | None]:
-        """The parameter for the tensor ``name``, and the pattern of the rule that it is a part of, if there is one."""
+        """Return the parameter for the tensor ``name``, and the pattern of the rule that it is a part of, if there is
+        one."""
         from transformers.core_model_loading import rename_source_key
 
         prefix = self._model.base_model_prefix
