@@ -424,7 +424,7 @@ BUDGETS = {
     "engine": 24633,
     "integrations": 2570,
     "ipc": 2225,
-    "kernels": 8820,
+    "kernels": 8920,
     "limits": 570,
     "remote": 1640,
     "runner": 17890,
