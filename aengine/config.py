@@ -140,10 +140,10 @@ class EngineConfig:
     """Seconds that requests which decode may wait for a step with prompts: it has as many tokens of these as steps so
     far had in that time, and with a small model on a GPU no more than run as one launch (2,304). It may take six times
     as long as it would without prompts, and longer where many requests wait for their first token. None: no limit."""
-    speculation: Literal["none", "ngram"] = "none"
+    speculation: Literal["none", "ngram", "ngram_worker"] = "none"
     """Which tokens are guessed, so that a step brings several where the guess is right (docs/speculation.md); the
     output is the same. "ngram": those that came after the last ones where these occurred before, in the prompt or in
-    the completion."""
+    the completion; "ngram_worker": the same, found by the worker."""
     tensor_parallel_size: int = 1
     """Ranks that share each layer of the model (docs/parallel.md): a GPU each; with device="cpu" a process each."""
     pipeline_parallel_size: int = 1
@@ -375,7 +375,7 @@ _ONE_OF: dict[str, tuple[str, ...]] = {
     "executor": EXECUTORS,
     "admission": ("error", "wait"),
     "generation_config": ("auto", "none"),
-    "speculation": ("none", "ngram"),
+    "speculation": ("none", "ngram", "ngram_worker"),
 }
 
 

@@ -101,10 +101,10 @@ class Settings(TypedDict, total=False):
     far had in that time, and with a small model on a GPU no more than run as one launch (2,304). It may take six times
     as long as it would without prompts, and longer where many requests wait for their first token. None: no limit. In
     seconds. Default: 0.01."""
-    speculation: Literal["none", "ngram"]
+    speculation: Literal["none", "ngram", "ngram_worker"]
     """Which tokens are guessed, so that a step brings several where the guess is right (docs/speculation.md); the
     output is the same. "ngram": those that came after the last ones where these occurred before, in the prompt or in
-    the completion. Default: "none"."""
+    the completion; "ngram_worker": the same, found by the worker. Default: "none"."""
     tensor_parallel_size: int
     """Ranks that share each layer of the model (docs/parallel.md): a GPU each; with device="cpu" a process each. In
     GPUs. Default: 1."""
@@ -261,10 +261,11 @@ ENGINE_SETTINGS = """\
             these as steps so far had in that time, and with a small model on a GPU no more than run as one
             launch (2,304). It may take six times as long as it would without prompts, and longer where many
             requests wait for their first token. None: no limit.
-        speculation: Literal["none", "ngram"] = "none"
+        speculation: Literal["none", "ngram", "ngram_worker"] = "none"
             Which tokens are guessed, so that a step brings several where the guess is right
             (docs/speculation.md); the output is the same. "ngram": those that came after the last ones
-            where these occurred before, in the prompt or in the completion.
+            where these occurred before, in the prompt or in the completion; "ngram_worker": the same, found
+            by the worker.
         tensor_parallel_size: int = 1  (GPUs)
             Ranks that share each layer of the model (docs/parallel.md): a GPU each; with device="cpu" a
             process each.

@@ -185,7 +185,7 @@ class DraftColumns:
     gets all of them, and samples after the last alone."""
 
     counts: array[int]  # [num_reqs] drafts of each request, 0 or more; num_scheduled_tokens includes them
-    token_ids: array[int]  # [sum(counts)] drafts, one request after the other
+    token_ids: array[int]  # [sum(counts)] drafts, one request after the other; -1: the worker finds them in its rows
     is_certain: array[int]  # [num_reqs] 1: all drafts of the request are accepted
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..errors import InternalError
 from ..ipc.messages import DraftColumns
+from ..kernels.commit_drafts import following_drafts
 from .transfer import to_device
 
 __all__ = ["DraftPlan", "Positions", "Verification"]
@@ -36,7 +37,7 @@ class DraftPlan:
     """The drafts of a step, in the order of its plan; on the host."""
 
     counts: Rows  # [num_reqs]: drafts of each request
-    token_ids: Rows  # [sum(counts)]: drafts, one request after the other
+    token_ids: Rows  # [sum(counts)]: drafts, one request after the other; -1: the device finds them
     is_certain: npt.NDArray[np.bool_]  # [num_reqs]: whether all drafts of the request are accepted
 
     @classmethod
@@ -45,7 +46,7 @@ class DraftPlan:
         columns. Raises InternalError for an id that the model does not have."""
         counts = np.array(columns.counts, dtype=np.int64)
         token_ids = np.array(columns.token_ids, dtype=np.int64)
-        if len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < vocab_size:
+        if len(token_ids) and not -1 <= token_ids.min() <= token_ids.max() < vocab_size:
             raise InternalError("a draft is a token that the model does not have")
         parts = np.split(token_ids, np.cumsum(counts)[:-1])
         is_certain = np.array(columns.is_certain, dtype=bool)[batch_idx]
@@ -57,6 +58,13 @@ class DraftPlan:
         if not counts.any():
             return None
         return DraftPlan(counts, self.token_ids[~np.repeat(self.is_certain, self.counts)], self.is_certain)
+
+    def are_known(self) -> npt.NDArray[np.bool_]:
+        """Return which requests have drafts that the host knows: bool [num_reqs]."""
+        owner, _ = self.places()
+        are_known = np.zeros(len(self.counts), dtype=bool)
+        are_known[owner[self.token_ids >= 0]] = True
+        return are_known
 
     def first(self, n: int) -> DraftPlan:
         """The drafts of the first n requests only."""
@@ -112,15 +120,15 @@ class Verification(Positions):
     lengths: Tensor  # [s]: `lengths_host` on the device
 
     @classmethod
-    def gather(cls, rows: Rows, num_drafts: Rows, token_ids: Rows, device: torch.device) -> Verification:
-        """``rows``, ``num_drafts``: host [s]; ``token_ids``: host [sum(num_drafts)], the drafts of these rows."""
-        lengths = num_drafts + 1
+    def gather(cls, rows: Rows, num_drafts: Rows, token_ids: Tensor, num_tokens: Tensor) -> Verification:
+        """``rows``, ``num_drafts``: host [s]; ``token_ids``, ``num_tokens``: of all rows (`RequestState`), the drafts
+        behind the tokens."""
+        lengths, device = num_drafts + 1, token_ids.device
         owner, places = _places(lengths)
-        draft_ids = np.full(len(owner), -1, dtype=np.int64)
-        draft_ids[places < num_drafts[owner]] = token_ids
         starts = np.arange(len(owner)) - places
-        of_logits = to_device(np.stack((draft_ids, places, starts, owner)), device)
-        following, before, starts_of, owner_device = of_logits.unbind(0)
+        of_logits = to_device(np.stack((rows[owner], places, starts, owner)), device)
+        row, before, starts_of, owner_device = of_logits.unbind(0)
+        following = following_drafts(token_ids, num_tokens, row, before)
         of_requests = to_device(np.stack((rows, lengths)), device)
         around = (following, before, starts_of, int(places.max()))
         return cls(*around, places, owner, rows, lengths, owner_device, *of_requests.unbind(0))

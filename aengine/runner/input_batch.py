@@ -235,8 +235,9 @@ class SampleBatch:
     def _gather_drafted(
         cls, plan: BatchPlan, drafts: DraftPlan, requests: RequestState, grammar: GrammarOutput | None
     ) -> SampleBatch:
-        rows, device = plan.rows[plan.sampling], requests.token_ids.device
-        drafted = Verification.gather(rows, drafts.counts[plan.sampling], drafts.token_ids, device)
+        rows = plan.rows[plan.sampling]
+        where = (requests.token_ids, requests.scalars.num_tokens)
+        drafted = Verification.gather(rows, drafts.counts[plan.sampling], *where)
         owner = drafted.owner_host
         rows_device = drafted.rows.index_select(0, drafted.owner)
         scalars = requests.scalars.select(rows_device)

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ..errors import InternalError
 from ..ipc.messages import NewRequest
+from ..kernels.find_drafts import find_drafts
 from ..kernels.input_prep import ScalarColumns, append_tokens
 from .drafts import DraftPlan, Verification
 from .staged_writes import StagedArena
@@ -162,7 +163,16 @@ class RequestState:
 
     def write_drafts(self, rows: npt.NDArray[np.int64], drafts: DraftPlan) -> None:
         """Write on the device the drafts of the rows (host, [n]) behind their tokens, where a step reads its input.
-        Those that are certain become tokens of the row."""
+        Those that the host does not know are found there. Those that are certain become tokens of the row."""
+        are_found = (drafts.counts > 0) & ~drafts.are_known()
+        if are_found.any():
+            counts = drafts.counts[are_found]
+            sent = to_device(np.stack((rows[are_found], counts)), self.token_ids.device)
+            find_drafts(self.token_ids, self.scalars.num_tokens, *sent.unbind(), most=int(counts.max()))
+            if not drafts.are_known().any():
+                return
+            known = np.where(are_found, 0, drafts.counts)
+            drafts = DraftPlan(known, drafts.token_ids[drafts.token_ids >= 0], drafts.is_certain)
         owner, places = drafts.places()
         is_certain = drafts.is_certain[owner]
         sent = to_device(np.stack((rows[owner], places, drafts.token_ids, is_certain)), self.token_ids.device)

@@ -49,15 +49,16 @@ async def answers(engine: AsyncLLM, seed: int) -> list[Any]:
     return [essence(c) for c in await asyncio.gather(*(engine.generate(*one) for one in make_work(seed)))]
 
 
-@pytest.mark.parametrize("arch", ["llama", "mixed"])
-async def test_the_same_tokens_of_real_workers(models: Callable[[str], Model], arch: str) -> None:
-    """With too few blocks for all, and a worker that is killed while requests have drafts."""
+@pytest.mark.parametrize(("arch", "speculation"), [("llama", "ngram_worker"), ("mixed", "ngram")])
+async def test_the_same_tokens_of_real_workers(models: Callable[[str], Model], arch: str, speculation: str) -> None:
+    """Found on the host or by the worker. With too few blocks for all, and a worker that is killed while requests have
+    drafts."""
     model = models(arch)
     settings: dict[str, Any] = {"kv_cache_memory_bytes": MIB // 4, "max_num_seqs": 6, "max_leased_steps": 0}
     async with running(model, **settings) as engine:
         expected = await answers(engine, 3)
         assert engine.statistics().drafted_tokens == 0
-    async with running(model, speculation="ngram", **settings) as engine:
+    async with running(model, speculation=speculation, **settings) as engine:
         assert await answers(engine, 3) == expected
         statistics = engine.statistics()
         assert 100 < statistics.accepted_tokens < statistics.drafted_tokens, "some repeat themselves"

@@ -35,6 +35,7 @@ from aengine.kernels import (
     expert_gate,
     expert_plan,
     experts,
+    find_drafts,
     gated_delta,
     gumbel,
     input_prep,
@@ -327,6 +328,7 @@ def inputs_and_sampling(compiler: Compiler) -> None:
     published, cursor = torch.zeros(3, 2, 4, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     input_prep.commit_decode(ids, scalars, columns, rows, rows, torch.zeros(4), published, cursor)
     input_prep.prepare_decode(ids, scalars, columns, rows, rows)
+    find_drafts.find_drafts(ids, scalars[:, 10], rows, rows, 4)
     commit_drafts.commit_drafts(ids, scalars, columns, rows, rows, rows, torch.zeros(4), published, cursor)
     logits, ones = torch.zeros(4, 200_000), torch.ones(4)
     gumbel.gumbel_sample(logits, inputs.temperature, inputs.seeds, inputs.sample_positions)

@@ -134,6 +134,8 @@ def run(seed: int, budget: int, expected: dict[str, list[int]] | None, *, death_
             if expected is not None and each.finish_reason is None and rng.random() < 0.5:
                 are_certain = each.params.logprobs is None and rng.random() < 0.3
                 token_ids = guess(rng, each, expected[each.request_id], 0.0 if are_certain else 0.2)
+                if each.grammar is None and not are_certain and rng.random() < 0.4:
+                    token_ids = [-1] * len(token_ids)  # the worker finds them
                 scheduler.propose(each, token_ids, are_certain=are_certain)
         check_scheduler(scheduler)
     outcome.tokens = {each.request_id: each.output_token_ids for each in requests}
@@ -208,9 +210,10 @@ def run_one(expected: list[int]) -> tuple[list[int], int]:
 
 def test_what_a_verification_counts() -> None:
     """Up to the first draft that is not what was sampled; what agrees after it does not count."""
-    drafted = Verification.gather(
-        np.array([4, 2, 0]), np.array([3, 0, 2]), np.array([7, 8, 9, 5, 6]), torch.device("cpu")
-    )
+    token_ids = torch.zeros(5, 8, dtype=torch.int32)
+    token_ids[4, 2:5], token_ids[0, 3:5] = torch.tensor([7, 8, 9]), torch.tensor([5, 6])
+    num_tokens = torch.tensor([3, 0, 1, 0, 2], dtype=torch.int32)
+    drafted = Verification.gather(np.array([4, 2, 0]), np.array([3, 0, 2]), token_ids, num_tokens)
     for sampled, counts in (([7, 8, 9, 1, 3, 5, 6, 1], [4, 1, 3]), ([7, 1, 9, 1, 3, 1, 6, 1], [2, 1, 1])):
         assert drafted.count_accepted(torch.tensor(sampled)).tolist() == counts
 

@@ -78,11 +78,12 @@ class Replica:
             in_flight = MultiStep(config.steps_in_flight, config.max_leased_steps)
         self.scheduler = _new_scheduler(config, ready, step_time, in_flight.capacity)
         speculation = Speculation()
-        if config.speculation == "ngram":
-            from ..speculation.ngram import NGramSpeculation  # it takes numpy, which the host does without else
+        if config.speculation != "none":
+            from ..speculation import ngram  # it takes numpy, which the host does without else
 
             most_rows = _MOST_ROWS_ON_GPU if is_gpu else _MOST_ROWS_ON_CPU
-            speculation = NGramSpeculation(self.scheduler, in_flight, most_rows)
+            history = ngram.DraftHistory if config.speculation == "ngram_worker" else ngram.TokenHistory
+            speculation = ngram.NGramSpeculation(self.scheduler, in_flight, most_rows, history)
         self.steps = StepLoop(
             self.scheduler,
             executor,

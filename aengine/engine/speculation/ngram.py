@@ -19,7 +19,7 @@ from ..scheduler.request import Request, RequestStatus
 from ..scheduler.scheduler import Scheduler
 from .proposers import Speculation
 
-__all__ = ["NGramSpeculation", "TokenHistory"]
+__all__ = ["DraftHistory", "NGramSpeculation", "TokenHistory"]
 
 _N = 3  # tokens that are looked up
 _FACTORS = 1_540_483_477, 1_812_433_253, 1_664_525_013  # factors of the hash, odd; sums stay below 2**63
@@ -33,25 +33,16 @@ _MOST_DRAFTS = 16  # most drafts of a request in a step, where all are accepted
 _MOST_WAIT = 64  # most tokens for which a request gets no drafts, after many that were all rejected
 
 
-class TokenHistory:
-    """The n-grams of one request's tokens, and how well guesses from them went.
+class DraftHistory:
+    """How well the guesses of one request's tokens went. Here the worker makes them (kernels/find_drafts.py), which
+    knows the tokens in flight: the host says how many there are."""
 
-    Looking up the last tokens, and taking in a new one, cost a microsecond, whatever the request's length is.
-    """
+    __slots__ = ("_misses", "_most", "_num_accepted", "_num_drafted", "_wait_until", "is_sure")
 
-    __slots__ = (
-        *("_match", "_misses", "_most", "_num_accepted", "_num_drafted", "_num_indexed", "_num_seen", "_slots"),
-        *("_source", "_table", "_wait_until", "is_sure"),
-    )
+    num_slots = 0
+    """Slots of its table."""
 
     def __init__(self, max_num_tokens: int) -> None:
-        num_slots = 1 << (min(_MOST_SLOTS, 2 * max_num_tokens) - 1).bit_length()
-        self._table = np.zeros(num_slots, dtype=np.int32)  # last position of each hash; 0: none
-        self._slots = memoryview(self._table.data)  # the same memory: single slots are read and written faster
-        self._num_indexed = _N - 1  # position of the end of the first n-gram that is not in the table
-        self._num_seen = 0  # tokens of the request when it was looked at last
-        self._source = -1  # position that is matched with the last token; -1: none
-        self._match = 0  # tokens that agree up to there, as far as they were compared
         self._most = _FIRST_DRAFTS
         self._misses = 0  # verifications in a row in which no draft was accepted
         self._wait_until = 0  # number of tokens from which on there are drafts again
@@ -60,11 +51,67 @@ class TokenHistory:
         """Whether all drafts verified last were accepted: those in flight probably will be, too."""
 
     @property
-    def num_slots(self) -> int:
-        return len(self._slots)
+    def may_follow_drafts(self) -> bool:
+        """Whether a guess is worth something while drafts are in flight."""
+        return True
 
     def take_in(self, request: Request, most: int) -> int:
-        """Take in the request's new tokens, of a long prompt some. Returns how many were put into the table."""
+        """Take in the request's new tokens, of a long prompt some. Returns how many were put into a table."""
+        self._adapt(request)
+        return 0
+
+    def guess(self, request: Request, most: int) -> list[int]:
+        """Return at most ``most`` tokens that may follow those in flight, -1 for one that the worker finds; none if
+        nothing is found, or guesses went wrong lately. A grammar's bitmasks need tokens that the host knows."""
+        if len(request.token_ids) < self._wait_until or request.grammar is not None:
+            return []
+        return [-1] * min(most, self._most)
+
+    def _adapt(self, request: Request) -> None:
+        """Learn from the drafts that were verified since the last time."""
+        num_drafted = request.num_drafted - self._num_drafted
+        if not num_drafted:
+            return
+        num_accepted = request.num_accepted - self._num_accepted
+        self._num_drafted, self._num_accepted = request.num_drafted, request.num_accepted
+        self.is_sure = num_accepted == num_drafted
+        if num_accepted:
+            self._misses = 0
+            self._most = min(_MOST_DRAFTS, 2 * self._most) if self.is_sure else max(2, num_accepted + 1)
+        elif len(request.token_ids) >= self._wait_until:  # before it they were behind the rejected ones
+            self._misses += 1
+            self._most = 2
+            self._wait_until = len(request.token_ids) + min(_MOST_WAIT, 1 << self._misses)
+
+
+class TokenHistory(DraftHistory):
+    """The n-grams of one request's tokens, and how well guesses from them went.
+
+    Looking up the last tokens, and taking in a new one, cost a microsecond, whatever the request's length is.
+    """
+
+    __slots__ = ("_match", "_num_indexed", "_num_seen", "_slots", "_source", "_table")
+
+    def __init__(self, max_num_tokens: int) -> None:
+        super().__init__(max_num_tokens)
+        num_slots = 1 << (min(_MOST_SLOTS, 2 * max_num_tokens) - 1).bit_length()
+        self._table = np.zeros(num_slots, dtype=np.int32)  # last position of each hash; 0: none
+        self._slots = memoryview(self._table.data)  # the same memory: single slots are read and written faster
+        self._num_indexed = _N - 1  # position of the end of the first n-gram that is not in the table
+        self._num_seen = 0  # tokens of the request when it was looked at last
+        self._source = -1  # position that is matched with the last token; -1: none
+        self._match = 0  # tokens that agree up to there, as far as they were compared
+
+    @property
+    def num_slots(self) -> int:  # type: ignore[override]
+        return len(self._slots)
+
+    @property
+    def may_follow_drafts(self) -> bool:
+        """Where those in flight end is known only if they are all accepted."""
+        return self.is_sure
+
+    def take_in(self, request: Request, most: int) -> int:
         self._adapt(request)
         token_ids = request.token_ids
         begin, end = self._num_indexed, min(len(token_ids) - 1, self._num_indexed + most)
@@ -112,25 +159,7 @@ class TokenHistory:
             match += 1
         self._source, self._match = found, match
 
-    def _adapt(self, request: Request) -> None:
-        """Learn from the drafts that were verified since the last time."""
-        num_drafted = request.num_drafted - self._num_drafted
-        if not num_drafted:
-            return
-        num_accepted = request.num_accepted - self._num_accepted
-        self._num_drafted, self._num_accepted = request.num_drafted, request.num_accepted
-        self.is_sure = num_accepted == num_drafted
-        if num_accepted:
-            self._misses = 0
-            self._most = min(_MOST_DRAFTS, 2 * self._most) if self.is_sure else max(2, num_accepted + 1)
-        elif len(request.token_ids) >= self._wait_until:  # before it they were behind the rejected ones
-            self._misses += 1
-            self._most = 2
-            self._wait_until = len(request.token_ids) + min(_MOST_WAIT, 1 << self._misses)
-
     def guess(self, request: Request, most: int) -> list[int]:
-        """Return at most ``most`` tokens that may follow those in flight; none if nothing is found, or guesses went
-        wrong lately."""
         token_ids, most = request.token_ids, min(most, self._most, self._match)
         if self._source < 0 or most <= 0 or len(token_ids) < self._wait_until:
             return []
@@ -145,12 +174,20 @@ class TokenHistory:
 class NGramSpeculation(Speculation):
     """Proposes drafts for requests that decode, from the histories of their own tokens."""
 
-    def __init__(self, scheduler: Scheduler, in_flight: StepsInFlight, most_rows: int) -> None:
-        """``most_rows``: rows of logits that a step with drafts may have: beyond some number a row costs a GPU, and on
-        a CPU nearly each, as much as it saves."""
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        in_flight: StepsInFlight,
+        most_rows: int,
+        history: type[DraftHistory] = TokenHistory,
+    ) -> None:
+        """``history``: what each request gets; `DraftHistory` leaves the lookup to the worker. ``most_rows``: rows of
+        logits that a step with drafts may have: beyond some number a row costs a GPU, and on a CPU nearly each, as much
+        as it saves."""
         self._scheduler = scheduler
         self._in_flight = in_flight
         self._most_rows = most_rows
+        self._history = history
         self._changed: dict[Request, None] = {}  # requests that got tokens since the last step was made
 
     def note_tokens(self, sampled: Sampled) -> None:
@@ -169,10 +206,10 @@ class NGramSpeculation(Speculation):
             if history is None:
                 if budget <= 0:  # it gets one with a later token
                     continue
-                history = request.history = TokenHistory(request.max_num_tokens)
+                history = request.history = self._history(request.max_num_tokens)
                 budget -= history.num_slots // _SLOTS_AS_A_TOKEN
             budget -= history.take_in(request, budget)
-            if request in drafted and not history.is_sure:  # where those in flight end is not known
+            if request in drafted and not history.may_follow_drafts:
                 continue
             drafts = history.guess(request, room)
             if drafts:

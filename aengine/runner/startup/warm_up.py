@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 import torch
 
 from ...kernels.decode_plan import BatchSize
+from ...kernels.find_drafts import find_drafts
 from ...kernels.gumbel import gumbel_sample
 from ...kernels.input_prep import PreparedInputs, advance_rows, append_tokens, prepare_decode, prepare_inputs
 from ...kernels.penalties import count_tokens
@@ -133,4 +134,6 @@ def _rows(runner: ModelRunner) -> None:
     device = requests.token_ids.device
     starts = torch.zeros(1, dtype=torch.int64, device=device)
     append_tokens(requests.token_ids, requests.scalars.num_tokens, starts, starts)
+    if runner.draft_graphs is not None:
+        find_drafts(requests.token_ids, requests.scalars.num_tokens, starts, starts, 1)
     apply_staged_writes(torch.zeros(4, dtype=torch.int32, device=device), starts, starts, starts.int())

@@ -1,4 +1,4 @@
-"""The end of a step with drafts: torch against a loop, Triton against torch."""
+"""Drafts on the device, found and accepted: torch against a loop, Triton against torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from aengine.kernels.commit_drafts import commit_drafts, following_drafts
 from aengine.kernels.dispatch import torch_reference as plain
+from aengine.kernels.find_drafts import find_drafts
 from aengine.kernels.input_prep import ScalarColumns, prepare_decode
 
 COLUMNS = ScalarColumns(seed=0, temperature=2, num_tokens=10, num_computed_tokens=11)
@@ -82,3 +83,31 @@ def test_triton(rng: random.Random, gen: torch.Generator, triton_device: torch.d
             assert torch.equal(published[1, 1, :n].cpu()[real], step[5].view(torch.int32)[real])
         for i, (got, expected) in enumerate(zip(*both)):
             assert got.dtype == expected.dtype and torch.equal(got, expected), i
+
+
+def test_what_came_after_the_last_three() -> None:
+    texts = [[1, 2, 3, 4, 5, 6, 1, 2, 3], [1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 3], [7, 5, 5, 5, 5], [1, 2, 3, 4], [6]]
+    expected = [[4, 5, 6, 1, 2, 3, 4], [8, 1], [5, 5, 5], [4, 4], [6]]
+    token_ids = torch.full((len(texts), 30), 77, dtype=torch.int32)
+    for row, text in enumerate(texts):
+        token_ids[row, : len(text)] = torch.tensor(text)
+    num_tokens = torch.tensor([len(text) for text in texts], dtype=torch.int32)
+    counts = torch.tensor([len(ids) for ids in expected])
+    find_drafts(token_ids, num_tokens, torch.arange(len(texts)), counts, 7)
+    for row, (text, ids) in enumerate(zip(texts, expected, strict=True)):
+        assert token_ids[row, : len(text) + len(ids) + 1].tolist() == [*text, *ids, 77]
+
+
+def test_triton_finds_the_same(rng: random.Random, gen: torch.Generator, triton_device: torch.device) -> None:
+    for _ in range(6):
+        width = rng.choice([30, 3000])
+        ids = torch.randint(0, rng.choice([2, 5, 12]), (6, width), generator=gen, dtype=torch.int32)
+        scalars = torch.zeros(6, 16, dtype=torch.int32)
+        scalars[:, 10] = torch.tensor([1, 2, 3, 4, width - 17, rng.randint(5, width - 17)], dtype=torch.int32)
+        rows = torch.tensor(rng.sample(range(6), rng.randint(1, 6)))
+        counts = torch.randint(1, 17, rows.shape, generator=gen)
+        with plain():
+            find_drafts(expected := ids.clone(), scalars[:, 10], rows, counts, 16)
+        on = [t.to(triton_device) for t in (ids, scalars, rows, counts)]
+        find_drafts(on[0], on[1][:, 10], *on[2:], 16)
+        assert torch.equal(on[0].cpu(), expected)
