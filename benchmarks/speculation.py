@@ -1,4 +1,5 @@
-"""Tokens a second with and without drafts, in turns over two engines in one run. JSON to stdout, a line a result.
+"""Tokens a second with and without drafts, in turns over three engines in one run: without, with those that the host
+finds, with those that the worker finds. JSON to stdout, a line a task, number of streams and way.
 
     python benchmarks/speculation.py [--model smollm2-135m] [--streams 1 4] [--tokens 200] [--rounds 3]
 
@@ -15,6 +16,7 @@ import asyncio
 import json
 import statistics
 import time
+from contextlib import AsyncExitStack
 from typing import Any
 
 from aengine import AsyncLLM, SamplingParams
@@ -27,6 +29,7 @@ TEXTS = (
     "The garden has three ponds, a small bridge and a long wall of old roses. Visitors are asked to stay on the paths. "
     + "Tea is served on the terrace in the afternoon, and the gate is closed when the sun goes down.",
 )
+WAYS = ("ngram", "ngram_worker")
 STORIES = ("a lighthouse keeper who paints", "two rivers that meet after the rain", "a clock that was never late")
 
 
@@ -47,25 +50,26 @@ async def rate(engine: AsyncLLM, task: str, streams: int, tokens: int) -> tuple[
 async def compare(engines: dict[str, AsyncLLM], task: str, streams: int, tokens: int, rounds: int) -> None:
     rates: dict[str, list[float]] = {name: [] for name in engines}
     answers: dict[str, list[Any]] = {}
-    before = engines["ngram"].statistics()
+    before = {name: engine.statistics() for name, engine in engines.items()}
     for _ in range(rounds):
         for name, engine in engines.items():
             value, answers[name] = await rate(engine, task, streams, tokens)
             rates[name].append(value)
-    after = engines["ngram"].statistics()
-    drafted, accepted = after.drafted_tokens - before.drafted_tokens, after.accepted_tokens - before.accepted_tokens
-    pairs = list(zip(answers["none"], answers["ngram"], strict=True))
-    result = {
-        "task": task,
-        "streams": streams,
-        "tok_s": {name: round(statistics.median(values), 1) for name, values in rates.items()},
-        "ratio": round(statistics.median(b / a for a, b in zip(rates["none"], rates["ngram"], strict=True)), 3),
-        "drafted": drafted,
-        "accepted": accepted,
-        "tokens_a_step": round(rounds * tokens * streams / (after.num_steps - before.num_steps), 2),
-        "equal": sum(a.token_ids == b.token_ids for a, b in pairs) / len(pairs),
-    }
-    print(json.dumps(result), flush=True)
+    for name in WAYS:
+        after = engines[name].statistics()
+        pairs = list(zip(answers["none"], answers[name], strict=True))
+        result = {
+            "task": task,
+            "streams": streams,
+            "speculation": name,
+            "tok_s": [round(statistics.median(rates[which]), 1) for which in ("none", name)],
+            "ratio": round(statistics.median(b / a for a, b in zip(rates["none"], rates[name], strict=True)), 3),
+            "drafted": after.drafted_tokens - before[name].drafted_tokens,
+            "accepted": after.accepted_tokens - before[name].accepted_tokens,
+            "tokens_a_step": round(rounds * tokens * streams / (after.num_steps - before[name].num_steps), 2),
+            "equal": sum(a.token_ids == b.token_ids for a, b in pairs) / len(pairs),
+        }
+        print(json.dumps(result), flush=True)
 
 
 async def main() -> None:
@@ -76,12 +80,12 @@ async def main() -> None:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    settings = {"dtype": args.dtype, "max_model_len": 2048}
-    async with (
-        AsyncLLM(args.model, **settings) as plain,
-        AsyncLLM(args.model, speculation="ngram", **settings) as drafting,
-    ):
-        engines = {"none": plain, "ngram": drafting}
+    settings = {"dtype": args.dtype, "max_model_len": 2048, "kv_cache_memory_bytes": 2 << 30}  # they share a device
+    async with AsyncExitStack() as stack:
+        engines = {
+            name: await stack.enter_async_context(AsyncLLM(args.model, speculation=name, **settings))
+            for name in ("none", *WAYS)
+        }
         for engine in engines.values():
             await rate(engine, "free", 1, 8)
         for task in ("copy", "free"):

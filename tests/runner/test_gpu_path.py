@@ -16,7 +16,15 @@ import torch
 from pairs import some
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from aengine.ipc.messages import DraftColumns, GrammarOutput, NewRequest, SchedulerOutput, float32, int32
+from aengine.ipc.messages import (
+    DraftColumns,
+    GrammarOutput,
+    ModelRunnerOutput,
+    NewRequest,
+    SchedulerOutput,
+    float32,
+    int32,
+)
 from aengine.kernels.dispatch import triton_everywhere
 from aengine.runner.attention.backend import TritonAttention
 from aengine.runner.attention.kv_pages import KvCacheSpec
@@ -269,6 +277,64 @@ def test_the_same_tokens_with_drafts(
         lengths = [len(prompts[i]) + n for i, n in enumerate((4, 7, 6))]
         assert like_gpu.requests.num_tokens[:3].tolist() == lengths
         assert like_gpu.requests.scalars.num_tokens[:3].tolist() == lengths
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding is computed with whatever lies in memory
+def test_drafts_in_graphs_with_all_that_requests_ask_for(
+    tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Penalties, min_tokens, biases, cutoffs, log-probabilities and a bitmask, over several steps with drafts of which
+    some are wrong, some found on the device."""
+    folder = write_model(tmp_path, "qwen3")
+    plain, like_gpu = make_runner(folder, like_gpu=False), make_runner(folder, like_gpu=True, draft_sizes=(8, 16))
+    monkeypatch.setattr(like_gpu, "_sample_op_by_op", lambda *args: pytest.fail("sampled op by op"))
+    new = steps(rng)[0].new_requests
+    few = [int32([5, 9, 11]).tobytes(), float32([60.0, 60.0, 60.0]).tobytes()]  # which take turns
+    new[0].extras, new[0].temperature, new[0].frequency_penalty = {"logit_bias": few}, 0.0, 2.0
+    prompts = [list(one.token_ids) for one in new]
+    begin = SchedulerOutput(0, new_requests=new, req_idx=int32(range(3)), num_scheduled_tokens=int32(map(len, prompts)))
+    size = 4 * ((plain.vocab_size + 31) // 32)
+    masks = [rng.randbytes(size) for _ in range(40)]  # of row 2, by how many tokens it has
+
+    def run(runner: ModelRunner, out: SchedulerOutput, masked: list[int]) -> ModelRunnerOutput:
+        out.sample_now = not masked
+        runner.execute_model(out)
+        bits = b"".join(masks[i] for i in masked)
+        grammar = GrammarOutput(out.step_id, int32([2] * len(masked)), bits) if masked else None
+        answer = runner.sample_tokens(grammar).get()
+        assert answer.errors == []
+        return answer
+
+    alone = [[token_id] for token_id in run(plain, begin, []).token_ids]
+    values: list[float] = []
+    for k in range(1, 13):
+        out = SchedulerOutput(k, req_idx=int32(range(3)), num_scheduled_tokens=int32([1] * 3))
+        answer = run(plain, out, [k])
+        for tokens, token_id in zip(alone, answer.token_ids, strict=True):
+            tokens.append(token_id)
+        values += answer.logprobs.sampled
+    got, got_values, settled = [1, 1, 1], [], {}
+    with triton_everywhere():
+        run(like_gpu, begin, [])
+        for step_id in range(1, 5):
+            drafts = [alone[i][got[i] : got[i] + rng.randint(0, 2)] for i in range(3)]
+            drafts[0] += [-1] * (not drafts[0])
+            drafts[1] += [rng.randrange(300)]
+            columns = DraftColumns(int32(map(len, drafts)), int32(i for ids in drafts for i in ids), int32([0] * 3))
+            lengths = [1 + len(ids) for ids in drafts]
+            out = SchedulerOutput(
+                step_id, req_idx=int32(range(3)), num_scheduled_tokens=int32(lengths), drafts=columns, **settled
+            )
+            answer = run(like_gpu, out, list(range(got[2], got[2] + lengths[2])))
+            wanted = [alone[i][got[i] : got[i] + count] for i, count in enumerate(answer.counts)]
+            assert list(answer.token_ids) == sum(wanted, [])
+            assert answer.counts[2] == lengths[2] and answer.counts[1] >= lengths[1] - 1
+            got = [n + count for n, count in zip(got, answer.counts, strict=True)]
+            got_values += answer.logprobs.sampled
+            rejected = [length - count for length, count in zip(lengths, answer.counts, strict=True)]
+            rows = [i for i in range(3) if lengths[i] > 1]
+            settled = {"settled_rows": int32(rows), "num_rejected": int32(rejected[i] for i in rows)}
+    assert got_values == pytest.approx(values[: len(got_values)], abs=1e-3)
 
 
 def check_tokens(plain: ModelRunner, like_gpu: ModelRunner, rng: random.Random) -> None:
