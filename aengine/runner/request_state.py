@@ -168,7 +168,7 @@ class RequestState:
         if are_found.any():
             counts = drafts.counts[are_found]
             sent = to_device(np.stack((rows[are_found], counts)), self.token_ids.device)
-            find_drafts(self.token_ids, self.scalars.num_tokens, *sent.unbind(), most=int(counts.max()))
+            find_drafts(self.token_ids, self.scalars.num_tokens, sent[0], sent[1], int(counts.max()))
             if not drafts.are_known().any():
                 return
             known = np.where(are_found, 0, drafts.counts)
