@@ -421,7 +421,7 @@ BUDGETS = {
     "root": 2870,
     "checkpoint": 2210,
     "cli": 1550,
-    "engine": 24633,
+    "engine": 24690,
     "integrations": 2570,
     "ipc": 2225,
     "kernels": 8920,
