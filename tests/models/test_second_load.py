@@ -81,7 +81,7 @@ def check_second_load(first: Path, second: Path, dtype: str, **how: Any) -> None
         ("qwen3_moe", EXPERTS, "float32", {}),
         ("qwen3_moe", EXPERTS, "auto", {}),
         ("gpt_oss", {}, "float32", {}),
-        ("qwen3_next", {}, "float32", {}),
+        ("qwen3_next", EXPERTS | {"num_experts_per_tok": 2}, "float32", {}),
         ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "float32", {}),
         ("olmo2", {}, "float32", {}),
         ("cohere", {}, "float32", {}),

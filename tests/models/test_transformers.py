@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from importlib.metadata import PackageNotFoundError
@@ -25,6 +26,7 @@ from aengine.runner.models.transformers import TransformersModel
 from aengine.runner.models.transformers.attention import listen
 from aengine.runner.models.transformers.check import PlainAttention
 from aengine.runner.models.transformers.fused import Unusual, read_gated, read_norm
+from aengine.runner.models.transformers.mixers import wrap_mixers
 from aengine.runner.models.transformers.survey import trunk_inputs
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -362,3 +364,16 @@ def test_nothing_of_torch_is_changed(tmp_path: Path) -> None:
     write_zoo_model(tmp_path, "smollm3")
     read_config(json.loads((tmp_path / "config.json").read_text()))
     assert (torch.nn.Module.register_parameter, torch.get_default_dtype()) == before
+
+
+def test_the_text_of_a_class_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for each of its modules, as `inspect` parses the whole file for it."""
+
+    class Layer(torch.nn.Linear):
+        pass
+
+    read: list[Any] = []
+    monkeypatch.setattr(inspect, "getsource", lambda code: read.append(code) or "")
+    for _ in range(2):
+        wrap_mixers(torch.nn.Sequential(Layer(1, 1), Layer(1, 1)))
+    assert read == [Layer]

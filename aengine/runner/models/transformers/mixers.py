@@ -7,6 +7,7 @@ and the cache is `StepCache`, over the request's page.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, Protocol, Self
@@ -109,12 +110,16 @@ class StepCache:
         return recurrent_states
 
 
-def source_of(code: Any) -> str:
+def _read_source(code: Any) -> str:
     """Return the source text of a class or a module, "" if it has none."""
     try:
         return inspect.getsource(code)
     except (OSError, TypeError):
         return ""
+
+
+# inspect parses the whole file for each class, and a model has hundreds of modules of a few classes.
+source_of: Callable[[Any], str] = functools.cache(_read_source)
 
 
 def is_mixer(module: nn.Module) -> bool:
