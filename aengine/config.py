@@ -129,6 +129,9 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     """Memory for the KV cache of each rank. None: what gpu_memory_utilization leaves; on a CPU a quarter of what is
     free, at most 4 GiB, divided among the ranks of all replicas."""
+    swap_space_bytes: int = 0
+    """The host's memory, pinned, in which each rank keeps the KV of preempted requests, so that it is copied back and
+    not computed again (docs/memory.md). 0: they are computed again."""
     enable_prefix_caching: bool = True
     """Prompts that begin alike share KV."""
     max_in_flight_steps: int = 2
@@ -342,6 +345,7 @@ _AT_LEAST = {
     "max_num_batched_tokens": 1,
     "block_size": 1,
     "kv_cache_memory_bytes": 1,
+    "swap_space_bytes": 0,
     "max_in_flight_steps": 1,
     "max_leased_steps": 0,
     "tensor_parallel_size": 1,

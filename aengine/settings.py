@@ -88,6 +88,9 @@ class Settings(TypedDict, total=False):
     kv_cache_memory_bytes: int | None
     """Memory for the KV cache of each rank. None: what gpu_memory_utilization leaves; on a CPU a quarter of what is
     free, at most 4 GiB, divided among the ranks of all replicas. In bytes. Default: None."""
+    swap_space_bytes: int
+    """The host's memory, pinned, in which each rank keeps the KV of preempted requests, so that it is copied back and
+    not computed again (docs/memory.md). 0: they are computed again. In bytes. Default: 0."""
     enable_prefix_caching: bool
     """Prompts that begin alike share KV. Default: True."""
     max_in_flight_steps: int
@@ -248,6 +251,9 @@ ENGINE_SETTINGS = """\
         kv_cache_memory_bytes: int | None = None  (bytes)
             Memory for the KV cache of each rank. None: what gpu_memory_utilization leaves; on a CPU a
             quarter of what is free, at most 4 GiB, divided among the ranks of all replicas.
+        swap_space_bytes: int = 0  (bytes)
+            The host's memory, pinned, in which each rank keeps the KV of preempted requests, so that it is
+            copied back and not computed again (docs/memory.md). 0: they are computed again.
         enable_prefix_caching: bool = True
             Prompts that begin alike share KV.
         max_in_flight_steps: int = 2  (steps)

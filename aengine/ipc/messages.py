@@ -36,14 +36,16 @@ import math
 import struct
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import msgpack
 
 __all__ = [
+    "KV_LOST",
     "LOG_TEXTS",
     "PLAN_LIMITS",
     "STATE_BLOCK_SIZE",
@@ -67,6 +69,8 @@ __all__ = [
 ]
 
 
+KV_LOST = "KVLost"
+"""Type of the `RowError` of a request whose pages did not come back from the host's memory."""
 LOG_TEXTS = ("name", "text", "path", "function", "thread")
 """The texts of a LOG message, beside its ``level`` and ``line``, integers, and ``created``, seconds since 1970."""
 PLAN_LIMITS = ("num_blocks", "max_model_len", "max_num_batched_tokens")
@@ -214,7 +218,8 @@ class SchedulerOutput:
     is_leased: bool = False  # the step may be revoked until the worker begins it
     drafts: DraftColumns | None = None  # None: no request has drafts
     page_copies: array[int] = field(default_factory=int32)
-    """[2 * k] pairs of pages, from and to: before anything is computed, the second becomes as the first."""
+    """[2 * k] pairs of pages, from and to: before anything is computed, the second becomes as the first. Numbers behind
+    the pool's are pages in the host's memory; copies to these come first, before blocks have new owners."""
     round_sizes: array[int] = field(default_factory=int32)
     """[num_replicas] tokens of each replica in the round that this step is part of; empty: there are no rounds."""
     round_has_prompts: bool = False  # whether a request of any replica in the round computes several tokens
@@ -267,7 +272,7 @@ class RowError:
     """A request that failed by itself in a step; the others of the batch went on."""
 
     batch_idx: int
-    type: str
+    type: str  # name of an error of errors.py; or KV_LOST, then the request is to be computed anew
     message: str
 
 
@@ -453,9 +458,8 @@ def _output(data: Any) -> ModelRunnerOutput:
     if results is not None:
         output.results = ResultColumns(_ints(results[0]), _ints(results[1]), _floats(results[2]))
         sizes = output.results.sizes
-        if len(output.results.batch_idx) != len(sizes) or sum(sizes) != len(output.results.values):
-            raise MessageError(f"step {step_id}: results that do not fit their sizes")
-        if min(sizes, default=0) < 0:
+        fits = len(output.results.batch_idx) == len(sizes) and sum(sizes) == len(output.results.values)
+        if not fits or min(sizes, default=0) < 0:
             raise MessageError(f"step {step_id}: results that do not fit their sizes")
     return output
 
@@ -472,16 +476,8 @@ def _logprobs(step_id: int, num_tokens: int, data: Any) -> LogprobColumns:
     return columns
 
 
-def _offer(data: Any) -> None:
-    _at_least_one(data, _OFFER_COUNTS)
-
-
 def _ready(data: Any) -> None:
     _int(data.get("pid"))
-
-
-def _plan(data: Any) -> None:
-    _at_least_one(data, PLAN_LIMITS)
 
 
 def _at_least_one(data: Any, names: tuple[str, ...]) -> None:
@@ -540,9 +536,9 @@ def _revoked(data: Any) -> None:
         raise MessageError(f"REVOKED with {data}")
 
 
-_CHECKS = {
-    Kind.PROFILED: _offer,
-    Kind.ALLOCATE: _plan,
+_CHECKS: dict[Kind, Callable[[Any], None]] = {
+    Kind.PROFILED: partial(_at_least_one, names=_OFFER_COUNTS),
+    Kind.ALLOCATE: partial(_at_least_one, names=PLAN_LIMITS),
     Kind.READY: _ready,
     Kind.PROGRESS: _progress,
     Kind.ERROR: _error,

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from ..errors import InternalError
-from ..ipc.messages import DraftColumns, GrammarOutput, KVCacheGroup, NewRequest, RowError, SchedulerOutput
+from ..ipc.messages import KV_LOST, DraftColumns, GrammarOutput, KVCacheGroup, NewRequest, RowError, SchedulerOutput
 from ..kernels.input_prep import DecodeInputs, PreparedInputs
 from .async_output import NO_SIDE_OUTPUT, AsyncOutput, OutputCopier, Published, SideOutput
+from .attention.kv_pages import PageCopies
 from .block_tables import BlockTables, table_shape
 from .distributed.group import ALONE
 from .distributed.shares import VocabularyShare
@@ -144,6 +145,7 @@ class ModelRunner:
         vectors: VectorLayers | None = None,
         vocabulary: Vocabulary | None = None,
         exchange: StepExchange | None = None,
+        page_copies: PageCopies | None = None,
     ) -> None:
         """``graph_sizes``: batch sizes of decode steps that run as one launch; None: all steps run op by op.
         ``max_graph_tokens``: most tokens of a step with prompts whose layers run as one launch.
@@ -153,12 +155,13 @@ class ModelRunner:
         ``exchange``: what this rank exchanges of each step with others; None: nothing, and there are no others. A rank
         that is alone decides by itself what to leave out of a step that it has no memory for; else that is an
         InternalError, as the others are in the step already.
+        ``page_copies``: how pages are copied beyond the pool; None: none are.
 
         Ranks exchange tensors within a step, so all of them must do the same: what a step exchanges follows from the
         SchedulerOutputs alone. Whether it runs as a graph or op by op is each rank's own matter."""
         self._exchange = exchange or StepExchange()
         self._model = model
-        self._kv_memory = kv_memory
+        self._kv_memory, self._page_copies = kv_memory, page_copies or PageCopies()
         self.vocab_size = vocab_size
         self.platform = platform
         self._arena = StagedArena(
@@ -474,10 +477,14 @@ class ModelRunner:
             self.tables.replace(request)
         self.tables.append(out.block_rows, out.block_ids, out.block_groups)
         fresh = self.tables.take_fresh()
+        copies, lost = self._page_copies.apply(out.page_copies, fresh)
         if len(fresh) and self._kv_memory.clears_blocks:
             self._kv_memory.clear_blocks(to_device(fresh, self.requests.token_ids.device))
-        if out.page_copies:
-            self._kv_memory.copy_blocks(self.tables.checked(out.page_copies))
+        if copies:
+            self._kv_memory.copy_blocks(self.tables.checked(copies))
+        for request in out.new_requests if lost else ():
+            if not lost.isdisjoint(request.block_ids):
+                self._row_faults[request.req_idx] = KV_LOST, "its KV did not come back from the host's memory"
         self._arena.apply()
         for row in () if sampler is None else sampler.apply_staged_writes():
             self._row_faults[row] = self._memory.fault_of_row()

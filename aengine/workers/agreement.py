@@ -27,6 +27,7 @@ from .rank import Rank
 
 __all__ = ["AnswerCheck", "agree", "merge"]
 
+_LEAST = ("num_swap_pages",)
 _SUMS = ("kv_cache_bytes", "device_memory_total_bytes")
 
 
@@ -42,9 +43,10 @@ def agree(ranks: Sequence[Rank], offers: Sequence[Mapping[str, Any]]) -> dict[st
 
 
 def merge(ranks: Sequence[Rank], agreed: Mapping[str, Any], readies: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge what was agreed with the READYs of a replica's ranks: sums over ranks or stages, for the rest those of the
-    first; and under "ranks" each rank's own."""
+    """Merge what was agreed with the READYs of a replica's ranks: sums over ranks or stages, or the least, for the rest
+    those of the first; and under "ranks" each rank's own."""
     sums = {name: sum(ready[name] for ready in readies) for name in _SUMS if all(name in ready for ready in readies)}
+    sums |= {name: min(ready[name] for ready in readies) for name in _LEAST if name in readies[0]}
     if "num_parameters" in readies[0]:  # each rank reports the parameters of its whole pipeline stage
         stages = (ready for rank, ready in zip(ranks, readies, strict=True) if rank.tp_rank == 0)
         sums["num_parameters"] = sum(ready["num_parameters"] for ready in stages)

@@ -24,6 +24,7 @@ from aengine.config import EngineConfig
 from aengine.engine.scheduler import kv_cache_manager
 from aengine.engine.scheduler.request import Request
 from aengine.engine.scheduler.scheduler import Scheduler
+from aengine.engine.scheduler.swapped_requests import SwappedRequests
 from aengine.ipc.messages import KVCacheGroup, kv_capacity
 from aengine.params import SamplingParams
 from aengine.runner.startup.load import LocalModel, load_model
@@ -65,6 +66,7 @@ class Engine:
         self.model = self._load(resolve_model(self.config).to_wire())
         self.offer = self.model.offer
         self.groups = KVCacheGroup.from_ready(dict(self.offer))
+        self.num_restored = 0  # pages of preempted requests that came back from the host's memory
 
     def _load(self, source: dict[str, Any]) -> LocalModel | Any:
         (rank,) = ranks_of(self.config)
@@ -74,6 +76,8 @@ class Engine:
         """Start anew: an empty cache, no request."""
         self._plan = {key: value for key, value in self.offer.items() if isinstance(value, int)}
         self._plan["num_blocks"] = num_blocks or self.offer["num_blocks"]
+        self.runner, facts = self.model.allocate(self._plan)
+        num_places = facts["num_swap_pages"]
         self.scheduler = Scheduler(
             num_blocks=self._plan["num_blocks"],
             kv_groups=self.groups,
@@ -82,8 +86,8 @@ class Engine:
             max_model_len=self.offer["max_model_len"],
             vocab_size=self.offer["vocab_size"],
             rope_border=self.offer["rope_border"],
+            preempted=SwappedRequests(num_places, self.groups) if num_places else None,
         )
-        self.runner, _ = self.model.allocate(self._plan)
         self._answers: list[Any] = []
 
     def fewest_blocks(self, num_tokens: int, step_tokens: int) -> int:
@@ -109,6 +113,8 @@ class Engine:
                 step = self.scheduler.schedule()
                 if step is None:
                     break
+                num_blocks = self.scheduler.num_blocks
+                self.num_restored += sum(page >= num_blocks for page in step.page_copies[::2])
                 self.runner.execute_model(step)
                 self._answers.append(self.runner.sample_tokens(None))
             if not self._answers:

@@ -20,6 +20,7 @@ from scheduler_invariants import check_scheduler
 from aengine.engine.pacing.multi_step import undo_steps
 from aengine.engine.scheduler.request import Request, RequestStatus
 from aengine.engine.scheduler.scheduler import Scheduler
+from aengine.engine.scheduler.swapped_requests import SwappedRequests
 from aengine.ipc.messages import (
     Kind,
     KVCacheGroup,
@@ -108,6 +109,8 @@ class Worker:
     rows: dict[int, Row] = field(default_factory=dict)
     kv: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)
     """block: {offset: (group, chain)}, written ones only"""
+    num_blocks: int = 1 << 30  # numbers from here on are places in the host's memory
+    num_restored: int = 0  # pages that came back from there
     fail_next: bool = False
     num_computed: int = 0
     num_accepted: int = 0  # drafts
@@ -118,13 +121,19 @@ class Worker:
             assert self.rows[row].num_unsettled >= 0, "settled more than was rejected"
         for row in out.removed:
             del self.rows[row]  # told once, and only of rows in use
+        copies = list(zip(out.page_copies[::2], out.page_copies[1::2], strict=True))
+        for source, target in copies:
+            if target >= self.num_blocks:
+                self.kv[target] = dict(self.kv[source])
         for new in out.new_requests:
             self._add(new)
         for row_idx, group, block in growth_of(out):
             append(self.rows[row_idx].tables[group], block)
             self.kv[block] = {}
-        for source, target in zip(out.page_copies[::2], out.page_copies[1::2], strict=True):
-            self.kv[target] = dict(self.kv[source])
+        for source, target in copies:
+            if target < self.num_blocks:
+                self.kv[target] = dict(self.kv[source])
+                self.num_restored += source >= self.num_blocks
         assert len(set(out.req_idx)) == len(out.req_idx)
         answer = ModelRunnerOutput(out.step_id, int32(), counts=None if out.drafts is None else int32())
         start = 0
@@ -155,7 +164,7 @@ class Worker:
         tables = tables_of(new, self.groups)
         for group, table in zip(self.groups, tables):
             full, rest = divmod(new.num_computed_tokens, group.block_size)
-            assert rest == 0 or group.kind == "state"
+            assert rest == 0 or group.kind == "state" or self.num_blocks < 1 << 30
             for index, block in table.items():
                 if index >= full:
                     self.kv[block] = {}
@@ -203,7 +212,9 @@ class Worker:
 class Driver:
     """The host's side: keeps up to ``depth`` steps in flight and knows what each request must get."""
 
-    def __init__(self, *, depth: int = 2, **limits: Any) -> None:
+    def __init__(self, *, depth: int = 2, num_places: int = 0, **limits: Any) -> None:
+        if num_places:
+            limits["preempted"] = SwappedRequests(num_places, limits["kv_groups"])
         if "block_size" in limits:
             limits["kv_groups"] = [KVCacheGroup("full", limits.pop("block_size"))]
         self.scheduler = Scheduler(max_in_flight_steps=depth, max_model_len=10_000, **limits)
@@ -211,7 +222,8 @@ class Driver:
         self.budget = limits["max_num_batched_tokens"]
         self.groups: Sequence[KVCacheGroup] = limits["kv_groups"]
         self.border: int | None = limits.get("rope_border")
-        self.worker = Worker(self.groups, self.border)
+        self.num_blocks = limits["num_blocks"] if num_places else 1 << 30
+        self.worker = Worker(self.groups, self.border, num_blocks=self.num_blocks)
         self.in_flight: deque[tuple[SchedulerOutput, dict[int, set[int]], dict[int, tuple[int, list[Table]]]]] = deque()
         self.tables: dict[int, tuple[int, list[Table]]] = {}  # row -> computed tokens, blocks; as of the newest step
         self.requests: list[tuple[Request, list[int]]] = []
@@ -314,7 +326,7 @@ class Driver:
                 given += [(new.req_idx, block) for index, block in table.items() if index >= full]
         for row, i, block in growth_of(out):
             append(self.tables[row][1][i], block)
-        given += [(-1, block) for block in out.page_copies[1::2]]
+        given += [(-1, block) for block in out.page_copies[1::2] if block < self.num_blocks]
         for _, used, _ in self.in_flight:
             for _, block in given:
                 assert all(block not in blocks for blocks in used.values()), "reused under a step in flight"
@@ -375,7 +387,7 @@ class Driver:
 
     def restart(self) -> None:
         self.scheduler.preempt_all()
-        self.worker = Worker(self.groups, self.border)
+        self.worker = Worker(self.groups, self.border, num_blocks=self.num_blocks)
         self.in_flight.clear()
         self.tables.clear()
         self.verify()
@@ -418,5 +430,6 @@ class Driver:
         scheduler = self.scheduler
         assert scheduler.num_running == scheduler.num_waiting == 0
         assert scheduler.num_free_blocks == scheduler.num_blocks
+        assert getattr(scheduler.rows.preempted, "num_used", 0) == 0, "a place in the host's memory was lost"
         assert not scheduler.parallel_sampling._first and len(scheduler.rows.free_rows) == scheduler.num_rows
         assert all(request.finish_reason is not None for request, _ in self.requests)

@@ -54,6 +54,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         state_interval=st.sampled_from([1, 5, 256]),
         num_batches=st.sampled_from([1, 1, 2, 3]),
         rope_border=st.sampled_from([None, None, 8, 15]),
+        num_places=st.sampled_from([0, 3, 40]),
     )
     def start(
         self,
@@ -69,6 +70,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         state_interval: int,
         num_batches: int,
         rope_border: int | None,
+        num_places: int,
     ) -> None:
         self.interval_before = kv_cache_manager.STATE_INTERVAL
         kv_cache_manager.STATE_INTERVAL = state_interval
@@ -84,6 +86,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt_limit=lambda num_decoding, num_left: prompt_limit,
             num_batches=num_batches,
             rope_border=rope_border,
+            num_places=num_places,
         )
         self.clock = 0.0
 

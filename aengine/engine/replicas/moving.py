@@ -52,6 +52,7 @@ def take_out(scheduler: Scheduler, requests: Sequence[Request]) -> list[Request]
         if request.status is not RequestStatus.NEW:
             scheduler.num_constrained -= request.grammar is not None
         scheduler.quarantine.discard(request)
+        scheduler.rows.preempted.drop(request)
         scheduler.parallel_sampling.release(request)
         request.status = RequestStatus.NEW
         if request.milestone:

@@ -24,6 +24,7 @@ from ..pacing.turns import Turn
 from ..recovery import RestartBudget
 from ..scheduler.rows import forget_prefixes
 from ..scheduler.scheduler import Scheduler
+from ..scheduler.swapped_requests import SwappedRequests
 from ..speculation.proposers import Speculation
 from ..step_loop import StepLoop
 from ..structured.service import GrammarService
@@ -136,9 +137,10 @@ class Replica:
 def _new_scheduler(
     config: EngineConfig, ready: dict[str, Any], step_time: StepTime, max_in_flight_steps: int
 ) -> Scheduler:
+    groups, num_places = KVCacheGroup.from_ready(ready), ready.get("num_swap_pages", 0)
     return Scheduler(
         num_blocks=ready["num_blocks"],
-        kv_groups=KVCacheGroup.from_ready(ready),
+        kv_groups=groups,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=ready["max_num_batched_tokens"],
         max_model_len=ready["max_model_len"],
@@ -150,4 +152,5 @@ def _new_scheduler(
         results_need_all=ready.get("pooling") == "mean",
         prompt_limit=step_time.prompt_limit,
         num_batches=config.pipeline_parallel_size,
+        preempted=SwappedRequests(num_places, groups) if num_places else None,
     )

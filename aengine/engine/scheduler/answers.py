@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ...ipc.messages import ModelRunnerOutput, ResultColumns, RowError
+from ...ipc.messages import KV_LOST, ModelRunnerOutput, ResultColumns, RowError
 from ...outputs import FinishReason
 from .crash_quarantine import CrashQuarantine
 from .request import Request
@@ -51,7 +51,12 @@ class Answers:
         failed: list[tuple[Request, RowError]] = []
         for error in output.errors:
             request = step.batch[error.batch_idx]
-            if request.finish_reason is None:
+            if error.type == KV_LOST:  # it is computed anew, and what steps in flight bring is no token
+                step.chunks.pop(error.batch_idx, None)  # nothing was written that others could find
+                self._rows.preempted.drop(request)
+                if request.req_idx >= 0:
+                    self._rows.restart(request)
+            elif request.finish_reason is None:
                 self._finish(request, FinishReason.ERROR)
                 failed.append((request, error))
         if output.counts is None:

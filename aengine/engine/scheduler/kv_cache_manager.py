@@ -35,6 +35,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right, insort
 from collections.abc import Iterable, Sequence
+from functools import partial
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -45,8 +46,10 @@ from .request import Request, RequestStates, StateCopy
 __all__ = [
     "STATE_INTERVAL",
     "KVCacheManager",
+    "PreemptedKV",
     "Prefix",
     "extend_hashes",
+    "first_needed",
     "long_root",
     "private_root",
     "retired_root",
@@ -83,6 +86,11 @@ def private_root(number: int) -> bytes:
     return blake2b(number.to_bytes(8, "little"), digest_size=_DIGEST_SIZE, person=b"private root").digest()
 
 
+def first_needed(group: KVCacheGroup, position: int) -> int:
+    """Return the index of the first block that queries from ``position`` on read."""
+    return max(0, position - group.window + 1) // group.block_size if group.window else 0
+
+
 class Prefix(NamedTuple):
     """The tokens with which a request can begin without computing them."""
 
@@ -90,6 +98,33 @@ class Prefix(NamedTuple):
     attended: int  # tokens of the prefix that the attending layers have; states may have been kept for fewer
     tables: list[BlockTable]  # one for each group; empty tables for groups with states
     kept: list[int]  # pages of the kept states, to be copied, one for each group with states; empty without a prefix
+
+
+class PreemptedKV:
+    """What is kept of the KV of preempted requests. Here: nothing, so that they are computed again."""
+
+    def begin_worker(self, num_blocks: int) -> None:
+        """Forget all: the worker is a new one, with so many pages."""
+
+    def keep(self, request: Request) -> None:
+        """Called when the request is about to lose its row and its blocks; steps in flight may still write these."""
+
+    def longest(self, request: Request, cached: Prefix) -> Prefix:
+        """Return what a request without a row can begin with: ``cached``, or what is kept of it, if that is more."""
+        return cached
+
+    def restore(self, request: Request, prefix: Prefix) -> None:
+        """Called when the request begins with ``prefix``, of which it has the blocks."""
+
+    def take_copies(self) -> list[int]:
+        """Return the copies of pages that the next step is to make for that: pairs, from and to."""
+        return []
+
+    def drop(self, request: Request) -> None:
+        """Keep nothing of the request any more."""
+
+    def drop_all(self) -> None:
+        """Keep nothing of any request any more."""
 
 
 class KVCacheManager:
@@ -290,20 +325,26 @@ class KVCacheManager:
 class _Group:
     """The rules of one KV group: which blocks a query needs, and how long a prefix hit is."""
 
-    __slots__ = ("_hash_size", "_hashes_per_block", "_suffix", "block_size", "index", "most_blocks", "window")
+    __slots__ = (
+        "_hash_size",
+        "_hashes_per_block",
+        "_suffix",
+        "block_size",
+        "first_needed",
+        "index",
+        "most_blocks",
+        "window",
+    )
 
     def __init__(self, group: KVCacheGroup, index: int, hash_size: int) -> None:
         self.index = index
         self.block_size = group.block_size
         self.window = group.window
         self.most_blocks = group.most_blocks
+        self.first_needed = partial(first_needed, group)  # index of the first block that queries read from there on
         self._hash_size = hash_size
         self._hashes_per_block = group.block_size // hash_size
         self._suffix = bytes([index]) if index else b""  # tells this group's names of blocks from the others'
-
-    def first_needed(self, position: int) -> int:
-        """Index of the first block that queries from ``position`` on read."""
-        return max(0, position - self.window + 1) // self.block_size if self.window else 0
 
     def longest_hit(self, pool: BlockPool, request: Request, length: int) -> BlockTable:
         """Return the blocks of the longest prefix of at most ``length`` tokens with which this group can begin.

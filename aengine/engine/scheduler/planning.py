@@ -174,7 +174,7 @@ class StepPlan:
             if num_known and num_known + num_tokens > _MOST_KNOWN_TOKENS:
                 return
             rows.rope.choose(request)
-            prefix = kv.match(request)
+            prefix = rows.preempted.longest(request, kv.match(request))
             num_cached = prefix.length
             if prefix.kept and not rows.num_running and spare < kv.num_missing(prefix, num_tokens):
                 prefix = kv.no_prefix()  # the request fits alone, but not beside the states that would be copied
@@ -193,6 +193,7 @@ class StepPlan:
             kv.grow(request, num_cached + num_scheduled)
             if prefix.kept:
                 self._page_copies += kv.restore_states(request, prefix)
+            rows.preempted.restore(request, prefix)
             rows.take(request)
             rows.prefixes.lead(request)
             num_known += num_tokens
@@ -258,7 +259,8 @@ class StepPlan:
             step.certain = frozenset(i for i in drafts if batch[i].are_drafts_certain)
             columns = _draft_columns(step)
         changes = (*step.settled, step.removed, self._new_requests, *grown)
-        copies = int32(self._page_copies) if self._page_copies else NOTHING
+        page_copies = self._page_copies + rows.preempted.take_copies()
+        copies = int32(page_copies) if page_copies else NOTHING
         return SchedulerOutput(step_id, *changes, req_idx, num_scheduled, not step.is_gated, False, columns, copies)
 
     def _plan_next_step(self, batch_idx: int) -> dict[int, int]:

@@ -12,7 +12,7 @@ from operator import attrgetter
 from ...ipc.messages import KVCacheGroup, int32
 from .coming_prefixes import ComingPrefixes
 from .decode_batches import DecodeBatches
-from .kv_cache_manager import KVCacheManager, long_root, retired_root
+from .kv_cache_manager import KVCacheManager, PreemptedKV, long_root, retired_root
 from .request import Request, RequestStatus
 from .step import UnansweredSteps
 
@@ -74,9 +74,11 @@ class Rows:
         rope_border: int | None = None,
         least_awaited: int = 128,
         num_batches: int = 1,
+        preempted: PreemptedKV | None = None,
     ) -> None:
         self.num_rows = num_rows
         self._num_batches = num_batches
+        self.preempted = preempted or PreemptedKV()
         self.running: set[Request] = set()  # all requests with a row
         self.held: set[Request] = set()  # preempted requests whose blocks a step in flight uses
         self.num_preemptions = 0
@@ -90,6 +92,7 @@ class Rows:
     def begin_worker(self, num_blocks: int) -> None:
         """Reset the state for a new worker: all rows and blocks are free, and no step is in flight."""
         self.kv = KVCacheManager(num_blocks, self._kv_groups, self._max_num_batched_tokens)
+        self.preempted.begin_worker(num_blocks)
         self.prefixes = ComingPrefixes(self.kv, self._on_free, self._least_awaited)
         self.free_rows = list(range(self.num_rows - 1, -1, -1))
         self.steps = UnansweredSteps()
@@ -164,12 +167,13 @@ class Rows:
         request.limit = min(self.kv.room(request), self.rope.limit(request))
 
     def preempt_for(self, request: Request) -> Request | None:
-        """Take the row and the blocks of the least urgent request, which will be computed again. None: that is
-        ``request`` itself."""
+        """Take the row and the blocks of the least urgent request; what is not kept of it will be computed again.
+        None: that is ``request`` itself."""
         victim = max((r for r in self.running if r.status is not _DRAINING), key=_sort_key)
         if victim is request:
             return None
         self.num_preemptions += 1
+        self.preempted.keep(victim)
         self.restart(victim)
         return victim
 
@@ -258,4 +262,5 @@ def forget_prefixes(rows: Rows) -> int:
             request.root_hash = retired_root(request.root_hash)
             request.block_hashes = []
             request.states.offered.clear()
+    rows.preempted.drop_all()
     return rows.kv.pool.forget_all()

@@ -31,7 +31,7 @@ from ...ipc.messages import KVCacheGroup, ModelRunnerOutput, SchedulerOutput, kv
 from ...outputs import FinishReason
 from .answers import Answers, StepResult
 from .crash_quarantine import CrashQuarantine
-from .kv_cache_manager import private_root, shared_root
+from .kv_cache_manager import PreemptedKV, private_root, shared_root
 from .parallel_sampling import ParallelSampling
 from .planning import StepPlan
 from .request import Request, RequestStatus
@@ -69,6 +69,7 @@ class Scheduler:
         least_awaited_prefix: int = 128,
         prompt_limit: Callable[[int, int], int | None] = lambda num_decoding, num_left: None,
         num_batches: int = 1,
+        preempted: PreemptedKV | None = None,
     ) -> None:
         """
         Args:
@@ -83,12 +84,13 @@ class Scheduler:
             num_batches: the requests with a row are divided among so many, whose steps follow each other: as many as
                 ranks compute a step one after the other, so that a request's next token is not due before its last one
                 has come through all of them
+            preempted: what keeps the KV of preempted requests; None: nothing does
         """
         self.num_rows = min(max_num_seqs, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting = WaitingQueue()
         limits = self.num_rows, num_blocks, kv_groups, max_num_batched_tokens
-        self.rows = Rows(*limits, self.waiting.add, rope_border, least_awaited_prefix, num_batches)
+        self.rows = Rows(*limits, self.waiting.add, rope_border, least_awaited_prefix, num_batches, preempted)
         self.max_tokens_capacity = kv_capacity(kv_groups, num_blocks, max_model_len, max_num_batched_tokens)
         """Most tokens, prompt and completion, that one request may have; admission sees to it."""
         self.enable_prefix_caching = enable_prefix_caching
@@ -169,6 +171,7 @@ class Scheduler:
             self.num_constrained -= request.grammar is not None
         request.status = RequestStatus.FINISHED
         self.quarantine.discard(request)
+        self.rows.preempted.drop(request)
         if status is RequestStatus.WAITING:
             self.waiting.discard(request)
         elif status is RequestStatus.WAITING_FOR_PROMPT:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -15,7 +18,10 @@ from ..kv_spec import FullKV, KVLayout, LayerPlace, StateKV, WindowKV, lay_out_k
 from ..lazy_zeros import lazy_zeros
 from ..model_config import ModelConfig
 
-__all__ = ["AttentionLayerKV", "KVPages", "KvCacheSpec", "LayerStatePlace"]
+__all__ = ["AttentionLayerKV", "KVPages", "KvCacheSpec", "LayerStatePlace", "PageCopies"]
+
+Rows = npt.NDArray[np.int64]
+_NONE: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +124,13 @@ class KVPages:
         """Zero these pages (int64 [m])."""
         for slab in self.slabs:
             slab.index_fill_(0, block_ids, 0)
+
+
+class PageCopies:
+    """What a step copies of pages beyond the pool. Here: nothing."""
+
+    def apply(self, pairs: Sequence[int], fresh: Rows) -> tuple[Sequence[int], AbstractSet[int]]:
+        """Copy pages to places outside of the pool, and back, as far as ``pairs`` say so ([from, to, from, to, ...]),
+        ahead of what is queued from now on. ``fresh``: host int64 [m], pages that have new owners, who may write them
+        then. Returns the pairs within the pool, and the pages that did not come back."""
+        return pairs, _NONE

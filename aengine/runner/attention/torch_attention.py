@@ -39,10 +39,10 @@ class KvCache:
 
     def __init__(self, spec: KvCacheSpec, policy: KernelPolicy = FASTEST) -> None:
         self.policy = policy
-        self._pages = spec.make_pages()
-        self.layout = self._pages.layout
-        self.layers = self._pages.layers(heads_first=False)
-        self.states = self._pages.states()
+        self.pages = spec.make_pages()
+        self.layout = self.pages.layout
+        self.layers = self.pages.layers(heads_first=False)
+        self.states = self.pages.states()
         self.dtype = spec.dtype
         self.ropes = [StepRope(config) for config in spec.config.ropes]
         self._first_lens: Tensor | None = None
@@ -73,14 +73,14 @@ class KvCache:
 
     def clear_blocks(self, block_ids: Tensor) -> None:
         """Blocks (int64 [m]) have a new owner. Places past its tokens are read too, under a mask: 0 * NaN is NaN."""
-        self._pages.clear(block_ids)
+        self.pages.clear(block_ids)
 
     def preparations(self) -> list[Callable[[], None]]:
         return []
 
     def copy_blocks(self, pairs: Sequence[int]) -> None:
         """See `KvMemory`."""
-        self._pages.copy(pairs)
+        self.pages.copy(pairs)
 
 
 class StepRope:

@@ -46,7 +46,7 @@ class GpuKvCache:
     clears_blocks = False  # the kernels never read past a sequence's end, nor before its window
 
     def __init__(self, spec: KvCacheSpec, prefill: PrefillBackend) -> None:
-        self._pages = pages = spec.make_pages(has_spare=True)  # the spare page is where padding writes its states
+        self.pages = pages = spec.make_pages(has_spare=True)  # the spare page is where padding writes its states
         self.spare_page = spec.num_blocks
         self.states = pages.states()
         self.layout = pages.layout
@@ -105,7 +105,7 @@ class GpuKvCache:
 
     def copy_blocks(self, pairs: Sequence[int]) -> None:
         """See `KvMemory`."""
-        self._pages.copy(pairs)
+        self.pages.copy(pairs)
 
 
 def rope_tables(config: RopeConfig, num_positions: int, device: torch.device) -> Rope:

@@ -222,6 +222,7 @@ class LocalModel:
         facts = {
             "num_parameters": self._weights.num_parameters,
             "kv_cache_bytes": plan["num_blocks"] * setup.kv_layout.page_bytes,
+            "num_swap_pages": setup.num_swap_pages,
             "device": str(platform.device),
             "is_accelerator": platform.is_accelerator,
             "attention_backend": setup.attention.name,

@@ -13,6 +13,7 @@ from ...config import EngineConfig
 from ...errors import ModelLoadError
 from ..attention.backend import AttentionBackend
 from ..attention.kv_pages import KvCacheSpec
+from ..attention.swap_space import SwapSpace
 from ..distributed.experts_group import ExpertsGroup
 from ..distributed.group import ALONE, TensorGroup
 from ..distributed.pipeline import NoLink, PipelineLink
@@ -92,6 +93,11 @@ class RunnerSetup:
             return []
         return draft_sizes(self.max_batched)
 
+    @property
+    def num_swap_pages(self) -> int:
+        """Number of this rank's pages for which the host has places."""
+        return self.config.swap_space_bytes // self.kv_layout.page_bytes
+
     def make_runner(self, num_blocks: int, max_model_len: int, *, is_rehearsal: bool = False) -> ModelRunner:
         """Make a runner over a KV cache of ``num_blocks`` blocks; no graph is captured yet. ``is_rehearsal``: its steps
         are exchanged with no other pipeline stage."""
@@ -108,9 +114,14 @@ class RunnerSetup:
             self.stage,
             max(self.draft_sizes, default=0),
         )
+        cache, exchange = self.attention.make_cache(spec), self._exchange(is_rehearsal=is_rehearsal)
+        page_copies = None
+        if self.num_swap_pages and not is_rehearsal:
+            sizes = num_blocks, self.num_swap_pages
+            page_copies = SwapSpace(cache.pages, *sizes, platform, is_alone=exchange.is_alone)
         return ModelRunner(
             self.model,
-            self.attention.make_cache(spec),
+            cache,
             vocab_size=self.model_config.vocab_size,
             max_num_seqs=config.max_num_seqs,
             max_model_len=max_model_len,
@@ -124,7 +135,8 @@ class RunnerSetup:
             enforce_eager=config.enforce_eager,
             vectors=self.vectors,
             vocabulary=Vocabulary(self.model.vocabulary, self.group),
-            exchange=self._exchange(is_rehearsal=is_rehearsal),
+            exchange=exchange,
+            page_copies=page_copies,
         )
 
     @contextmanager

@@ -1,0 +1,31 @@
+"""Models whose preempted requests come back from the host's memory: transformers' tokens in every scenario."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from scenarios import check_scenarios
+from test_hybrids import MODELS
+from test_phi3 import PHI4, by_length
+from tiny import load_reference
+
+TinyModel = Callable[..., Path]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "qwen3-next"])
+@pytest.mark.parametrize("num_bytes", [1 << 24, 1 << 15])
+def test_every_scenario(name: str, num_bytes: int, tiny_model: TinyModel) -> None:
+    """Keys and values of all tokens, of a window, and states; a place for every page, and for some."""
+    arch, fields = MODELS.get(name, (name, {"sliding_window": 9} if name == "gemma2" else {}))
+    folder = tiny_model(arch, seed=7, **fields)
+    engine = check_scenarios(folder, load_reference(folder, arch), swap_space_bytes=num_bytes)
+    assert engine.num_restored or num_bytes < 1 << 24
+
+
+def test_both_sides_of_longrope(tiny_model: TinyModel) -> None:
+    """What was kept of a request is of no use beyond the border."""
+    folder = tiny_model("phi3", seed=7, **PHI4, sliding_window=None)
+    engine = check_scenarios(folder, by_length(load_reference(folder, "phi3")), swap_space_bytes=1 << 24)
+    assert engine.num_restored
