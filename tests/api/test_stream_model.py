@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from array import array
 from typing import Any
@@ -223,3 +224,29 @@ async def test_a_result_in_place_of_tokens(rng: random.Random) -> None:
     choice.put_result(array("f", [1, 2]))
     choice.put_result(array("f", [3]))
     assert choice.numbers == array("f", [1, 2]) and call.stream.finish_reasons == (STOP,) and call.num_ends == 1
+
+
+async def test_a_dropped_stream_ends_its_call_and_one_that_has_ended_does_not(rng: random.Random) -> None:
+    dropped, ended = (Call(rng, 1, has_text=True, has_logprobs=False) for _ in "ab")
+    ended.mailbox.choices[0].put(1, LENGTH)
+    for call in (dropped, ended):
+        del call.stream
+    gc.collect()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert (dropped.aborted, ended.aborted) == (["r"], [])
+
+
+async def test_one_completions_error_is_the_calls(rng: random.Random) -> None:
+    call = Call(rng, 2, has_text=True, has_logprobs=False)
+    first, second = call.mailbox.choices
+    second.put(1, LENGTH)
+    second.fail(EngineError("too late"))
+    assert call.mailbox.error is None
+    assert call.stream.usage.completion_tokens == 1
+    async with call.stream as stream:
+        assert (await anext(stream)).token_id == 1
+        first.fail(EngineError("the row has failed"))
+        with pytest.raises(EngineError, match="the row has failed"):
+            await anext(stream)
+    assert call.stream.finish_reasons == (FinishReason.ERROR, LENGTH) and not call.aborted and call.num_ends == 1
