@@ -332,6 +332,17 @@ def test_within_a_completion_only_the_latest_states_are_kept() -> None:
 
 
 @pytest.mark.usefixtures("short_interval")
+def test_the_states_at_the_end_of_a_prompt_outlive_those_of_its_completion() -> None:
+    kv = manager(40, *STATES)
+    request = begun(kv, range(8))
+    for border in (8, 16, 24):
+        keep(kv, request, border)
+        request.token_ids = list(range(border + 2))
+        kv.note_written(request, border + 1)
+    assert [kv.match(make(list(range(length + 1)))).length for length in (8, 16, 24)] == [8, 8, 24]
+
+
+@pytest.mark.usefixtures("short_interval")
 def test_states_are_as_old_as_the_end_of_their_request() -> None:
     kv = manager(16, *STATES)
     prompts = range(9), range(100, 109)
