@@ -607,6 +607,9 @@ def test_drafts_are_computed_with_the_token_before_them() -> None:
         ("a", 99, 3),
     ]
     assert a.output_token_ids == [11, 12, 13, 99] and a.num_pending == 1 and result.num_rows == 2
+    rows = scheduler.rows
+    assert (rows.num_drafts, rows.num_drafted, rows.num_accepted) == (1, 3, 2)
+    assert (a.num_drafted, a.num_accepted, b.num_drafted) == (3, 2, 0)
     fourth = step(scheduler)
     assert (list(fourth.settled_rows), list(fourth.num_rejected)) == ([a.req_idx], [1])
     reply(scheduler, third, [32, 15])

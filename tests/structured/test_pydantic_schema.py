@@ -31,7 +31,7 @@ from pydantic import (
 from aengine import StructuredOutput
 from aengine.engine.structured.llguidance.backend import LLGuidanceBackend
 from aengine.engine.structured.output_type import OutputType
-from aengine.engine.structured.pydantic_schema import schema_generator
+from aengine.engine.structured.pydantic_schema import adapt, schema_generator
 from aengine.engine.structured.spec import spec_of
 from aengine.engine.structured.vocabulary import Vocabulary
 
@@ -173,3 +173,20 @@ def test_a_time_without_a_zone() -> None:
     assert not pattern.search("2023-02-29T00:00:00") and not pattern.search("2023-01-01T00:00:00Z")
     aware = TypeAdapter(AwareDatetime).json_schema(schema_generator=schema_generator())
     assert aware == {"type": "string", "format": "date-time"}  # as a model is shown it
+
+
+def test_a_union_is_any_of_its_members_and_says_all_else() -> None:
+    members = [{"type": "string"}, {"type": "integer"}]
+    schema: dict[str, Any] = {"title": "T", "oneOf": members, "default": 1}
+    adapt(schema)
+    assert schema == {"title": "T", "anyOf": members, "default": 1}
+    both = {"oneOf": members, "anyOf": members}
+    adapt(both)
+    assert both == {"oneOf": members, "anyOf": members}, "one keyword can't stand for two"
+
+
+@pytest.mark.parametrize(("num_parts", "is_closed"), [(1, True), (2, False)])
+def test_objects_are_closed_unless_several_are_merged(num_parts: int, is_closed: bool) -> None:
+    parts = [{"properties": {str(i): {"type": "string"}}} for i in range(num_parts)]
+    adapt({"allOf": parts})
+    assert all(part.get("additionalProperties", True) is (not is_closed) for part in parts)
