@@ -258,6 +258,9 @@ def test_a_quantisation_is_a_whole_word() -> None:
 
 def test_which_gguf_model_is_chosen() -> None:
     split = [f"m-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+    two = {f"two-0000{i}-of-00002.gguf": 1_000_000 for i in (1, 2)}
+    with pytest.raises(ModelLoadError, match=r"it has: two-00001-of-00002\.gguf \(2 MB, 2 files\)"):
+        choose_gguf(two, GgufChoice(pattern="m*"), "here")
     sizes = {**dict.fromkeys(split, 2_000_000), "n.GGUF": 0, "mmproj-n.gguf": 5, "sub/mmproj.gguf": 5, "read.me": 1}
     assert choose_gguf(sizes, GgufChoice(pattern="m-*"), "here") == split
     assert choose_gguf(sizes, GgufChoice(pattern="n*"), "here") == ["n.GGUF"]
