@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..__version__ import __version__
 from ..async_llm import AsyncLLM
 from ..config import EngineConfig
-from ..engine.streams.chat_answers import ReceivedAnswers
 from ..engine.structured.output_type import AskedType, with_output_type
 from ..engine.structured.spec import check_schema_size
 from ..engine.threads.loop_ownership import other_loop, running_loop
@@ -245,7 +244,7 @@ class RemoteHandle(_Life):
         """Send a chat, likewise."""
         check_options(chat_options(options)[1])
         stream = self._begin("chat", messages, params, output_type, plain_options(options))
-        return RemoteChatStream(stream, params or SamplingParams(), ReceivedAnswers(stream._mailbox))
+        return RemoteChatStream(stream, params or SamplingParams())
 
     def _begin(
         self, method: str, prompt: Any, params: SamplingParams | None, output_type: Any, options: dict[str, Any]
@@ -312,17 +311,17 @@ class RemoteHandle(_Life):
 
     def statistics(self) -> Statistics:
         """The counters of the engine, for all processes together; at most a second old."""
-        state, statistics, _ = self._open().news
-        if statistics is None:
-            raise EngineClosedError(f"the engine is {state}")
-        return from_wire(Statistics, statistics)
+        return from_wire(Statistics, self._news(1))
 
     def describe(self) -> dict[str, Any]:
         """See `AsyncLLM.describe`."""
-        state, _, description = self._open().news
-        if description is None:
-            raise EngineClosedError(f"the engine is {state}")
-        return dict(description)
+        return dict(self._news(2))
+
+    def _news(self, place: int) -> Any:
+        news = self._open().news
+        if news[place] is None:
+            raise EngineClosedError(f"the engine is {news[0]}")
+        return news[place]
 
     def _accepting(self) -> Connection:
         """The connection, for a new request. Raises EngineClosedError, also while it drains."""

@@ -1,13 +1,13 @@
 """`RemoteMailbox`: the mailbox of a request whose engine is in another process; the wire fills it.
 
 the engine's process: TokenStream, ChatStream ══ items of each read ══> RemoteMailbox <──__anext__── RemoteTokenStream
-                      allowed so many reads   <══ "more", "wait" ═════                                    ChatStream
+                      allowed so many reads   <══ "more" ═════════════                                    ChatStream
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from ..outputs import Completion, FinishReason, Timings, Token, Usage
 if TYPE_CHECKING:
     from ..chat import ChatCompletion, Delta
     from ..engine.structured.output_type import OutputType
+    from ..params import SamplingParams
 
 __all__ = ["WINDOW", "Ends", "RemoteChatStream", "RemoteMailbox", "RemoteTokenStream"]
 
@@ -174,7 +175,7 @@ class RemoteMailbox(Mailbox):
         """Have the engine send the end, and nothing before it."""
         if not self._wants_end_only and not self.done:
             self._wants_end_only = True
-            self.send("wait")
+            self.send("more", None)
 
     def leave(self, _: str = "") -> None:
         """End the request, which nobody reads any more."""
@@ -199,36 +200,42 @@ class RemoteTokenStream(TokenStream):
 
     _mailbox: RemoteMailbox
 
-    async def _wait(self) -> None:
-        if asyncio.get_running_loop() is self._loop:  # on another one nothing is sent, and the next line raises
+    def _wait(self) -> Coroutine[Any, Any, None]:
+        if asyncio.get_running_loop() is self._loop:  # on another one nothing is sent, and waiting raises
             self._mailbox.ask()
-        await super()._wait()
+        return super()._wait()
 
 
 class RemoteChatStream(ChatStream):
-    """See `ChatStream`; its deltas are made in the engine's process."""
+    """See `ChatStream`; its deltas are made in the engine's process, and lie in the mailbox until they are read."""
 
     _answers: ReceivedAnswers
     _stream: RemoteTokenStream
 
-    _MOST_READ = None  # a delta becomes part of the message when it is handed out
+    def __init__(self, stream: RemoteTokenStream, params: SamplingParams) -> None:
+        super().__init__(stream, params, ReceivedAnswers(stream._mailbox))
+        self._deltas = stream._mailbox.pending  # type: ignore[assignment]  # of a chat it has deltas
 
-    def _taken(self, delta: Delta) -> Delta:
-        self._answers.handed_out.append(delta)
-        return super()._taken(delta)
+    async def _read_tokens(self, at_most: int | None) -> None:
+        mailbox = self._stream._mailbox
+        while not self._deltas and not self._is_read:
+            if mailbox.error is not None:
+                error = self._stream._failure()
+                self._note_failure(error)
+                raise error
+            if mailbox.done:
+                self._is_read = self._has_ended = True
+            else:
+                await self._stream._wait()
+
+    def _note_read(self, deltas: Sequence[Delta]) -> None:
+        self._answers.handed_out.extend(deltas)  # they become part of the message when that is asked for
+        super()._note_read(deltas)
 
     async def wait(self) -> ChatCompletion:
         """Wait for the end without reading single deltas. Raises the request's error."""
-        if not self._is_read:
-            if asyncio.get_running_loop() is self._stream._loop:
-                self._stream._mailbox.ask_for_end()
-            try:
-                await self._stream.wait()
-            except AEngineError as error:
-                self._note_failure(error)
-                raise
-            self._is_read = self._has_ended = True
-            self._deltas.clear()
-            self._texts = [self.completion.message.content or ""]
-            self._answers.end_with(self.completion)
-        return self.completion
+        if asyncio.get_running_loop() is self._stream._loop:
+            self._stream._mailbox.ask_for_end()
+        completion = await super().wait()
+        self._texts = [completion.message.content or ""]
+        return completion

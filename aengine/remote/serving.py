@@ -182,7 +182,6 @@ class _Session:
         self._takes: dict[str, Callable[..., None]] = {
             "begin": self._begin,
             "more": self._more,
-            "wait": self._wait,
             "end": self._end,
             "abort": self._abort,
             "call": self._call,
@@ -227,16 +226,11 @@ class _Session:
             request.task = self._spawn(self._answer(number, request, method, prompt, params, options))
         request.task.add_done_callback(lambda task: self._requests.pop(number))
 
-    def _more(self, number: int, num_reads: int) -> None:
-        request = self._requests.get(number)
-        if request is not None:
-            request.num_reads += num_reads
-            request.news.set()
-
-    def _wait(self, number: int) -> None:
-        request = self._requests.get(number)
-        if request is not None:
-            request.only_wait = True
+    def _more(self, number: int, num_reads: int | None) -> None:
+        """``num_reads``: those that the client allows further. None: it wants the end alone."""
+        if (request := self._requests.get(number)) is not None:
+            request.num_reads += num_reads or 0
+            request.only_wait |= num_reads is None
             request.news.set()
 
     def _end(self, number: int) -> None:

@@ -6,7 +6,7 @@ the engine's process: delta ──MessageBuilder──> ChatMessage
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -153,18 +153,17 @@ class ReceivedAnswers:
         self._mailbox = mailbox
         self._builders = [MessageBuilder(None, {}) for _ in mailbox.choices]
         self.handed_out: list[Delta] = []  # deltas that no builder has yet: few readers ask for the message so far
-        self._ended: Sequence[ChatMessage] | None = None  # the messages of a chat that was not read delta by delta
 
     @property
     def messages(self) -> Sequence[ChatMessage]:
         handed_out, self.handed_out = self.handed_out, []
         for delta in handed_out:
             self._builders[delta.choice].add(delta)
-        return self._ended or [builder.message for builder in self._builders]
-
-    def end_with(self, completion: ChatCompletion) -> None:
-        """Take the messages of the chat's completion: not all of its deltas come."""
-        self._ended = [choice.message for choice in completion.choices]
+        if self._mailbox.done and not self._mailbox.pending:
+            whole = self._mailbox.completion("")
+            if isinstance(whole, ChatCompletion):  # it has also what came by no delta
+                return [choice.message for choice in whole.choices]
+        return [builder.message for builder in self._builders]
 
     def read(self, items: list[Delta]) -> list[Delta]:
         return items
@@ -173,8 +172,7 @@ class ReceivedAnswers:
         return []
 
     def unread(self) -> Collection[int]:
-        pending: Iterable[Any] = self._mailbox.pending
-        return {delta.choice for delta in pending}
+        return ()
 
     def completion(self, plain: Completion) -> ChatCompletion:
         if isinstance(plain, ChatCompletion):

@@ -6,6 +6,7 @@ TokenStream: tokens ──Answers──> deltas, and at the end a ChatMessage ea
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -37,8 +38,6 @@ class ChatStream:
     Closing, dropping or cancelling it ends the request, as with `TokenStream`.
     """
 
-    _MOST_READ: int | None = 1  # tokens that are read for one delta, so that `message` agrees with those handed out
-
     def __init__(self, stream: TokenStream, params: SamplingParams, answers: Answers | None = None) -> None:
         """
         Args:
@@ -65,10 +64,12 @@ class ChatStream:
 
     async def __anext__(self) -> Delta:
         if not self._deltas:
-            await self._read_tokens(self._MOST_READ)
+            await self._read_tokens(at_most=1)  # more, and `message` would be ahead of the deltas handed out
         if not self._deltas:
             raise StopAsyncIteration
-        return self._taken(self._deltas.popleft())
+        delta = self._deltas.popleft()
+        self._note_read((delta,))
+        return delta
 
     async def read(self) -> list[Delta]:
         """Wait for a delta, and return all that have come: a step's as a rule, more if the reader is slow; [] at the
@@ -78,8 +79,9 @@ class ChatStream:
         """
         if not self._deltas:
             await self._read_tokens(at_most=None)
-        deltas = [self._taken(delta) for delta in self._deltas]
+        deltas = list(self._deltas)
         self._deltas.clear()
+        self._note_read(deltas)
         return deltas
 
     async def _read_tokens(self, at_most: int | None) -> None:
@@ -96,16 +98,14 @@ class ChatStream:
             if answers is not None:
                 self._deltas.extend(answers.read(tokens) if tokens else answers.finish())
 
-    def _note_failure(self, error: AEngineError) -> None:
+    def _note_failure(self, error: BaseException) -> None:
         self._has_failed = True
-        if error.completion is not None:
+        if isinstance(error, AEngineError) and error.completion is not None:
             error.completion = self._new_completion()
 
-    def _taken(self, delta: Delta) -> Delta:
-        answers = self._answers
-        if answers is not None and answers.is_json and isinstance(delta, TextDelta) and delta.choice == 0:
-            self._texts.append(delta.text)
-        return delta
+    def _note_read(self, deltas: Sequence[Delta]) -> None:
+        if self._answers is not None and self._answers.is_json:
+            self._texts += [delta.text for delta in deltas if isinstance(delta, TextDelta) and delta.choice == 0]
 
     @property
     def message(self) -> ChatMessage:
