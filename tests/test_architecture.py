@@ -437,7 +437,7 @@ BUDGETS = {
     "limits": 570,
     "remote": 1640,
     "runner": 18100,
-    "server": 6000,
+    "server": 5990,
     "telemetry": 1110,
     "testing": 800,
     "workers": 3036,

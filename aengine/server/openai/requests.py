@@ -7,6 +7,7 @@ taken and left alone; those that would, and that it does not have (`Refused`), a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -277,6 +278,9 @@ def structured_output_of(
     return wanted.to_structured_output()
 
 
+_PARAMS = {field.name for field in fields(SamplingParams)}
+
+
 class SamplingBody(Body):
     """How to sample and when to stop, in all interfaces."""
 
@@ -326,26 +330,9 @@ class SamplingBody(Body):
         """Return what is given of the parameters, and ``others``. Raises HTTPError 400 and InvalidRequestError."""
         if not self.stream and getattr(self, "stream_options", None) is not None:
             raise HTTPError(400, "stream_options needs stream: true", code="invalid_value", param="stream_options")
-        given = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "stop": self.stop,
-            "seed": self.seed,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "logit_bias": self.logit_bias,
-            "top_k": None if self.top_k == -1 else self.top_k,  # vLLM's "all"
-            "min_p": self.min_p,
-            "min_tokens": self.min_tokens,
-            "repetition_penalty": self.repetition_penalty,
-            "stop_token_ids": self.stop_token_ids,
-            "allowed_token_ids": self.allowed_token_ids,
-            "bad_words": self.bad_words,
-            "ignore_eos": self.ignore_eos,
-            "include_stop_str_in_output": self.include_stop_str_in_output,
-            "skip_special_tokens": self.skip_special_tokens,
-            **others,
-        }
+        given = {name: getattr(self, name) for name in _PARAMS & SamplingBody.model_fields.keys()} | others
+        if given["top_k"] == -1:  # vLLM's "all"
+            del given["top_k"]
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
     def field_names(self) -> dict[str, str]:
