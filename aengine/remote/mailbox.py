@@ -214,7 +214,7 @@ class RemoteChatStream(ChatStream):
 
     def __init__(self, stream: RemoteTokenStream, params: SamplingParams) -> None:
         super().__init__(stream, params, ReceivedAnswers(stream._mailbox))
-        self._deltas = stream._mailbox.pending  # type: ignore[assignment]  # of a chat it has deltas
+        self._deltas = stream._mailbox.pending  # type: ignore[assignment]  # a chat has deltas there
 
     async def _read_tokens(self, at_most: int | None) -> None:
         mailbox = self._stream._mailbox
