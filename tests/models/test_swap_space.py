@@ -6,10 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from scenarios import check_scenarios
+from scenarios import Engine, check_scenarios, settings_of_torch_kept
 from test_hybrids import MODELS
 from test_phi3 import PHI4, by_length
 from tiny import load_reference
+
+from aengine.errors import ModelLoadError
 
 TinyModel = Callable[..., Path]
 
@@ -29,3 +31,12 @@ def test_both_sides_of_longrope(tiny_model: TinyModel) -> None:
     folder = tiny_model("phi3", seed=7, **PHI4, sliding_window=None)
     engine = check_scenarios(folder, by_length(load_reference(folder, "phi3")), swap_space_bytes=1 << 24)
     assert engine.num_restored
+
+
+@pytest.mark.parametrize("num_bytes", [7, 1 << 50])
+def test_a_space_that_is_of_no_use_is_refused_at_the_start(num_bytes: int, tiny_model: TinyModel) -> None:
+    with (
+        settings_of_torch_kept(),
+        pytest.raises(ModelLoadError, match=f"^swap_space_bytes={num_bytes} .*(set 0|lower)"),
+    ):
+        Engine(tiny_model("qwen3", seed=7), swap_space_bytes=num_bytes)

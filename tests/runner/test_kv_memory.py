@@ -16,6 +16,7 @@ from aengine.limits.memory import free_memory
 from aengine.runner.startup.kv_memory import (
     GIB,
     KvPlan,
+    check_swap_space,
     cpu_budget,
     gpu_budget,
     plan_kv,
@@ -84,6 +85,17 @@ def test_cpu_budget() -> None:
     assert cpu_budget(config(kv_cache_memory_bytes=7 * GIB), free=8 * GIB, **sizes) == 7 * GIB
     with pytest.raises(ModelLoadError, match=r"9 GiB.*only 8 GiB is free after 1 GiB of weights: lower kv_cache"):
         cpu_budget(config(kv_cache_memory_bytes=9 * GIB), free=8 * GIB, **sizes)
+
+
+def test_swap_space_that_holds_nothing_or_is_not_there() -> None:
+    for asked in (0, 1000, 2 * GIB):
+        check_swap_space(asked, page_bytes=1000, free=2 * GIB)
+    with pytest.raises(ModelLoadError, match=r"swap_space_bytes=999 holds no page, which has 1000 bytes: raise it"):
+        check_swap_space(999, page_bytes=1000, free=2 * GIB)
+    with pytest.raises(
+        ModelLoadError, match=r"3 GiB\) on each rank.*only 2 GiB of the host's memory is left: lower swap_space_bytes"
+    ):
+        check_swap_space(3 * GIB, page_bytes=1000, free=2 * GIB)
 
 
 def test_gpu_budget() -> None:

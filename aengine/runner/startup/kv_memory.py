@@ -23,7 +23,10 @@ from ...errors import ModelLoadError
 from ...ipc.messages import KVCacheGroup, NewRequest, SchedulerOutput, int32, kv_capacity
 from ..model_runner import ModelRunner
 
-__all__ = ["KvPlan", "choose_kv_dtype", "cpu_budget", "gpu_budget", "plan_kv", "profile_run", "resolve_max_model_len"]
+__all__ = [
+    *("KvPlan", "check_swap_space", "choose_kv_dtype", "cpu_budget", "gpu_budget", "plan_kv", "profile_run"),
+    "resolve_max_model_len",
+]
 
 GIB = 1024**3
 CPU_DEFAULT = 4 * GIB
@@ -120,6 +123,20 @@ def gpu_budget(config: EngineConfig, *, total: int, peak: int, others: int, weig
             f"gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs, or end the other processes"
         )
     return budget
+
+
+def check_swap_space(asked: int, *, page_bytes: int, free: int) -> None:
+    """Raise ModelLoadError if swap_space_bytes, ``asked``, holds not one page, or is more than ``free``, what the host
+    has left for this rank: the machine would kill the worker later, when the places fill."""
+    if 0 < asked < page_bytes:
+        raise ModelLoadError(
+            f"swap_space_bytes={asked} holds no page, which has {page_bytes} bytes: raise it, or set 0"
+        )
+    if asked > free:
+        raise ModelLoadError(
+            f"swap_space_bytes={asked} ({_size(asked)}) on each rank, but only {_size(free)} of the host's memory is "
+            f"left: lower swap_space_bytes, or free memory"
+        )
 
 
 def profile_run(runner: ModelRunner, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:

@@ -16,7 +16,7 @@ import time
 from ...limits.memory import free_memory
 from ..model_runner import ModelRunner
 from ..weights.loader import Progress
-from .kv_memory import KvPlan, cpu_budget, gpu_budget, plan_kv, profile_run, resolve_max_model_len
+from .kv_memory import KvPlan, check_swap_space, cpu_budget, gpu_budget, plan_kv, profile_run, resolve_max_model_len
 from .layer_kinds import one_layer_of_each_kind
 from .setup import RunnerSetup
 from .warm_up import compile_kernels
@@ -30,14 +30,16 @@ def profile(setup: RunnerSetup, progress: Progress) -> KvPlan:
     """Measure the plan that this rank alone would take. Raises ModelLoadError when the memory does not suffice; the
     message names its use and the cure."""
     wanted_len = resolve_max_model_len(setup.config, setup.model_config.max_position_embeddings)
+    layout, left = setup.kv_layout, free_memory()
     with setup.errors_explained():
         if setup.platform.is_accelerator:
             budget = _accelerator_budget(setup, wanted_len, progress)
         else:
             progress("profile", 0, 0, "")
-            sizes = {"free": free_memory(), "weights": setup.weight_bytes, "num_processes": setup.num_processes}
+            sizes = {"free": left, "weights": setup.weight_bytes, "num_processes": setup.num_processes}
             budget = cpu_budget(setup.config, **sizes)
-    layout = setup.kv_layout
+            left = max(0, left // setup.num_processes - budget)
+    check_swap_space(setup.config.swap_space_bytes, page_bytes=layout.page_bytes, free=left)
     return plan_kv(
         setup.config,
         wanted_len=wanted_len,
