@@ -130,3 +130,34 @@ def test_without_a_token_the_letters_mark() -> None:
     known = tokenizer("text")
     assert all(known.added_token_id(name) is None for name in MARKERS) and known.added_token_id(EOS) is not None
     assert [call.name for call in parsed(known, in_letters(known, CALL)).tool_calls] == ["get"]
+
+
+@pytest.mark.parametrize("markers_are", TOKENS)
+@pytest.mark.parametrize("known", ["glm", "glm_inline", "qwen3_coder"])
+@pytest.mark.parametrize("name", ["<tool_call>", "</arg_key>", "<arg_value>", "a <arg_value> b"])
+def test_a_parameter_may_have_the_name_of_a_marker(known: str, name: str, markers_are: str) -> None:
+    """In letters; and where the token is text, too, as that token."""
+    tools = tools_of([{"name": "f", "parameters": {"properties": {name: {"type": "string"}}, "required": [name]}}])
+    tool_format, vocabulary = FORMATS[known], tokenizer(markers_are)
+    token_id = token_id_of(vocabulary)
+    spec = compose(
+        tools=tools,
+        tool_choice=ToolChoice("required"),
+        parallel=True,
+        tool_format=tool_format,
+        reasoning=None,
+        shape=None,
+        token_id=token_id,
+    )
+    call = tool_format.openings[0] + tool_format.head("f") + tool_format.arguments.write({"NAME": "x"})
+    whole = call + tool_format.after_arguments + tool_format.closing_of(0)
+    before, after = (vocabulary.encode(text, add_special_tokens=False) for text in whole.split("NAME"))
+    spellings = [in_letters(vocabulary, name)]
+    if markers_are == "added tokens":
+        spellings.append(vocabulary.encode(name, add_special_tokens=False))
+    for spelling in spellings:
+        ids = [*before, *spelling, *after]
+        matcher = Setting.of(spec, markers_are).compiled.matcher()
+        assert matcher.accept(ids) == len(ids) and matcher.is_accepting
+        _, message = parse_ids(ChatParser(tool_format, None, tools, False, token_id), vocabulary, ids)
+        assert [(call.is_complete, call.parsed_arguments()) for call in message.tool_calls] == [(True, {name: "x"})]

@@ -72,6 +72,13 @@ class Markers:
             if isinstance(token_id, TextTokenId)
         }
 
+    def spellings(self, text: str) -> tuple[str, str]:
+        """Return how a caller's text may come: in letters, and with the tokens whose names are text."""
+        with_tokens = text
+        for letter, name in self.names_of_text.items():
+            with_tokens = with_tokens.replace(name, letter)
+        return text, with_tokens
+
     def in_text(self, encoded: str) -> str:
         """Return what text must be kept from, for this string to stand out; "" if it begins with a control token."""
         return encoded if self.id_of(encoded[0]) is None else self.names_of_text.get(encoded[0], "")

@@ -80,7 +80,8 @@ class Parameters(ArgumentSyntax):
 
     def reader(self, tool: ToolSchema) -> ArgumentReader:
         values, _ = values_of(tool.parameters, tool, relax=True)
-        named = {value.name: value for value in values}
+        # Each value is found by all spellings of its name.
+        named = {spelling: value for value in values for spelling in self.markers.spellings(value.name)}
         return _Reader(self.before_key, self.after_key, self.after_value, named)
 
 
@@ -127,16 +128,21 @@ class _Reader(PiecewiseReader):
             if not found:
                 is_name = len(name) - held_back(name, (self._after_key,)) <= _LONGEST_NAME
                 return 0, "", Progress.MORE if is_name else Progress.BROKEN
-        if TOKENS.search(name) or name in self._seen or (name not in self._values and len(name) > _LONGEST_NAME):
+        length, value = len(name), self._values.get(name)
+        if value is None:
+            if TOKENS.search(name) or length > _LONGEST_NAME:
+                return 0, "", Progress.BROKEN
+            value = Value(name, True, Root({}))
+        name = value.name
+        if name in self._seen:
             return 0, "", Progress.BROKEN
-        value = self._values.get(name) or Value(name, True, Root({}))
         begun = ", " if self._seen else "{"
         self._seen.add(name)
         self._value = value
         is_text = value.types() == {"string"}
         self._pieces = None if is_text else []
         written = f"{begun}{json.dumps(name, ensure_ascii=False)}: " + '"' * is_text
-        return blanks + len(self._before_key) + len(name) + len(self._after_key), written, None
+        return blanks + len(self._before_key) + length + len(self._after_key), written, None
 
     def _body(self, text: str) -> tuple[int, str, Progress | None]:
         assert self._value is not None
