@@ -443,3 +443,12 @@ async def test_messages_are_the_callers_own_again_at_once(make_engine: Make, slo
         slow_planning.set()
         for asked in (stream, plain):
             assert (await asked.wait()).usage.prompt_tokens == count
+
+
+async def test_tools_are_the_callers_own_again_at_once(make_engine: Make, slow_planning: threading.Event) -> None:
+    tools: list[Any] = [{"name": "first", "parameters": {"type": "object", "properties": {}}}]
+    async with make_engine() as engine:
+        stream = engine.stream_chat(HELLO, SHORT, tools=tools, tool_choice="required")
+        tools[:] = [add]
+        slow_planning.set()
+        assert [call.name for call in (await stream.wait()).message.tool_calls][:1] == ["first"]

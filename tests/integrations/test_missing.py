@@ -1,4 +1,4 @@
-"""Integrations whose framework is not installed."""
+"""Integrations whose framework is not installed, or that get no engine."""
 
 from __future__ import annotations
 
@@ -26,3 +26,20 @@ def test_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch, module: st
         monkeypatch.setitem(sys.modules, loaded, None)
     with pytest.raises(ImportError, match=f"pip install {package} "):
         importlib.import_module(name)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("dspy", "lm"),
+        ("langchain", "ChatAEngine"),
+        ("llama_index", "AEngine"),
+        ("llama_index", "AEngineEmbedding"),
+        ("openai_agents", "AEngineModel"),
+        ("pydantic_ai", "AEngineModel"),
+        ("smolagents", "AEngineModel"),
+    ],
+)
+def test_the_name_of_a_model_is_no_engine(module: str, name: str) -> None:
+    with pytest.raises(ValueError, match="engine must be an AsyncLLM or an LLM, not a name: 'smollm2-135m'"):
+        getattr(importlib.import_module(f"aengine.integrations.{module}"), name)(engine="smollm2-135m")

@@ -31,7 +31,8 @@ __all__ = ["ChatPlan", "ChatRequest", "plan_chat"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(PromptPart):
-    """A caller's chat request; a prompt, for `Admission.submit`. Its messages are checked, and a list of its own.
+    """A caller's chat request; a prompt, for `Admission.submit`. Its messages are checked; they and the tools are lists
+    of its own.
 
     Raises InvalidRequestError for what can be told at once, also for parameters that no chat can have.
     """
@@ -59,6 +60,8 @@ class ChatRequest(PromptPart):
         if not self.params.detokenize:
             raise InvalidRequestError("a chat needs the text: detokenize must be True", param="detokenize")
         object.__setattr__(self, "messages", checked_messages(self.messages))
+        if isinstance(self.tools, list):
+            object.__setattr__(self, "tools", self.tools.copy())
         parallel = self.parallel_tool_calls
         if parallel is not None and not isinstance(parallel, bool):
             raise InvalidRequestError("parallel_tool_calls must be True, False or None", param="parallel_tool_calls")
