@@ -22,6 +22,7 @@ from aengine.engine.scheduler.request import Request, RequestStatus
 from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.engine.scheduler.swapped_requests import SwappedRequests
 from aengine.ipc.messages import (
+    KV_LOST,
     Kind,
     KVCacheGroup,
     ModelRunnerOutput,
@@ -98,7 +99,7 @@ class Row:
     tables: list[Table]  # of each KV group
     seed: int
     is_long: bool  # it was begun with more tokens than the rope border
-    failed: bool = False
+    failed: str = ""  # the type of the error that all its steps have
     num_unsettled: int = 0  # drafts that were rejected, as far as no step has said so
 
 
@@ -112,6 +113,8 @@ class Worker:
     num_blocks: int = 1 << 30  # numbers from here on are places in the host's memory
     num_restored: int = 0  # pages that came back from there
     fail_next: bool = False
+    lose_next: bool = False  # the next request that comes back from there finds nothing
+    num_lost: int = 0
     num_computed: int = 0
     num_accepted: int = 0  # drafts
 
@@ -134,6 +137,11 @@ class Worker:
             if target < self.num_blocks:
                 self.kv[target] = dict(self.kv[source])
                 self.num_restored += source >= self.num_blocks
+        back = {target for source, target in copies if source >= self.num_blocks}
+        for new in out.new_requests if self.lose_next else ():
+            if not back.isdisjoint(new.block_ids):
+                self.lose_next, self.rows[new.req_idx].failed = False, KV_LOST
+                self.num_lost += 1
         assert len(set(out.req_idx)) == len(out.req_idx)
         answer = ModelRunnerOutput(out.step_id, int32(), counts=None if out.drafts is None else int32())
         start = 0
@@ -143,11 +151,11 @@ class Worker:
             drafts = [] if out.drafts is None else list(out.drafts.token_ids[start:stop])
             start = stop
             if self.fail_next:
-                self.fail_next, row.failed = False, True
+                self.fail_next, row.failed = False, "InternalError"
             if row.failed:
                 row.num_computed += count  # nothing is written: whoever hits these blocks finds nothing
                 row.tokens.extend([-7] * (row.num_computed + 1 - len(row.tokens)))
-                answer.errors.append(RowError(batch_idx, "InternalError", "made to fail"))
+                answer.errors.append(RowError(batch_idx, row.failed, "made to fail"))
                 said = []
             else:
                 said = self._compute(row, count, drafts)
@@ -286,7 +294,7 @@ class Driver:
         follows_leased = newest is not None and newest.step_id in self.leased
         if follows_leased and not scheduler.is_steady:
             self.revoke(0)  # as the engine does, or fewer steps would come after a leased one than it may undo
-        is_leased = scheduler.is_steady and (is_leased or follows_leased)
+        is_leased = bool(self.in_flight) and scheduler.is_steady and (is_leased or follows_leased)
         had_row = {r for r in scheduler.rows.running if r.status is not RequestStatus.DRAINING}
         decoding = {r for r in had_row if r.status is RequestStatus.DECODING}
         border = self.border
@@ -330,7 +338,10 @@ class Driver:
         for _, used, _ in self.in_flight:
             for _, block in given:
                 assert all(block not in blocks for blocks in used.values()), "reused under a step in flight"
-        used = {row: self._read_by(row) for row in out.req_idx} | {-1: set(out.page_copies)}
+        # What is copied into the host's memory may be given out at once: the device makes the copy first.
+        copies = zip(out.page_copies[::2], out.page_copies[1::2])
+        copied = {page for pair in copies if pair[1] < self.num_blocks for page in pair}
+        used = {row: self._read_by(row) for row in out.req_idx} | {-1: copied}
         self.in_flight.append((out, used, left))
         for row, count in zip(out.req_idx, out.num_scheduled_tokens):
             computed, tables = self.tables[row]

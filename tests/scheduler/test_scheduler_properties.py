@@ -158,6 +158,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.answer()
 
     @rule()
+    def lose_pages(self) -> None:
+        self.driver.worker.lose_next = True
+
+    @rule()
     def restart(self) -> None:
         self.driver.restart()
 
@@ -193,6 +197,7 @@ def play(rng: random.Random, model: str, *, num_requests: int, aborts: float) ->
         least_awaited_prefix=rng.choice([1, 5, 128]),
         prompt_limit=lambda num_decoding, num_left: rng.choice([None, 1, 6]),
         rope_border=rng.choice([None, None, 8, 24, 40]),
+        num_places=rng.choice([0, 10, 200]),
     )
     for i in range(num_requests):
         prompt = rng.choice(STREAMS)[: rng.randint(1, 40)] + [rng.randrange(1, VOCAB) for _ in range(rng.randint(0, 3))]
@@ -223,6 +228,8 @@ def play(rng: random.Random, model: str, *, num_requests: int, aborts: float) ->
                 driver.revoke(rng.randint(0, 5))
             if rng.random() < aborts / 20:
                 driver.restart()
+            if rng.random() < 0.1:
+                driver.worker.lose_next = True
     driver.drain(rng)
     return driver
 

@@ -18,12 +18,15 @@ FULL = KVCacheGroup("full", 4)
 SMALL: dict[str, Any] = {"num_blocks": 12, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32}
 
 
-def run_of_many(num_places: int, groups: list[KVCacheGroup] | None = None, **changes: Any) -> Driver:
+def run_of_many(
+    num_places: int, groups: list[KVCacheGroup] | None = None, *, loses: bool = False, **changes: Any
+) -> Driver:
     """Requests that grow until the pool has room for one or two of them."""
     limits = SMALL | changes
     limits["kv_groups"] = groups or [KVCacheGroup("full", limits["block_size"])]
     del limits["block_size"]
     driver = Driver(num_places=num_places, enable_prefix_caching=False, **limits)
+    driver.worker.lose_next = loses
     for i in range(6):
         driver.add([i + 1] * 9, max_tokens=24, min_tokens=24, seed=i, arrival_time=i)
     driver.drain()
@@ -117,3 +120,9 @@ def test_a_request_whose_pages_are_lost_is_computed_anew() -> None:
         reply(scheduler, out, [7])
         out = out if second.finish_reason is not None else step(scheduler)
     assert second.num_output_tokens == 14 and scheduler.num_free_blocks == 7
+
+
+def test_pages_of_a_window_are_lost_while_no_other_step_is_in_flight() -> None:
+    """Then the request has no blocks any more when the rest of that answer is read."""
+    driver = run_of_many(48, [KVCacheGroup("window", 4, 7), FULL], num_blocks=18, depth=1, loses=True)
+    assert driver.worker.num_lost == 1

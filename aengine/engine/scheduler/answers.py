@@ -80,7 +80,8 @@ class Answers:
             if request.finish_reason is not None:  # the request has ended: this token was sampled past its end
                 continue
             if token_id < 0:
-                self._note_chunk(request, step.chunks.get(batch_idx, 0))
+                if batch_idx in step.chunks:  # not so of a request that has lost its blocks above
+                    self._note_chunk(request, step.chunks[batch_idx])
                 continue
             token_ids = request.token_ids
             token_ids.append(token_id)
