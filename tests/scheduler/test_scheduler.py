@@ -607,8 +607,8 @@ def test_drafts_are_computed_with_the_token_before_them() -> None:
         ("a", 99, 3),
     ]
     assert a.output_token_ids == [11, 12, 13, 99] and a.num_pending == 1 and result.num_rows == 2
-    rows = scheduler.rows
-    assert (rows.num_drafts, rows.num_drafted, rows.num_accepted) == (1, 3, 2)
+    answers = scheduler.answers
+    assert (answers.num_drafts, answers.num_drafted, answers.num_accepted) == (1, 3, 2)
     assert (a.num_drafted, a.num_accepted, b.num_drafted) == (3, 2, 0)
     fourth = step(scheduler)
     assert (list(fourth.settled_rows), list(fourth.num_rejected)) == ([a.req_idx], [1])
@@ -799,3 +799,15 @@ def test_a_micro_batch_with_nothing_to_do_is_passed_over() -> None:
     reply(scheduler, SchedulerOutput(0), [5])
     step(scheduler)
     assert scheduler.newest_step.batch == [another]
+
+
+def test_a_step_in_which_a_request_crosses_the_rope_border_is_not_steady() -> None:
+    """It leaves its row there, which can't be undone."""
+    scheduler = make_scheduler(rope_border=8)
+    request = make(5, max_tokens=20)
+    add(scheduler, request)
+    for _ in range(4):  # 8 tokens are computed
+        assert scheduler.is_steady == (request.num_computed_tokens > 0)
+        reply(scheduler, step(scheduler), [11])
+    assert request.num_computed_tokens == 8 and not scheduler.is_steady
+    assert list(step(scheduler).removed) and scheduler.is_steady

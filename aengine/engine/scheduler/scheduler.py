@@ -242,6 +242,7 @@ class Scheduler:
         rows = self.rows
         waiting = self.waiting or rows.prefixes.waiting or self.parallel_sampling.waiting
         others = waiting or rows.num_catching_up or rows.num_held or self.num_constrained
+        others = others or rows.rope.crossing(rows.running)  # these leave their rows
         return not others and rows.num_spare_blocks >= 0
 
     def schedule(self, *, can_be_undone: bool = False) -> SchedulerOutput | None:
