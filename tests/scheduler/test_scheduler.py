@@ -799,15 +799,3 @@ def test_a_micro_batch_with_nothing_to_do_is_passed_over() -> None:
     reply(scheduler, SchedulerOutput(0), [5])
     step(scheduler)
     assert scheduler.newest_step.batch == [another]
-
-
-def test_a_step_in_which_a_request_crosses_the_rope_border_is_not_steady() -> None:
-    """It leaves its row there, which can't be undone."""
-    scheduler = make_scheduler(rope_border=8)
-    request = make(5, max_tokens=20)
-    add(scheduler, request)
-    for _ in range(4):  # 8 tokens are computed
-        assert scheduler.is_steady == (request.num_computed_tokens > 0)
-        reply(scheduler, step(scheduler), [11])
-    assert request.num_computed_tokens == 8 and not scheduler.is_steady
-    assert list(step(scheduler).removed) and scheduler.is_steady

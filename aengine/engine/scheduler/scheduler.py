@@ -242,9 +242,7 @@ class Scheduler:
         rows = self.rows
         waiting = self.waiting or rows.prefixes.waiting or self.parallel_sampling.waiting
         others = waiting or rows.num_catching_up or rows.num_held or self.num_constrained
-        if others or rows.num_spare_blocks < 0:
-            return False
-        return not any(rows.rope.crossing(batch.refresh()) for batch in rows.batches)  # these leave their rows
+        return not others and rows.num_spare_blocks >= 0
 
     def schedule(self, *, can_be_undone: bool = False) -> SchedulerOutput | None:
         """Make the next step; None when there is nothing to compute before more answers or requests come.
