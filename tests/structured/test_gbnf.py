@@ -26,6 +26,20 @@ def test_escapes_stand_for_their_characters(grammar: str, right: list[str], wron
     assert [text for text in wrong if accepts(compiled.matcher(), tiny(), text)] == []
 
 
+@pytest.mark.parametrize(
+    ("grammar", "right", "wrong"),
+    [
+        ('root ::= ("a"{2} ){2} "b"', ["aaaab"], ["aab", "aaab"]),
+        ('root ::= (("a")+)? (("b"*)) +', ["", "aab", "bb"], ["ba"]),
+        ('root ::= (x | [)]+)* "+)*" # a+)*\nx ::= ("c"?){3}', ["+)*", "cc))c+)*"], ["a+)*"]),
+    ],
+)
+def test_groups_of_one_repeated_item_are_repeated(grammar: str, right: list[str], wrong: list[str]) -> None:
+    compiled = backend_of("tiny").compile(spec_of(StructuredOutput(grammar=grammar)))
+    assert [text for text in right if not accepts(compiled.matcher(), tiny(), text)] == []
+    assert [text for text in wrong if accepts(compiled.matcher(), tiny(), text)] == []
+
+
 def test_an_escape_that_is_no_character_is_named() -> None:
     with pytest.raises(GrammarError, match="ud83d"):
         backend_of("tiny").compile(spec_of(StructuredOutput(grammar=r'root ::= "a\ud83d"')))

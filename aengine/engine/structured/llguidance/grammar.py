@@ -19,7 +19,9 @@ NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 terminal takes every b, that never ends, and takes all memory. Schemas have no such terminals."""
 
 
-_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*+"|\[(?:[^\]\\\n]|\\.)*+\]|#[^\n]*+')
+_PIECE = re.compile(r'"(?:[^"\\\n]|\\.)*+"|\[(?:[^\]\\\n]|\\.)*+\]|#[^\n]*+|(?<=[*+?})])\s*\)(?=\s*[*+?{])')
+"""Texts, classes, comments; and the bracket that ends a repeated group whose last item is repeated."""
+
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|x([0-9a-fA-F]{2})|(.))")
 
 
@@ -33,15 +35,23 @@ def grammar_of(spec: GrammarSpec) -> str:
     if spec.kind == "choice":
         return llguidance.LLMatcher.grammar_from_lark(choice_lark(json.loads(spec.text)))
     if spec.kind == "ebnf":
-        return llguidance.grammar_from("ebnf", _without_escapes(spec.text)) + NO_FORCING
+        return llguidance.grammar_from("ebnf", _for_converter(spec.text)) + NO_FORCING
     if spec.root is not None:
         return llguidance.LLMatcher.grammar_from_lark(lark_of(spec.root))
     return llguidance.LLMatcher.grammar_from_lark(spec.text + NO_FORCING)
 
 
-def _without_escapes(grammar: str) -> str:
-    """Return a GBNF grammar in which characters stand for those escapes that the library's converter does not know."""
-    return _QUOTED.sub(lambda quoted: quoted[0] if quoted[0][0] == "#" else _ESCAPE.sub(_character, quoted[0]), grammar)
+def _for_converter(grammar: str) -> str:
+    """Return a GBNF grammar for the library's converter: characters stand for those escapes that it does not know, and
+    such a group ends with an empty text. Of `("a"+)*` it would drop the brackets, and leave two signs behind "a"."""
+    return _PIECE.sub(_piece_for_converter, grammar)
+
+
+def _piece_for_converter(piece: re.Match[str]) -> str:
+    text = piece[0]
+    if text[0] == "#":
+        return text
+    return _ESCAPE.sub(_character, text) if text[0] in '"[' else f'{text[:-1]} "")'
 
 
 def _character(escape: re.Match[str]) -> str:
