@@ -3,7 +3,8 @@
 The model keeps, for each slot of KV memory, a number that stands for the whole chain of tokens up to it. So whoever
 attends to a wrong, stale or unwritten slot is found out at once, and a sampled token depends on all that was attended.
 Each KV group has slots of its own for every token, and attends to as many of them as its window has. All slots of a
-sequence of more tokens than the rope border hold other numbers than those of a shorter one.
+sequence of more tokens than the rope border hold other numbers than those of a shorter one. ``media``: the number of an
+image at each position that has one, on which that slot and all later ones depend.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from scheduler_invariants import check_scheduler
 
 from aengine.engine.pacing.multi_step import undo_steps
-from aengine.engine.scheduler.request import Request, RequestStatus
+from aengine.engine.scheduler.request import CacheKey, Request, RequestStatus
 from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.engine.scheduler.swapped_requests import SwappedRequests
 from aengine.ipc.messages import (
@@ -49,14 +50,19 @@ def sample(chain: int, seed: int, position: int) -> int:
 
 
 def expected_output(
-    prompt: list[int], seed: int, max_num_tokens: int, min_tokens: int = 0, border: int | None = None
+    prompt: list[int],
+    seed: int,
+    max_num_tokens: int,
+    min_tokens: int = 0,
+    border: int | None = None,
+    media: dict[int, int] = {},  # noqa: B006 - nobody changes it
 ) -> list[int]:
     """What a request alone gets, computed the plain way."""
     tokens = list(prompt)
     while len(tokens) < max_num_tokens:
         chain = int(border is not None and len(tokens) > border)
         for position, token_id in enumerate(tokens):
-            chain = extend(chain, token_id, position)
+            chain = extend(chain, token_id + VOCAB * media.get(position, 0), position)
         tokens.append(sample(chain, seed, len(tokens)))
         if tokens[-1] == STOP_ID and len(tokens) > len(prompt) + min_tokens:
             break
@@ -99,6 +105,7 @@ class Row:
     tables: list[Table]  # of each KV group
     seed: int
     is_long: bool  # it was begun with more tokens than the rope border
+    media: dict[int, int]
     failed: str = ""  # the type of the error that all its steps have
     num_unsettled: int = 0  # drafts that were rejected, as far as no step has said so
 
@@ -178,7 +185,8 @@ class Worker:
                     self.kv[block] = {}
         tokens = list(new.token_ids)
         is_long = self.border is not None and len(tokens) > self.border
-        self.rows[new.req_idx] = Row(tokens, new.num_computed_tokens, tables, new.seed, is_long)
+        media = dict(new.extras.get("media", ()))  # each is two bytes
+        self.rows[new.req_idx] = Row(tokens, new.num_computed_tokens, tables, new.seed, is_long, media)
 
     def _compute(self, row: Row, count: int, drafts: list[int]) -> list[int]:
         """The tokens that it gets: up to the first that is not its draft."""
@@ -196,7 +204,7 @@ class Worker:
                 if said[-1] != drafts[position - known]:
                     break  # what follows is rejected, and its slots will be written again
                 row.tokens.append(said[-1])
-            chain = extend(chain, row.tokens[position], position)
+            chain = extend(chain, row.tokens[position] + VOCAB * row.media.get(position, 0), position)
             for i, group in enumerate(self.groups):
                 index, offset = divmod(position, group.block_size)
                 if position >= row.num_computed:
@@ -249,6 +257,10 @@ class Driver:
 
     def add(self, prompt: list[int], *, max_tokens: int, seed: int = 0, n: int = 1, stop_after: int = 0, **more: Any):
         made = []
+        media: dict[int, int] = more.pop("media", {})
+        placed = tuple((position, bytes([image])) for position, image in sorted(media.items()))
+        more["cache_key"] = more.get("cache_key", CacheKey())._replace(placed=placed)
+        more["extras"] = {"media": [bytes(pair) for pair in media.items()]}
         params = SamplingParams(n=n, max_tokens=max_tokens, min_tokens=more.pop("min_tokens", 0))
         for index in range(n):
             request = Request(
@@ -261,7 +273,9 @@ class Driver:
                 index=index,
                 **more,
             )
-            output = expected_output(prompt, seed + index, len(prompt) + max_tokens, params.min_tokens, self.border)
+            output = expected_output(
+                prompt, seed + index, len(prompt) + max_tokens, params.min_tokens, self.border, media
+            )
             if 0 < stop_after < len(output):
                 self.stop_after[request] = stop_after
                 output = output[:stop_after]

@@ -139,6 +139,17 @@ def test_nobody_waits_for_another_tenant() -> None:
     driver.drain()
 
 
+def test_who_has_another_image_waits_for_the_tokens_before_it_alone() -> None:
+    driver = make_driver(num_blocks=128, max_num_batched_tokens=128)
+    for place, image in ((5, 1), (21, 1), (5, 2), (21, 2)):
+        add(driver, [*SHARED, 1], media={place: image})
+    driver.schedule()
+    assert [r.request_id for r in driver.scheduler.newest_step.batch] == ["req-0", "req-1", "req-2"]
+    assert [awaited for _, awaited in driver.scheduler.rows.prefixes.waiting.values()] == [20]
+    driver.drain()
+    assert driver.scheduler.prefix_cache_hits == 20
+
+
 def test_without_a_prefix_cache_nobody_waits() -> None:
     driver = make_driver(enable_prefix_caching=False, max_num_batched_tokens=128)
     for i in range(3):

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
 from aengine.engine.scheduler import kv_cache_manager
 from aengine.engine.scheduler.block_pool import BlockPool
-from aengine.engine.scheduler.kv_cache_manager import KVCacheManager, private_root, shared_root
+from aengine.engine.scheduler.kv_cache_manager import (
+    KVCacheManager,
+    extend_hashes,
+    long_root,
+    private_root,
+    retired_root,
+    shared_root,
+)
 from aengine.engine.scheduler.request import CacheKey, Request
 from aengine.engine.scheduler.waiting_queue import WaitingQueue
 from aengine.ipc.messages import STATE_BLOCK_SIZE, KVCacheGroup
@@ -20,8 +28,9 @@ ROOT = shared_root(CacheKey())
 FULL = KVCacheGroup("full", SIZE)
 
 
-def make(tokens: list[int], root: bytes | None = ROOT) -> Request:
-    request = Request("r", tokens, SamplingParams(), seed=0, max_num_tokens=1000, stop_token_ids=frozenset())
+def make(tokens: list[int], root: bytes | None = ROOT, placed: tuple[tuple[int, bytes], ...] = ()) -> Request:
+    limits: dict[str, Any] = {"seed": 0, "max_num_tokens": 1000, "stop_token_ids": frozenset()}
+    request = Request("r", tokens, SamplingParams(), cache_key=CacheKey(placed=placed), **limits)
     request.root_hash = root
     return request
 
@@ -44,9 +53,9 @@ def run(kv: KVCacheManager, request: Request, chunk: int = 8) -> Request:
     return request
 
 
-def written(kv: KVCacheManager, tokens: list[int], root: bytes | None = ROOT) -> Request:
+def written(kv: KVCacheManager, tokens: list[int], root: bytes | None = ROOT, **more: Any) -> Request:
     """A request whose prompt is computed and offered."""
-    return run(kv, make(tokens, root))
+    return run(kv, make(tokens, root, **more))
 
 
 @pytest.mark.invariant
@@ -124,13 +133,50 @@ def test_salts_adapters_media_and_private_groups_do_not_share() -> None:
     tokens = list(range(9))
     keys = [CacheKey(), CacheKey(b"a"), CacheKey(b"b"), CacheKey(adapter=b"a"), CacheKey(media=b"a"), CacheKey(b"aa")]
     keys += [CacheKey(b"a", b"a"), CacheKey((0).to_bytes(8, "little"))]  # the last one looks like a private group
-    roots = [*map(shared_root, keys), private_root(0), private_root(1)]
+    roots = [*map(shared_root, keys), private_root(0), private_root(1), long_root(ROOT), retired_root(ROOT)]
     assert len(set(roots)) == len(roots)
     for used in roots:
         kv = manager(8)
         first = written(kv, tokens, used)
         for root in roots:
             assert kv.match(make(tokens, root)).tables[0].block_ids == (blocks(first)[:2] if root == used else [])
+
+
+PLACED = [
+    (),
+    ((6, b"cat"),),
+    ((6, b"dog"),),
+    ((7, b"cat"),),
+    ((6, b"cat"), (7, b"dog")),
+    ((6, b"dog"), (7, b"cat")),
+    ((6, b"catdog"),),
+    ((6, b""),),
+]
+
+
+def test_what_is_placed_in_a_prompt_parts_it_from_its_block_on() -> None:
+    """Positions 6 and 7 are in the second block of four tokens."""
+    tokens = list(range(17))
+    for used in PLACED:
+        kv = manager(8)
+        first = written(kv, tokens, placed=used)
+        for placed in PLACED:
+            hit = kv.match(make(tokens, placed=placed))
+            assert hit.tables[0].block_ids == blocks(first)[: 4 if placed == used else 1]
+
+
+def test_what_is_placed_further_on_costs_a_prompt_nothing_before_it() -> None:
+    """It may lie where no block is full yet, or where hashes were made already."""
+    kv = manager(40)
+    tokens, placed = list(range(22)), ((0, b"a"), (13, b"b"), (21, b"c"))
+    whole = written(kv, tokens, placed=placed)
+    bit_by_bit = make(tokens, placed=placed)
+    for count in (1, 3, 4, 5):
+        extend_hashes(bit_by_bit, count, SIZE)
+    assert bit_by_bit.block_hashes == whole.block_hashes
+    assert kv.match(make(tokens, placed=placed[:2])).length == 20
+    assert kv.match(make(tokens, placed=placed[:1])).length == 12
+    assert kv.match(make(tokens, placed=placed[1:])).length == 0
 
 
 def test_without_a_root_nothing_is_hashed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -101,8 +102,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop_after=st.sampled_from([0, 0, 0, 1, 4]),
         min_tokens=st.sampled_from([0, 0, 1]),
         salt=st.sampled_from([b"", b"", b"tenant"]),
+        media=st.dictionaries(st.integers(0, 16), st.integers(1, 2), max_size=1),
     )
-    def add(self, stream: int, num_common: int, tail: list[int], max_tokens: int, salt: bytes, **more: int) -> None:
+    def add(self, stream: int, num_common: int, tail: list[int], max_tokens: int, salt: bytes, **more: Any) -> None:
         prompt = (STREAMS[stream][:num_common] + tail or [1])[: 24 - max_tokens]
         self.clock += 1
         self.driver.add(prompt, max_tokens=max_tokens, arrival_time=self.clock, cache_key=CacheKey(salt), **more)
@@ -210,6 +212,7 @@ def play(rng: random.Random, model: str, *, num_requests: int, aborts: float) ->
             priority=rng.choice([0, 0, 0, -1, 1]),
             arrival_time=float(i),
             stop_after=rng.choice([0, 0, 3]),
+            media=rng.choice([{}, {}, {2: 1}, {9: 1}, {9: 2}]),
         )
         for _ in range(rng.randint(0, 12)):
             if len(driver.in_flight) < driver.depth and rng.random() < 0.7:

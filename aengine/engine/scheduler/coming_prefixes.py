@@ -76,7 +76,7 @@ class ComingPrefixes:
         leader = None if name is None else self._leaders.get(name)
         if leader is None:
             return False
-        awaited = self._kv.num_coming(leader, _num_common(leader.token_ids, request.token_ids[:-1]))
+        awaited = self._kv.num_coming(leader, _num_common(leader, request))
         if awaited < num_cached + self._least:  # the leader keeps its states before that (a model with states)
             return False
         request.status = RequestStatus.WAITING_FOR_PREFIX
@@ -96,7 +96,7 @@ class ComingPrefixes:
         if not self._unit or leader.root_hash is None or leader.root_hash != later.root_hash:
             return
         if leader.token_ids[: self._least] == later.token_ids[: self._least]:
-            common = _num_common(leader.token_ids, later.token_ids[:-1])
+            common = _num_common(leader, later)
             if common >= self._num_found(leader) + self._least:
                 self._kv.num_coming(leader, common)
 
@@ -157,9 +157,13 @@ class ComingPrefixes:
         assert all(request.status is RequestStatus.WAITING_FOR_PREFIX for request in self.waiting)
 
 
-def _num_common(one: list[int], other: list[int]) -> int:
-    """Return how many leading tokens are equal."""
-    low, high = 0, min(len(one), len(other))
+def _num_common(leader: Request, later: Request) -> int:
+    """Return how many leading tokens, but for the last of ``later``, have equal KV in requests of the same root."""
+    one, other = leader.token_ids, later.token_ids
+    low, high = 0, min(len(one), len(other) - 1)
+    if leader.cache_key.placed != later.cache_key.placed:
+        differing = set(leader.cache_key.placed) ^ set(later.cache_key.placed)
+        high = min([high, *(position for position, _ in differing)])
     while low < high:  # invariant: the first ``low`` are equal, and no more than ``high`` are
         middle = (low + high + 1) // 2
         if one[low:middle] == other[low:middle]:

@@ -22,8 +22,10 @@ Prefixes are known by a hash that chains through all tokens before, so equal has
 
     root = H(parts)      hash[0] = H(root, tokens[0:B])      hash[i] = H(hash[i-1], tokens[iB:(i+1)B])
 
-``parts`` are all else that the KV depends on, and who may share it: the cache's salt, an adapter, media. Requests
-beyond a model's rope border have a root of their own (`long_root`). H is BLAKE2b with 32 bytes: nobody can make a
+``parts`` are all else that the KV depends on, and who may share it: the cache's salt, an adapter, media. What is
+``placed`` in a prompt, such as an image's digest, is hashed with the tokens of the block that its position lies in, so
+that only the blocks before it are shared with prompts that have something else there. Requests beyond a model's rope
+border have a root of their own (`long_root`). H is BLAKE2b with 32 bytes: nobody can make a
 prompt that hits another's blocks by accident or by craft, and a tenant without the salt can't even tell whether a
 prompt is cached. B is the smallest block size of the groups; a block of several B goes by the last of its hashes. A
 block is offered to others only after the step that wrote its last slot was answered without an error for that request
@@ -41,7 +43,7 @@ from typing import NamedTuple
 
 from ...ipc.messages import KVCacheGroup
 from .block_pool import BlockPool, BlockTable
-from .request import Request, RequestStates, StateCopy
+from .request import CacheKey, Request, RequestStates, StateCopy
 
 __all__ = [
     "STATE_INTERVAL",
@@ -64,10 +66,10 @@ _DIGEST_SIZE = 32
 _TOKEN_BYTES = array("i").itemsize
 
 
-def shared_root(parts: Sequence[bytes]) -> bytes:
-    """Root of the hashes of all requests that are equal in these parts: (salt, adapter, media)."""
-    framed = b"".join([len(part).to_bytes(8, "little") + part for part in parts])
-    return blake2b(framed, digest_size=_DIGEST_SIZE, person=b"shared root").digest()
+def shared_root(key: CacheKey) -> bytes:
+    """Root of the hashes of all requests that are equal in salt, adapter and media."""
+    parts = _framed(key.salt) + _framed(key.adapter) + _framed(key.media)
+    return blake2b(parts, digest_size=_DIGEST_SIZE, person=b"shared root").digest()
 
 
 def long_root(root: bytes) -> bytes:
@@ -511,6 +513,14 @@ def extend_hashes(request: Request, num_hashes: int, size: int) -> None:
     assert parent is not None
     tokens = array("i", request.token_ids[first * size : num_hashes * size]).tobytes()
     width = size * _TOKEN_BYTES
-    for start in range(0, len(tokens), width):
-        parent = blake2b(parent + tokens[start : start + width], digest_size=_DIGEST_SIZE).digest()
+    blocks = [tokens[start : start + width] for start in range(0, len(tokens), width)]
+    for position, digest in request.cache_key.placed:  # these make a block longer, so none is taken for one without
+        if first * size <= position < (first + len(blocks)) * size:
+            blocks[position // size - first] += position.to_bytes(8, "little") + _framed(digest)
+    for block in blocks:
+        parent = blake2b(parent + block, digest_size=_DIGEST_SIZE).digest()
         hashes.append(parent)
+
+
+def _framed(part: bytes) -> bytes:
+    return len(part).to_bytes(8, "little") + part

@@ -54,11 +54,13 @@ class RequestStatus(Enum):
 
 
 class CacheKey(NamedTuple):
-    """The key of KV besides the tokens: only requests of equal key share prefixes."""
+    """The key of KV besides the tokens: only requests of equal salt, adapter and media share prefixes, and these end
+    where what is ``placed`` begins to differ."""
 
     salt: bytes = b""  # the caller's `cache_salt`
     adapter: bytes = b""  # the adapter that changes the weights
-    media: bytes = b""  # digest of the media that stand for tokens of the prompt
+    media: bytes = b""  # digest of what changes the KV of all tokens
+    placed: tuple[tuple[int, bytes], ...] = ()  # (position, digest), ascending: of what changes it from there on
 
 
 class PromptTokens:
