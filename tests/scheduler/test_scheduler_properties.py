@@ -82,6 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             kv_groups=groups,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
+            max_model_len=24,
             enable_prefix_caching=caching,
             least_awaited_prefix=least_awaited,
             prompt_limit=lambda num_decoding, num_left: prompt_limit,
@@ -149,6 +150,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         place = data.draw(st.integers(0, len(self.driver.unfinished) - 1))
         self.driver.pause(self.driver.unfinished[place])
 
+    @precondition(lambda self: self.driver.requests)
+    @rule(data=st.data(), holder=st.integers(0, 2))
+    def pin(self, data: st.DataObject, holder: int) -> None:
+        place = data.draw(st.integers(0, len(self.driver.requests) - 1))
+        self.driver.pin(holder, self.driver.requests[place][0])
+
+    @rule(holder=st.integers(0, 2))
+    def unpin(self, holder: int) -> None:
+        self.driver.scheduler.rows.kv.pins.unpin(holder)
+
     @rule()
     def resume(self) -> None:
         self.driver.resume_all()
@@ -195,12 +206,14 @@ def play(rng: random.Random, model: str, *, num_requests: int, aborts: float) ->
         kv_groups=groups,
         max_num_seqs=rng.randint(1, 12),
         max_num_batched_tokens=budget,
+        max_model_len=longest,
         enable_prefix_caching=rng.random() < 0.7,
         least_awaited_prefix=rng.choice([1, 5, 128]),
         prompt_limit=lambda num_decoding, num_left: rng.choice([None, 1, 6]),
         rope_border=rng.choice([None, None, 8, 24, 40]),
         num_places=rng.choice([0, 10, 200]),
     )
+    pins = rng.choice([0, 0.02, 0.3])
     for i in range(num_requests):
         prompt = rng.choice(STREAMS)[: rng.randint(1, 40)] + [rng.randrange(1, VOCAB) for _ in range(rng.randint(0, 3))]
         max_tokens = rng.randint(1, longest - len(prompt))
@@ -227,6 +240,10 @@ def play(rng: random.Random, model: str, *, num_requests: int, aborts: float) ->
                 driver.scheduler.resume(rng.choice(driver.unfinished))
             if driver.unfinished and rng.random() < aborts:
                 driver.scheduler.finish(rng.choice(driver.unfinished), FinishReason.ABORT)
+            if rng.random() < pins:
+                driver.pin(rng.randrange(4), rng.choice(driver.requests)[0])
+            if rng.random() < pins / 10:
+                driver.scheduler.rows.kv.pins.unpin(rng.randrange(4))
             if rng.random() < 0.1:
                 driver.revoke(rng.randint(0, 5))
             if rng.random() < aborts / 20:
@@ -239,7 +256,7 @@ def play(rng: random.Random, model: str, *, num_requests: int, aborts: float) ->
 
 @pytest.mark.parametrize("model", MODELS)
 def test_random_lives(rng: random.Random, model: str) -> None:
-    preemptions = hits = drafted = accepted = paused = awaited = 0
+    preemptions = hits = drafted = accepted = paused = awaited = pinned = refused = 0
     for _ in range(25):
         driver = play(rng, model, num_requests=25, aborts=0.03)
         preemptions += driver.scheduler.rows.num_preemptions
@@ -248,10 +265,13 @@ def test_random_lives(rng: random.Random, model: str) -> None:
         accepted += driver.worker.num_accepted
         paused += driver.num_paused
         awaited += driver.num_awaited
+        pinned += driver.num_pinned
+        refused += driver.num_refused_pins
     assert hits and awaited, "no prefix was found, or awaited"
     assert 60 < accepted < drafted or model == "hybrid", "no drafts were made"
     assert preemptions or model == "window", "nobody was short of a block"  # a window keeps few blocks
     assert paused, "nobody was paused"
+    assert pinned and refused, "nothing was pinned, or never too much"
 
 
 @pytest.mark.parametrize("model", MODELS)
