@@ -430,7 +430,7 @@ BUDGETS = {
     "root": 2880,
     "checkpoint": 2210,
     "cli": 1550,
-    "engine": 24900,
+    "engine": 24950,
     "integrations": 2570,
     "ipc": 2225,
     "kernels": 8920,
