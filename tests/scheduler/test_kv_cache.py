@@ -204,7 +204,7 @@ def test_what_is_placed_in_a_prompt_parts_it_from_its_block_on() -> None:
 def test_what_is_placed_further_on_costs_a_prompt_nothing_before_it() -> None:
     """It may lie where no block is full yet, or where hashes were made already."""
     kv = manager(40)
-    tokens, placed = list(range(22)), ((0, b"a"), (13, b"b"), (21, b"c"))
+    tokens, placed = list(range(22)), ((0, b"a"), (12, b"b"), (21, b"c"))
     whole = written(kv, tokens, placed=placed)
     bit_by_bit = make(tokens, placed=placed)
     for count in (1, 3, 4, 5):

@@ -164,7 +164,7 @@ class PinnedBlocks:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._held: dict[Hashable, list[int]] = {}
-        self._num_holders: Counter[int] = Counter()  # by pinned block
+        self._num_holders: Counter[int] = Counter()  # how many have each pinned block
 
     def __len__(self) -> int:
         """Return how many blocks are pinned; those of several holders count once."""

@@ -35,7 +35,7 @@ block is offered to others only after the step that wrote its last slot was answ
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Sequence
 from functools import partial
 from hashlib import blake2b
@@ -516,13 +516,19 @@ def extend_hashes(request: Request, num_hashes: int, size: int) -> None:
     assert parent is not None
     tokens = array("i", request.token_ids[first * size : num_hashes * size]).tobytes()
     width = size * _TOKEN_BYTES
-    blocks = [tokens[start : start + width] for start in range(0, len(tokens), width)]
-    for position, digest in request.cache_key.placed:  # these make a block longer, so none is taken for one without
-        if first * size <= position < (first + len(blocks)) * size:
-            blocks[position // size - first] += position.to_bytes(8, "little") + _framed(digest)
-    for block in blocks:
+    placed = request.cache_key.placed
+    for start in range(0, len(tokens), width):
+        block = tokens[start : start + width]
+        if placed:  # these make a block longer, so none is taken for one without
+            block += _placed_in(placed, first * size + start // _TOKEN_BYTES, size)
         parent = blake2b(parent + block, digest_size=_DIGEST_SIZE).digest()
         hashes.append(parent)
+
+
+def _placed_in(placed: Sequence[tuple[int, bytes]], begin: int, size: int) -> bytes:
+    """Return what is placed in the block of ``size`` tokens that begins with token ``begin``."""
+    here = placed[bisect_left(placed, (begin,)) : bisect_left(placed, (begin + size,))]
+    return b"".join([position.to_bytes(8, "little") + _framed(digest) for position, digest in here])
 
 
 def _framed(part: bytes) -> bytes:
