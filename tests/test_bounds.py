@@ -93,7 +93,7 @@ def arguments_of_calls() -> Iterator[tuple[str, str]]:
     calls = [getattr(AsyncLLM, name) for name in CALLS]
     for view in (TokenizerView, AsyncTokenizer):
         calls += [one for name, one in vars(view).items() if inspect.isfunction(one) and not name.startswith("_")]
-    calls += [getattr(_Session, f"_{kind}") for kind in ("begin", "more", "wait", "end", "abort", "call")]
+    calls += [getattr(_Session, f"_{kind}") for kind in ("begin", "more", "end", "abort", "call")]
     for call in calls:
         for parameter in list(inspect.signature(call).parameters.values())[1:]:
             if not str(parameter.annotation).startswith(NOT_LARGE):
