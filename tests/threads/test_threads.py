@@ -166,7 +166,15 @@ async def test_what_is_no_exception_does_not_reach_the_loop(kind: type[BaseExcep
 async def test_closing_leaves_a_thread_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aengine.engine.threads.pools._END_SECONDS", 0.01)
     lanes, gate = Lanes("endless"), threading.Event()
-    running, queued = lanes.run(gate.wait, is_long=True), lanes.run(gate.wait, is_long=True)
+    begun = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def wait() -> bool:
+        loop.call_soon_threadsafe(begun.set)
+        return gate.wait()
+
+    running, queued = lanes.run(wait, is_long=True), lanes.run(gate.wait, is_long=True)
+    await begun.wait()
     assert await lanes.run(max, 1, 2, is_long=False) == 2  # the short lane goes on
     assert lanes.num_queued(is_long=True) == 1 and not lanes.num_queued(is_long=False)
     async with asyncio.timeout(20):
