@@ -48,7 +48,7 @@ class DraftStep(DecodeStep):
     """A step in which rows have drafts. Its n rows are those of the positions."""
 
     def __init__(self, *args: Any, **how: Any) -> None:
-        """As `DecodeStep`."""
+        """Take the arguments of `DecodeStep`; its sizes count positions."""
         super().__init__(*args, **how)
         self._columns = torch.zeros((2, self._max_size), dtype=torch.int64, device=self._device)
         self._rows, self._places = self._columns.unbind()
