@@ -434,7 +434,7 @@ BUDGETS = {
     "integrations": 2570,
     "ipc": 2225,
     "kernels": 8920,
-    "limits": 570,
+    "limits": 400,
     "remote": 1640,
     "runner": 18100,
     "server": 5990,

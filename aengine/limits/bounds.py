@@ -1,5 +1,5 @@
 """What bounds the things that a caller can make large: the numbers here, the checks that several doors share in
-`checks.py`, and in `table.py` the list of docs/operations.md.
+`checks.py`. The list of docs/operations.md is written by scripts/bounds_table.py.
 
 Each bound is checked before any work that grows with what it bounds. tests/test_bounds.py finds each field of each
 request in the list.

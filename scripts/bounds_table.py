@@ -1,14 +1,23 @@
-"""`BOUNDS`: all that a caller can make large, and what bounds it: the table of docs/operations.md.
+"""Writes the table of docs/operations.md: all that a caller can make large, and what bounds it.
 
-A field of a request is named by a row, as ``name`` or as ``Class.name``, unless its type can't be large (a bool, a
-float, a Literal) or it has no effect.
+    python scripts/bounds_table.py            # write it
+    python scripts/bounds_table.py --check    # exit status 1 if the page has another table
+
+The numbers are those of aengine/limits/bounds.py; tests/test_bounds.py finds each field of each request in the table.
+A field is named by a row, as ``name`` or as ``Class.name``, unless its type can't be large (a bool, a float, a Literal)
+or it has no effect.
 """
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
-from .bounds import (
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from aengine.limits.bounds import (  # noqa: E402
     CHARACTERS_PER_TOKEN,
     HOLDER_VALUES,
     LONG_TEXT,
@@ -32,7 +41,8 @@ from .bounds import (
     MAX_VARIABLES,
 )
 
-__all__ = ["BOUNDS", "Bound", "as_markdown"]
+PAGE = ROOT / "docs" / "operations.md"
+HEAD = "## Limits\n\n"
 
 
 class Bound(NamedTuple):
@@ -166,6 +176,20 @@ BOUNDS = (
 
 
 def as_markdown() -> str:
-    """Return the table in Markdown, as it stands in docs/operations.md."""
+    """Return the table in Markdown."""
     rows = ["| what | bound | beyond it |", "|---|---|---|"]
     return "\n".join(rows + [f"| {row.what} | {row.bound} | {row.beyond} |" for row in BOUNDS]) + "\n"
+
+
+def main() -> int:
+    page = PAGE.read_text()
+    before, _, rest = page.partition(HEAD)
+    written = before + HEAD + as_markdown() + rest[rest.index("\n\n") + 1 :]
+    if "--check" in sys.argv:
+        return int(page != written)
+    PAGE.write_text(written)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
