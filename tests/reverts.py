@@ -57,13 +57,13 @@ class Tree:
 
     def undo(self, commit: str) -> bool:
         """Take what a commit did in aengine/ out of the tree. Returns whether that merged and was still there."""
-        merge = ("merge-tree", "--write-tree", "--name-only", "--no-messages", f"--merge-base={commit}")
-        tree, *conflicts = self.git(*merge, "HEAD", f"{commit}^").split()
-        self.restore(tree)
-        return not any(path.startswith("aengine/") for path in conflicts) and bool(self.git("status", "--porcelain"))
+        self.git("revert", "--no-commit", commit)
+        conflicts = self.git("diff", "--name-only", "--diff-filter=U", "--", "aengine")
+        self.git("restore", "--staged", "--worktree", "--source=HEAD", "--", ".", ":!aengine")
+        return not conflicts and bool(self.git("status", "--porcelain"))
 
-    def restore(self, tree: str = "HEAD") -> None:
-        self.git("restore", "--staged", "--worktree", f"--source={tree}", "--", "aengine")
+    def restore(self) -> None:
+        self.git("reset", "--hard")
 
     def run(self, *tests: str) -> tuple[int, str]:
         """(pytest's exit code, the test that failed)."""
