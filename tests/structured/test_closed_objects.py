@@ -306,3 +306,22 @@ def test_a_schema_that_joins_too_much_is_refused_in_bounded_work():
     with pytest.raises(GrammarError, match="additionalProperties") as caught:
         spec_of(StructuredOutput(json_schema={"properties": places, "$defs": {"A": named}}))
     assert caught.value.kind == "too_complex"
+
+
+def test_members_are_counted_on_where_they_surely_have_a_value():
+    """An object of at least one member is closed if one of those that are named can be there."""
+    sure = [
+        True,
+        {},
+        {"type": "string"},
+        {"enum": [1]},
+        {"const": 1},
+        {"type": "integer", "minimum": 3},
+        {"title": "t"},
+    ]
+    unsure = [False, {"enum": []}, {"minimum": 3, "maximum": 1}, {"not": {}}, {"type": "integer", "enum": ["x"]}]
+    for members, is_closed in ((sure, True), (unsure, False)):
+        for member in members:
+            schema = {"type": "object", "properties": {"a": member}, "minProperties": 1}
+            close_objects(schema)
+            assert ("additionalProperties" in schema) is is_closed, member

@@ -357,6 +357,18 @@ async def test_a_compiler_that_is_dropped_takes_its_threads_along() -> None:
     assert backend.closed
 
 
+@pytest.mark.parametrize("end", [GrammarCompiler.aclose, GrammarCompiler.drop_tables])
+async def test_a_closed_compiler_keeps_no_grammar(end: Callable[[GrammarCompiler], Any]) -> None:
+    async with compiling() as (compiler, _):
+        compiled = weakref.ref(await compiler.compile(regex("a")))
+        assert compiled() is not None, "it is kept for the next request"
+        if (waiting := end(compiler)) is not None:
+            await waiting
+        await no_threads()
+        gc.collect()
+        assert compiled() is None
+
+
 async def test_threads_are_as_many_as_needed_and_no_more() -> None:
     async with compiling(num_threads=3) as (compiler, backend):
         for text in "abc":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from grammar_helpers import backend_of
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from aengine import GrammarError, StructuredOutput
 from aengine.engine.structured.llguidance.faults import grammar_error
-from aengine.engine.structured.schema_walk import json_path, relocated, walk
+from aengine.engine.structured.schema_walk import json_path, pointed_at, relocated, walk
 from aengine.engine.structured.spec import GrammarSpec, spec_of
 
 
@@ -201,3 +202,42 @@ def test_references_follow_a_schema_to_its_new_place() -> None:
         "const": {"$ref": "#/$defs/x"},
         "components": [{"$ref": "#/$defs/r/$defs/x"}],
     }
+
+
+def test_a_pointer_leads_to_what_it_names_and_nowhere_else() -> None:
+    root = {"a/b": {"~": [1, {"x y": 2}], "~1": 3}, "0": {"1": "named"}, "list": [[10, 11], 12], "": {"%": 4}}
+
+    def check(value: Any, path: tuple[Any, ...], ref: str) -> None:
+        assert pointed_at(root, ref) == (path, value)
+        members = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for key, member in members:
+            check(member, (*path, key), ref + "/" + quote(str(key).replace("~", "~0").replace("/", "~1")))
+
+    check(root, (), "#")
+    for ref in (
+        "list/2",
+        "list/-1",
+        "list/x",
+        "list/\u00b2",
+        "list/0000000001",
+        "list/1/0",
+        "b",
+        "0/2",
+        "a~1b/~0/1/x/0",
+    ):
+        assert pointed_at(root, f"#/{ref}") is None
+
+
+def test_a_message_is_one_line_with_its_place_and_no_picture() -> None:
+    def told(kind: Any, message: str) -> str:
+        return str(grammar_error(GrammarSpec(kind, "x"), message))
+
+    picture = "12(34): expected a rule\n  |\n  | start: ;\n"
+    for kind in ("lark", "ebnf"):
+        assert told(kind, picture).endswith("line 12, column 34: expected a rule")
+    assert "line 12" not in told("regex", picture) and told("regex", picture).endswith("expected a rule")
+    assert told("regex", "\n  first  \nsecond").endswith("first")
+    assert told("regex", "regex parse error:\n   (\n   ^\nerror: unclosed group (in regex)").endswith("unclosed group")
+    for length in (300, 301):
+        shown = told("regex", "y" * length).rpartition(" ")[2]
+        assert shown == ("y" * 300 if length == 300 else "y" * 297 + "...")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 from grammar_helpers import accepts, backend_of, schema_spec, tiny
 
-from aengine.engine.structured.llguidance.numbers import inexact_value
+from aengine.engine.structured.llguidance.numbers import inexact_value, says_nothing, unusable_bound
 from aengine.engine.structured.output_type import OutputType
 from aengine.errors import GrammarError
 
@@ -66,6 +66,49 @@ def test_a_limit_that_nothing_reaches_says_nothing(schema: Any) -> None:
         compiled = _compile(schema, relax=relax)
         assert compiled.warnings == ()
         assert accepts(compiled.matcher(), tiny(), "-5") and accepts(compiled.matcher(), tiny(), str(2**62))
+
+
+@pytest.mark.parametrize(
+    ("keyword", "usable", "unusable"),
+    [
+        ("multipleOf", [1, 0.5, 7, 2**32 - 1, 4e9, 1e-9, 2.5, 120.0], [2**32, 2e10, 0.12345678901]),
+        ("minimum", [0, -3, 2.5, 10**17, -(2**62), 3e-30, -1e-40], [10**17 + 16, 9e-31, 2**53 + 1, 1e18, -1e19]),
+        ("maximum", [0, 3, -2.5, -(10**17), 2**62, -3e-30, 1e-40], [-(10**17) - 16, -9e-31, -(2**53) - 1, 1e19]),
+        ("exclusiveMinimum", [0.5, 2**53 - 1, 1 - 2**53], [2**53, -(2**53), 2.0**60]),
+        ("exclusiveMaximum", [-0.5, 2**53 - 1, 1 - 2**53], [2**53, -(2**53), -(2.0**60)]),
+    ],
+)
+def test_the_last_bound_that_the_library_holds_to(keyword: str, usable: list[Any], unusable: list[Any]) -> None:
+    for value in unusable:
+        assert unusable_bound({keyword: value}, keyword), value
+    for value in usable:
+        assert not unusable_bound({keyword: value}, keyword), value
+        matcher = _compile({"type": "number", keyword: value}).matcher
+        if keyword == "multipleOf" or not isinstance(value, int) or abs(value) > 2**50:
+            continue
+        step = 1 if keyword.lower().endswith("minimum") else -1
+        for number, is_right in ((value + step, True), (value - step, False), (value, not keyword.startswith("ex"))):
+            assert accepts(matcher(), tiny(), str(number)) is is_right, (value, number)
+    for value in ("1", True, None):
+        assert unusable_bound({keyword: value}, keyword) == "" and not says_nothing(keyword, value)
+
+
+def test_a_bound_that_nothing_reaches_begins_at_64_bits_and_at_the_last_double() -> None:
+    last = 1.7976931348623157e308
+    for keyword, sign in (("minimum", -1), ("exclusiveMinimum", -1), ("maximum", 1), ("exclusiveMaximum", 1)):
+        least = 2**63 - 1 if sign > 0 else 2**63
+        assert [says_nothing(keyword, sign * value) for value in (least - 1, least, 2**70, 1e300, last)] == [
+            False, True, True, False, True,
+        ]  # fmt: skip
+        assert not says_nothing(keyword, -sign * 2**70) and not says_nothing(keyword, -sign * last)
+    assert not says_nothing("multipleOf", 2**70)
+
+
+def test_constants_are_whole_as_64_bits() -> None:
+    for value in (2**62, -(2**62), 2**53, 0, 1.5, "x", None, True, [1, {"a": 2}]):
+        assert inexact_value(value) is None
+    for value in (2**63, -(2**63), 2**53 + 1, 123456789.12345679):
+        assert inexact_value({"a": ["x", value]}) == value
 
 
 def test_numbers_that_pass_are_exact() -> None:
