@@ -6,10 +6,14 @@ import asyncio
 import gc
 import random
 from array import array
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
+from aengine.engine.chat.messages import ChatCompletion, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
+from aengine.engine.streams.chat_answers import ReceivedAnswers, chat_completion
+from aengine.engine.streams.cross_thread_stream import BlockingStream, CrossThreadStream, run_now
 from aengine.engine.streams.token_stream import ChoiceOutput, Mailbox, TokenStream
 from aengine.errors import EngineError, InvalidRequestError
 from aengine.outputs import Completion, FinishReason, Logprob, Token
@@ -250,3 +254,204 @@ async def test_one_completions_error_is_the_calls(rng: random.Random) -> None:
         with pytest.raises(EngineError, match="the row has failed"):
             await anext(stream)
     assert call.stream.finish_reasons == (FinishReason.ERROR, LENGTH) and not call.aborted and call.num_ends == 1
+
+
+async def test_what_a_json_text_says_so_far_is_the_first_completions() -> None:
+    for first, second, whole in ((STOP, LENGTH, 12), (LENGTH, STOP, None)):
+        mailbox = Mailbox(final_only=False, num_choices=2, is_json=True)
+        stream = TokenStream("r", mailbox, asyncio.get_running_loop(), lambda request_id: None)
+        mailbox.choices[0].texts, mailbox.choices[1].texts = ["1", "2"], ["3"]
+        mailbox.choices[0].end(first)
+        assert stream.partial is None, "a number may go on while the call does"
+        mailbox.choices[1].end(second)
+        assert stream.partial == whole
+    unasked = Mailbox(final_only=False, num_choices=1)
+    unasked.choices[0].texts = ["1"]
+    unasked.choices[0].end(STOP)
+    unmade = Mailbox(final_only=False, is_json=True)
+    for mailbox in (unasked, unmade):
+        assert TokenStream("r", mailbox, asyncio.get_running_loop(), lambda request_id: None).partial is None
+
+
+class Turns:
+    """Stands for the engine's thread: what is posted to it, and what it does at the end of a turn, when told to."""
+
+    is_foreign = False
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.posted: list[Callable[[], object]] = []
+        self.deferred: list[Callable[[], object]] = []
+
+    def post(self, call: Callable[[], object]) -> None:
+        self.posted.append(call)
+
+    def defer(self, call: Callable[[], object]) -> None:
+        self.deferred.append(call)
+
+    def check_process(self) -> None:
+        pass
+
+    def turn(self) -> None:
+        for calls in (self.posted, self.deferred):
+            while calls:
+                calls.pop(0)()
+
+    async def run(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self.wait(work)
+
+    def wait(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        steps = work()
+        steps.send(None)
+        self.turn()
+        with pytest.raises(StopIteration):
+            steps.send(None)
+
+
+def begun(kind: type[CrossThreadStream], thread: Any, aborted: list[str]) -> tuple[Any, Mailbox]:
+    """A stream whose request the engine has."""
+    stream, made = kind(thread, None, "r"), list[Mailbox]()
+
+    def submit(buffer: Any) -> Mailbox:
+        made.append(Mailbox(final_only=False, num_choices=2, buffer=buffer))
+        return made[0]
+
+    def abort(request_id: str) -> None:
+        aborted.append(request_id)
+        made[0].abort()
+
+    stream.begin(submit, abort)
+    return stream, made[0]
+
+
+async def test_a_reader_elsewhere_gets_each_turn_of_the_engine_whole(rng: random.Random) -> None:
+    for _ in range(100):
+        thread, aborted = Turns(), list[str]()
+        stream, mailbox = begun(CrossThreadStream, thread, aborted)
+        read, put, is_shown = list[Token](), list[int](), 0
+
+        async def reading(stream: Any = stream, read: list[Token] = read) -> None:
+            while tokens := await stream.read(rng.choice([None, 1, 3])):
+                read += tokens
+
+        task = asyncio.ensure_future(reading())
+        await asyncio.sleep(0)  # it waits
+        is_closed = rng.random() < 0.3
+        for i in range(rng.randint(0, 8)):
+            put.append(i)
+            mailbox.choices[i % 2].put(i, None)
+            with pytest.raises(InvalidRequestError, match="has not ended yet"):
+                stream.completion  # noqa: B018 - it raises
+            if rng.random() < 0.5:
+                thread.turn()
+                is_shown = len(put)
+            for _ in range(rng.randint(0, 4)):
+                await asyncio.sleep(0)
+            assert len(read) <= is_shown
+        if is_closed and not task.done():
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            thread.turn()
+            assert aborted == ["r"] and stream.completion.finish_reason is ABORT
+            await stream.aclose()
+            assert await stream.read() == []
+        else:
+            for choice in mailbox.choices:
+                choice.end(LENGTH)
+            thread.turn()
+            async with asyncio.timeout(30):
+                await task
+                assert await stream.wait() == stream.completion
+            assert [token.token_id for token in read] == put and not aborted
+        assert stream.completion.choices == mailbox.completion("r").choices
+
+
+@pytest.mark.parametrize("kind", [CrossThreadStream, BlockingStream])
+async def test_a_stream_elsewhere_is_ended_and_fails_as_any_other(kind: type[CrossThreadStream]) -> None:
+    def now(work: Coroutine[Any, Any, Any]) -> Any:
+        """Nothing here waits: what is read has come."""
+        return run_now(work)
+
+    thread, aborted = Turns(), list[str]()
+    refused = kind(thread, None, "r")  # type: ignore[arg-type]
+    refused.begin(lambda buffer: int("no number"), print)  # type: ignore[arg-type, return-value]
+    thread.turn()
+    for ask in (lambda: refused.completion, lambda: now(refused.wait()), lambda: now(refused.read())):
+        with pytest.raises(ValueError, match="no number"):
+            ask()
+    stream, mailbox = begun(kind, thread, aborted)
+    mailbox.choices[0].put(5, None)
+    thread.turn()
+    assert mailbox.oldest_unread() == Token("", 5, 0) and mailbox.finish_reason is None
+    mailbox.fail(EngineError("the worker has died"))
+    thread.turn()
+    assert [token.token_id for token in now(stream.read())] == [5] and mailbox.oldest_unread() is None
+    with pytest.raises(EngineError, match="has died"):
+        now(stream.read())
+    assert stream.completion.choices[0].token_ids == (5,) and not aborted
+    stream, mailbox = begun(kind, thread, aborted)
+    mailbox.choices[0].put(5, None)
+    thread.turn()
+    now(stream.aclose())
+    now(stream.aclose())
+    assert aborted == ["r"] and now(stream.read()) == [] and stream.completion.finish_reason is ABORT
+    told: list[str] = []
+    BlockingStream.when_ended(stream, lambda: told.append("at once"))
+    del stream
+    thread.turn()
+    assert told == ["at once"] and aborted == ["r"], "it has ended: another request may have its id"
+    dropped, _ = begun(kind, thread, aborted)
+    del dropped
+    gc.collect()
+    thread.turn()
+    assert aborted == ["r", "r"]
+
+
+async def test_a_reader_that_went_with_its_loop_ends_the_request() -> None:
+    thread, aborted = Turns(), list[str]()
+    stream, mailbox = begun(CrossThreadStream, thread, aborted)
+    for is_closed in (False, True):
+        stream._buffer.loop = loop = asyncio.new_event_loop()  # as while it waits; a reader can't be left there else
+        if is_closed:
+            loop.close()
+        mailbox.choices[0].put(1, None)
+        thread.turn()
+        thread.turn()
+        assert aborted == ["r"] * is_closed
+        loop.close()
+
+
+async def test_a_coroutine_that_must_not_suspend_and_does_is_closed() -> None:
+    ended: list[bool] = []
+
+    async def suspends() -> None:
+        try:
+            await asyncio.sleep(0)
+        finally:
+            ended.append(True)
+
+    with pytest.raises(AssertionError, match="must not suspend"):
+        run_now(suspends())
+    assert ended == [True]
+
+
+async def test_deltas_of_another_process_make_the_same_messages() -> None:
+    mailbox = Mailbox(final_only=False, num_choices=2)
+    answers = ReceivedAnswers(mailbox)
+    deltas: list[Any] = [ReasoningDelta("so"), TextDelta("a"), TextDelta("c", choice=1), TextDelta("b")]
+    deltas += [ToolCallStart(0, "id", "f", choice=1), ToolCallDelta(0, "{}", choice=1)]
+    assert answers.read(deltas) is deltas and list(answers.finish()) == [] and not answers.unread()
+    answers.handed_out += deltas[:2]
+    assert [message.content for message in answers.messages] == ["a", None]
+    answers.handed_out += deltas[2:]
+    for _ in range(2):
+        first, second = answers.messages
+        assert (first.content, first.reasoning, second.content) == ("ab", "so", "c")
+        assert [(call.name, call.arguments) for call in second.tool_calls] == [("f", "{}")]
+    for choice in mailbox.choices:
+        choice.end(STOP)
+    whole = answers.completion(mailbox.completion("r"))
+    assert isinstance(whole, ChatCompletion) and [choice.text for choice in whole.choices] == ["ab", "c"]
+    assert [choice.message for choice in whole.choices] == [first, second]
+    assert answers.completion(chat_completion(mailbox.completion("r"))).choices[0].message.content is None
