@@ -28,7 +28,7 @@ from .engine.handles.worker_calls import WorkerCalls
 from .engine.pooling.requests import PoolingCalls
 from .errors import InvalidRequestError
 from .params import ChatOptions, RequestOptions, SamplingParams, request_options
-from .settings import ENGINE_SETTINGS, described
+from .settings import described
 
 if TYPE_CHECKING:
     import os
@@ -353,4 +353,4 @@ class AsyncLLM(ImmediateCalls, WorkerCalls, PoolingCalls):
         return new_executor(config)
 
 
-AsyncLLM.__doc__ = described(AsyncLLM.__doc__, ENGINE_SETTINGS)
+AsyncLLM.__doc__ = described(AsyncLLM.__doc__, EngineConfig)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from .errors import InvalidRequestError
 from .limits.cgroups import num_usable_cpus
 from .params import nearest, refuses_unknown_names, shown, unknown_name
-from .settings import ENGINE_SETTINGS, described
+from .settings import described
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -336,7 +336,7 @@ class EngineConfig:
         return self.max_in_flight_steps if stages == 1 else max(self.max_in_flight_steps, stages + 1)
 
 
-EngineConfig.__doc__ = described(EngineConfig.__doc__, ENGINE_SETTINGS)
+EngineConfig.__doc__ = described(EngineConfig.__doc__, EngineConfig)
 
 _AT_LEAST = {
     "seed": -(2**63),

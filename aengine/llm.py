@@ -13,18 +13,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .async_llm import AsyncLLM
+from .config import EngineConfig
 from .engine.handles.local import StartAdvice
 from .engine.handles.on_thread import ThreadHandle
 from .engine.handles.sync_llm import SyncLLM
 from .engine.threads.loop_ownership import check_may_block
 from .errors import InvalidRequestError
-from .settings import ENGINE_SETTINGS, described
+from .settings import described
 
 if TYPE_CHECKING:
     from os import PathLike
     from typing import Unpack
 
-    from .config import EngineConfig
     from .settings import Settings
 
 __all__ = ["LLM"]
@@ -80,4 +80,4 @@ class LLM(SyncLLM):
         return self._async
 
 
-LLM.__doc__ = described(LLM.__doc__, ENGINE_SETTINGS)
+LLM.__doc__ = described(LLM.__doc__, EngineConfig)

@@ -25,7 +25,7 @@ from .limits.bounds import (
     MAX_STOP_TOKEN_IDS,
 )
 from .limits.checks import check_name, size_of
-from .settings import SAMPLING_SETTINGS, STRUCTURED_OUTPUT_SETTINGS, described
+from .settings import described
 
 __all__ = [
     "CallOptions",
@@ -287,8 +287,8 @@ class SamplingParams:
         return replace(self, **changes)
 
 
-StructuredOutput.__doc__ = described(StructuredOutput.__doc__, STRUCTURED_OUTPUT_SETTINGS)
-SamplingParams.__doc__ = described(SamplingParams.__doc__, SAMPLING_SETTINGS)
+StructuredOutput.__doc__ = described(StructuredOutput.__doc__, StructuredOutput)
+SamplingParams.__doc__ = described(SamplingParams.__doc__, SamplingParams)
 
 
 def unknown_name(name: object, known: set[str]) -> str:

@@ -1,22 +1,111 @@
-"""All settings by name: for editors, for type checkers, and for `help()`.
+"""All settings by name, for editors and type checkers; and what `help()` shows of them.
 
-Written by scripts/settings.py from `EngineConfig`, `SamplingParams` and `StructuredOutput`: edit those, and run it.
+The class at the end is written by scripts/settings.py from `EngineConfig`: edit that, and run it. What a setting means
+is the docstring below it. Its unit, if it is a number, is in `UNITS` here or told by its name.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 if TYPE_CHECKING:
     from .outputs import RequestEnd, StartupProgress
 
-__all__ = ["ENGINE_SETTINGS", "SAMPLING_SETTINGS", "STRUCTURED_OUTPUT_SETTINGS", "Settings", "described"]
+__all__ = ["UNITS", "Field", "Settings", "described", "fields_of"]
+
+UNITS = {
+    **dict.fromkeys(("seed", "temperature", "top_p", "min_p", "repetition_penalty", "n", "logprobs"), ""),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), ""),
+    **dict.fromkeys(("max_model_len", "block_size", "top_k"), "tokens"),
+    **dict.fromkeys(("max_num_seqs", "max_num_queued_requests"), "requests"),
+    "restart_window": "seconds",
+    "max_step_seconds": "seconds",
+    "gpu_memory_utilization": "share",
+    "tensor_parallel_size": "GPUs",
+    "pipeline_parallel_size": "stages",
+    "data_parallel_size": "replicas",
+    "num_threads": "threads",
+    "worker_spin_us": "microseconds",
+    "max_restarts": "restarts",
+}
+_UNIT_OF_ENDING = {"timeout": "seconds", "bytes": "bytes", "steps": "steps", "tokens": "tokens"}
 
 
-def described(doc: str | None, settings: str) -> str:
-    """A class' docstring with its settings at the end."""
-    return f"{(doc or '').rstrip()}\n\n{settings}"
+class Field(NamedTuple):
+    name: str
+    type: str
+    default: str  # "": it must be given
+    unit: str
+    doc: str  # one line
+
+
+def fields_of(cls: type[Any]) -> list[Field]:
+    """Read the fields of a dataclass from its source.
+
+    Raises ValueError for a field without a docstring, or a number without a unit; OSError where there is no source.
+    """
+    import ast
+    import inspect
+    import textwrap
+
+    body: list[Any] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
+    defaults = {field.name: _default(field) for field in dataclasses.fields(cls)}
+    found = []
+    for node, following in zip(body, [*body[1:], None]):
+        if not isinstance(node, ast.AnnAssign):
+            continue
+        name, kind = ast.unparse(node.target), ast.unparse(node.annotation).replace("'", '"')
+        if not isinstance(following, ast.Expr):
+            raise ValueError(f"{cls.__name__}.{name} has no docstring")
+        unit: str | None = ""
+        if kind.removesuffix(" | None") in ("int", "float"):
+            unit = UNITS.get(name, _UNIT_OF_ENDING.get(name.rsplit("_", 1)[-1]))
+        if unit is None:
+            raise ValueError(
+                f"{cls.__name__}.{name} is a number without a unit: add it to UNITS in aengine/settings.py"
+            )
+        found.append(Field(name, kind, defaults[name], unit, " ".join(ast.literal_eval(following.value).split())))
+    return found
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default_factory is not dataclasses.MISSING:
+        return repr(field.default_factory())
+    if field.default is dataclasses.MISSING:
+        return ""
+    return f'"{field.default}"' if isinstance(field.default, str) else repr(field.default)
+
+
+class _Described:
+    """A docstring that is made when it is asked for."""
+
+    def __init__(self, doc: str, cls: type[Any]) -> None:
+        self._doc = doc
+        self._cls = cls
+
+    def __get__(self, instance: object, owner: type[Any]) -> str:
+        return f"{self._doc.rstrip()}\n\n{_help_of(self._cls)}"
+
+
+def described(doc: str | None, cls: type[Any]) -> Any:
+    """Return a class' docstring with the settings at the end that ``cls`` defines, but for the model."""
+    return _Described(doc or "", cls)
+
+
+def _help_of(cls: type[Any]) -> str:
+    import textwrap
+
+    lines = ["    Settings:"]
+    try:
+        fields = [field for field in fields_of(cls) if field.name != "model"]
+    except OSError:  # the package was installed without its source
+        fields = []
+    for name, kind, default, unit, doc in fields:
+        lines.append(f"        {name}: {kind}{f' = {default}' if default else ''}{f'  ({unit})' if unit else ''}")
+        lines += textwrap.wrap(doc, 108, initial_indent=" " * 12, subsequent_indent=" " * 12)
+    return "\n".join(lines) + "\n"
 
 
 class Settings(TypedDict, total=False):
@@ -179,252 +268,3 @@ class Settings(TypedDict, total=False):
     """Called on the engine's loop with a `RequestEnd` for each request that was accepted and has ended, in whatever
     way, once. It must return soon; what it raises is logged. With own_thread it is called in the engine's thread.
     Default: None."""
-
-
-ENGINE_SETTINGS = """\
-    Settings:
-        revision: str | None = None
-            Branch, tag or commit of a hub id.
-        gguf_file: str | None = None
-            The GGUF file to load of a hub repository or folder: its name, or a pattern that fits one model
-            ("*Q4_K_M*").
-        tokenizer: str | None = None
-            Another folder, .gguf file or hub id to take the tokenizer from. None: the model's.
-        load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
-            Kind of the weights' files; "auto" looks which there are. "dummy": random weights, no files but
-            config.json read; for benchmarks.
-        model_impl: Literal["auto", "native", "transformers"] = "auto"
-            Whose code computes the model: "native": aengine's, which is the faster; "transformers": that of
-            the package (aengine-llm[transformers]). "auto": native where there is a family for it, else
-            transformers.
-        trust_remote_code: bool = False
-            Run Python code that lies beside the model's weights, where neither aengine nor transformers has
-            the model. Read it first: it may do whatever the worker process may.
-        dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-            Number format of weights, activations and KV. "auto": the checkpoint's on a GPU, the fastest
-            lossless enough on a CPU.
-        quantization: Literal["auto", "gguf"] = "auto"
-            What matrices of a GGUF are kept in. "auto": they become numbers of dtype as they are loaded,
-            which is faster. "gguf": the file's blocks, each matrix in its own type, on a CPU: for models
-            that are too large otherwise.
-        device: str = "auto"
-            Where the model runs: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N", "cuda:N,M" (one
-            for each rank; as CUDA_VISIBLE_DEVICES counts them), or the name of an entry point in the group
-            "aengine.platforms", likewise.
-        seed: int = 0
-            Seed of dummy weights. (Requests have seeds of their own.)
-        generation_config: Literal["auto", "none"] = "auto"
-            What temperature, top_p, top_k, min_p and repetition_penalty are where a request does not give
-            them. "auto": as the checkpoint's file of that name says, if there is one. "none": the defaults
-            of `SamplingParams`.
-        pooling: Literal["auto", "mean", "cls", "last"] = "auto"
-            How the hidden states of a text become its embedding: their mean, the first or the last of them.
-            "auto": as the checkpoint says; where it says nothing an encoder takes the mean, and a decoder
-            gives no embeddings.
-        skip_tokenizer: bool = False
-            Prompts and outputs are token ids only; no tokenizer is loaded.
-        allow_special_tokens: bool = False
-            The names of special tokens in a chat's messages and tools ("<|im_end|>") become those tokens.
-            False: they stay text, so that no message can pretend to be another. Prompts that are a text are
-            not affected.
-        preload_grammars: bool = True
-            Load the grammar library while the engine starts: some 0.5 s of a thread. Two of its calls hold
-            the GIL, and the host's loop stands still for 0.1 to 0.3 s (49,152 tokens). False: at the first
-            request with a structured output, which waits for it; the loop stands still then.
-        max_model_len: int | None = None  (tokens)
-            Most tokens of prompt and completion together. None: the model's own, as far as the KV memory
-            reaches.
-        max_num_seqs: int = 256  (requests)
-            Most requests in one batch.
-        max_num_batched_tokens: int | None = None  (tokens)
-            Most tokens computed in one step. None: 8192 on a GPU, 512 on a CPU. An encoder computes a text
-            in one step: None is as many at least as its longest text has.
-        attention_backend: Literal["auto", "triton", "flash-attn-2", "flash-attn-3", "flash-attn-4", "cudnn"] = "auto"
-            What attends to long prompts on a GPU. "auto": the fastest that is installed and fits the GPU,
-            else "triton".
-        block_size: int | None = None  (tokens)
-            Tokens in a KV block. None: the attention back end's default.
-        gpu_memory_utilization: float = 0.9  (share)
-            Share of the GPU's memory that the engine may use, weights and KV together.
-        kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-            What keys and values are kept in. "auto": the dtype that the model computes in.
-        kv_cache_memory_bytes: int | None = None  (bytes)
-            Memory for the KV cache of each rank. None: what gpu_memory_utilization leaves; on a CPU a
-            quarter of what is free, at most 4 GiB, divided among the ranks of all replicas.
-        swap_space_bytes: int = 0  (bytes)
-            The host's memory, pinned, in which each rank keeps the KV of preempted requests, so that it is
-            copied back and not computed again (docs/memory.md). 0: they are computed again.
-        enable_prefix_caching: bool = True
-            Prompts that begin alike share KV.
-        max_in_flight_steps: int = 2  (steps)
-            Steps given to the worker before the oldest has been answered; 1 or more.
-        max_leased_steps: int = 64  (steps)
-            Most steps given to the worker while the host's loop is often late, so that it goes on alone
-            meanwhile. A new request, an abort or a deadline takes back those that it has not begun. 0: no
-            more than max_in_flight_steps.
-        max_step_seconds: float | None = 0.01  (seconds)
-            Seconds that requests which decode may wait for a step with prompts: it has as many tokens of
-            these as steps so far had in that time, and with a small model on a GPU no more than run as one
-            launch (2,304). It may take six times as long as it would without prompts, and longer where many
-            requests wait for their first token. None: no limit.
-        speculation: Literal["none", "ngram", "ngram_worker"] = "none"
-            Which tokens are guessed, so that a step brings several where the guess is right
-            (docs/speculation.md); the output is the same. "ngram": those that came after the last ones
-            where these occurred before, in the prompt or in the completion; "ngram_worker": the same, found
-            by the worker.
-        tensor_parallel_size: int = 1  (GPUs)
-            Ranks that share each layer of the model (docs/parallel.md): a GPU each; with device="cpu" a
-            process each.
-        pipeline_parallel_size: int = 1  (stages)
-            Stages among which the layers of the model are divided (docs/parallel.md), each of
-            tensor_parallel_size ranks: GPUs of one machine; with device="cpu" processes. At least as many
-            steps and one more are in flight, whatever max_in_flight_steps says.
-        enable_expert_parallel: bool = False
-            Of mixtures of experts each of those ranks has some experts as a whole, instead of a part of
-            every one; with data_parallel_size each rank of all replicas, so that there are all experts once
-            (docs/parallel.md).
-        data_parallel_size: int = 1  (replicas)
-            Replicas of the model, each on GPUs of its own, or with its share of a CPU's cores. A request
-            runs on the one that has most of its prompt cached, or less to do; when a worker dies its
-            requests go on with another.
-        executor: Literal["process", "ray"] = "process"
-            Where the ranks run: "process": on this machine; "ray": on the machines of a Ray cluster
-            (aengine-llm[ray]), each pipeline stage on one of them (docs/parallel.md#several-machines).
-        ray_address: str | None = None
-            The Ray cluster, as `ray.init` takes it. None: the one that this process is connected to, else
-            $RAY_ADDRESS, else the one that runs on this machine.
-        enforce_eager: bool = False
-            No CUDA graphs: each step's kernels are launched one by one.
-        batch_invariant: bool = False
-            A request's logits have the same bits whatever else is in the batch and however its prompt is
-            cut into steps, as training against an engine needs. Slower; on a CPU, for dense models
-            (docs/batch-invariance.md).
-        num_threads: int | None = None  (threads)
-            CPU threads of each worker. None: $OMP_NUM_THREADS if that is set; else the cores that they may
-            use (no more than a container's CPU quota has whole CPUs), less one for the host when there are
-            over four, divided among the ranks.
-        max_num_queued_requests: int = 10000  (requests)
-            Most requests waiting; one more is refused or waits, as admission says.
-        admission: Literal["error", "wait"] = "error"
-            When the queue is full: raise EngineOverloadedError, or let the caller await its turn.
-        unread_timeout: float | None = 300.0  (seconds)
-            Seconds after which a stream ends with DeadlineExceededError when tokens lie unread and nobody
-            has asked for one, though it is held somewhere. None: it runs on to its max_tokens, or to the
-            end of the model's context.
-        worker: str = "default"
-            What loads and runs the model in a worker process: "default", the name of an entry point in the
-            group "aengine.workers", or "module:function" (docs/extending.md).
-        worker_extension: str | None = None
-            Class whose methods `AsyncLLM.collective_rpc` calls in each worker: "module:Class"
-            (docs/extending.md).
-        own_thread: bool = False
-            The engine runs on an event loop of its own, in a daemon thread: its methods may be called from
-            any loop in any thread, and a blocked loop of yours doesn't hold it up. progress and
-            on_request_end are called in that thread.
-        worker_spin_us: int = 100  (microseconds)
-            How long an idle worker spins on its ring before it parks.
-        ring_bytes: int = 4194304  (bytes)
-            Size of each shared-memory ring; larger messages travel in fragments.
-        startup_timeout: float = 600.0  (seconds)
-            How long a worker may take from its start until it can serve; a download of the model is not
-            part of it.
-        shutdown_timeout: float = 5.0  (seconds)
-            How long aclose() lets the workers end by themselves before it kills them.
-        max_restarts: int = 10  (restarts)
-            Most restarts of workers within restart_window. A worker that dies or hangs is started again,
-            and all requests go on; one more, and the engine fails. 0: it fails at the first death.
-        restart_window: float = 600.0  (seconds)
-            For how long a restart counts towards max_restarts.
-        hang_timeout: float = 4.0  (seconds)
-            How long a worker may show no sign of life, or a step take longer than one of its size can,
-            before the workers are killed and started again (docs/recovery.md).
-        progress: Callable[[StartupProgress], None] | None = None
-            Called on the loop with each step of the start. None: reports go to the logger "aengine" only.
-        on_request_end: Callable[[RequestEnd], object] | None = None
-            Called on the engine's loop with a `RequestEnd` for each request that was accepted and has
-            ended, in whatever way, once. It must return soon; what it raises is logged. With own_thread it
-            is called in the engine's thread.
-"""
-
-SAMPLING_SETTINGS = """\
-    Settings:
-        max_tokens: int | None = None  (tokens)
-            Most tokens to generate, >= 1. None: until the model ends its answer, at most to the end of its
-            context (``max_model_len``).
-        min_tokens: int = 0  (tokens)
-            No end-of-sequence or stop token is sampled before this many tokens, and a stop string that is
-            complete by then ends nothing.
-        temperature: float = 1.0
-            0, or 1e-10 to 10000; 0 is greedy: the likeliest token, whatever top_k, top_p and min_p say.
-        top_p: float = 1.0
-            Nucleus sampling, 0 < top_p <= 1: the smallest set of likeliest tokens whose probability reaches
-            top_p. Holtzman et al. 2020, https://arxiv.org/abs/1904.09751.
-        top_k: int = 0  (tokens)
-            Only the k likeliest tokens; 0 or -1: all.
-        min_p: float = 0.0
-            Only tokens at least min_p times as likely as the likeliest, 0 <= min_p <= 1. Nguyen et al.
-            2024, https://arxiv.org/abs/2407.01082.
-        seed: int | None = None
-            Same seed, same prompt, same tokens: whatever else is in the batch, after a preemption, after a
-            restart. -2**63 <= seed < 2**63. None: a fresh one for each request.
-        stop: str | Sequence[str] = ()
-            The completion ends before the first of these strings; they never appear in it. At most 64, of
-            at most 1024 characters.
-        stop_token_ids: Sequence[int] = ()
-            Ends the completion, besides the model's own end-of-sequence tokens; at most 1024 of them.
-        ignore_eos: bool = False
-            Goes on past end-of-sequence tokens. stop_token_ids still stop.
-        include_stop_str_in_output: bool = False
-            Keeps the stop string at the end of the text.
-        presence_penalty: float = 0.0
-            -2 to 2: subtracted once from the logit of each token already generated.
-        frequency_penalty: float = 0.0
-            -2 to 2: subtracted from a token's logit for each time that it was generated.
-        repetition_penalty: float = 1.0
-            0.0001 to 10000: divides positive logits, and multiplies negative ones, of tokens in prompt or
-            completion. Keskar et al. 2019, https://arxiv.org/abs/1909.05858.
-        logit_bias: Mapping[int, float] = {}
-            Token id to a number added to its logit, -100 to 100; at most 1024 of them.
-        allowed_token_ids: Sequence[int] | None = None
-            Only these tokens, at most 16384 of them; None: all. Without an end-of-sequence token among them
-            a completion goes on until max_tokens.
-        bad_words: Sequence[str] = ()
-            The completion has none of these, with or without a blank before: the token that would complete
-            one is not sampled. At most 256, of at most 256 characters and 32 tokens.
-        logprobs: int | None = None
-            With each token, the log-probability of it and of this many of the likeliest, 0 to 64. True
-            means 1.
-        n: int = 1
-            How many completions of the same prompt; they share its KV. Seeds are seed, seed + 1, ...
-        structured_output: StructuredOutput | None = None
-            A shape that the text must have.
-        detokenize: bool = True
-            False: no text, only token ids (stop strings are then refused).
-        skip_special_tokens: bool = True
-            False: the text shows special tokens, as <|im_end|>.
-"""
-
-STRUCTURED_OUTPUT_SETTINGS = """\
-    Settings:
-        json_schema: Mapping[str, Any] | str | bool | None = None
-            JSON that this JSON schema allows; the schema as a mapping or as JSON.
-        regex: str | None = None
-            A text that this regular expression matches as a whole.
-        choice: Sequence[str] | None = None
-            One of these texts.
-        grammar: str | None = None
-            A text of this grammar, in EBNF or Lark.
-        json_object: bool = False
-            Any JSON object.
-        backend: str = "auto"
-            The library that holds the completion to its shape. "auto": llguidance; or one that a package
-            has added by an entry point of the group "aengine.grammar_backends".
-        on_unsupported: Literal["error", "relax"] = "error"
-            What becomes of a keyword of the schema that can't be held: a GrammarError, or with "relax" a
-            warning on the completion.
-        whitespace: Literal["compact", "any"] = "compact"
-            White space of JSON: none but after commas and colons, or any that JSON allows, within bounds.
-        open_objects: bool = False
-            Whether an object of the schema that names properties, and says nothing of others, may have
-            others. By default it has none, as if the schema had ``unevaluatedProperties: false`` there.
-"""

@@ -1,77 +1,31 @@
-"""Writes what editors, `help()` and the docs show of all settings, from the classes that define them.
+"""Writes what editors and the docs show of all settings, from the classes that define them.
 
     python scripts/settings.py            # write aengine/settings.py and docs/settings.md
     python scripts/settings.py --check    # exit status 1 if they are not what would be written
 
-A setting's meaning is the docstring below it. Its unit, if it is a number, is in UNITS here or told by its name.
+`help()` makes what it shows of them by itself; see aengine/settings.py.
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
 import re
 import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from aengine.config import EngineConfig  # noqa: E402
 from aengine.params import SamplingParams, StructuredOutput  # noqa: E402
+from aengine.settings import UNITS, Field, fields_of  # noqa: E402, F401  # UNITS: for the tests
 
 CLASSES = (EngineConfig, SamplingParams, StructuredOutput)
 NAMES = {field.name for cls in CLASSES for field in dataclasses.fields(cls)}
 MODULE, PAGE = ROOT / "aengine" / "settings.py", ROOT / "docs" / "settings.md"
-NONE = ""
-UNITS = {
-    **dict.fromkeys(("seed", "temperature", "top_p", "min_p", "repetition_penalty", "n", "logprobs"), NONE),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty"), NONE),
-    **dict.fromkeys(("max_model_len", "block_size", "top_k"), "tokens"),
-    **dict.fromkeys(("max_num_seqs", "max_num_queued_requests"), "requests"),
-    "restart_window": "seconds",
-    "max_step_seconds": "seconds",
-    "gpu_memory_utilization": "share",
-    "tensor_parallel_size": "GPUs",
-    "pipeline_parallel_size": "stages",
-    "data_parallel_size": "replicas",
-    "num_threads": "threads",
-    "worker_spin_us": "microseconds",
-    "max_restarts": "restarts",
-}
-
-UNIT_OF_ENDING = {"timeout": "seconds", "bytes": "bytes", "steps": "steps", "tokens": "tokens"}
-
-MODULE_HEAD = '''\
-"""All settings by name: for editors, for type checkers, and for `help()`.
-
-Written by scripts/settings.py from `EngineConfig`, `SamplingParams` and `StructuredOutput`: edit those, and run it.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, TypedDict
-
-if TYPE_CHECKING:
-    from .outputs import RequestEnd, StartupProgress
-
-__all__ = ["ENGINE_SETTINGS", "SAMPLING_SETTINGS", "STRUCTURED_OUTPUT_SETTINGS", "Settings", "described"]
-
-
-def described(doc: str | None, settings: str) -> str:
-    """A class' docstring with its settings at the end."""
-    return f"{(doc or '').rstrip()}\\n\\n{settings}"
-
-
-class Settings(TypedDict, total=False):
-    """The keyword arguments of `AsyncLLM` and `LLM`, as `EngineConfig` defines them."""
-
-'''
+CLASS_HEAD = "class Settings(TypedDict, total=False):\n"
 
 PAGE_HEAD = """\
 # Settings
@@ -127,74 +81,14 @@ config = EngineConfig.from_env(model="smollm2-135m")  # AENGINE_MAX_NUM_SEQS=64,
 """
 
 
-class Field(NamedTuple):
-    name: str
-    type: str
-    default: str  # "": it must be given
-    unit: str
-    doc: str  # one line
-
-
-def fields_of(cls: type) -> list[Field]:
-    """Raises ValueError for a field without a docstring, or a number without a unit."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
-    defaults = {field.name: _default(field) for field in dataclasses.fields(cls)}
-    found = []
-    for node, following in zip(body, [*body[1:], None]):
-        if not isinstance(node, ast.AnnAssign):
-            continue
-        name, kind = ast.unparse(node.target), ast.unparse(node.annotation).replace("'", '"')
-        doc = (
-            following.value.value
-            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-            else ""
-        )
-        if not doc:
-            raise ValueError(f"{cls.__name__}.{name} has no docstring")
-        unit: str | None = NONE
-        if kind.removesuffix(" | None") in ("int", "float"):
-            unit = UNITS.get(name, UNIT_OF_ENDING.get(name.rsplit("_", 1)[-1]))
-        if unit is None:
-            raise ValueError(
-                f"{cls.__name__}.{name} is a number without a unit: add it to UNITS in scripts/settings.py"
-            )
-        found.append(Field(name, kind, defaults[name], unit, " ".join(doc.split())))
-    return found
-
-
-def _default(field: dataclasses.Field) -> str:
-    if field.default_factory is not dataclasses.MISSING:
-        return repr(field.default_factory())
-    return "" if field.default is dataclasses.MISSING else _written(field.default)
-
-
-def _written(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) else repr(value)
-
-
-def help_of(fields: list[Field]) -> str:
-    lines = ["    Settings:"]
-    for field in fields:
-        default = f" = {field.default}" if field.default else ""
-        lines.append(f"        {field.name}: {field.type}{default}{f'  ({field.unit})' if field.unit else ''}")
-        lines += textwrap.wrap(field.doc, 108, initial_indent=" " * 12, subsequent_indent=" " * 12)
-    return "\n".join(lines) + "\n"
-
-
 def module() -> str:
-    engine = [field for field in fields_of(EngineConfig) if field.name != "model"]
-    text = MODULE_HEAD
-    for field in engine:
-        text += f"    {field.name}: {field.type}\n"
-        unit = f" In {field.unit}." if field.unit and field.unit != "share" else ""
-        text += _docstring(f"{field.doc}{unit} Default: {field.default}.")
-    text += "\n"
-    for name, fields in (
-        ("ENGINE_SETTINGS", engine),
-        ("SAMPLING_SETTINGS", fields_of(SamplingParams)),
-        ("STRUCTURED_OUTPUT_SETTINGS", fields_of(StructuredOutput)),
-    ):
-        text += f'\n{name} = """\\\n{help_of(fields)}"""\n'
+    head, _, rest = MODULE.read_text().partition(CLASS_HEAD)
+    text = head + CLASS_HEAD + rest.partition("\n\n")[0] + "\n\n"
+    for field in fields_of(EngineConfig):
+        if field.name != "model":
+            text += f"    {field.name}: {field.type}\n"
+            unit = f" In {field.unit}." if field.unit and field.unit != "share" else ""
+            text += _docstring(f"{field.doc}{unit} Default: {field.default}.")
     return text
 
 

@@ -427,7 +427,7 @@ MOST_METHODS = 20
 
 
 BUDGETS = {
-    "root": 2880,
+    "root": 2725,
     "checkpoint": 2210,
     "cli": 1550,
     "engine": 24950,

@@ -6,8 +6,7 @@ the request; `PoolingCalls` has the calls for both, `SyncPoolingCalls` for code 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
@@ -107,12 +106,11 @@ class PoolingResult(NamedTuple):
     """Tokens of all inputs together. None is generated."""
 
 
-class PoolingCalls(ABC):
+class PoolingCalls:
     """Calls of an engine whose model gives vectors or scores."""
 
-    @abstractmethod
-    async def pool(self, request: PoolingRequest) -> PoolingResult:
-        """Answer a request as it is: what the other calls are made of, with the number of tokens."""
+    pool: Callable[[PoolingRequest], Coroutine[Any, Any, PoolingResult]]
+    """Answers a request as it is: what the other calls are made of, with the number of tokens."""
 
     async def embed(
         self,
@@ -185,12 +183,10 @@ class PoolingCalls(ABC):
         return (await self.pool(PoolingRequest("classify", _listed(inputs), options=options))).values
 
 
-class SyncPoolingCalls(ABC):
+class SyncPoolingCalls:
     """`PoolingCalls` that block."""
 
-    @abstractmethod
-    def pool(self, request: PoolingRequest) -> PoolingResult:
-        """See `PoolingCalls.pool`."""
+    pool: Callable[[PoolingRequest], PoolingResult]
 
     def embed(
         self,
