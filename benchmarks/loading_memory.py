@@ -29,7 +29,7 @@ from aengine.checkpoint.source import resolve_model
 from aengine.config import EngineConfig
 from aengine.runner.models import build_model, read_config
 from aengine.runner.weights.formats import choose_formats
-from aengine.runner.weights.loader import load_weights
+from aengine.runner.weights.sources.loader import load_weights
 
 
 def load(name: str, folder: str, load_format: str, dtype: str) -> None:

@@ -31,7 +31,7 @@ from zoo import write_zoo_model  # noqa: E402
 from aengine.runner.models import FAMILIES, build_model, read_config  # noqa: E402
 from aengine.runner.models.transformers import model as transformers_model  # noqa: E402
 from aengine.runner.weights.formats import choose_formats  # noqa: E402
-from aengine.runner.weights.loader import load_weights  # noqa: E402
+from aengine.runner.weights.sources.loader import load_weights  # noqa: E402
 
 SHAPE = {
     "hidden_size": 256,

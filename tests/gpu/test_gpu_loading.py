@@ -21,10 +21,10 @@ from aengine.config import EngineConfig
 from aengine.errors import ModelLoadError
 from aengine.runner.models import build_model, read_config
 from aengine.runner.models.causal_lm import CausalLM
-from aengine.runner.weights import random_source
 from aengine.runner.weights.formats import choose_formats
 from aengine.runner.weights.int8 import Int8Weight
-from aengine.runner.weights.loader import load_weights
+from aengine.runner.weights.sources import random_source
+from aengine.runner.weights.sources.loader import load_weights
 
 pytestmark = pytest.mark.gpu
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from aengine.runner.weights import random_source, reading
+from aengine.runner.weights.sources import random_source, reading
 
 META = torch.device("meta")
 MIB = 2**20

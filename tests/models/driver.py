@@ -18,7 +18,7 @@ from aengine.runner.attention.torch_attention import Attention, AttentionMetadat
 from aengine.runner.models import build_model, read_config
 from aengine.runner.models.causal_lm import CausalLM
 from aengine.runner.weights.formats import QuantisedMatrices, choose_formats
-from aengine.runner.weights.loader import LoadedWeights, load_weights
+from aengine.runner.weights.sources.loader import LoadedWeights, load_weights
 
 CPU = torch.device("cpu")
 

@@ -23,10 +23,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from aengine.checkpoint.gguf_file import GgufFile
 from aengine.errors import ModelLoadError
-from aengine.runner.weights import gguf_source
 from aengine.runner.weights.gguf_names import EXPERT_NAMES, GgufNames
-from aengine.runner.weights.gguf_source import GgufFormat, GgufMatrices, GgufWeight
-from aengine.runner.weights.reading import Target
+from aengine.runner.weights.sources import gguf_source
+from aengine.runner.weights.sources.gguf_source import GgufFormat, GgufMatrices, GgufWeight
+from aengine.runner.weights.sources.reading import Target
 from aengine.runner.weights.weight import WeightsBelow
 
 ARCHS = {

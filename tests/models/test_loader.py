@@ -21,10 +21,10 @@ from aengine.config import EngineConfig
 from aengine.errors import ModelLoadError
 from aengine.runner.platforms.platform import DeviceMemory
 from aengine.runner.startup.load import load_model
-from aengine.runner.weights import loader, random_source, safetensors_source
-from aengine.runner.weights.loader import load_weights
-from aengine.runner.weights.reading import Named, Target
 from aengine.runner.weights.scope import Place
+from aengine.runner.weights.sources import loader, random_source, safetensors_source
+from aengine.runner.weights.sources.loader import load_weights
+from aengine.runner.weights.sources.reading import Named, Target
 from aengine.workers.rank import Rank
 
 TinyModel = Callable[..., Path]

@@ -22,9 +22,9 @@ from aengine.checkpoint.source import ModelSource
 from aengine.errors import ModelLoadError
 from aengine.runner.distributed.stage import WHOLE, PipelineStage
 from aengine.runner.models import build_model, read_config
-from aengine.runner.weights import random_source
 from aengine.runner.weights.formats import choose_formats
-from aengine.runner.weights.loader import load_weights
+from aengine.runner.weights.sources import random_source
+from aengine.runner.weights.sources.loader import load_weights
 
 LARGE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 640, "num_hidden_layers": 3}
 LARGE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}

@@ -23,8 +23,8 @@ from aengine.errors import InvalidRequestError
 from aengine.kernels.policy import KernelPolicy
 from aengine.runner.models import build_model, read_config
 from aengine.runner.weights.formats import choose_formats
-from aengine.runner.weights.gguf_source import GgufMatrices
-from aengine.runner.weights.loader import load_weights
+from aengine.runner.weights.sources.gguf_source import GgufMatrices
+from aengine.runner.weights.sources.loader import load_weights
 
 TinyModel = Callable[..., Path]
 TOKENS = list(range(40, 70))

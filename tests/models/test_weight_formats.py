@@ -19,8 +19,8 @@ from aengine.errors import ModelLoadError
 from aengine.runner.models import build_model, read_config
 from aengine.runner.weights.formats import WeightFormats, choose_formats
 from aengine.runner.weights.int8 import Int8Weight
-from aengine.runner.weights.loader import load_weights
 from aengine.runner.weights.plain import PlainFormat, PlainWeight
+from aengine.runner.weights.sources.loader import load_weights
 from aengine.runner.weights.weight import Weight
 
 TinyModel = Callable[..., Path]

@@ -23,7 +23,7 @@ from aengine.runner.distributed.group import ALONE, TensorGroup
 from aengine.runner.models import build_model, read_config
 from aengine.runner.models.causal_lm import CausalLM
 from aengine.runner.weights.formats import choose_formats
-from aengine.runner.weights.loader import LoadedWeights, load_weights
+from aengine.runner.weights.sources.loader import LoadedWeights, load_weights
 
 TinyModel = Callable[..., Path]
 

@@ -22,7 +22,7 @@ from aengine.runner.distributed.stage import WHOLE
 from aengine.runner.layers.decoder import Decoder
 from aengine.runner.models import build_model, read_config
 from aengine.runner.weights.formats import choose_formats
-from aengine.runner.weights.loader import load_weights
+from aengine.runner.weights.sources.loader import load_weights
 
 TinyModel = Callable[..., Path]
 Slices = Sequence[tuple[int, int] | None]

@@ -35,8 +35,8 @@ from aengine.runner.platforms.cpu import CpuPlatform
 from aengine.runner.startup.setup import RunnerSetup
 from aengine.runner.weights.formats import choose_formats
 from aengine.runner.weights.int8 import Int8Weight
-from aengine.runner.weights.loader import load_weights
 from aengine.runner.weights.plain import PlainWeight
+from aengine.runner.weights.sources.loader import load_weights
 
 TinyModel = Callable[..., Path]
 NUM_BLOCKS, BLOCK_SIZE, MAX_LEN, ROWS, BATCHED = 96, 4, 64, 6, 24

@@ -51,7 +51,7 @@ from aengine.runner.startup.layer_kinds import one_layer_of_each_kind
 from aengine.runner.startup.profile import profile
 from aengine.runner.startup.setup import RunnerSetup
 from aengine.runner.weights.formats import choose_formats
-from aengine.runner.weights.loader import load_weights
+from aengine.runner.weights.sources.loader import load_weights
 from aengine.workers.rank import Rank
 
 TinyModel = Callable[..., Path]

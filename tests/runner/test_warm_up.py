@@ -26,8 +26,8 @@ from aengine.runner.model_runner import ModelRunner
 from aengine.runner.models import build_model, read_config
 from aengine.runner.platforms.cpu import CpuPlatform
 from aengine.runner.weights.formats import WeightFormats
-from aengine.runner.weights.loader import load_weights
 from aengine.runner.weights.plain import PlainFormat
+from aengine.runner.weights.sources.loader import load_weights
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))  # behind all else: that folder has a conftest.py too
 

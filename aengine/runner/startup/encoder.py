@@ -25,8 +25,8 @@ from ..pooling.asked import EXTRA
 from ..pooling.encoder_runner import EncoderRunner
 from ..pooling.vectors import VectorLayers, load_vector_layers
 from ..weights.formats import choose_formats
-from ..weights.loader import LoadedWeights, Progress, check_layers, load_weights
 from ..weights.scope import Place
+from ..weights.sources.loader import LoadedWeights, Progress, check_layers, load_weights
 from .kv_memory import resolve_max_model_len
 from .warm_up import NUM_TOKENS
 

@@ -16,8 +16,8 @@ from ...checkpoint.value_reader import ValueReader
 from ...errors import ModelLoadError
 from ..models.causal_lm import CausalLM
 from ..pooling.vectors import DenseLayer, VectorLayers
-from ..weights.gguf_source import read_gguf_tensor
-from ..weights.safetensors_source import read_tensor
+from ..weights.sources.gguf_source import read_gguf_tensor
+from ..weights.sources.safetensors_source import read_tensor
 
 __all__ = ["DecoderHead"]
 

@@ -34,8 +34,8 @@ from ..platforms.platform import Platform
 from ..pooling.vectors import VectorLayers, load_vector_layers
 from ..weights.float16_cpu import Float16Format, agree_on_plan
 from ..weights.formats import choose_formats
-from ..weights.gguf_source import GgufMatrices
-from ..weights.loader import LoadedWeights, Progress, check_layers, load_weights
+from ..weights.sources.gguf_source import GgufMatrices
+from ..weights.sources.loader import LoadedWeights, Progress, check_layers, load_weights
 from .encoder import LoadedEncoder, load_encoder
 from .heads import DecoderHead
 from .kv_memory import KvPlan, choose_kv_dtype

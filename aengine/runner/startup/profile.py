@@ -15,7 +15,7 @@ import time
 
 from ...limits.memory import free_memory
 from ..model_runner import ModelRunner
-from ..weights.loader import Progress
+from ..weights.sources.loader import Progress
 from .kv_memory import KvPlan, check_swap_space, cpu_budget, gpu_budget, plan_kv, profile_run, resolve_max_model_len
 from .layer_kinds import one_layer_of_each_kind
 from .setup import RunnerSetup

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ....errors import ModelLoadError
-from ...weights.reading import text_name
 from ...weights.scope import WeightScope
+from ...weights.sources.reading import text_name
 
 __all__ = ["CheckpointWeights"]
 

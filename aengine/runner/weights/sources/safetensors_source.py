@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ...checkpoint.safetensors_files import safetensors_files
-from ...errors import ModelLoadError
+from ....checkpoint.safetensors_files import safetensors_files
+from ....errors import ModelLoadError
 from .reading import NUMBERS, Named, Source, Target, in_threads, text_name
 
 __all__ = ["READERS", "read_safetensors", "read_shapes", "read_tensor"]

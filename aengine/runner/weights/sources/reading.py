@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .scope import Place
+from ..scope import Place
 
 __all__ = ["NUMBERS", "Named", "Source", "Target", "in_threads", "text_name"]
 

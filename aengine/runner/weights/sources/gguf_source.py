@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...checkpoint.gguf_file import GGML_TYPES, GgufFile
-from ...errors import InternalError, ModelLoadError
-from .gguf_names import GgufNames
+from ....checkpoint.gguf_file import GGML_TYPES, GgufFile
+from ....errors import InternalError, ModelLoadError
+from ..gguf_names import GgufNames
+from ..weight import ExpertWeights, StoredTensor, Weight
 from .reading import Named, Source, Target, in_threads
-from .weight import ExpertWeights, StoredTensor, Weight
 
 __all__ = ["GgufFormat", "GgufMatrices", "GgufWeight", "read_gguf"]
 

@@ -7,8 +7,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ..scope import Place
 from .reading import Source, Target
-from .scope import Place
 
 __all__ = ["make_random"]
 

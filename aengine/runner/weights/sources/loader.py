@@ -20,17 +20,17 @@ from typing import Any
 
 import torch
 
-from ...checkpoint.safetensors_files import stored_names
-from ...checkpoint.source import ModelSource
-from ...errors import ModelLoadError
-from ..models.causal_lm import CausalLM
-from ..models.encoders.encoder import Encoder
-from ..platforms.platform import DeviceMemory
+from ....checkpoint.safetensors_files import stored_names
+from ....checkpoint.source import ModelSource
+from ....errors import ModelLoadError
+from ...models.causal_lm import CausalLM
+from ...models.encoders.encoder import Encoder
+from ...platforms.platform import DeviceMemory
+from ..scope import Place
 from .gguf_source import read_gguf
 from .random_source import make_random
 from .reading import Source, Target, in_threads
 from .safetensors_source import READERS, read_safetensors, read_shapes
-from .scope import Place
 
 __all__ = ["LoadedWeights", "Progress", "check_layers", "load_weights"]
 
