@@ -436,7 +436,7 @@ BUDGETS = {
     "kernels": 8920,
     "limits": 400,
     "remote": 1640,
-    "runner": 18100,
+    "runner": 18170,
     "server": 5990,
     "telemetry": 1110,
     "testing": 800,
