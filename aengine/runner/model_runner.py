@@ -44,6 +44,7 @@ from .sampling.sampler import Sampler, Sampling
 from .sampling.vocabulary import Vocabulary
 from .staged_writes import StagedArena
 from .transfer import to_device
+from .weights.step_rows import StepRows
 
 __all__ = ["ExecuteModelState", "KvMemory", "Model", "ModelRunner"]
 
@@ -146,6 +147,7 @@ class ModelRunner:
         vocabulary: Vocabulary | None = None,
         exchange: StepExchange | None = None,
         page_copies: PageCopies | None = None,
+        step_rows: StepRows | None = None,
     ) -> None:
         """``graph_sizes``: batch sizes of decode steps that run as one launch; None: all steps run op by op.
         ``max_graph_tokens``: most tokens of a step with prompts whose layers run as one launch.
@@ -155,11 +157,11 @@ class ModelRunner:
         ``exchange``: what this rank exchanges of each step with others; None: nothing, and there are no others. A rank
         that is alone decides by itself what to leave out of a step that it has no memory for; else that is an
         InternalError, as the others are in the step already.
-        ``page_copies``: how pages are copied beyond the pool; None: none are.
+        ``page_copies``: how pages are copied beyond the pool; ``step_rows``: what is told whose tokens a step has.
 
         Ranks exchange tensors within a step, so all of them must do the same: what a step exchanges follows from the
         SchedulerOutputs alone. Whether it runs as a graph or op by op is each rank's own matter."""
-        self._exchange = exchange or StepExchange()
+        self._exchange, self._step_rows = exchange or StepExchange(), step_rows or StepRows()
         self._model = model
         self._kv_memory, self._page_copies = kv_memory, page_copies or PageCopies()
         self.vocab_size = vocab_size
@@ -201,8 +203,7 @@ class ModelRunner:
         self.draft_graphs = make_draft_graphs([] if self.tables.has_states else draft_sizes, parts, enforce_eager)
         self.batch_graphs: BatchGraphs | None = None
         if graph_sizes and not enforce_eager:
-            most_tokens = 0 if self.tables.has_states else max_graph_tokens  # states of prompts are computed one by one
-            sizes, ranks = (max_num_seqs, most_tokens), self._exchange.group
+            sizes, ranks = (max_num_seqs, max_graph_tokens), self._exchange.group
             self.batch_graphs = BatchGraphs(self.requests, self.tables, self.forward_batch, *sizes, platform, ranks)
         self._exchange.use_graphs(self.graphs, self.batch_graphs, self.draft_graphs)
         self._preparations: list[Preparation] | None = None  # None: to be looked for when asked
@@ -287,6 +288,7 @@ class ModelRunner:
         else:
             batch = InputBatch.gather(plan, self.requests, self.tables)
             inputs, attn = batch.inputs, self._kv_memory.bind(batch)
+            self._step_rows.begin(batch.idx_mapping, inputs.query_start_loc, plan.num_tokens)
             received = self._exchange.receive(plan.num_tokens)
             hidden = self._model.forward(inputs.input_ids, inputs.positions, attn, *received)
             rows, seq_lens, last = batch.idx_mapping, batch.inputs.seq_lens, None
@@ -314,17 +316,20 @@ class ModelRunner:
     def forward_batch(self, inputs: PreparedInputs, rows: Tensor) -> Tensor:
         """See `BatchGraphs`: the forward of a step with prompts over a graph's memory."""
         attn = self._kv_memory.bind_batch(inputs, rows, self.tables.table)
+        self._step_rows.begin(rows, inputs.query_start_loc, len(inputs.input_ids))
         received = self._exchange.received(len(inputs.input_ids))
         return self._model.forward(inputs.input_ids, inputs.positions, attn, *received)
 
     def decode(self, inputs: DecodeInputs, rows: Tensor) -> Tensor:
         """See `DecodeModel`: the forward of a step over a graph's memory."""
         attn = self._kv_memory.bind_decode(rows, inputs.seq_lens, self.tables.table)
+        self._step_rows.begin(rows)
         return self._model.forward(inputs.input_ids, inputs.positions, attn, *self._exchange.received(len(rows)))
 
     def decode_drafts(self, inputs: DecodeInputs, rows: Tensor) -> Tensor:
         """See `DecodeModel`."""
         attn = self._kv_memory.bind_drafts(rows, inputs.positions, inputs.seq_lens, self.tables.table)
+        self._step_rows.begin(rows)
         return self._model.forward(inputs.input_ids, inputs.positions, attn, *self._exchange.received(len(rows)))
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -39,7 +39,8 @@ from aengine.runner.platforms.cpu import CpuPlatform
 from aengine.runner.sampling.bitmask_memory import HostBitmasks
 from aengine.runner.sampling.sampler import Sampling
 from aengine.runner.weights.formats import choose_formats
-from aengine.runner.weights.loader import load_weights
+from aengine.runner.weights.sources.loader import load_weights
+from aengine.runner.weights.step_rows import StepRows
 
 if TYPE_CHECKING:
     from aengine.runner.startup.setup import RunnerSetup
@@ -72,21 +73,27 @@ def triton() -> None:
         pytest.skip("the same is tested on the GPU itself")
 
 
-def make_model(folder: Path) -> tuple[ModelConfig, CausalLM]:
+def make_model(folder: Path, step_rows: StepRows | None = None) -> tuple[ModelConfig, CausalLM]:
     from aengine.checkpoint.source import resolve_model
     from aengine.config import EngineConfig
 
     source = resolve_model(EngineConfig.create(str(folder), {}))
     config = read_config(source.hf_config)
-    model = build_model(config, choose_formats("float32", CPU))
+    formats = choose_formats("float32", CPU)
+    model = build_model(config, formats if step_rows is None else replace(formats, step_rows=step_rows))
     load_weights(model, source, 0, lambda *report: None)
     return config, model
 
 
 def make_runner(
-    folder: Path, *, like_gpu: bool, enforce_eager: bool = True, draft_sizes: tuple[int, ...] = ()
+    folder: Path,
+    *,
+    like_gpu: bool,
+    enforce_eager: bool = True,
+    draft_sizes: tuple[int, ...] = (),
+    step_rows: StepRows | None = None,
 ) -> ModelRunner:
-    config, model = make_model(folder)
+    config, model = make_model(folder, step_rows)
     spec = KvCacheSpec(config, NUM_BLOCKS, BLOCK_SIZE, torch.float32, CPU, MAX_SEQS, MAX_LEN)
     spec = replace(spec, max_positions=max(draft_sizes, default=0))
     if like_gpu:
@@ -108,6 +115,7 @@ def make_runner(
         max_graph_tokens=64,
         draft_sizes=draft_sizes,
         enforce_eager=enforce_eager,
+        step_rows=step_rows,
     )
 
 

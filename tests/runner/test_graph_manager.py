@@ -128,7 +128,7 @@ def test_the_graphs_of_a_start_find_what_loading_took_given_back() -> None:
 def make_for_prompts() -> tuple[Log, BatchGraphs]:
     log = Log()
     requests: Any = SimpleNamespace(token_ids=torch.zeros(1))
-    graphs = BatchGraphs(requests, None, None, 8, 32, log)  # type: ignore[arg-type]
+    graphs = BatchGraphs(requests, SimpleNamespace(has_states=False), None, 8, 32, log)  # type: ignore[arg-type]
 
     def step(shape: BatchShape) -> BatchOutputs:
         log._note("step")

@@ -70,7 +70,8 @@ class BatchGraphs:
         self._requests = requests
         self._tables = tables
         self._forward = forward
-        self._tokens = [t for t in _TOKENS if t <= max_tokens]
+        # States of prompts are computed one by one.
+        self._tokens = [] if tables.has_states else [t for t in _TOKENS if t <= max_tokens]
         self._reqs = [*(r for r in _REQUESTS if r < max_num_seqs), max_num_seqs]
         self._words = torch.empty(2 * max_num_seqs, dtype=torch.int64, device=requests.token_ids.device)
         self._graphs: dict[BatchShape, tuple[Graph, BatchOutputs]] = {}

@@ -137,6 +137,7 @@ class RunnerSetup:
             vocabulary=Vocabulary(self.model.vocabulary, self.group),
             exchange=exchange,
             page_copies=page_copies,
+            step_rows=self.model.weights.formats.step_rows,
         )
 
     @contextmanager

@@ -6,7 +6,7 @@
     float16    float16, twice       float32       on a CPU, dtype="auto" and "float16" (float16_cpu.py)
     float16    float16              float16       on a GPU, dtype="float16"
     int8       int8, a scale a row  as above      the checkpoint's quantization_config says so (int8.py)
-    q4_0, ...  a GGUF's blocks      as above      quantization="gguf", for each tensor its type (gguf_source.py)
+    q4_0, ...  a GGUF's blocks      as above      quantization="gguf", for each tensor its type (sources/gguf_source.py)
 
 To add a format of a quantization_config, write its file and name it in `_QUANTISED`.
 """
@@ -26,6 +26,7 @@ from ...kernels.policy import FASTEST, KernelPolicy
 from . import float16_cpu
 from .int8 import read_int8
 from .plain import PlainFormat
+from .step_rows import ROWS_UNSEEN, StepRows
 from .weight import WeightFormat
 
 __all__ = ["AllButIgnored", "QuantisedMatrices", "WeightFormats", "choose_formats"]
@@ -72,6 +73,7 @@ class WeightFormats:
     quantised: QuantisedMatrices | None = None
     device: torch.device = CPU  # the device of the model
     policy: KernelPolicy = FASTEST  # the policy by which products are computed
+    step_rows: StepRows = ROWS_UNSEEN  # what products see of whose tokens they multiply
 
     @property
     def name(self) -> str:

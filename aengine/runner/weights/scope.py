@@ -129,7 +129,7 @@ class WeightScope:
         full = self._prefix + name
         form = self.formats.plain if full.endswith("embed_tokens") else self.formats.of(full)
         policy = self.formats.policy
-        return RowTiledFormat(form, policy) if policy.batch_invariant else form
+        return self.formats.step_rows.around(full, RowTiledFormat(form, policy) if policy.batch_invariant else form)
 
     def want(
         self,

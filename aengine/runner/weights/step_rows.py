@@ -1,0 +1,57 @@
+"""Which row each token of a step belongs to, for products that differ by request, as adapters' do.
+
+A product is given x alone, and no layer knows whose its tokens are. Where that matters, the engine's formats have a
+`StepRows` of their own: `around` puts a format of its own around that of each matrix, and `begin` is called before the
+layers of each step, so that the weights so made find the rows of x's tokens. What `begin` queues is captured with the
+step, over memory that the graph replays. Without one there is nothing around a format, and nothing is queued.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .weight import WeightFormat
+
+__all__ = ["ROWS_UNSEEN", "StepRows", "TokenRows"]
+
+
+class StepRows:
+    """Products depend on x alone."""
+
+    def around(self, name: str, form: WeightFormat) -> WeightFormat:
+        """Return the format of the matrix of this name, which the checkpoint keeps in ``form``. A weight that asks for
+        rows must be multiplied by all tokens of a step: that of the head is not."""
+        return form
+
+    def begin(self, rows: Tensor, query_start_loc: Tensor | None = None, num_tokens: int = 0) -> None:
+        """Queue what the layers of a step need that are run next.
+
+        Args:
+            rows: int64 [n], on the device: the row of each token, or with ``query_start_loc`` of each request; -1 for
+                padding
+            query_start_loc: int32 [n + 1]: where each request's tokens begin and the last one's end
+            num_tokens: tokens of the step with ``query_start_loc``; those past its end are padding
+        """
+
+
+ROWS_UNSEEN = StepRows()
+
+
+class TokenRows(StepRows):
+    """The row of each token of the step that is run."""
+
+    def __init__(self) -> None:
+        self.of_tokens: Tensor  # int64 [num_tokens], on the device; -1 for padding
+
+    def begin(self, rows: Tensor, query_start_loc: Tensor | None = None, num_tokens: int = 0) -> None:
+        self.of_tokens = rows
+        if query_start_loc is not None:
+            tokens = torch.arange(num_tokens, dtype=torch.int32, device=rows.device)
+            request = torch.searchsorted(query_start_loc[1:], tokens, right=True)
+            self.of_tokens = torch.where(
+                tokens < query_start_loc[-1], rows.index_select(0, request.clamp_(max=len(rows) - 1)), -1
+            )

@@ -1,0 +1,102 @@
+"""Products that differ from request to request: each token gets what belongs to its own row, in steps of every kind."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from test_gpu_path import make_runner, write_model
+from torch import Tensor
+
+from aengine.ipc.messages import DraftColumns, NewRequest, SchedulerOutput, int32
+from aengine.kernels.dispatch import triton_everywhere
+from aengine.runner.model_runner import ModelRunner
+from aengine.runner.weights.step_rows import TokenRows
+from aengine.runner.weights.weight import ExpertWeights, StoredTensor, Weight, WeightFormat
+
+pytestmark = pytest.mark.usefixtures("few_idle_programs")
+HIDDEN_SIZE = 48  # tiny.py's
+
+
+class ByRow(Weight):
+    def __init__(self, inner: Weight, own: AddsByRow) -> None:
+        self.inner, self.own, self.bias = inner, own, inner.bias
+
+    def multiply(self, x: Tensor) -> Tensor:
+        assert len(self.own.of_tokens) == len(x)
+        return self.inner.multiply(x) + self.own.table.index_select(0, self.own.of_tokens)  # the last row is padding's
+
+
+class AroundFormat:
+    def __init__(self, inner: WeightFormat, own: AddsByRow) -> None:
+        self.inner, self.own, self.name = inner, own, inner.name
+
+    def tensors(self, out_features: int, in_features: int, has_bias: bool) -> list[StoredTensor]:
+        return self.inner.tensors(out_features, in_features, has_bias)
+
+    def make(self, tensors: Mapping[str, Tensor]) -> Weight:
+        return ByRow(self.inner.make(tensors), self.own)
+
+    def make_experts(self, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device) -> ExpertWeights:
+        raise AssertionError("no model here has experts")
+
+
+class AddsByRow(TokenRows):
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.table = table  # float32 [rows, hidden_size]
+
+    def begin(self, rows: Tensor, query_start_loc: Tensor | None = None, num_tokens: int = 0) -> None:
+        super().begin(rows, query_start_loc, num_tokens)
+        self.of_tokens = self.of_tokens.remainder(len(self.table))
+
+    def around(self, name: str, form: WeightFormat) -> WeightFormat:
+        return AroundFormat(form, self) if name.endswith("down_proj") else form
+
+
+def tokens_of(runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The first prompt, the second one's end beside a decode, decodes alone, then beside drafts that are wrong."""
+    new = {
+        i: NewRequest(i, int32(ids), len(ids), 0, int32(range(6 * i, 6 * i + 6)), temperature=0.0)
+        for i, ids in enumerate(prompts)
+    }
+    tokens: list[list[int]] = [[], []]
+    batches = [{0: len(prompts[0]), 1: 4}, {0: 1, 1: len(prompts[1]) - 4}, {1: 1, 0: 1}, {0: 1, 1: 3}]
+    for step_id, batch in enumerate(batches):
+        out = SchedulerOutput(step_id, req_idx=int32(batch), num_scheduled_tokens=int32(batch.values()))
+        out.new_requests = [new.pop(row) for row in batch if row in new]
+        if step_id == 3:
+            out.drafts = DraftColumns(int32([0, 2]), int32([5, 6]), int32([0, 0]))
+        runner.execute_model(out)
+        answer = runner.sample_tokens(None).get()
+        assert answer.errors == []
+        token_ids = list(answer.token_ids)
+        for row, count in zip(batch, answer.num_tokens(), strict=True):
+            tokens[row] += token_ids[:count]
+            del token_ids[: count if answer.counts is not None else 1]
+    return tokens
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding is computed with whatever lies in memory
+@pytest.mark.parametrize("how", ["torch", "layers", "graphs"])
+def test_each_token_gets_what_is_its_rows(tmp_path: Path, rng: random.Random, how: str) -> None:
+    """As it would if what is its row's were everybody's."""
+    folder = write_model(tmp_path, "qwen3")
+    prompts = [[rng.randrange(300) for _ in range(length)] for length in (40, 30)]  # each step has a shape of its own
+    table = torch.randn(2, HIDDEN_SIZE) * 3
+    expected = [
+        tokens_of(make_runner(folder, like_gpu=False, step_rows=AddsByRow(row.expand(3, -1))), prompts)[i]
+        for i, row in enumerate(table)
+    ]
+    own = AddsByRow(torch.cat((table, torch.full((1, HIDDEN_SIZE), torch.nan))))
+    sizes = (4, 8, 16) if how == "graphs" else ()
+    runner = make_runner(
+        folder, like_gpu=how != "torch", enforce_eager=how != "layers", draft_sizes=sizes, step_rows=own
+    )
+    with contextlib.nullcontext() if how == "torch" else triton_everywhere():
+        assert tokens_of(runner, prompts) == expected
+    assert expected[0] != expected[1]
