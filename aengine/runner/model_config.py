@@ -58,7 +58,10 @@ class ModelConfig:
     ropes: tuple[RopeConfig, ...]
     sliding_windows: tuple[int | None, ...]
     checkpoint_dtype: str  # "float32", "bfloat16", "float16", or "" when the checkpoint does not say
+    rope_of_layers: tuple[int | None, ...] = ()  # index into ``ropes``; None: no rotary positions; (): all the first
     activation: Activation = "silu"  # activation of the gates of feed-forward layers
+    attention_bias: bool = False  # q, k, v and the output of attention have biases
+    mlp_bias: bool = False
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float = 0.0  # c in c * tanh(logits / c); 0: no cap

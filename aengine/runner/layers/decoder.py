@@ -4,7 +4,8 @@
 residual ───┴───────────────────────────────────────+─────┴─────────────────────────────────────+───
 
 Families differ in the activation, in norms of the outputs before the sums (``post_norm``), and in factors of the
-embeddings, the outputs and the logits.
+embeddings, the outputs and the logits. `Decoder.make_layer` makes this layer; what a family has in place of one of its
+parts it says by overriding the method that makes the part.
 
 Each norm is a part of the product after it, each sum of the product before it, so that both can be one kernel; rotary
 (and norms of q and k) is a part of the attention, for the same reason.
@@ -12,9 +13,8 @@ Each norm is a part of the product after it, each sum of the product before it, 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from ..weights.scope import WeightScope
 from .attention import AttentionCall, AttentionLayer, Sinks
 from .embedding import Embedding
 from .linear import Features, Linear
+from .mlp import GatedMLP
 from .moe import MoE
 from .norm import LayerNorm, RMSNorm
 
@@ -96,21 +97,10 @@ class SelfAttention:
 class DecoderLayer:
     """An attention and a feed-forward layer, each with a norm before it."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: WeightScope,
-        attention: Mixer,
-        mlp: FeedForward,
-        *,
-        input_norm: RMSNorm | None = None,
-        mlp_norm: RMSNorm | None = None,
-    ) -> None:
-        """Build the layer. Norms that are not given are read by Llama's names."""
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_norm = input_norm or RMSNorm(weights.at("input_layernorm"), size, eps)
+    def __init__(self, input_norm: RMSNorm, attention: Mixer, mlp_norm: RMSNorm, mlp: FeedForward) -> None:
+        self.input_norm = input_norm
         self.attention = attention
-        self.mlp_norm = mlp_norm or RMSNorm(weights.at("post_attention_layernorm"), size, eps)
+        self.mlp_norm = mlp_norm
         self.mlp = mlp
 
     def __call__(self, residual: Tensor, attn: AttentionCall) -> None:
@@ -124,7 +114,7 @@ class DecoderLayer:
             self.mlp.join(residual, self.mlp_norm)
 
 
-class Decoder(ABC, Generic[Config]):
+class Decoder(Generic[Config]):
     """A `CausalLM` (runner/models/): an embedding, the layers that its family makes, a norm and a head."""
 
     last_norm: ClassVar = "model.norm"  # its name in the checkpoint
@@ -147,13 +137,47 @@ class Decoder(ABC, Generic[Config]):
             head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
             self.lm_head = Linear(weights, size, {head: self.vocabulary.share}, self.has_head_bias)
 
-    @abstractmethod
     def make_layer(self, index: int, weights: WeightScope) -> Callable[[Tensor, AttentionCall], None]:
         """Make layer ``index``, which changes the residual stream [num_tokens, hidden_size] in place."""
+        return DecoderLayer(
+            self.make_norm(weights.at("input_layernorm")),
+            self.make_mixer(index, weights),
+            self.make_norm(weights.at("post_attention_layernorm")),
+            self.make_feed_forward(index, weights),
+        )
 
-    def make_norm(self, weights: WeightScope) -> RMSNorm:
-        """Make a norm of rows of the residual stream."""
-        return RMSNorm(weights, self.config.hidden_size, self.config.rms_norm_eps)
+    def make_mixer(self, index: int, weights: WeightScope) -> Mixer:
+        """Make what mixes the tokens in layer ``index``. ``weights``: the layer's, as of `make_feed_forward`."""
+        return self.make_attention(index, weights.at("self_attn"))
+
+    def make_feed_forward(self, index: int, weights: WeightScope) -> FeedForward:
+        """Make the part of layer ``index`` that computes each token by itself."""
+        return self.make_mlp(weights.at("mlp"))
+
+    def make_attention(self, index: int, scope: WeightScope, **options: Any) -> SelfAttention:
+        """Make the attention of layer ``index``. ``options``: those of `SelfAttention`, in place of what follows from
+        the config."""
+        config: ModelConfig = self.config
+        given = {
+            "qkv_bias": config.attention_bias,
+            "o_bias": config.attention_bias,
+            "rope": config.rope_of_layers[index] if config.rope_of_layers else 0,
+        }
+        return SelfAttention(config, index, scope, **(given | options))
+
+    def make_mlp(self, scope: WeightScope, **options: Any) -> GatedMLP:
+        """Make a gated feed-forward layer. ``options``: those of `GatedMLP`, likewise."""
+        config: ModelConfig = self.config
+        given = {"activation": config.activation, "bias": config.mlp_bias}
+        return GatedMLP(scope, config.hidden_size, config.intermediate_size, **(given | options))
+
+    def head_norms(self, scope: WeightScope) -> dict[str, RMSNorm]:
+        """Make the norms of each head of q and k, as options of `make_attention`."""
+        return {name: self.make_norm(scope.at(name), self.config.head_dim) for name in ("q_norm", "k_norm")}
+
+    def make_norm(self, weights: WeightScope, size: int | None = None) -> RMSNorm:
+        """Make a norm of rows of ``size`` elements; None: of the residual stream."""
+        return RMSNorm(weights, size or self.config.hidden_size, self.config.rms_norm_eps)
 
     def make_last_norm(self, weights: WeightScope) -> RMSNorm | LayerNorm:
         """Make the norm before the head."""

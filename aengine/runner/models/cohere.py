@@ -13,8 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..distributed.shares import Share, part_of
-from ..layers.decoder import SelfAttention
-from ..layers.mlp import GatedMLP
 from ..layers.own_norms import LayerNormDecoder, ParallelLayer
 from ..model_config import ConfigReader, ModelConfig
 from ..weights.gguf_names import GgufNames
@@ -32,9 +30,7 @@ _DEFAULTS_OF: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CohereConfig(ModelConfig):
-    attention_bias: bool
     has_qk_norm: bool
-    rotates: tuple[bool, ...]  # [num_layers]: the layer has rotary positions
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
@@ -52,7 +48,9 @@ class CohereConfig(ModelConfig):
             has_qk_norm=not has_windows and keys.flag("use_qk_norm"),
             logit_scale=keys.number("logit_scale"),
             sliding_windows=keys.windows(window),
-            rotates=tuple(not has_windows or (window is not None and kind == "sliding_attention") for kind in types),
+            rope_of_layers=tuple(
+                0 if not has_windows or (window and kind == "sliding_attention") else None for kind in types
+            ),
         )
 
 
@@ -88,16 +86,8 @@ class Cohere(LayerNormDecoder[CohereConfig]):
     has_norm_bias = False
 
     def make_layer(self, index: int, weights: WeightScope) -> ParallelLayer:
-        config, scope, bias = self.config, weights.at("self_attn"), self.config.attention_bias
-        attention = SelfAttention(
-            config,
-            index,
-            scope,
-            qkv_bias=bias,
-            o_bias=bias,
-            rope=0 if config.rotates[index] else None,
-            qk_norm=HeadNorms(scope, config) if config.has_qk_norm else None,
-        )
-        sizes = config.hidden_size, config.intermediate_size
-        mlp = GatedMLP(weights.at("mlp"), *sizes, activation=config.activation)
-        return ParallelLayer(self.make_layer_norm(weights.at("input_layernorm")), attention, mlp)
+        scope = weights.at("self_attn")
+        qk_norm = HeadNorms(scope, self.config) if self.config.has_qk_norm else None
+        attention = self.make_attention(index, scope, qk_norm=qk_norm)
+        norm = self.make_layer_norm(weights.at("input_layernorm"))
+        return ParallelLayer(norm, attention, self.make_mlp(weights.at("mlp")))

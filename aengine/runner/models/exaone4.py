@@ -4,12 +4,9 @@ of each head of q and k. In the large model three layers of four have windows, a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Self
 
 from ..layers.decoder import Decoder, SelfAttention
-from ..layers.mlp import GatedMLP
-from ..layers.norm import RMSNorm
 from ..layers.own_norms import NormAfterLayer
 from ..model_config import ConfigReader, ModelConfig
 from ..weights.gguf_names import GgufNames
@@ -21,10 +18,7 @@ _DEFAULTS = {"rms_norm_eps": 1e-5, "num_key_value_heads": 32, "sliding_window": 
 """What config.json may leave out."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Exaone4Config(ModelConfig):
-    rotates: tuple[bool, ...]  # [num_layers]: the layer has rotary positions
-
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
         keys = ConfigReader(hf, _DEFAULTS)
@@ -37,7 +31,7 @@ class Exaone4Config(ModelConfig):
         return cls(
             **keys.decoder(),
             sliding_windows=keys.windows(window),
-            rotates=tuple(window is None or kind == "sliding_attention" for kind in types),
+            rope_of_layers=tuple(0 if window is None or kind == "sliding_attention" else None for kind in types),
         )
 
 
@@ -46,21 +40,10 @@ class Exaone4(Decoder[Exaone4Config]):
     gguf = GgufNames()
 
     def make_layer(self, index: int, weights: WeightScope) -> NormAfterLayer:
-        config, scope = self.config, weights.at("self_attn")
-        attention = SelfAttention(
-            config,
-            index,
-            scope,
-            q_norm=RMSNorm(scope.at("q_norm"), config.head_dim, config.rms_norm_eps),
-            k_norm=RMSNorm(scope.at("k_norm"), config.head_dim, config.rms_norm_eps),
-            rope=0 if config.rotates[index] else None,
-            post_norm=self.make_norm(weights.at("post_attention_layernorm")),
-        )
-        mlp = GatedMLP(
-            weights.at("mlp"),
-            config.hidden_size,
-            config.intermediate_size,
-            activation=config.activation,
-            post_norm=self.make_norm(weights.at("post_feedforward_layernorm")),
-        )
-        return NormAfterLayer(attention, mlp)
+        post_norm = self.make_norm(weights.at("post_attention_layernorm"))
+        attention = self.make_attention(index, weights.at("self_attn"), post_norm=post_norm)
+        post_norm = self.make_norm(weights.at("post_feedforward_layernorm"))
+        return NormAfterLayer(attention, self.make_mlp(weights.at("mlp"), post_norm=post_norm))
+
+    def make_attention(self, index: int, scope: WeightScope, **options: Any) -> SelfAttention:
+        return super().make_attention(index, scope, **self.head_norms(scope), **options)

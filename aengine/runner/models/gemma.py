@@ -14,7 +14,6 @@ from typing import Any, Self
 from ...checkpoint.value_reader import ValueReader
 from ...errors import ModelLoadError
 from ..layers.decoder import Decoder, DecoderLayer, SelfAttention
-from ..layers.mlp import GatedMLP
 from ..layers.norm import RMSNorm
 from ..model_config import ConfigReader, ModelConfig
 from ..weights.gguf_names import GgufNames
@@ -37,10 +36,8 @@ _DEFAULTS_3 = {**_DEFAULTS, "vocab_size": 262_208, "max_position_embeddings": 13
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmaConfig(ModelConfig):
-    attention_bias: bool
     attention_scale: float  # factor of q k^T
     attention_softcap: float  # 0: none
-    rope_of_layers: tuple[int, ...]  # indices into ``ropes``
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
@@ -142,56 +139,25 @@ class Gemma(Decoder[GemmaConfig]):
     def make_norm(self, weights: WeightScope, size: int | None = None) -> RMSNorm:
         return RMSNorm(weights, size or self.config.hidden_size, self.config.rms_norm_eps, plus_one=True)
 
-    def make_attention(
-        self, index: int, scope: WeightScope, post_norm: RMSNorm | None, *, qk_norm: bool = False
-    ) -> SelfAttention:
-        config = self.config
-        return SelfAttention(
-            config,
-            index,
-            scope,
-            qkv_bias=config.attention_bias,
-            o_bias=config.attention_bias,
-            q_norm=self.make_norm(scope.at("q_norm"), config.head_dim) if qk_norm else None,
-            k_norm=self.make_norm(scope.at("k_norm"), config.head_dim) if qk_norm else None,
-            scale=config.attention_scale,
-            rope=config.rope_of_layers[index],
-            softcap=config.attention_softcap,
-            post_norm=post_norm,
-        )
-
-    def make_mlp(self, weights: WeightScope, post_norm: RMSNorm | None) -> GatedMLP:
-        sizes = self.config.hidden_size, self.config.intermediate_size
-        return GatedMLP(weights.at("mlp"), *sizes, activation=self.config.activation, post_norm=post_norm)
-
-    def make_layer(self, index: int, weights: WeightScope) -> DecoderLayer:
-        return DecoderLayer(
-            self.config,
-            weights,
-            self.make_attention(index, weights.at("self_attn"), None),
-            self.make_mlp(weights, None),
-            input_norm=self.make_norm(weights.at("input_layernorm")),
-            mlp_norm=self.make_norm(weights.at("post_attention_layernorm")),
-        )
+    def make_attention(self, index: int, scope: WeightScope, **options: Any) -> SelfAttention:
+        of_scores = {"scale": self.config.attention_scale, "softcap": self.config.attention_softcap}
+        return super().make_attention(index, scope, **of_scores, **options)
 
 
 class Gemma2(Gemma):
     gguf = GgufNames(norms_plus_one=True).renamed(_SANDWICH)
-    has_qk_norm = False
 
     def make_layer(self, index: int, weights: WeightScope) -> DecoderLayer:
         """Make a layer with norms before and after attention and feed-forward."""
         norm_of = {name: self.make_norm(weights.at(name)) for name in _SANDWICH.values()}
-        scope, post_norm = weights.at("self_attn"), norm_of["post_attention_layernorm"]
         return DecoderLayer(
-            self.config,
-            weights,
-            self.make_attention(index, scope, post_norm, qk_norm=self.has_qk_norm),
-            self.make_mlp(weights, norm_of["post_feedforward_layernorm"]),
-            input_norm=norm_of["input_layernorm"],
-            mlp_norm=norm_of["pre_feedforward_layernorm"],
+            norm_of["input_layernorm"],
+            self.make_attention(index, weights.at("self_attn"), post_norm=norm_of["post_attention_layernorm"]),
+            norm_of["pre_feedforward_layernorm"],
+            self.make_mlp(weights.at("mlp"), post_norm=norm_of["post_feedforward_layernorm"]),
         )
 
 
 class Gemma3(Gemma2):
-    has_qk_norm = True
+    def make_attention(self, index: int, scope: WeightScope, **options: Any) -> SelfAttention:
+        return super().make_attention(index, scope, **self.head_norms(scope), **options)

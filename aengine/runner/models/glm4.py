@@ -4,11 +4,9 @@ tensor of the checkpoint; half of each head turns, neighbours in pairs."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Self
 
-from ..layers.decoder import Decoder, DecoderLayer, SelfAttention
-from ..layers.mlp import GatedMLP
+from ..layers.decoder import Decoder, DecoderLayer
 from ..model_config import ConfigReader, ModelConfig
 from ..weights.gguf_names import PACKED_LAYER, GgufNames
 from ..weights.scope import WeightScope
@@ -25,10 +23,7 @@ _DEFAULTS = {
 """What config.json may leave out."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Glm4Config(ModelConfig):
-    attention_bias: bool  # whether q, k and v have a bias
-
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
         keys = ConfigReader(hf, _DEFAULTS)
@@ -49,20 +44,9 @@ class Glm4(Decoder[Glm4Config]):
     )
 
     def make_layer(self, index: int, weights: WeightScope) -> DecoderLayer:
-        config = self.config
-        attention = SelfAttention(
-            config,
-            index,
-            weights.at("self_attn"),
-            qkv_bias=config.attention_bias,
-            post_norm=self.make_norm(weights.at("post_self_attn_layernorm")),
-        )
-        mlp = GatedMLP(
-            weights.at("mlp"),
-            config.hidden_size,
-            config.intermediate_size,
-            activation=config.activation,
-            packed=True,
-            post_norm=self.make_norm(weights.at("post_mlp_layernorm")),
-        )
-        return DecoderLayer(config, weights, attention, mlp)
+        post_norm = self.make_norm(weights.at("post_self_attn_layernorm"))
+        attention = self.make_attention(index, weights.at("self_attn"), o_bias=False, post_norm=post_norm)
+        post_norm = self.make_norm(weights.at("post_mlp_layernorm"))
+        mlp = self.make_mlp(weights.at("mlp"), packed=True, post_norm=post_norm)
+        norms = (self.make_norm(weights.at(name)) for name in ("input_layernorm", "post_attention_layernorm"))
+        return DecoderLayer(next(norms), attention, next(norms), mlp)

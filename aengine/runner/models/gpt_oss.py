@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from ...kernels.expert_types import ExpertGate, RoutingRule
 from ..layers.attention import HeadSinks
-from ..layers.decoder import Decoder, DecoderLayer, SelfAttention
+from ..layers.decoder import Decoder, FeedForward, SelfAttention
 from ..layers.moe import Experts, MoE, Router
 from ..model_config import ConfigReader, ModelConfig
 from ..weights.gguf_names import EXPERT_NAMES, GgufNames
@@ -42,7 +42,6 @@ _DEFAULTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GptOssConfig(ModelConfig):
-    attention_bias: bool
     experts_per_token: int
     gate: ExpertGate
     is_gguf: bool
@@ -86,12 +85,12 @@ class GptOss(Decoder[GptOssConfig]):
         }
     )
 
-    def make_layer(self, index: int, weights: WeightScope) -> DecoderLayer:
-        config, size, scope = self.config, self.config.hidden_size, weights.at("self_attn")
-        bias = config.attention_bias
-        sinks = HeadSinks(scope, config.num_heads, "sinks.weight" if config.is_gguf else "sinks")
-        attention = SelfAttention(config, index, scope, qkv_bias=bias, o_bias=bias, sinks=sinks)
-        mlp = weights.at("mlp")
+    def make_attention(self, index: int, scope: WeightScope, **options: Any) -> SelfAttention:
+        sinks = HeadSinks(scope, self.config.num_heads, "sinks.weight" if self.config.is_gguf else "sinks")
+        return super().make_attention(index, scope, sinks=sinks, **options)
+
+    def make_feed_forward(self, index: int, weights: WeightScope) -> FeedForward:
+        config, size, mlp = self.config, self.config.hidden_size, weights.at("mlp")
         rule = RoutingRule(config.experts_per_token)
         router = Router(mlp, size, config.num_experts, rule, name="router", bias=True)
         layout = Mxfp4Experts() if config.is_mxfp4 else TransposedExperts()
@@ -105,4 +104,4 @@ class GptOss(Decoder[GptOssConfig]):
             bias=True,
             layout=None if config.is_gguf else layout,
         )
-        return DecoderLayer(config, weights, attention, MoE(size, router, experts))
+        return MoE(size, router, experts)

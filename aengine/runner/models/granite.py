@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from ..layers.decoder import Decoder, DecoderLayer, SelfAttention
+from ..layers.decoder import Decoder, SelfAttention
 from ..layers.mlp import GatedMLP
 from ..model_config import ConfigReader, ModelConfig
 from ..weights.gguf_names import GgufNames
@@ -17,8 +17,6 @@ __all__ = ["Granite", "GraniteConfig"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraniteConfig(ModelConfig):
-    attention_bias: bool
-    mlp_bias: bool
     attention_scale: float  # factor of q k^T
     residual_scale: float  # factor of what attention and feed-forward add to the residual
 
@@ -41,18 +39,9 @@ class Granite(Decoder[GraniteConfig]):
     config_class = GraniteConfig
     gguf = GgufNames(interleaved=("q_proj", "k_proj"))
 
-    def make_layer(self, index: int, weights: WeightScope) -> DecoderLayer:
-        config, bias, factor = self.config, self.config.attention_bias, self.config.residual_scale
-        scope, size = weights.at("self_attn"), config.intermediate_size
-        attention = SelfAttention(
-            config, index, scope, qkv_bias=bias, o_bias=bias, scale=config.attention_scale, out_scale=factor
-        )
-        mlp = GatedMLP(
-            weights.at("mlp"),
-            config.hidden_size,
-            size,
-            activation=config.activation,
-            bias=config.mlp_bias,
-            out_scale=factor,
-        )
-        return DecoderLayer(config, weights, attention, mlp)
+    def make_attention(self, index: int, scope: WeightScope, **options: Any) -> SelfAttention:
+        factors = {"scale": self.config.attention_scale, "out_scale": self.config.residual_scale}
+        return super().make_attention(index, scope, **factors, **options)
+
+    def make_mlp(self, scope: WeightScope, **options: Any) -> GatedMLP:
+        return super().make_mlp(scope, out_scale=self.config.residual_scale, **options)

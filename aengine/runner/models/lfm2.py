@@ -3,17 +3,16 @@ head by head, before rotary."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 from torch import Tensor
 
 from ..kv_spec import FullKV, LayerKV, StateKV
-from ..layers.attention import AttentionCall, AttentionLayer
-from ..layers.decoder import Decoder
+from ..layers.attention import AttentionCall
+from ..layers.decoder import Decoder, DecoderLayer, Mixer
 from ..layers.linear import Linear
-from ..layers.mlp import GatedMLP
 from ..layers.norm import RMSNorm
 from ..layers.short_conv import ShortConv
 from ..model_config import ConfigReader, ModelConfig
@@ -91,21 +90,6 @@ class Convolution:
         self.out.add_to(residual, c * self.conv(b * x, attn.states(self._index)))
 
 
-class Attention:
-    def __init__(self, config: Lfm2Config, index: int, scope: WeightScope) -> None:
-        size, eps = config.hidden_size, config.rms_norm_eps
-        q, kv = scope.share(config.q_size), scope.share(config.kv_size, config.kv_copies)
-        self.qkv = Linear(scope, size, {"q_proj": q, "k_proj": kv, "v_proj": kv})
-        self.out = Linear(scope, q, {"out_proj": size})
-        q_norm = RMSNorm(scope.at("q_layernorm"), config.head_dim, eps)
-        k_norm = RMSNorm(scope.at("k_layernorm"), config.head_dim, eps)
-        self.layer = AttentionLayer.make(config, index, q_norm, k_norm)
-
-    def __call__(self, residual: Tensor, norm: RMSNorm, attn: AttentionCall) -> None:
-        """Add the output for norm(residual) to ``residual`` [num_tokens, hidden_size], in place."""
-        self.out.add_to(residual, attn.forward(self.layer, self.qkv.after_norm(residual, norm)))
-
-
 class Lfm2(Decoder[Lfm2Config]):
     config_class = Lfm2Config
     last_norm = "model.embedding_norm"
@@ -127,21 +111,17 @@ class Lfm2(Decoder[Lfm2Config]):
         }
     )
 
-    def make_layer(self, index: int, weights: WeightScope) -> Callable[[Tensor, AttentionCall], None]:
-        config = self.config
-        operator_norm = self.make_norm(weights.at("operator_norm"))
-        mixer: Convolution | Attention
-        if config.is_convolution[index]:
-            mixer = Convolution(config, index, weights.at("conv"))
-        else:
-            mixer = Attention(config, index, weights.at("self_attn"))
-        ffn_norm = self.make_norm(weights.at("ffn_norm"))
-        names = ("w1", "w3", "w2")
-        sizes = config.hidden_size, config.intermediate_size
-        mlp = GatedMLP(weights.at("feed_forward"), *sizes, activation=config.activation, names=names)
+    def make_layer(self, index: int, weights: WeightScope) -> DecoderLayer:
+        return DecoderLayer(
+            self.make_norm(weights.at("operator_norm")),
+            self.make_mixer(index, weights),
+            self.make_norm(weights.at("ffn_norm")),
+            self.make_mlp(weights.at("feed_forward"), names=("w1", "w3", "w2")),
+        )
 
-        def layer(residual: Tensor, attn: AttentionCall) -> None:
-            mixer(residual, operator_norm, attn)
-            mlp(residual, ffn_norm)
-
-        return layer
+    def make_mixer(self, index: int, weights: WeightScope) -> Mixer:
+        if self.config.is_convolution[index]:
+            return Convolution(self.config, index, weights.at("conv"))
+        scope = weights.at("self_attn")
+        norms = {name: self.make_norm(scope.at(f"{name}_layernorm"), self.config.head_dim) for name in ("q", "k")}
+        return self.make_attention(index, scope, q_norm=norms["q"], k_norm=norms["k"], out_name="out_proj")

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self
 
-from ..layers.decoder import Decoder, DecoderLayer, SelfAttention
-from ..layers.mlp import GatedMLP
+from ..layers.decoder import Decoder
 from ..model_config import ConfigReader, ModelConfig
 from ..weights.gguf_names import GgufNames
-from ..weights.scope import WeightScope
 
 __all__ = ["Mistral", "MistralConfig"]
 
@@ -42,10 +40,3 @@ class MistralConfig(ModelConfig):
 class Mistral(Decoder[MistralConfig]):
     config_class = MistralConfig
     gguf = GgufNames(interleaved=("q_proj", "k_proj"))
-
-    def make_layer(self, index: int, weights: WeightScope) -> DecoderLayer:
-        config, scope = self.config, weights.at("self_attn")
-        attention = SelfAttention(config, index, scope)
-        sizes = config.hidden_size, config.intermediate_size
-        mlp = GatedMLP(weights.at("mlp"), *sizes, activation=config.activation)
-        return DecoderLayer(config, weights, attention, mlp)

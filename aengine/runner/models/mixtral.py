@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from ...kernels.expert_types import ExpertGate, RoutingRule
-from ..layers.decoder import Decoder, DecoderLayer, SelfAttention
+from ..layers.decoder import Decoder, FeedForward
 from ..layers.moe import Experts, MoE, Router
 from ..model_config import ConfigReader, ModelConfig
 from ..weights.gguf_names import GgufNames
@@ -42,9 +42,8 @@ class Mixtral(Decoder[MixtralConfig]):
     config_class = MixtralConfig
     gguf = GgufNames()  # llama.cpp converts it as a model of Llama, which has no experts here
 
-    def make_layer(self, index: int, weights: WeightScope) -> DecoderLayer:
+    def make_feed_forward(self, index: int, weights: WeightScope) -> FeedForward:
         config, size, scope = self.config, self.config.hidden_size, weights.at("block_sparse_moe")
-        attention = SelfAttention(config, index, weights.at("self_attn"))
         router = Router(scope, size, config.num_experts, RoutingRule(config.experts_per_token))
         experts = Experts(
             scope.at("experts"),
@@ -55,4 +54,4 @@ class Mixtral(Decoder[MixtralConfig]):
             gate_up=("w1", "w3"),
             down="w2",
         )
-        return DecoderLayer(config, weights, attention, MoE(size, router, experts))
+        return MoE(size, router, experts)

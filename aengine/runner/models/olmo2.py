@@ -5,12 +5,10 @@ own."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Self
 
 from ...checkpoint.value_reader import ValueReader
 from ..layers.decoder import Decoder, SelfAttention
-from ..layers.mlp import GatedMLP
 from ..layers.norm import QKNorm
 from ..layers.own_norms import NormAfterLayer
 from ..model_config import ConfigReader, ModelConfig
@@ -24,11 +22,7 @@ _DEFAULTS_3 = {**_DEFAULTS, "rope_theta": 500_000.0, "sliding_window": 4096}
 """What config.json may leave out."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Olmo2Config(ModelConfig):
-    attention_bias: bool
-    rope_of_layers: tuple[int, ...]  # indices into ``ropes``
-
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
         has_windows = hf["model_type"] == "olmo3"
@@ -59,23 +53,13 @@ class Olmo2(Decoder[Olmo2Config]):
     gguf = GgufNames()
 
     def make_layer(self, index: int, weights: WeightScope) -> NormAfterLayer:
-        config, scope, bias = self.config, weights.at("self_attn"), self.config.attention_bias
+        post_norm = self.make_norm(weights.at("post_attention_layernorm"))
+        attention = self.make_attention(index, weights.at("self_attn"), post_norm=post_norm)
+        post_norm = self.make_norm(weights.at("post_feedforward_layernorm"))
+        return NormAfterLayer(attention, self.make_mlp(weights.at("mlp"), post_norm=post_norm))
+
+    def make_attention(self, index: int, scope: WeightScope, **options: Any) -> SelfAttention:
+        config = self.config
         q, k = scope.share(config.q_size), scope.share(config.kv_size, config.kv_copies)
-        attention = SelfAttention(
-            config,
-            index,
-            scope,
-            qkv_bias=bias,
-            o_bias=bias,
-            rope=config.rope_of_layers[index],
-            post_norm=self.make_norm(weights.at("post_attention_layernorm")),
-            qk_norm=QKNorm(scope, q, k, config.rms_norm_eps),
-        )
-        mlp = GatedMLP(
-            weights.at("mlp"),
-            config.hidden_size,
-            config.intermediate_size,
-            activation=config.activation,
-            post_norm=self.make_norm(weights.at("post_feedforward_layernorm")),
-        )
-        return NormAfterLayer(attention, mlp)
+        qk_norm = QKNorm(scope, q, k, config.rms_norm_eps)
+        return super().make_attention(index, scope, qk_norm=qk_norm, **options)

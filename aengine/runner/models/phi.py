@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self
 
-from ..layers.decoder import SelfAttention
 from ..layers.mlp import MLP
 from ..layers.own_norms import LayerNormDecoder, ParallelLayer
 from ..model_config import ConfigReader, ModelConfig, NotNativeError
@@ -44,8 +43,8 @@ class Phi(LayerNormDecoder[PhiConfig]):
     has_head_bias = True
 
     def make_layer(self, index: int, weights: WeightScope) -> ParallelLayer:
-        config, scope = self.config, weights.at("self_attn")
-        attention = SelfAttention(config, index, scope, qkv_bias=True, o_bias=True, out_name="dense")
+        config, biases = self.config, {"qkv_bias": True, "o_bias": True}
+        attention = self.make_attention(index, weights.at("self_attn"), out_name="dense", **biases)
         sizes = config.hidden_size, config.intermediate_size
         mlp = MLP(weights.at("mlp"), *sizes, activation=config.activation, names=("fc1", "fc2"))
         return ParallelLayer(self.make_layer_norm(weights.at("input_layernorm")), attention, mlp)

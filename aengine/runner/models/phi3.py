@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self
 
-from ..layers.decoder import Decoder, DecoderLayer, SelfAttention
+from ..layers.decoder import Decoder, SelfAttention
 from ..layers.mlp import GatedMLP
 from ..model_config import ConfigReader, ModelConfig
 from ..weights.gguf_names import PACKED_LAYER, GgufNames
@@ -39,9 +39,8 @@ class Phi3(Decoder[Phi3Config]):
     config_class = Phi3Config
     gguf = GgufNames(layer=PACKED_LAYER)
 
-    def make_layer(self, index: int, weights: WeightScope) -> DecoderLayer:
-        config = self.config
-        attention = SelfAttention(config, index, weights.at("self_attn"), packed=True)
-        sizes = config.hidden_size, config.intermediate_size
-        mlp = GatedMLP(weights.at("mlp"), *sizes, activation=config.activation, packed=True)
-        return DecoderLayer(config, weights, attention, mlp)
+    def make_attention(self, index: int, scope: WeightScope, **options: Any) -> SelfAttention:
+        return super().make_attention(index, scope, packed=True, **options)
+
+    def make_mlp(self, scope: WeightScope, **options: Any) -> GatedMLP:
+        return super().make_mlp(scope, packed=True, **options)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self
 
-from ..layers.decoder import Decoder, DecoderLayer, SelfAttention
-from ..layers.mlp import GatedMLP
+from ..layers.decoder import Decoder, SelfAttention
 from ..model_config import ConfigReader, ModelConfig
 from ..weights.gguf_names import GgufNames
 from ..weights.scope import WeightScope
@@ -29,9 +28,5 @@ class Qwen2(Decoder[Qwen2Config]):
     config_class = Qwen2Config
     gguf = GgufNames()
 
-    def make_layer(self, index: int, weights: WeightScope) -> DecoderLayer:
-        config, scope = self.config, weights.at("self_attn")
-        attention = SelfAttention(config, index, scope, qkv_bias=True)
-        sizes = config.hidden_size, config.intermediate_size
-        mlp = GatedMLP(weights.at("mlp"), *sizes, activation=config.activation)
-        return DecoderLayer(config, weights, attention, mlp)
+    def make_attention(self, index: int, scope: WeightScope, **options: Any) -> SelfAttention:
+        return super().make_attention(index, scope, qkv_bias=True, **options)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Self
 
-from ..layers.decoder import Decoder, DecoderLayer, SelfAttention
-from ..layers.mlp import GatedMLP
-from ..layers.norm import RMSNorm
+from ..layers.decoder import Decoder, SelfAttention
 from ..model_config import ConfigReader, ModelConfig
 from ..weights.gguf_names import GgufNames
 from ..weights.scope import WeightScope
@@ -16,10 +13,7 @@ from ..weights.scope import WeightScope
 __all__ = ["Qwen3", "Qwen3Config"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3Config(ModelConfig):
-    attention_bias: bool
-
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
         keys = ConfigReader(hf)
@@ -36,12 +30,5 @@ class Qwen3(Decoder[Qwen3Config]):
     reranks_by_yes = True
     gguf = GgufNames()
 
-    def make_layer(self, index: int, weights: WeightScope) -> DecoderLayer:
-        config, scope = self.config, weights.at("self_attn")
-        bias = config.attention_bias
-        q_norm = RMSNorm(scope.at("q_norm"), config.head_dim, config.rms_norm_eps)
-        k_norm = RMSNorm(scope.at("k_norm"), config.head_dim, config.rms_norm_eps)
-        attention = SelfAttention(config, index, scope, qkv_bias=bias, o_bias=bias, q_norm=q_norm, k_norm=k_norm)
-        sizes = config.hidden_size, config.intermediate_size
-        mlp = GatedMLP(weights.at("mlp"), *sizes, activation=config.activation)
-        return DecoderLayer(config, weights, attention, mlp)
+    def make_attention(self, index: int, scope: WeightScope, **options: Any) -> SelfAttention:
+        return super().make_attention(index, scope, **self.head_norms(scope), **options)

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from ...kernels.expert_types import ExpertGate, RoutingRule
-from ..layers.decoder import Decoder, DecoderLayer, FeedForward, SelfAttention
-from ..layers.mlp import GatedMLP
+from ..layers.decoder import Decoder, FeedForward, SelfAttention
 from ..layers.moe import Experts, MoE, Router
-from ..layers.norm import RMSNorm
 from ..model_config import ConfigReader, ModelConfig
 from ..weights.gguf_names import EXPERT_NAMES, GgufNames
 from ..weights.scope import WeightScope
@@ -24,7 +22,6 @@ _DEFAULTS = {"num_experts_per_tok": 8, "num_key_value_heads": 4, "moe_intermedia
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3MoeConfig(ModelConfig):
-    attention_bias: bool
     moe_intermediate_size: int
     routing: RoutingRule
     dense_layers: frozenset[int]
@@ -55,18 +52,13 @@ class Qwen3Moe(Decoder[Qwen3MoeConfig]):
     config_class = Qwen3MoeConfig
     gguf = GgufNames(layer=EXPERT_NAMES)
 
-    def make_layer(self, index: int, weights: WeightScope) -> DecoderLayer:
-        config, scope = self.config, weights.at("self_attn")
-        bias = config.attention_bias
-        q_norm = RMSNorm(scope.at("q_norm"), config.head_dim, config.rms_norm_eps)
-        k_norm = RMSNorm(scope.at("k_norm"), config.head_dim, config.rms_norm_eps)
-        attention = SelfAttention(config, index, scope, qkv_bias=bias, o_bias=bias, q_norm=q_norm, k_norm=k_norm)
-        return DecoderLayer(config, weights, attention, self._feed_forward(index, weights.at("mlp")))
+    def make_attention(self, index: int, scope: WeightScope, **options: Any) -> SelfAttention:
+        return super().make_attention(index, scope, **self.head_norms(scope), **options)
 
-    def _feed_forward(self, index: int, scope: WeightScope) -> FeedForward:
-        config, size = self.config, self.config.hidden_size
+    def make_feed_forward(self, index: int, weights: WeightScope) -> FeedForward:
+        config, size, scope = self.config, self.config.hidden_size, weights.at("mlp")
         if index in config.dense_layers:
-            return GatedMLP(scope, size, config.intermediate_size, activation=config.activation)
+            return self.make_mlp(scope)
         router = Router(scope, size, config.num_experts, config.routing)
         sizes, gate = (size, config.moe_intermediate_size, config.num_experts), ExpertGate(config.activation)
         return MoE(size, router, Experts(scope.at("experts"), *sizes, gate=gate))

@@ -4,7 +4,7 @@ that all tokens take, or dense. Norms have their weight less one in the checkpoi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -15,7 +15,7 @@ from ...kernels.expert_types import ExpertGate, RoutingRule
 from ...kernels.gated_delta import check_gated_delta
 from ..kv_spec import FullKV, LayerKV
 from ..layers.attention import AttentionCall, AttentionLayer
-from ..layers.decoder import Decoder, DecoderLayer, FeedForward
+from ..layers.decoder import Decoder, FeedForward, Mixer
 from ..layers.gated_delta_net import DeltaInputs, DeltaSizes, GatedDeltaNet
 from ..layers.linear import Features, Linear
 from ..layers.mlp import GatedMLP
@@ -52,7 +52,6 @@ _DEFAULTS_OF: Mapping[str, Mapping[str, Any]] = {
 class Qwen3NextConfig(ModelConfig):
     is_linear: tuple[bool, ...]  # [num_layers]: the layer is a gated delta net; the others attend
     delta: DeltaSizes
-    attention_bias: bool
     moe_intermediate_size: int
     shared_intermediate_size: int
     routing: RoutingRule
@@ -110,13 +109,13 @@ class Qwen3NextConfig(ModelConfig):
 class GatedAttention:
     """Attention whose output is multiplied by a sigmoid."""
 
-    def __init__(self, config: Qwen3NextConfig, index: int, scope: WeightScope) -> None:
-        size, eps, bias = config.hidden_size, config.rms_norm_eps, config.attention_bias
+    def __init__(
+        self, config: Qwen3NextConfig, index: int, scope: WeightScope, q_norm: RMSNorm, k_norm: RMSNorm
+    ) -> None:
+        size, bias = config.hidden_size, config.attention_bias
         q_and_gate, kv = scope.share(2 * config.q_size), scope.share(config.kv_size, config.kv_copies)
         self.qkv = Linear(scope, size, {"q_proj": q_and_gate, "k_proj": kv, "v_proj": kv}, bias)
         self.out = Linear(scope, scope.share(config.q_size), {"o_proj": size}, bias)
-        q_norm = RMSNorm(scope.at("q_norm"), config.head_dim, eps, plus_one=True)
-        k_norm = RMSNorm(scope.at("k_norm"), config.head_dim, eps, plus_one=True)
         self.layer = AttentionLayer.make(config, index, q_norm, k_norm)
 
     def __call__(self, residual: Tensor, norm: RMSNorm, attn: AttentionCall) -> None:
@@ -170,27 +169,22 @@ class Qwen3Next(Decoder[Qwen3NextConfig]):
     gguf = GgufNames()
     inputs: type[_JoinedInputs | _SeparateInputs] = _JoinedInputs
 
-    def make_norm(self, weights: WeightScope) -> RMSNorm:
-        return RMSNorm(weights, self.config.hidden_size, self.config.rms_norm_eps, plus_one=True)
+    def make_norm(self, weights: WeightScope, size: int | None = None) -> RMSNorm:
+        return RMSNorm(weights, size or self.config.hidden_size, self.config.rms_norm_eps, plus_one=True)
 
-    def make_layer(self, index: int, weights: WeightScope) -> Callable[[Tensor, AttentionCall], None]:
+    def make_mixer(self, index: int, weights: WeightScope) -> Mixer:
         config = self.config
-        input_norm = self.make_norm(weights.at("input_layernorm"))
-        mixer: GatedDeltaNet | GatedAttention
-        if config.is_linear[index]:
-            scope, size, sizes = weights.at("linear_attn"), config.hidden_size, config.delta
-            inputs = self.inputs(sizes, size, scope)
-            mixer = GatedDeltaNet(sizes, index, size, config.rms_norm_eps, scope, inputs)
-        else:
-            mixer = GatedAttention(config, index, weights.at("self_attn"))
-        mlp_norm = self.make_norm(weights.at("post_attention_layernorm"))
-        mlp = self._feed_forward(index, weights.at("mlp"))
-        return DecoderLayer(config, weights, mixer, mlp, input_norm=input_norm, mlp_norm=mlp_norm)
+        if not config.is_linear[index]:
+            scope = weights.at("self_attn")
+            return GatedAttention(config, index, scope, **self.head_norms(scope))
+        scope, size, sizes = weights.at("linear_attn"), config.hidden_size, config.delta
+        inputs = self.inputs(sizes, size, scope)
+        return GatedDeltaNet(sizes, index, size, config.rms_norm_eps, scope, inputs)
 
-    def _feed_forward(self, index: int, scope: WeightScope) -> FeedForward:
-        config, size = self.config, self.config.hidden_size
+    def make_feed_forward(self, index: int, weights: WeightScope) -> FeedForward:
+        config, size, scope = self.config, self.config.hidden_size, weights.at("mlp")
         if index in config.dense_layers:
-            return GatedMLP(scope, size, config.intermediate_size, activation=config.activation)
+            return self.make_mlp(scope)
         shared_gate = Linear(scope, size, {"shared_expert_gate": 1})
         shared = GatedMLP(
             scope.at("shared_expert"), size, config.shared_intermediate_size, activation=config.activation

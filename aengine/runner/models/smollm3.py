@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Self
 
-from ..layers.decoder import Decoder, DecoderLayer, SelfAttention
-from ..layers.mlp import GatedMLP
+from ..layers.decoder import Decoder
 from ..model_config import ConfigReader, ModelConfig
 from ..weights.gguf_names import GgufNames
-from ..weights.scope import WeightScope
 
 __all__ = ["SmolLM3", "SmolLM3Config"]
 
@@ -18,12 +15,7 @@ _DEFAULTS = {"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embe
 """What config.json may leave out."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SmolLM3Config(ModelConfig):
-    attention_bias: bool
-    mlp_bias: bool
-    rotates: tuple[bool, ...]  # [num_layers]: the layer has rotary positions
-
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
         keys = ConfigReader(hf, _DEFAULTS)
@@ -37,7 +29,7 @@ class SmolLM3Config(ModelConfig):
             **keys.decoder(),
             attention_bias=keys.flag("attention_bias"),
             mlp_bias=keys.flag("mlp_bias"),
-            rotates=tuple(rotates),
+            rope_of_layers=tuple(0 if rotated else None for rotated in rotates),
             sliding_windows=keys.windows(window),
         )
 
@@ -45,11 +37,3 @@ class SmolLM3Config(ModelConfig):
 class SmolLM3(Decoder[SmolLM3Config]):
     config_class = SmolLM3Config
     gguf = GgufNames(interleaved=("q_proj", "k_proj"))
-
-    def make_layer(self, index: int, weights: WeightScope) -> DecoderLayer:
-        config, bias = self.config, self.config.attention_bias
-        rope = 0 if config.rotates[index] else None
-        attention = SelfAttention(config, index, weights.at("self_attn"), qkv_bias=bias, o_bias=bias, rope=rope)
-        sizes = config.hidden_size, config.intermediate_size
-        mlp = GatedMLP(weights.at("mlp"), *sizes, activation=config.activation, bias=config.mlp_bias)
-        return DecoderLayer(config, weights, attention, mlp)

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from ..layers.decoder import SelfAttention
-from ..layers.mlp import GatedMLP
 from ..layers.own_norms import LayerNormDecoder, LayerNormLayer, ParallelLayer
 from ..model_config import ConfigReader, ModelConfig, NotNativeError
 from ..weights.gguf_names import GgufNames
@@ -50,9 +48,8 @@ class StableLM(LayerNormDecoder[StableLMConfig]):
     def make_layer(self, index: int, weights: WeightScope) -> LayerNormLayer | ParallelLayer:
         config = self.config
         norm = self.make_layer_norm(weights.at("input_layernorm"))
-        attention = SelfAttention(config, index, weights.at("self_attn"), qkv_bias=config.has_qkv_bias)
-        sizes = config.hidden_size, config.intermediate_size
-        mlp = GatedMLP(weights.at("mlp"), *sizes, activation=config.activation)
+        attention = self.make_attention(index, weights.at("self_attn"), qkv_bias=config.has_qkv_bias)
+        mlp = self.make_mlp(weights.at("mlp"))
         if config.is_parallel:
             return ParallelLayer(norm, attention, mlp)
         return LayerNormLayer(norm, attention, self.make_layer_norm(weights.at("post_attention_layernorm")), mlp)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Self
 
-from ..layers.decoder import SelfAttention
 from ..layers.mlp import MLP
 from ..layers.own_norms import LayerNormDecoder, LayerNormLayer
 from ..model_config import ConfigReader, ModelConfig
@@ -25,15 +23,12 @@ _DEFAULTS = {
 """What config.json may leave out."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Starcoder2Config(ModelConfig):
-    has_biases: bool
-
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
         keys = ConfigReader(hf, _DEFAULTS)
-        fields = keys.decoder(norm_eps="norm_epsilon")
-        return cls(**fields, sliding_windows=keys.windows(keys.window()), has_biases=keys.flag("use_bias", True))
+        fields, bias = keys.decoder(norm_eps="norm_epsilon"), keys.flag("use_bias", True)
+        return cls(**fields, sliding_windows=keys.windows(keys.window()), attention_bias=bias, mlp_bias=bias)
 
 
 class Starcoder2(LayerNormDecoder[Starcoder2Config]):
@@ -41,9 +36,9 @@ class Starcoder2(LayerNormDecoder[Starcoder2Config]):
     gguf = GgufNames()
 
     def make_layer(self, index: int, weights: WeightScope) -> LayerNormLayer:
-        config, bias = self.config, self.config.has_biases
-        attention = SelfAttention(config, index, weights.at("self_attn"), qkv_bias=bias, o_bias=bias)
-        sizes = config.hidden_size, config.intermediate_size
-        mlp = MLP(weights.at("mlp"), *sizes, activation=config.activation, names=("c_fc", "c_proj"), bias=bias)
+        config, sizes = self.config, (self.config.hidden_size, self.config.intermediate_size)
+        attention = self.make_attention(index, weights.at("self_attn"))
+        options: dict[str, Any] = {"activation": config.activation, "bias": config.mlp_bias}
+        mlp = MLP(weights.at("mlp"), *sizes, names=("c_fc", "c_proj"), **options)
         norms = (self.make_layer_norm(weights.at(name)) for name in ("input_layernorm", "post_attention_layernorm"))
         return LayerNormLayer(next(norms), attention, next(norms), mlp)

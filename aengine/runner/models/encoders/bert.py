@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self, TypeVar
 
-import torch
 from torch import Tensor
 
 from ...layers.embedding import Embedding
@@ -17,7 +16,7 @@ from ...model_config import ConfigReader
 from ...pooling.batch import EncoderBatch
 from ...weights.gguf_names import GgufNames
 from ...weights.scope import WeightScope
-from .encoder import Encoder, EncoderConfig
+from .encoder import ClassificationHead, Encoder, EncoderConfig
 
 __all__ = ["Bert", "BertConfig", "BertEmbeddings", "make_bert_layer"]
 
@@ -40,6 +39,9 @@ class BertConfig(EncoderConfig):
             "type_vocab_size": keys.integer("type_vocab_size", default=2, least=0) if has_types else 0,
             "first_position": first_position,
         }
+
+
+Config = TypeVar("Config", bound=BertConfig)
 
 
 class BertEmbeddings:
@@ -109,26 +111,39 @@ _GGUF = GgufNames(
 """Also of RoBERTa and XLM-RoBERTa: llama.cpp's converter cuts off the positions before a text's first."""
 
 
-class Bert(Encoder[BertConfig]):
-    config_class = BertConfig
-    base = "bert"
-    gguf = _GGUF
+class Bert(Encoder[Config]):
+    """BERT; families that extend it have other names, tables or heads."""
 
-    def __init__(self, config: BertConfig, weights: WeightScope) -> None:
-        self.config = config
-        self.weights = weights
-        base, size = weights.at(self.base), config.hidden_size
+    config_class: ClassVar[type[EncoderConfig]] = BertConfig
+    base = "bert"
+    layers_at = "encoder.layer"
+    gguf: ClassVar[GgufNames | None] = _GGUF
+
+    def __init__(self, config: Config, weights: WeightScope) -> None:
+        super().__init__(config, weights)
+        base = weights.at(self.base)
         self.embeddings = BertEmbeddings(config, base.at("embeddings"))
-        self.layers = [make_bert_layer(config, base.at(f"encoder.layer.{i}")) for i in range(config.num_layers)]
+        self.layers = [self.make_layer(base.at(f"{self.layers_at}.{i}")) for i in range(config.num_layers)]
         if config.labels:
-            self.pooler = Linear(base.at("pooler"), size, {"dense": size}, bias=True)
-            self.classifier = Linear(weights, size, {"classifier": len(config.labels)}, bias=True)
+            self.head = self.make_head(config.hidden_size, len(config.labels))
+
+    def make_layer(self, weights: WeightScope) -> PostNormLayer:
+        return make_bert_layer(self.config, weights)
+
+    def make_head(self, size: int, num_labels: int) -> ClassificationHead:
+        """Make the head over a text's first token."""
+        pooler = Linear(self.weights.at(f"{self.base}.pooler"), size, {"dense": size}, bias=True)
+        return ClassificationHead(pooler, Linear(self.weights, size, {"classifier": num_labels}, bias=True))
+
+    def biases(self, batch: EncoderBatch) -> Sequence[Tensor] | None:
+        """Return what is added to the scores of each of the batch's groups; None: nothing."""
+        return None
 
     def forward(self, batch: EncoderBatch) -> Tensor:
-        x = self.embeddings(batch)
+        x, biases = self.embeddings(batch), self.biases(batch)
         for layer in self.layers:
-            x = layer(x, batch)
+            x = layer(x, batch, biases)
         return x
 
     def classify(self, hidden: Tensor, batch: EncoderBatch) -> Tensor:
-        return self.classifier.multiply(torch.tanh(self.pooler.multiply(batch.first(hidden))))
+        return self.head(batch.first(hidden))

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self
 
-from torch import Tensor
+import torch
 
 from ...layers.encoder import PostNormLayer
 from ...layers.linear import Linear
 from ...layers.norm import LayerNorm
-from ...pooling.batch import EncoderBatch
 from ...weights.scope import WeightScope
-from .bert import BertConfig, BertEmbeddings
-from .encoder import Encoder
+from .bert import Bert, BertConfig
+from .encoder import ClassificationHead
 
 __all__ = ["DistilBert", "DistilBertConfig"]
 
@@ -35,39 +34,26 @@ class DistilBertConfig(BertConfig):
         return cls(**common, **cls._tables(hf, has_types=False))
 
 
-class DistilBert(Encoder[DistilBertConfig]):
+class DistilBert(Bert[DistilBertConfig]):
     config_class = DistilBertConfig
     base = "distilbert"
+    layers_at = "transformer.layer"
+    gguf = None
 
-    def __init__(self, config: DistilBertConfig, weights: WeightScope) -> None:
-        self.config = config
-        self.weights = weights
-        base, size = weights.at(self.base), config.hidden_size
-        self.embeddings = BertEmbeddings(config, base.at("embeddings"))
-        self.layers = [_make_layer(config, base.at(f"transformer.layer.{i}")) for i in range(config.num_layers)]
-        if config.labels:
-            self.pre_classifier = Linear(weights, size, {"pre_classifier": size}, bias=True)
-            self.classifier = Linear(weights, size, {"classifier": len(config.labels)}, bias=True)
+    def make_layer(self, weights: WeightScope) -> PostNormLayer:
+        config, size, inner = self.config, self.config.hidden_size, self.config.intermediate_size
+        return PostNormLayer(
+            num_heads=config.num_heads,
+            activation=config.activation,
+            qkv=Linear(weights.at("attention"), size, {"q_lin": size, "k_lin": size, "v_lin": size}, bias=True),
+            attention_out=Linear(weights.at("attention"), size, {"out_lin": size}, bias=True),
+            attention_norm=LayerNorm(weights.at("sa_layer_norm"), size, config.norm_eps),
+            up=Linear(weights.at("ffn"), size, {"lin1": inner}, bias=True),
+            down=Linear(weights.at("ffn"), inner, {"lin2": size}, bias=True),
+            norm=LayerNorm(weights.at("output_layer_norm"), size, config.norm_eps),
+        )
 
-    def forward(self, batch: EncoderBatch) -> Tensor:
-        x = self.embeddings(batch)
-        for layer in self.layers:
-            x = layer(x, batch)
-        return x
-
-    def classify(self, hidden: Tensor, batch: EncoderBatch) -> Tensor:
-        return self.classifier.multiply(self.pre_classifier.multiply(batch.first(hidden)).relu_())
-
-
-def _make_layer(config: DistilBertConfig, weights: WeightScope) -> PostNormLayer:
-    size, inner = config.hidden_size, config.intermediate_size
-    return PostNormLayer(
-        num_heads=config.num_heads,
-        activation=config.activation,
-        qkv=Linear(weights.at("attention"), size, {"q_lin": size, "k_lin": size, "v_lin": size}, bias=True),
-        attention_out=Linear(weights.at("attention"), size, {"out_lin": size}, bias=True),
-        attention_norm=LayerNorm(weights.at("sa_layer_norm"), size, config.norm_eps),
-        up=Linear(weights.at("ffn"), size, {"lin1": inner}, bias=True),
-        down=Linear(weights.at("ffn"), inner, {"lin2": size}, bias=True),
-        norm=LayerNorm(weights.at("output_layer_norm"), size, config.norm_eps),
-    )
+    def make_head(self, size: int, num_labels: int) -> ClassificationHead:
+        inner = Linear(self.weights, size, {"pre_classifier": size}, bias=True)
+        out = Linear(self.weights, size, {"classifier": num_labels}, bias=True)
+        return ClassificationHead(inner, out, torch.relu_)

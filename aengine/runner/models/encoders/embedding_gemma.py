@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
-from ....kernels.rotary import apply_rotary, rotary_rows
+from ....kernels.rotary import apply_rotary
 from ...layers.embedding import Embedding
 from ...layers.linear import Linear
 from ...layers.mlp import GatedMLP
@@ -21,7 +20,7 @@ from ...pooling.batch import EncoderBatch
 from ...rope import RopeConfig
 from ...weights.scope import WeightScope
 from ..gemma import gemma3_settings
-from .encoder import Encoder, EncoderConfig
+from .encoder import Encoder, EncoderConfig, EncoderRopes
 
 __all__ = ["EmbeddingGemma", "EmbeddingGemmaConfig"]
 
@@ -102,31 +101,21 @@ class EmbeddingGemma(Encoder[EmbeddingGemmaConfig]):
     base = "model"
 
     def __init__(self, config: EmbeddingGemmaConfig, weights: WeightScope) -> None:
-        self.config = config
-        self.weights = weights
+        super().__init__(config, weights)
         base, size = weights.at(self.base), config.hidden_size
         self.words = Embedding(base.at("embed_tokens"), config.vocab_size, size, size**0.5)
         self.layers = [EmbeddingGemmaLayer(config, i, base.at(f"layers.{i}")) for i in range(config.num_layers)]
         self.norm = RMSNorm(base.at("norm"), size, config.norm_eps, plus_one=True)
-        self._freqs = {kind: rope.inv_freq() for kind, rope in config.ropes.items()}
+        self._ropes = EncoderRopes(config.ropes)
         if config.labels:
             self.classifier = Linear(weights, size, {"score": len(config.labels)})
 
     def forward(self, batch: EncoderBatch) -> Tensor:
         x = self.words(batch.input_ids)
-        rows = {
-            kind: tuple(part.to(x.dtype) for part in rotary_rows(batch.positions, inv_freq, factor))
-            for kind, (inv_freq, factor) in self._freqs_on(x.device).items()
-        }
+        rows = self._ropes.at(batch.positions, x.dtype)
         for layer in self.layers:
             layer(x, batch, *rows[layer.kind])
         return self.norm(x)
-
-    def _freqs_on(self, device: torch.device) -> dict[str, tuple[Tensor, float]]:
-        """Return the frequencies on the device, copied once: the host waits for a copy from unpinned memory."""
-        if next(iter(self._freqs.values()))[0].device != device:
-            self._freqs = {kind: (inv_freq.to(device), factor) for kind, (inv_freq, factor) in self._freqs.items()}
-        return self._freqs
 
     def classify(self, hidden: Tensor, batch: EncoderBatch) -> Tensor:
         return self.classifier.multiply(batch.last(hidden))

@@ -1,23 +1,27 @@
-"""What all encoders have in common: their config, and a model with perhaps a head that classifies texts."""
+"""What encoders have in common: their config, a model with perhaps a head that classifies texts, rotary positions."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
+import torch
 from torch import Tensor
 
 from ....checkpoint.pooling import labels_of
 from ....errors import ModelLoadError
+from ....kernels.rotary import rotary_rows
 from ...layers.encoder import ACTIVATIONS
+from ...layers.linear import Linear
 from ...model_config import ConfigReader
 from ...pooling.batch import EncoderBatch
+from ...rope import RopeConfig
 from ...weights.gguf_names import GgufNames
 from ...weights.scope import WeightScope
 
-__all__ = ["Encoder", "EncoderConfig"]
+__all__ = ["ClassificationHead", "Encoder", "EncoderConfig", "EncoderRopes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +48,10 @@ class EncoderConfig:
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
+
+    def rope_of(self, theta: float) -> RopeConfig:
+        """Return the usual rotary positions, of a base."""
+        return RopeConfig("default", theta, {}, self.head_dim, self.max_position_embeddings)
 
     @staticmethod
     def common(hf: Mapping[str, Any], *, first_position: int = 0) -> dict[str, Any]:
@@ -95,11 +103,10 @@ class Encoder(ABC, Generic[Config]):
     """Below which name a checkpoint with a head has the tensors of the model without it."""
     gguf: ClassVar[GgufNames | None] = None
     """None: files of this family are not read."""
-    config: Config
-    weights: WeightScope
 
-    @abstractmethod
-    def __init__(self, config: Config, weights: WeightScope) -> None: ...
+    def __init__(self, config: Config, weights: WeightScope) -> None:
+        self.config = config
+        self.weights = weights
 
     @abstractmethod
     def forward(self, batch: EncoderBatch) -> Tensor:
@@ -108,3 +115,30 @@ class Encoder(ABC, Generic[Config]):
     @abstractmethod
     def classify(self, hidden: Tensor, batch: EncoderBatch) -> Tensor:
         """[num_texts, num_labels]: logits of the head, for what `forward` returns."""
+
+
+class ClassificationHead:
+    """A layer and a matrix over a vector of each text: [n, num_labels] for [n, hidden_size]."""
+
+    def __init__(self, inner: Linear, out: Linear, activation: Callable[[Tensor], Tensor] = torch.tanh) -> None:
+        self._inner = inner
+        self._out = out
+        self._activation = activation
+
+    def __call__(self, pooled: Tensor) -> Tensor:
+        return self._out.multiply(self._activation(self._inner.multiply(pooled)))
+
+
+class EncoderRopes:
+    """Rotary positions of a batch's tokens, for each type of layers."""
+
+    def __init__(self, ropes: Mapping[str, RopeConfig]) -> None:
+        self._freqs = {kind: rope.inv_freq() for kind, rope in ropes.items()}
+
+    def at(self, positions: Tensor, dtype: torch.dtype) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return cos and sin by layer type, for `apply_rotary`."""
+        device = positions.device
+        if next(iter(self._freqs.values()))[0].device != device:  # once: the host waits for a copy from unpinned memory
+            self._freqs = {kind: (inv_freq.to(device), factor) for kind, (inv_freq, factor) in self._freqs.items()}
+        rows = {kind: rotary_rows(positions, inv_freq, factor) for kind, (inv_freq, factor) in self._freqs.items()}
+        return {kind: (cos.to(dtype), sin.to(dtype)) for kind, (cos, sin) in rows.items()}

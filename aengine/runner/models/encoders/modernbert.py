@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
-from ....kernels.rotary import apply_rotary, rotary_rows
+from ....kernels.rotary import apply_rotary
 from ...layers.embedding import Embedding
 from ...layers.encoder import ACTIVATIONS
 from ...layers.linear import Linear
@@ -18,7 +17,7 @@ from ...model_config import ConfigReader
 from ...pooling.attention import attend
 from ...pooling.batch import EncoderBatch
 from ...weights.scope import WeightScope
-from .encoder import Encoder, EncoderConfig
+from .encoder import Encoder, EncoderConfig, EncoderRopes
 
 __all__ = ["ModernBert", "ModernBertConfig"]
 
@@ -98,16 +97,14 @@ class ModernBert(Encoder[ModernBertConfig]):
     base = "model"
 
     def __init__(self, config: ModernBertConfig, weights: WeightScope) -> None:
-        self.config = config
-        self.weights = weights
+        super().__init__(config, weights)
         base, size = weights.at(self.base), config.hidden_size
         norm = (size, config.norm_eps, config.norm_bias)
         self.words = Embedding(base.at("embeddings.tok_embeddings"), config.vocab_size, size)
         self.norm = LayerNorm(base.at("embeddings.norm"), *norm)
         self.layers = [ModernBertLayer(config, i, base.at(f"layers.{i}")) for i in range(config.num_layers)]
         self.final_norm = LayerNorm(base.at("final_norm"), *norm)
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float) / config.head_dim
-        self._inv_freqs = {kind: 1.0 / theta**exponents for kind, theta in config.thetas.items()}
+        self._ropes = EncoderRopes({kind: config.rope_of(theta) for kind, theta in config.thetas.items()})
         if config.labels:
             self.head = Linear(weights.at("head"), size, {"dense": size}, config.classifier_bias)
             self.head_norm = LayerNorm(weights.at("head.norm"), *norm)
@@ -115,19 +112,10 @@ class ModernBert(Encoder[ModernBertConfig]):
 
     def forward(self, batch: EncoderBatch) -> Tensor:
         x = self.norm(self.words(batch.input_ids))
-        rows = {
-            kind: tuple(part.to(x.dtype) for part in rotary_rows(batch.positions, inv_freq, 1.0))
-            for kind, inv_freq in self._inv_freqs_on(x.device).items()
-        }
+        rows = self._ropes.at(batch.positions, x.dtype)
         for layer in self.layers:
             x = layer(x, batch, *rows[layer.kind])
         return self.final_norm(x)
-
-    def _inv_freqs_on(self, device: torch.device) -> dict[str, Tensor]:
-        """Return the frequencies on the device, copied once: the host waits for a copy from unpinned memory."""
-        if next(iter(self._inv_freqs.values())).device != device:
-            self._inv_freqs = {kind: inv_freq.to(device) for kind, inv_freq in self._inv_freqs.items()}
-        return self._inv_freqs
 
     def classify(self, hidden: Tensor, batch: EncoderBatch) -> Tensor:
         pooled = (

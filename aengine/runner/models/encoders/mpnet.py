@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ...layers.embedding import Embedding
+from ...layers.encoder import PostNormLayer
 from ...model_config import ConfigReader
 from ...pooling.batch import EncoderBatch
 from ...weights.scope import WeightScope
-from .bert import BertConfig, BertEmbeddings, make_bert_layer
-from .encoder import Encoder
-from .roberta import RobertaHead
+from .bert import BertConfig, make_bert_layer
+from .roberta import Roberta
 
 __all__ = ["MPNet", "MPNetConfig"]
 
@@ -35,31 +35,20 @@ class MPNetConfig(BertConfig):
         return cls(**common, **cls._tables(hf, FIRST_POSITION, has_types=False), num_buckets=buckets)
 
 
-class MPNet(Encoder[MPNetConfig]):
+class MPNet(Roberta[MPNetConfig]):
     config_class = MPNetConfig
     base = "mpnet"
 
     def __init__(self, config: MPNetConfig, weights: WeightScope) -> None:
-        self.config = config
-        self.weights = weights
-        base, size = weights.at(self.base), config.hidden_size
-        self.embeddings = BertEmbeddings(config, base.at("embeddings"))
-        self.distances = Embedding(base.at("encoder.relative_attention_bias"), config.num_buckets, config.num_heads)
-        names: dict[str, Any] = {"qkv": ("attn.q", "attn.k", "attn.v"), "out": "attn.o", "norm": "LayerNorm"}
-        layers = base.at("encoder.layer")
-        self.layers = [make_bert_layer(config, layers.at(str(i)), **names) for i in range(config.num_layers)]
-        if config.labels:
-            self.head = RobertaHead(weights.at("classifier"), size, len(config.labels))
+        super().__init__(config, weights)
+        table = weights.at(f"{self.base}.encoder.relative_attention_bias")
+        self.distances = Embedding(table, config.num_buckets, config.num_heads)
 
-    def forward(self, batch: EncoderBatch) -> Tensor:
-        x = self.embeddings(batch)
-        biases = batch.biases(self._bias)
-        for layer in self.layers:
-            x = layer(x, batch, biases)
-        return x
+    def make_layer(self, weights: WeightScope) -> PostNormLayer:
+        return make_bert_layer(self.config, weights, qkv=("attn.q", "attn.k", "attn.v"), out="attn.o", norm="LayerNorm")
 
-    def classify(self, hidden: Tensor, batch: EncoderBatch) -> Tensor:
-        return self.head(batch.first(hidden))
+    def biases(self, batch: EncoderBatch) -> list[Tensor]:
+        return batch.biases(self._bias)
 
     def _bias(self, distance: Tensor) -> Tensor:
         """[num_heads, length, length] for int64 distances [length, length], of the key behind the query."""

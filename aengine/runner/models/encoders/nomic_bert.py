@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
 from ....errors import ModelLoadError
 from ....kernels.activation import act_and_mul
-from ....kernels.rotary import apply_rotary, rotary_rows
+from ....kernels.rotary import apply_rotary
 from ...layers.embedding import Embedding
 from ...layers.linear import Linear
 from ...layers.norm import LayerNorm
@@ -21,7 +20,7 @@ from ...pooling.attention import attend
 from ...pooling.batch import EncoderBatch
 from ...weights.gguf_names import GgufNames
 from ...weights.scope import WeightScope
-from .encoder import Encoder, EncoderConfig
+from .encoder import ClassificationHead, Encoder, EncoderConfig, EncoderRopes
 
 __all__ = ["NomicBert", "NomicBertConfig"]
 
@@ -111,27 +110,25 @@ class NomicBert(Encoder[NomicBertConfig]):
     )
 
     def __init__(self, config: NomicBertConfig, weights: WeightScope) -> None:
-        self.config = config
-        self.weights = weights
+        super().__init__(config, weights)
         base, size = weights.at(self.base), config.hidden_size
         self.words = Embedding(base.at("embeddings.word_embeddings"), config.vocab_size, size)
         self.types = Embedding(base.at("embeddings.token_type_embeddings"), config.type_vocab_size, size)
         self.norm = LayerNorm(base.at("emb_ln"), size, config.norm_eps)
         self.layers = [NomicBertLayer(config, base.at(f"encoder.layers.{i}")) for i in range(config.num_layers)]
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float) / config.head_dim
-        self._inv_freq = 1.0 / config.theta**exponents
+        self._ropes = EncoderRopes({"": config.rope_of(config.theta)})
         if config.labels:
-            self.pooler = Linear(base.at("pooler"), size, {"dense": size}, bias=True)
-            self.classifier = Linear(weights, size, {"classifier": len(config.labels)}, bias=True)
+            pooler = Linear(base.at("pooler"), size, {"dense": size}, bias=True)
+            classifier = Linear(weights, size, {"classifier": len(config.labels)}, bias=True)
+            self.head = ClassificationHead(pooler, classifier)
 
     def forward(self, batch: EncoderBatch) -> Tensor:
         types = batch.input_ids.new_zeros(1) if batch.type_ids is None else batch.type_ids
         x = self.norm(self.words(batch.input_ids).add_(self.types(types)))
-        self._inv_freq = self._inv_freq.to(x.device)  # sent once: the host waits for it
-        cos, sin = (part.to(x.dtype) for part in rotary_rows(batch.positions, self._inv_freq, 1.0))
+        rows = self._ropes.at(batch.positions, x.dtype)[""]
         for layer in self.layers:
-            x = layer(x, batch, cos, sin)
+            x = layer(x, batch, *rows)
         return x
 
     def classify(self, hidden: Tensor, batch: EncoderBatch) -> Tensor:
-        return self.classifier.multiply(torch.tanh(self.pooler.multiply(batch.first(hidden))))
+        return self.head(batch.first(hidden))
