@@ -10,9 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from torch import Tensor
 
-from ..errors import InternalError
-
-__all__ = ["cpu_only", "torch_reference", "triton_everywhere", "uses_triton"]
+__all__ = ["torch_reference", "triton_everywhere", "uses_triton"]
 
 _everywhere = False
 
@@ -40,8 +38,3 @@ def _set_everywhere(value: bool) -> Iterator[None]:
         yield
     finally:
         _everywhere = before
-
-
-def cpu_only(op: str, tensor: Tensor) -> InternalError:
-    """Return the error of an op that the runner of ``tensor``'s device does not use."""
-    return InternalError(f"{op} runs on the CPU only, not on {tensor.device}")

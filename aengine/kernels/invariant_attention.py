@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dispatch import cpu_only
 from .policy import ROW_TILE
 
 __all__ = ["invariant_attention"]
@@ -32,8 +31,6 @@ def invariant_attention(
 ) -> Tensor:
     """[query_len, num_heads * head_dim], for q [query_len, num_heads, head_dim] of a sequence's last tokens, whose keys
     and values are in the cache; the other arguments are those of `prefill_attention`."""
-    if q.device.type != "cpu":
-        raise cpu_only("invariant_attention", q)
     query_len, num_heads, head_dim = q.shape
     num_kv_heads, groups = kv_cache.shape[3], num_heads // kv_cache.shape[3]
     begin = seq_len - query_len  # position of the first query

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .dispatch import cpu_only
-
 __all__ = ["write_kv"]
 
 
@@ -18,8 +16,6 @@ def write_kv(kv: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         slot_mapping: int64 [num_tokens], 0 <= slot < num_blocks * block_size, no slot twice.
     """
     assert kv.shape[1:] == kv_cache.shape[2:], f"{kv.shape} into {kv_cache.shape}"
-    if kv.device.type != "cpu":
-        raise cpu_only("write_kv", kv)
     if kv_cache.is_contiguous():  # one index is faster than two
         kv_cache.flatten(0, 1).index_copy_(0, slot_mapping, kv)
     else:

@@ -18,8 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .dispatch import cpu_only
-
 __all__ = ["decode_attention", "prefill_attention"]
 
 
@@ -48,8 +46,6 @@ def prefill_attention(
     Returns:
         [query_len, num_heads * head_dim].
     """
-    if q.device.type != "cpu":
-        raise cpu_only("prefill_attention", q)
     query_len, num_heads, head_dim = q.shape
     num_kv_heads = kv_cache.shape[3]
     if seq_len > query_len:
@@ -125,8 +121,6 @@ def decode_attention(
     Returns:
         [num_seqs, num_heads * head_dim].
     """
-    if q.device.type != "cpu":
-        raise cpu_only("decode_attention", q)
     num_seqs, num_heads, head_dim = q.shape
     block_size, num_kv_heads = kv_cache.shape[1], kv_cache.shape[3]
     longest = max(seq_lens)

@@ -6,15 +6,14 @@ A round turns the counter (c0 c1 c2 c3) under the key (k0 k1) into
     c0' = hi(c2 * M1) ^ c1 ^ k0      c1' = lo(c2 * M1)
     c2' = hi(c0 * M0) ^ c3 ^ k1      c3' = lo(c0 * M0)
 
-and adds the Weyl constants to the key. ``triton.language.philox`` is the same function of the same five inputs.
+and adds the Weyl constants to the key. ``triton.language.philox``, by which the kernels of triton/gumbel.py draw, is
+the same function of the same five inputs; this one is for the CPU.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-from .dispatch import uses_triton
 
 __all__ = ["philox4x32", "philox_rounds"]
 
@@ -36,10 +35,6 @@ def philox4x32(keys: Tensor, c0: Tensor, c1: Tensor) -> Tensor:
         int64 [n, m, 4], each 0 <= word < 2**32.
     """
     assert keys.dtype == c0.dtype == c1.dtype == torch.int64 and keys.shape == c1.shape and c0.dim() == 1
-    if uses_triton(keys):
-        from .triton import philox as triton_op
-
-        return triton_op.philox4x32(keys, c0, c1)
     n, m = keys.shape[0], c0.shape[0]
     counter = torch.zeros(4, n, m, dtype=torch.int64)
     counter[0] = c0

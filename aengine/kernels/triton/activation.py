@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
+from .launch import has_pdl, launch, launch_next_and_wait
 
 __all__ = ["act_and_mul", "activate_and_multiply"]
 
@@ -32,9 +32,7 @@ def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
 
 @triton.jit
 def _act_and_mul(x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    launch_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(x_ptr + row * 2 * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)

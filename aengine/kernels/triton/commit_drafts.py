@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..step_inputs import ScalarColumns
-from .launch import bucket, gdc_launch_dependents, gdc_wait, has_pdl, launch
+from .launch import bucket, has_pdl, launch, launch_next_and_wait
 
 __all__ = ["commit_drafts"]
 
@@ -70,9 +70,7 @@ def _commit_drafts(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    launch_next_and_wait(PDL)
     first = tl.program_id(0)
     row = tl.load(rows + first)
     out = published + tl.load(cursor) * (2 * WIDTH)

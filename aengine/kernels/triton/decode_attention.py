@@ -27,7 +27,7 @@ from .decode_parts import (
     score_scale,
     write_own_kv,
 )
-from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch, max_shared_memory
+from .launch import has_pdl, launch, launch_next, max_shared_memory, wait_for_previous
 from .write_qkv import Norms
 
 __all__ = ["decode_step_attention"]
@@ -134,21 +134,9 @@ def decode_step_attention(
 
 
 @triton.jit
-def _launch_next(PDL: tl.constexpr):
-    if PDL:
-        gdc_launch_dependents()
-
-
-@triton.jit
-def _wait(PDL: tl.constexpr):
-    if PDL:
-        gdc_wait()
-
-
-@triton.jit
 def _pad(at, is_query, CLEAR: tl.constexpr, PDL: tl.constexpr):
     """The end of a program whose sequence is padding: zeros as its output if CLEAR."""
-    _wait(PDL)
+    wait_for_previous(PDL)
     if CLEAR:
         tl.store(at, tl.zeros(is_query.shape, at.dtype.element_ty), mask=is_query)
 
@@ -335,7 +323,7 @@ def _decode_attention(
     STAGES: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    _launch_next(PDL)
+    launch_next(PDL)
     kv_head, item = tl.program_id(0), tl.program_id(1)  # neighbours read the same blocks
     seq, row, seq_len, begin, end, first_item, num_splits = plan_item(plan, item, COLUMNS)
     if seq < 0:  # no item is left; waiting for the kernel before is left to the programs of the first item
@@ -358,14 +346,14 @@ def _decode_attention(
     q = tl.zeros((ROWS, DP), qkv.dtype.element_ty)
     top, total, acc = _empty_softmax(ROWS, DP)
     if not RAW:  # the launch before has only just written the last key
-        _wait(PDL)
+        wait_for_previous(PDL)
     block = _blocks(kv, begin, old, BLOCK_SIZE, BN)
     for j in tl.range(begin, tl.maximum(old, begin + 1), BN, num_stages=STAGES):
         stretch = _load_keys(kv, block, j, old, D, DP, BLOCK_SIZE, BN)
         block = _blocks(kv, j + BN, old, BLOCK_SIZE, BN)
         if j == begin:  # the first keys are old: they are on their way while the product before still runs
             if RAW:
-                _wait(PDL)
+                wait_for_previous(PDL)
             q = _load_query(qkv, heads, at_head, is_query, rotation, query_scale, eps, D, NORM, ROTARY)
             if RAW:
                 if end == seq_len:

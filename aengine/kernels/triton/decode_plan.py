@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..decode_plan import GRAIN, PLAN_COLUMNS, Sharing
-from .launch import bucket, gdc_launch_dependents, gdc_wait, has_pdl, launch
+from .launch import bucket, has_pdl, launch, launch_next_and_wait
 
 __all__ = ["plan_decode"]
 
@@ -38,9 +38,7 @@ def _plan_decode(
     WINDOW: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    launch_next_and_wait(PDL)
     i = tl.arange(0, SEQS)
     lens = tl.load(seq_lens + i, mask=i < n, other=0)
     row = tl.load(rows + i, mask=i < n, other=-1).to(tl.int32)

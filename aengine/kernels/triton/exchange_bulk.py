@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..exchange_buffers import MAX_PROGRAMS, ExchangeBuffers
-from .exchange_parts import Phase, end_call, memory_of
-from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
+from .exchange_parts import Phase, end_call, memories_of
+from .launch import has_pdl, launch, launch_next, wait_for_previous
 
 __all__ = ["BulkTiling", "gather_in_bulk", "sum_in_bulk", "sum_in_two_shots"]
 
@@ -97,14 +97,6 @@ def _launch(
         PDL=has_pdl(),
         **options,
     )
-
-
-@triton.jit
-def _memories(addresses_ptr, SIZE: tl.constexpr):
-    memories = ()
-    for r in tl.static_range(SIZE):
-        memories = memories + (memory_of(addresses_ptr, r, tl.int8),)  # type: ignore[assignment]
-    return memories
 
 
 @triton.jit
@@ -195,12 +187,10 @@ def _sum_in_bulk(
     TAKE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
+    launch_next(PDL)
     count = num_pieces * (128 // out_ptr.dtype.element_ty.primitive_bitwidth)
-    memories = _memories(addresses_ptr, SIZE)
-    if PDL:
-        gdc_wait()
+    memories = memories_of(addresses_ptr, SIZE, tl.int8)
+    wait_for_previous(PDL)
     call = tl.load(calls_ptr + tl.program_id(0)) + 1
     begin = bulk_begin + (call & 1).to(tl.int64) * SIZE * bulk_per_rank
     if SEND:
@@ -234,12 +224,10 @@ def _gather_in_bulk(
     PDL: tl.constexpr,
 ):
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
-    if PDL:
-        gdc_launch_dependents()
+    launch_next(PDL)
     count = num_pieces * (128 // TYPE.primitive_bitwidth)
-    memories = _memories(addresses_ptr, SIZE)
-    if PDL:
-        gdc_wait()
+    memories = memories_of(addresses_ptr, SIZE, tl.int8)
+    wait_for_previous(PDL)
     call = tl.load(calls_ptr + tl.program_id(0)) + 1
     begin = bulk_begin + (call & 1).to(tl.int64) * SIZE * bulk_per_rank
     if SEND:
@@ -282,14 +270,12 @@ def _sum_in_two_shots(
     """A program's stretch is a block for each rank, whose slice that is. What rank r is sent lies in its own slice of
     the sender's memory, what it sends in the second shot in its slice of its memory at the others."""
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
-    if PDL:
-        gdc_launch_dependents()
+    launch_next(PDL)
     count = num_pieces * (128 // TYPE.primitive_bitwidth)
     first, step = tl.program_id(0) * (BLOCK * SIZE), tl.num_programs(0) * (BLOCK * SIZE)
-    memories = _memories(addresses_ptr, SIZE)
+    memories = memories_of(addresses_ptr, SIZE, tl.int8)
     added_begin = arrived_begin + 4 * COUNTERS * SIZE
-    if PDL:
-        gdc_wait()
+    wait_for_previous(PDL)
     call = tl.load(calls_ptr + tl.program_id(0)) + 1
     begin = bulk_begin + (call & 1).to(tl.int64) * SIZE * bulk_per_rank
     if SEND:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["Phase", "end_call", "memory_of"]
+__all__ = ["Phase", "end_call", "memories_of"]
 
 
 class Phase:
@@ -24,9 +24,13 @@ class Phase:
 
 
 @triton.jit
-def memory_of(addresses_ptr, rank, TYPE: tl.constexpr):
-    """Return a pointer, to elements of TYPE, to the begin of the rank's memory."""
-    return tl.multiple_of(tl.load(addresses_ptr + rank).to(tl.pointer_type(TYPE)), 16)
+def memories_of(addresses_ptr, SIZE: tl.constexpr, TYPE: tl.constexpr):
+    """Return a pointer, to elements of TYPE, to the begin of each rank's memory."""
+    memories = ()
+    for r in tl.static_range(SIZE):
+        memory = tl.load(addresses_ptr + r).to(tl.pointer_type(TYPE))
+        memories = memories + (tl.multiple_of(memory, 16),)  # type: ignore[assignment]
+    return memories
 
 
 @triton.jit

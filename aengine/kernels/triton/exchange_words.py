@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..exchange_buffers import MAX_PROGRAMS, ExchangeBuffers
-from .exchange_parts import Phase, end_call, memory_of
-from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
+from .exchange_parts import Phase, end_call, memories_of
+from .launch import has_pdl, launch, launch_next, wait_for_previous
 
 __all__ = ["gather_in_words", "sum_in_words"]
 
@@ -142,16 +142,12 @@ def _sum_in_words(
     PDL: tl.constexpr,
 ):
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
-    if PDL:
-        gdc_launch_dependents()
+    launch_next(PDL)
     num_words = num_pieces * 4  # a product, so that the compiler knows a multiple of 4 and reads several words at once
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_inside = i < num_words
-    memories = ()
-    for r in tl.static_range(SIZE):
-        memories = memories + (memory_of(addresses_ptr, r, tl.int64),)  # type: ignore[assignment]
-    if PDL:
-        gdc_wait()
+    memories = memories_of(addresses_ptr, SIZE, tl.int64)
+    wait_for_previous(PDL)
     own = tl.load(part_ptr.to(tl.pointer_type(tl.int32)) + i, mask=is_inside, other=0)
     out_words = out_ptr.to(tl.pointer_type(tl.int32)) + i
     if TAKE and ADD:
@@ -197,15 +193,11 @@ def _gather_in_words(
     TAKE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
+    launch_next(PDL)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_inside = i < num_words
-    memories = ()
-    for r in tl.static_range(SIZE):
-        memories = memories + (memory_of(addresses_ptr, r, tl.int64),)  # type: ignore[assignment]
-    if PDL:
-        gdc_wait()
+    memories = memories_of(addresses_ptr, SIZE, tl.int64)
+    wait_for_previous(PDL)
     own = tl.load(x_ptr + i, mask=is_inside, other=0)
     call = tl.load(calls_ptr + tl.program_id(0)) + 1
     begin = (call & 1).to(tl.int64) * SIZE * words_per_rank

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import bucket, gdc_launch_dependents, gdc_wait, has_pdl, launch
+from .launch import bucket, has_pdl, launch, launch_next_and_wait
 
 __all__ = ["find_drafts"]
 
@@ -31,9 +31,7 @@ def _find_drafts(
     MOST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    launch_next_and_wait(PDL)
     row = tl.load(rows + tl.program_id(0))
     count = tl.load(counts + tl.program_id(0))
     ids = token_ids + row * stride_ids

@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
-from .philox import draw_word
+from .launch import has_pdl, launch, launch_next_and_wait
 
 __all__ = ["best_of_shares", "draw_share", "gumbel_sample"]
 
@@ -103,12 +102,22 @@ def _draw(
 
 
 @triton.jit
+def _draw_word(seed: tl.tensor, position: tl.tensor, draws: tl.tensor) -> tl.tensor:
+    """uint32: word draws % 4 of Philox(seed, (draws / 4, position, 0, 0)), for a block of draws >= 0."""
+    counters = (draws // 4).to(tl.uint32)
+    zero = tl.zeros_like(counters)
+    w0, w1, w2, w3 = tl.philox(seed, counters, position.to(tl.uint32) + zero, zero, zero)
+    which = draws % 4
+    return tl.where(which < 2, tl.where(which == 0, w0, w1), tl.where(which == 2, w2, w3))
+
+
+@triton.jit
 def _noise(seed: tl.tensor, position: tl.tensor, draws: tl.tensor) -> tl.tensor:
     """Standard Gumbel noise -log(-log(u)), u = (word + 0.5) / 2**32, float32 and right to some 1e-6.
 
     For u near 1 a float32 has too few digits, and -log(u) = -log1p(-v) is summed from v = 1 - u, which has them all.
     """
-    word = draw_word(seed, position, draws)
+    word = _draw_word(seed, position, draws)
     u = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     v = ((word ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     series = v * (1.0 + v * (0.5 + v * (0.33333333 + v * (0.25 + v * (0.2 + v * 0.16666667)))))
@@ -143,9 +152,7 @@ def _chunk_kernel(
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    launch_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     blocks = chunk * BLOCKS + tl.arange(0, BLOCKS)
@@ -205,9 +212,7 @@ def _row_kernel(
     SHARE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    launch_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
     there = chunk < num_chunks
@@ -246,9 +251,7 @@ def _best_kernel(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    launch_next_and_wait(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = row < n
     best = tl.load(shares + row, mask=there, other=0.0)

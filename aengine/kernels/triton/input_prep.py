@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..step_inputs import DecodeInputs, PreparedInputs, ScalarColumns
-from .launch import bucket, gdc_launch_dependents, gdc_wait, has_pdl, launch
+from .launch import bucket, has_pdl, launch, launch_next_and_wait
 
 __all__ = ["advance_rows", "append_tokens", "commit_decode", "prepare_decode", "prepare_inputs"]
 
@@ -198,9 +198,7 @@ def _prepare_decode(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    launch_next_and_wait(PDL)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = i < n
     row = tl.load(rows + i, mask=inside, other=-1)
@@ -275,9 +273,7 @@ def _commit_decode(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    launch_next_and_wait(PDL)
     i = tl.arange(0, BLOCK)
     inside = i < n
     row = tl.load(rows + i, mask=inside, other=-1)

@@ -46,9 +46,12 @@ __all__ = [
     "is_hopper",
     "is_interpreted",
     "launch",
+    "launch_next",
+    "launch_next_and_wait",
     "max_shared_memory",
     "only_compiles",
     "prefetch",
+    "wait_for_previous",
 ]
 
 is_interpreted = bool(triton.knobs.runtime.interpret)
@@ -167,6 +170,26 @@ def compiling(num_threads: int) -> Iterator[None]:
 def only_compiles() -> bool:
     """Whether `launch` compiles, so that what kernels should have written is not there."""
     return _compile_only
+
+
+@triton.jit
+def launch_next(PDL: tl.constexpr):
+    """Let the next kernel begin, see above; nothing without PDL, as of the two below."""
+    if PDL:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Wait for the end of all kernels before."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def launch_next_and_wait(PDL: tl.constexpr):
+    launch_next(PDL)
+    wait_for_previous(PDL)
 
 
 @triton.jit

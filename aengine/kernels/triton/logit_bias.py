@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
+from .launch import has_pdl, launch, launch_next_and_wait
 
 __all__ = ["apply_lists"]
 
@@ -39,9 +39,7 @@ def _list_kernel(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    launch_next_and_wait(PDL)
     b = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + b)
     if row >= 0:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
+from .launch import has_pdl, launch, launch_next_and_wait
 
 __all__ = ["keep_logits", "token_logprobs"]
 
@@ -60,9 +60,7 @@ def _keep_kernel(
     PDL: tl.constexpr,
 ) -> None:
     """stats: highest logit of each block; sum of exp(x - highest). NaN counts as -inf."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    launch_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     if tl.load(asked + row * asked_stride) > 0:
         block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
@@ -98,9 +96,7 @@ def _logprob_kernel(
     PADDED: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    launch_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(asked + row * asked_stride) - 1
     if count >= 0:

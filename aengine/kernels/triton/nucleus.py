@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
+from .launch import has_pdl, launch, launch_next_and_wait
 
 __all__ = [
     "COLUMNS",
@@ -164,9 +164,7 @@ def _measure_kernel(
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    launch_next_and_wait(PDL)
     n = tl.num_programs(0).to(tl.int64)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
@@ -248,9 +246,7 @@ def _gather_kernel(
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    launch_next_and_wait(PDL)
     n = tl.num_programs(0).to(tl.int64)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
+from .launch import has_pdl, launch, launch_next_and_wait
 
 if TYPE_CHECKING:
     from ..penalties import PenaltyInputs
@@ -80,9 +80,7 @@ def _count_kernel(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    launch_next_and_wait(PDL)
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
     row = tl.load(rows + i, mask=i < n, other=-1)
     is_in = row >= 0
@@ -110,9 +108,7 @@ def _penalty_kernel(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    launch_next_and_wait(PDL)
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + i)
     factor = tl.load(repetition + i * scalar_stride)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
+from .launch import has_pdl, launch, launch_next, wait_for_previous
 
 __all__ = ["add_rms_norm", "rms_norm"]
 
@@ -34,13 +34,11 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, eps: float, *, add: bool) ->
 def _rms_norm(
     x_ptr, w_ptr, out_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr
 ):
-    if PDL:
-        gdc_launch_dependents()
+    launch_next(PDL)
     i = tl.arange(0, BLOCK)
     begin = tl.program_id(0).to(tl.int64) * SIZE
     w = tl.load(w_ptr + i, mask=i < SIZE, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
+    wait_for_previous(PDL)
     x = tl.load(x_ptr + begin + i, mask=i < SIZE, other=0.0).to(tl.float32)
     y = x * w / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
     if ADD:

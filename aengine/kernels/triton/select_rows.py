@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
+from .launch import has_pdl, launch, launch_next_and_wait
 
 __all__ = ["select_rows"]
 
@@ -36,9 +36,7 @@ def _select_kernel(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    launch_next_and_wait(PDL)
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     word = tl.arange(0, WORDS)
     row = tl.load(rows + i, mask=i < n, other=-1)

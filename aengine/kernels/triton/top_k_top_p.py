@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import nucleus
-from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
+from .launch import has_pdl, launch, launch_next_and_wait
 from .nucleus import Candidates, as_mass, find_bracket, find_candidates, make_candidates
 
 __all__ = ["BLOCK", "block_stats", "find_cutoff"]
@@ -124,9 +124,7 @@ def _stats_kernel(
     NUM_PASSES: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    launch_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
         tl.store(counts + row, 0)
@@ -181,9 +179,7 @@ def _search_kernel(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    launch_next_and_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     t = tl.load(temperature + row * temperature_stride)
     k = tl.load(top_k + row * top_k_stride)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .decode_parts import capped, score_scale
-from .launch import bucket, gdc_launch_dependents, gdc_wait, has_pdl, launch, max_shared_memory
+from .launch import bucket, has_pdl, launch, launch_next, launch_next_and_wait, max_shared_memory, wait_for_previous
 
 __all__ = ["plan_prompts", "varlen_attention"]
 
@@ -165,9 +165,7 @@ def _plan_prompts(
     FACTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    launch_next_and_wait(PDL)
     i = tl.arange(0, REQS)
     starts = tl.load(query_start_loc + i, mask=i < n, other=0)
     lens = tl.load(query_start_loc + i + 1, mask=i < n, other=0) - starts
@@ -293,8 +291,7 @@ def _varlen_attention(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
+    launch_next(PDL)
     facts = plan + tl.program_id(0) * FACTS
     head = tl.program_id(1) * PACK
     row = tl.load(facts)
@@ -302,8 +299,7 @@ def _varlen_attention(
     start = tl.load(facts + 2)
     query_len = tl.load(facts + 3)
     seq_len = tl.load(facts + 4)
-    if PDL:
-        gdc_wait()
+    wait_for_previous(PDL)
     if row >= 0:
         r = tl.arange(0, BM)  # the rows are queries, and of each its PACK heads
         m = first_query + r // PACK

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..rotary import Rope
-from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
+from .launch import has_pdl, launch, launch_next_and_wait
 
 __all__ = ["Norms", "apply_rope_and_write_kv"]
 
@@ -98,9 +98,7 @@ def _apply_rope_and_write_kv(
     NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    launch_next_and_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     if ROTARY > 0:
         position = tl.load(positions + token)
