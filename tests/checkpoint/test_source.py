@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -209,6 +211,64 @@ def test_hub_failures_are_load_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(ModelLoadError, match="the cable is out"):
         resolve("owner/name")
+
+
+def test_which_files_a_repository_has_and_who_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError, RevisionNotFoundError
+
+    (make_folder(tmp_path / "cached") / "sub").mkdir()
+    (tmp_path / "cached" / "sub" / "x.gguf").write_bytes(b"12345")
+    siblings = [SimpleNamespace(rfilename="a", size=3), SimpleNamespace(rfilename="b", size=None)]
+    answer: Any = SimpleNamespace(siblings=siblings)
+    cached: Any = tmp_path / "cached"
+
+    def say(outcome: Any) -> Any:
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *args, **options: say(answer))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **options: say(cached))
+    in_cache = {"config.json": len(json.dumps(CONFIG)), "model.safetensors": 0, "sub/x.gguf": 5}
+    monkeypatch.setattr(hub, "is_offline", lambda: False)
+    assert hub._file_sizes("o/n", None) == ({"a": 3, "b": 0}, "the hub's o/n")
+    answer = ConnectionError("the cable is out")
+    assert hub._file_sizes("o/n", None) == (in_cache, "the cache of the hub's o/n (the hub can't be reached)")
+    cached = LocalEntryNotFoundError("not cached")
+    with pytest.raises(LocalEntryNotFoundError) as caught:
+        hub._file_sizes("o/n", None)
+    assert caught.value.__cause__ is answer
+    answer, cached = RevisionNotFoundError.__new__(RevisionNotFoundError), tmp_path / "cached"
+    with pytest.raises(RevisionNotFoundError):
+        hub._file_sizes("o/n", "v9")
+    monkeypatch.setattr(hub, "is_offline", lambda: True)  # the hub, which would raise, is not asked
+    assert hub._file_sizes("o/n", None) == (in_cache, "the cache of the hub's o/n (HF_HUB_OFFLINE is set)")
+
+
+def test_a_cache_on_a_full_or_read_only_disk_is_said_whatever_was_made_of_it() -> None:
+    for error, said in (
+        (PermissionError(errno.EACCES, "Permission denied", "/cache/x"), "Permission denied (/cache/x); set HF_HOME"),
+        (OSError(errno.ENOSPC, "No space left"), "No space left; set HF_HOME"),
+    ):
+        wrapped, behind = RuntimeError("can't download"), RuntimeError("can't download")
+        wrapped.__cause__, behind.__context__ = error, error
+        for outer in (error, wrapped, behind):
+            assert said in str(hub._disk_problem(outer))
+    assert hub._disk_problem(ConnectionRefusedError(errno.ECONNREFUSED, "refused")) is None
+
+
+def test_an_unknown_name_may_be_meant_as_a_hub_id_or_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama-7b.gguf").write_bytes(b"")
+    (tmp_path / "llama-7x.txt").write_bytes(b"")
+    for name, is_path in (("no-such-model", False), ("./no-such-model", True)):
+        with pytest.raises(ModelLoadError) as caught:
+            resolve(name)
+        assert ("nor is it a hub id (OWNER/REPOSITORY)" in str(caught.value)) is not is_path
+        assert "in that folder there is" not in str(caught.value)
+    with pytest.raises(ModelLoadError, match=r"in that folder there is 'llama-7b.gguf'$"):
+        resolve("./llama-7.gguf")
 
 
 def test_the_text_model_of_a_model_for_images(tmp_path: Path) -> None:

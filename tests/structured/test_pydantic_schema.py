@@ -157,6 +157,16 @@ def test_texts_that_pydantic_would_refuse_are_kept_out(kind: Any, texts: list[st
     assert "pattern" not in TypeAdapter(kind).json_schema(schema_generator=schema_generator())  # as a model is shown it
 
 
+def test_bytes_of_no_length_or_a_great_one_are_any_text() -> None:
+    for kind, has_pattern in (
+        (bytes, False),
+        (Annotated[bytes, Field(max_length=1001)], False),
+        (Annotated[bytes, Field(max_length=1000)], True),
+    ):
+        schema = OutputType.of(kind).schema
+        assert schema["type"] == "string" and ("pattern" in schema) is has_pattern
+
+
 def test_a_time_without_a_zone() -> None:
     output = OutputType.of(NaiveDatetime)
     pattern = re.compile(output.schema["pattern"], re.ASCII)
