@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from ipc_helpers import attach_here, own_names
+from ipc_helpers import attach_here, own_names, turns
 
 from aengine.errors import EngineClosedError
 from aengine.ipc import channel as channel_module
@@ -54,7 +54,7 @@ def use(host: HostChannel) -> asyncio.Queue[Frame | FrameError]:
 
 
 def words_of(end: HostChannel | WorkerChannel) -> Any:
-    """The control words of the ring into which an end writes: to damage them."""
+    """The control words of the ring into which an end writes: to damage them, as no call does."""
     return end._producer._words
 
 
@@ -156,7 +156,9 @@ async def test_a_burst_is_drained_at_once(ends: tuple[HostChannel, WorkerChannel
     host.open(asyncio.get_running_loop(), lambda: calls.append(host.drain()))
     for step_id in range(10):
         worker.publish(1, step_id, b"burst")
-    await asyncio.sleep(0.02)
+    while not calls:
+        await asyncio.sleep(0)
+    await turns()
     assert [[frame.step_id for frame in frames] for frames in calls] == [list(range(10))]
 
 
@@ -186,7 +188,7 @@ async def test_a_full_ring_is_awaited_and_order_kept(
     while host.try_publish(2, num_sent, bytes(500)):
         num_sent += 1
     waiting = [asyncio.create_task(host.publish(2, num_sent + i, bytes(500 + 2000 * (i % 2)))) for i in range(6)]
-    await asyncio.sleep(0.02)
+    await turns()
     assert not any(task.done() for task in waiting)
     assert not host.try_publish(2, 99, b""), "no one overtakes those who wait"
     steps = []
@@ -207,7 +209,7 @@ async def test_waiting_for_room_does_not_spin(ends: tuple[HostChannel, WorkerCha
     while host.try_publish(2, 0, bytes(500)):
         pass
     looks = 0
-    has_room = host._producer.has_room
+    has_room = host._producer.has_room  # counted here, as nobody is told of a look
 
     class Counting:
         def __getattr__(self, name: str) -> object:
@@ -221,7 +223,7 @@ async def test_waiting_for_room_does_not_spin(ends: tuple[HostChannel, WorkerCha
     producer = host._producer
     host._producer = Counting()  # type: ignore[assignment]
     task = asyncio.create_task(host.publish(2, 1, bytes(1000)))
-    await asyncio.sleep(0.05)
+    await turns()
     assert looks <= 4 and not task.done()
     while worker.consume(0):
         pass
@@ -233,9 +235,9 @@ async def test_a_cancelled_message_does_not_arrive(ends: tuple[HostChannel, Work
     host, worker = ends
     use(host)
     task = asyncio.create_task(host.publish(2, 1, bytes(RING_BYTES * 3)))
-    await asyncio.sleep(0.01)
+    await turns()
     behind = asyncio.create_task(host.publish(2, 2, b"behind"))
-    await asyncio.sleep(0.01)
+    await turns()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -250,7 +252,7 @@ async def test_close_while_a_publish_waits(ends: tuple[HostChannel, WorkerChanne
     host, _worker = ends
     use(host)
     tasks = [asyncio.create_task(host.publish(2, i, bytes(RING_BYTES * 2))) for i in range(3)]
-    await asyncio.sleep(0.01)
+    await turns()
     host.close()
     for task in tasks:
         with pytest.raises(EngineClosedError):
@@ -271,7 +273,7 @@ async def test_a_torn_frame_reaches_the_host_as_an_error(ends: tuple[HostChannel
     host, worker = ends
     inbox = use(host)
     words_of(worker)[HEAD] = 64
-    worker._loop_bell.ring()
+    worker._loop_bell.ring()  # as publishing does, which would notice that the ring is damaged
     assert isinstance(await soon(inbox.get()), FrameError)
 
 
@@ -285,7 +287,7 @@ def test_a_torn_frame_reaches_the_worker_as_an_error(ends: tuple[HostChannel, Wo
 def test_foreign_bytes_over_the_whole_segment(ends: tuple[HostChannel, WorkerChannel], rng: random.Random) -> None:
     host, worker = ends
     for index in (0, 1):
-        with host._segment.ring(index) as region:
+        with host._segment.ring(index) as region:  # its name is gone: nobody else can map it
             region[:CONTROL_BYTES] = rng.randbytes(CONTROL_BYTES)
             region[CONTROL_BYTES:] = rng.randbytes(len(region) - CONTROL_BYTES)
     with pytest.raises(FrameError):

@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from ipc_helpers import own_names, start_child
+from ipc_helpers import own_names, start_child, turns
 
 from aengine.errors import EngineClosedError
 from aengine.ipc.channel import Frame, HostChannel
@@ -145,7 +145,7 @@ async def test_a_worker_killed_while_it_writes(rng: random.Random) -> None:
             expected += 1
         # The ring fills, nobody reads it: whoever waits is freed by close().
         task = asyncio.create_task(host.publish(2, 0, bytes(100_000)))
-        await asyncio.sleep(0.01)
+        await turns()
         host.close()
         with pytest.raises(EngineClosedError):
             await task

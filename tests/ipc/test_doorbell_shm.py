@@ -113,7 +113,7 @@ def test_a_ring_wakes_a_sleeper(both_ways: None) -> None:
     woken = []
     thread = threading.Thread(target=lambda: woken.append(worker.wait(60)))
     thread.start()
-    time.sleep(0.02)
+    time.sleep(0.02)  # so that it sleeps as a rule; a ring that comes before the wait ends that, too
     host.ring()
     thread.join(30)
     assert woken == [True]

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from ipc_helpers import turns
 
 from aengine.errors import WorkerDiedError
 from aengine.ipc import link as link_module
@@ -114,7 +115,7 @@ async def test_a_link_carries_frames_of_any_size_whole(ends: tuple[socket.socket
     for frame in sent:
         first.link.send(*frame)
     assert first.link.is_congested and not second.link.is_congested
-    await asyncio.sleep(0.02)
+    await turns()
     assert not second.frames and not first.num_rooms and first.link.is_congested, "it is slowed down"
     second.link.resume()
     await until(lambda: len(second.frames) == len(sent))
@@ -176,7 +177,7 @@ async def test_a_connection_that_breaks_is_told_once(ends: tuple[socket.socket, 
     side.link.pause()
     side.link.resume()
     side.link.hang_up()
-    await asyncio.sleep(0.01)
+    await turns()
     assert len(side.ends) == 1
     side.link.close()
     assert len(side.ends) == 1
@@ -198,7 +199,7 @@ async def test_a_detached_connection_stays_open(ends: tuple[socket.socket, socke
     side = Side(ends[0])
     assert side.link.detach() is ends[0]
     ends[1].sendall(os.urandom(24))
-    await asyncio.sleep(0.01)
+    await turns()
     assert not side.frames and not side.ends
     assert len(ends[0].recv(100)) == 24, "nobody else has read it"
     with ends[0], pytest.raises(WorkerDiedError):

@@ -6,6 +6,7 @@ import asyncio
 import threading
 
 import pytest
+from ipc_helpers import turns
 
 from aengine.errors import EngineError, InternalError
 from aengine.ipc.thread_calls import outcome_of, run_in_thread, settle, tell
@@ -46,9 +47,8 @@ async def test_the_result_for_a_caller_that_has_gone_is_dropped() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     goes_on.set()
-    while not has_ended.is_set():
-        await asyncio.sleep(0.001)
-    await asyncio.sleep(0.01)  # a result that was set nevertheless would be an error in a callback
+    await asyncio.to_thread(has_ended.wait, 30)
+    await turns()  # a result that was set nevertheless would be an error in a callback
 
 
 async def test_a_thread_that_can_not_be_started_names_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
