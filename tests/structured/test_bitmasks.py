@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import random
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +14,8 @@ import pytest
 
 from aengine.engine.structured import bitmasks
 from aengine.engine.structured.backend import MatcherLimitError
-from aengine.engine.structured.bitmasks import BitmaskFiller, Filled, MaskJob, RequestGrammar, _are_short
+from aengine.engine.structured.bitmasks import BitmaskFiller, Filled, MaskJob, RequestGrammar, _are_short, _forced_ids
+from aengine.errors import EngineClosedError
 
 
 def grammar(mask_seconds: float = 0.0) -> RequestGrammar:
@@ -132,3 +136,127 @@ def test_a_row_that_takes_too_long_is_a_limit_and_ends_its_request_alone(monkeyp
         filled = filler._fill([MaskJob(other, [])] * num_rows + [MaskJob(late, [5])], bytearray(4 * num_rows + 4))
         assert list(filled.failed) == [num_rows] and late.is_slow and not other.is_slow
         assert isinstance(filled.failed[num_rows], MatcherLimitError) and "1.5 s" in str(filled.failed[num_rows])
+
+
+VOCAB, FORBIDDEN = 70, 69
+
+
+class Sums:
+    """A matcher whose next token is the sum of those accepted or the one after; if that sum is 0, it is 0."""
+
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+
+    def accept(self, token_ids: list[int]) -> int:
+        for place, token_id in enumerate(token_ids):
+            if token_id == FORBIDDEN:
+                return place
+            self.taken.append(token_id)
+        return len(token_ids)
+
+    def rollback(self, num_tokens: int) -> None:
+        assert num_tokens <= len(self.taken)
+        del self.taken[len(self.taken) - num_tokens :]
+
+    def fill(self, bitmask: Any, row: int) -> None:
+        is_at = row_after(self.taken)
+        for word in range(3):
+            part = is_at >> 32 * word & 0xFFFFFFFF
+            bitmask[row, word] = part - (part >> 31 << 32)
+
+    def forced_tokens(self) -> list[int]:
+        return [sum(self.taken) % 40] if sum(self.taken) % 40 == 0 else []
+
+
+def row_after(taken: list[int]) -> int:
+    total = sum(taken) % 40
+    return 1 << total if total == 0 else 1 << total | 1 << total + 1
+
+
+ALL = (1 << 96) - 1
+
+
+async def test_rows_are_those_of_each_job_whoever_fills_them(rng: random.Random) -> None:
+    """On the loop, in a thread, and ahead of the step; with drafts, certain ones, and tokens that are not allowed."""
+    filler = BitmaskFiller(VOCAB)
+    compiled: Any = SimpleNamespace(mask_seconds=0.0, matcher=Sums)
+    grammars = [RequestGrammar(compiled) for _ in range(9)]
+    taken: dict[int, list[int]] = {i: [] for i in range(9)}
+    num_here = num_failed = 0
+    for _ in range(120):
+        chosen = rng.sample(range(9), rng.randint(1, 9))
+        jobs, rows, fails = [], list[int](), dict[int, bool]()
+        may_wait = rng.random() < 0.5
+        for place, i in enumerate(chosen):
+            grammar = grammars[i]
+            new = [rng.choice([0, 1, 5, 39])] if rng.random() < 0.7 else []
+            if may_wait and rng.random() < 0.3:
+                grammar.pending = [*new]
+                is_wanted = rng.random() < 0.7
+                filler.fill_ahead(grammar, lambda is_wanted=is_wanted: is_wanted)
+                assert grammar.pending == []
+                if is_wanted:
+                    taken[i] += new
+                jobs.append(MaskJob(grammar, []))
+                rows.append(row_after(taken[i]) if is_wanted else ALL)
+                continue
+            drafts = rng.choices([FORBIDDEN, 0, 1, 5, 39], k=rng.randint(0, 3)) if rng.random() < 0.3 else []
+            certain = bool(drafts) and rng.random() < 0.5
+            if rng.random() < 0.1:
+                new = [FORBIDDEN]
+            jobs.append(MaskJob(grammar, new, drafts, are_certain=certain))
+            if new == [FORBIDDEN] or (certain and FORBIDDEN in drafts):
+                fails[place] = True
+                rows += [ALL] * jobs[-1].num_rows
+                grammars[i], taken[i] = RequestGrammar(compiled), []
+                continue
+            taken[i] += new
+            if certain:
+                rows.append(row_after(taken[i] + drafts))
+                continue
+            for k in range(len(drafts) + 1):
+                is_reached = all(row_after(taken[i] + drafts[:j]) >> drafts[j] & 1 for j in range(k))
+                rows.append(row_after(taken[i] + drafts[:k]) if is_reached else ALL)
+        target = bytearray(filler.row_bytes * len(rows))
+        filled = filler.fill(jobs, target)
+        if isinstance(filled, Filled):
+            num_here += 1
+        else:
+            async with asyncio.timeout(30):
+                await filled.free_until
+                filled = await filled.filled
+        assert filled.failed.keys() == fails.keys() and all(
+            "token 69 was sampled" in str(e) for e in filled.failed.values()
+        )
+        shown = [int.from_bytes(target[k * 12 : k * 12 + 12], "little") for k in range(len(rows))]
+        assert shown == rows
+        for i, grammar in enumerate(grammars):
+            assert grammar.is_new or grammar.matcher.taken == taken[i], "drafts have been taken back"
+            assert grammar.ahead is None
+        num_failed += len(fails)
+    assert num_here and num_failed
+    await filler.aclose()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("aengine-grammar")]
+    for ask in (lambda: filler.fill([MaskJob(RequestGrammar(compiled), [])], bytearray(12)), filler.check_open):
+        with pytest.raises(EngineClosedError):
+            ask()
+    with pytest.raises(EngineClosedError):
+        filler.fill_ahead(grammars[0], lambda: True)
+
+
+@pytest.mark.parametrize("ids", [[], [4], [4, 5], [4, 5, 6]])
+def test_forced_ids_are_those_that_come_after_the_first_too(ids: list[int]) -> None:
+    for following, is_same in ((ids[1:], True), ([*ids[1:], 9], True), ([*ids[2:], 9], False)):
+        said = iter((ids, following))
+        done: list[Any] = []
+        matcher: Any = SimpleNamespace(
+            forced_tokens=lambda said=said: next(said),
+            accept=lambda some, done=done: done.append(some) or True,
+            rollback=lambda number, done=done: done.append(number),
+        )
+        right = ids if is_same and len(ids) > 1 else []
+        assert _forced_ids(matcher, (1 << 4).to_bytes(12, "little")) == right
+        assert done == ([[4], 1] if len(ids) > 1 else []), "it is back where it was"
+        said = iter((ids, following))
+        matcher.forced_tokens = lambda said=said: next(said)
+        assert _forced_ids(matcher, (3 << 4).to_bytes(12, "little")) == [], "another id is allowed, too"
