@@ -138,7 +138,7 @@ def test_a_row_that_takes_too_long_is_a_limit_and_ends_its_request_alone(monkeyp
         assert isinstance(filled.failed[num_rows], MatcherLimitError) and "1.5 s" in str(filled.failed[num_rows])
 
 
-VOCAB, FORBIDDEN = 70, 69
+VOCAB, FORBIDDEN = 65, 64
 
 
 class Sums:
@@ -165,11 +165,11 @@ class Sums:
             bitmask[row, word] = part - (part >> 31 << 32)
 
     def forced_tokens(self) -> list[int]:
-        return [sum(self.taken) % 40] if sum(self.taken) % 40 == 0 else []
+        return [sum(self.taken) % 61] if sum(self.taken) % 61 == 0 else []
 
 
 def row_after(taken: list[int]) -> int:
-    total = sum(taken) % 40
+    total = sum(taken) % 61
     return 1 << total if total == 0 else 1 << total | 1 << total + 1
 
 
@@ -189,7 +189,7 @@ async def test_rows_are_those_of_each_job_whoever_fills_them(rng: random.Random)
         may_wait = rng.random() < 0.5
         for place, i in enumerate(chosen):
             grammar = grammars[i]
-            new = [rng.choice([0, 1, 5, 39])] if rng.random() < 0.7 else []
+            new = [rng.choice([0, 1, 17, 60])] if rng.random() < 0.7 else []
             if may_wait and rng.random() < 0.3:
                 grammar.pending = [*new]
                 is_wanted = rng.random() < 0.7
@@ -200,7 +200,7 @@ async def test_rows_are_those_of_each_job_whoever_fills_them(rng: random.Random)
                 jobs.append(MaskJob(grammar, []))
                 rows.append(row_after(taken[i]) if is_wanted else ALL)
                 continue
-            drafts = rng.choices([FORBIDDEN, 0, 1, 5, 39], k=rng.randint(0, 3)) if rng.random() < 0.3 else []
+            drafts = rng.choices([FORBIDDEN, 0, 1, 17, 60], k=rng.randint(0, 3)) if rng.random() < 0.3 else []
             certain = bool(drafts) and rng.random() < 0.5
             if rng.random() < 0.1:
                 new = [FORBIDDEN]
@@ -226,7 +226,7 @@ async def test_rows_are_those_of_each_job_whoever_fills_them(rng: random.Random)
                 await filled.free_until
                 filled = await filled.filled
         assert filled.failed.keys() == fails.keys() and all(
-            "token 69 was sampled" in str(e) for e in filled.failed.values()
+            "token 64 was sampled" in str(e) for e in filled.failed.values()
         )
         shown = [int.from_bytes(target[k * 12 : k * 12 + 12], "little") for k in range(len(rows))]
         assert shown == rows
@@ -260,3 +260,52 @@ def test_forced_ids_are_those_that_come_after_the_first_too(ids: list[int]) -> N
         said = iter((ids, following))
         matcher.forced_tokens = lambda said=said: next(said)
         assert _forced_ids(matcher, (3 << 4).to_bytes(12, "little")) == [], "another id is allowed, too"
+
+
+async def test_the_loop_may_go_on_where_a_matcher_can_not_be_made() -> None:
+    def fail() -> Any:
+        raise MemoryError
+
+    filler = BitmaskFiller(VOCAB)
+    compiled: Any = SimpleNamespace(mask_seconds=0.0, matcher=fail)
+    filled: Any = filler.fill([MaskJob(RequestGrammar(compiled), []) for _ in range(5)], bytearray(60))
+    async with asyncio.timeout(30):
+        assert await filled.free_until == 0.0
+        with pytest.raises(MemoryError):
+            await filled.filled
+    await filler.aclose()
+
+
+def test_rows_of_a_slow_batch_are_timed_one_by_one_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    now = SimpleNamespace(perf_counter=lambda: clock[0], thread_time=lambda: clock[0])
+    monkeypatch.setattr(bitmasks, "time", now)
+
+    class Timed(Sums):
+        def __init__(self, seconds: float) -> None:
+            super().__init__()
+            self.seconds = seconds
+
+        def fill(self, bitmask: Any, row: int) -> None:
+            clock[0] += self.seconds
+            super().fill(bitmask, row)
+
+    kinds: list[Any] = [
+        SimpleNamespace(mask_seconds=0.0, matcher=lambda seconds=seconds: Timed(seconds))
+        for seconds in (0.0, 0.005, 0.0, 0.0, 0.0)
+    ]
+    filler, grammars = BitmaskFiller(VOCAB), [RequestGrammar(kind) for kind in kinds]
+    known = []
+    for _ in range(4):
+        rows, told = bytearray(60), list[float]()
+        assert not filler._fill([MaskJob(grammar, []) for grammar in grammars], rows, told.append).failed
+        assert int.from_bytes(rows, "little") == sum(1 << 96 * place for place in range(5))
+        known.append(([grammar.is_slow for grammar in grammars], told))
+    told_first, surveyed, together, last = known
+    assert told_first == ([False] * 5, [0.001]) and surveyed == ([False, True, False, False, False], [])
+    assert together[1] == [0.001] and last[1] == [pytest.approx(0.005)], "as long as the shorter of the last two"
+    clock[0] += 2
+    for _ in range(2):
+        told = []
+        filler._fill([MaskJob(grammar, []) for grammar in grammars], bytearray(60), told.append)
+    assert told == [], "after a second, again"
