@@ -104,7 +104,7 @@ class Side:
 async def until(condition) -> None:  # type: ignore[no-untyped-def]
     async with asyncio.timeout(30):
         while not condition():
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0.001)  # bytes are on their way, by threads of the kernel
 
 
 async def test_a_link_carries_frames_of_any_size_whole(ends: tuple[socket.socket, socket.socket]) -> None:

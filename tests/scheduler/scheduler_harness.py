@@ -470,5 +470,6 @@ class Driver:
         check_scheduler(scheduler)
         assert scheduler.num_free_blocks == scheduler.num_blocks
         assert getattr(scheduler.rows.preempted, "num_used", 0) == 0, "a place in the host's memory was lost"
+        # Nothing else shows that a request is still known there, but memory in the long run.
         assert not scheduler.parallel_sampling._first and len(scheduler.rows.free_rows) == scheduler.num_rows
         assert all(request.finish_reason is not None for request, _ in self.requests)

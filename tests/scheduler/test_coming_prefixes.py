@@ -248,6 +248,7 @@ def test_a_state_is_kept_where_those_who_wait_begin_to_differ() -> None:
 
 @pytest.mark.usefixtures("states_are_cheap")
 def test_a_state_that_found_no_room_keeps_nobody_waiting_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As where all places for states are taken at that moment, and free again at the next.
     monkeypatch.setattr(kv_cache_manager._KeptStates, "keep", lambda *_: [])
     driver = hybrid()
     first, second = (add(driver, [*SHARED, i]) for i in (1, 2))

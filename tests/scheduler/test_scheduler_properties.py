@@ -331,4 +331,4 @@ def test_only_leased_steps_are_taken_back() -> None:
     steps.answers.append(None)
     assert steps.schedule().is_leased
     with pytest.raises(InternalError, match="dropped 2 steps, of which 1 were leased"):
-        steps._on_revoked(2)
+        steps._on_revoked(2)  # what a worker's answer leads to; this one says too many

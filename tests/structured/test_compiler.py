@@ -216,7 +216,7 @@ async def test_a_grammar_that_comes_twice_counts_once() -> None:
     """One that was late is compiled again by the next who asks, and both arrive."""
     async with compiling(cache_bytes=300) as (compiler, backend):
         for _ in range(3):
-            compiler._remember(FakeCompiled(regex("a")))
+            compiler._remember(FakeCompiled(regex("a")))  # as one does that comes after its waiters' time
         for text in "bca":
             await compiler.compile(regex(text))
         assert backend.compiled == ["b", "c"]
@@ -482,7 +482,7 @@ async def test_the_time_of_a_slow_grammar_begins_with_its_compile() -> None:
         slow = await slow_ones(compiler, backend, 2)
         with pytest.raises(GrammarError, match="took longer"):
             await slow[0]
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)  # twice the time limit, which is what is tested here
         assert not slow[1].done()  # its thread is still busy with the other
         backend.slow_gate.set()
         assert await slow[1]

@@ -127,7 +127,7 @@ def test_a_fault_is_blamed_on_its_origin() -> None:
 
 def test_what_takes_too_long_is_blamed_too(monkeypatch: pytest.MonkeyPatch) -> None:
     backend: Any = backend_of("tiny")
-    monkeypatch.setattr(backend._trials, "seconds", 0.3)
+    monkeypatch.setattr(backend._trials, "seconds", 0.3)  # the backend is shared, and has 60 s otherwise
     bomb = seq(Text("("), any_of(NUMBER, Json(BOMB, "tool bomb")))
     assert not backend.is_quick(composed_of(bomb))
     error = refused(bomb)
