@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import threading
 from array import array
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from aengine.engine.chat.messages import ChatCompletion, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
-from aengine.engine.streams.chat_answers import ReceivedAnswers, chat_completion
+from aengine.engine.streams.chat_answers import ParsedAnswers, ReceivedAnswers, chat_completion
 from aengine.engine.streams.cross_thread_stream import BlockingStream, CrossThreadStream, run_now
 from aengine.engine.streams.token_stream import ChoiceOutput, Mailbox, TokenStream
 from aengine.errors import EngineError, InvalidRequestError
 from aengine.outputs import Completion, FinishReason, Logprob, Token
+from aengine.params import SamplingParams
 
 STOP, LENGTH, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
 END, LAST = 0, 25  # the model's end of sequence, and a stop token of the caller's
@@ -455,3 +458,71 @@ async def test_deltas_of_another_process_make_the_same_messages() -> None:
     assert isinstance(whole, ChatCompletion) and [choice.text for choice in whole.choices] == ["ab", "c"]
     assert [choice.message for choice in whole.choices] == [first, second]
     assert answers.completion(chat_completion(mailbox.completion("r"))).choices[0].message.content is None
+
+
+def test_a_stream_that_was_never_made_is_dropped_without_a_word() -> None:
+    for kind in (TokenStream, CrossThreadStream, BlockingStream):
+        kind.__new__(kind)  # as where its constructor was interrupted; an error in `__del__` is a warning
+    gc.collect()
+
+
+async def test_two_threads_can_not_wait_for_one_stream() -> None:
+    thread = Turns()
+    stream, mailbox = begun(BlockingStream, thread, [])
+    read: list[Token] = []
+    reader = threading.Thread(target=lambda: read.append(run_now(anext(stream))))
+    reader.start()
+    while stream._buffer.wake is None:  # it is about to sleep
+        await asyncio.sleep(0)
+    with pytest.raises(InvalidRequestError, match="already being read by another task"):
+        run_now(anext(stream))
+    mailbox.choices[0].put(7, None)
+    thread.turn()
+    await asyncio.to_thread(reader.join, 30)
+    assert [token.token_id for token in read] == [7]
+
+
+class ScriptedParser:
+    """Makes of each token what the script says: reasoning, text, or nothing that is certain yet."""
+
+    def __init__(self, at_the_end: list[Any]) -> None:
+        self.at_the_end = at_the_end
+
+    def feed(self, text: str, marker: Any) -> list[Any]:
+        return {"r": [ReasoningDelta("r")], "t": [TextDelta("t")], "b": [ReasoningDelta("r"), TextDelta("t")]}.get(
+            text, []
+        )
+
+    def finish(self) -> list[Any]:
+        return self.at_the_end
+
+
+def test_tokens_of_reasoning_are_those_from_its_first_to_its_last(rng: random.Random) -> None:
+    """And each delta says whose it is, and of which tokens it was made."""
+    for _ in range(300):
+        letters = rng.choices("rtb.", k=rng.randint(0, 8))
+        rest: list[Any] = rng.choice([[], [ReasoningDelta("r")], [TextDelta("t")]])
+        plan: Any = SimpleNamespace(
+            shape=None,
+            new_parser=lambda rest=rest: ScriptedParser(rest),
+            marker_of=lambda token_id, is_stop: None,
+            output_type=None,
+        )
+        has_logprobs = rng.random() < 0.5
+        answers = ParsedAnswers(plan, SamplingParams(n=2, logprobs=1 if has_logprobs else None))
+        tokens = [Token(letter, i, 1) for i, letter in enumerate(letters)]
+        deltas = answers.read(tokens)
+        assert answers.unread() == {0, 1}
+        deltas += [delta for delta in answers.finish() if delta.choice == 1]
+        places = [i for i, letter in enumerate(letters) if letter in "rb"]
+        is_reasoning_last = bool(rest) and isinstance(rest[0], ReasoningDelta)
+        last = len(letters) - 1 if is_reasoning_last else places[-1] if places else 0
+        assert answers._answers[1].num_reasoning_tokens == (last - places[0] + 1 if places else 0)
+        kinds = [kind for letter in letters for kind in {"b": "rt", ".": ""}.get(letter, letter)]
+        if has_logprobs and letters and letters[-1] == "." and not rest:
+            kinds.append("")  # left over: a delta without text
+        assert ["r" if isinstance(d, ReasoningDelta) else d.text for d in deltas] == kinds + [d.text for d in rest]
+        assert all(delta.choice == 1 for delta in deltas)
+        assert [token for delta in deltas for token in delta.tokens] == (tokens if has_logprobs and deltas else [])
+        (ended,) = answers.read([Token("t", 9, 0, None, LENGTH)])[:1]
+        assert ended.choice == 0 and answers.unread() == {1}
