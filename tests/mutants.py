@@ -8,8 +8,9 @@ wing that call the function run up to the first failure, the fastest first, in a
 them; a function that none calls is "uncalled". Prints a line for each mutant that is not killed, and the share that is;
 exit code 1 if that is less than ``--least``. As long as the files are the same, a seed takes the same places.
 
-Not drawn is what no behaviour hangs on: log lines, turns given to other threads, ``__repr__``, errors' texts, functions whose statements are
-assertions, -1 that becomes another negative number, a bound that is a power of two, and what is in `EQUIVALENT`.
+Not drawn is what no behaviour hangs on: log lines, turns given to other threads, ``__repr__``, errors' texts, functions
+whose statements are assertions, -1 that becomes another negative number, a bound that is a power of two, and what is in
+`EQUIVALENT`.
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ def changes(node: ast.AST, is_bool: bool = False) -> Iterator[tuple[str, Callabl
     for field in ("body", "orelse", "finalbody") if isinstance(node, ast.stmt) else ():
         for i, statement in enumerate(getattr(node, field, ())):
             is_call = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call | ast.Await)
-            if (is_call or isinstance(statement, ast.AugAssign)) and not ast.unparse(statement).startswith(("logger.", "yield_gil(")):
+            if (is_call or isinstance(statement, ast.AugAssign)) and not ast.unparse(statement).startswith(
+                ("logger.", "yield_gil(")
+            ):
                 text = ast.unparse(statement).splitlines()[0][:60]
                 yield f"without {text}", lambda n, f=field, i=i: getattr(n, f).__setitem__(i, ast.Pass())
 

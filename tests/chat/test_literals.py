@@ -126,6 +126,8 @@ def test_rendered_calls_are_read_however_they_are_split(name, calls):
         ({"type": "number"}, [-1.5, 1e-7], ["1", True]),
         ({"enum": ["a", 1, None, True]}, ["a", 1, None, True], ["b", 2, False]),
         ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, [1, "b"], [None, [1]]),
+        ({"anyOf": [{"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]},
+                    {"type": "array", "items": {"enum": ["q"]}}]}, [{"a": None}, [], ["q"]], [{"b": 1}, ["r"], "q"]),
         ({"type": "array", "items": {"enum": ["a", "ab"]}, "minItems": 1, "maxItems": 2}, [["a"], ["ab", "a"]],
          [[], ["b"], ["a", "a", "a"]]),
         ({"type": "object", "properties": {"a": {"type": "null"}, "b": {"type": "boolean"}}, "required": ["b"]},

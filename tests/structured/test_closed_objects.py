@@ -123,6 +123,18 @@ CASES = {
         [{"x": {"a": 1, "b": 1}}],
         [{"x": {"a": 1}}, {"x": {"b": 1, "c": 1}}],
     ),
+    "a member and additionalProperties": (
+        {"allOf": [{"properties": {"x": {**A, "type": "object"}}},
+                   {"additionalProperties": {**B, "type": "object", "required": ["b"]}}]},
+        [{"x": {"a": 1, "b": 1}}, {"y": {"b": 1}}],
+        [{"x": {"a": 1}}, {"x": {"b": 1, "c": 1}}, {"y": {"a": 1, "b": 1}}],
+    ),
+    "a member and a pattern": (
+        {"allOf": [{"properties": {"x": {**A, "type": "object"}}},
+                   {"patternProperties": {"^x": {**B, "type": "object", "required": ["b"]}}}]},
+        [{"x": {"a": 1, "b": 1}}, {"xy": {"b": 1}}],
+        [{"x": {"a": 1}}, {"x": {"b": 1, "c": 1}}, {"y": {}}],
+    ),
     "items of two parts": (
         {"type": "array", "items": {**A, "type": "object"}, "allOf": [{"items": {**B, "required": ["b"]}}]},
         [[{"a": 1, "b": 1}]],
