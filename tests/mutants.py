@@ -46,6 +46,8 @@ STREAMS = (
     "logprob_columns",
     "rest",
     "stream_model",
+    "streams_elsewhere",
+    "chat_model",
 )
 WINGS = {
     "scheduler": ("engine/scheduler", ["scheduler"]),
