@@ -301,6 +301,26 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
             "engine/replicas/replica.py",  # chooses it
         },
     ),
+    "drafts": (
+        {"draft", "drafts", "drafted", "Drafts", "DraftColumns", "DraftHistory", "DraftStep", "Verification"},
+        {
+            "engine/core.py",  # adds up what the replicas count
+            "engine/replicas/replica.py",  # chooses who makes them, and has their counts
+            "engine/grammar_gate.py",  # proposes what a grammar forces, and has rows of bitmasks after each draft
+            "engine/structured/",
+            "engine/scheduler/",
+            "engine/speculation/",
+            "ipc/messages.py",  # their column
+            "kernels/",
+            "runner/model_runner.py",  # registers them
+            "runner/input_batch.py",  # a type's name
+            "runner/sampling/",  # features say what the drafts before a row of logits change
+            "runner/speculation/",
+            "runner/startup/",  # captures their graphs
+            "telemetry/",
+            "testing/executor.py",
+        },
+    ),
     "pipelines": (
         {"pipeline", "pipelines", "micro", "Relay", "PipelineStage", "PipelineLink", "NoLink"},
         {
@@ -436,7 +456,7 @@ BUDGETS = {
     "kernels": 8785,
     "limits": 400,
     "remote": 1640,
-    "runner": 17960,
+    "runner": 18040,
     "server": 5990,
     "telemetry": 1110,
     "testing": 800,
