@@ -64,7 +64,7 @@ class StepLoop:
         speculation: Speculation,
         turn: Turn,
     ) -> None:
-        """``turn``: asked before each step, and told of each. ``speculation``: asked for drafts before each step.
+        """``turn``: asked before each step, and told of each. ``speculation``: asked for guesses before each step.
 
         ``work`` wakes the idle loop, which then finds what there is to do; a failing executor sets it. ``on_begun``
         is told the id of each request with its first step, once for each of n completions."""

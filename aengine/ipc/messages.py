@@ -189,8 +189,14 @@ class DraftColumns:
     gets all of them, and samples after the last alone."""
 
     counts: array[int]  # [num_reqs] drafts of each request, 0 or more; num_scheduled_tokens includes them
-    token_ids: array[int]  # [sum(counts)] drafts, one request after the other; -1: the worker finds them in its rows
+    token_ids: array[int]  # drafts that the host knows, one request after the other
     is_certain: array[int]  # [num_reqs] 1: all drafts of the request are accepted
+    is_found: array[int] = field(default_factory=int32)  # [num_reqs] 1: the worker finds them in its row; empty: none
+
+    def num_known(self) -> list[int]:
+        """Return how many drafts of each request ``token_ids`` has: [num_reqs]."""
+        is_found = self.is_found or bytes(len(self.counts))
+        return [0 if found else count for count, found in zip(self.counts, is_found, strict=True)]
 
 
 @dataclass(slots=True)
@@ -300,7 +306,7 @@ _packer = msgpack.Packer(autoreset=True, use_bin_type=True)
 def pack(message: object) -> bytes:
     """Encode any of the above, or plain data (None, bool, int, float, str, bytes, list, dict)."""
     if type(message) is SchedulerOutput:
-        m = message
+        m, d = message, message.drafts
         return _packer.pack(
             (
                 m.step_id,
@@ -315,9 +321,7 @@ def pack(message: object) -> bytes:
                 m.num_scheduled_tokens.tobytes(),
                 m.sample_now,
                 m.is_leased,
-                None
-                if m.drafts is None
-                else [c.tobytes() for c in (m.drafts.counts, m.drafts.token_ids, m.drafts.is_certain)],
+                d and [c.tobytes() for c in (d.counts, d.token_ids, d.is_certain, d.is_found)],
                 m.page_copies.tobytes(),
                 m.round_sizes.tobytes(),
                 m.round_has_prompts,
@@ -417,9 +421,9 @@ def _step(data: Any) -> SchedulerOutput:
     if is_odd or any(len(a) != len(b) for a, b in pairs):
         raise MessageError(f"step {out.step_id}: columns of unequal length")
     if out.drafts is not None:
-        counts, num_reqs = out.drafts.counts, len(out.req_idx)
-        fits = len(counts) == len(out.drafts.is_certain) == num_reqs and sum(counts) == len(out.drafts.token_ids)
-        if not fits or min(counts, default=0) < 0:
+        drafts, num_reqs = out.drafts, len(out.req_idx)
+        fits = len(drafts.counts) == len(drafts.is_certain) == num_reqs and len(drafts.is_found) in (0, num_reqs)
+        if not fits or min(drafts.counts, default=0) < 0 or sum(drafts.num_known()) != len(drafts.token_ids):
             raise MessageError(f"step {out.step_id}: drafts that do not fit the batch")
     return out
 

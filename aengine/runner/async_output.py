@@ -16,12 +16,21 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from ..ipc.messages import DraftColumns, LogprobColumns, ModelRunnerOutput, RowError, float32, int32
+from ..ipc.messages import LogprobColumns, ModelRunnerOutput, RowError, float32, int32
 from .input_batch import Rows
 from .platforms.platform import Event, Platform
 from .sampling.sampler import LogprobRows
 
-__all__ = ["NO_SIDE_OUTPUT", "AsyncOutput", "HostOutput", "OutputCopier", "Published", "SideOutput", "float_column"]
+__all__ = [
+    "NO_SIDE_OUTPUT",
+    "AsyncOutput",
+    "HostOutput",
+    "OutputCopier",
+    "Published",
+    "SideOutput",
+    "Source",
+    "float_column",
+]
 
 
 class HostOutput(NamedTuple):
@@ -29,7 +38,7 @@ class HostOutput(NamedTuple):
 
     token_ids: np.ndarray | None = None  # [n]: sampled ids
     checks: np.ndarray | None = None  # float32 [n]: finite if the row could be sampled, see `SamplerOutput`
-    counts: np.ndarray | None = None  # [requests that sample]: tokens that each gets in a step with drafts; None: one
+    counts: np.ndarray | None = None  # [requests that sample]: tokens that each gets; None: one
     side: np.ndarray | None = None  # what the step yields beside tokens, see `SideOutput`
     logprobs: np.ndarray | None = None  # int32 [n, 1 + 2 * k], see `token_logprobs`
 
@@ -61,8 +70,7 @@ class AsyncOutput:
 
     ``source``: their tokens, or only when the step was computed, if nothing was sampled; None: nothing was computed.
     ``logprobs``: whose they are. ``row_errors``: batch position to the error of a request that failed before it was
-    sampled. ``drafts``: the step's, if its answer is ragged; ``places`` [n]: how many that are not certain are before
-    each row. ``side``: what the step yields beside tokens, of which ``source`` has the values.
+    sampled. ``side``: what the step yields beside tokens, of which ``source`` has the values.
     """
 
     def __init__(
@@ -74,8 +82,6 @@ class AsyncOutput:
         row_errors: Mapping[int, RowError],
         logprobs: LogprobRows | None = None,
         *,
-        drafts: DraftColumns | None = None,
-        places: Rows | None = None,
         side: SideOutput = NO_SIDE_OUTPUT,
     ) -> None:
         self._step_id = step_id
@@ -84,8 +90,6 @@ class AsyncOutput:
         self._source = source
         self._row_errors = row_errors
         self._logprobs = logprobs
-        self._drafts = drafts
-        self._places = places
         self._side = side
 
     def ready(self) -> bool:
@@ -95,18 +99,18 @@ class AsyncOutput:
     def get(self) -> ModelRunnerOutput:
         """Wait until the device has copied the step's tokens, and return its answer."""
         host = HostOutput() if self._source is None else self._source.get()
-        # The rows of logits that the answer has, in its order, and their errors; None: all rows, in any order.
-        kept = None if self._drafts is None else self._accepted(host)
-        errors = self._errors(host, kept)
-        if kept is None or self._drafts is None:
-            output = self._one_each(host, errors)
-        else:
-            output = self._ragged(host, kept, errors, self._drafts)
+        output, errors = self._read(host)
         self._side.add_to(output, host, errors)
         output.errors = [errors[i] for i in sorted(errors)]
         return output
 
-    def _errors(self, host: HostOutput, kept: Rows | None) -> dict[int, RowError]:
+    def _read(self, host: HostOutput) -> tuple[ModelRunnerOutput, dict[int, RowError]]:
+        """Return the answer, in which each request has one token at most, and the errors by batch position."""
+        errors = self._errors(host)
+        return self._one_each(host, errors), errors
+
+    def _errors(self, host: HostOutput, kept: Rows | None = None) -> dict[int, RowError]:
+        """``kept``: the rows of logits that the answer has; None: all."""
         errors = dict(self._row_errors)
         if host.checks is not None:
             is_bad = ~np.isfinite(host.checks)
@@ -125,40 +129,8 @@ class AsyncOutput:
                 token_ids[list(errors)] = -1
             if self._logprobs is not None:
                 keep = [i for i in np.argsort(self._logprobs.batch_idx) if self._logprobs.batch_idx[i] not in errors]
-                logprobs = _columns(self._logprobs, host, keep, self._logprobs.batch_idx)
-        return ModelRunnerOutput(self._step_id, _int_column(token_ids), logprobs)
-
-    def _accepted(self, host: HostOutput) -> Rows:
-        """Return the rows of logits whose tokens were accepted, in the order of the batch."""
-        order = np.argsort(self._sampling, kind="stable")
-        if host.token_ids is None:
-            return order
-        if host.counts is None or self._places is None:  # in place of a token that no request gets there is -1
-            return order[host.token_ids[order] >= 0]
-        counts = host.counts[np.cumsum(self._places == 0) - 1]  # the count of each row's request
-        return order[(self._places < counts)[order]]
-
-    def _ragged(
-        self, host: HostOutput, kept: Rows, errors: Mapping[int, RowError], drafts: DraftColumns
-    ) -> ModelRunnerOutput:
-        if errors:
-            kept = kept[~np.isin(self._sampling[kept], list(errors))]
-        counts = np.bincount(self._sampling[kept], minlength=self._num_reqs).astype(np.int32)
-        token_ids = np.empty(0, dtype=np.int32) if host.token_ids is None else host.token_ids[kept].astype(np.int32)
-        # Drafts that are certain come before the token sampled after them.
-        num_drafts, is_certain = np.array(drafts.counts), np.array(drafts.is_certain, dtype=bool)
-        certain = np.where(is_certain & (counts > 0), num_drafts, 0)
-        certain_ids = np.array(drafts.token_ids)[np.repeat(certain > 0, num_drafts)]
-        token_ids = np.insert(token_ids, np.repeat(np.cumsum(counts) - counts, certain), certain_ids)
-        counts += certain.astype(np.int32)
-        logprobs = None
-        if self._logprobs is not None:
-            token_idx = np.full(len(self._sampling), -1, dtype=np.int64)
-            token_idx[kept] = np.arange(len(kept)) + np.cumsum(certain)[self._sampling[kept]]
-            token_idx = token_idx[self._logprobs.rows]
-            keep = [i for i in np.argsort(token_idx) if token_idx[i] >= 0]
-            logprobs = _columns(self._logprobs, host, keep, token_idx)
-        return ModelRunnerOutput(self._step_id, _int_column(token_ids), logprobs, counts=_int_column(counts))
+                logprobs = logprob_columns(self._logprobs, host, keep, self._logprobs.batch_idx)
+        return ModelRunnerOutput(self._step_id, int_column(token_ids), logprobs)
 
 
 class OutputCopier:
@@ -224,7 +196,7 @@ def _unsampled(batch_idx: int, check: float) -> RowError:
     )
 
 
-def _columns(
+def logprob_columns(
     whose: LogprobRows,
     host: HostOutput,
     keep: Sequence[int],
@@ -242,12 +214,12 @@ def _columns(
         int32(token_idx[keep].tolist()),
         float_column(words[:, 0].view(np.float32)),
         int32(counts.tolist()),
-        _int_column(words[:, 1 : 1 + most][wanted]),
+        int_column(words[:, 1 : 1 + most][wanted]),
         float_column(words[:, 1 + most :][wanted].view(np.float32)),
     )
 
 
-def _int_column(values: np.ndarray) -> array[int]:
+def int_column(values: np.ndarray) -> array[int]:
     column = int32()
     column.frombytes(values.tobytes())
     return column

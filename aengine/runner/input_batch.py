@@ -18,8 +18,8 @@ from ..ipc.messages import GrammarOutput, KVCacheGroup, SchedulerOutput
 from ..kernels.dispatch import uses_triton
 from ..kernels.input_prep import PreparedInputs, gather_block_table, prepare_inputs
 from .block_tables import BlockTables
-from .drafts import DraftPlan, Verification
 from .request_state import RequestState, Scalars
+from .speculation.positions import Verification, places_in
 from .transfer import to_device
 
 __all__ = ["NO_ROWS", "BatchPlan", "InputBatch", "Rows", "SampleBatch", "to_device"]
@@ -32,7 +32,7 @@ NO_ROWS: Rows = np.empty(0, dtype=np.int64)
 class BatchPlan:
     """A step as the host plans it: all numpy int64, nothing is read from the device. Decodes first.
 
-    Of a row whose drafts are not settled yet, ``seq_lens`` is an upper bound; the device knows."""
+    Of a row whose tokens are not settled yet, ``seq_lens`` is an upper bound; the device knows."""
 
     batch_idx: Rows  # [num_reqs]: position of each request in the SchedulerOutput
     rows: Rows  # [num_reqs]: row of each request
@@ -41,7 +41,9 @@ class BatchPlan:
     sampling: Rows  # [num_sampled]: indices of the requests that sample, ascending
     num_tokens: int  # tokens computed for all requests together
     num_decodes: int  # leading requests of one token
-    drafts: DraftPlan | None = None  # None: no request has any
+    num_samples: Rows | None = (
+        None  # [num_reqs]: last positions of each at which it samples, if it does; None: one each
+    )
     is_exact: bool = True  # False: the seq_len of some request with more than one token is an upper bound
     state_pages: Rows | None = None  # [num_groups, num_reqs]: page of each request's state; None: the model has none
 
@@ -51,30 +53,36 @@ class BatchPlan:
 
     @property
     def is_decode(self) -> bool:
-        """Whether every request computes its newest token and samples."""
-        return self.num_decodes == len(self.rows) == len(self.sampling) and self.drafts is None
-
-    @property
-    def is_drafted_decode(self) -> bool:
-        """Whether every request computes its newest token and its drafts, if it has any, and samples after each."""
-        drafts = self.drafts
-        is_whole = drafts is not None and len(self.sampling) == len(self.rows)
-        return drafts is not None and is_whole and bool((self.query_lens == drafts.counts + 1).all())
+        """Whether every request computes only positions at which it samples."""
+        if len(self.sampling) < len(self.rows):
+            return False
+        if self.num_samples is None:
+            return self.num_decodes == len(self.rows)
+        return bool((self.query_lens == self.num_samples).all())
 
     @property
     def num_logits(self) -> int:
         """Number of tokens of the batch whose logits are computed."""
-        return len(self.sampling) + (0 if self.drafts is None else len(self.drafts.token_ids))
+        return len(self.sampling) if self.num_samples is None else int(self.num_samples[self.sampling].sum())
 
     def logits_indices(self) -> Rows:
-        """[num_logits]: which tokens of the batch need logits: the last of each request that samples, and those before
-        its drafts."""
+        """[num_logits]: which tokens of the batch need logits: the last ones of each request that samples."""
         last = np.cumsum(self.query_lens)[self.sampling] - 1
-        if self.drafts is None:
+        if self.num_samples is None:
             return last
-        num_drafts = self.drafts.counts[self.sampling]
-        owner, places = self.drafts.rows_of(self.sampling)
-        return (last - num_drafts)[owner] + places
+        counts = self.num_samples[self.sampling]
+        owner, places = places_in(counts)
+        return (last + 1 - counts)[owner] + places
+
+    def sampled(self) -> tuple[Rows, Rows]:
+        """Return the row and the batch_idx of each position that samples: [num_logits]."""
+        if self.num_samples is None and len(self.sampling) == len(self.rows):
+            return self.rows, self.batch_idx
+        rows, batch_idx = self.rows[self.sampling], self.batch_idx[self.sampling]
+        if self.num_samples is None:
+            return rows, batch_idx
+        counts = self.num_samples[self.sampling]
+        return np.repeat(rows, counts), np.repeat(batch_idx, counts)
 
     def first(self, n: int) -> BatchPlan:
         """Return the plan of the first n requests alone."""
@@ -86,14 +94,17 @@ class BatchPlan:
             sampling=self.sampling[self.sampling < n],
             num_tokens=int(self.query_lens[:n].sum()),
             num_decodes=min(n, self.num_decodes),
-            drafts=None if self.drafts is None else self.drafts.first(n),
+            num_samples=None if self.num_samples is None else self.num_samples[:n],
             is_exact=self.is_exact,
             state_pages=None if self.state_pages is None else self.state_pages[:, :n],
         )
 
     @classmethod
-    def make(cls, out: SchedulerOutput, requests: RequestState, tables: BlockTables, vocab_size: int) -> BatchPlan:
-        """Plan a step. Raises InternalError if it does not fit the rows, before anything is run."""
+    def make(
+        cls, out: SchedulerOutput, requests: RequestState, tables: BlockTables, ahead: Rows | None = None
+    ) -> BatchPlan:
+        """Plan a step. ``ahead`` [num_reqs]: tokens beyond its known ones that each request computes, in the order of
+        the SchedulerOutput. Raises InternalError if it does not fit the rows, before anything is run."""
         query_lens = np.array(out.num_scheduled_tokens, dtype=np.int64)
         rows = np.array(out.req_idx, dtype=np.int64)
         is_long = query_lens != 1
@@ -106,12 +117,11 @@ class BatchPlan:
         _check(rows, query_lens, requests)
         seq_lens = requests.num_computed_tokens[rows] + query_lens
         num_tokens_of_row = requests.num_tokens[rows]
-        drafts = None
-        if out.drafts is not None:
-            drafts = DraftPlan.make(out.drafts, batch_idx, vocab_size)
-            num_tokens_of_row = num_tokens_of_row + drafts.counts
-            if ((drafts.counts > 0) & (seq_lens != num_tokens_of_row)).any():
-                raise InternalError(f"step {out.step_id} has drafts of a row that does not sample")
+        if ahead is not None:
+            ahead = ahead[batch_idx]
+            num_tokens_of_row = num_tokens_of_row + ahead
+            if ((ahead > 0) & (seq_lens != num_tokens_of_row)).any():
+                raise InternalError(f"step {out.step_id} looks ahead in a row that does not sample")
         if (seq_lens > num_tokens_of_row).any():
             raise InternalError(f"step {out.step_id} computes tokens that are not known yet")
         tables.check_room(rows, seq_lens)
@@ -122,7 +132,7 @@ class BatchPlan:
         num_tokens = int(query_lens.sum())
         is_exact = num_decodes == len(rows) or not requests.num_unsettled[rows].any()
         where = (batch_idx, rows, query_lens, seq_lens, sampling, num_tokens, num_decodes)
-        return cls(*where, drafts, is_exact, tables.state_pages(rows))
+        return cls(*where, None, is_exact, tables.state_pages(rows))
 
 
 @dataclass(slots=True)
@@ -199,24 +209,22 @@ def _check(rows: Rows, query_lens: Rows, requests: RequestState) -> None:
 
 @dataclass(slots=True)
 class SampleBatch:
-    """The n rows of logits of a step: one of each request that samples; of one with drafts, one more after each."""
+    """The n rows of logits of a step: one for each position that samples, those of a request one after the other."""
 
     rows: Rows  # host int64 [n]: row of the request
     batch_idx: Rows  # host int64 [n]: position of the request in the SchedulerOutput
-    num_generated: Rows  # host int64 [n]: tokens of the completion until now, drafts included
+    num_generated: Rows  # host int64 [n]: tokens of the completion before each row of logits
     rows_device: Tensor  # int64 [n]: `rows` on the device
-    scalars: Scalars  # columns of [n]; num_tokens counts the drafts before each row of logits
+    scalars: Scalars  # columns of [n]; num_tokens counts those before each row of logits
     max_num_tokens: int  # largest num_tokens of these rows
     grammar: GrammarOutput | None
-    drafted: Verification | None = None  # None: there are no drafts
+    positions: Verification | None = None  # None: one for each request
 
     @classmethod
     def gather(
         cls, plan: BatchPlan, idx_mapping: Tensor, requests: RequestState, grammar: GrammarOutput | None
     ) -> SampleBatch:
         """``idx_mapping``: int64 [num_reqs], the plan's rows on the device."""
-        if plan.drafts is not None:
-            return cls._gather_drafted(plan, plan.drafts, requests, grammar)
         rows = plan.rows[plan.sampling]
         whole = len(rows) == plan.num_reqs
         rows_device = idx_mapping if whole else to_device(rows, idx_mapping.device)
@@ -229,27 +237,4 @@ class SampleBatch:
             scalars=requests.scalars.select(rows_device),
             max_num_tokens=int(num_tokens.max()),
             grammar=grammar,
-        )
-
-    @classmethod
-    def _gather_drafted(
-        cls, plan: BatchPlan, drafts: DraftPlan, requests: RequestState, grammar: GrammarOutput | None
-    ) -> SampleBatch:
-        rows = plan.rows[plan.sampling]
-        where = (requests.token_ids, requests.scalars.num_tokens)
-        drafted = Verification.gather(rows, drafts.counts[plan.sampling], *where)
-        owner = drafted.owner_host
-        rows_device = drafted.rows.index_select(0, drafted.owner)
-        scalars = requests.scalars.select(rows_device)
-        scalars.num_tokens.add_(drafted.places_device)
-        num_tokens = requests.num_tokens[rows][owner] + drafted.places
-        return cls(
-            rows=rows[owner],
-            batch_idx=plan.batch_idx[plan.sampling][owner],
-            num_generated=num_tokens - requests.num_prompt_tokens[rows][owner],
-            rows_device=rows_device,
-            scalars=scalars,
-            max_num_tokens=int(num_tokens.max()),
-            grammar=grammar,
-            drafted=drafted,
         )

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InternalError
-from ..ipc.messages import KV_LOST, DraftColumns, GrammarOutput, KVCacheGroup, NewRequest, RowError, SchedulerOutput
+from ..ipc.messages import KV_LOST, GrammarOutput, KVCacheGroup, NewRequest, RowError, SchedulerOutput
 from ..kernels.input_prep import DecodeInputs, PreparedInputs
-from .async_output import NO_SIDE_OUTPUT, AsyncOutput, OutputCopier, Published, SideOutput
+from .async_output import NO_SIDE_OUTPUT, AsyncOutput, OutputCopier, SideOutput, Source
 from .attention.kv_pages import PageCopies
 from .block_tables import BlockTables, table_shape
 from .distributed.group import ALONE
@@ -31,8 +31,7 @@ from .distributed.shares import VocabularyShare
 from .exchange.step_exchange import StepExchange
 from .graphs.batch_graphs import BatchGraphs
 from .graphs.cuda_graphs import CudaGraphManager, DecodeStep
-from .graphs.draft_graphs import make_draft_graphs, places_of
-from .input_batch import NO_ROWS, BatchPlan, InputBatch, Rows, SampleBatch
+from .input_batch import NO_ROWS, BatchPlan, InputBatch, Rows
 from .out_of_memory import OutOfMemory
 from .platforms.platform import Platform
 from .pooling.decoder import DecoderPooling
@@ -40,8 +39,10 @@ from .pooling.vectors import VectorLayers
 from .request_state import SCALAR_WORDS, RequestState
 from .sampling.bitmask_memory import HostBitmasks
 from .sampling.features import EXTRAS
-from .sampling.sampler import Sampler, Sampling
+from .sampling.sampler import LogprobRows, Sampler, Sampling
 from .sampling.vocabulary import Vocabulary
+from .speculation.drafts import Drafts
+from .speculation.speculation import Speculation
 from .staged_writes import StagedArena
 from .transfer import to_device
 from .weights.step_rows import StepRows
@@ -83,7 +84,7 @@ class KvMemory(Protocol):
         """`bind` for a step of one token each, over memory that graphs replay: rows int64 [n], -1 for padding;
         seq_lens int32 [n]; block_table int32 [num_groups, max_num_seqs, width], by KV group and row."""
 
-    def bind_drafts(self, rows: Tensor, positions: Tensor, seq_lens: Tensor, block_table: Tensor) -> Any:
+    def bind_positions(self, rows: Tensor, positions: Tensor, seq_lens: Tensor, block_table: Tensor) -> Any:
         """`bind_decode` where a row is named once for each of its tokens, at ``positions`` (int64 [n]), which follow
         each other."""
 
@@ -116,11 +117,9 @@ class ExecuteModelState:
     idx_mapping: Tensor | None = None  # int64 [num_reqs]: the plan's rows, on the device
     logits: Tensor | None = None  # float32 [num_sampled, share]; None: nothing samples, or it was sampled already
     side: SideOutput = NO_SIDE_OUTPUT  # what the step yields beside tokens
-    is_half: bool = False  # only decodes: the second half of their graph is to be queued
-    draft_rows: Rows | None = None  # only decodes, some with drafts: the rows of all positions; as above
-    is_held: bool = False  # with prompts: the graph of the step's end is to be queued
+    graphs: CudaGraphManager | None = None  # the rest of the step is queued as one of these; None: op by op
+    is_held: bool = False  # that is the end of a step with prompts, not the second half of decodes
     num_reqs: int = 0  # requests of the step, those that could not be run included
-    drafts: DraftColumns | None = None  # drafts of the step's requests
     row_errors: dict[int, RowError] = field(default_factory=dict)  # errors by position in the SchedulerOutput
 
 
@@ -140,7 +139,7 @@ class ModelRunner:
         platform: Platform,
         graph_sizes: list[int] | None = None,
         max_graph_tokens: int = 0,
-        draft_sizes: Sequence[int] = (),
+        position_sizes: Sequence[int] = (),
         max_in_flight_steps: int = 2,
         enforce_eager: bool = False,
         vectors: VectorLayers | None = None,
@@ -151,7 +150,8 @@ class ModelRunner:
     ) -> None:
         """``graph_sizes``: batch sizes of decode steps that run as one launch; None: all steps run op by op.
         ``max_graph_tokens``: most tokens of a step with prompts whose layers run as one launch.
-        ``draft_sizes``: numbers of positions of such decodes with drafts; empty: they run as steps with prompts do.
+        ``position_sizes``: the same of decode steps in which rows have several positions, counted by these; empty: they
+        run as steps with prompts do.
         ``vectors``: how a request that is pooled gets its vector; None: as its last hidden state.
         ``vocabulary``: the tokens of which the model has the logits on this rank; None: all.
         ``exchange``: what this rank exchanges of each step with others; None: nothing, and there are no others. A rank
@@ -189,23 +189,21 @@ class ModelRunner:
         self._state: ExecuteModelState | None = None
         self._copy_out = OutputCopier(platform)
         self._memory = OutOfMemory(platform, is_alone=self._exchange.is_alone, may_repeat=not self.tables.has_states)
+        parts = (self.requests, self, self._sampler, max_in_flight_steps, self._bitmasks, platform)
         self.graphs: CudaGraphManager | None = None
         if graph_sizes:
             if self.samples:
                 self._sampler.reserve()
-            step = DecodeStep(
-                *(self.requests, self, self._sampler, max(graph_sizes), max_in_flight_steps, self._bitmasks, platform),
-                samples=self.samples,
-                sampled=self._exchange.sampled_ids,
-            )
+            sized = *parts[:3], max(graph_sizes), *parts[3:]
+            step = DecodeStep(*sized, samples=self.samples, sampled=self._exchange.sampled_ids)
             self.graphs = CudaGraphManager(step, graph_sizes, platform, enforce_eager=enforce_eager)
-        parts = (self.requests, self, self._sampler, max_in_flight_steps, self._bitmasks, platform)
-        self.draft_graphs = make_draft_graphs([] if self.tables.has_states else draft_sizes, parts, enforce_eager)
+        drafts = partial(Drafts, sizes=position_sizes, parts=parts, enforce_eager=enforce_eager)
+        self.speculation = (Speculation if self.tables.has_states else drafts)(self.requests)
         self.batch_graphs: BatchGraphs | None = None
         if graph_sizes and not enforce_eager:
-            sizes, ranks = (max_num_seqs, max_graph_tokens), self._exchange.group
-            self.batch_graphs = BatchGraphs(self.requests, self.tables, self.forward_batch, *sizes, platform, ranks)
-        self._exchange.use_graphs(self.graphs, self.batch_graphs, self.draft_graphs)
+            most, ranks = (max_num_seqs, max_graph_tokens), self._exchange.group
+            self.batch_graphs = BatchGraphs(self.requests, self.tables, self.forward_batch, *most, platform, ranks)
+        self._exchange.use_graphs(self.graphs, self.batch_graphs)
         self._preparations: list[Preparation] | None = None  # None: to be looked for when asked
 
     def _find_preparations(self) -> list[Preparation]:
@@ -229,53 +227,44 @@ class ModelRunner:
             self._exchange.begin_empty(out)
             self._state = ExecuteModelState(out.step_id)
             return
-        plan = BatchPlan.make(out, self.requests, self.tables, self.vocab_size)
-        if plan.drafts is not None:
-            self.requests.write_drafts(plan.rows, plan.drafts)
-            plan.drafts = plan.drafts.uncertain()
+        plan = BatchPlan.make(out, self.requests, self.tables, self.speculation.ahead(out, self.vocab_size))
+        self.speculation.begin(plan)
         self._exchange.begin(out, plan.rows, plan.num_tokens)
         state, errors = self._memory.execute(self._run, plan)
         state = state or ExecuteModelState()
         self._side_outputs.commit()
         if state.plan is not None:
             self.requests.advance(state.plan.rows, state.plan.seq_lens)
-        state.step_id, state.num_reqs, state.drafts = out.step_id, plan.num_reqs, out.drafts
+        state.step_id, state.num_reqs = out.step_id, plan.num_reqs
         state.row_errors = errors | _errors_of(plan, self._row_faults)
         self._state = state
 
     def _run(self, plan: BatchPlan) -> ExecuteModelState:
-        size = self._exchange.decode_size(plan.num_reqs) if plan.is_decode else None
-        if size is not None and self.graphs is not None:
-            return self._run_graph(plan, self.graphs, size)
-        size = self._exchange.draft_size(plan.num_tokens) if plan.is_drafted_decode else None
-        if size is not None and self.draft_graphs is not None:
-            return self._run_draft_graph(plan, self.draft_graphs, size)
+        if plan.is_decode:
+            graphs = self.graphs if plan.num_samples is None else self.speculation.graphs
+            size = self._exchange.decode_size(graphs, plan.num_tokens)
+            if graphs is not None and size is not None:
+                return self._run_graph(plan, graphs, size)
         return self._run_batch(plan)
 
     def _run_graph(self, plan: BatchPlan, graphs: CudaGraphManager, size: int) -> ExecuteModelState:
         """Run a step of decodes by graphs: one launch here, the second by `sample_tokens`. If this rank does not
         sample, there is no second one. If a row uses what no graph holds, the step is run op by op, in the shape that
         the graph has."""
-        self._exchange.receive_for_graph(plan.num_reqs)
+        self._exchange.receive_for_graph(plan.num_tokens)
+        rows, _ = plan.sampled()
         if self._sampler.is_op_by_op(plan.rows):
-            rows, half = graphs.run_op_by_op(plan.rows, size)
-            self.requests.advance_device(rows, half.inputs.seq_lens[: len(rows)])
-            return ExecuteModelState(plan=plan, idx_mapping=rows, logits=half.logits[: len(rows)])
-        hidden = graphs.run(plan.rows, size)
+            rows_device, half = graphs.run_op_by_op(rows, size)
+            seq_lens = half.inputs.seq_lens[: len(rows)]
+            if plan.num_samples is not None:  # the positions of a row follow each other, and the last is its length
+                last = to_device(np.cumsum(plan.query_lens) - 1, rows_device.device)
+                rows_device, seq_lens = rows_device.index_select(0, last), seq_lens.index_select(0, last)
+            self.requests.advance_device(rows_device, seq_lens)
+            return ExecuteModelState(plan=plan, idx_mapping=rows_device, logits=half.logits[: len(rows)])
+        hidden = graphs.run(rows, size)
         if hidden is not None:
             self._exchange.send(hidden)
-        return ExecuteModelState(plan=plan, is_half=self.samples)
-
-    def _run_draft_graph(self, plan: BatchPlan, graphs: CudaGraphManager, size: int) -> ExecuteModelState:
-        """`_run_graph` of decodes of which some have drafts."""
-        rows = np.repeat(plan.rows, plan.query_lens)
-        if self._sampler.is_op_by_op(plan.rows):
-            _, half = graphs.run_op_by_op(rows, size)
-            row, last = to_device(np.stack((plan.rows, np.cumsum(plan.query_lens) - 1)), self.platform.device).unbind()
-            self.requests.advance_device(row, half.inputs.seq_lens.index_select(0, last))
-            return ExecuteModelState(plan=plan, idx_mapping=row, logits=half.logits[: len(rows)])
-        graphs.run(rows, size)
-        return ExecuteModelState(plan=plan, draft_rows=rows)
+        return ExecuteModelState(plan=plan, graphs=graphs if self.samples else None)
 
     def _run_batch(self, plan: BatchPlan) -> ExecuteModelState:
         shape = None
@@ -297,13 +286,13 @@ class ModelRunner:
             self.requests.advance_device(rows, seq_lens)
             return ExecuteModelState(plan=plan)
         logits, side = None, self._side_outputs.compute(plan, hidden)
-        most = 0 if self.graphs is None or plan.drafts is not None else self.graphs.max_size
+        most = 0 if self.graphs is None or plan.num_samples is not None else self.graphs.max_size
         is_held = not side.tensors and 0 < len(plan.sampling) <= most
         is_held = is_held and not self._sampler.is_op_by_op(plan.rows[plan.sampling])
         if len(plan.sampling):
             if plan.num_logits == len(hidden):
                 last = None
-            elif last is None or plan.num_logits != plan.num_reqs or plan.drafts is not None:
+            elif last is None or plan.num_logits != plan.num_reqs or plan.num_samples is not None:
                 last = to_device(plan.logits_indices(), hidden.device)
             if is_held and self.graphs is not None:
                 self.graphs.hold(hidden, last, plan.rows[plan.sampling])
@@ -311,7 +300,8 @@ class ModelRunner:
                 logits = self._model.compute_logits(hidden if last is None else hidden.index_select(0, last))
         if not is_held or len(plan.sampling) < plan.num_reqs:  # the graph of the end advances rows that sample
             self.requests.advance_device(rows, seq_lens)
-        return ExecuteModelState(plan=plan, idx_mapping=rows, logits=logits, side=side, is_held=is_held)
+        graphs = self.graphs if is_held else None
+        return ExecuteModelState(plan=plan, idx_mapping=rows, logits=logits, side=side, graphs=graphs, is_held=is_held)
 
     def forward_batch(self, inputs: PreparedInputs, rows: Tensor) -> Tensor:
         """See `BatchGraphs`: the forward of a step with prompts over a graph's memory."""
@@ -320,15 +310,13 @@ class ModelRunner:
         received = self._exchange.received(len(inputs.input_ids))
         return self._model.forward(inputs.input_ids, inputs.positions, attn, *received)
 
-    def decode(self, inputs: DecodeInputs, rows: Tensor) -> Tensor:
+    def decode(self, inputs: DecodeInputs, rows: Tensor, *, has_several: bool = False) -> Tensor:
         """See `DecodeModel`: the forward of a step over a graph's memory."""
-        attn = self._kv_memory.bind_decode(rows, inputs.seq_lens, self.tables.table)
-        self._step_rows.begin(rows)
-        return self._model.forward(inputs.input_ids, inputs.positions, attn, *self._exchange.received(len(rows)))
-
-    def decode_drafts(self, inputs: DecodeInputs, rows: Tensor) -> Tensor:
-        """See `DecodeModel`."""
-        attn = self._kv_memory.bind_drafts(rows, inputs.positions, inputs.seq_lens, self.tables.table)
+        lens, table = inputs.seq_lens, self.tables.table
+        if has_several:
+            attn = self._kv_memory.bind_positions(rows, inputs.positions, lens, table)
+        else:
+            attn = self._kv_memory.bind_decode(rows, lens, table)
         self._step_rows.begin(rows)
         return self._model.forward(inputs.input_ids, inputs.positions, attn, *self._exchange.received(len(rows)))
 
@@ -359,81 +347,47 @@ class ModelRunner:
     def _sample_step(self, state: ExecuteModelState, grammar: GrammarOutput | None) -> AsyncOutput:
         plan = state.plan
         if plan is None:
-            nothing = (state.step_id, state.num_reqs, NO_ROWS, None, state.row_errors)
-            return AsyncOutput(*nothing, drafts=state.drafts)
+            return self._answer(state, NO_ROWS, None)
         if not self.samples:
-            rows = plan.rows[plan.sampling]
-            self.requests.append(rows)
-            self._exchange.expect_ids(rows)
-            return AsyncOutput(state.step_id, state.num_reqs, NO_ROWS, self._copy_out({}), state.row_errors)
-        if state.draft_rows is not None:
-            return self._sample_drafts(state, plan, state.draft_rows, grammar)
-        if not state.is_half and not state.is_held:
+            self.speculation.note_sampled(plan)
+            self._exchange.expect_ids(plan.rows[plan.sampling])
+            return self._answer(state, NO_ROWS, self._copy_out({}))
+        if state.graphs is None:
             return self._sample_op_by_op(state, plan, grammar)
-        rows, batch_idx = plan.rows[plan.sampling], plan.batch_idx[plan.sampling]
+        rows, batch_idx = plan.sampled()
         logprobs = self._sampler.logprob_rows(rows, batch_idx)
-        published = self._sample_by_graph(state, rows, batch_idx, grammar, has_logprobs=logprobs is not None)
-        self._exchange.send_ids_of_graph(len(rows))
-        self.requests.append(rows)
-        return AsyncOutput(state.step_id, state.num_reqs, batch_idx, published, state.row_errors, logprobs)
-
-    def _sample_op_by_op(self, state: ExecuteModelState, plan: BatchPlan, grammar: GrammarOutput | None) -> AsyncOutput:
-        batch = logprobs = None
-        tensors = dict(state.side.tensors)
-        if state.logits is not None and state.idx_mapping is not None:
-            batch = SampleBatch.gather(plan, state.idx_mapping, self.requests, grammar)
-            sampled, errors = self._memory.sample(self._sampler, state.logits, batch)
-            state.row_errors |= errors
-            counts = self.requests.append_sampled(batch.rows, batch.rows_device, sampled.token_ids, batch.drafted)
-            tensors |= {"token_ids": sampled.token_ids, "checks": sampled.checks}
-            if counts is not None:
-                tensors["counts"] = counts
-            self._exchange.send_ids(sampled.token_ids)
-            if sampled.logprobs is not None:
-                logprobs = self._sampler.logprob_rows(batch.rows, batch.batch_idx)
-                tensors["logprobs"] = sampled.logprobs
-        return AsyncOutput(
-            state.step_id,
-            state.num_reqs,
-            NO_ROWS if batch is None else batch.batch_idx,
-            self._copy_out(tensors),
-            state.row_errors,
-            logprobs,
-            drafts=state.drafts,
-            places=None if batch is None or batch.drafted is None else batch.drafted.places,
-            side=state.side,
-        )
-
-    def _sample_drafts(
-        self, state: ExecuteModelState, plan: BatchPlan, rows: Rows, grammar: GrammarOutput | None
-    ) -> AsyncOutput:
-        """Queue the second half of decodes with drafts; ``rows``: of all positions."""
-        assert self.draft_graphs is not None
-        batch_idx = np.repeat(plan.batch_idx, plan.query_lens)
-        masked, bits = self._bitmasks.of_batch(grammar, batch_idx)
-        sampling, logprobs = self._sampler.asks(plan.rows), self._sampler.logprob_rows(rows, batch_idx)
-        self.draft_graphs.sample(masked, bits, sampling if bits is None else max(sampling, Sampling.MASKED))
-        published = self.draft_graphs.step.published(len(rows), has_logprobs=logprobs is not None)
-        self.requests.append_drafted(plan.rows, plan.query_lens)
-        columns = (state.step_id, state.num_reqs, batch_idx, published, state.row_errors, logprobs)
-        return AsyncOutput(*columns, drafts=state.drafts, places=places_of(rows))
-
-    def _sample_by_graph(
-        self,
-        state: ExecuteModelState,
-        rows: Rows,
-        batch_idx: Rows,
-        grammar: GrammarOutput | None,
-        *,
-        has_logprobs: bool,
-    ) -> Published:
-        """Queue the second half of decodes, or the end of a step with prompts, for the rows that sample."""
-        assert self.graphs is not None
         masked, bits = self._bitmasks.of_batch(grammar, batch_idx)
         sampling = self._sampler.asks(rows)
-        queue = self.graphs.sample if state.is_half else self.graphs.end
+        queue = state.graphs.end if state.is_held else state.graphs.sample
         queue(masked, bits, sampling if bits is None else max(sampling, Sampling.MASKED))
-        return self.graphs.step.published(len(rows), has_logprobs=has_logprobs)
+        published = state.graphs.step.published(len(rows), has_logprobs=logprobs is not None)
+        self._exchange.send_ids_of_graph(len(rows))
+        self.speculation.note_sampled(plan)
+        return self._answer(state, batch_idx, published, logprobs)
+
+    def _sample_op_by_op(self, state: ExecuteModelState, plan: BatchPlan, grammar: GrammarOutput | None) -> AsyncOutput:
+        sampling, logprobs = NO_ROWS, None
+        tensors = dict(state.side.tensors)
+        if state.logits is not None and state.idx_mapping is not None:
+            batch = self.speculation.gather(plan, state.idx_mapping, grammar)
+            sampling = batch.batch_idx
+            sampled, errors = self._memory.sample(self._sampler, state.logits, batch)
+            state.row_errors |= errors
+            self.speculation.note_sampled(plan)
+            tensors |= {"token_ids": sampled.token_ids, "checks": sampled.checks}
+            tensors |= self.speculation.append(batch, sampled.token_ids)
+            self._exchange.send_ids(sampled.token_ids)
+            if sampled.logprobs is not None:
+                logprobs = self._sampler.logprob_rows(batch.rows, sampling)
+                tensors["logprobs"] = sampled.logprobs
+        return self._answer(state, sampling, self._copy_out(tensors), logprobs)
+
+    def _answer(
+        self, state: ExecuteModelState, sampling: Rows, source: Source | None, logprobs: LogprobRows | None = None
+    ) -> AsyncOutput:
+        """See `AsyncOutput`."""
+        columns = state.step_id, state.num_reqs, sampling, source, state.row_errors, logprobs
+        return self.speculation.answer(state.plan, *columns, side=state.side)
 
     @property
     def prepares_after(self) -> float | None:
@@ -462,8 +416,7 @@ class ModelRunner:
     def _update_rows(self, out: SchedulerOutput) -> None:
         """Apply the step's changes in the order of the SchedulerOutput's fields: a row may be freed and taken again in
         one step."""
-        if out.settled_rows:
-            self.requests.settle(np.array(out.settled_rows), np.array(out.num_rejected))
+        self.speculation.update(out)
         sampler = self._sampler if self.samples else None
         for row in out.removed:
             self.requests.remove_request(row)

@@ -2,7 +2,8 @@
 
 A row is written once, when its request comes; after that the device itself moves it on (`advance`, `append`). The
 host keeps copies of the few numbers that decide which ops a step needs, so that it never has to ask the device. Of a
-row that had drafts in a step they are upper bounds, until a later step settles how many were rejected.
+row that samples at several positions in a step they are upper bounds, until a later step settles how many tokens that
+brought.
 
 One row of ``scalars``, 16 words of 4 bytes, a cache line:
 
@@ -29,11 +30,8 @@ from torch import Tensor
 
 from ..errors import InternalError
 from ..ipc.messages import NewRequest
-from ..kernels.find_drafts import find_drafts
 from ..kernels.input_prep import ScalarColumns, append_tokens
-from .drafts import DraftPlan, Verification
 from .staged_writes import StagedArena
-from .transfer import to_device
 
 __all__ = ["COLUMNS", "SCALAR_WORDS", "RequestState", "Scalars"]
 
@@ -83,7 +81,7 @@ class RequestState:
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_computed_tokens = np.zeros(max_num_seqs, dtype=np.int64)
-        # steps with drafts that were run and not settled yet, for each row
+        # steps that brought a number of tokens not yet known to the host, for each row
         self.num_unsettled = np.zeros(max_num_seqs, dtype=np.int64)
         self.is_exempt = np.zeros(max_num_seqs, dtype=bool)  # see `exempt`
         self.num_exempt = 0
@@ -152,66 +150,28 @@ class RequestState:
         """`advance` on the device: int64 [n], int32 [n]."""
         self.scalars.num_computed_tokens.index_copy_(0, rows, seq_lens)
 
-    def settle(self, rows: npt.NDArray[np.int64], num_rejected: npt.NDArray[np.int64]) -> None:
-        """Subtract on the host the drafts that were rejected in an answered step of each of the rows (the device never
+    def settle(self, rows: npt.NDArray[np.int64], num_missing: npt.NDArray[np.int64]) -> None:
+        """Subtract on the host the tokens that an answered step of each of the rows did not bring (the device never
         counted them). A row may be named several times."""
         if not all(0 <= row < len(self.in_use) and self.in_use[row] for row in rows):
-            raise InternalError("drafts are settled of a row that has no request")
-        np.subtract.at(self.num_tokens, rows, num_rejected)
-        np.subtract.at(self.num_computed_tokens, rows, num_rejected)
+            raise InternalError("tokens are settled of a row that has no request")
+        np.subtract.at(self.num_tokens, rows, num_missing)
+        np.subtract.at(self.num_computed_tokens, rows, num_missing)
         np.subtract.at(self.num_unsettled, rows, 1)
 
-    def write_drafts(self, rows: npt.NDArray[np.int64], drafts: DraftPlan) -> None:
-        """Write on the device the drafts of the rows (host, [n]) behind their tokens, where a step reads its input.
-        Those that the host does not know are found there. Those that are certain become tokens of the row."""
-        are_found = (drafts.counts > 0) & ~drafts.are_known()
-        if are_found.any():
-            counts = drafts.counts[are_found]
-            sent = to_device(np.stack((rows[are_found], counts)), self.token_ids.device)
-            find_drafts(self.token_ids, self.scalars.num_tokens, sent[0], sent[1], int(counts.max()))
-            if not drafts.are_known().any():
-                return
-            known = np.where(are_found, 0, drafts.counts)
-            drafts = DraftPlan(known, drafts.token_ids[drafts.token_ids >= 0], drafts.is_certain)
-        owner, places = drafts.places()
-        is_certain = drafts.is_certain[owner]
-        sent = to_device(np.stack((rows[owner], places, drafts.token_ids, is_certain)), self.token_ids.device)
-        end = self.scalars.num_tokens.index_select(0, sent[0])
-        self.token_ids.index_put_((sent[0], end + sent[1]), sent[2].int())
-        if is_certain.any():
-            self.append(rows, np.where(drafts.is_certain, drafts.counts, 0))
-            self.scalars.num_tokens.index_add_(0, sent[0], sent[3].int())
-
     def append(self, rows: npt.NDArray[np.int64], counts: npt.NDArray[np.int64] | int = 1) -> None:
-        """Add ``counts`` tokens to each row on the host: an upper bound."""
+        """Add ``counts`` tokens to each row on the host."""
         num_tokens = self.num_tokens[rows] + counts
         if len(rows) and num_tokens.max() > self.token_ids.shape[1]:
             raise InternalError(f"a row is full: it holds {self.token_ids.shape[1]} tokens")
         self.num_tokens[rows] = num_tokens
 
-    def append_drafted(self, rows: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> None:
-        """`append` for rows with drafts, which are to be settled: each gets at most so many tokens as it has
-        positions, ``lengths``."""
-        self.append(rows, lengths)
-        self.num_unsettled[rows[lengths > 1]] += 1
+    def append_at_most(self, rows: npt.NDArray[np.int64], most: npt.NDArray[np.int64]) -> None:
+        """`append` where an answer will tell how many tokens each row gets, at most ``most`` [n]: `settle` follows for
+        those that may get several."""
+        self.append(rows, most)
+        self.num_unsettled[rows[most > 1]] += 1
 
-    def append_sampled(
-        self, rows: npt.NDArray[np.int64], rows_device: Tensor, sampled: Tensor, drafted: Verification | None
-    ) -> Tensor | None:
-        """Give the rows (host and device, int64 [n]) the tokens that were sampled for them, int64 [n].
-
-        With drafts, which count as computed already, a row is named several times, and gets its tokens up to the first
-        that is not what was drafted. Returns how many each request gets, int64 [s]; None without drafts.
-        """
-        if drafted is None:
-            self.append(rows)
-            append_tokens(self.token_ids, self.scalars.num_tokens, rows_device, sampled)
-            return None
-        self.append_drafted(drafted.rows_host, drafted.lengths_host)
-        counts = drafted.count_accepted(sampled)
-        end = self.scalars.num_tokens.index_select(0, rows_device)
-        # What was sampled after a rejected draft is written too: it is overwritten before it is read.
-        self.token_ids.index_put_((rows_device, end + drafted.places_device), sampled.int())
-        self.scalars.num_tokens.index_add_(0, drafted.rows, counts.int())
-        self.scalars.num_computed_tokens.index_add_(0, drafted.rows, (counts - drafted.lengths).int())
-        return counts
+    def append_sampled(self, rows: Tensor, token_ids: Tensor) -> None:
+        """Give the rows (int64 [n]) on the device a token each, int64 [n]."""
+        append_tokens(self.token_ids, self.scalars.num_tokens, rows, token_ids)

@@ -280,10 +280,10 @@ def _settle(future: Future, answer: ModelRunnerOutput) -> None:
 
 
 def _drafts(out: SchedulerOutput) -> list[array[int]]:
-    """Return the drafts of each request of the batch."""
+    """Return the drafts of each request of the batch, but for those that the worker finds: it finds none."""
     if out.drafts is None:
         return [int32()] * len(out.req_idx)
-    ends = [0, *accumulate(out.drafts.counts)]
+    ends = [0, *accumulate(out.drafts.num_known())]
     return [out.drafts.token_ids[begin:end] for begin, end in pairwise(ends)]
 
 

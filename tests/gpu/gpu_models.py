@@ -173,7 +173,7 @@ class Batch:
         state = self._runner._state
         assert state is not None
         logits = state.logits
-        if state.is_half and self._runner.graphs is not None and self._runner.graphs._half is not None:
+        if state.graphs is not None and state.graphs is self._runner.graphs and state.graphs._half is not None:
             half = self._runner.graphs._half[1]
             logits = None if half is None else half.logits[: len(rows)]
         if state.is_held:

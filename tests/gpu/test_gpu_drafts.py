@@ -16,7 +16,7 @@ from tiny import VOCAB_SIZE
 from aengine import SamplingParams
 from aengine.ipc.messages import DraftColumns, int32
 from aengine.runner.graphs.cuda_graphs import graph_sizes
-from aengine.runner.graphs.draft_graphs import draft_sizes
+from aengine.runner.speculation.graphs import draft_sizes
 
 __all__ = ["compiled"]  # a fixture
 

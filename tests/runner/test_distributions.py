@@ -209,7 +209,7 @@ def test_triton_kernels_sample_the_same(rng: random.Random, gen: torch.Generator
             sampler, state, batch = new_sampler(requests, vocab_size, device)
             batch.grammar = grammar
             first = sampler.sample(logits.to(device, copy=True), batch)
-            state.append_sampled(batch.rows, batch.rows_device, first.token_ids, None)
+            state.append_sampled(batch.rows_device, first.token_ids)
             batch.grammar, batch.scalars = None, state.scalars.select(batch.rows_device)
             batch.num_generated, batch.max_num_tokens = batch.num_generated + 1, batch.max_num_tokens + 1
             return [first, sampler.sample(logits.to(device, copy=True), batch)]

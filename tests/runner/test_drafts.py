@@ -20,8 +20,8 @@ from aengine.engine.scheduler.step import InFlightStep
 from aengine.errors import InternalError
 from aengine.ipc.messages import DraftColumns, GrammarOutput, Kind, KVCacheGroup, SchedulerOutput, int32, pack, unpack
 from aengine.params import SamplingParams
-from aengine.runner.drafts import Verification
 from aengine.runner.model_runner import ModelRunner
+from aengine.runner.speculation.positions import Verification
 
 VOCAB, BLOCK_SIZE, NUM_BLOCKS, ROWS, MAX_LEN, STOP_ID = 61, 4, 40, 6, 48, 7
 GROUPS = [KVCacheGroup("full", BLOCK_SIZE)]

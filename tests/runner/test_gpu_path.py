@@ -90,12 +90,12 @@ def make_runner(
     *,
     like_gpu: bool,
     enforce_eager: bool = True,
-    draft_sizes: tuple[int, ...] = (),
+    position_sizes: tuple[int, ...] = (),
     step_rows: StepRows | None = None,
 ) -> ModelRunner:
     config, model = make_model(folder, step_rows)
     spec = KvCacheSpec(config, NUM_BLOCKS, BLOCK_SIZE, torch.float32, CPU, MAX_SEQS, MAX_LEN)
-    spec = replace(spec, max_positions=max(draft_sizes, default=0))
+    spec = replace(spec, max_positions=max(position_sizes, default=0))
     if like_gpu:
         from aengine.runner.attention.triton_attention import GpuKvCache
 
@@ -113,7 +113,7 @@ def make_runner(
         platform=CpuPlatform(),
         graph_sizes=[1, 2, 4, 8] if like_gpu else None,
         max_graph_tokens=64,
-        draft_sizes=draft_sizes,
+        position_sizes=position_sizes,
         enforce_eager=enforce_eager,
         step_rows=step_rows,
     )
@@ -183,9 +183,9 @@ def test_the_same_tokens_with_features_that_no_graph_holds(tmp_path: Path, rng: 
     new[1].logprobs, new[2].frequency_penalty = 2, 0.5
     batches = [dict.fromkeys(range(3), 4), *[dict.fromkeys(range(3), 1)] * 3, {1: 1}, {2: 1}]
     ways = []
-    for name in ("_sample_op_by_op", "_sample_by_graph"):
-        sample = getattr(like_gpu, name)
-        setattr(like_gpu, name, lambda *a, name=name, of=sample, **k: (ways.append(name), of(*a, **k))[1])
+    for owner, name in ((like_gpu, "_sample_op_by_op"), (like_gpu.graphs, "sample")):
+        sample = getattr(owner, name)
+        setattr(owner, name, lambda *a, name=name, of=sample, **k: (ways.append(name), of(*a, **k))[1])
     for step_id, batch in enumerate(batches):
         out = SchedulerOutput(step_id, req_idx=int32(batch), num_scheduled_tokens=int32(batch.values()))
         out.new_requests, new = new, []
@@ -197,7 +197,7 @@ def test_the_same_tokens_with_features_that_no_graph_holds(tmp_path: Path, rng: 
         assert answer.token_ids == expected.token_ids and answer.errors == expected.errors == []
         assert (answer.logprobs is None) == (1 not in batch) == (expected.logprobs is None)
         assert 2 not in batch or answer.token_ids[-1] % 7 == 0
-    assert ways == ["_sample_op_by_op"] * 4 + ["_sample_by_graph", "_sample_op_by_op"]
+    assert ways == ["_sample_op_by_op"] * 4 + ["sample", "_sample_op_by_op"]
     lengths = (
         like_gpu.requests.scalars.num_tokens[:3].tolist(),
         like_gpu.requests.scalars.num_computed_tokens[:3].tolist(),
@@ -243,7 +243,7 @@ def test_the_same_tokens_with_drafts(
     rows whose lengths the host does not know."""
     folder, sizes = write_model(tmp_path, "qwen3"), (4, 8, 16) if how == "graph" else ()
     plain = make_runner(folder, like_gpu=False)
-    like_gpu = make_runner(folder, like_gpu=True, enforce_eager=how != "layers", draft_sizes=sizes)
+    like_gpu = make_runner(folder, like_gpu=True, enforce_eager=how != "layers", position_sizes=sizes)
     if sizes:
         monkeypatch.setattr(like_gpu, "_sample_op_by_op", lambda *args: pytest.fail("sampled op by op"))
     prompts = [[rng.randrange(300) for _ in range(rng.randint(2, 20))] for _ in range(3)]
@@ -294,7 +294,7 @@ def test_drafts_in_graphs_with_all_that_requests_ask_for(
     """Penalties, min_tokens, biases, cutoffs, log-probabilities and a bitmask, over several steps with drafts of which
     some are wrong, some found on the device."""
     folder = write_model(tmp_path, "qwen3")
-    plain, like_gpu = make_runner(folder, like_gpu=False), make_runner(folder, like_gpu=True, draft_sizes=(8, 16))
+    plain, like_gpu = make_runner(folder, like_gpu=False), make_runner(folder, like_gpu=True, position_sizes=(8, 16))
     monkeypatch.setattr(like_gpu, "_sample_op_by_op", lambda *args: pytest.fail("sampled op by op"))
     new = steps(rng)[0].new_requests
     few = [int32([5, 9, 11]).tobytes(), float32([60.0, 60.0, 60.0]).tobytes()]  # which take turns
@@ -326,10 +326,11 @@ def test_drafts_in_graphs_with_all_that_requests_ask_for(
         run(like_gpu, begin, [])
         for step_id in range(1, 5):
             drafts = [alone[i][got[i] : got[i] + rng.randint(0, 2)] for i in range(3)]
-            drafts[0] += [-1] * (not drafts[0])
+            is_found = int32([not drafts[0], 0, 0])
             drafts[1] += [rng.randrange(300)]
-            columns = DraftColumns(int32(map(len, drafts)), int32(i for ids in drafts for i in ids), int32([0] * 3))
-            lengths = [1 + len(ids) for ids in drafts]
+            counts = int32([len(drafts[0]) or 1, *map(len, drafts[1:])])
+            columns = DraftColumns(counts, int32(i for ids in drafts for i in ids), int32([0] * 3), is_found)
+            lengths = [1 + count for count in counts]
             out = SchedulerOutput(
                 step_id, req_idx=int32(range(3)), num_scheduled_tokens=int32(lengths), drafts=columns, **settled
             )

@@ -37,7 +37,7 @@ class KvCacheSpec:
     max_model_len: int
     kv_dtype: torch.dtype | None = None  # dtype in which keys and values are kept; None: ``dtype``
     stage: PipelineStage = WHOLE  # the pipeline stage whose layers the pages are for
-    max_positions: int = 0  # most positions of a step with drafts that runs as a graph
+    max_positions: int = 0  # most positions of a decode whose rows have several, as a graph
 
     def make_pages(self, *, has_spare: bool = False) -> KVPages:
         """``has_spare``: one page more, behind the others, if there are states."""

@@ -65,7 +65,7 @@ class KvCache:
     def bind_decode(self, rows: Tensor, seq_lens: Tensor, block_table: Tensor) -> Attention:
         raise AssertionError("there are no graphs on a CPU")
 
-    def bind_drafts(self, rows: Tensor, positions: Tensor, seq_lens: Tensor, block_table: Tensor) -> Attention:
+    def bind_positions(self, rows: Tensor, positions: Tensor, seq_lens: Tensor, block_table: Tensor) -> Attention:
         raise AssertionError("there are no graphs on a CPU")
 
     def bind_batch(self, inputs: PreparedInputs, rows: Tensor, block_table: Tensor) -> Attention:

@@ -1,7 +1,7 @@
 """Attention on a GPU: the paged KV cache, and the two ways in which a step reads it.
 
     bind_decode         every request has one new token: norm of q and k, rotary, KV write and attention are one launch
-    bind_drafts         a few tokens each: one launch rotates and writes all of them, one attends as to decodes
+    bind_positions      a few tokens each: one launch rotates and writes all of them, one attends as to decodes
     bind, bind_batch    any batch: one launch rotates and writes all tokens; then decodes and prompts, each its kernel
 
 A layer's cache is [num_blocks, block_size, 2, num_kv_heads, head_dim] as it is indexed, and lies in memory as
@@ -29,7 +29,7 @@ from ..rope import RopeConfig
 from .kv_pages import AttentionLayerKV, KvCacheSpec
 from .prefill import PrefillBackend, PrefillMetadata
 
-__all__ = ["BatchAttention", "DecodeAttention", "DraftAttention", "GpuKvCache", "Heads"]
+__all__ = ["BatchAttention", "DecodeAttention", "GpuKvCache", "Heads", "PositionsAttention"]
 
 
 class Heads(NamedTuple):
@@ -94,8 +94,10 @@ class GpuKvCache:
     def bind_decode(self, rows: Tensor, seq_lens: Tensor, block_table: Tensor) -> DecodeAttention:
         return DecodeAttention(self, rows, seq_lens, block_table)
 
-    def bind_drafts(self, rows: Tensor, positions: Tensor, seq_lens: Tensor, block_table: Tensor) -> DraftAttention:
-        return DraftAttention(self, rows, positions, seq_lens, block_table)
+    def bind_positions(
+        self, rows: Tensor, positions: Tensor, seq_lens: Tensor, block_table: Tensor
+    ) -> PositionsAttention:
+        return PositionsAttention(self, rows, positions, seq_lens, block_table)
 
     def clear_blocks(self, block_ids: Tensor) -> None:
         raise AssertionError("nothing needs to be cleared")
@@ -203,7 +205,7 @@ class DecodeAttention:
         )
 
 
-class DraftAttention(DecodeAttention):
+class PositionsAttention(DecodeAttention):
     """`DecodeAttention` where a row has several tokens, each of which attends to those before it: they are written
     first, as no program of the attention may wait for another's. positions: int64 [n]; the others as there."""
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ...ipc.messages import SchedulerOutput
 from ..distributed.experts_group import ExpertsGroup
+from ..graphs.cuda_graphs import CudaGraphManager
 from .step_exchange import Rows, StepExchange
 
 __all__ = ["ExpertRounds", "RoundShape"]
@@ -62,12 +63,10 @@ class ExpertRounds(StepExchange):
             self.group.begin_even(num_tokens)
             self._shape = self._shape_for(num_tokens, has_prompts=num_tokens > len(out.req_idx))
 
-    def decode_size(self, num_reqs: int) -> int | None:
-        return self._shape.decodes
-
-    def draft_size(self, num_positions: int) -> int | None:
-        """None: with drafts the replicas of a round have different numbers of positions, as with prompts."""
-        return None
+    def decode_size(self, graphs: CudaGraphManager | None, num_tokens: int) -> int | None:
+        """None for graphs of rows with several positions: the replicas of a round have different numbers of these, as
+        with prompts."""
+        return self._shape.decodes if graphs is self._graphs else None
 
     def batch_tokens(self, num_tokens: int) -> int | None:
         return self._shape.tokens
@@ -113,4 +112,4 @@ class ExpertRounds(StepExchange):
     def _shape_for(self, most: int, *, has_prompts: bool) -> RoundShape:
         if has_prompts:
             return RoundShape(tokens=super().batch_tokens(most))
-        return RoundShape(decodes=super().decode_size(most))
+        return RoundShape(decodes=super().decode_size(self._graphs, most))

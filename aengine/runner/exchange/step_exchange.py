@@ -39,7 +39,6 @@ class StepExchange:
         self.group = group  # the ranks that exchange tensors in each layer
         self._graphs: CudaGraphManager | None = None
         self._batch_graphs: BatchGraphs | None = None
-        self._draft_graphs: CudaGraphManager | None = None
 
     @property
     def is_alone(self) -> bool:
@@ -49,14 +48,8 @@ class StepExchange:
     def attach(self, requests: RequestState, *, has_graphs: bool) -> None:
         """Connect with a runner's rows, before its graphs are made. ``has_graphs``: it will have some."""
 
-    def use_graphs(
-        self,
-        graphs: CudaGraphManager | None,
-        batch_graphs: BatchGraphs | None,
-        draft_graphs: CudaGraphManager | None = None,
-    ) -> None:
+    def use_graphs(self, graphs: CudaGraphManager | None, batch_graphs: BatchGraphs | None) -> None:
         """Pad steps to the sizes of these graphs from now on."""
-        self._draft_graphs = draft_graphs
         self._graphs = graphs
         self._batch_graphs = batch_graphs
 
@@ -69,14 +62,10 @@ class StepExchange:
     def begin(self, out: SchedulerOutput, rows: Rows, num_tokens: int) -> None:
         """Begin a step of ``num_tokens`` tokens of the requests in ``rows`` (host int64 [n]), which `end` ends."""
 
-    def decode_size(self, num_reqs: int) -> int | None:
-        """Return the size of the decode graph that runs a step of so many requests; None: there is none for it."""
-        return None if self._graphs is None else self._graphs.size_for(num_reqs)
-
-    def draft_size(self, num_positions: int) -> int | None:
-        """Return the size of the graph that runs a step of decodes with drafts of so many positions; None: there is
-        none for it."""
-        return None if self._draft_graphs is None else self._draft_graphs.size_for(num_positions)
+    def decode_size(self, graphs: CudaGraphManager | None, num_tokens: int) -> int | None:
+        """Return the size of that of ``graphs`` that runs a decode step of so many tokens; None: there is none for
+        it."""
+        return None if graphs is None else graphs.size_for(num_tokens)
 
     def batch_tokens(self, num_tokens: int) -> int | None:
         """Return the tokens of the graph that runs a step of so many, some of prompts; None: there is none for it."""

@@ -93,11 +93,9 @@ def _out_of_memory(error: BaseException | None) -> str | None:
 class DecodeModel(Protocol):
     """The computation of a step (runner/model_runner.py's Model and KvMemory together)."""
 
-    def decode(self, inputs: DecodeInputs, rows: Tensor) -> Tensor:
-        """Hidden states [n, hidden_size]; rows int64 [n]."""
-
-    def decode_drafts(self, inputs: DecodeInputs, rows: Tensor) -> Tensor:
-        """`decode` where a row is named once for each of its positions, which follow each other."""
+    def decode(self, inputs: DecodeInputs, rows: Tensor, *, has_several: bool = False) -> Tensor:
+        """Hidden states [n, hidden_size]; rows int64 [n]. ``has_several``: a row is named once for each of its
+        positions, which follow each other."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """float32 [n, share]: of this rank's tokens."""

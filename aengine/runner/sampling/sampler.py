@@ -29,9 +29,9 @@ from ...kernels.select_rows import select_rows
 from ...kernels.top_k_top_p import find_cutoff
 from ..distributed.group import ALONE
 from ..distributed.shares import VocabularyShare
-from ..drafts import Positions
 from ..input_batch import NO_ROWS, Rows, SampleBatch, to_device
 from ..request_state import RequestState, Scalars
+from ..speculation.positions import Positions
 from .bitmask_memory import HostBitmasks, MaskMemory
 from .features import FEATURES, SamplingFeature
 from .vocabulary import Vocabulary
@@ -148,7 +148,7 @@ class Sampler:
         features: list[SamplingFeature] = []
         if asks is Sampling.ANY:
             features = [one for one in self._features if one.uses[rows].any() or one.is_pending(rows)]
-        drafted = batch.drafted
+        drafted = batch.positions
         for feature in features:
             if drafted is None:
                 feature.apply(logits, rows, rows_device, scalars)

@@ -206,10 +206,11 @@ class LocalModel:
             runner = setup.make_runner(plan["num_blocks"], plan["max_model_len"])
             if bitmasks is not None:
                 runner.share_bitmasks(bitmasks)
+            drafts = runner.speculation.graphs
             if runner.graphs is not None:
                 runner.graphs.capture_all(lambda done, total: self._progress("graphs", done, total, "graphs"))
-                if runner.draft_graphs is not None:
-                    runner.draft_graphs.capture_all(lambda done, total: self._progress("graphs", done, total, "drafts"))
+                if drafts is not None:
+                    drafts.capture_all(lambda done, total: self._progress("graphs", done, total, "drafts"))
                 decodes = time.monotonic() - begun
                 if runner.batch_graphs is not None:
                     runner.batch_graphs.prepare_first()
@@ -227,7 +228,7 @@ class LocalModel:
             "is_accelerator": platform.is_accelerator,
             "attention_backend": setup.attention.name,
             "num_graphs": 0 if runner.graphs is None else runner.graphs.num_captured,
-            "num_draft_graphs": 0 if runner.draft_graphs is None else runner.draft_graphs.num_captured,
+            "num_draft_graphs": 0 if drafts is None else drafts.num_captured,
             "prompt_step_sizes": [] if runner.batch_graphs is None else runner.batch_graphs.num_tokens,
             "num_threads": torch.get_num_threads(),
             "num_experts": setup.num_experts,

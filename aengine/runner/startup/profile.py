@@ -112,7 +112,7 @@ def _peak(setup: RunnerSetup, runner: ModelRunner, max_model_len: int) -> int:
     runner.graphs.step.run_padded(runner.graphs.max_size, has_end=True)
     if runner.batch_graphs is not None and batch is not None:
         runner.batch_graphs.load(batch)
-    drafts = runner.draft_graphs
+    drafts = runner.speculation.graphs
     if drafts is not None:
         drafts.step.run_padded(drafts.max_size, has_end=False)
     platform.release_cached()

@@ -22,7 +22,6 @@ from ..exchange.expert_rounds import ExpertRounds
 from ..exchange.relay import Relay
 from ..exchange.step_exchange import StepExchange
 from ..graphs.cuda_graphs import graph_sizes
-from ..graphs.draft_graphs import draft_sizes
 from ..kv_spec import KVLayout, lay_out_kv
 from ..layers.decoder import Decoder
 from ..model_config import ModelConfig
@@ -31,6 +30,7 @@ from ..models.causal_lm import CausalLM
 from ..platforms.platform import Platform
 from ..pooling.vectors import VectorLayers
 from ..sampling.vocabulary import Vocabulary
+from ..speculation.graphs import draft_sizes
 
 __all__ = ["RunnerSetup"]
 
@@ -130,7 +130,7 @@ class RunnerSetup:
             platform=platform,
             graph_sizes=graph_sizes(min(config.max_num_seqs, self.max_batched)) if platform.is_accelerator else None,
             max_graph_tokens=min(MAX_GRAPH_TOKENS, self.max_batched),
-            draft_sizes=self.draft_sizes,
+            position_sizes=self.draft_sizes,
             max_in_flight_steps=config.steps_in_flight,  # steps beyond these wait in the worker's queue
             enforce_eager=config.enforce_eager,
             vectors=self.vectors,

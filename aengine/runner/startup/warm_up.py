@@ -49,9 +49,9 @@ def compile_kernels(
         if runner.graphs is not None:
             for size in sorted({min(rows, runner.graphs.max_size) for rows in _DECODE_SIZES}):
                 _decode(runner, runner.graphs.step, size)
-        if runner.draft_graphs is not None:
-            for size in runner.draft_graphs.sizes:
-                _decode(runner, runner.draft_graphs.step, size)
+        if runner.speculation.graphs is not None:
+            for size in runner.speculation.graphs.sizes:
+                _decode(runner, runner.speculation.graphs.step, size)
         shapes = {shape for heads in kv_heads for shape in _prompt_shapes(max_num_seqs, max_batched, heads)}
         if has_experts:
             shapes |= {(num_tokens, 1) for num_tokens in _sizes_for_experts(max_batched)}
@@ -134,6 +134,6 @@ def _rows(runner: ModelRunner) -> None:
     device = requests.token_ids.device
     starts = torch.zeros(1, dtype=torch.int64, device=device)
     append_tokens(requests.token_ids, requests.scalars.num_tokens, starts, starts)
-    if runner.draft_graphs is not None:
+    if runner.speculation.graphs is not None:
         find_drafts(requests.token_ids, requests.scalars.num_tokens, starts, starts, 1)
     apply_staged_writes(torch.zeros(4, dtype=torch.int32, device=device), starts, starts, starts.int())

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ....errors import InvalidRequestError
 from ....ipc.messages import NewRequest
-from ...drafts import Positions
 from ...input_batch import Rows
 from ...request_state import RequestState, Scalars
+from ...speculation.positions import Positions
 from ...transfer import to_device
 
 __all__ = ["OpByOpFeature", "SamplingFeature", "check_token_ids"]

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from ....ipc.messages import NewRequest
 from ....kernels.penalties import PenaltyInputs, apply_penalties, count_sampled, count_tokens
-from ...drafts import Positions
 from ...input_batch import Rows
 from ...lazy_zeros import lazy_zeros
 from ...request_state import RequestState, Scalars
+from ...speculation.positions import Positions
 from .feature import SamplingFeature
 
 __all__ = ["Penalties"]

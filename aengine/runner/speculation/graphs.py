@@ -11,7 +11,6 @@ there are without speculation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,13 +19,13 @@ from torch import Tensor
 
 from ...kernels.commit_drafts import commit_drafts, following_drafts
 from ...kernels.input_prep import DecodeInputs, prepare_decode
-from ..drafts import Positions
+from ..graphs.cuda_graphs import DecodeStep
 from ..input_batch import Rows
 from ..request_state import COLUMNS
 from ..transfer import send
-from .cuda_graphs import CudaGraphManager, DecodeStep
+from .positions import Positions
 
-__all__ = ["DraftStep", "draft_sizes", "make_draft_graphs", "places_of"]
+__all__ = ["DraftStep", "draft_sizes"]
 
 _SIZES = (4, 8, 16, 24, 32, 48, 64)
 
@@ -34,14 +33,6 @@ _SIZES = (4, 8, 16, 24, 32, 48, 64)
 def draft_sizes(most: int) -> list[int]:
     """Return the numbers of positions of which there are graphs, ascending: those up to ``most``."""
     return [size for size in _SIZES if size <= most]
-
-
-def make_draft_graphs(sizes: Sequence[int], parts: Sequence[Any], enforce_eager: bool) -> CudaGraphManager | None:
-    """None without ``sizes``. ``parts``: `DecodeStep`'s arguments but for the largest size."""
-    if not sizes:
-        return None
-    step = DraftStep(*parts[:3], max(sizes), *parts[3:])
-    return CudaGraphManager(step, list(sizes), step.platform, enforce_eager=enforce_eager, has_ends=False)
 
 
 class DraftStep(DecodeStep):
@@ -68,7 +59,7 @@ class DraftStep(DecodeStep):
         return prepare_decode(*where, self._rows[:size], self._places[:size])
 
     def forward(self, inputs: DecodeInputs, size: int) -> Tensor:
-        return self._model.decode_drafts(inputs, self._rows[:size])
+        return self._model.decode(inputs, self._rows[:size], has_several=True)
 
     def sample_all(self, logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         requests, places = self._requests, self._places[: len(rows)]

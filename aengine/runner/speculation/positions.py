@@ -22,63 +22,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..errors import InternalError
-from ..ipc.messages import DraftColumns
-from ..kernels.commit_drafts import following_drafts
-from .transfer import to_device
+from ...kernels.commit_drafts import following_drafts
+from ..transfer import to_device
 
-__all__ = ["DraftPlan", "Positions", "Verification"]
+__all__ = ["Positions", "Verification", "places_in"]
 
 Rows = npt.NDArray[np.int64]
-
-
-@dataclass(slots=True)
-class DraftPlan:
-    """The drafts of a step, in the order of its plan; on the host."""
-
-    counts: Rows  # [num_reqs]: drafts of each request
-    token_ids: Rows  # [sum(counts)]: drafts, one request after the other; -1: the device finds them
-    is_certain: npt.NDArray[np.bool_]  # [num_reqs]: whether all drafts of the request are accepted
-
-    @classmethod
-    def make(cls, columns: DraftColumns, batch_idx: Rows, vocab_size: int) -> DraftPlan:
-        """Put the step's drafts into the order of its plan. ``batch_idx``: place of each request of the plan in the
-        columns. Raises InternalError for an id that the model does not have."""
-        counts = np.array(columns.counts, dtype=np.int64)
-        token_ids = np.array(columns.token_ids, dtype=np.int64)
-        if len(token_ids) and not -1 <= token_ids.min() <= token_ids.max() < vocab_size:
-            raise InternalError("a draft is a token that the model does not have")
-        parts = np.split(token_ids, np.cumsum(counts)[:-1])
-        is_certain = np.array(columns.is_certain, dtype=bool)[batch_idx]
-        return cls(counts[batch_idx], np.concatenate([parts[i] for i in batch_idx]), is_certain)
-
-    def uncertain(self) -> DraftPlan | None:
-        """The drafts that may be rejected; None if there are none."""
-        counts = np.where(self.is_certain, 0, self.counts)
-        if not counts.any():
-            return None
-        return DraftPlan(counts, self.token_ids[~np.repeat(self.is_certain, self.counts)], self.is_certain)
-
-    def are_known(self) -> npt.NDArray[np.bool_]:
-        """Return which requests have drafts that the host knows: bool [num_reqs]."""
-        owner, _ = self.places()
-        are_known = np.zeros(len(self.counts), dtype=bool)
-        are_known[owner[self.token_ids >= 0]] = True
-        return are_known
-
-    def first(self, n: int) -> DraftPlan:
-        """The drafts of the first n requests only."""
-        counts = self.counts[:n]
-        return DraftPlan(counts, self.token_ids[: counts.sum()], self.is_certain[:n])
-
-    def places(self) -> tuple[Rows, Rows]:
-        """Return for each draft its request, and how many drafts that has before it."""
-        return _places(self.counts)
-
-    def rows_of(self, sampling: Rows) -> tuple[Rows, Rows]:
-        """Return for each row of logits of the requests that ``sampling`` names its request, a place in ``sampling``,
-        and how many drafts that has before it."""
-        return _places(self.counts[sampling] + 1)
 
 
 @dataclass(slots=True)
@@ -124,7 +73,7 @@ class Verification(Positions):
         """``rows``, ``num_drafts``: host [s]; ``token_ids``, ``num_tokens``: of all rows (`RequestState`), the drafts
         behind the tokens."""
         lengths, device = num_drafts + 1, token_ids.device
-        owner, places = _places(lengths)
+        owner, places = places_in(lengths)
         starts = np.arange(len(owner)) - places
         of_logits = to_device(np.stack((rows[owner], places, starts, owner)), device)
         row, before, starts_of, owner_device = of_logits.unbind(0)
@@ -138,7 +87,7 @@ class Verification(Positions):
         return torch.zeros_like(self.rows).index_add_(0, self.owner, self.are_accepted(sampled).long())
 
 
-def _places(counts: Rows) -> tuple[Rows, Rows]:
-    """(owner, place within it) of the items of several owners with so many each."""
+def places_in(counts: Rows) -> tuple[Rows, Rows]:
+    """Return for each item of several owners, of which each has ``counts`` [n] items, its owner and its place there."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]

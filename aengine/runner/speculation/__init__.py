@@ -1,0 +1,1 @@
+"""Steps in which a request may get several tokens: guesses at what comes next are computed with them, and verified."""
