@@ -118,6 +118,23 @@ def test_triton_against_naive(
         check_row(logits[i], top_k[i], float(columns[2][i]), temperature[i], cutoff[i])
 
 
+def test_triton_where_the_list_is_too_short(
+    gen: torch.Generator, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the row itself is searched: of many logits that tie, with a large k, or with a wide nucleus."""
+    from aengine.kernels.triton import nucleus
+
+    monkeypatch.setattr(nucleus, "LIST_SIZE", 16)
+    logits = torch.randn(6, 700, generator=gen) * 0.1
+    logits[::2] = logits[::2].half().float()
+    logits[5, ::3] = logits[5].max()
+    top_k, top_p = [300, 200, 0, 0, 699, 0], [1.0, 0.5, 0.9, 0.6, 0.99, 0.3]
+    columns = torch.ones(6), torch.tensor(top_k).int(), torch.tensor(top_p), torch.zeros(6)
+    cutoff = find_cutoff(logits.to(triton_device), *(column.to(triton_device) for column in columns)).cpu()
+    for i in range(6):
+        check_row(logits[i], top_k[i], float(columns[2][i]), 1.0, cutoff[i])
+
+
 def test_triton_against_the_reference(rng: random.Random, gen: torch.Generator, triton_device: torch.device) -> None:
     """Without top-p there is no sum to round: the same cutoffs, min-p's within rounding; and odd rows."""
     n, vocab_size = 12, 2000

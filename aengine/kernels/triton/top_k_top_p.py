@@ -1,15 +1,14 @@
-"""The cutoffs without a sort: statistics of every block of logits, a short list of candidates, then a search.
+"""The cutoffs without a sort: extremes of every block of logits, a short list of candidates, then a search.
 
 The cutoff of top-k (top-p) is the largest x that has `count(>= x) >= k` (`mass(>= x) >= p * Z_k`). nucleus.py makes the
 list, with all of the GPU. The search, a program a row, halves an interval of floats, all of which are in order as
 integers: 20 to 30 passes over some thousand logits.
 
-Where a list is too short for its bracket (many logits that tie, or k in the thousands), the program searches among the
-logits themselves. A pass at a pivot then reads only the blocks whose maximum reaches it, and the interval's ends are
-drawn in to logits that occur.
+Where a list is too short for its bracket (many logits that tie, or k beyond its size), the program searches in the same
+way among all logits of the row: a pass then reads 4 * V bytes.
 
 At least: 4 * V * n bytes read by the first launch (n = 256: 156 MB, 32 us at 4.8 TB/s for V = 151936; 131 MB, 27 us for
-V = 128256), with an exponential a logit; for top-k as much in one more, for top-p in three.
+V = 128256); for top-k as much in one more, for top-p in three.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from . import nucleus
 from .launch import has_pdl, launch, launch_next_and_wait
 from .nucleus import Candidates, as_mass, find_bracket, find_candidates, make_candidates
 
-__all__ = ["BLOCK", "block_stats", "find_cutoff"]
+__all__ = ["BLOCK", "find_cutoff"]
 
 BLOCK = 256
 _BLOCKS = 16  # blocks that a program of the first launch takes
-_GATHERED = 16  # blocks that a pass reads at a time
 _SEARCH_WARPS = 8
 _TILE = 2048  # listed logits that are read at a time
+_ROW_TILE = 8192  # the same of a whole row
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
@@ -39,11 +38,9 @@ def find_cutoff(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
     if n == 0:
         return cutoff
     found = make_candidates(n, logits.device)
-    stats = block_stats(logits, temperature, found)
+    stats = _extremes(logits, found)
     find_candidates(logits, temperature, top_k, top_p, stats, found, BLOCK)
     num_blocks = stats.shape[2]
-    padded = triton.next_power_of_2(num_blocks)
-    active = torch.empty(n, padded, dtype=torch.int32, device=logits.device)
     launch(
         _search_kernel,
         (n,),
@@ -54,7 +51,6 @@ def find_cutoff(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
         min_p,
         stats,
         *found,
-        active,
         cutoff,
         vocab_size,
         logits.stride(0),
@@ -63,39 +59,36 @@ def find_cutoff(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
         top_p.stride(0),
         min_p.stride(0),
         num_blocks,
-        BLOCK=BLOCK,
-        PADDED=padded,
-        GATHERED=_GATHERED,
+        PADDED=triton.next_power_of_2(num_blocks),
         LAST=nucleus.NUM_PASSES - 1,
         COLUMNS=nucleus.COLUMNS,
         LIST_SIZE=nucleus.LIST_SIZE,
         TILE=_TILE,
+        ROW_TILE=_ROW_TILE,
         PDL=has_pdl(),
         num_warps=_SEARCH_WARPS,
     )
     return cutoff
 
 
-def block_stats(logits: Tensor, temperature: Tensor, found: Candidates) -> Tensor:
-    """float32 [3, n, num_blocks] of blocks of BLOCK logits: highest; lowest but -inf; sum of exp((x - highest) / T).
+def _extremes(logits: Tensor, found: Candidates) -> Tensor:
+    """float32 [2, n, num_blocks] of blocks of BLOCK logits: highest; lowest but -inf.
 
-    NaN counts as -inf. A block of -inf: -inf, +inf, 0. A greedy row's T is taken as 1. Sets the zeros of ``found``.
+    NaN counts as -inf. A block of -inf: -inf, +inf. Sets the zeros of ``found``.
     """
     n, vocab_size = logits.shape
     assert logits.stride(1) == 1
     num_blocks = triton.cdiv(vocab_size, BLOCK)
-    stats = torch.empty(3, n, num_blocks, dtype=torch.float32, device=logits.device)
+    stats = torch.empty(2, n, num_blocks, dtype=torch.float32, device=logits.device)
     launch(
-        _stats_kernel,
+        _extremes_kernel,
         (n, triton.cdiv(num_blocks, _BLOCKS)),
         logits,
-        temperature,
         stats,
         found.sums,
         found.counts,
         vocab_size,
         logits.stride(0),
-        temperature.stride(0),
         num_blocks,
         BLOCK=BLOCK,
         BLOCKS=_BLOCKS,
@@ -108,15 +101,13 @@ def block_stats(logits: Tensor, temperature: Tensor, found: Candidates) -> Tenso
 
 
 @triton.jit
-def _stats_kernel(
+def _extremes_kernel(
     logits: tl.tensor,
-    temperature: tl.tensor,
     stats: tl.tensor,
     sums: tl.tensor,
     counts: tl.tensor,
     vocab_size: tl.tensor,
     logits_stride: tl.tensor,
-    temperature_stride: tl.tensor,
     num_blocks: tl.tensor,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -135,17 +126,11 @@ def _stats_kernel(
     token = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = tl.load(logits + row * logits_stride + token, mask=token < vocab_size, other=float("-inf"))
     x = tl.where(x == x, x, float("-inf"))
-    t = tl.load(temperature + row * temperature_stride)
-    scale = 1.0 / tl.where(t > 0, t, 1.0)
     highest = tl.max(x, axis=1)
     lowest = tl.min(tl.where(x == float("-inf"), float("inf"), x), axis=1)
-    base = tl.where(tl.abs(highest) == float("inf"), 0.0, highest)
-    mass = tl.sum(tl.exp((x - base[:, None]) * scale), axis=1)
     out = stats + row * num_blocks + block
-    step = tl.num_programs(0).to(tl.int64) * num_blocks
     tl.store(out, highest, mask=block < num_blocks)
-    tl.store(out + step, lowest, mask=block < num_blocks)
-    tl.store(out + 2 * step, mass, mask=block < num_blocks)
+    tl.store(out + tl.num_programs(0).to(tl.int64) * num_blocks, lowest, mask=block < num_blocks)
 
 
 @triton.jit
@@ -161,7 +146,6 @@ def _search_kernel(
     pivots: tl.tensor,
     bases: tl.tensor,
     values: tl.tensor,
-    active: tl.tensor,
     cutoff: tl.tensor,
     vocab_size: tl.tensor,
     logits_stride: tl.tensor,
@@ -170,13 +154,12 @@ def _search_kernel(
     top_p_stride: tl.tensor,
     min_p_stride: tl.tensor,
     num_blocks: tl.tensor,
-    BLOCK: tl.constexpr,
     PADDED: tl.constexpr,
-    GATHERED: tl.constexpr,
     LAST: tl.constexpr,
     COLUMNS: tl.constexpr,
     LIST_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    ROW_TILE: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
     launch_next_and_wait(PDL)
@@ -190,13 +173,10 @@ def _search_kernel(
     if (t > 0) & (has_k | (p < 1) | (least > 0)):
         scale = 1.0 / t
         block = tl.arange(0, PADDED)
-        at = stats + row * num_blocks + block
-        step = tl.num_programs(0).to(tl.int64) * num_blocks
-        peaks = tl.load(at, mask=block < num_blocks, other=float("-inf"))
+        peaks = tl.load(stats + row * num_blocks + block, mask=block < num_blocks, other=float("-inf"))
         peak = tl.max(peaks, axis=0)
         if tl.abs(peak) < float("inf"):
             length = tl.load(counts + row)
-            listed = values + row * LIST_SIZE
             low = tl.full((), float("-inf"), tl.float32)
             high = tl.full((), float("inf"), tl.float32)
             base = tl.full((), 0, tl.int64)
@@ -209,23 +189,44 @@ def _search_kernel(
             if (low > float("-inf")) & (high == float("inf")):
                 result = low
             elif (has_k | (p < 1)) & (length > 0) & (length <= LIST_SIZE):
-                if has_k:
-                    result = _search_list(listed, length, low, high, k.to(tl.int64), peak, scale, False, TILE)
-                    count, mass = _measure_list(listed, length, tl.maximum(result, _LOWEST), peak, scale, TILE)
-                    # Z_k has of the tokens that tie with the k-th only as many as make k.
-                    mass -= tl.maximum(count - k, 0) * as_mass(result, peak, scale)
-                    wanted = (p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64)
-                    low = result
-                if p < 1:
-                    result = _search_list(listed, length, low, high, wanted - base, peak, scale, True, TILE)
+                bracket = (low, high, wanted - base)
+                result = _search(values + row * LIST_SIZE, length, *bracket, has_k, k, p, peak, scale, TILE)
             elif has_k | (p < 1):
-                x, ids = logits + row * logits_stride, active + row * PADDED
-                result = _search_row(
-                    x, ids, at, step, peaks, peak, has_k, k, p, scale, vocab_size, num_blocks, BLOCK, PADDED, GATHERED
-                )
+                low = tl.full((), float("-inf"), tl.float32)
+                high = tl.full((), float("inf"), tl.float32)
+                x = logits + row * logits_stride
+                result = _search(x, vocab_size, low, high, wanted, has_k, k, p, peak, scale, ROW_TILE)
             if least > 0:
                 result = tl.maximum(result, peak + t * tl.log(least))
     tl.store(cutoff + row, result)
+
+
+@triton.jit
+def _search(
+    listed: tl.tensor,
+    length: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    wanted: tl.tensor,
+    has_k: tl.tensor,
+    k: tl.tensor,
+    p: tl.tensor,
+    peak: tl.tensor,
+    scale: tl.tensor,
+    TILE: tl.constexpr,
+) -> tl.tensor:
+    """Return the higher cutoff of top-k and top-p among the listed logits. Without top-k top-p's is in [low, high), and
+    ``wanted`` is the mass from it up to ``high``."""
+    result = low
+    if has_k:
+        result = _search_list(listed, length, low, high, k.to(tl.int64), peak, scale, False, TILE)
+        count, mass = _measure_list(listed, length, tl.maximum(result, _LOWEST), peak, scale, TILE)
+        # Z_k has of the tokens that tie with the k-th only as many as make k.
+        mass -= tl.maximum(count - k, 0) * as_mass(result, peak, scale)
+        wanted = (p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64)
+    if p < 1:
+        result = _search_list(listed, length, result, high, wanted, peak, scale, True, TILE)
+    return result
 
 
 @triton.jit
@@ -299,136 +300,3 @@ def _measure_list(
         mass += tl.sum(tl.where(x >= least, as_mass(x, peak, scale), 0), axis=0)
         i += TILE
     return count, mass
-
-
-@triton.jit
-def _search_row(
-    x: tl.tensor,
-    ids: tl.tensor,
-    at: tl.tensor,
-    step: tl.tensor,
-    peaks: tl.tensor,
-    peak: tl.tensor,
-    has_k: tl.tensor,
-    k: tl.tensor,
-    p: tl.tensor,
-    scale: tl.tensor,
-    vocab_size: tl.tensor,
-    num_blocks: tl.tensor,
-    BLOCK: tl.constexpr,
-    PADDED: tl.constexpr,
-    GATHERED: tl.constexpr,
-) -> tl.tensor:
-    """Return the higher cutoff of top-k and top-p, searched among the row's logits at ``x``; ``at``: its stats."""
-    is_block = tl.arange(0, PADDED) < num_blocks
-    lowest = tl.min(tl.load(at + step, mask=is_block, other=float("inf")), axis=0)
-    total = tl.sum(tl.load(at + 2 * step, mask=is_block, other=0.0) * tl.exp((peaks - peak) * scale), axis=0)
-    result = tl.full((), float("-inf"), tl.float32)
-    if has_k:
-        wanted = k.to(tl.float32)
-        result, count, total = _search(
-            x, ids, peaks, peak, lowest, wanted, scale, vocab_size, False, BLOCK, PADDED, GATHERED
-        )
-        # Z_k has of the tokens that tie with the k-th only as many as make k; without a k-th it has all.
-        total -= tl.where(count > wanted, (count - wanted) * tl.exp((result - peak) * scale), 0.0)
-    if p < 1:
-        floor = tl.maximum(result, lowest)
-        found, _count, _mass = _search(
-            x, ids, peaks, peak, floor, p * total, scale, vocab_size, True, BLOCK, PADDED, GATHERED
-        )
-        result = tl.maximum(result, found)
-    return result
-
-
-@triton.jit
-def _search(
-    x: tl.tensor,
-    ids: tl.tensor,
-    peaks: tl.tensor,
-    peak: tl.tensor,
-    lowest: tl.tensor,
-    wanted: tl.tensor,
-    scale: tl.tensor,
-    vocab_size: tl.tensor,
-    BY_MASS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PADDED: tl.constexpr,
-    GATHERED: tl.constexpr,
-) -> tl.tensor:
-    """(cutoff, count, mass): the largest logit, not below ``lowest``, whose count (mass) at or above is >= ``wanted``.
-
-    -inf, with the count and mass from ``lowest`` on, if there is none. ``low`` and ``high`` are logits that occur, or
-    -inf: the cutoff is one of them or between them.
-    """
-    low = tl.full((), float("-inf"), tl.float32)
-    high = peak
-    step = 1.0 / scale
-    low_count = tl.full((), 0.0, tl.float32)
-    low_mass = tl.full((), 0.0, tl.float32)
-    while low < high:
-        if low == float("-inf"):
-            pivot = tl.maximum(peak - step, lowest)
-            step *= 4.0
-        else:
-            pivot = low * 0.5 + high * 0.5  # their distance may be more than a float32 holds
-            pivot = tl.where(pivot > low, pivot, high)
-        count, mass, above, below = _pass(x, ids, peaks, peak, pivot, scale, vocab_size, BLOCK, PADDED, GATHERED)
-        reached = (mass if BY_MASS else count) >= wanted
-        is_last = pivot == lowest
-        if reached | is_last:
-            low_count, low_mass = count, mass
-        if reached:
-            low = above
-        else:
-            # The search does not go below ``lowest``: high = low = -inf ends it.
-            high = tl.where(is_last, float("-inf"), below)
-    return low, low_count, low_mass
-
-
-@triton.jit
-def _pass(
-    x: tl.tensor,
-    ids: tl.tensor,
-    peaks: tl.tensor,
-    peak: tl.tensor,
-    pivot: tl.tensor,
-    scale: tl.tensor,
-    vocab_size: tl.tensor,
-    BLOCK: tl.constexpr,
-    PADDED: tl.constexpr,
-    GATHERED: tl.constexpr,
-) -> tl.tensor:
-    """Count of the logits >= pivot, their sum of exp((x - peak) / T), the lowest of them, and the highest below."""
-    block = tl.arange(0, PADDED)
-    reaches = peaks >= pivot
-    place = tl.cumsum(reaches.to(tl.int32), axis=0) - 1
-    num_active = tl.sum(reaches.to(tl.int32), axis=0)
-    tl.debug_barrier()  # every thread has read the list of the pass before
-    tl.store(ids + place, block, mask=reaches)
-    tl.debug_barrier()
-    counts = tl.zeros((GATHERED, BLOCK), tl.float32)
-    masses = tl.zeros((GATHERED, BLOCK), tl.float32)
-    above = tl.full((GATHERED, BLOCK), float("inf"), tl.float32)
-    below = tl.full((GATHERED, BLOCK), float("-inf"), tl.float32)
-    i = 0
-    while i < num_active:
-        at = i + tl.arange(0, GATHERED)
-        which = tl.load(ids + at, mask=at < num_active, other=PADDED)
-        token = which[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        value = tl.load(x + token, mask=token < vocab_size, other=float("-inf"))
-        value = tl.where(value == value, value, float("-inf"))
-        is_in = value >= pivot
-        counts += is_in.to(tl.float32)
-        masses += tl.where(is_in, tl.exp((value - peak) * scale), 0.0)
-        above = tl.minimum(above, tl.where(is_in, value, float("inf")))
-        below = tl.maximum(below, tl.where(is_in, float("-inf"), value))
-        i += GATHERED
-    highest_below = tl.maximum(
-        tl.max(tl.max(below, axis=1), axis=0), tl.max(tl.where(reaches, float("-inf"), peaks), axis=0)
-    )
-    return (
-        tl.sum(tl.sum(counts, axis=1), axis=0),
-        tl.sum(tl.sum(masses, axis=1), axis=0),
-        tl.min(tl.min(above, axis=1), axis=0),
-        highest_below,
-    )
