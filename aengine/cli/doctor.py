@@ -8,6 +8,7 @@ import sys
 import textwrap
 from typing import Any
 
+from ..__version__ import __version__
 from .diagnosis import Diagnosis, diagnose
 
 __all__ = ["add_doctor_parser", "doctor"]
@@ -22,10 +23,11 @@ def add_doctor_parser(commands: Any) -> None:
     epilog = "exit status: 0 if an engine can run here, perhaps with warnings; 1 if not"
     parser = commands.add_parser("doctor", help=text, description=text, epilog=epilog)
     parser.add_argument("--json", action="store_true", help="the same as one JSON object")
+    parser.set_defaults(main=doctor)
 
 
-def doctor(args: argparse.Namespace, version: str) -> int:
-    diagnosis = diagnose(version)
+def doctor(args: argparse.Namespace) -> int:
+    diagnosis = diagnose(f"aengine {__version__}")
     if args.json:
         print(json.dumps(diagnosis.to_json(), indent=2))
     else:

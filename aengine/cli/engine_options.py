@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -10,7 +11,7 @@ from ..config import EngineConfig, value_of
 from ..errors import InvalidRequestError
 from .progress import StartupLine
 
-__all__ = ["add_engine_options", "engine_config", "engine_settings"]
+__all__ = ["add_engine_options", "engine_config", "engine_settings", "whole_number"]
 
 _FIRST = {
     "dtype": "float32, bfloat16 or float16 (auto)",
@@ -71,3 +72,14 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The settings that the environment gives, those of the command line before them. Raises InvalidRequestError."""
     return EngineConfig.from_env(model=args.model, **engine_settings(args))
+
+
+def whole_number(wanted: str, low: int, high: int | None = None) -> Callable[[str], int]:
+    """Return the type of an option whose value is from ``low`` to ``high``; ``wanted`` says so in its error."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < low or (high is not None and int(text) > high):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+        return int(text)
+
+    return number

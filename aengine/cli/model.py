@@ -32,6 +32,7 @@ def add_model_parser(commands: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.set_defaults(main=model)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     add = verbs.add_parser("add", help="fetch a model, unless it is here already; its path to stdout")
     add.add_argument("name", metavar="NAME", help="an embedded model, or a hub id")

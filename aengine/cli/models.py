@@ -20,6 +20,7 @@ def add_models_parser(commands: Any) -> None:
     text = "the families of models that an engine runs, and in which formats"
     parser = commands.add_parser("models", help=text, description=text)
     parser.add_argument("--json", action="store_true", help="the same as a JSON array, with more of each")
+    parser.set_defaults(main=models)
 
 
 def models(args: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..async_llm import AsyncLLM
 from ..config import server_api_key
 from ..errors import EngineError
-from .engine_options import add_engine_options, engine_config
+from .engine_options import add_engine_options, engine_config, whole_number
 from .listening import bind_tcp, is_loopback, url_of
 from .progress import tell
 
@@ -34,10 +34,11 @@ _LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 
 def add_serve_arguments(command: argparse.ArgumentParser) -> None:
     """Add the options of `aengine serve` to a parser."""
-    command.add_argument("model", metavar="MODEL")
     group = command.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="the address; 0.0.0.0: all of this machine (127.0.0.1)")
-    group.add_argument("--port", type=_port, default=8000, help="0: any that is free (8000)")
+    group.add_argument(
+        "--port", type=whole_number("a port: 0 to 65535", 0, 65535), default=8000, help="0: any that is free (8000)"
+    )
     group.add_argument("--uds", metavar="PATH", default=None, help="a Unix socket, in place of host and port")
     group.add_argument(
         "--uds-mode",
@@ -61,7 +62,12 @@ def add_serve_arguments(command: argparse.ArgumentParser) -> None:
         default=None,
         help="under which requests may ask for the model; the first is that of answers (MODEL, of a path its end)",
     )
-    group.add_argument("--max-body-bytes", type=_size, default=32 << 20, help="larger requests are refused (32 MiB)")
+    group.add_argument(
+        "--max-body-bytes",
+        type=whole_number("a number of bytes, at least 1", 1),
+        default=32 << 20,
+        help="larger requests are refused (32 MiB)",
+    )
     group.add_argument(
         "--allow-origin",
         metavar="ORIGIN",
@@ -87,7 +93,7 @@ def add_serve_arguments(command: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--workers",
-        type=_count,
+        type=whole_number("a number of processes: 1 to 256", 1, 256),
         default=0,
         metavar="N",
         help="so many processes for HTTP and JSON, beside the engine's; the model is loaded once (none: all in one)",
@@ -106,12 +112,6 @@ def add_serve_arguments(command: argparse.ArgumentParser) -> None:
     add_engine_options(command, shows_all=True)
 
 
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port: 0 to 65535")
-    return int(text)
-
-
 def _mode(text: str) -> int:
     try:
         mode = int(text, 8)
@@ -120,18 +120,6 @@ def _mode(text: str) -> int:
     if not 0 <= mode <= 0o777:
         raise argparse.ArgumentTypeError(f"{text!r} is no mode of a file, such as 660")
     return mode
-
-
-def _size(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes, at least 1")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 256:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes: 1 to 256")
-    return int(text)
 
 
 def _seconds(text: str) -> float:
