@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .dispatch import uses_triton
 
-__all__ = ["add_bits", "apply_bitmask"]
+__all__ = ["apply_bitmask"]
 
 
 def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
@@ -29,19 +29,13 @@ def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
         return triton_op.apply_bitmask(logits, rows, bitmask)
     if rows.numel() and int(rows.min()) < 0:
         bitmask, rows = bitmask[rows >= 0], rows[rows >= 0]
-    add_bits(logits, rows, bitmask)
-    return None
-
-
-def add_bits(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
-    """Run the reference: add 0 or -inf to every logit."""
-    n, vocab_size = logits.shape
     # A byte is eight numbers to add: one look-up instead of eight shifts.
     addend = _addend_of_byte().index_select(0, bitmask.flatten().int()).view(rows.shape[0], -1)[:, :vocab_size]
-    if rows.shape[0] == n:
+    if rows.shape[0] == len(logits):
         logits.index_add_(0, rows, addend)
     else:
         logits[rows] = logits.index_select(0, rows) + addend
+    return None
 
 
 @functools.cache

@@ -114,22 +114,16 @@ def draw_or_greedy(
         best = logits.max(dim=1)
         return best.indices, best.values
     if is_random.all():
-        return _draw(logits, temperature, seeds, positions, cutoff)
+        ids, checks, _ = _draw_scored(logits, temperature, seeds, positions, cutoff)
+        return ids, checks
     ids = torch.empty(len(logits), dtype=torch.int64)
     checks = torch.empty(len(logits), dtype=torch.float32)
     some = is_random.nonzero()[:, 0]
     few = None if cutoff is None else cutoff[some]
-    ids[some], checks[some] = _draw(logits[some], temperature[some], seeds[some], positions[some], few)
+    ids[some], checks[some], _ = _draw_scored(logits[some], temperature[some], seeds[some], positions[some], few)
     others = (~is_random).nonzero()[:, 0]
     checks[others], ids[others] = logits[others].max(dim=1)
     return ids, checks
-
-
-def _draw(
-    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, cutoff: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Draw one token a row; no row is greedy."""
-    return _draw_scored(logits, temperature, seeds, positions, cutoff, 0)[:2]
 
 
 def _draw_scored(
@@ -138,10 +132,10 @@ def _draw_scored(
     seeds: Tensor,
     positions: Tensor,
     cutoff: Tensor | None,
-    first_block: int,
+    first_block: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw one token a row from logits that begin with block ``first_block``; also the noisy mass of its block, float64
-    [n], by which it was preferred to others."""
+    """Draw one token a row, none of which is greedy, from logits that begin with block ``first_block``; also the noisy
+    mass of its block, float64 [n], by which it was preferred to others."""
     vocab_size = logits.shape[1]
     temperature = temperature[:, None]
     limit = None if cutoff is None else cutoff[:, None]

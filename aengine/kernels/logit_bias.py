@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .dispatch import uses_triton
 
-__all__ = ["HEADER", "MOST_BANNED", "MOST_BIASES", "WIDTH", "apply_lists", "bias_and_ban", "pack_lists"]
+__all__ = ["HEADER", "MOST_BANNED", "MOST_BIASES", "WIDTH", "apply_lists", "pack_lists"]
 
 HEADER = 4
 MOST_BIASES = 1024
@@ -56,12 +56,6 @@ def apply_lists(logits: Tensor, rows: Tensor, lists: Tensor, num_tokens: Tensor)
         from .triton import logit_bias as triton_op
 
         return triton_op.apply_lists(logits, rows, lists, num_tokens, HEADER, MOST_BIASES)
-    bias_and_ban(logits, rows, lists, num_tokens)
-    return None
-
-
-def bias_and_ban(logits: Tensor, rows: Tensor, lists: Tensor, num_tokens: Tensor) -> None:
-    """Run the reference. On the CPU it may read back how long the lists are."""
     for i, row in enumerate(rows.tolist()):
         if row < 0:
             continue
@@ -72,3 +66,4 @@ def bias_and_ban(logits: Tensor, rows: Tensor, lists: Tensor, num_tokens: Tensor
             logits[i, own[HEADER:][:num_biases].long()] += values
         if num_banned and num_tokens[i] < until:
             logits[i, own[HEADER + 2 * MOST_BIASES :][:num_banned].long()] = -torch.inf
+    return None

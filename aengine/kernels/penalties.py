@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .dispatch import uses_triton
 
-__all__ = ["IN_PROMPT", "PenaltyInputs", "apply_penalties", "count_sampled", "count_tokens", "penalize"]
+__all__ = ["IN_PROMPT", "PenaltyInputs", "apply_penalties", "count_sampled", "count_tokens"]
 
 IN_PROMPT = 1 << 30
 """Added to the count of a token that the prompt has."""
@@ -70,12 +70,6 @@ def apply_penalties(logits: Tensor, inputs: PenaltyInputs) -> None:
         from .triton import penalties as triton_op
 
         return triton_op.apply_penalties(logits, inputs)
-    penalize(logits, inputs)
-    return None
-
-
-def penalize(logits: Tensor, inputs: PenaltyInputs) -> None:
-    """The reference, which on the CPU may look which rows are penalized, and for which tokens."""
     for i in inputs.are_penalized().nonzero()[:, 0].tolist():
         counts = inputs.counts[inputs.rows[i]]
         ids = counts.nonzero()[:, 0]
@@ -84,3 +78,4 @@ def penalize(logits: Tensor, inputs: PenaltyInputs) -> None:
         x = torch.where(x > 0, x / factor, x * factor)
         x -= inputs.frequency[i] * count + inputs.presence[i] * (count > 0)
         logits[i, ids] = x
+    return None

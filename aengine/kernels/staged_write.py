@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .dispatch import uses_triton
 
-__all__ = ["apply_staged_writes", "write_runs"]
+__all__ = ["apply_staged_writes"]
 
 
 def apply_staged_writes(target: Tensor, starts: Tensor, lengths: Tensor, values: Tensor) -> None:
@@ -24,12 +24,7 @@ def apply_staged_writes(target: Tensor, starts: Tensor, lengths: Tensor, values:
         from .triton import staged_write as triton_op
 
         return triton_op.apply_staged_writes(target, starts, lengths, values)
-    write_runs(target, starts, lengths, values)
-    return None
-
-
-def write_runs(target: Tensor, starts: Tensor, lengths: Tensor, values: Tensor) -> None:
-    """Run the reference: compute the place of every value, then write all of them by one copy."""
     run_begin = lengths.cumsum(0) - lengths  # place in ``values`` at which run i begins
     shift = (starts - run_begin).repeat_interleave(lengths, output_size=values.shape[0])
-    target.index_copy_(0, torch.arange(values.shape[0]) + shift, values)
+    target.index_copy_(0, torch.arange(values.shape[0]) + shift, values)  # one copy writes all runs
+    return None

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .dispatch import uses_triton
 
-__all__ = ["find_cutoff", "highest_cutoff"]
+__all__ = ["find_cutoff"]
 
 _FIRST_TRY = 128  # most nuclei are smaller; the next tries are 16 times larger each
 _PIECE = 2**19  # logits that are scaled at a time on the CPU, so that the copy stays in the cache
@@ -44,11 +44,6 @@ def find_cutoff(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
         from .triton import top_k_top_p as triton_op
 
         return triton_op.find_cutoff(logits, temperature, top_k, top_p, min_p)
-    return highest_cutoff(logits, temperature, top_k, top_p, min_p)
-
-
-def highest_cutoff(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """The reference, which on the CPU may read which rows have which cutoff."""
     vocab_size = logits.shape[1]
     cutoff = torch.full((len(logits), 1), -torch.inf)
     k = top_k.long().masked_fill((top_k <= 0) | (top_k > vocab_size), vocab_size)
