@@ -176,7 +176,7 @@ class Plugin:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         with tempfile.NamedTemporaryFile("r") as calls:
             if (end := self._run(session.items, None, 900, calls.name)) != "survives":
-                sys.exit(f"the tests fail as they are: {end}")
+                sys.exit(f"the tests fail as they are: {end} {calls.read()}")
             called: dict[str, list[tuple[float, int]]] = json.load(calls)
         for mutant in self.mutants:
             items = [session.items[i] for _, i in called.get(f"{mutant.path}:{mutant.function}", ())]
@@ -225,6 +225,8 @@ class Plugin:
             sys.settrace(None)
             os.write(progress, b".")
             if item.session.testsfailed:
+                if calls:
+                    Path(calls).write_text(item.nodeid)
                 os._exit(1)
             for code in seen:
                 if self.folder in code.co_filename:

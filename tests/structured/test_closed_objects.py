@@ -135,6 +135,18 @@ CASES = {
         [{"x": {"a": 1, "b": 1}}, {"xy": {"b": 1}}],
         [{"x": {"a": 1}}, {"x": {"b": 1, "c": 1}}, {"y": {}}],
     ),
+    "a member and a pattern that begins with anything": (
+        {"allOf": [{"properties": {"x": {**A, "type": "object"}}},
+                   {"patternProperties": {"(x|z)$": {**B, "type": "object"}}}]},
+        [{"x": {"a": 1, "b": 1}}, {"yz": {"b": 1}}],
+        [{"x": {"c": 1}}, {"yz": {"c": 1}}, {"y": {}}],
+    ),
+    "a member and a pattern of two beginnings": (
+        {"allOf": [{"properties": {"x": {**A, "type": "object"}}},
+                   {"patternProperties": {"^z|^x": {**B, "type": "object"}}}]},
+        [{"x": {"a": 1, "b": 1}}, {"z": {"b": 1}}],
+        [{"x": {"c": 1}}, {"z": {"c": 1}}, {"y": {}}],
+    ),
     "items of two parts": (
         {"type": "array", "items": {**A, "type": "object"}, "allOf": [{"items": {**B, "required": ["b"]}}]},
         [[{"a": 1, "b": 1}]],
