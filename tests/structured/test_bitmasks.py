@@ -6,7 +6,6 @@ import asyncio
 import math
 import random
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,12 +90,15 @@ class GroupMatcher:
         return {}
 
 
-async def test_matchers_that_take_long_to_make_are_not_taken_for_slow_rows() -> None:
+async def test_matchers_that_take_long_to_make_are_not_taken_for_slow_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the second step of a burst would fill its rows one after the other."""
     groups: list[int] = []
+    clock = [100.0]
+    now = SimpleNamespace(perf_counter=lambda: clock[0], thread_time=lambda: clock[0])
+    monkeypatch.setattr(bitmasks, "time", now)
 
     def make() -> GroupMatcher:
-        time.sleep(0.005)
+        clock[0] += 0.005
         matcher = GroupMatcher()
         matcher.groups = groups
         return matcher
