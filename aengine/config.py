@@ -320,6 +320,13 @@ class EngineConfig:
             raise _wrong("on_request_end", self.on_request_end, "a callable, or None")
 
     @property
+    def model_name(self) -> str:
+        """The name that the engine was made with: a hub id as it is, of a path its last part. Blocking."""
+        if _HUB_ID.fullmatch(self.model) and not os.path.exists(self.model):
+            return self.model
+        return Path(self.model).name or self.model
+
+    @property
     def num_ranks(self) -> int:
         """Number of worker processes of each replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
@@ -338,6 +345,7 @@ class EngineConfig:
 
 EngineConfig.__doc__ = described(EngineConfig.__doc__, EngineConfig)
 
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 _AT_LEAST = {
     "seed": -(2**63),
     "max_model_len": 1,

@@ -27,7 +27,8 @@ from ..checkpoint.embedded import EMBEDDED_MODELS, find_embedded
 from ..config import EngineConfig, is_offline, model_cache, thread_environment, worker_environment
 from ..errors import EngineError, ModelLoadError
 from ..ipc.channel import HostChannel
-from ..limits.cgroups import cpu_quota, memory_left, memory_limit, num_usable_cpus, threads_limit
+from ..limits.cgroups import cpu_quota, memory_limit, num_usable_cpus, threads_limit
+from ..limits.memory import free_memory
 from ..limits.ulimits import memory_ulimit_hint
 
 __all__ = ["Diagnosis", "Finding", "diagnose"]
@@ -39,6 +40,7 @@ _PROBE_TIMEOUT = 120.0  # a cold disk and a large torch; usually two seconds
 _MASK_BYTES = 5_000_000  # shared with the worker beside the rings, for a vocabulary of 150,000
 _FEW_DESCRIPTORS = 256
 _FEW_THREADS = 64
+_CPU_FLAGS = "avx2 avx512f avx512_bf16 avx512_fp16 amx_bf16 amx_fp16 asimd asimdhp bf16 i8mm"
 _SHOWN_MODELS = 6
 _SHOWN_PAIRS = 3
 _DISTRIBUTION = "aengine-llm"
@@ -149,20 +151,9 @@ def _cpu(config: EngineConfig) -> Finding:
     text = _read("/proc/cpuinfo")
     model = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
     flags = set((re.search(r"^(?:flags|Features)\s*: (.*)$", text, re.MULTILINE) or ["", ""])[1].split())
-    known = (
-        "avx2",
-        "avx512f",
-        "avx512_bf16",
-        "avx512_fp16",
-        "amx_bf16",
-        "amx_fp16",
-        "asimd",
-        "asimdhp",
-        "bf16",
-        "i8mm",
-    )
+    known = " ".join(name for name in _CPU_FLAGS.split() if name in flags)
     found = f"{cores} cores" + (f", a quota of {quota:g} CPUs" if quota is not None else "")
-    found += f"; {model[1] if model else platform.machine()}; {' '.join(name for name in known if name in flags)}"
+    found += f"; {model[1] if model else platform.machine()}; {known}"
     if platform.machine() == "x86_64" and "avx2" not in flags:
         return Finding(
             "CPU", "warning", found, "without AVX2 a model on the CPU is several times slower: use another machine"
@@ -179,9 +170,7 @@ def _cpu(config: EngineConfig) -> Finding:
 
 def _memory() -> Finding:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit, left = memory_limit(), memory_left()
-    available = re.search(r"^MemAvailable:\s+(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE)
-    free = min(int(available[1]) * 1024 if available else total, total if left is None else left)
+    limit, free = memory_limit(), free_memory()
     found = f"{free / GIB:.1f} GiB of {total / GIB:.1f} GiB are free"
     if limit is not None and limit < total:
         found += f", the container may use {limit / GIB:.1f} GiB"

@@ -25,7 +25,7 @@ from ..errors import (
 from ..llm import LLM
 from ..outputs import Completion, FinishReason, Logprob, Usage
 from .openai_style import async_side, blocking_side, check_not_aborted, openai_settings
-from .settings import model_name_of, with_one_system_message
+from .settings import allowed_tools, answer_message, function_call, with_one_system_message
 
 try:
     from dspy import LM, lm15
@@ -72,7 +72,7 @@ def lm(
             its reasoning, if a ``reasoning_effort`` is given.
         settings: of `dspy.LM`: temperature, max_tokens, cache, num_retries, callbacks, ...
     """
-    name = model or f"{_PROVIDER}/{model_name_of(async_side(engine))}"
+    name = model or f"{_PROVIDER}/{async_side(engine).config.model_name}"
     engines = [kind(engine, options, supports_reasoning=supports_reasoning) for kind in (AEngine, AsyncAEngine)]
     return LM(name, engine=engines[0], async_engine=engines[1], **settings)
 
@@ -206,8 +206,7 @@ def _tool(tool: Any) -> dict[str, Any]:
 def _tool_choice(choice: lm15.ToolChoice) -> Any:
     if not choice.allowed:
         return choice.mode
-    tools = [{"type": "function", "function": {"name": name}} for name in choice.allowed]
-    return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
+    return allowed_tools(choice.mode, choice.allowed)
 
 
 def _messages(request: lm15.Request) -> list[dict[str, Any]]:
@@ -245,18 +244,13 @@ def _result(part: Any) -> dict[str, Any]:
 
 def _answer(parts: Sequence[Any]) -> dict[str, Any]:
     thoughts = [part.text for part in parts if isinstance(part, lm15.ThinkingPart)]
-    calls = [part for part in parts if isinstance(part, lm15.ToolCallPart)]
+    calls = [
+        function_call(part.id, part.name, json.dumps(part.input, ensure_ascii=False))
+        for part in parts
+        if isinstance(part, lm15.ToolCallPart)
+    ]
     rest = [part for part in parts if not isinstance(part, lm15.ThinkingPart | lm15.ToolCallPart)]
-    written: dict[str, Any] = {"role": "assistant", "content": _text_of(rest) if rest else None}
-    if thoughts:
-        written["reasoning_content"] = "\n".join(thoughts)
-    if calls:
-        functions = [{"name": call.name, "arguments": json.dumps(call.input, ensure_ascii=False)} for call in calls]
-        written["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": function}
-            for call, function in zip(calls, functions, strict=True)
-        ]
-    return written
+    return answer_message(_text_of(rest) if rest else None, thoughts, calls, "\n")
 
 
 # -- the engine's answers as theirs

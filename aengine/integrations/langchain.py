@@ -25,7 +25,7 @@ from ..errors import (
 from .clients import async_client, blocking_client, engine_errors
 from .langchain_embeddings import AEngineEmbeddings
 from .openai_style import async_side
-from .settings import model_name_of, reasoning_variables, with_one_system_message
+from .settings import reasoning_variables, with_one_system_message
 
 try:
     import openai
@@ -89,7 +89,7 @@ class ChatAEngine(ChatOpenAI):
             raise ValueError(
                 f"{cls.__name__} has no {', '.join(sorted(unknown))}; model_kwargs has names of the engine"
             )
-        name = values.get("model") or model_name_of(async_side(values["engine"]))
+        name = values.get("model") or async_side(values["engine"]).config.model_name
         client = async_client(values["engine"], name)
         clients = {"root_async_client": client, "async_client": _Chats(client, openai.AsyncStream)}
         fixed = {"use_responses_api": False, "stream_usage": True, "stream_chunk_timeout": None}

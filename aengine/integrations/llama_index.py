@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ..chat import ChatMessage as Answer
@@ -16,7 +17,7 @@ from ..errors import InvalidRequestError
 from ..outputs import Completion, FinishReason, Token
 from .llama_index_embeddings import AEngineEmbedding, OverEngine
 from .openai_style import async_side, blocking_side, check_not_aborted, openai_settings
-from .settings import with_one_system_message
+from .settings import answer_message, function_call, with_one_system_message
 
 try:
     from llama_index.core.base.llms.types import (
@@ -138,33 +139,21 @@ class AEngine(OverEngine, FunctionCallingLLM):
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        params, options = self._settings(kwargs)
-        engine = async_side(self._engine)
-        if self._is_plain(formatted):
-            return _whole_text(await engine.generate(prompt, params, **_of_text(options)))
-        return _whole_text(await engine.chat(_as_chat(prompt), params, **options))
+        async with self._text_request(async_side(self._engine), prompt, formatted, kwargs)() as stream:
+            return _whole_text(await stream.wait())
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        params, options = self._settings(kwargs)
-        engine = blocking_side(self._engine)
-        if self._is_plain(formatted):
-            return _whole_text(engine.generate(prompt, params, **_of_text(options)))
-        return _whole_text(engine.chat(_as_chat(prompt), params, **options))
+        with self._text_request(blocking_side(self._engine), prompt, formatted, kwargs)() as stream:
+            return _whole_text(stream.wait())
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
-        params, options = self._settings(kwargs)
-        engine = async_side(self._engine)
+        begin = self._text_request(async_side(self._engine), prompt, formatted, kwargs)
 
         async def responses() -> CompletionResponseAsyncGen:
-            stream: Any  # stream of tokens or of deltas
-            if self._is_plain(formatted):
-                stream = engine.stream(prompt, params, **_of_text(options))
-            else:
-                stream = engine.stream_chat(_as_chat(prompt), params, **options)
             text = ""
-            async with stream:
+            async with begin() as stream:
                 while pieces := await stream.read():
                     delta = _text(pieces)
                     text += delta
@@ -175,17 +164,11 @@ class AEngine(OverEngine, FunctionCallingLLM):
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
-        params, options = self._settings(kwargs)
-        engine = blocking_side(self._engine)
+        begin = self._text_request(blocking_side(self._engine), prompt, formatted, kwargs)
 
         def responses() -> CompletionResponseGen:
-            stream: Any
-            if self._is_plain(formatted):
-                stream = engine.stream(prompt, params, **_of_text(options))
-            else:
-                stream = engine.stream_chat(_as_chat(prompt), params, **options)
             text = ""
-            with stream:
+            with begin() as stream:
                 for piece in stream:
                     delta = _text([piece])
                     text += delta
@@ -193,6 +176,14 @@ class AEngine(OverEngine, FunctionCallingLLM):
                 yield _whole_text(stream.completion, delta="")
 
         return responses()
+
+    def _text_request(self, engine: Any, prompt: str, formatted: bool, kwargs: Mapping[str, Any]) -> Any:
+        """Return what begins a completion: a stream of tokens if the prompt is not made a chat, else one of deltas."""
+        params, options = self._settings(kwargs)
+        if self.is_chat_model and not formatted:
+            return partial(engine.stream_chat, [{"role": "user", "content": prompt}], params, **options)
+        options.pop("on_unsupported", None)  # without tools and a type there are no schemas to be relaxed
+        return partial(engine.stream, prompt, params, **options)
 
     # -- tools
 
@@ -335,10 +326,6 @@ class AEngine(OverEngine, FunctionCallingLLM):
         given = {"max_tokens": self.max_tokens, "temperature": self.temperature, **self.additional_kwargs, **kwargs}
         return openai_settings(given)
 
-    def _is_plain(self, formatted: bool) -> bool:
-        """Whether a prompt goes to the model as it is, and not through the chat template."""
-        return formatted or not self.is_chat_model
-
 
 # -- their messages as the engine's
 
@@ -357,28 +344,15 @@ def _one_written(message: ChatMessage) -> dict[str, Any]:
             thoughts.append(block.content or "")
         elif isinstance(block, ToolCallBlock):
             arguments = block.tool_kwargs if isinstance(block.tool_kwargs, str) else json.dumps(block.tool_kwargs)
-            function = {"name": block.tool_name, "arguments": arguments}
-            calls.append({"id": block.tool_call_id or "", "type": "function", "function": function})
+            calls.append(function_call(block.tool_call_id or "", block.tool_name, arguments))
         elif not isinstance(block, CachePoint):
             raise InvalidRequestError(f"the engine reads text only, and no {type(block).__name__}", param="messages")
-    written: dict[str, Any] = {"role": role, "content": "\n".join(texts) if texts or role != "assistant" else None}
-    calls = calls or message.additional_kwargs.get("tool_calls") or []
-    if role == "assistant" and any(thoughts):
-        written["reasoning_content"] = "\n".join(thoughts)
-    if role == "assistant" and calls:
-        written["tool_calls"] = calls
-    if role == "tool":
-        written["tool_call_id"] = message.additional_kwargs.get("tool_call_id", "")
-    return written
-
-
-def _as_chat(prompt: str) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": prompt}]
-
-
-def _of_text(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a request without tools or a type, which have no schemas to be relaxed."""
-    return {name: value for name, value in options.items() if name != "on_unsupported"}
+    text = "\n".join(texts)
+    if role == "assistant":
+        calls = calls or message.additional_kwargs.get("tool_calls") or []
+        return answer_message(text if texts else None, thoughts, calls, "\n")
+    named = {"tool_call_id": message.additional_kwargs.get("tool_call_id", "")} if role == "tool" else {}
+    return {"role": role, "content": text, **named}
 
 
 # -- the engine's answers as theirs

@@ -7,7 +7,6 @@ from typing import Any
 from ..async_llm import AsyncLLM
 from ..llm import LLM
 from .openai_style import async_side, blocking_side
-from .settings import model_name_of
 
 try:
     from llama_index.core.base.embeddings.base import BaseEmbedding
@@ -29,7 +28,7 @@ class OverEngine(BaseModel):
             engine: running when a call is made.
             values: the fields, and those of LlamaIndex's own class (callback_manager, ...).
         """
-        super().__init__(**{"model_name": model_name_of(async_side(engine)), **values})
+        super().__init__(**{"model_name": async_side(engine).config.model_name, **values})
         self._engine = engine
 
 

@@ -15,7 +15,6 @@ from ..errors import EngineError, EngineOverloadedError, RequestError
 from ..llm import LLM
 from .clients import async_client, engine_errors
 from .openai_style import async_side
-from .settings import model_name_of
 
 try:
     from agents import (
@@ -47,7 +46,7 @@ class AEngineModel(OpenAIChatCompletionsModel):
             engine: running when a request is made; on the runner's event loop, with ``own_thread=True``, or an `LLM`.
             model_name: in traces. None: the name the engine was made with.
         """
-        name = model_name or model_name_of(async_side(engine))
+        name = model_name or async_side(engine).config.model_name
         super().__init__(
             name,
             async_client(engine, name),

@@ -27,10 +27,12 @@ from ..outputs import FinishReason
 from ..params import OnUnsupported, StructuredOutput
 from .openai_style import async_side
 from .settings import (
+    allowed_tools,
+    answer_message,
     as_of_type,
     engine_settings,
+    function_call,
     function_tool,
-    model_name_of,
     reasoning_variables,
     with_one_system_message,
 )
@@ -145,7 +147,7 @@ class AEngineModel(Model[None]):
             settings: of all requests, as far as an agent or a run gives no others.
         """
         self.engine = async_side(engine)
-        self._model_name = model_name or model_name_of(self.engine)
+        self._model_name = model_name or self.engine.config.model_name
         self._changes = profile
         super().__init__(settings=settings, profile=self._changed_profile)
 
@@ -174,8 +176,7 @@ class AEngineModel(Model[None]):
         check_allow_model_requests()
         settings, parameters = self.prepare_request(model_settings, model_request_parameters)
         with _api_errors(self._model_name):
-            stream = self._begin(messages, settings, parameters)
-            async with stream:
+            async with self._begin(messages, settings, parameters) as stream:
                 completion = await stream.wait()
             _check_whole(completion)
         return ModelResponse(
@@ -386,20 +387,11 @@ def _of_response(message: ModelResponse) -> dict[str, Any]:
     texts = [part.content for part in message.parts if isinstance(part, TextPart)]
     thoughts = [part.content for part in message.parts if isinstance(part, ThinkingPart) and part.content]
     calls = [
-        {
-            "id": part.tool_call_id,
-            "type": "function",
-            "function": {"name": part.tool_name, "arguments": part.args_as_json_str()},
-        }
+        function_call(part.tool_call_id, part.tool_name, part.args_as_json_str())
         for part in message.parts
         if isinstance(part, ToolCallPart)
     ]
-    written: dict[str, Any] = {"role": "assistant", "content": "\n\n".join(texts) if texts else None}
-    if thoughts:
-        written["reasoning_content"] = "\n\n".join(thoughts)
-    if calls:
-        written["tool_calls"] = calls
-    return written
+    return answer_message("\n\n".join(texts) if texts else None, thoughts, calls, "\n\n")
 
 
 def _tool_choice(settings: ModelSettings, parameters: ModelRequestParameters) -> Any:
@@ -421,8 +413,7 @@ def _tool_choice(settings: ModelSettings, parameters: ModelRequestParameters) ->
         names = [name for name in tools if name in choice.function_tools or name in outputs]
     if not names:
         return "none"
-    allowed = [{"type": "function", "function": {"name": name}} for name in names]
-    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": allowed}}
+    return allowed_tools(mode, names)
 
 
 # -- the engine's answers as theirs

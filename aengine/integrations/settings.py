@@ -1,31 +1,24 @@
-"""What the frameworks' models have in common: settings by name, reasoning, and the model's name."""
+"""What the frameworks' models have in common: settings by name, tools and messages."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
-from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from ..engine.structured.pydantic_schema import adapt
 from ..params import ChatOptions, SamplingParams
 
-if TYPE_CHECKING:
-    from ..async_llm import AsyncLLM
-
 __all__ = [
+    "allowed_tools",
+    "answer_message",
     "as_of_type",
     "engine_settings",
+    "function_call",
     "function_tool",
-    "model_name_of",
     "reasoning_variables",
     "with_one_system_message",
 ]
-
-
-def model_name_of(engine: AsyncLLM) -> str:
-    """Return the name that the engine was made with; of a path its last part."""
-    return PurePath(engine.config.model).name or engine.config.model
 
 
 def engine_settings(given: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> tuple[SamplingParams, Any]:
@@ -71,6 +64,25 @@ def function_tool(name: str, description: str | None, schema: Mapping[str, Any],
     """
     parameters = schema if strict else as_of_type(schema)
     return {"type": "function", "function": {"name": name, "description": description or "", "parameters": parameters}}
+
+
+def allowed_tools(mode: str, names: Iterable[str]) -> dict[str, Any]:
+    """Return the choice among some of the tools: ``mode`` "auto" or "required"."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def function_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """Return a call in a message."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def answer_message(content: str | None, thoughts: Sequence[str], calls: Sequence[Any], joint: str) -> dict[str, Any]:
+    """Return an earlier answer; ``thoughts``, which ``joint`` joins, and ``calls`` where there are any."""
+    written: dict[str, Any] = {"role": "assistant", "content": content}
+    if any(thoughts):
+        written["reasoning_content"] = joint.join(thoughts)
+    return written | ({"tool_calls": calls} if calls else {})
 
 
 def with_one_system_message(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

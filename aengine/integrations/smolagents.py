@@ -16,7 +16,7 @@ from ..engine.handles.blocking import ChatIterator
 from ..llm import LLM
 from ..outputs import Completion
 from .openai_style import async_side, blocking_side, check_not_aborted, openai_settings, text_of
-from .settings import model_name_of, with_one_system_message
+from .settings import with_one_system_message
 
 try:
     from smolagents.models import (
@@ -66,7 +66,7 @@ class AEngineModel(Model):
         Raises:
             InvalidRequestError: the engine has no thread of its own: make it with ``own_thread=True``.
         """
-        super().__init__(model_id=model_id or model_name_of(async_side(engine)), **kwargs)
+        super().__init__(model_id=model_id or async_side(engine).config.model_name, **kwargs)
         self.engine = engine
         self.custom_role_conversions = custom_role_conversions
         self._calls = blocking_side(engine)

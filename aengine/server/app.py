@@ -22,7 +22,7 @@ from .anthropic.messages import count_tokens, create_message
 from .anthropic.requests import CountBody, MessagesBody
 from .errors import http_error
 from .guard import Guard, checked_hosts, checked_origins
-from .health import health, livez, readyz, version
+from .health import health, livez, version
 from .http import ClientLeftError, CloseAfterTwoLengths, HTTPError, JSONAnswer, Pace
 from .lifespan import engine_lifespan
 from .metrics import metrics, new_registry
@@ -70,7 +70,7 @@ _ENDPOINTS: list[Entry] = [
     *[("POST", path, score, ScoreBody) for path in ("/v1/score", "/score")],
     ("GET", "/health", health),
     ("GET", "/livez", livez),
-    ("GET", "/readyz", readyz),
+    ("GET", "/readyz", health),
     ("GET", "/metrics", metrics),
     ("GET", "/version", version),
     ("GET", "/openapi.json", show_openapi),

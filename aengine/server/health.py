@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..async_llm import AsyncLLM
     from .service import Service
 
-__all__ = ["Health", "health", "livez", "readyz", "version"]
+__all__ = ["Health", "health", "livez", "version"]
 
 _TIMEOUT = 5.0
 """Seconds for the worker to answer a ping."""
@@ -53,11 +53,6 @@ async def health(service: Service, request: Request) -> Response:
     if problem is None:
         return JSONAnswer({"status": "ok"})
     return JSONAnswer({"status": "unavailable", "reason": problem}, 503, headers={"retry-after": "1"})
-
-
-async def readyz(service: Service, request: Request) -> Response:
-    """Answer as /health does: whether the engine takes requests, for probes by Kubernetes' usual name."""
-    return await health(service, request)
 
 
 async def livez(service: Service, request: Request) -> Response:

@@ -341,7 +341,7 @@ async def begin_events(
 
     Raises what the chunks raise, and ClientLeftError.
     """
-    first = asyncio.ensure_future(_first_of(chunks))
+    first = asyncio.ensure_future(anext(chunks))
     leaving = asyncio.ensure_future(_left(request.receive))
     try:
         await asyncio.wait([first, leaving], return_when=asyncio.FIRST_COMPLETED, timeout=PING_SECONDS)
@@ -357,10 +357,6 @@ async def begin_events(
     finally:
         leaving.cancel()
     return EventStream(first, chunks, pace, rest, failed, headers)
-
-
-async def _first_of(chunks: AsyncGenerator[bytes, None]) -> bytes:
-    return await anext(chunks)
 
 
 class EventStream(Response):
@@ -398,8 +394,11 @@ class EventStream(Response):
         sending = asyncio.ensure_future(self._send(send))
         leaving = asyncio.ensure_future(_left(receive))
         try:
-            num_sent = -1
-            while not (await self._wait(sending, leaving)):
+            num_sent, tasks = -1, [sending, leaving]
+            while True:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED, timeout=PING_SECONDS)
+                if done:
+                    break
                 if self._is_idle and self._num_sent == num_sent:
                     await send({"type": "http.response.body", "body": PING, "more_body": True})
                 num_sent = self._num_sent
@@ -409,12 +408,6 @@ class EventStream(Response):
             await asyncio.wait([sending])
         if not sending.cancelled() and (error := sending.exception()) is not None and not isinstance(error, OSError):
             raise error  # an OSError is a client that has left
-
-    async def _wait(self, sending: asyncio.Future[None], leaving: asyncio.Future[None]) -> bool:
-        """Wait until one is done, or it may be time for a comment. Returns whether one is done."""
-        tasks = [sending, leaving]
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED, timeout=PING_SECONDS)
-        return bool(done)
 
     async def _send(self, send: Send) -> None:
         pace = self.pace

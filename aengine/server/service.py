@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -31,8 +28,6 @@ __all__ = ["Service", "validated"]
 B = TypeVar("B", bound=BaseModel)
 T = TypeVar("T")
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
-
 
 class Service:
     """An engine as an application serves it.
@@ -52,7 +47,7 @@ class Service:
         pace: Pace,
     ) -> None:
         self.engine = engine
-        self.model_names = tuple(model_names or (_name_of(engine.config.model),))
+        self.model_names = tuple(model_names or (engine.config.model_name,))
         self.max_body_bytes = max_body_bytes
         self.created = int(time.time())
         self.health = Health(engine)
@@ -71,7 +66,7 @@ class Service:
     @property
     def root_name(self) -> str:
         """The name that the engine was made with; of a path its last part: where it lies is nobody's business."""
-        return _name_of(self.engine.config.model)
+        return self.engine.config.model_name
 
     @property
     def system_fingerprint(self) -> str:
@@ -109,13 +104,6 @@ class Service:
             served = ", ".join(map(repr, self.model_names))
             message = f"the model {name[:200]!r} is not served here; served: {served}"
             raise HTTPError(404, message, code="model_not_found", param="model")
-
-
-def _name_of(model: str) -> str:
-    """Return the name of a model that was made with this: hub ids as they are, of a path its last part."""
-    if _HUB_ID.fullmatch(model) and not os.path.exists(model):
-        return model
-    return PurePath(model).name or model
 
 
 def validated(kind: type[B], value: object) -> B:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import DeadlineExceededError, EngineClosedError, EngineError
@@ -81,14 +80,14 @@ def instrument(
 
     Args:
         engine: an `AsyncLLM`, started or not; of an `LLM`, ``llm.as_async()``.
-        model_name: as spans and metrics call the model; None: the engine's model, of a path its last part.
+        model_name: as spans and metrics call the model; None: `EngineConfig.model_name`.
         tracer_provider: of the spans. None: OpenTelemetry's global one.
         meter_provider: of the metrics, likewise.
 
     Returns a function that ends it. The span of a request is the child of the span that is current where `stream`,
     `generate` or `chat` is called, in whatever thread.
     """
-    name = model_name or PurePath(engine.config.model).name or engine.config.model
+    name = model_name or engine.config.model_name
     instrumentation = _Instrumentation(name, tracer_provider, meter_provider)
     remove_listener = engine.add_listener(instrumentation)
 

@@ -8,9 +8,8 @@ dashboards read already; what vLLM does not have begins with "aengine:".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import PurePath
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import EngineClosedError
 from .metrics import Histogram, Histograms, ReplicaStatistics, Statistics
@@ -106,7 +105,7 @@ class PrometheusCollector(Collector):
 
     Args:
         engine: an `AsyncLLM`, started or not; of an `LLM`, ``llm.as_async()``.
-        model_name: the label; None: the engine's model, of a path its last part.
+        model_name: the label; None: `EngineConfig.model_name`.
 
     Scrapes may come from any thread. An engine that does not run has "aengine:running" 0 and no other metric; its
     counts begin again with its next start, as Prometheus expects of counters.
@@ -119,7 +118,7 @@ class PrometheusCollector(Collector):
     def add(self, engine: Engine, *, model_name: str | None = None) -> None:
         """Collect another engine's, too: a registry takes each metric from one collector only. Those of the same
         ``model_name`` are told apart by the label "engine": "0", "1", ..."""
-        name = model_name or PurePath(engine.config.model).name or engine.config.model
+        name = model_name or engine.config.model_name
         number = sum(labels[0] == name for _, labels in self._engines)
         self._engines = [*self._engines, (engine, (name, str(number)))]
 
@@ -142,15 +141,17 @@ class PrometheusCollector(Collector):
         yield from self._families(running)
 
     def _families(self, running: list[tuple[_Labels, Statistics]]) -> Iterator[Metric]:
-        for families, family_class in ((_GAUGES, GaugeMetricFamily), (_COUNTERS, CounterMetricFamily)):
-            for name, text, value_of in families:
-                family = family_class(name, text, labels=_LABELS)
-                for labels, statistics in running:
-                    value = value_of(statistics)
-                    if value is not None:
-                        family.add_metric(labels, value)
-                yield family
-        yield from _replica_families(running)
+        # Of an engine with one replica its own metrics say all.
+        replicas = [
+            ((*labels, str(index)), replica)
+            for labels, statistics in running
+            if len(statistics.replicas) > 1
+            for index, replica in enumerate(statistics.replicas)
+        ]
+        yield from _families(GaugeMetricFamily, _GAUGES, _LABELS, running)
+        yield from _families(CounterMetricFamily, _COUNTERS, _LABELS, running)
+        yield from _families(GaugeMetricFamily, _REPLICA_GAUGES, (*_LABELS, "replica"), replicas)
+        yield from _families(CounterMetricFamily, _REPLICA_COUNTERS, (*_LABELS, "replica"), replicas)
         ends = CounterMetricFamily(
             "vllm:request_success", "Requests that have ended.", labels=[*_LABELS, "finished_reason"]
         )
@@ -172,16 +173,19 @@ class PrometheusCollector(Collector):
             yield histograms
 
 
-def _replica_families(running: list[tuple[_Labels, Statistics]]) -> Iterator[Metric]:
-    """Yield what there is of each replica; of an engine that has one, nothing: the engine's own metrics say it."""
-    for families, family_class in ((_REPLICA_GAUGES, GaugeMetricFamily), (_REPLICA_COUNTERS, CounterMetricFamily)):
-        for name, text, value_of in families:
-            family = family_class(name, text, labels=[*_LABELS, "replica"])
-            for labels, statistics in running:
-                if len(statistics.replicas) > 1:
-                    for index, replica in enumerate(statistics.replicas):
-                        family.add_metric([*labels, str(index)], value_of(replica))
-            yield family
+def _families(
+    family_class: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    table: Iterable[tuple[str, str, Callable[[Any], float | None]]],
+    names: Sequence[str],
+    sources: Iterable[tuple[Sequence[str], Any]],
+) -> Iterator[Metric]:
+    """Yield the metrics of a table; ``sources``: labels by these names, and what the values are read from."""
+    for name, text, value_of in table:
+        family = family_class(name, text, labels=names)
+        for labels, source in sources:
+            if (value := value_of(source)) is not None:
+                family.add_metric(labels, value)
+        yield family
 
 
 def _kv_usage(statistics: Statistics | ReplicaStatistics) -> float:

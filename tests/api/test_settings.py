@@ -66,6 +66,17 @@ def test_a_setting_without_a_docstring_or_a_unit_is_found(script: ModuleType) ->
 # -- as an object
 
 
+def test_the_name_of_a_model(tmp_path: Path) -> None:
+    folder = tmp_path / "Qwen3-0.6B"
+    for model, name in (
+        ("smollm2-135m", "smollm2-135m"),
+        ("Qwen/Qwen3-0.6B:Q4_K_M", "Qwen/Qwen3-0.6B:Q4_K_M"),
+        (str(folder), folder.name),
+        ("/", "/"),
+    ):
+        assert EngineConfig(model=model).model_name == name
+
+
 def test_an_engine_of_a_configuration() -> None:
     config = EngineConfig(model="smollm2-135m", max_num_seqs=3)
     assert AsyncLLM(config).config is config

@@ -211,7 +211,7 @@ def test_a_quota_of_cpu_time(find: Find, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_little_memory_and_few_descriptors(find: Find, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis, "memory_ulimit_hint", lambda: "")
     monkeypatch.setattr(diagnosis, "memory_limit", lambda: 2 << 30)
-    monkeypatch.setattr(diagnosis, "memory_left", lambda: 1 << 30)
+    monkeypatch.setattr(diagnosis, "free_memory", lambda: 1 << 30)
     item = find("memory")
     assert item.status == "warning" and "1.0 GiB of" in item.found and "the container may use 2.0 GiB" in item.found
     monkeypatch.setattr(diagnosis, "memory_ulimit_hint", lambda: "; lift `ulimit -v`")

@@ -66,14 +66,11 @@ class SyncLLM(ImmediateCalls, SyncPoolingCalls):
 
     def drain(self, timeout: float | None = None) -> bool:
         """Take no new requests, and wait for those of other threads to end; see `AsyncLLM.drain`."""
-        self._check()
-        limit = None if timeout is None else calls.seconds("timeout", timeout)
-        return self._handle.wait(calls.drain, limit)
+        return self._wait(calls.drain, None if timeout is None else calls.seconds("timeout", timeout))
 
     def resume(self) -> None:
         """Take new requests again after `drain`."""
-        self._check()
-        self._handle.wait(calls.resume)
+        self._wait(calls.resume)
 
     def __enter__(self) -> Self:
         return self.start()
@@ -215,8 +212,7 @@ class SyncLLM(ImmediateCalls, SyncPoolingCalls):
 
     def pool(self, request: PoolingRequest) -> PoolingResult:
         """See `AsyncLLM.pool`."""
-        self._check()
-        return self._handle.wait(calls.pool, request, self._handle.listeners.context())
+        return self._wait(calls.pool, request, self._handle.listeners.context())
 
     def openai_client(self, **options: Any) -> openai.OpenAI:
         """OpenAI's own blocking client, whose calls this engine answers: no port, no other process.
@@ -230,39 +226,36 @@ class SyncLLM(ImmediateCalls, SyncPoolingCalls):
 
     def _run(self, function: Callable[[], Awaitable[T]]) -> T:
         """Run a coroutine on the engine's loop, blocking this thread."""
-        self._check()
-        return self._handle.wait(lambda core: function())
+        return self._wait(lambda core: function())
 
     # -- the worker
 
     def check_health(self, timeout: float = 10.0) -> float:
         """Check that the worker answers. Arguments and errors as of `AsyncLLM.check_health`."""
-        self._check()
-        limit = calls.positive_seconds("timeout", timeout)
-        return self._handle.wait(calls.check_health, limit)
+        return self._wait(calls.check_health, calls.positive_seconds("timeout", timeout))
 
     def start_profile(self, folder: str | PathLike[str] | None = None) -> str:
         """See `AsyncLLM.start_profile`."""
-        self._check()
-        return self._handle.wait(calls.start_profile, folder)
+        return self._wait(calls.start_profile, folder)
 
     def stop_profile(self) -> str:
         """See `AsyncLLM.stop_profile`."""
-        self._check()
-        return self._handle.wait(calls.stop_profile)
+        return self._wait(calls.stop_profile)
 
     def collective_rpc(self, method: str, *args: Any, timeout: float = 60.0) -> list[Any]:
         """See `AsyncLLM.collective_rpc`."""
-        self._check()
-        limit = calls.positive_seconds("timeout", timeout)
-        return self._handle.wait(calls.collective_rpc, method, args, limit)
+        return self._wait(calls.collective_rpc, method, args, calls.positive_seconds("timeout", timeout))
 
     def reset_prefix_cache(self) -> int:
         """See `AsyncLLM.reset_prefix_cache`."""
-        self._check()
-        return self._handle.wait(calls.reset_prefix_cache)
+        return self._wait(calls.reset_prefix_cache)
 
     # -- internals
+
+    def _wait(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """Run ``function(core, *args)`` on the engine's loop, blocking this thread."""
+        self._check()
+        return self._handle.wait(function, *args)
 
     def _check(self) -> None:
         """Raises InvalidRequestError where this thread must not be blocked."""
