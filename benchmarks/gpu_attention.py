@@ -24,7 +24,8 @@ from torch import Tensor
 
 from aengine.kernels.decode_attention import DecodeWorkspace, decode_step_attention, plan_decode
 from aengine.kernels.dispatch import triton_everywhere
-from aengine.kernels.rotary import Rope
+from aengine.kernels.paged_attention import Scores
+from aengine.kernels.rotary import HeadNorms, Rope
 from aengine.kernels.triton import decode_attention as body
 from aengine.kernels.triton import varlen_attention as varlen_body
 from aengine.kernels.triton.launch import compiling
@@ -117,10 +118,10 @@ def check(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     workspace = DecodeWorkspace(len(lens), heads, kv_heads, dim, device)
     for raw in (True, False):
         qkv = torch.randn(len(lens), (heads + 2 * kv_heads) * dim, dtype=dtype, device=device)
-        where = (case.caches[0], case.table, rope, None, None, 0.0)
+        where = (case.caches[0], case.table, rope, None)
         plan = plan_decode(case.rows, case.seq_lens, workspace)
         qkv = qkv.clone()  # a kernel between the two, as the plan's docstring demands
-        out = decode_step_attention(qkv, *where, heads, dim**-0.5, None, plan, workspace, is_raw=raw)
+        out = decode_step_attention(qkv, *where, heads, Scores(dim**-0.5), plan, workspace, is_raw=raw)
         q = qkv[:, : heads * dim].view(-1, heads, dim)
         starts = list(range(len(lens) + 1))
         errors[f"decode {'fused' if raw else 'un-fused'}"] = relative_error(out, case, q, starts, dim**-0.5)
@@ -130,7 +131,7 @@ def check(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     places = torch.tensor(starts, dtype=torch.int32, device=device)
     prompts = plan_prompts(case.rows, places, case.seq_lens, len(q), heads // kv_heads, dtype, dim, skip_single=False)
     q = q.clone()
-    out = varlen_attention(q, case.caches[0], case.table, prompts, len(lens), dim**-0.5, None)
+    out = varlen_attention(q, case.caches[0], case.table, prompts, len(lens), Scores(dim**-0.5))
     errors["prefill"] = relative_error(out, case, q, starts, dim**-0.5)
     return errors
 
@@ -175,7 +176,7 @@ def time_decodes(device: torch.device, deadline: float) -> Iterator[dict[str, An
             plan_decode(case.rows, case.seq_lens, workspace),
             torch.ones(dim, dtype=torch.bfloat16, device=device),
         )
-        where = (case.table, rope, norm, norm, 1e-6, heads, dim**-0.5, None, plan, workspace)
+        where = (case.table, rope, HeadNorms(norm, norm, 1e-6), heads, Scores(dim**-0.5), plan, workspace)
         calls = [partial(decode_step_attention, qkv, cache, *where) for cache in case.caches]
         times = {"as set": microseconds(calls)}
         with compiling(os.cpu_count() or 1):
@@ -204,7 +205,7 @@ def time_prefills(device: torch.device) -> Iterator[dict[str, Any]]:
         def calls_of(case: Case = case, places: Tensor = places, q: Tensor = q) -> list[Callable[[], Any]]:
             batch = (case.rows, places, case.seq_lens, len(q))
             plan = plan_prompts(*batch, heads // kv_heads, q.dtype, dim, skip_single=False)
-            where = (case.table, plan, len(case.rows), dim**-0.5, None)
+            where = (case.table, plan, len(case.rows), Scores(dim**-0.5))
             return [partial(varlen_attention, q, cache, *where) for cache in case.caches]
 
         pairs = sum(n * context + n * (n + 1) / 2 for n in query_lens)

@@ -453,7 +453,7 @@ BUDGETS = {
     "engine": 24950,
     "integrations": 2570,
     "ipc": 2225,
-    "kernels": 8650,
+    "kernels": 8575,
     "limits": 400,
     "remote": 1640,
     "runner": 18040,

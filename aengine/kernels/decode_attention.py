@@ -16,8 +16,9 @@ from torch import Tensor
 
 from .decode_plan import GRAIN, PLAN_COLUMNS, DecodeWorkspace
 from .dispatch import uses_triton
+from .paged_attention import Scores
 from .paged_attention import decode_attention as attend_on_cpu
-from .rotary import Rope
+from .rotary import HeadNorms, Rope
 
 __all__ = ["DecodeWorkspace", "decode_step_attention", "plan_decode"]
 
@@ -57,17 +58,12 @@ def decode_step_attention(
     kv_cache: Tensor,
     block_table: Tensor,
     rope: Rope | None,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
+    norms: HeadNorms | None,
     num_heads: int,
-    scale: float,
-    window: int | None,
+    how: Scores,
     plan: Tensor,
     workspace: DecodeWorkspace,
     *,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
     is_raw: bool = True,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -78,11 +74,9 @@ def decode_step_attention(
         kv_cache: [num_blocks, block_size, 2, num_kv_heads, head_dim], any strides but the last.
         block_table: int32 [max_num_seqs, width], by row.
         rope: None: q and k are not rotated.
-        q_norm, k_norm: [head_dim], or None.
-        window: tokens that a query looks back on, itself included; as the plan was made for.
+        how: with the window that the plan was made for.
         plan: of the sequences, lengths with the new token; of length 0 are those that pad: they get zeros, and write
             nothing.
-        softcap, sinks: see paged_attention.py.
         is_raw: False if q and k are rotated, and k and v in the cache, already.
         out: where to put the rows that are not padding, [>= n, num_heads * head_dim]; None: a new tensor.
     """
@@ -94,19 +88,7 @@ def decode_step_attention(
         from .triton import decode_attention as triton_op
 
         return triton_op.decode_step_attention(
-            qkv,
-            kv_cache,
-            block_table,
-            rope,
-            (q_norm, k_norm, eps),
-            num_heads,
-            scale,
-            softcap,
-            sinks,
-            plan,
-            workspace,
-            is_raw,
-            out,
+            qkv, kv_cache, block_table, rope, norms, num_heads, how, plan, workspace, is_raw, out
         )
     from .write_qkv import apply_rope_and_write_kv
 
@@ -122,7 +104,7 @@ def decode_step_attention(
         slots = blocks * block_size + positions % block_size
         if rope is not None and rope.shifts is not None:
             positions = positions + rope.shifts[first[:, 1].long()]
-        apply_rope_and_write_kv(own, positions, slots, rope, q_norm, k_norm, eps, num_heads, kv_cache)
+        apply_rope_and_write_kv(own, positions, slots, rope, norms, num_heads, kv_cache)
     q = own[:, : num_heads * head_dim].view(-1, num_heads, head_dim)
-    out[real] = attend_on_cpu(q, kv_cache, table.long(), lens.tolist(), scale, window, softcap, sinks)
+    out[real] = attend_on_cpu(q, kv_cache, table.long(), lens.tolist(), how)
     return out

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .paged_attention import Scores
 from .policy import ROW_TILE
 
 __all__ = ["invariant_attention"]
@@ -19,19 +20,11 @@ __all__ = ["invariant_attention"]
 _KEYS = 128  # keys that are read at a time
 
 
-def invariant_attention(
-    q: Tensor,
-    kv_cache: Tensor,
-    block_ids: Tensor,
-    seq_len: int,
-    scale: float,
-    window: int | None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def invariant_attention(q: Tensor, kv_cache: Tensor, block_ids: Tensor, seq_len: int, how: Scores) -> Tensor:
     """[query_len, num_heads * head_dim], for q [query_len, num_heads, head_dim] of a sequence's last tokens, whose keys
     and values are in the cache; the other arguments are those of `prefill_attention`."""
     query_len, num_heads, head_dim = q.shape
+    scale, window, softcap, sinks = how
     num_kv_heads, groups = kv_cache.shape[3], num_heads // kv_cache.shape[3]
     begin = seq_len - query_len  # position of the first query
     before = begin % ROW_TILE

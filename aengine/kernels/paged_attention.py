@@ -13,12 +13,22 @@ side, so that a block is one run of memory and a token is written, or gathered, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["decode_attention", "prefill_attention"]
+__all__ = ["Scores", "decode_attention", "prefill_attention"]
+
+
+class Scores(NamedTuple):
+    """How the scores of a layer are made of its queries and keys."""
+
+    scale: float  # factor of q k^T
+    window: int | None = None  # tokens that a query looks back on, itself included; None: all
+    softcap: float = 0.0  # 0: none
+    sinks: Tensor | None = None  # [num_heads]
 
 
 def prefill_attention(
@@ -27,10 +37,7 @@ def prefill_attention(
     kv_cache: Tensor,
     block_ids: Tensor,
     seq_len: int,
-    scale: float,
-    window: int | None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    how: Scores,
 ) -> Tensor:
     """Attention of one sequence of which the last tokens are new.
 
@@ -40,14 +47,13 @@ def prefill_attention(
         kv_cache: see above.
         block_ids: int32 or int64 [ceil(seq_len / block_size)]: the sequence's blocks.
         seq_len: tokens in all, the new ones included.
-        softcap: 0: none.
-        sinks: [num_heads], or None.
 
     Returns:
         [query_len, num_heads * head_dim].
     """
     query_len, num_heads, head_dim = q.shape
     num_kv_heads = kv_cache.shape[3]
+    scale, window, softcap, sinks = how
     if seq_len > query_len:
         kv = kv_cache.index_select(0, block_ids).flatten(0, 1)[:seq_len]
     kv = kv.to(q.dtype)
@@ -103,10 +109,7 @@ def decode_attention(
     kv_cache: Tensor,
     block_table: Tensor,
     seq_lens: Sequence[int],
-    scale: float,
-    window: int | None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    how: Scores,
 ) -> Tensor:
     """Attention of one new token a sequence.
 
@@ -115,14 +118,13 @@ def decode_attention(
         kv_cache: see above; the new tokens' keys and values are in it.
         block_table: int32 or int64 [num_seqs, num_blocks]; entries past a sequence's own are ignored.
         seq_lens: tokens of each sequence, the new one included.
-        softcap: 0: none.
-        sinks: [num_heads], or None.
 
     Returns:
         [num_seqs, num_heads * head_dim].
     """
     num_seqs, num_heads, head_dim = q.shape
     block_size, num_kv_heads = kv_cache.shape[1], kv_cache.shape[3]
+    scale, window, softcap, sinks = how
     longest = max(seq_lens)
     num_blocks = -(-longest // block_size)
     gathered = kv_cache.index_select(0, block_table[:, :num_blocks].reshape(-1)).to(q.dtype)

@@ -10,7 +10,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Rope", "apply_rotary", "rotary_rows"]
+__all__ = ["HeadNorms", "Rope", "apply_rotary", "rotary_rows"]
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms of each head of q and k, ahead of the rotary embedding."""
+
+    q: Tensor  # [head_dim], the weight
+    k: Tensor
+    eps: float
 
 
 class Rope(NamedTuple):

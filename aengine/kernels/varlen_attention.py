@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import uses_triton
-from .paged_attention import prefill_attention
+from .paged_attention import Scores, prefill_attention
 
 __all__ = ["plan_prompts", "varlen_attention"]
 
@@ -49,15 +49,7 @@ def plan_prompts(
 
 
 def varlen_attention(
-    q: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    plan: Tensor,
-    num_seqs: int,
-    scale: float,
-    window: int | None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    q: Tensor, kv_cache: Tensor, block_table: Tensor, plan: Tensor, num_seqs: int, how: Scores
 ) -> Tensor:
     """[num_tokens, num_heads * head_dim], in q's dtype.
 
@@ -66,19 +58,17 @@ def varlen_attention(
         kv_cache: [num_blocks, block_size, 2, num_kv_heads, head_dim], any strides but the last
         block_table: int32 [max_num_seqs, width], by row
         plan: of these sequences, `plan_prompts`; num_seqs: how many they are
-        softcap, sinks: see paged_attention.py
     """
     assert q.stride(2) == 1 and q.stride(1) == q.shape[2] and kv_cache.stride(4) == 1
     if uses_triton(q):
         from .triton import varlen_attention as triton_op
 
-        return triton_op.varlen_attention(q, kv_cache, block_table, plan, num_seqs, scale, window, softcap, sinks)
+        return triton_op.varlen_attention(q, kv_cache, block_table, plan, num_seqs, how)
     out = torch.zeros((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype)
     block_size = kv_cache.shape[1]
     for row, start, query_len, seq_len in plan.tolist():
         blocks = block_table[row, : -(-seq_len // block_size)].long()
         kv = kv_cache.index_select(0, blocks).flatten(0, 1)[seq_len - query_len : seq_len]
         own = q[start : start + query_len]
-        how = scale, window, softcap, sinks
-        out[start : start + query_len] = prefill_attention(own, kv, kv_cache, blocks, seq_len, *how)
+        out[start : start + query_len] = prefill_attention(own, kv, kv_cache, blocks, seq_len, how)
     return out

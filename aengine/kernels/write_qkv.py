@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import uses_triton
-from .rotary import Rope
+from .rotary import HeadNorms, Rope
 
 __all__ = ["apply_rope_and_write_kv"]
 
@@ -16,19 +16,16 @@ def apply_rope_and_write_kv(
     positions: Tensor,
     slot_mapping: Tensor,
     rope: Rope | None,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
+    norms: HeadNorms | None,
     num_heads: int,
     kv_cache: Tensor,
 ) -> None:
-    """Change q and k of ``qkv`` in place, head by head: RMS norm if there are weights, then rotary; write k and v.
+    """Change q and k of ``qkv`` in place, head by head: the norms, if there are any, then rotary; write k and v.
 
     Args:
         qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
         positions, slot_mapping: int64 [num_tokens]; slot -1: nothing is written
         rope: by ``positions``, which have the rows' shifts in them already; None: q and k are not rotated
-        q_norm, k_norm: [head_dim], or None
         kv_cache: [num_blocks, block_size, 2, num_kv_heads, head_dim], any strides but the last
     """
     num_kv_heads, head_dim = kv_cache.shape[3:]
@@ -37,11 +34,10 @@ def apply_rope_and_write_kv(
     if uses_triton(qkv):
         from .triton import write_qkv as triton_op
 
-        triton_op.apply_rope_and_write_kv(
-            qkv, positions, slot_mapping, rope, (q_norm, k_norm, eps), num_heads, kv_cache
-        )
+        triton_op.apply_rope_and_write_kv(qkv, positions, slot_mapping, rope, norms, num_heads, kv_cache)
         return
     heads = qkv.view(qkv.shape[0], -1, head_dim)
+    q_norm, k_norm, eps = norms or (None, None, 0.0)
     for begin, count, norm in ((0, num_heads, q_norm), (num_heads, num_kv_heads, k_norm)):
         x = heads[:, begin : begin + count].float()
         if norm is not None:

@@ -60,7 +60,8 @@ from aengine.kernels.dispatch import triton_everywhere
 from aengine.kernels.exchange_buffers import MAX_PROGRAMS, ExchangeBuffers
 from aengine.kernels.expert_tilings import ExpertShape, default_tiling
 from aengine.kernels.expert_types import ExpertGate, ExpertMatrices, InputNorm, RoutingRule
-from aengine.kernels.rotary import Rope
+from aengine.kernels.paged_attention import Scores
+from aengine.kernels.rotary import HeadNorms, Rope
 from aengine.kernels.sequences import Sequences
 from aengine.kernels.triton import exchange_bulk, exchange_words, linear_streamed
 from aengine.kernels.triton import launch as launching
@@ -229,17 +230,18 @@ def decodes(
     workspace = decode_attention.DecodeWorkspace(n, *heads, torch.device("cpu"))
     assert workspace.batch_size(n) is size
     plan = decode_attention.plan_decode(rows, lens, workspace, window)
-    norm = torch.zeros(dim, dtype=dtype) if with_norm else None
-    where = (cache, table, rope, norm, norm, 1e-6, num_heads, 0.1, window, plan, workspace)
-    cap = {"softcap": 30.0, "sinks": torch.zeros(num_heads, dtype=dtype)} if extras else {}
-    decode_attention.decode_step_attention(qkv, *where, is_raw=is_raw, **cap)
+    norms = HeadNorms(*torch.zeros(2, dim, dtype=dtype), 1e-6) if with_norm else None
+    scores = Scores(0.1, window, 30.0, torch.zeros(num_heads, dtype=dtype)) if extras else Scores(0.1, window)
+    decode_attention.decode_step_attention(
+        qkv, cache, table, rope, norms, num_heads, scores, plan, workspace, is_raw=is_raw
+    )
     if extras:  # neither rotated nor normalised
-        bare = (cache, table, None, None, None, 0.0, num_heads, 0.1, window, plan, workspace)
+        bare = (cache, table, None, None, num_heads, Scores(0.1, window), plan, workspace)
         decode_attention.decode_step_attention(qkv, *bare)
-        write_qkv.apply_rope_and_write_kv(qkv, rows, rows, None, None, None, 0.0, num_heads, cache)
+        write_qkv.apply_rope_and_write_kv(qkv, rows, rows, None, None, num_heads, cache)
         halves = Rope(rope.table)
-        write_qkv.apply_rope_and_write_kv(qkv, rows, rows, halves, None, None, 0.0, num_heads, cache)
-    write_qkv.apply_rope_and_write_kv(qkv, rows, rows, rope, norm, norm, 1e-6, num_heads, cache)
+        write_qkv.apply_rope_and_write_kv(qkv, rows, rows, halves, None, num_heads, cache)
+    write_qkv.apply_rope_and_write_kv(qkv, rows, rows, rope, norms, num_heads, cache)
 
 
 def prompts(
@@ -258,8 +260,8 @@ def prompts(
     starts, lens = torch.zeros(n + 1, dtype=torch.int32), torch.zeros(n, dtype=torch.int32)
     batch = (torch.zeros(n, dtype=torch.int64), starts, lens, num_tokens)
     plan = varlen_attention.plan_prompts(*batch, num_heads // num_kv_heads, dtype, dim, skip_single=n > 1)
-    cap = (30.0, torch.zeros(num_heads, dtype=dtype)) if extras else (0.0, None)
-    varlen_attention.varlen_attention(q, cache, table, plan, n, 0.1, window, *cap)
+    scores = Scores(0.1, window, 30.0, torch.zeros(num_heads, dtype=dtype)) if extras else Scores(0.1, window)
+    varlen_attention.varlen_attention(q, cache, table, plan, n, scores)
 
 
 def kv_of(dtype: torch.dtype, heads: Heads, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

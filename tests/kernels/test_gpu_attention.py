@@ -15,7 +15,8 @@ from torch import Tensor
 from aengine.kernels.decode_attention import DecodeWorkspace, decode_step_attention, plan_decode
 from aengine.kernels.decode_plan import GRAIN, BatchSize
 from aengine.kernels.dispatch import torch_reference
-from aengine.kernels.rotary import Rope
+from aengine.kernels.paged_attention import Scores
+from aengine.kernels.rotary import HeadNorms, Rope
 from aengine.kernels.varlen_attention import plan_prompts, varlen_attention
 from aengine.kernels.write_qkv import apply_rope_and_write_kv
 
@@ -158,16 +159,20 @@ class Case:
     def on(self, device: torch.device, name: str) -> Tensor:
         return getattr(self, name).to(device)
 
-    def norms(self, device: torch.device) -> tuple[Tensor | None, Tensor | None, float]:
+    def norms(self, device: torch.device) -> HeadNorms | None:
         if self.q_norm is None or self.k_norm is None:
-            return None, None, EPS
-        return self.q_norm.to(device), self.k_norm.to(device), EPS
+            return None
+        return HeadNorms(self.q_norm.to(device), self.k_norm.to(device), EPS)
+
+    def scores(self, device: torch.device) -> Scores:
+        sinks = None if self.sinks is None else self.sinks.to(device)
+        return Scores(self.head_dim**-0.5, self.window, self.softcap, sinks)
 
     def write(self, device: torch.device, cache: Tensor) -> Tensor:
         """`apply_rope_and_write_kv` of all new tokens; returns qkv afterwards."""
         qkv = self.qkv.clone().to(device)
         args = self.places.to(device), self.slots.to(device), self.rope_on(device)
-        apply_rope_and_write_kv(qkv, *args, *self.norms(device), self.num_heads, cache)
+        apply_rope_and_write_kv(qkv, *args, self.norms(device), self.num_heads, cache)
         return qkv
 
     def decode(self, device: torch.device, qkv: Tensor, cache: Tensor, *, is_raw: bool, padding: int = 0) -> Tensor:
@@ -182,14 +187,11 @@ class Case:
             cache,
             table,
             rope,
-            *self.norms(device),
+            self.norms(device),
             self.num_heads,
-            self.head_dim**-0.5,
-            self.window,
+            self.scores(device),
             plan,
             workspace,
-            softcap=self.softcap,
-            sinks=None if self.sinks is None else self.sinks.to(device),
             is_raw=is_raw,
         )
         assert workspace.counters.sum() == 0, "a counter was not put back"
@@ -328,9 +330,7 @@ def test_prompts(
         seq_lens = torch.tensor([*case.seq_lens, 0], dtype=torch.int32)
         table, *on = (t.to(triton_device) for t in (case.table, rows, padded, seq_lens))
         plan = plan_prompts(*on, len(q), case.num_heads // case.num_kv_heads, dtype, case.head_dim, skip_single=False)
-        sinks = None if case.sinks is None else case.sinks.to(triton_device)
-        how = case.head_dim**-0.5, case.window, case.softcap, sinks
-        out = varlen_attention(q, cache, table, plan, len(rows), *how)
+        out = varlen_attention(q, cache, table, plan, len(rows), case.scores(triton_device))
         assert close(out, case.expected(), dtype), case
 
 
@@ -356,7 +356,7 @@ def test_tiles_of_gpus_with_little_shared_memory(
         q = qkv.view(len(qkv), -1, head_dim)[:, :4]
         on = (t.to(triton_device) for t in (case.rows, case.query_start_loc, torch.tensor(lens, dtype=torch.int32)))
         plan = plan_prompts(*on, len(q), 2, dtype, head_dim, skip_single=False)
-        out = varlen_attention(q, cache, case.table.to(triton_device), plan, 3, head_dim**-0.5, None)
+        out = varlen_attention(q, cache, case.table.to(triton_device), plan, 3, case.scores(triton_device))
         assert close(out, case.expected(), dtype), case
 
 
@@ -382,12 +382,10 @@ def test_the_torch_reference(rng: random.Random, gen: torch.Generator) -> None:
             qkv = case.write(torch.device("cpu"), cache)
             q = qkv.view(len(qkv), -1, case.head_dim)[:, : case.num_heads]
             lens = torch.tensor(case.seq_lens, dtype=torch.int32)
-            scale = case.head_dim**-0.5
             plan = plan_prompts(
                 case.rows, case.query_start_loc, lens, len(q), 1, q.dtype, case.head_dim, skip_single=False
             )
-            how = scale, case.window, case.softcap, case.sinks
-            out = varlen_attention(q, cache, case.table, plan, len(lens), *how)
+            out = varlen_attention(q, cache, case.table, plan, len(lens), case.scores(torch.device("cpu")))
         assert close(out, expected, torch.float32), case
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from aengine.kernels import paged_attention
-from aengine.kernels.paged_attention import decode_attention, prefill_attention
+from aengine.kernels.paged_attention import Scores, decode_attention, prefill_attention
 
 
 def naive(
@@ -90,8 +90,8 @@ def test_decode(rng: random.Random, gen: torch.Generator, window: int | None) ->
             row[: len(blocks)] = blocks
         q = torch.randn(len(lens), heads, dim, generator=gen)
         scale = rng.uniform(0.1, 1)
-        how = (scale, window, *cap_and_sinks(rng, gen, heads))
-        out = decode_attention(q, pool.cache, table, lens, *how)
+        how = Scores(scale, window, *cap_and_sinks(rng, gen, heads))
+        out = decode_attention(q, pool.cache, table, lens, how)
         for i, (kv, _) in enumerate(sequences):
             close(out[i : i + 1], naive(q[i : i + 1], kv[:, 0], kv[:, 1], *how))
 
@@ -109,9 +109,9 @@ def test_prefill(
         kv, blocks = pool.add(seq_len)
         q = torch.randn(query_len, heads + 2, dim, generator=gen)[:, :heads]  # strided, as in the model
         scale = rng.uniform(0.1, 1)
-        how = (scale, window, *cap_and_sinks(rng, gen, heads))
+        how = Scores(scale, window, *cap_and_sinks(rng, gen, heads))
         monkeypatch.setattr(paged_attention, "_MOST_SCORES", rng.choice((1, 200, 1 << 22)))  # in one piece, or several
-        out = prefill_attention(q, kv[seq_len - query_len :], pool.cache, blocks, seq_len, *how)
+        out = prefill_attention(q, kv[seq_len - query_len :], pool.cache, blocks, seq_len, how)
         close(out, naive(q, kv[:, 0], kv[:, 1], *how))
 
 
@@ -120,14 +120,14 @@ def test_decode_and_prefill_agree(rng: random.Random, gen: torch.Generator) -> N
     pool = Pool(rng, gen, kv_heads, dim)
     kv, blocks = pool.add(23)
     q = torch.randn(1, heads, dim, generator=gen)
-    decoded = decode_attention(q, pool.cache, blocks[None], [23], 0.3, None)
-    torch.testing.assert_close(decoded, prefill_attention(q, kv[-1:], pool.cache, blocks, 23, 0.3, None))
+    decoded = decode_attention(q, pool.cache, blocks[None], [23], Scores(0.3))
+    torch.testing.assert_close(decoded, prefill_attention(q, kv[-1:], pool.cache, blocks, 23, Scores(0.3)))
 
 
 @pytest.mark.parametrize("softcap", [0.0, 50.0])
 def test_scores_in_float16_may_be_large_before_their_scale(softcap: float) -> None:
     """q k^T is 128,000 here, and 500 with the scale: past the range of float16 and well within it."""
     q, kv = torch.full((1, 1, 128), 100.0).half(), torch.full((1, 1, 2, 1, 128), 10.0).half()
-    how = 1 / 256, None, softcap, None if softcap else torch.zeros(1).half()
-    assert decode_attention(q, kv, torch.zeros(1, 1, dtype=torch.int32), [1], *how).eq(10).all()
-    assert prefill_attention(q, kv[0], kv, torch.zeros(1, dtype=torch.int32), 1, *how).eq(10).all()
+    how = Scores(1 / 256, None, softcap, None if softcap else torch.zeros(1).half())
+    assert decode_attention(q, kv, torch.zeros(1, 1, dtype=torch.int32), [1], how).eq(10).all()
+    assert prefill_attention(q, kv[0], kv, torch.zeros(1, dtype=torch.int32), 1, how).eq(10).all()

@@ -14,7 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from aengine.errors import ModelLoadError
-from aengine.kernels.paged_attention import prefill_attention
+from aengine.kernels.paged_attention import Scores, prefill_attention
 from aengine.runner.attention import cudnn
 from aengine.runner.attention.cudnn import CudnnPrefill, PromptHeads, padded_lengths
 from aengine.runner.attention.kv_pages import AttentionLayerKV
@@ -75,13 +75,13 @@ def test_prompts_of_any_length() -> None:
     for lengths in ((16,), (17,), (40,), (23, 16)):
         m, (q, k, v) = metadata(*lengths), some_qkv(sum(lengths))
         assert backend.is_faster(m.query_lens, m.seq_lens)
-        out = backend.prefill(q, k, v, keep(), m, 0.25)
+        out = backend.prefill(q, k, v, keep(), m, Scores(0.25))
         assert out is not None and out.shape == (sum(lengths), 64)
         begin = 0
         for length in lengths:
             own = slice(begin, begin + length)
             blocks, cache = torch.zeros(1, dtype=torch.int64), torch.stack((k[own], v[own]), 1)[None]
-            alone = prefill_attention(q[own], cache[0], cache, blocks, length, 0.25, None)
+            alone = prefill_attention(q[own], cache[0], cache, blocks, length, Scores(0.25))
             torch.testing.assert_close(out[own], alone.view(length, 64))
             begin += length
 
@@ -111,8 +111,8 @@ def test_layers_that_it_can_not_serve(how: dict[str, Any]) -> None:
     m, (q, k, v) = metadata(40), some_qkv(40)
     if "heads" in how:
         q = q[:, :2]
-    others = {key: how[key] for key in ("softcap", "sinks") if key in how}
-    assert backend.prefill(q, k, v, keep(how.get("window")), m, how.get("scale", 0.25), **others) is None
+    scores = Scores(**{"scale": 0.25} | {key: how[key] for key in Scores._fields if key in how})
+    assert backend.prefill(q, k, v, keep(how.get("window")), m, scores) is None
     assert not backend.is_faster(m.query_lens, m.seq_lens) and backend.name == "triton"
     assert backend.preparations() == []
 
@@ -133,11 +133,11 @@ def test_failures(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixt
         raise error
 
     monkeypatch.setattr(cudnn.F, "scaled_dot_product_attention", fail)
-    assert backend.prefill(*qkv, keep(), m, 0.25) is None
+    assert backend.prefill(*qkv, keep(), m, Scores(0.25)) is None
     assert backend.is_faster(m.query_lens, m.seq_lens), "there may be memory for the next step"
     error = RuntimeError("No available kernel")
     with caplog.at_level(logging.WARNING, "aengine.runner"):
-        assert backend.prefill(*qkv, keep(), m, 0.25) is None
+        assert backend.prefill(*qkv, keep(), m, Scores(0.25)) is None
     assert "cuDNN failed" in caplog.text and not backend.is_faster(m.query_lens, m.seq_lens)
     other = make()
     other.join()

@@ -584,6 +584,7 @@ def test_a_library_without_memory_for_a_step_is_used_again(caplog: pytest.LogCap
     """It needs a copy of all contexts, which the profile does not know; our own kernel needs none."""
     import numpy as np
 
+    from aengine.kernels.paged_attention import Scores
     from aengine.runner.attention.kv_pages import AttentionLayerKV
     from aengine.runner.attention.library import LibraryPrefill
     from aengine.runner.attention.prefill import PrefillMetadata
@@ -606,7 +607,7 @@ def test_a_library_without_memory_for_a_step_is_used_again(caplog: pytest.LogCap
         lens = np.array([2048]), np.array([2048 + context])
         metadata = PrefillMetadata.of(torch.zeros(1, dtype=torch.int64), table, *lens)
         assert library.is_faster(*lens)
-        out = library.prefill(new, new, new, kept, metadata, 1.0)
+        out = library.prefill(new, new, new, kept, metadata, Scores(1.0))
         assert (out is not None) == wanted
     assert calls == [2048, 4048, 2048, 4048, 2548]
     assert caplog.text.count("no memory for 4048 tokens") == 1 and "lower gpu_memory_utilization" in caplog.text
@@ -617,7 +618,7 @@ def test_a_library_gets_the_keys_of_the_window_alone(gen: torch.Generator, windo
     """With a context: it sees as many keys before a chunk as the window has, whatever the length."""
     import numpy as np
 
-    from aengine.kernels.paged_attention import prefill_attention
+    from aengine.kernels.paged_attention import Scores, prefill_attention
     from aengine.runner.attention.kv_pages import AttentionLayerKV
     from aengine.runner.attention.library import LibraryPrefill
     from aengine.runner.attention.prefill import PrefillMetadata
@@ -633,9 +634,8 @@ def test_a_library_gets_the_keys_of_the_window_alone(gen: torch.Generator, windo
             length = keys.stop - keys.start
             cache = torch.stack((k[keys], v[keys]), 1)[None]
             blocks = torch.zeros(1, dtype=torch.int64)
-            alone = prefill_attention(
-                q[own], cache[0, own.start - own.stop :], cache, blocks, length, softmax_scale, window
-            )
+            scores = Scores(softmax_scale, window)
+            alone = prefill_attention(q[own], cache[0, own.start - own.stop :], cache, blocks, length, scores)
             out[own] = alone.view(out[own].shape)
             seen.append(length)
         assert max_seqlen_k == max(seen[-2:])
@@ -655,10 +655,10 @@ def test_a_library_gets_the_keys_of_the_window_alone(gen: torch.Generator, windo
         own = slice(0, 30) if i == 0 else slice(30, 37)
         cache[table[0, row, positions // 4].long(), positions % 4] = torch.stack((k[own], v[own]), 1)
     metadata = PrefillMetadata.of(rows, table, query_lens, seq_lens)
-    out = library.prefill(q, k, v, kept, metadata, 0.3)
+    out = library.prefill(q, k, v, kept, metadata, Scores(0.3, window))
     assert seen == [min(100, 30 + window - 1), 7]
     for i, (row, own) in enumerate(((1, slice(0, 30)), (0, slice(30, 37)))):
         blocks, length = table[0, row, : -(-int(seq_lens[i]) // 4)].long(), int(seq_lens[i])
         kv = torch.stack((k[own], v[own]), 1)
-        alone = prefill_attention(q[own], kv, cache.nan_to_num(), blocks, length, 0.3, window)
+        alone = prefill_attention(q[own], kv, cache.nan_to_num(), blocks, length, Scores(0.3, window))
         torch.testing.assert_close(out[own], alone)

@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..decode_plan import PLAN_COLUMNS, BatchSize, DecodeWorkspace
-from ..rotary import Rope
+from ..paged_attention import Scores
+from ..rotary import HeadNorms, Rope
 from .decode_parts import (
     apply_rope,
     capped,
@@ -28,7 +29,6 @@ from .decode_parts import (
     write_own_kv,
 )
 from .launch import has_pdl, launch, launch_next, max_shared_memory, wait_for_previous
-from .write_qkv import Norms
 
 __all__ = ["decode_step_attention"]
 
@@ -69,11 +69,9 @@ def decode_step_attention(
     kv_cache: Tensor,
     block_table: Tensor,
     rope: Rope | None,
-    norms: Norms,
+    norms: HeadNorms | None,
     num_heads: int,
-    scale: float,
-    softcap: float,
-    sinks: Tensor | None,
+    how: Scores,
     plan: Tensor,
     workspace: DecodeWorkspace,
     is_raw: bool,
@@ -81,7 +79,6 @@ def decode_step_attention(
 ) -> Tensor:
     n = qkv.shape[0]
     block_size, _, num_kv_heads, head_dim = kv_cache.shape[1:]
-    q_norm, k_norm, eps = norms
     padded = max(16, triton.next_power_of_2(head_dim))
     group = triton.next_power_of_2(num_heads // num_kv_heads)
     tiling = _tiling(workspace.batch_size(n), max(16, group), padded * qkv.itemsize, workspace.is_narrow)
@@ -96,15 +93,15 @@ def decode_step_attention(
         None if turn is None else turn.table,
         None if turn is None else turn.query_scale,
         None if turn is None else turn.shifts,
-        q_norm,
-        k_norm,
-        sinks,
+        None if norms is None else norms.q,
+        None if norms is None else norms.k,
+        how.sinks,
         out,
         plan,
         workspace.parts,
         workspace.counters,
-        eps,
-        score_scale(scale, softcap),
+        0.0 if norms is None else norms.eps,
+        score_scale(how.scale, how.softcap),
         qkv.stride(0),
         kv_cache.stride(0),
         kv_cache.stride(1),
@@ -121,8 +118,8 @@ def decode_step_attention(
         BN=tiling.block_n,
         ROTARY=0 if turn is None else turn.table.shape[1],
         INTERLEAVED=turn is not None and turn.interleaved,
-        SOFTCAP=softcap,
-        NORM=q_norm is not None and is_raw,
+        SOFTCAP=how.softcap,
+        NORM=norms is not None and is_raw,
         RAW=is_raw,
         CLEAR=given is None,
         PDL=has_pdl(),

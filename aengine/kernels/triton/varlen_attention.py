@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..paged_attention import Scores
 from .decode_parts import capped, score_scale
 from .launch import bucket, has_pdl, launch, launch_next, launch_next_and_wait, max_shared_memory, wait_for_previous
 
@@ -99,15 +100,7 @@ def plan_prompts(
 
 
 def varlen_attention(
-    q: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    plan: Tensor,
-    num_seqs: int,
-    scale: float,
-    window: int | None,
-    softcap: float,
-    sinks: Tensor | None,
+    q: Tensor, kv_cache: Tensor, block_table: Tensor, plan: Tensor, num_seqs: int, how: Scores
 ) -> Tensor:
     num_tokens, num_heads, head_dim = q.shape
     group = num_heads // kv_cache.shape[3]
@@ -120,9 +113,9 @@ def varlen_attention(
         kv_cache,
         block_table,
         plan,
-        sinks,
+        how.sinks,
         out,
-        score_scale(scale, softcap),
+        score_scale(how.scale, how.softcap),
         q.stride(0),
         kv_cache.stride(0),
         kv_cache.stride(1),
@@ -138,8 +131,8 @@ def varlen_attention(
         BM=tiling.block_m,
         BN=tiling.block_n,
         FACTS=_FACTS,
-        WINDOW=window or 0,
-        SOFTCAP=softcap,
+        WINDOW=how.window or 0,
+        SOFTCAP=how.softcap,
         STAGES=tiling.num_stages,
         PDL=has_pdl(),
         num_warps=tiling.num_warps,

@@ -6,12 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..rotary import Rope
+from ..rotary import HeadNorms, Rope
 from .launch import has_pdl, launch, launch_next_and_wait
 
-__all__ = ["Norms", "apply_rope_and_write_kv"]
-
-Norms = tuple[Tensor | None, Tensor | None, float]  # weights of q's and k's, and their eps
+__all__ = ["apply_rope_and_write_kv"]
 
 
 def apply_rope_and_write_kv(
@@ -19,11 +17,10 @@ def apply_rope_and_write_kv(
     positions: Tensor,
     slot_mapping: Tensor,
     rope: Rope | None,
-    norms: Norms,
+    norms: HeadNorms | None,
     num_heads: int,
     kv_cache: Tensor,
 ) -> None:
-    q_norm, k_norm, eps = norms
     block_size, _, num_kv_heads, head_dim = kv_cache.shape[1:]
     launch(
         _apply_rope_and_write_kv,
@@ -33,10 +30,10 @@ def apply_rope_and_write_kv(
         slot_mapping,
         None if rope is None else rope.table,
         None if rope is None else rope.query_scale,
-        q_norm,
-        k_norm,
+        None if norms is None else norms.q,
+        None if norms is None else norms.k,
         kv_cache,
-        eps,
+        0.0 if norms is None else norms.eps,
         kv_cache.stride(0),
         kv_cache.stride(1),
         kv_cache.stride(2),
@@ -49,7 +46,7 @@ def apply_rope_and_write_kv(
         ROTARY=0 if rope is None else rope.table.shape[1],
         INTERLEAVED=rope is not None and rope.interleaved,
         BLOCK_SIZE=block_size,
-        NORM=q_norm is not None,
+        NORM=norms is not None,
         PDL=has_pdl(),
         num_warps=4,
     )

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...errors import ModelLoadError
+from ...kernels.paged_attention import Scores
 from ..input_batch import Rows
 from .kv_pages import AttentionLayerKV
 from .prefill import PrefillMetadata
@@ -108,19 +109,10 @@ class CudnnPrefill:
         )
 
     def prefill(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        kept: AttentionLayerKV,
-        metadata: PrefillMetadata,
-        scale: float,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, kept: AttentionLayerKV, metadata: PrefillMetadata, how: Scores
     ) -> Tensor | None:
         heads = PromptHeads(q.shape[1], k.shape[1], q.shape[2], q.dtype)
-        is_plain = heads == self._heads and scale == heads.head_dim**-0.5 and not softcap and sinks is None
-        if not is_plain or kept.window is not None:
+        if heads != self._heads or how.sinks is not None or how != Scores(heads.head_dim**-0.5):
             self._give_up()  # the model has such layers in every step
             return None
         k, v = (t.to(kept.cache.dtype).to(q.dtype) for t in (k, v))  # rounded as our own kernel reads them from it

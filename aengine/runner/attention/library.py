@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ModelLoadError
+from ...kernels.paged_attention import Scores
 from ..input_batch import Rows
 from .cudnn import CudnnPrefill, PromptHeads
 from .kv_pages import AttentionLayerKV
@@ -79,32 +80,26 @@ class LibraryPrefill:
         return self._function is not None and query_lens.sum() >= _WORTHWHILE and query_lens.max() >= _LONG
 
     def prefill(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        kept: AttentionLayerKV,
-        metadata: PrefillMetadata,
-        scale: float,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, kept: AttentionLayerKV, metadata: PrefillMetadata, how: Scores
     ) -> Tensor | None:
         m = metadata
-        if self._function is None or softcap or sinks is not None:  # the libraries do these in ways of their own
+        if (
+            self._function is None or how.softcap or how.sinks is not None
+        ):  # the libraries do these in ways of their own
             return None
         starts_k = m.query_start_loc
-        longest, longest_k = int(m.query_lens.max()), int(m.key_lens(kept.window).max())
+        longest, longest_k = int(m.query_lens.max()), int(m.key_lens(how.window).max())
         try:
             if m.has_context:
-                places, starts_k = m.places(kept.group, kept.cache.shape[1], kept.window)
+                places, starts_k = m.places(kept.group, kept.cache.shape[1], how.window)
                 k, v = kept.cache[places[0], places[1]].unbind(1)
             k, v = (t.to(kept.cache.dtype).to(q.dtype) for t in (k, v))  # rounded as our own kernel reads them
-            out = _call(self._function, q, k, v, m.query_start_loc, starts_k, longest, longest_k, scale, kept.window)
+            out = _call(self._function, q, k, v, m.query_start_loc, starts_k, longest, longest_k, how)
         # the copy of the contexts is in no profile, and may find no memory; our own kernel needs none
         except torch.OutOfMemoryError as error:
             if not self._had_no_memory:
-                how = f"{self.name} has no memory for {int(m.seq_lens.sum())} tokens of prompts and their contexts"
-                logger.warning("%s; such steps go through triton: lower gpu_memory_utilization (%s)", how, error)
+                lacks = f"{self.name} has no memory for {int(m.seq_lens.sum())} tokens of prompts and their contexts"
+                logger.warning("%s; such steps go through triton: lower gpu_memory_utilization (%s)", lacks, error)
             self._had_no_memory = True
             return None
         except Exception as error:
@@ -229,7 +224,7 @@ def _load_varlen(
             for heads in (num_heads, num_kv_heads, num_kv_heads)
         )
         starts = torch.tensor([0, 128], dtype=torch.int32, device=device)
-        _call(function, q, k, v, starts, starts, 128, 128, head_dim**-0.5, None)
+        _call(function, q, k, v, starts, starts, 128, 128, Scores(head_dim**-0.5))
     return function
 
 
@@ -242,8 +237,7 @@ def _call(
     starts_k: Tensor,
     longest_q: int,
     longest_k: int,
-    scale: float,
-    window: int | None,
+    how: Scores,
 ) -> Tensor:
     out = function(
         q,
@@ -253,8 +247,8 @@ def _call(
         cu_seqlens_k=starts_k,
         max_seqlen_q=longest_q,
         max_seqlen_k=longest_k,
-        softmax_scale=scale,
+        softmax_scale=how.scale,
         causal=True,
-        **({} if window is None else {"window_size": (window - 1, 0)}),
+        **({} if how.window is None else {"window_size": (how.window - 1, 0)}),
     )
     return out[0] if isinstance(out, tuple) else out

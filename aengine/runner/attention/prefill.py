@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...kernels.paged_attention import Scores
 from ..input_batch import Rows
 from ..transfer import to_device
 from .kv_pages import AttentionLayerKV
@@ -71,15 +72,7 @@ class PrefillBackend(Protocol):
         called. ``seq_lens``: with what was computed before."""
 
     def prefill(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        kept: AttentionLayerKV,
-        metadata: PrefillMetadata,
-        scale: float,
-        softcap: float,
-        sinks: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, kept: AttentionLayerKV, metadata: PrefillMetadata, how: Scores
     ) -> Tensor | None:
         """[num_tokens, num_heads * head_dim]; None: it can't, and `varlen_attention` is called for the rest of the
         step. If it failed, `is_faster` is false from then on; if it had no memory, only this step is affected.
@@ -87,7 +80,6 @@ class PrefillBackend(Protocol):
         Args:
             q, k, v: [num_tokens, heads, head_dim] of the new tokens, strided by token; in the cache already
             kept: the layer's cache, its group and window
-            softcap, sinks: see kernels/paged_attention.py
         """
 
 

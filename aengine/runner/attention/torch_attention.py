@@ -210,17 +210,16 @@ class Attention:
         if kv.dtype != cache.dtype:
             kv = kv.to(cache.dtype)
         write_kv(kv, cache, group.slot_mapping)
-        sinks = None if layer.sinks is None else layer.sinks.weight
-        how = layer.scale, kept.window, layer.softcap, sinks
+        how = layer.scores(kept.window)
         parts = []
         if n:
             table, lens = self._decodes[kept.group]
-            parts.append(decode_attention(q[:n], cache, table, lens, *how))
+            parts.append(decode_attention(q[:n], cache, table, lens, how))
         for i, start, stop in self._alone:
             seq_len = group.seq_lens[i]
             blocks = group.block_table[i, : -(-seq_len // block_size)]
             if self._kv_cache.policy.batch_invariant:
-                parts.append(invariant_attention(q[start:stop], cache, blocks, seq_len, *how))
+                parts.append(invariant_attention(q[start:stop], cache, blocks, seq_len, how))
             else:
-                parts.append(prefill_attention(q[start:stop], kv[start:stop], cache, blocks, seq_len, *how))
+                parts.append(prefill_attention(q[start:stop], kv[start:stop], cache, blocks, seq_len, how))
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...kernels.decode_attention import DecodeWorkspace, decode_step_attention, plan_decode
 from ...kernels.input_prep import PreparedInputs
-from ...kernels.rotary import Rope
+from ...kernels.rotary import HeadNorms, Rope
 from ...kernels.varlen_attention import plan_prompts, varlen_attention
 from ...kernels.write_qkv import apply_rope_and_write_kv
 from ..input_batch import BatchPlan, InputBatch
@@ -164,25 +164,18 @@ class DecodeAttention:
 
     def forward(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
         rope = None if layer.rope is None else self._ropes[layer.rope]
-        return self._call(layer, qkv, rope, *_norms(layer))
+        return self._call(layer, qkv, rope, layer.norms)
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `AttentionCall`."""
-        return _cut(layer, self._call(layer, _join(layer, q, k, v), None, None, None, 0.0), v)
+        return _cut(layer, self._call(layer, _join(layer, q, k, v), None, None), v)
 
     def attend_to_written(self, layer: AttentionLayer, qkv: Tensor, out: Tensor) -> None:
         """`forward` where q and k are rotated, and k and v written, already; into the first rows of ``out``."""
-        self._call(layer, qkv, None, None, None, 0.0, out)
+        self._call(layer, qkv, None, None, out)
 
     def _call(
-        self,
-        layer: AttentionLayer,
-        qkv: Tensor,
-        rope: Rope | None,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        out: Tensor | None = None,
+        self, layer: AttentionLayer, qkv: Tensor, rope: Rope | None, norms: HeadNorms | None, out: Tensor | None = None
     ) -> Tensor:
         kept, heads = self._cache.layers[layer.index], self._cache.heads[layer.index]
         return decode_step_attention(
@@ -190,16 +183,11 @@ class DecodeAttention:
             kept.cache,
             self._block_tables[kept.group],
             rope,
-            q_norm,
-            k_norm,
-            eps,
+            norms,
             layer.num_heads,
-            layer.scale,
-            kept.window,
+            layer.scores(kept.window),
             self._plans[heads, kept.window],
             self._cache.workspaces[heads],
-            softcap=layer.softcap,
-            sinks=None if layer.sinks is None else layer.sinks.weight,
             is_raw=out is None,
             out=out,
         )
@@ -221,22 +209,15 @@ class PositionsAttention(DecodeAttention):
         ]
 
     def _call(
-        self,
-        layer: AttentionLayer,
-        qkv: Tensor,
-        rope: Rope | None,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        out: Tensor | None = None,
+        self, layer: AttentionLayer, qkv: Tensor, rope: Rope | None, norms: HeadNorms | None, out: Tensor | None = None
     ) -> Tensor:
         kept, positions = self._cache.layers[layer.index], self._positions
         if rope is not None and rope.shifts is not None:
             positions = positions + rope.shifts[self._rows.clamp(min=0)]
         slots = self._slots[kept.group]
-        apply_rope_and_write_kv(qkv, positions, slots, rope, q_norm, k_norm, eps, layer.num_heads, kept.cache)
+        apply_rope_and_write_kv(qkv, positions, slots, rope, norms, layer.num_heads, kept.cache)
         out = torch.empty((len(qkv), layer.num_heads * layer.head_dim), dtype=qkv.dtype, device=qkv.device)
-        return super()._call(layer, qkv, None, None, None, 0.0, out)
+        return super()._call(layer, qkv, None, None, out)
 
 
 class BatchAttention:
@@ -306,27 +287,20 @@ class BatchAttention:
 
     def forward(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
         if layer.rope is None:
-            return self._attend(layer, qkv, None, self._inputs.positions, *_norms(layer))
-        return self._attend(layer, qkv, self._ropes[layer.rope], self._positions[layer.rope], *_norms(layer))
+            return self._attend(layer, qkv, None, self._inputs.positions, layer.norms)
+        return self._attend(layer, qkv, self._ropes[layer.rope], self._positions[layer.rope], layer.norms)
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `AttentionCall`."""
-        out = self._attend(layer, _join(layer, q, k, v), None, self._inputs.positions, None, None, 0.0)
+        out = self._attend(layer, _join(layer, q, k, v), None, self._inputs.positions, None)
         return _cut(layer, out, v)
 
     def _attend(
-        self,
-        layer: AttentionLayer,
-        qkv: Tensor,
-        rope: Rope | None,
-        positions: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
+        self, layer: AttentionLayer, qkv: Tensor, rope: Rope | None, positions: Tensor, norms: HeadNorms | None
     ) -> Tensor:
         kept = self._cache.layers[layer.index]
         slots = self._slot_mappings[kept.group]
-        apply_rope_and_write_kv(qkv, positions, slots, rope, q_norm, k_norm, eps, layer.num_heads, kept.cache)
+        apply_rope_and_write_kv(qkv, positions, slots, rope, norms, layer.num_heads, kept.cache)
         out = self._attend_to_prompts(layer, qkv, kept)
         if self._decodes is not None:
             self._decodes.attend_to_written(layer, qkv[: self._decodes.size], out)
@@ -361,11 +335,10 @@ class BatchAttention:
         q, k, v = heads.split([layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], dim=1)
         if not self._has_prompts:
             return torch.empty((len(qkv), layer.num_heads * layer.head_dim), dtype=qkv.dtype, device=qkv.device)
-        sinks = None if layer.sinks is None else layer.sinks.weight
+        how = layer.scores(kept.window)
         if self._metadata is not None:
             n = self._num_decodes
-            how = (layer.scale, layer.softcap, sinks)
-            out = self._cache.prefill.prefill(q[n:], k[n:], v[n:], kept, self._metadata, *how)
+            out = self._cache.prefill.prefill(q[n:], k[n:], v[n:], kept, self._metadata, how)
             if out is not None:
                 return out if n == 0 else torch.cat((out.new_empty((n, out.shape[1])), out))
             self._metadata = None
@@ -374,13 +347,7 @@ class BatchAttention:
             # the plan is written when it begins.
             qkv.new_zeros(1)
         where = (self._block_tables[kept.group], self._prompts[self._cache.heads[layer.index]], len(self._rows))
-        return varlen_attention(q, kept.cache, *where, layer.scale, kept.window, layer.softcap, sinks)
-
-
-def _norms(layer: AttentionLayer) -> tuple[Tensor | None, Tensor | None, float]:
-    if layer.q_norm is None or layer.k_norm is None:
-        return None, None, 0.0
-    return layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps
+        return varlen_attention(q, kept.cache, *where, how)
 
 
 def _join(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

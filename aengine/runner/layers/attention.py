@@ -12,6 +12,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ...kernels.paged_attention import Scores
+from ...kernels.rotary import HeadNorms
 from ..distributed.shares import part_of
 from ..model_config import ModelConfig
 from ..weights.scope import WeightScope
@@ -58,6 +60,17 @@ class AttentionLayer:
     rope: int | None = 0  # index into ModelConfig.ropes; None: q and k are not rotated
     softcap: float = 0.0  # a score s counts as softcap * tanh(s / softcap); 0: as it is
     sinks: Sinks | None = None
+
+    @property
+    def norms(self) -> HeadNorms | None:
+        """The norms of q and k, for the kernels."""
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+
+    def scores(self, window: int | None) -> Scores:
+        """Return how its scores are made, for the kernels. ``window``: that of its KV."""
+        return Scores(self.scale, window, self.softcap, None if self.sinks is None else self.sinks.weight)
 
     @classmethod
     def make(
