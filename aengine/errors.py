@@ -72,8 +72,8 @@ class ContextLengthError(RequestError):
     """The prompt leaves no room for a single generated token in the model's context; or a text is too long to get a
     vector or a score.
 
-    ``num_prompt_tokens`` is a lower bound where the message says "at least": a text that can't fit is not encoded. Of a
-    text of unknown tokens it counts one for each 32 characters.
+    ``num_prompt_tokens`` is a lower bound where the message says "at least": a text that can hardly fit is not encoded,
+    and counts as one token for each 32 characters.
     """
 
     def __init__(

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ContextLengthError, InvalidRequestError
-from ..limits.checks import check_num_messages, check_size
+from ..limits.checks import check_num_characters, check_num_messages, check_size
 from ..params import shown
-from .tokenizer.prompt import check_length
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -86,7 +85,7 @@ class TokenizerView:
         if not isinstance(text, str):
             raise InvalidRequestError(f"text must be a string, not {type(text).__name__}", param="text")
         if self._max_model_len is not None:
-            check_length(text, self._tokenizer, self._max_model_len)
+            check_num_characters(str.__len__(text), self._max_model_len)
         if allow_special:
             return self._tokenizer.encode(str.__str__(text), add_special_tokens)
         return self._tokenizer.encode_plain(text, add_special_tokens)
@@ -145,7 +144,7 @@ class TokenizerView:
         """
         prompt = self._prompt(messages, tools, options)
         if self._max_model_len is not None:
-            check_length(prompt.text, self._tokenizer, self._max_model_len)
+            check_num_characters(len(prompt.text), self._max_model_len)
         return prompt.text.plain()
 
     def render_ids(

@@ -18,7 +18,6 @@ from aengine.engine.chat.spellings import Spellings
 from aengine.engine.preparation import Preparation
 from aengine.engine.threads.lanes import Lanes
 from aengine.engine.tokenizer.tokenizer import Tokenizer
-from aengine.limits.bounds import LONG_TEXT
 from aengine.server import create_app, http
 from aengine.server.anthropic import conversation
 from aengine.server.anthropic.requests import CountBody
@@ -70,17 +69,6 @@ async def test_what_is_larger_than_any_prompt_needs_no_place_in_the_line(monkeyp
                 await engine.async_tokenizer.count(prompt)  # type: ignore[arg-type]
         with pytest.raises(EngineOverloadedError):
             await engine.async_tokenizer.count("x")
-
-
-async def test_a_long_text_that_can_not_fit_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though it has fewer characters than a prompt may have, of other tokens."""
-    text = "x" * (LONG_TEXT + 1)
-    async with FakeAsyncLLM("a", max_model_len=2048) as engine:
-        monkeypatch.setattr(Tokenizer, "encode", lambda *args, **options: pytest.fail("it was encoded"))
-        with pytest.raises(ContextLengthError, match=r"at least \d+ tokens"):
-            await engine.async_tokenizer.count(text)
-        with pytest.raises(ContextLengthError, match=r"at least \d+ tokens"):
-            await engine.async_tokenizer.render([{"role": "user", "content": text}])
 
 
 @pytest.mark.parametrize("path", sorted({path for path, _ in COUNTS}))

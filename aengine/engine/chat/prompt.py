@@ -9,9 +9,9 @@ from typing import Any
 
 from ...errors import InvalidRequestError
 from ...limits.bounds import MAX_VARIABLES
+from ...limits.checks import check_num_characters
 from ...params import shown
 from ..tokenizer.messages import WRITTEN_BY_MODEL, Messages
-from ..tokenizer.prompt import check_length
 from ..tokenizer.tokenizer import Tokenizer
 from ..tokenizer.traced_text import TracedText
 from .formats import FORMATS, ReasoningFormat, TextTokenId, TokenId, ToolFormat, detect
@@ -126,7 +126,7 @@ class ChatPrompt:
         """The token ids. Raises ContextLengthError, before any work, for a text that can't fit into so many, and
         InvalidRequestError for one that is not Unicode."""
         if max_model_len is not None:
-            check_length(self.text, tokenizer, max_model_len)
+            check_num_characters(len(self.text), max_model_len)
         try:
             return tokenizer.encode(self.text, add_special_tokens=False)  # the template wrote them
         except InvalidRequestError as error:

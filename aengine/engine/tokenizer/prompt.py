@@ -31,7 +31,6 @@ __all__ = [
     "PromptPart",
     "TextPart",
     "TokensPart",
-    "check_length",
     "check_token_ids",
     "part_of",
 ]
@@ -68,7 +67,7 @@ class TextPart(PromptPart):
             ContextLengthError: the text is so long that it can't fit, and was not encoded.
             InvalidRequestError: it is not Unicode (a lone surrogate), or has no tokens.
         """
-        check_length(self.text, tokenizer, max_model_len)
+        check_num_characters(str.__len__(self.text), max_model_len)
         return _not_empty(tokenizer.encode(str.__str__(self.text)))  # whatever methods a class of its own has
 
 
@@ -96,7 +95,7 @@ class MessagesPart(PromptPart):
         """See `TextPart.encode`; InvalidRequestError also if the messages don't fit the template."""
         check_size(self.messages, max_model_len)
         text = tokenizer.apply_chat_template(self.messages)
-        check_length(text, tokenizer, max_model_len)
+        check_num_characters(len(text), max_model_len)
         return _not_empty(tokenizer.encode(text, add_special_tokens=False))  # the template wrote them
 
 
@@ -124,14 +123,6 @@ def part_of(prompt: Prompt, max_model_len: int | None = None) -> TextPart | Toke
         cure = "a call takes one prompt: begin one for each with asyncio.gather, or give the list to LLM.generate"
         raise InvalidRequestError(f"a prompt must be {_WANTED}, not a list of str; {cure}", param="prompt")
     raise InvalidRequestError(f"a prompt must be {_WANTED}, not a list of {type(first).__name__}", param="prompt")
-
-
-def check_length(text: str, tokenizer: Tokenizer, max_model_len: int) -> None:
-    """Raises ContextLengthError for a text that can't fit, whatever its tokens are."""
-    length = str.__len__(text)
-    if length > LONG_TEXT and (least := tokenizer.least_tokens(text)) >= max_model_len:
-        raise ContextLengthError(least, max_model_len, at_least=True)
-    check_num_characters(length, max_model_len)
 
 
 def _not_empty(ids: list[int]) -> list[int]:

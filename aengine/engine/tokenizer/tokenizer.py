@@ -17,7 +17,6 @@ from .chat_template import ChatTemplate
 from .detokenizer import Detokenizer, MarkedDetokenizer
 from .message_encoding import MessageEncoder
 from .messages import Messages
-from .text_bound import TextBound
 from .token_text import token_table
 from .traced_text import TracedText
 from .vocabularies.folder import has_tokenizer, read_folder
@@ -56,7 +55,6 @@ class Tokenizer:
         self._encoder = encoder
         self._allows_special_tokens = False
         self._special_tokens = dict(special_tokens or {})
-        self._text_bound: TextBound | None = None
         added = encoder.get_added_tokens_decoder()
         self.vocab_size = max(encoder.get_vocab_size(), max(added, default=-1) + 1)
         """One more than the largest token id. A model's own may be larger, padded."""
@@ -137,12 +135,6 @@ class Tokenizer:
         """Return the token ids of ``text``, in which names of special tokens stay text."""
         _check_unicode(text)
         return self._messages.encode_plain(text, add_special_tokens)
-
-    def least_tokens(self, text: str) -> int:
-        """Return the least tokens that the text may have. Blocking: the first time all tokens are looked at."""
-        if self._text_bound is None:
-            self._text_bound = TextBound.of(self._encoder)
-        return self._text_bound.least_tokens(text)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ``ids``; unknown ones are left out, incomplete characters become U+FFFD."""
