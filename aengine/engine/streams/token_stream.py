@@ -32,21 +32,9 @@ if TYPE_CHECKING:
 
     from ..chat.plan import ChatPlan
     from ..structured.output_type import OutputType
+    from ..tokenizer.detokenizer import Detokenizer
 
-__all__ = ["Buffer", "ChoiceOutput", "IncrementalText", "Mailbox", "TokenStream", "end_call", "error_for_waiter"]
-
-
-class IncrementalText(Protocol):
-    """Interface of a detokenizer, as `ChoiceOutput` uses it."""
-
-    stopped: bool
-
-    @property
-    def stop_string(self) -> str | None: ...
-
-    def put(self, token_id: int) -> str: ...
-
-    def flush(self) -> str: ...
+__all__ = ["Buffer", "ChoiceOutput", "Mailbox", "TokenStream", "end_call", "error_for_waiter"]
 
 
 class Buffer(Protocol):
@@ -205,7 +193,7 @@ class ChoiceOutput:
         """None at the end: of what refers to itself, only the garbage collector frees the tokens."""
         self.times = mailbox.times
         self.index = index
-        self.detokenizer: IncrementalText | None = None  # None: the completion has no text
+        self.detokenizer: Detokenizer | None = None  # None: the completion has no text
         self.token_ids: list[int] = []
         self.texts: list[str] = []  # one for each token, perhaps empty, if there is a detokenizer
         self.logprobs = LogprobTable() if want_logprobs else None
@@ -216,7 +204,7 @@ class ChoiceOutput:
         # the parsed value or the error; kept, since a type's own validators may be slow
         self._parsed: tuple[Any, Exception | None] | None = None
 
-    def begin(self, detokenizer: IncrementalText) -> None:
+    def begin(self, detokenizer: Detokenizer) -> None:
         """Set the ``detokenizer`` that makes the text of the tokens to come."""
         self.detokenizer = detokenizer
 

@@ -125,11 +125,13 @@ class _Joined:
 
     digest: bytes = field(init=False, repr=False)
 
-    def _set_digest(self, *named: object) -> None:
-        members = (member.digest if isinstance(member, _Joined) else repr(member).encode() for member in named)
+    def __post_init__(self) -> None:
         found = hashlib.blake2b(type(self).__name__.encode(), digest_size=16)
-        for member in members:
-            found.update(len(member).to_bytes(8) + member)
+        names: tuple[str, ...] = self.__match_args__  # of a dataclass: what it was made of
+        values = [getattr(self, name) for name in names]
+        for member in values[0] if isinstance(values[0], tuple) else values:
+            written = member.digest if isinstance(member, _Joined) else repr(member).encode()
+            found.update(len(written).to_bytes(8) + written)
         object.__setattr__(self, "digest", found.digest())
 
     def __eq__(self, other: object) -> bool:
@@ -145,18 +147,12 @@ class Seq(_Joined):
 
     parts: tuple[Part, ...]
 
-    def __post_init__(self) -> None:
-        self._set_digest(*self.parts)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AnyOf(_Joined):
     """One of the parts."""
 
     parts: tuple[Part, ...]
-
-    def __post_init__(self) -> None:
-        self._set_digest(*self.parts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,9 +162,6 @@ class Repeat(_Joined):
     part: Part
     least: int = 0
     most: int | None = None
-
-    def __post_init__(self) -> None:
-        self._set_digest(self.part, self.least, self.most)
 
 
 Leaf = Text | SpecialToken | Json | Regex | Choice | FreeText | TextUpTo

@@ -15,21 +15,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..tokenizer.tokenizer import Tokenizer
 
 __all__ = ["Vocabulary", "in_turns"]
-
-
-class TokenizerLike(Protocol):
-    """The part of `aengine.engine.tokenizer.tokenizer.Tokenizer` that is needed."""
-
-    vocab_size: int
-    special_ids: frozenset[int]
-    eos_token_ids: frozenset[int]
-
-    def encode_plain(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-
-    def token_bytes(self, token_id: int) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -48,7 +39,7 @@ class Vocabulary:
     """The ids that the model's tokenizer gives a text; it may put something before it. None: not known here."""
 
     @classmethod
-    def of(cls, tokenizer: TokenizerLike, vocab_size: int) -> Vocabulary:
+    def of(cls, tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
         """Make the vocabulary of a model whose logits are ``vocab_size`` wide. Blocking: 0.2 s for a large one."""
         known = min(tokenizer.vocab_size, vocab_size)
         eos_ids = tuple(sorted(i for i in tokenizer.eos_token_ids if 0 <= i < known))

@@ -16,7 +16,7 @@ class Detokenizer:
     complete within the first ``min_tokens`` tokens is text as any.
     """
 
-    __slots__ = ("_decoder", "_min_tokens", "_num_passed", "_num_tokens", "_put", "_stops", "stopped")
+    __slots__ = ("_decoder", "_markers", "_min_tokens", "_num_passed", "_num_tokens", "_put", "_stops", "stopped")
 
     def __init__(
         self,
@@ -25,11 +25,13 @@ class Detokenizer:
         *,
         include_stop: bool = False,
         min_tokens: int = 0,
+        markers: frozenset[int] = frozenset(),
     ) -> None:
         self._decoder = decoder
         self._put = decoder.put
         self._stops = StopSearch(stops, include_stop=include_stop) if stops else None
         self._min_tokens = min_tokens
+        self._markers = markers
         self._num_tokens = 0  # tokens so far; counted only if there are stop strings
         self._num_passed = 0  # likely characters of the first `min_tokens` tokens that have not become certain
         self.stopped = False
@@ -82,19 +84,7 @@ class MarkedDetokenizer(Detokenizer):
     in the next. So a reader that is given the text, then the marker, has them in their order.
     """
 
-    __slots__ = ("_markers",)
-
-    def __init__(
-        self,
-        decoder: IncrementalDecoder,
-        stops: tuple[str, ...] = (),
-        *,
-        include_stop: bool = False,
-        min_tokens: int = 0,
-        markers: frozenset[int],
-    ) -> None:
-        super().__init__(decoder, stops, include_stop=include_stop, min_tokens=min_tokens)
-        self._markers = markers
+    __slots__ = ()
 
     def put(self, token_id: int) -> str:
         if token_id not in self._markers:

@@ -158,9 +158,8 @@ class Tokenizer:
         the tokens whose text the completion goes on with; some decoders take the blank off a text that begins.
         """
         decoder = self._table.decoder(skip_special_tokens, after)
-        if markers:
-            return MarkedDetokenizer(decoder, stop, include_stop=include_stop, min_tokens=min_tokens, markers=markers)
-        return Detokenizer(decoder, stop, include_stop=include_stop, min_tokens=min_tokens)
+        kind = MarkedDetokenizer if markers else Detokenizer
+        return kind(decoder, stop, include_stop=include_stop, min_tokens=min_tokens, markers=markers)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return what the token adds to a text in UTF-8, perhaps a part of a character; b"": there is no such token."""

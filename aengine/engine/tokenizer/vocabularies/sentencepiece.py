@@ -10,7 +10,7 @@ stretch between them has a "▁" before it (``legacy``), or only the one that be
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ __all__ = [
     "SentencePieces",
     "add_tokens",
     "check_pieces",
+    "every_merge",
     "first_ids",
 ]
 
@@ -84,19 +85,11 @@ class SentencePieces:
         )
 
     def _merges(self) -> list[tuple[str, str]]:
-        """Return each way to split a piece as a merge: SentencePiece joins the neighbours whose union scores highest,
-        and joins none to a control token or a byte."""
+        """SentencePiece joins the neighbours whose union scores highest, none to a control token or a byte."""
         vocab = first_ids(self.tokens)
-        joined = {token for token, i in vocab.items() if self.kinds[i] not in (UNKNOWN, CONTROL, USER_DEFINED, BYTE)}
-        merges = []
-        for token in joined:
-            score, token_id = self.scores[vocab[token]], vocab[token]
-            for cut in range(1, len(token)):
-                left, right = token[:cut], token[cut:]
-                if left in joined and right in joined:
-                    merges.append((-score, token_id, vocab[left], vocab[right], left, right))
-        merges.sort()
-        return [(left, right) for *_, left, right in merges]
+        apart = (UNKNOWN, CONTROL, USER_DEFINED, BYTE)
+        joined = {token: i for token, i in vocab.items() if self.kinds[i] not in apart}
+        return every_merge(joined, {token: -self.scores[i] for token, i in joined.items()})
 
     def _set_normalizer(self, encoder: tokenizers.Tokenizer) -> None:
         from tokenizers import Regex, normalizers, pre_tokenizers
@@ -122,7 +115,20 @@ class SentencePieces:
         encoder.decoder = decoders.Sequence(steps)
 
 
-def check_pieces(pieces: Iterable[str | bytes]) -> None:
+def every_merge(ids: Mapping[str, int], order: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Return each way to split a token in two others as a merge, those of the token that is first in ``order`` first,
+    then by the ids."""
+    merges = []
+    for token, token_id in ids.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in ids and right in ids:
+                merges.append((order[token], token_id, ids[left], ids[right], left, right))
+    merges.sort()
+    return [(left, right) for *_, left, right in merges]
+
+
+def check_pieces(pieces: Iterable[str]) -> None:
     """Raise ValueError for a piece so long that to try all the ways to split it would hold up a start."""
     longest = max(map(len, pieces), default=0)
     if longest > _LONGEST_PIECE:

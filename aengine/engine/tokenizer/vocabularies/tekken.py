@@ -8,7 +8,6 @@ special_tokens    [{"rank": 3, "token_str": "[INST]", "is_control": true}, ...] 
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from ....checkpoint.value_reader import ValueReader, read_json
 from ....errors import ModelLoadError
 from ..token_text import gpt2_bytes
 from .loaded import put_around
-from .sentencepiece import check_pieces
+from .sentencepiece import check_pieces, every_merge
 
 if TYPE_CHECKING:
     import tokenizers
@@ -64,9 +63,10 @@ def _encoder(data: ValueReader) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
         return "".join(letters[byte] for byte in token)
 
     # The model's own ids begin after the special tokens, which are in its vocabulary too: added tokens keep their ids.
-    vocab = {name: i for i, name in enumerate(names)} | {spelled(t): i + num_special for t, i in ranked.items()}
-    merges = [(spelled(left), spelled(right)) for left, right in _merges(ranked)]
-    encoder = Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
+    ids = {spelled(token): rank + num_special for token, rank in ranked.items()}
+    vocab = {name: i for i, name in enumerate(names)} | ids
+    check_pieces(ids)
+    encoder = Tokenizer(models.BPE(vocab, every_merge(ids, ids), ignore_merges=True))
     split = pre_tokenizers.Split(Regex(config.text("pattern")), behavior="isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     encoder.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
@@ -76,19 +76,3 @@ def _encoder(data: ValueReader) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     special_tokens = {role: name for role, name in roles.items() if name in names}
     put_around(encoder, special_tokens.get("bos_token"), None)
     return encoder, special_tokens
-
-
-def _merges(ranked: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Return each way to split a token in two as a merge, those of the first token first.
-
-    Raises ValueError for a token of a length that makes this long work.
-    """
-    check_pieces(ranked)
-    merges = []
-    for token in sorted(ranked, key=ranked.__getitem__):
-        halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
-        known = [
-            (ranked[left], ranked[right], left, right) for left, right in halves if left in ranked and right in ranked
-        ]
-        merges += [(left, right) for _, _, left, right in sorted(known)]
-    return merges
