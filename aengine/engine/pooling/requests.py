@@ -6,9 +6,10 @@ the request; `PoolingCalls` has the calls for both, `SyncPoolingCalls` for code 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, NamedTuple, ParamSpec, TypedDict, TypeVar
 
 from ...errors import InvalidRequestError
 from ...limits.bounds import MAX_INPUTS
@@ -30,6 +31,9 @@ __all__ = [
     "RankedDocument",
     "SyncPoolingCalls",
 ]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 EmbedInput = str | Sequence[int]
 """A text, or its token ids."""
@@ -140,7 +144,15 @@ class PoolingCalls:
             ContextLengthError: a text is too long, and truncate is False.
             EngineOverloadedError, DeadlineExceededError, EngineClosedError, EngineError: as of `AsyncLLM.stream`.
         """
-        asked = _embed_request(inputs, normalize, dimensions, prompt, prompt_name, options)
+        asked = PoolingRequest(
+            "embed",
+            _listed(inputs),
+            prompt=prompt,
+            prompt_name=prompt_name,
+            normalize=normalize,
+            dimensions=dimensions,
+            options=options,
+        )
         return (await self.pool(asked)).values
 
     async def score(
@@ -172,7 +184,11 @@ class PoolingCalls:
 
         Errors as of `embed`.
         """
-        asked = _rerank_request(query, documents, top_n, instruction, options)
+        if top_n is not None and (isinstance(top_n, bool) or not isinstance(top_n, int) or top_n < 1):
+            raise InvalidRequestError(f"top_n={shown(top_n)} is not valid: it must be an integer >= 1", param="top_n")
+        if not isinstance(query, str):
+            raise InvalidRequestError(f"query must be a string, not {type(query).__name__}", param="query")
+        asked = PoolingRequest("score", _pairs(query, documents), instruction=instruction, options=options)
         return _ranked(documents, await self.pool(asked), top_n)
 
     async def classify(
@@ -183,76 +199,40 @@ class PoolingCalls:
         return (await self.pool(PoolingRequest("classify", _listed(inputs), options=options))).values
 
 
+class _Blocking(PoolingCalls):
+    """The calls, of an engine whose `pool` blocks: they never suspend."""
+
+    def __init__(self, calls: SyncPoolingCalls) -> None:
+        self._calls = calls
+
+    async def pool(self, request: PoolingRequest) -> PoolingResult:
+        return self._calls.pool(request)
+
+
+def _blocking(
+    call: Callable[Concatenate[PoolingCalls, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[SyncPoolingCalls, P], T]:
+    @functools.wraps(call)
+    def blocking(self: SyncPoolingCalls, /, *args: P.args, **options: P.kwargs) -> T:
+        try:
+            call(_Blocking(self), *args, **options).send(None)
+        except StopIteration as end:
+            value: T = end.value
+            return value
+        raise AssertionError("a call that must not suspend did")
+
+    return blocking
+
+
 class SyncPoolingCalls:
     """`PoolingCalls` that block."""
 
     pool: Callable[[PoolingRequest], PoolingResult]
 
-    def embed(
-        self,
-        inputs: EmbedInput | Sequence[EmbedInput],
-        *,
-        normalize: bool = True,
-        dimensions: int | None = None,
-        prompt: str | None = None,
-        prompt_name: str | None = None,
-        **options: Unpack[PoolingOptions],
-    ) -> NDArray[np.float32]:
-        """See `AsyncLLM.embed`."""
-        return self.pool(_embed_request(inputs, normalize, dimensions, prompt, prompt_name, options)).values
-
-    def score(
-        self, queries: str | Sequence[str], documents: str | Sequence[str], **options: Unpack[PoolingOptions]
-    ) -> NDArray[np.float32]:
-        """See `AsyncLLM.score`."""
-        return self.pool(PoolingRequest("score", _pairs(queries, documents), options=options)).values[:, 0]
-
-    def rerank(
-        self,
-        query: str,
-        documents: Sequence[str],
-        *,
-        top_n: int | None = None,
-        instruction: str | None = None,
-        **options: Unpack[PoolingOptions],
-    ) -> list[RankedDocument]:
-        """See `AsyncLLM.rerank`."""
-        return _ranked(documents, self.pool(_rerank_request(query, documents, top_n, instruction, options)), top_n)
-
-    def classify(
-        self, inputs: EmbedInput | Sequence[EmbedInput], **options: Unpack[PoolingOptions]
-    ) -> NDArray[np.float32]:
-        """See `AsyncLLM.classify`."""
-        return self.pool(PoolingRequest("classify", _listed(inputs), options=options)).values
-
-
-def _embed_request(
-    inputs: EmbedInput | Sequence[EmbedInput],
-    normalize: bool,
-    dimensions: int | None,
-    prompt: str | None,
-    prompt_name: str | None,
-    options: PoolingOptions,
-) -> PoolingRequest:
-    return PoolingRequest(
-        "embed",
-        _listed(inputs),
-        prompt=prompt,
-        prompt_name=prompt_name,
-        normalize=normalize,
-        dimensions=dimensions,
-        options=options,
-    )
-
-
-def _rerank_request(
-    query: str, documents: Sequence[str], top_n: int | None, instruction: str | None, options: PoolingOptions
-) -> PoolingRequest:
-    if top_n is not None and (isinstance(top_n, bool) or not isinstance(top_n, int) or top_n < 1):
-        raise InvalidRequestError(f"top_n={shown(top_n)} is not valid: it must be an integer >= 1", param="top_n")
-    if not isinstance(query, str):
-        raise InvalidRequestError(f"query must be a string, not {type(query).__name__}", param="query")
-    return PoolingRequest("score", _pairs(query, documents), instruction=instruction, options=options)
+    embed = _blocking(PoolingCalls.embed)
+    score = _blocking(PoolingCalls.score)
+    rerank = _blocking(PoolingCalls.rerank)
+    classify = _blocking(PoolingCalls.classify)
 
 
 def _ranked(documents: Sequence[str], result: PoolingResult, top_n: int | None) -> list[RankedDocument]:

@@ -13,8 +13,8 @@ _STACK_BYTES = 4 << 20
 """Half of what a thread of the host has: what a recursion takes here it has there."""
 
 
-def main(host_pid: int, vocabulary_fd: int, grammar_fd: int, answer_fd: int, max_bytes: int, search_path: str) -> None:
-    """Compile the grammar, and write the library's error message if it refuses."""
+def main(host_pid: int, max_bytes: int, search_path: str) -> None:
+    """Compile the grammar on stdin, and write the library's error message to stdout if it refuses."""
     threading.Thread(target=_guard, args=(host_pid,), daemon=True).start()
     sys.path[:] = search_path.split(os.pathsep)
     import msgpack
@@ -23,19 +23,16 @@ def main(host_pid: int, vocabulary_fd: int, grammar_fd: int, answer_fd: int, max
     from aengine.engine.structured.llguidance.trial import DONE, READY
     from aengine.engine.structured.vocabulary import Vocabulary
 
-    with open(f"/proc/self/fd/{vocabulary_fd}", "rb") as file:  # anew: others read the same file
-        unpacker = msgpack.Unpacker(file, max_buffer_size=0)
-        header = unpacker.unpack()
-        vocabulary = Vocabulary(
-            vocab_size=header["vocab_size"],
-            token_bytes=tuple(unpacker),
-            eos_ids=tuple(header["eos_ids"]),
-            special_ids=frozenset(header["special_ids"]),
-        )
-    with open(f"/proc/self/fd/{grammar_fd}", "rb") as file:
-        grammar = file.read().decode()
+    unpacker = msgpack.Unpacker(sys.stdin.buffer, max_buffer_size=0)
+    grammar, header = unpacker.unpack(), unpacker.unpack()
+    vocabulary = Vocabulary(
+        vocab_size=header["vocab_size"],
+        token_bytes=tuple(unpacker),
+        eos_ids=tuple(header["eos_ids"]),
+        special_ids=frozenset(header["special_ids"]),
+    )
     backend = LLGuidanceBackend(vocabulary, fill_threads=1)
-    os.write(answer_fd, READY)
+    os.write(1, READY)
     _limit_memory(max_bytes)
 
     def compile_and_tell() -> None:
@@ -46,7 +43,7 @@ def main(host_pid: int, vocabulary_fd: int, grammar_fd: int, answer_fd: int, max
             raise
         except BaseException as error:  # ValueError, and pyo3's PanicException, which is no Exception
             message = str(error)
-        os.write(answer_fd, DONE + message.encode(errors="replace")[:60_000])  # at once: less than a pipe holds
+        os.write(1, DONE + message.encode(errors="replace")[:60_000])  # at once: less than a pipe holds
 
     threading.stack_size(_STACK_BYTES)
     thread = threading.Thread(target=compile_and_tell)
@@ -71,5 +68,4 @@ def _limit_memory(max_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    _pid, _words, _text, _answer, _bytes = map(int, sys.argv[1:6])
-    main(_pid, _words, _text, _answer, _bytes, sys.argv[6])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,8 +1,8 @@
 """Trials: grammars that may take llguidance long are compiled in a process first, which is killed when they do.
 
     host, a pool thread                                  child: child.py, run by path
-    Trials.run ── the vocabulary and the grammar, ─────> reads both, builds the library's tables
-        │         each in a file without a name          │
+    Trials.run ── the grammar and the vocabulary, ─────> reads both, builds the library's tables
+        │         in a file without a name: its stdin    │
         │ <────── READY ─────────────────────────────────┤
         │ <────── DONE and what the library says, or ────┘ compiles
         └─ kill   the end of the pipe
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgpack
@@ -49,7 +50,6 @@ class Trials:
         """``seconds``: that a compile may take, counted from when its process is ready."""
         self.seconds = seconds
         self._vocabulary = vocabulary
-        self._file: int | None = None
         self._lock = threading.Lock()
         self._running: set[subprocess.Popen[bytes]] = set()
         self._closed = False
@@ -59,22 +59,21 @@ class Trials:
 
         ``on_wait``: told True when it begins to wait for the process to start, and False when it waits no more.
         """
-        source, target = os.pipe()
+        if self._closed:
+            raise TrialError("it may take long, and the engine is closed")
         try:
-            process = self._start(grammar, target)
+            process = self._start(grammar)
         except OSError as error:
-            os.close(source)
             raise TrialError(f"it may take long, and the process to try that in does not start ({error})") from error
-        finally:
-            os.close(target)
-        try:
-            return self._result(process, source, on_wait)
-        finally:
-            with self._lock:
-                self._running.discard(process)
-            process.kill()
-            process.wait()
-            os.close(source)
+        assert process.stdout is not None
+        with process.stdout as answer:
+            try:
+                return self._result(process, answer.fileno(), on_wait)
+            finally:
+                with self._lock:
+                    self._running.discard(process)
+                process.kill()
+                process.wait()
 
     def close(self) -> None:
         """Kill what runs; from any thread. Further trials fail."""
@@ -82,42 +81,21 @@ class Trials:
             self._closed = True
             for process in self._running:
                 process.kill()
-            if self._file is not None:
-                os.close(self._file)
-                self._file = None
 
-    def __del__(self) -> None:
-        self.close()
-
-    def _start(self, grammar: str, target: int) -> subprocess.Popen[bytes]:
+    def _start(self, grammar: str) -> subprocess.Popen[bytes]:
         """Raises OSError."""
-        text = os.memfd_create("grammar")
-        try:
-            _write(text, grammar.encode())
-            words = self._vocabulary_file()
-            search_path = [str(PACKAGE_FOLDER.parent), *(folder for folder in sys.path if os.path.isabs(folder))]
-            command = [_interpreter(), "-P", str(Path(__file__).with_name("child.py")), str(os.getpid())]
-            command += [*map(str, (words, text, target, MAX_BYTES)), os.pathsep.join(search_path)]
-            none = subprocess.DEVNULL
-            process = subprocess.Popen(command, stdin=none, stdout=none, stderr=none, pass_fds=(words, text, target))
-        finally:
-            os.close(text)
+        search_path = [str(PACKAGE_FOLDER.parent), *(folder for folder in sys.path if os.path.isabs(folder))]
+        command = [_interpreter(), "-P", str(Path(__file__).with_name("child.py")), str(os.getpid()), str(MAX_BYTES)]
+        command.append(os.pathsep.join(search_path))
+        with open(os.memfd_create("trial"), "w+b") as file:
+            file.writelines(_packed(grammar, self._vocabulary))
+            file.seek(0)
+            process = subprocess.Popen(command, stdin=file, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         with self._lock:
             self._running.add(process)
             if self._closed:
                 process.kill()
         return process
-
-    def _vocabulary_file(self) -> int:
-        """Return the vocabulary's file, written at the first trial. Raises OSError."""
-        with self._lock:
-            if self._closed:
-                raise OSError("the engine is closed")
-            if self._file is None:
-                self._file = os.memfd_create("vocabulary")
-                for piece in _packed(self._vocabulary):
-                    _write(self._file, piece)
-            return self._file
 
     def _result(self, process: subprocess.Popen[bytes], source: int, on_wait: OnWait | None) -> str:
         if on_wait is not None:
@@ -141,16 +119,14 @@ class Trials:
         return answer[1:].decode(errors="replace")
 
 
-def _packed(vocabulary: Vocabulary) -> list[bytes]:
-    """Return the vocabulary in pieces, as packing all of it at once would hold the GIL for 10 ms."""
+def _packed(grammar: str, vocabulary: Vocabulary) -> Iterator[bytes]:
+    """Yield both in pieces, as packing all tokens at once would hold the GIL for 10 ms."""
     texts, special_ids = vocabulary.token_bytes, list(vocabulary.special_ids)
     header = {"vocab_size": vocabulary.vocab_size, "eos_ids": vocabulary.eos_ids, "special_ids": special_ids}
-    return [msgpack.packb(header), *(msgpack.packb(texts[i]) for i in in_turns(range(len(texts))))]
-
-
-def _write(file: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(file, data) :]
+    yield msgpack.packb(grammar)
+    yield msgpack.packb(header)
+    for i in in_turns(range(len(texts))):
+        yield msgpack.packb(texts[i])
 
 
 def _read(source: int, size: int, seconds: float) -> bytes | None:
