@@ -34,9 +34,10 @@ from .preparation import Preparation
 from .replicas.replicas import Replicas
 from .sampling_extras import extras_of
 from .scheduler.request import CacheKey, PromptTokens, Request, RequestStatus
-from .streams.token_stream import Buffer, Mailbox, error_for_waiter
+from .streams.token_stream import Buffer, Mailbox
 from .structured.bitmasks import RequestGrammar
 from .structured.output_type import AskedType
+from .threads.futures import error_for_waiter
 from .threads.pools import ThreadPool
 from .tokenizer.prompt import Prompt, PromptPart, TokensPart, part_of
 from .tokenizer.tokenizer import Tokenizer

@@ -19,7 +19,7 @@ from ..telemetry.metrics import Counters, WorkerRestart
 from .executor import Executor
 from .recovery import RestartBudget
 from .step_loop import StepLoop
-from .streams.token_stream import error_for_waiter
+from .threads.futures import error_for_waiter
 
 __all__ = ["NUM_RESTARTS_TOLD", "Restart", "WorkerControl", "check_arguments"]
 

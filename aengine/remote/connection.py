@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..chat import ChatCompletion
-from ..engine.streams.token_stream import error_for_waiter
+from ..engine.threads.futures import error_for_waiter
 from ..engine.threads.pools import run_in_thread
 from ..errors import AEngineError, EngineClosedError
 from ..outputs import Completion

@@ -18,7 +18,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...errors import AEngineError, InvalidRequestError
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from ..structured.output_type import OutputType
     from ..tokenizer.detokenizer import Detokenizer
 
-__all__ = ["Buffer", "ChoiceOutput", "Mailbox", "TokenStream", "end_call", "error_for_waiter"]
+__all__ = ["Buffer", "ChoiceOutput", "Mailbox", "TokenStream", "end_call"]
 
 
 class Buffer(Protocol):
@@ -463,9 +462,7 @@ class TokenStream:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     def __del__(self) -> None:
@@ -484,12 +481,3 @@ def end_call(mailbox: Mailbox, abort: Callable[[str], object], request_id: str) 
     now."""
     if mailbox.num_open:
         abort(request_id)
-
-
-def error_for_waiter(error: AEngineError) -> AEngineError:
-    """Copy an error, for each of several waiters: otherwise each `raise` would lengthen the traceback of all."""
-    clone = error.__class__.__new__(error.__class__, *error.args)
-    clone.args = error.args
-    clone.__dict__.update(error.__dict__)
-    clone.__cause__ = error.__cause__ or error
-    return clone

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from ...errors import EngineClosedError, GrammarError
+from ..threads.futures import error_for_waiter
 from .backend import Backend
 from .vocabulary import Vocabulary
 
@@ -85,7 +86,7 @@ class Backends:
                     self._built[name] = error
             found = self._built[name]
         if isinstance(found, GrammarError):
-            raise GrammarError(str(found), kind=found.kind, path=found.path, tool=found.tool)
+            raise error_for_waiter(found)
         return found
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ...errors import AEngineError, EngineClosedError, EngineOverloadedError, GrammarError, InternalError
-from ..threads.futures import settle
+from ..threads.futures import error_for_waiter, settle
 from ..threads.pools import Job, ThreadPool, end_pools, tell
 from .backend import Backend, Compiled
 from .backends import Backends, Load, load_backend
@@ -156,7 +156,7 @@ class GrammarCompiler:
             return
         error, until = known
         if now < until:
-            raise _copy_of(error)
+            raise error_for_waiter(error)
         del self._failures[spec]
 
     def _enqueue(self, spec: GrammarSpec, loop: asyncio.AbstractEventLoop, backends: Backends) -> _Work:
@@ -310,18 +310,9 @@ def _settle_all(work: _Work, result: Compiled | BaseException) -> None:
     waiters, work.waiters = work.waiters, []
     for waiter in waiters:
         if isinstance(result, BaseException):
-            settle(waiter, None, _copy_of(result) if isinstance(result, AEngineError) else result)
+            settle(waiter, None, error_for_waiter(result) if isinstance(result, AEngineError) else result)
         else:
             settle(waiter, result)
-
-
-def _copy_of(error: AEngineError) -> AEngineError:
-    """Return a fresh error for each waiter: a traceback grows each time an exception is raised."""
-    if isinstance(error, GrammarError):
-        return GrammarError(str(error), kind=error.kind, path=error.path, tool=error.tool)
-    if isinstance(error, EngineOverloadedError):
-        return EngineOverloadedError(str(error), retry_after=error.retry_after)
-    return type(error)(str(error))
 
 
 def _stop(pool: ThreadPool, slow_pool: ThreadPool, backends: Backends) -> None:

@@ -1,12 +1,13 @@
-"""Futures of a loop: settled once, perhaps by a timer."""
+"""Futures of a loop: settled once, perhaps by a timer; and the error that several of them get."""
 
 from __future__ import annotations
 
 import asyncio
 
+from ...errors import AEngineError
 from ...ipc.thread_calls import settle
 
-__all__ = ["settle", "wait_at_most"]
+__all__ = ["error_for_waiter", "settle", "wait_at_most"]
 
 
 async def wait_at_most(seconds: float, waiter: asyncio.Future[None]) -> None:
@@ -16,3 +17,12 @@ async def wait_at_most(seconds: float, waiter: asyncio.Future[None]) -> None:
         await waiter
     finally:
         timer.cancel()
+
+
+def error_for_waiter(error: AEngineError) -> AEngineError:
+    """Copy an error, for each of several waiters: otherwise each `raise` would lengthen the traceback of all."""
+    clone = error.__class__.__new__(error.__class__, *error.args)
+    clone.args = error.args
+    clone.__dict__.update(error.__dict__)
+    clone.__cause__ = error.__cause__ or error
+    return clone
