@@ -127,7 +127,7 @@ class _Joined:
 
     def __post_init__(self) -> None:
         found = hashlib.blake2b(type(self).__name__.encode(), digest_size=16)
-        names: tuple[str, ...] = self.__match_args__  # of a dataclass: what it was made of
+        names: tuple[str, ...] = self.__match_args__  # a dataclass keeps what it was made of there
         values = [getattr(self, name) for name in names]
         for member in values[0] if isinstance(values[0], tuple) else values:
             written = member.digest if isinstance(member, _Joined) else repr(member).encode()
