@@ -51,8 +51,9 @@ def _debug_loop() -> asyncio.AbstractEventLoop:
 LOOPS = {"asyncio-debug": _debug_loop, "uvloop": uvloop.new_event_loop}
 
 
-SLOW = {"adversity", "e2e", "gpu", "stress", "workers"}
-"""Folders that `make test-fast` leaves out: their tests start processes or load the real model."""
+SLOW = {"adversity", "e2e", "gpu", "integrations", "kernels", "models", "parallel", "runner", "stress", "workers"}
+"""Folders that `make test-fast` leaves out: their tests start processes, compute models, or import torch or a
+framework."""
 WITH_FAKES = {"api", "remote", "server", "telemetry"}
 """Folders whose tests read streams of engines without a model, in seconds: one that stands still is found sooner."""
 WITH_IO = {"adversity", "ipc", "remote", "stress", "threads", "workers"}
@@ -76,6 +77,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
         supervisor.subprocess = forks = Forks()
         config.add_cleanup(forks.close)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`make test-fast` does not even import the slow folders."""
+    is_slow = collection_path.parent == Path(__file__).parent and collection_path.name in SLOW
+    return True if is_slow and "not slow" in config.option.markexpr else None
 
 
 ON_BOTH_LOOPS = {

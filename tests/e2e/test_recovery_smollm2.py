@@ -38,8 +38,8 @@ async def texts(engine: AsyncLLM) -> list[Any]:
     return [(c.text, c.token_ids, [other.token_ids for other in c.choices]) for c in completions]
 
 
-async def test_the_same_texts_after_each_way_of_dying() -> None:
-    async with AsyncLLM("smollm2-135m", **CONFIG) as engine:
+async def test_the_same_texts_after_each_way_of_dying(smollm2: str) -> None:
+    async with AsyncLLM(smollm2, **CONFIG) as engine:
         expected = await texts(engine)
         for num_restarts, how in enumerate((signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP), 1):
             worker, before = worker_of(engine), engine.statistics().generated_tokens

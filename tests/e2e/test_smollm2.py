@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from conftest_api import core_of, settled
+from short_model import kv_memory
 
 from aengine import AsyncLLM, Completion, SamplingParams
 
@@ -31,17 +32,29 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def exact() -> AsyncIterator[AsyncLLM]:
-    """One engine for the tests that need no other settings; each test's prompts may be in its prefix cache."""
+async def real() -> AsyncIterator[AsyncLLM]:
+    """For what only the real model can say."""
     async with AsyncLLM("smollm2-135m", **EXACT) as engine:
         yield engine
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pressed() -> AsyncIterator[AsyncLLM]:
+async def exact(smollm2: str) -> AsyncIterator[AsyncLLM]:
+    """One engine for the tests that need no other settings; each test's prompts may be in its prefix cache."""
+    async with AsyncLLM(smollm2, **EXACT) as engine:
+        yield engine
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pressed(smollm2: str) -> AsyncIterator[AsyncLLM]:
     """Prompts in chunks, and memory for 112 tokens: requests that are admitted soon outgrow it, in blocks of four."""
-    small = {"kv_cache_memory_bytes": 5 * 2**20, "max_model_len": 96, "block_size": 4, "max_num_batched_tokens": 32}
-    async with AsyncLLM("smollm2-135m", **(EXACT | small)) as engine:
+    small = {
+        "kv_cache_memory_bytes": kv_memory(smollm2, 5 * 2**20),
+        "max_model_len": 96,
+        "block_size": 4,
+        "max_num_batched_tokens": 32,
+    }
+    async with AsyncLLM(smollm2, **(EXACT | small)) as engine:
         yield engine
 
 
@@ -55,19 +68,19 @@ async def all_at_once(engine: AsyncLLM, params: SamplingParams = GREEDY) -> list
     return list(await asyncio.gather(*(engine.generate(ids, params) for ids in prompts_of(engine))))
 
 
-async def test_words_and_tokens_that_are_not_wanted(exact: AsyncLLM) -> None:
+async def test_words_and_tokens_that_are_not_wanted(real: AsyncLLM) -> None:
     """By the engine's own call and by OpenAI's client; the log-probabilities are the model's all the same."""
     prompt = "The capital of France is"
-    plain = await exact.generate(prompt, GREEDY.replace(logprobs=1))
+    plain = await real.generate(prompt, GREEDY.replace(logprobs=1))
     assert " Paris" in plain.text
-    without = await exact.generate(prompt, GREEDY.replace(bad_words=["Paris", "the largest"], logprobs=1))
+    without = await real.generate(prompt, GREEDY.replace(bad_words=["Paris", "the largest"], logprobs=1))
     assert "Paris" not in without.text and "the largest" not in without.text
     likeliest = [max(one.logprobs[0], key=lambda entry: entry.logprob) for one in (plain, without) if one.logprobs]
     assert likeliest[0].token_id == likeliest[1].token_id
-    yes_no = [exact.tokenizer.encode(word)[0] for word in (" yes", " no")]
-    chosen = await exact.generate(prompt, GREEDY.replace(allowed_token_ids=yes_no, max_tokens=5))
+    yes_no = [real.tokenizer.encode(word)[0] for word in (" yes", " no")]
+    chosen = await real.generate(prompt, GREEDY.replace(allowed_token_ids=yes_no, max_tokens=5))
     assert set(chosen.token_ids) <= set(yes_no) and chosen.finish_reason == "length"
-    client = exact.openai_client()
+    client = real.openai_client()
     body = {"allowed_token_ids": yes_no, "bad_words": [" yes"]}
     answer = await client.completions.create(
         model="smollm2-135m", prompt=prompt, max_tokens=3, temperature=0, extra_body=body
@@ -130,15 +143,15 @@ async def test_a_seed_gives_the_same_tokens_in_any_company(exact: AsyncLLM, pres
     await settled(pressed)
 
 
-async def test_real_text(exact: AsyncLLM) -> None:
+async def test_real_text(real: AsyncLLM) -> None:
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    stream = exact.stream(question, GREEDY.replace(max_tokens=40))
+    stream = real.stream(question, GREEDY.replace(max_tokens=40))
     text = "".join([token.text async for token in stream])
     assert "Paris" in text
     assert stream.completion.finish_reason == "stop"
-    stopped = await exact.generate("1 2 3 4 5 6 7", SamplingParams(max_tokens=12, temperature=0, stop=" 1 0"))
+    stopped = await real.generate("1 2 3 4 5 6 7", SamplingParams(max_tokens=12, temperature=0, stop=" 1 0"))
     assert " 1 0" not in stopped.text
-    await settled(exact)
+    await settled(real)
 
 
 async def test_tokens_arrive_one_by_one(exact: AsyncLLM) -> None:

@@ -29,14 +29,14 @@ async def has_tokens(engine: AsyncLLM, number: int) -> None:
         await asyncio.sleep(0.005)
 
 
-async def test_stopping() -> None:
+async def test_stopping(smollm2: str) -> None:
     settings: dict[str, Any] = {
         "max_model_len": 1024,
         "kv_cache_memory_bytes": 128 * 2**20,
         "dtype": "float32",
         "preload_grammars": False,
     }
-    engine = await AsyncLLM("smollm2-135m", **settings).start()
+    engine = await AsyncLLM(smollm2, **settings).start()
     expected = [(await task).token_ids for task in begin(engine, GREEDY)]
 
     tasks = begin(engine, GREEDY)

@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 from conftest_api import settled
 from pydantic import BaseModel, Field, TypeAdapter
+from short_model import kv_memory
 
 from aengine import AsyncLLM, SamplingParams, StructuredOutput
 from aengine.engine.grammar_gate import Forcing
@@ -59,8 +60,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine() -> AsyncIterator[AsyncLLM]:
-    async with AsyncLLM("smollm2-135m", **CONFIG) as engine:
+async def engine(smollm2: str) -> AsyncIterator[AsyncLLM]:
+    async with AsyncLLM(smollm2, **CONFIG) as engine:
         yield engine
 
 
@@ -85,13 +86,18 @@ async def test_every_answer_that_ends_is_of_its_type(engine: AsyncLLM) -> None:
     assert ended >= len(asked) // 2, f"{ended} of {len(asked)} ended"
 
 
-async def test_the_same_alone_and_beside_others_preempted_and_chunked(engine: AsyncLLM) -> None:
+async def test_the_same_alone_and_beside_others_preempted_and_chunked(engine: AsyncLLM, smollm2: str) -> None:
     schema = TypeAdapter(Person).json_schema()
     shaped = SamplingParams(max_tokens=24, temperature=0.9, structured_output=StructuredOutput(json_schema=schema))
     prompts = [f"{'word ' * (12 * i)}A person as JSON:" for i in range(4)]
     alone = [await engine.generate(p, shaped.replace(seed=i)) for i, p in enumerate(prompts)]
-    tight = {**CONFIG, "kv_cache_memory_bytes": 5 * 2**20, "max_num_batched_tokens": 32, "max_model_len": 96}
-    async with AsyncLLM("smollm2-135m", **tight, block_size=4) as small:
+    tight = {
+        **CONFIG,
+        "kv_cache_memory_bytes": kv_memory(smollm2, 5 * 2**20),
+        "max_num_batched_tokens": 32,
+        "max_model_len": 96,
+    }
+    async with AsyncLLM(smollm2, **tight, block_size=4) as small:
         plain = SamplingParams(max_tokens=30, ignore_eos=True, seed=5)
         together = await asyncio.gather(
             *(small.generate(p, shaped.replace(seed=i)) for i, p in enumerate(prompts)),
@@ -103,7 +109,7 @@ async def test_the_same_alone_and_beside_others_preempted_and_chunked(engine: As
     assert preempted > 0, "there was memory enough"
 
 
-async def test_forced_tokens_change_nothing(engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_forced_tokens_change_nothing(engine: AsyncLLM, smollm2: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same texts whether they are computed together or sampled one by one, and in fewer steps."""
     schema = TypeAdapter(Person).json_schema()
     shape = StructuredOutput(json_schema=schema)
@@ -119,7 +125,7 @@ async def test_forced_tokens_change_nothing(engine: AsyncLLM, monkeypatch: pytes
 
     texts, steps = await texts_and_steps(engine)
     monkeypatch.setattr(replica, "ALWAYS", Forcing(-1, 0.0))
-    async with AsyncLLM("smollm2-135m", **CONFIG) as plain:
+    async with AsyncLLM(smollm2, **CONFIG) as plain:
         plain_texts, plain_steps = await texts_and_steps(plain)
     assert texts == plain_texts
     assert steps < plain_steps

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from driver import Driver, check_near, load, source_of
+from test_scenarios import KEPT, MODELS
 from tiny import VOCAB_SIZE, load_reference
 from torch import Tensor
 
@@ -82,6 +83,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"decoder_sparse_step": 2, "tie_word_embeddings": True, "sliding_window": 9, "use_sliding_window": True},
     ),
     "qwen3-window": ("qwen3", {"sliding_window": 9, "use_sliding_window": True, "layer_types": LAYER_TYPES}),
+    **{f"{name}-of-scenarios": MODELS[name] for name in MODELS if name not in KEPT},
 }
 
 TinyModel = Callable[..., Path]

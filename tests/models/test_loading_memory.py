@@ -206,6 +206,7 @@ QWEN3_30B_A3B = {
 }
 
 
+@pytest.mark.extended  # eight seconds for the size alone; `test_safetensors` counts the same by the byte
 def test_qwen3_30b_a3b_fits_80_gb(monkeypatch: pytest.MonkeyPatch) -> None:
     """With blocks as torch's allocator cuts them: its weights are 57 GiB."""
     source = ModelSource("dummy", "/nowhere", "dummy", QWEN3_30B_A3B)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from driver import Driver, load, source_of
+from pairs import some
 from scenarios import Engine, Reference, check_scenarios, reference_of, settings_of_torch_kept
 from tiny import VOCAB_SIZE, load_reference
 from torch import Tensor
@@ -33,6 +35,7 @@ PHI4: dict[str, Any] = {
     "rope_parameters": LONGROPE,
     "partial_rotary_factor": 0.75,
 }
+OVERRIDES: list[dict[str, Any]] = [{}, {"sliding_window": 9, "tie_word_embeddings": True}]
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +54,15 @@ def by_length(model: Any) -> Reference:
     return alone
 
 
-@pytest.mark.parametrize("model_impl", ["native", "transformers"])
-@pytest.mark.parametrize("overrides", [{}, {"sliding_window": 9, "tie_word_embeddings": True}], ids=["full", "window"])
+@pytest.mark.parametrize(
+    ("overrides", "model_impl"),
+    some(
+        itertools.product(OVERRIDES, ["native", "transformers"]),
+        (OVERRIDES[0], "transformers"),
+        (OVERRIDES[1], "native"),
+    ),
+    ids=["full-native", "full-transformers", "window-native", "window-transformers"],
+)
 def test_every_scenario(overrides: dict[str, Any], model_impl: str, tiny_model: TinyModel) -> None:
     """Prompts of up to 60 tokens and completions of 12: below the border of 32, beyond it, and across it."""
     folder = tiny_model("phi3", seed=7, **PHI4, **overrides)
