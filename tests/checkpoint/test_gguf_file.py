@@ -244,6 +244,20 @@ def test_crafted_damage(tmp_path: Path, data: bytes, problem: str) -> None:
     assert "crafted.gguf" in str(caught.value)
 
 
+def test_names_have_256_bytes_at_most_as_errors_show_them_whole(tmp_path: Path) -> None:
+    path = tmp_path / "named.gguf"
+    for make in (
+        lambda name: header(pairs=1) + string(name) + struct.pack("<I", 0) + b"\1" + bytes(40),
+        lambda name: header(tensors=1) + tensor(name) + bytes(99),
+    ):
+        path.write_bytes(make(b"n" * 256))
+        read_everything(path)
+        path.write_bytes(make(b"n" * 257))
+        with pytest.raises(ModelLoadError, match="has 257 bytes: 256 at most") as caught:
+            read_everything(path)
+        assert "nnn" not in str(caught.value)
+
+
 def test_unreadable(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="No such file"):
         GgufFile(tmp_path / "missing.gguf")
