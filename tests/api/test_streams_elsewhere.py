@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from aengine.engine.streams import cross_thread_stream
 from aengine.engine.streams.cross_thread_stream import BlockingStream, CrossThreadStream, run_now
 from aengine.engine.streams.token_stream import Mailbox, TokenStream
 from aengine.errors import EngineError, InvalidRequestError
@@ -188,10 +189,21 @@ async def test_a_coroutine_that_must_not_suspend_and_does_is_closed() -> None:
     assert ended == [True]
 
 
-def test_a_stream_that_was_never_made_is_dropped_without_a_word() -> None:
+async def test_a_stream_that_was_never_made_is_dropped_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its constructor may be interrupted anywhere; an error in `__del__` is a warning, and so one here."""
+    thread: Any = Turns()
     for kind in (TokenStream, CrossThreadStream, BlockingStream):
-        kind.__new__(kind)  # as where its constructor was interrupted; an error in `__del__` is a warning
+        kind.__new__(kind)
+    for name in ("CrossThreadBuffer", "Mailbox"):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(cross_thread_stream, name, interrupt)
+            CrossThreadStream(thread, None, "r")
     gc.collect()
+    thread.turn()
+
+
+def interrupt(*args: Any, **options: Any) -> None:
+    raise KeyboardInterrupt
 
 
 async def test_two_threads_can_not_wait_for_one_stream() -> None:
