@@ -456,7 +456,7 @@ BUDGETS = {
     "kernels": 8575,
     "limits": 400,
     "remote": 1640,
-    "runner": 18040,
+    "runner": 17958,
     "server": 5990,
     "telemetry": 1110,
     "testing": 800,

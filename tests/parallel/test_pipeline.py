@@ -24,7 +24,6 @@ from aengine.checkpoint.source import ModelSource
 from aengine.config import EngineConfig
 from aengine.engine.scheduler.request import Request
 from aengine.engine.scheduler.scheduler import Scheduler
-from aengine.errors import ModelLoadError
 from aengine.outputs import FinishReason
 from aengine.params import SamplingParams
 from aengine.runner.distributed.pipeline import IntermediateTensors, StepSizes
@@ -233,9 +232,3 @@ def test_layers_are_divided_evenly(size: int, num_layers: int) -> None:
     own = [PipelineStage(i, size).layers(num_layers) for i in range(size)]
     assert [layer for layers in own for layer in layers] == list(range(num_layers))
     assert max(map(len, own)) - min(map(len, own)) <= 1
-
-
-def test_more_stages_than_layers_are_refused(tiny_model: TinyModel) -> None:
-    source = source_of(tiny_model("llama"))
-    with pytest.raises(ModelLoadError, match="pipeline_parallel_size=9: the model has 3 layers"):
-        make_setup(source, PipelineStage(0, 9), None)

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...kernels.all_reduce import sum_of
+
 __all__ = ["GlooGroup"]
 
 _LOOPBACK = "127.0.0.1"
@@ -57,8 +59,4 @@ class GlooGroup:
 
     def _sum(self, partial: Tensor) -> Tensor:
         """Return the sum in float32."""
-        parts = self.gather(partial)
-        total = parts[0].float()
-        for part in parts[1:]:
-            total = total + part
-        return total
+        return sum_of(self.gather(partial).unbind())

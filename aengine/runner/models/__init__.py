@@ -86,8 +86,10 @@ def read_config(
     Raises ModelLoadError: neither has this ``model_type``; a key is missing, or its value not supported.
     """
     model_type = hf_config.get("model_type")
+    if not isinstance(model_type, str):
+        raise ModelLoadError(f"config.json: model_type={model_type!r:.80} must be a string")
     is_gguf = "gguf_architecture" in hf_config
-    is_known = str(model_type) in (GGUF_ARCHITECTURES if is_gguf else FAMILIES)
+    is_known = model_type in (GGUF_ARCHITECTURES if is_gguf else FAMILIES)
     if is_gguf and not is_known:
         raise ModelLoadError(f"GGUF files of the architecture {model_type!r:.80} are not read: {OTHER_ARCHITECTURE}")
     reason = "model_impl='transformers' was asked for"
@@ -98,8 +100,6 @@ def read_config(
             if model_impl == "native" or is_gguf:
                 raise
             reason = str(error)
-    if not isinstance(model_type, str):
-        raise ModelLoadError(f"config.json: model_type={model_type!r:.80} must be a string")
     from .transformers.config import read_transformers_config
     from .transformers.library import ModelFiles
 
@@ -120,11 +120,6 @@ def build_model(
     ``group``: the ranks among which its layers are divided; ``config`` is `ModelConfig.of_rank` for as many.
     ``experts_group``: those among which its experts are, if these are more.
     """
-    if stage.size > config.num_layers:
-        raise ModelLoadError(
-            f"pipeline_parallel_size={stage.size}: the model has {config.num_layers} layers, one a stage at least: use "
-            f"{config.num_layers} or less"
-        )
     if stage.size > 1 and config.implementation != "native":
         raise ModelLoadError(
             f"pipeline_parallel_size={stage.size}: {config.model_type!r} is computed by transformers' code, which "
@@ -148,9 +143,7 @@ def _transformers_model() -> type[CausalLM]:
     return TransformersModel
 
 
-def _family(model_type: object) -> type[CausalLM]:
-    if not isinstance(model_type, str):
-        raise ModelLoadError(f"config.json: model_type={model_type!r:.80} must be a string")
+def _family(model_type: str) -> type[CausalLM]:
     model_type = GGUF_ARCHITECTURES.get(model_type, model_type)
     if model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))

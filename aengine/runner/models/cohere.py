@@ -54,7 +54,7 @@ class CohereConfig(ModelConfig):
         )
 
 
-class HeadNorms:
+class HeadLayerNorms:
     """Layer norms of q and k, with weights for each head."""
 
     def __init__(self, scope: WeightScope, config: CohereConfig) -> None:
@@ -87,7 +87,7 @@ class Cohere(LayerNormDecoder[CohereConfig]):
 
     def make_layer(self, index: int, weights: WeightScope) -> ParallelLayer:
         scope = weights.at("self_attn")
-        qk_norm = HeadNorms(scope, self.config) if self.config.has_qk_norm else None
+        qk_norm = HeadLayerNorms(scope, self.config) if self.config.has_qk_norm else None
         attention = self.make_attention(index, scope, qk_norm=qk_norm)
         norm = self.make_layer_norm(weights.at("input_layernorm"))
         return ParallelLayer(norm, attention, self.make_mlp(weights.at("mlp")))
