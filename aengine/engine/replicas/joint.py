@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ...config import EngineConfig
@@ -106,7 +107,7 @@ class JointExecutor(ProcessExecutor):
     async def _start(self, load: dict[str, Any], on_progress: Callable[[StartupProgress], None]) -> None:
         await self.start(load, on_progress, self._tell_failure)
         for index, answers in enumerate(self._all_answers):
-            answers.on_answer = _bound(self.rounds.note_answer, index)
+            answers.on_answer = partial(self.rounds.note_answer, index)
         self.rounds.begin(self._publish_round)
 
     def _tell_failure(self) -> None:
@@ -239,7 +240,3 @@ class ReplicaExecutor:
     def terminate(self) -> None:
         """See `Executor`. All ranks end."""
         self._joint.terminate()
-
-
-def _bound(function: Callable[[int], None], index: int) -> Callable[[], None]:
-    return lambda: function(index)
