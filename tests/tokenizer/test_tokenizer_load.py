@@ -25,7 +25,7 @@ from aengine.config import EngineConfig
 from aengine.engine.core import EngineCore
 from aengine.engine.tokenizer import pooled_texts
 from aengine.engine.tokenizer.messages import checked_messages
-from aengine.engine.tokenizer.pooled_texts import EncodedText, encode_pairs, encode_texts
+from aengine.engine.tokenizer.pooled_texts import EncodedText, encode_texts
 from aengine.engine.tokenizer.tokenizer import Tokenizer
 from aengine.engine.tokenizer_view import TokenizerView
 from aengine.errors import ContextLengthError, InvalidRequestError, ModelLoadError
@@ -369,14 +369,13 @@ def test_nor_does_one_that_gets_a_vector() -> None:
     assert ids == [[3, 0, 1, 4]] * 2
     (cut,) = encode_texts(known, ["<s>a b a b"], 4, truncate=True)
     assert cut.token_ids == [3, 0, 4]  # its own was one of the four
-    plain, begun = encode_pairs(known, [("a", "b"), ("<s>a", "b")], 9, truncate=False)
+    plain, begun = encode_texts(known, [("a", "b"), ("<s>a", "b")], 9, truncate=False)
     assert plain == begun == EncodedText([3, 0, 4, 1, 4], 3)
 
 
-@pytest.mark.parametrize("encode", [encode_texts, encode_pairs])
-def test_texts_that_can_not_fit_are_not_encoded(encode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_pair", [False, True])
+def test_texts_that_can_not_fit_are_not_encoded(is_pair: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     known, seen = smollm2(), []
-    is_pair = encode is encode_pairs
 
     def cut(encoder: Any, given: Any, most: int) -> Any:
         seen.append(given)
@@ -385,6 +384,6 @@ def test_texts_that_can_not_fit_are_not_encoded(encode: Any, monkeypatch: pytest
     monkeypatch.setattr(pooled_texts, "_cut", cut)
     long: Any = ("a" * 200_000, "b" * 150_000) if is_pair else "a" * 200_000
     with pytest.raises(ContextLengthError, match="at least"):
-        encode(known, [long], 4, truncate=False)
-    encode(known, [long], 4, truncate=True)
+        encode_texts(known, [long], 4, truncate=False)
+    encode_texts(known, [long], 4, truncate=True)
     assert [len(text) for text in (seen[0] if is_pair else seen)] == [100_000] * (1 + is_pair)

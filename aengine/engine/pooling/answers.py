@@ -27,7 +27,7 @@ from ..core import EngineCore
 from ..streams.token_stream import Token
 from ..threads.pools import run_in_thread
 from ..threads.yield_gil import yield_gil
-from ..tokenizer.pooled_texts import YesNoPrompt, encode_pairs, encode_texts
+from ..tokenizer.pooled_texts import YesNoPrompt, encode_texts
 from ..tokenizer.tokenizer import Tokenizer
 from ..user_request import UserRequest
 from .requests import PoolingRequest, PoolingResult
@@ -210,7 +210,7 @@ def _encode_inputs(call: _Call, prompt: str, inputs: Sequence[Any]) -> list[Pool
 
 
 def _encode_pairs(call: _Call, pairs: Sequence[tuple[str, str]]) -> list[PooledText]:
-    encoded = encode_pairs(call.tokenizer(), pairs, call.most, truncate=call.truncate)
+    encoded = encode_texts(call.tokenizer(), pairs, call.most, truncate=call.truncate)
     return [PooledText(text.token_ids, text.num_first_tokens) for text in encoded]
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from .tokenizer import Tokenizer
 
-__all__ = ["EncodedText", "YesNoPrompt", "encode_pairs", "encode_texts"]
+__all__ = ["EncodedText", "YesNoPrompt", "encode_texts"]
 
 
 class EncodedText(NamedTuple):
@@ -24,27 +24,16 @@ class EncodedText(NamedTuple):
     num_first_tokens: int = 0  # tokens of a pair's first text, for models that tell the two apart; 0: there is one text
 
 
-def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], most: int, *, truncate: bool) -> list[EncodedText]:
-    """The tokens of each text, special ones included. Blocking, without the GIL.
+def encode_texts(
+    tokenizer: Tokenizer, inputs: Sequence[str | tuple[str, str]], most: int, *, truncate: bool
+) -> list[EncodedText]:
+    """Return the tokens of each text, special ones included, and of each pair, as the model was trained to tell them
+    apart; ``truncate``: of a pair that is too long the longer text is cut. Blocking, without the GIL.
 
     Raises:
         ContextLengthError: one has more than ``most`` tokens, and ``truncate`` is False.
         InvalidRequestError: one is not valid Unicode, or has no tokens.
     """
-    return _encode(tokenizer, texts, most, truncate)
-
-
-def encode_pairs(
-    tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], most: int, *, truncate: bool
-) -> list[EncodedText]:
-    """The tokens of each pair, as the model was trained to tell them apart. Errors as of `encode_texts`; of a pair that
-    is too long the longer text is cut."""
-    return _encode(tokenizer, pairs, most, truncate)
-
-
-def _encode(
-    tokenizer: Tokenizer, inputs: Sequence[str | tuple[str, str]], most: int, truncate: bool
-) -> list[EncodedText]:
     encoder = tokenizer.encoder
     inputs = [_bounded(given, most, truncate) for given in inputs]
     try:
