@@ -32,7 +32,7 @@ from typing import Any
 
 from ...errors import GrammarError
 from ..threads.yield_gil import yield_gil
-from .schema_walk import pointed_at, subschemas, walk
+from .schema_walk import is_pointer, pointed_at, subschemas, walk
 
 __all__ = ["close_objects"]
 
@@ -194,7 +194,7 @@ class _Closing:
     def _find(self, ref: str) -> Schema | None:
         if ref.startswith("#") and ref[1:] in self._anchors:
             return self._anchors[ref[1:]]
-        found = pointed_at(self._root, ref) if ref in ("", "#") or ref.startswith("#/") else None
+        found = pointed_at(self._root, ref) if not ref or is_pointer(ref) else None
         return found[1] if found is not None and isinstance(found[1], dict) else None
 
     def _end(self, part: Schema) -> Schema:

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 from ..threads.yield_gil import yield_gil
 
-__all__ = ["Path", "json_path", "pointed_at", "relocated", "subschemas", "walk"]
+__all__ = ["Path", "is_pointer", "json_path", "pointed_at", "relocated", "subschemas", "walk"]
 
 Path = tuple[str | int, ...]
 
@@ -82,6 +82,11 @@ def walk(root: object, at: Path = ()) -> Iterator[tuple[Path, Any]]:
         if num_walked % _YIELD_EVERY == 0:
             yield_gil()
         stack.extend(reversed([(path + keys, member) for keys, member in subschemas(schema)]))
+
+
+def is_pointer(ref: object) -> bool:
+    """Return whether a reference leads to a place of the schema itself by its path there."""
+    return isinstance(ref, str) and (ref == "#" or ref.startswith("#/"))
 
 
 def pointed_at(root: object, ref: str) -> tuple[Path, Any] | None:

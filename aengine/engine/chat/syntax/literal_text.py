@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-__all__ = ["literal_of"]
+__all__ = ["literal_of", "no_constant"]
 
 _BLANKS = re.compile(r"\s*")
 _WORD = re.compile(r"[^\s,:()\[\]{}]+")
@@ -57,7 +57,7 @@ class _Literal:
         if self.takes("{"):
             return dict(self.pair() for _ in self.items("}"))
         word = self.word()
-        return _WORDS[word] if word in _WORDS else json.loads(word, parse_constant=_no_constant)
+        return _WORDS[word] if word in _WORDS else json.loads(word, parse_constant=no_constant)
 
     def quote(self) -> str | None:
         """Skip the quote that a string begins with, if one comes next, and return it."""
@@ -117,5 +117,6 @@ def _character(escape: re.Match[str]) -> str:
     return letter if letter in _KNOWN else _LETTERS.get(letter, escape[0])
 
 
-def _no_constant(name: str) -> NoReturn:
+def no_constant(name: str) -> NoReturn:
+    """Refuse NaN and Infinity, as ``parse_constant`` of the json module."""
     raise ValueError(f"{name} is no JSON")

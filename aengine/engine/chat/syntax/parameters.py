@@ -13,10 +13,11 @@ import ast
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 from ...structured.parts import BLANKS, Choice, Json, Part, Regex, Repeat, seq
 from .arguments import ArgumentReader, ArgumentSyntax, PiecewiseReader, Progress, ToolSchema, closed_schema
+from .literal_text import no_constant
 from .markers import NO_MARKERS, Markers
 from .scan import TOKENS, begins_with, held_back
 from .schemas import Root, Value, text_patterns, type_of, values_of
@@ -91,10 +92,6 @@ def _written(value: Any) -> list[str]:
         return [value]
     text = json.dumps(value, ensure_ascii=False)
     return [text, *(name for name, known in _PYTHON.items() if known == text)]
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
 
 
 class _Reader(PiecewiseReader):
@@ -173,7 +170,7 @@ def _as_json(text: str, value: Value) -> str:
     body = text if may_be_text else text.strip()
     body = _PYTHON.get(body, body)
     try:
-        found = json.loads(body, parse_constant=_no_constant)
+        found = json.loads(body, parse_constant=no_constant)
         if type_of(found) in types - {"string"} or not may_be_text:
             return body
     except (ValueError, RecursionError):

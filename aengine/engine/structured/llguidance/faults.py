@@ -16,7 +16,7 @@ import llguidance
 
 from ....errors import GrammarError
 from ..backend import MatcherError, MatcherLimitError
-from ..schema_walk import Path, json_path, pointed_at, relocated, subschemas, walk
+from ..schema_walk import Path, is_pointer, json_path, pointed_at, relocated, subschemas, walk
 from ..spec import GrammarSpec
 from .json_schema import json_options, readable_text
 
@@ -150,7 +150,7 @@ def _parts(root: Any, path: Path) -> list[Path]:
     """Return the schemas that a part of ``root`` asserts: not those that are only defined in it, or negated."""
     part = _at(root, path)
     found = [path + keys for keys, member in subschemas(part) if keys[0] in _ASSERTED and isinstance(member, dict)]
-    target = pointed_at(root, part["$ref"]) if isinstance(part, dict) and _is_local(part.get("$ref")) else None
+    target = pointed_at(root, part["$ref"]) if isinstance(part, dict) and is_pointer(part.get("$ref")) else None
     return [target[0], *found] if target else found
 
 
@@ -159,10 +159,6 @@ def _is_same(said: str, found: str) -> bool:
     if "nsatisfiable" in found:
         return "nsatisfiable" in said
     return said.partition("\n")[0] == found.partition("\n")[0]
-
-
-def _is_local(ref: object) -> bool:
-    return isinstance(ref, str) and (ref == "#" or ref.startswith("#/"))
 
 
 def _reference(root: Any, message: str) -> str:

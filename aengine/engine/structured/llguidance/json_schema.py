@@ -23,7 +23,7 @@ from urllib.parse import unquote
 
 from ....errors import GrammarError
 from ..patterns import UntranslatablePattern, rust_pattern
-from ..schema_walk import Path, json_path, walk
+from ..schema_walk import Path, is_pointer, json_path, walk
 from .numbers import inexact_value, says_nothing, unusable_bound
 
 __all__ = ["json_options", "left_out_of", "make_readable", "needs_change", "readable_text"]
@@ -100,7 +100,7 @@ def make_readable(schema: Any, *, relax: bool) -> tuple[str, ...]:
         if relax:
             _leave_out_counts(path, part, left_out)
     refs = sorted(unquote(part["$ref"]) for _, part in walk(schema) if _refers(part)) if left_out else []
-    has_names = not all(map(_is_pointer, refs))  # they may lead to any definition
+    has_names = not all(map(is_pointer, refs))  # they may lead to any definition
     faults = [(json_path(path), fault) for path, fault in left_out if has_names or _is_used(path, refs)]
     if faults and not relax:
         at, fault = faults[0]
@@ -118,10 +118,6 @@ def _is_used(path: Path, refs: list[str]) -> bool:
             at = bisect_left(refs, pointer)
             return at < len(refs) and refs[at].startswith(pointer)
     return True
-
-
-def _is_pointer(ref: str) -> bool:
-    return ref == "#" or ref.startswith("#/")
 
 
 def _refers(part: Any) -> bool:
