@@ -450,7 +450,7 @@ BUDGETS = {
     "root": 2725,
     "checkpoint": 2210,
     "cli": 1550,
-    "engine": 24707,
+    "engine": 24688,
     "integrations": 2570,
     "ipc": 2225,
     "kernels": 8575,
