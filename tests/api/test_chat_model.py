@@ -42,7 +42,18 @@ async def test_deltas_of_another_process_make_the_same_messages() -> None:
     whole = answers.completion(mailbox.completion("r"))
     assert isinstance(whole, ChatCompletion) and [choice.text for choice in whole.choices] == ["ab", "c"]
     assert [choice.message for choice in whole.choices] == [first, second]
-    assert answers.completion(chat_completion(mailbox.completion("r"))).choices[0].message.content is None
+    said_whole = chat_completion(mailbox.completion("r"), whole.choices)
+    assert answers.completion(said_whole) == said_whole
+
+    class Told(Mailbox):
+        def completion(self, request_id: str) -> Any:
+            return said_whole
+
+    told = ReceivedAnswers(ended := Told(final_only=False, num_choices=2))
+    assert [message.content for message in told.messages] == [None, None], "it has not ended"
+    for choice in ended.choices:
+        choice.end(STOP)
+    assert list(told.messages) == [first, second], "what came by no delta is in the whole"
 
 
 class ScriptedParser:

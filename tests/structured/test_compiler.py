@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from grammar_helpers import vocabulary
+from grammar_helpers import tiny, vocabulary, wide
 
+from aengine import StructuredOutput
 from aengine.engine.structured.compiler import GrammarCompiler
+from aengine.engine.structured.service import GrammarService
 from aengine.engine.structured.spec import GrammarSpec
 from aengine.errors import EngineClosedError, EngineOverloadedError, GrammarError, InternalError
 
@@ -544,3 +546,70 @@ async def test_closed_while_one_is_handed_on() -> None:
         await closing
         assert isinstance(task.exception(), EngineClosedError)
         assert not backend.compiled
+
+
+# -- the compiler's owner: it is started once, however many ask, again after a failure, and closed at any moment
+
+
+LETTERS = StructuredOutput(regex="a+")
+
+
+def new_threads(before: set[threading.Thread]) -> set[str]:
+    """The names of those that have begun since."""
+    return {thread.name for thread in threading.enumerate() if thread not in before}
+
+
+async def test_it_starts_once_for_all_that_ask() -> None:
+    before = {*threading.enumerate()}
+    service = GrammarService(tiny(), 300)
+    assert not new_threads(before), "nobody has asked"
+    first, second = await asyncio.gather(service.prepare(LETTERS), service.prepare(LETTERS))
+    assert first is second is await service.prepare(GrammarSpec("regex", "a+"))
+    assert not any(name.startswith("aengine-grammar-plan") for name in new_threads(before)), "it is read at once"
+    assert (await service.prepare(StructuredOutput(json_object=True))).spec.kind == "json_schema"
+    large = {"type": "object", "properties": wide(10)}
+    assert "p9" in (await service.prepare(StructuredOutput(json_schema=large))).spec.text
+    assert any(name.startswith("aengine-grammar-plan") for name in new_threads(before)), "a dict is walked in a thread"
+    assert await service.run(len, "abc") == 3
+    with pytest.raises(GrammarError):
+        await service.prepare(StructuredOutput(regex="("))
+    await service.aclose()
+    await service.aclose()
+    for asked in (service.prepare(LETTERS), service.run(len, "abc")):
+        with pytest.raises(EngineClosedError):
+            await asked
+    assert not {name for name in new_threads(before) if name.startswith("aengine-grammar")}
+
+
+async def test_a_start_that_fails_is_told_to_all_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = GrammarService(tiny(), 300)
+    with monkeypatch.context() as patch:
+        patch.setattr(service.bitmasks, "begin", overload)
+        service.begin_warm_up()  # nobody waits for that, so its failure is nobody's
+        for result in await asyncio.gather(*(service.prepare(LETTERS) for _ in "ab"), return_exceptions=True):
+            assert isinstance(result, EngineOverloadedError)
+    assert (await service.prepare(LETTERS)).spec.text == "a+"
+    await service.aclose()
+
+
+def overload() -> None:
+    raise EngineOverloadedError("can't start new thread", retry_after=1.0)
+
+
+@pytest.mark.parametrize("is_closed_first", [False, True])
+@pytest.mark.parametrize("num_turns", [0, 1, 3])
+async def test_it_is_closed_while_it_starts(is_closed_first: bool, num_turns: int) -> None:
+    before = {*threading.enumerate()}
+    service = GrammarService(tiny(), 300)
+    service.begin_warm_up()
+    asked = asyncio.ensure_future(service.prepare(LETTERS))
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    if is_closed_first:
+        service.close()
+        with pytest.raises(EngineClosedError):
+            await asked
+    await service.aclose()
+    with pytest.raises((EngineClosedError, asyncio.CancelledError)):
+        await asked
+    assert not {name for name in new_threads(before) if name.startswith("aengine-grammar")}

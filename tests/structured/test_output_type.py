@@ -24,6 +24,7 @@ from pydantic import UUID4, AwareDatetime, BaseModel, ConfigDict, Field, HttpUrl
 from typing_extensions import TypedDict
 
 from aengine import InvalidRequestError, StructuredOutput
+from aengine.engine.structured import output_type
 from aengine.engine.structured.output_type import OutputType
 from aengine.engine.structured.pydantic_schema import KNOWN_FORMATS
 from aengine.engine.structured.spec import spec_of
@@ -352,3 +353,12 @@ def test_the_texts_of_times(wanted: Any, right: list[str], wrong: list[str]) -> 
     spec = spec_of(StructuredOutput(json_schema=OutputType.of(wanted).schema_text))
     for text in right + wrong:
         assert accepts(matcher_of(backend_of("tiny"), spec), tiny(), f'"{text}"') == (text in right), text
+
+
+def test_the_types_asked_for_last_are_kept() -> None:
+    kinds = [Literal[i] for i in range(1000, 1003 + output_type._MOST_KEPT)]  # type: ignore[valid-type]
+    for kind in kinds:
+        OutputType.of(kind)
+        OutputType.of(kinds[1])  # asked for again and again
+    kept = [kind for kind in kinds if OutputType.known(kind) is not None]
+    assert kept == [kinds[1], *kinds[len(kinds) + 1 - output_type._MOST_KEPT :]]

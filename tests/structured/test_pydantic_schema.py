@@ -59,6 +59,7 @@ def test_a_decimal_of_many_digits_is_no_error(places: int, digits: int) -> None:
     backend = LLGuidanceBackend(Vocabulary(129, letters, (128,), frozenset({128})))
     matcher = backend.compile(spec_of(StructuredOutput(json_schema=output.schema))).matcher()
     assert matcher.accept(list(b"17")) == 2 and matcher.is_accepting
+    assert output.schema.get("multipleOf") == ((1 if places == 0 else float(f"1e-{places}")) if places <= 10 else None)
 
 
 @pytest.mark.parametrize("key", [int, float, bool, uuid.UUID, datetime.date])
@@ -164,6 +165,7 @@ def test_bytes_of_no_length_or_a_great_one_are_any_text() -> None:
         (Annotated[bytes, Field(max_length=1000)], True),
     ):
         schema = OutputType.of(kind).schema
+        assert re.search(schema.get("pattern", ""), "")
         assert schema["type"] == "string" and ("pattern" in schema) is has_pattern
 
 
