@@ -51,9 +51,23 @@ def _debug_loop() -> asyncio.AbstractEventLoop:
 LOOPS = {"asyncio-debug": _debug_loop, "uvloop": uvloop.new_event_loop}
 
 
-SLOW = {"adversity", "e2e", "gpu", "integrations", "kernels", "models", "parallel", "runner", "stress", "workers"}
-"""Folders that `make test-fast` leaves out: their tests start processes, compute models, or import torch or a
-framework."""
+SLOW = {
+    *("adversity", "e2e", "gpu", "integrations", "kernels", "models", "parallel", "remote", "runner", "server"),
+    *("stress", "workers"),
+}
+"""Folders that `make test-fast` leaves out: their tests start processes or servers, compute models, or import torch or
+a framework."""
+SLOW_FILES = {
+    "test_channel_processes.py",
+    "test_doctor.py",
+    "test_embedded.py",
+    "test_hub.py",
+    "test_model_command.py",
+    "test_own_thread_life.py",
+    "test_text_bound.py",
+    "test_trial.py",
+}
+"""Files of other folders that it leaves out: their tests start processes, or take seconds each."""
 WITH_FAKES = {"api", "remote", "server", "telemetry"}
 """Folders whose tests read streams of engines without a model, in seconds: one that stands still is found sooner."""
 WITH_IO = {"adversity", "ipc", "remote", "stress", "threads", "workers"}
@@ -82,6 +96,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """`make test-fast` does not even import the slow folders."""
     is_slow = collection_path.parent == Path(__file__).parent and collection_path.name in SLOW
+    is_slow |= collection_path.name in SLOW_FILES
     return True if is_slow and "not slow" in config.option.markexpr else None
 
 
@@ -132,7 +147,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="python -O leaves out asserts"))
         if _is_on_the_other_loop(item):
             item.add_marker(pytest.mark.extended)
-        if SLOW.intersection(item.path.parts):
+        if SLOW.intersection(item.path.parts) or item.path.name in SLOW_FILES:
             item.add_marker(pytest.mark.slow)
         if WITH_FAKES.intersection(item.path.parts) and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(60))

@@ -7,6 +7,7 @@ kernels <- runner <- workers.worker -> ipc <- engine.scheduler <- engine <- asyn
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import subprocess
@@ -715,6 +716,7 @@ def test_what_programs_beside_the_package_import_is_there(folder: str) -> None:
     assert gone == []
 
 
+@functools.cache
 def _names_in(module: Path) -> set[str]:
     """The modules of a package, and what its file, or the module's, binds."""
     names = {path.stem for path in module.glob("*") if path.suffix == ".py" or path.is_dir()}

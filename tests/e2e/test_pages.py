@@ -8,23 +8,36 @@ from pathlib import Path
 
 import pytest
 from page_runner import blocks_of
+from pairs import some
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))  # behind all else: that folder has a conftest.py too
 from tiny import write_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if blocks_of(page)]
-WITH_THE_REAL_MODEL = {"README"}
 WITH_A_TINY_MODEL = {"gpu"}
 """About the worker. All other pages show the interface: they run over the real host and a scripted worker."""
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.extended  # three engines; the README's first program is that of examples/stream.py
+def test_the_readme_over_the_real_model(tmp_path: Path) -> None:
+    check(PAGES[0], tmp_path)
+
+
+@pytest.mark.parametrize(
+    "page",
+    some(PAGES, *(page for page in PAGES if page.stem != "integrations")),  # its imports alone take ten seconds
+    ids=lambda page: page.stem,
+)
 def test_page(page: Path, tmp_path: Path) -> None:
-    runner = Path(__file__).with_name("page_runner.py")
-    over = [] if page.stem in WITH_THE_REAL_MODEL else ["--scripted"]
+    over = ["--scripted"]
     if page.stem in WITH_A_TINY_MODEL:
         over = [str(write_tiny_model(tmp_path / "tiny", "llama"))]
+    check(page, tmp_path, *over)
+
+
+def check(page: Path, tmp_path: Path, *over: str) -> None:
+    runner = Path(__file__).with_name("page_runner.py")
     done = subprocess.run(
         [sys.executable, "-W", "error", str(runner), str(page), *over],
         cwd=tmp_path,

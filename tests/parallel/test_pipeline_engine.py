@@ -65,16 +65,20 @@ async def answers(model: Path, **settings: Any) -> list[Any]:
         return found
 
 
-async def test_any_request(model: Path) -> None:
-    expected = await answers(model)
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[Any]:
+    """The answers of one rank."""
+    return asyncio.run(answers(model))
+
+
+async def test_any_request(model: Path, expected: list[Any]) -> None:
     assert await answers(model, pipeline_parallel_size=2) == expected
     assert await answers(model, pipeline_parallel_size=3, max_in_flight_steps=1) == expected
     assert await answers(model, pipeline_parallel_size=2, tensor_parallel_size=2) == expected
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-async def test_a_stage_dies(model: Path, stage: int) -> None:
-    expected = await answers(model)
+async def test_a_stage_dies(model: Path, expected: list[Any], stage: int) -> None:
     async with AsyncLLM(model, pipeline_parallel_size=2, **SETTINGS) as engine:
         tasks = work(engine, 1)
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -83,8 +87,7 @@ async def test_a_stage_dies(model: Path, stage: int) -> None:
         await settled(engine)
 
 
-async def test_cancelled_requests_do_not_disturb_others(model: Path, rng: random.Random) -> None:
-    expected = await answers(model)
+async def test_cancelled_requests_do_not_disturb_others(model: Path, expected: list[Any], rng: random.Random) -> None:
     async with AsyncLLM(model, pipeline_parallel_size=2, **SETTINGS) as engine:
         await check_beside_cancelled(engine, work, essence, expected, rng)
 
@@ -120,10 +123,14 @@ async def test_steps_are_leased_ahead(model: Path, monkeypatch: pytest.MonkeyPat
         await settled(engine)
 
 
-async def test_what_can_not_be_divided(model: Path, tiny_model: TinyModel) -> None:
-    with pytest.raises(ModelLoadError, match="pipeline_parallel_size=6: the model has 5 layers"):
-        await AsyncLLM(model, pipeline_parallel_size=6, **SETTINGS).start()
+@pytest.mark.extended  # each rank imports transformers; test_bad_divisions.py has the same of other divisions
+async def test_what_transformers_computes_is_not_divided(model: Path) -> None:
     with pytest.raises(ModelLoadError, match="pipeline_parallel_size=2: .* is computed by transformers' code"):
         await AsyncLLM(model, pipeline_parallel_size=2, model_impl="transformers", **SETTINGS).start()
+
+
+async def test_what_can_not_be_divided(model: Path) -> None:
+    with pytest.raises(ModelLoadError, match="pipeline_parallel_size=6: the model has 5 layers"):
+        await AsyncLLM(model, pipeline_parallel_size=6, **SETTINGS).start()
     with pytest.raises(InvalidRequestError, match="pipeline_parallel_size=0"):
         AsyncLLM(model, pipeline_parallel_size=0, **SETTINGS)

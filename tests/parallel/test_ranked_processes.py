@@ -79,16 +79,20 @@ async def answers(model: Path, **settings: Any) -> Sequence[Any]:
         return found
 
 
-async def test_any_request(model: Path) -> None:
-    expected = await answers(model)
+@pytest.fixture(scope="module")
+def expected(model: Path) -> Sequence[Any]:
+    """The answers of one rank."""
+    return asyncio.run(answers(model))
+
+
+async def test_any_request(model: Path, expected: Sequence[Any]) -> None:
     assert await answers(model, tensor_parallel_size=2) == expected
     assert await answers(model, tensor_parallel_size=2, enable_expert_parallel=True) == expected
     assert await answers(model, tensor_parallel_size=4, max_in_flight_steps=1) == expected
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_a_rank_dies(model: Path, rank: int) -> None:
-    expected = await answers(model)
+async def test_a_rank_dies(model: Path, expected: Sequence[Any], rank: int) -> None:
     async with AsyncLLM(model, tensor_parallel_size=2, **SETTINGS) as engine:
         tasks = work(engine)
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -97,9 +101,8 @@ async def test_a_rank_dies(model: Path, rank: int) -> None:
         await settled(engine)
 
 
-async def test_memory_runs_out_on_one_rank(model: Path) -> None:
+async def test_memory_runs_out_on_one_rank(model: Path, expected: Sequence[Any]) -> None:
     """No rank waits for one that has left a step: all start again, and streams go on."""
-    expected = await answers(model)
     settings = {"tensor_parallel_size": 2, "worker_extension": "memory_runs_out:Extension"}
     async with AsyncLLM(model, **SETTINGS | settings) as engine:
         tasks = work(engine)

@@ -137,6 +137,7 @@ async def test_a_rank_that_dies_costs_no_token(cluster: Cluster, model: Path, ri
     assert not any(worker.is_running() for worker in workers)
 
 
+@pytest.mark.extended
 async def test_replicas_are_on_several_nodes(cluster: Cluster, model: Path, right: Any) -> None:
     settings = SETTINGS | {"num_threads": 2, "data_parallel_size": 2}
     async with AsyncLLM(model, executor="ray", ray_address=cluster.address, **settings) as engine:
@@ -177,6 +178,7 @@ async def started(executor: ProcessExecutor) -> dict[str, Any]:
     return await executor.start(load, lambda progress: None, lambda: None)
 
 
+@pytest.mark.extended
 async def test_room_that_others_have(cluster: Cluster) -> None:
     first = fake(cluster)
     await started(first)
@@ -224,6 +226,7 @@ def test_no_rank_outlives_the_host(cluster: Cluster) -> None:
         assert not psutil.wait_procs(nodes, timeout=60)[1], "Ray ends a dead job's actors"
 
 
+@pytest.mark.extended
 async def test_nodes_that_go_and_come(
     cluster: Cluster, model: Path, right: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,7 @@ def filled(template: str, *parts: str) -> str:
     return template
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "template",

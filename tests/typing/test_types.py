@@ -32,6 +32,7 @@ def check_errors(errors: list[tuple[int, str]]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extended  # `test_pyright` sees the same errors in a third of the time
 @pytest.mark.timeout(600)
 def test_mypy(tmp_path: Path) -> None:
     """Without what the program doesn't use, which takes mypy ten seconds to find out; with a cache that stays."""
