@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ....checkpoint.gguf_file import GgufFile
@@ -92,24 +93,20 @@ def _merges(file: GgufFile) -> list[tuple[str, str]]:
 
 
 def _sentencepiece(file: GgufFile, tokens: list[str], kinds: list[int], special: dict[str, str]) -> _Built:
-    pieces = SentencePieces(
-        tokens=tokens,
-        scores=_scores(file, tokens),
-        kinds=kinds,
-        add_prefix=_values(file).flag("tokenizer.ggml.add_space_prefix", True),
-    )
-    return pieces.encoder(), True, False
+    return _pieces(file, tokens, kinds).encoder(), True, False
+
+
+def _pieces(file: GgufFile, tokens: list[str], kinds: list[int]) -> SentencePieces:
+    add_prefix = _values(file).flag("tokenizer.ggml.add_space_prefix", True)
+    return SentencePieces(tokens=tokens, scores=_scores(file, tokens), kinds=kinds, add_prefix=add_prefix)
 
 
 def _unigram(file: GgufFile, tokens: list[str], kinds: list[int], special: dict[str, str]) -> _Built:
     charsmap = file.metadata.get("tokenizer.ggml.precompiled_charsmap") or []
-    pieces = SentencePieces(
-        tokens=tokens,
-        scores=_scores(file, tokens),
-        kinds=kinds,
+    pieces = replace(
+        _pieces(file, tokens, kinds),
         is_unigram=True,
         byte_fallback=BYTE in kinds,
-        add_prefix=_values(file).flag("tokenizer.ggml.add_space_prefix", True),
         merges_blanks=_values(file).flag("tokenizer.ggml.remove_extra_whitespaces", True),
         charsmap=bytes(byte & 0xFF for byte in charsmap),
     )
