@@ -451,7 +451,7 @@ BUDGETS = {
     "root": 2725,
     "checkpoint": 2210,
     "cli": 1550,
-    "engine": 24688,
+    "engine": 24685,
     "integrations": 2570,
     "ipc": 2225,
     "kernels": 8575,
