@@ -71,7 +71,7 @@ def test_a_limit_that_nothing_reaches_says_nothing(schema: Any) -> None:
 @pytest.mark.parametrize(
     ("keyword", "usable", "unusable"),
     [
-        ("multipleOf", [1, 0.5, 7, 2**32 - 1, 4e9, 1e-9, 2.5, 120.0], [2**32, 2e10, 0.12345678901]),
+        ("multipleOf", [1, 0.5, 7, 4 * 10**8, 1e-9, 2.5, 120.0], [429_496_730, 5 * 10**8, 2e10, 0.12345678901]),
         ("minimum", [0, -3, 2.5, 10**17, -(2**62), 3e-30, -1e-40], [10**17 + 16, 9e-31, 2**53 + 1, 1e18, -1e19]),
         ("maximum", [0, 3, -2.5, -(10**17), 2**62, -3e-30, 1e-40], [-(10**17) - 16, -9e-31, -(2**53) - 1, 1e19]),
         ("exclusiveMinimum", [0.5, 2**53 - 1, 1 - 2**53], [2**53, -(2**53), 2.0**60]),
@@ -84,11 +84,15 @@ def test_the_last_bound_that_the_library_holds_to(keyword: str, usable: list[Any
     for value in usable:
         assert not unusable_bound({keyword: value}, keyword), value
         matcher = _compile({"type": "number", keyword: value}).matcher
+        if keyword == "multipleOf" and isinstance(value, int):
+            assert all(accepts(matcher(), tiny(), str(times * value)) for times in (1, 3, 17))
+            assert value == 1 or not accepts(matcher(), tiny(), str(17 * value + 1))
         if keyword == "multipleOf" or not isinstance(value, int) or abs(value) > 2**50:
             continue
         step = 1 if keyword.lower().endswith("minimum") else -1
         for number, is_right in ((value + step, True), (value - step, False), (value, not keyword.startswith("ex"))):
             assert accepts(matcher(), tiny(), str(number)) is is_right, (value, number)
+    assert not unusable_bound({"multipleOf": 429_496_729}, "multipleOf")
     for value in ("1", True, None):
         assert unusable_bound({keyword: value}, keyword) == "" and not says_nothing(keyword, value)
 
