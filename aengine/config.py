@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import InvalidRequestError
 from .limits.cgroups import num_usable_cpus
-from .params import nearest, refuses_unknown_names, shown, unknown_name
+from .params import check_choices, choices_of, nearest, not_valid, refuses_unknown_names, shown, unknown_name
 from .settings import described
 
 if TYPE_CHECKING:
@@ -48,13 +48,6 @@ __all__ = [
 
 PACKAGE_FOLDER = Path(__file__).parent
 """The folder of this package: what other processes run lies there, and they find the package beside it."""
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-ATTENTION_BACKENDS = ("auto", "triton", "flash-attn-2", "flash-attn-3", "flash-attn-4", "cudnn")
-MODEL_IMPLS = ("auto", "native", "transformers")
-POOLINGS = ("auto", "mean", "cls", "last")
-EXECUTORS = ("process", "ray")
-LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
 @refuses_unknown_names
@@ -266,58 +259,47 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
-            raise _wrong("model", self.model, "a name, a folder, a .gguf file or a hub id")
+            raise not_valid("model", self.model, "a name, a folder, a .gguf file or a hub id")
         for name, low in _AT_LEAST.items():
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**63:
                 wanted = f"an integer >= {low}, of at most 63 bits" + (", or None" if name in _OPTIONAL else "")
-                raise _wrong(name, value, wanted)
+                raise not_valid(name, value, wanted)
             if name in _AT_MOST and value > _AT_MOST[name]:
-                raise _wrong(name, value, f"at most {_AT_MOST[name]} here")
+                raise not_valid(name, value, f"at most {_AT_MOST[name]} here")
         kept = self.kv_cache_dtype
         if isinstance(kept, str) and kept.startswith("fp8"):
             message = f"kv_cache_dtype={kept!r} is not supported yet: use 'auto', or 'bfloat16' to halve float32"
             raise InvalidRequestError(message, param="kv_cache_dtype")
-        for name, allowed in _ONE_OF.items():
-            value = getattr(self, name)
-            if not isinstance(value, str) or value not in allowed:
-                raise _wrong(name, value, "one of " + ", ".join(map(repr, allowed)))
-        for name in (
-            "trust_remote_code",
-            "skip_tokenizer",
-            "allow_special_tokens",
-            "preload_grammars",
-            "enable_expert_parallel",
-            "enable_prefix_caching",
-            "enforce_eager",
-            "batch_invariant",
-            "own_thread",
-        ):
+        check_choices(self, _CHOICES)
+        for name in _BOOLS:
             if not isinstance(getattr(self, name), bool):
-                raise _wrong(name, getattr(self, name), "True or False")
+                raise not_valid(name, getattr(self, name), "True or False")
         for name in _POSITIVE:
             if not _is_positive(getattr(self, name)):
-                raise _wrong(name, getattr(self, name), "a number above 0 that a float can hold")
+                raise not_valid(name, getattr(self, name), "a number above 0 that a float can hold")
         for name in ("unread_timeout", "max_step_seconds"):
             if getattr(self, name) is not None and not _is_positive(getattr(self, name)):
-                raise _wrong(name, getattr(self, name), "a number above 0 that a float can hold, or None")
+                raise not_valid(name, getattr(self, name), "a number above 0 that a float can hold, or None")
         if self.gpu_memory_utilization > 1:
-            raise _wrong("gpu_memory_utilization", self.gpu_memory_utilization, "at most 1")
+            raise not_valid("gpu_memory_utilization", self.gpu_memory_utilization, "at most 1")
         for name in ("revision", "gguf_file", "tokenizer", "ray_address"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
-                raise _wrong(name, getattr(self, name), "a string, or None")
+                raise not_valid(name, getattr(self, name), "a string, or None")
         _check_device(self.device, self.num_ranks * self.data_parallel_size)
         if self.executor == "ray" and ":" in self.device:
-            raise _wrong("device", self.device, "a name without numbers with executor='ray', as Ray chooses the GPUs")
+            raise not_valid(
+                "device", self.device, "a name without numbers with executor='ray', as Ray chooses the GPUs"
+            )
         _check_worker(self.worker)
         if self.worker_extension is not None and not _is_in_module(self.worker_extension):
-            raise _wrong("worker_extension", self.worker_extension, "'module:Class', or None")
+            raise not_valid("worker_extension", self.worker_extension, "'module:Class', or None")
         if self.progress is not None and not callable(self.progress):
-            raise _wrong("progress", self.progress, "a callable, or None")
+            raise not_valid("progress", self.progress, "a callable, or None")
         if self.on_request_end is not None and not callable(self.on_request_end):
-            raise _wrong("on_request_end", self.on_request_end, "a callable, or None")
+            raise not_valid("on_request_end", self.on_request_end, "a callable, or None")
 
     @property
     def model_name(self) -> str:
@@ -376,19 +358,8 @@ _AT_MOST = {
 }
 _POSITIVE = ("gpu_memory_utilization", "startup_timeout", "shutdown_timeout", "restart_window", "hang_timeout")
 _OPTIONAL = {"max_model_len", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes", "num_threads"}
-_ONE_OF: dict[str, tuple[str, ...]] = {
-    "load_format": LOAD_FORMATS,
-    "model_impl": MODEL_IMPLS,
-    "dtype": DTYPES,
-    "quantization": ("auto", "gguf"),
-    "kv_cache_dtype": DTYPES,
-    "attention_backend": ATTENTION_BACKENDS,
-    "pooling": POOLINGS,
-    "executor": EXECUTORS,
-    "admission": ("error", "wait"),
-    "generation_config": ("auto", "none"),
-    "speculation": ("none", "ngram", "ngram_worker"),
-}
+_CHOICES = choices_of(EngineConfig)
+_BOOLS = [name for name, kind in EngineConfig.__annotations__.items() if kind == "bool"]
 
 
 def _is_positive(value: object) -> bool:
@@ -406,10 +377,10 @@ def _check_device(device: object, num_ranks: int) -> None:
     places = listed.split(",") if colon else []
     wanted = "'auto', 'cpu', 'cuda', 'cuda:N' or, for several ranks, 'cuda:N,M'"
     if not name or name == "cpu" or not all(place.isdecimal() for place in places):
-        raise _wrong("device", device, wanted)
+        raise not_valid("device", device, wanted)
     if name != "auto" and target_of(PLATFORMS, name) is None:
         others = [name for name in registered(PLATFORMS) if name not in ("cpu", "cuda")]
-        raise _wrong("device", device, wanted + "".join(f", {name!r}" for name in others))
+        raise not_valid("device", device, wanted + "".join(f", {name!r}" for name in others))
     if places and not len(places) == len(set(map(int, places))) == num_ranks:
         raise InvalidRequestError(
             f"device={shown(device)} names {len(set(map(int, places)))} different devices, and the engine has "
@@ -423,17 +394,13 @@ def _check_worker(worker: object) -> None:
     """Raise InvalidRequestError unless it is a known name, or looks like "module:function"."""
     if _is_in_module(worker) or (isinstance(worker, str) and target_of(WORKERS, worker) is not None):
         return
-    raise _wrong("worker", worker, f"'module:function', or one of {', '.join(map(repr, registered(WORKERS)))}")
+    raise not_valid("worker", worker, f"'module:function', or one of {', '.join(map(repr, registered(WORKERS)))}")
 
 
 def _is_in_module(name: object) -> bool:
     """Whether it looks like "module:name"."""
     module, _, own = name.partition(":") if isinstance(name, str) else ("", "", "")
     return own.isidentifier() and all(part.isidentifier() for part in module.split("."))
-
-
-def _wrong(param: str, value: object, wanted: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{param}={shown(value)} is not valid: it must be {wanted}", param=param)
 
 
 def worker_environment() -> dict[str, str]:

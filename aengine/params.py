@@ -6,6 +6,7 @@ chat, stream_chat(messages, params, output_type=..., **options: Unpack[ChatOptio
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import wraps
@@ -80,21 +81,36 @@ def shown(value: object, length: int = 80) -> str:
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
-def _fail(param: str, value: object, wanted: str) -> InvalidRequestError:
+def not_valid(param: str, value: object, wanted: str) -> InvalidRequestError:
+    """Return the error of a value that must be as ``wanted`` says."""
     return InvalidRequestError(f"{param}={shown(value)} is not valid: it must be {wanted}", param=param)
+
+
+def choices_of(cls: type) -> dict[str, list[str]]:
+    """Return what each field that is a Literal may be, as its annotation says."""
+    literals = {name: kind for name, kind in cls.__annotations__.items() if kind.startswith("Literal")}
+    return {name: re.findall("'(.+?)'", kind) for name, kind in literals.items()}
+
+
+def check_choices(given: object, choices: Mapping[str, Sequence[str]]) -> None:
+    """Raise InvalidRequestError for an attribute that is none of its choices."""
+    for name, allowed in choices.items():
+        value = getattr(given, name)
+        if not isinstance(value, str) or value not in allowed:
+            raise not_valid(name, value, "one of " + ", ".join(map(repr, allowed)))
 
 
 def _number(param: str, value: object, low: float, high: float, wanted: str, *, open_low: bool = False) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _fail(param, value, wanted)
+        raise not_valid(param, value, wanted)
     if not low <= value <= high or (open_low and value == low):  # NaN is in no range
-        raise _fail(param, value, wanted)
+        raise not_valid(param, value, wanted)
     return float(value)
 
 
 def _integer(param: str, value: object, low: int, high: int, wanted: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise _fail(param, value, wanted)
+        raise not_valid(param, value, wanted)
     return value
 
 
@@ -138,7 +154,7 @@ class StructuredOutput:
     def __post_init__(self) -> None:
         for name in ("json_object", "open_objects"):
             if not isinstance(getattr(self, name), bool):
-                raise _fail(name, getattr(self, name), "True or False")
+                raise not_valid(name, getattr(self, name), "True or False")
         kinds = ("json_schema", "regex", "choice", "grammar")
         given = [name for name in kinds if getattr(self, name) is not None]
         if self.json_object:
@@ -159,20 +175,18 @@ class StructuredOutput:
         for name in ("regex", "grammar"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
-                raise _fail(name, value, "a string")
+                raise not_valid(name, value, "a string")
         if self.choice is not None:
             options = self.choice
             is_list = isinstance(options, Collection) and not isinstance(options, str)
             if not is_list or not options or not all(isinstance(c, str) for c in options):
-                raise _fail("choice", options, "a non-empty list of strings")
+                raise not_valid("choice", options, "a non-empty list of strings")
         if not isinstance(self.backend, str) or not self.backend:
-            raise _fail("backend", self.backend, "the name of a grammar backend")
-        for name, allowed in (
-            ("on_unsupported", ("error", "relax")),
-            ("whitespace", ("compact", "any")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise _fail(name, getattr(self, name), "one of " + ", ".join(map(repr, allowed)))
+            raise not_valid("backend", self.backend, "the name of a grammar backend")
+        check_choices(self, _SHAPE_CHOICES)
+
+
+_SHAPE_CHOICES = choices_of(StructuredOutput)
 
 
 class DefaultFloat(float):
@@ -271,7 +285,7 @@ class SamplingParams:
         if self.stop and not self.detokenize:
             raise InvalidRequestError("stop strings need detokenize=True", param="stop")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise _fail("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
+            raise not_valid("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SamplingParams:
@@ -313,11 +327,11 @@ def _stop_strings(param: str, value: object) -> tuple[str, ...]:
     strings = (value,) if isinstance(value, str) else value
     wanted = f"a string of 1 to {MAX_STOP_CHARACTERS} characters, or a list of at most {MAX_STOP_STRINGS} of them"
     if not isinstance(strings, Sequence) or len(strings) > MAX_STOP_STRINGS:
-        raise _fail(param, value, wanted)
+        raise not_valid(param, value, wanted)
     if not all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARACTERS for s in strings):
-        raise _fail(param, value, wanted)
+        raise not_valid(param, value, wanted)
     if not all(map(is_unicode, strings)):
-        raise _fail(param, value, "valid Unicode: it has a lone surrogate")
+        raise not_valid(param, value, "valid Unicode: it has a lone surrogate")
     return tuple(strings)
 
 
@@ -334,7 +348,7 @@ def _token_ids(param: str, value: object, most: int = MAX_STOP_TOKEN_IDS) -> tup
     if value is None:
         return ()
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) > most:
-        raise _fail(param, value, f"a list of at most {most} token ids")
+        raise not_valid(param, value, f"a list of at most {most} token ids")
     if set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= _INT32_MAX:  # quick, for thousands
         return tuple(value)
     return tuple(_integer(param, v, 0, _INT32_MAX, f"a list of token ids, each from 0 to {_INT32_MAX}") for v in value)
@@ -343,7 +357,7 @@ def _token_ids(param: str, value: object, most: int = MAX_STOP_TOKEN_IDS) -> tup
 def _allowed_token_ids(param: str, value: object) -> tuple[int, ...] | None:
     token_ids = None if value is None else _token_ids(param, value, MAX_ALLOWED_TOKEN_IDS)
     if token_ids == ():
-        raise _fail(param, value, "a list of one token id at least, or None for all")
+        raise not_valid(param, value, "a list of one token id at least, or None for all")
     return token_ids
 
 
@@ -352,11 +366,11 @@ def _bad_words(param: str, value: object) -> tuple[str, ...]:
         return ()
     wanted = f"a list of at most {MAX_BAD_WORDS} words, each of 1 to {MAX_BAD_WORD_CHARACTERS} characters"
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) > MAX_BAD_WORDS:
-        raise _fail(param, value, wanted)
+        raise not_valid(param, value, wanted)
     if not all(isinstance(word, str) and word.strip() and len(word) <= MAX_BAD_WORD_CHARACTERS for word in value):
-        raise _fail(param, value, f"{wanted}, not all of them blanks")
+        raise not_valid(param, value, f"{wanted}, not all of them blanks")
     if not all(map(is_unicode, value)):
-        raise _fail(param, value, "valid Unicode: it has a lone surrogate")
+        raise not_valid(param, value, "valid Unicode: it has a lone surrogate")
     return tuple(value)
 
 
@@ -365,7 +379,7 @@ def _logit_bias(param: str, value: object) -> dict[int, float]:
     if value is None:
         return {}
     if not isinstance(value, Mapping) or len(value) > MAX_LOGIT_BIAS:
-        raise _fail(param, value, wanted)
+        raise not_valid(param, value, wanted)
     bias: dict[int, float] = {}
     for key, number in value.items():
         # JSON has only string keys, and OpenAI's clients send them so.
@@ -383,14 +397,14 @@ def _temperature(param: str, value: object) -> float:
 
 def _boolean(param: str, value: object) -> bool:
     if not isinstance(value, bool):
-        raise _fail(param, value, "True or False")
+        raise not_valid(param, value, "True or False")
     return value
 
 
 def _structured(param: str, value: object) -> StructuredOutput | None:
     if value is None or isinstance(value, StructuredOutput):
         return value
-    raise _fail(param, value, "a StructuredOutput")
+    raise not_valid(param, value, "a StructuredOutput")
 
 
 _CHECKS: dict[str, Any] = {
@@ -555,12 +569,12 @@ def check_options(options: CallOptions) -> None:
             )
     priority: object = options.priority
     if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
-        raise _fail("priority", priority, "an integer of 64 bits")
+        raise not_valid("priority", priority, "an integer of 64 bits")
     for name, value in (("request_id", options.request_id), ("cache_salt", options.cache_salt)):
         if value is None:
             continue
         if not isinstance(value, str) or not value:
-            raise _fail(name, value, "a non-empty string")
+            raise not_valid(name, value, "a non-empty string")
         check_name(name, value)
         if not is_unicode(value):
             cause = "it has half of a surrogate pair, which is no character; remove it, or give another name"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from queue import SimpleQueue
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar, cast
 
 from ...errors import AEngineError, InvalidRequestError
 from ...outputs import Completion, FinishReason, Token, Usage
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from ..chat.messages import ChatCompletion, ChatMessage, Delta  # noqa: F401  # in quotes below
     from ..streams.chat_stream import ChatStream
+    from ..streams.token_stream import TokenStream
     from ..tokenizer.prompt import Prompt
 
 __all__ = ["Batch", "ChatIterator", "TokenIterator", "is_list_of_prompts", "one_each", "showing"]
@@ -36,7 +37,7 @@ class _Blocking(Generic[T, C]):
     Raises what the stream raises, and what ``check`` raises where a thread may not be blocked.
     """
 
-    def __init__(self, stream: Any, check: Callable[[], None]) -> None:
+    def __init__(self, stream: TokenStream | ChatStream, check: Callable[[], None]) -> None:
         self._stream = stream  # a stream over a `BlockingStream`: none of its awaits ever suspends
         self._check = check
 
@@ -45,49 +46,42 @@ class _Blocking(Generic[T, C]):
 
     @property
     def request_id(self) -> str:
-        request_id: str = self._stream.request_id
-        return request_id
+        return self._stream.request_id
 
     @property
     def usage(self) -> Usage:
         """The tokens so far."""
-        usage: Usage = self._stream.usage
-        return usage
+        return self._stream.usage
 
     @property
     def finish_reasons(self) -> tuple[FinishReason | None, ...]:
         """Why each of the n completions has ended; see `TokenStream.finish_reasons` and `ChatStream`'s."""
-        reasons: tuple[FinishReason | None, ...] = self._stream.finish_reasons
-        return reasons
+        return self._stream.finish_reasons
 
     @property
     def stop_reasons(self) -> tuple[str | int | None, ...]:
         """The `Choice.stop_reason` of each of the n completions, known with its finish reason."""
-        reasons: tuple[str | int | None, ...] = self._stream.stop_reasons
-        return reasons
+        return self._stream.stop_reasons
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> T:
         self._check()
-        stream: AsyncIterator[T] = self._stream
         try:
-            return run_now(stream.__anext__())  # type: ignore[arg-type]  # a coroutine, not just an awaitable
+            return cast("T", run_now(self._stream.__anext__()))
         except StopAsyncIteration:
             raise StopIteration from None
 
     def wait(self) -> C:
         """Wait for the end without looking at what comes. Raises the request's error."""
         self._check()
-        completion: C = run_now(self._stream.wait())
-        return completion
+        return cast("C", run_now(self._stream.wait()))
 
     @property
     def completion(self) -> C:
         """The whole answer, once it has ended. Raises InvalidRequestError before."""
-        completion: C = self._stream.completion
-        return completion
+        return cast("C", self._stream.completion)
 
     @property
     def partial(self) -> Any:
@@ -111,27 +105,21 @@ class _Blocking(Generic[T, C]):
 class TokenIterator(_Blocking[Token, Completion]):
     """The tokens of one request, see `TokenStream`; ``for token in iterator``."""
 
-    def __init__(self, stream: BlockingStream, check: Callable[[], None]) -> None:
-        super().__init__(stream, check)
-
 
 class ChatIterator(_Blocking["Delta", "ChatCompletion"]):
     """The deltas of one chat's answer, see `ChatStream`; ``for delta in iterator``."""
 
-    def __init__(self, stream: ChatStream, check: Callable[[], None]) -> None:
-        super().__init__(stream, check)
+    _stream: ChatStream
 
     @property
     def message(self) -> ChatMessage:
         """What has come so far; the whole answer once it has been read to its end."""
-        message: ChatMessage = self._stream.message
-        return message
+        return self._stream.message
 
     @property
     def messages(self) -> tuple[ChatMessage, ...]:
         """The messages of the n answers, as `message`."""
-        messages: tuple[ChatMessage, ...] = self._stream.messages
-        return messages
+        return self._stream.messages
 
 
 class Batch:
