@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Se
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..chat import ChatCompletion, ChatMessage, Delta, ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
 from ..errors import (
@@ -129,6 +129,7 @@ class AEngineModel(Model[None]):
     goes on with its next model.
     """
 
+    system = SYSTEM
     unsupported_settings = frozenset({"extra_headers", "max_retries", "service_tier"})
 
     def __init__(
@@ -162,10 +163,6 @@ class AEngineModel(Model[None]):
     @property
     def model_name(self) -> str:
         return self._model_name
-
-    @property
-    def system(self) -> str:
-        return SYSTEM
 
     async def request(
         self,
@@ -285,6 +282,8 @@ class AEngineModel(Model[None]):
 class AEngineStreamedResponse(StreamedResponse):
     """An answer as it comes."""
 
+    provider_name: ClassVar[str] = SYSTEM
+    provider_url: ClassVar[None] = None
     _stream: ChatStream
     _first: list[Delta]
     _model_name: str
@@ -331,14 +330,6 @@ class AEngineStreamedResponse(StreamedResponse):
     @property
     def model_name(self) -> str:
         return self._model_name
-
-    @property
-    def provider_name(self) -> str:
-        return SYSTEM
-
-    @property
-    def provider_url(self) -> None:
-        return None
 
     @property
     def timestamp(self) -> datetime:

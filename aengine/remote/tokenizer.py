@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from inspect import signature
 from itertools import accumulate
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..engine.tokenizer_view import TokenizerView
 from ..errors import EngineClosedError
@@ -91,8 +91,9 @@ class RemoteTokenizer(TokenizerView):
                 connection.settimeout(_TIMEOUT)
                 connection.connect(self._path)
             connection.sendall(HEAD.pack(len(body)) + body)
-            (length,) = HEAD.unpack(_exactly(connection, HEAD.size))
-            ((kind, _, value),) = unpack(_exactly(connection, length))
+            with connection.makefile("rb") as answer:
+                (length,) = HEAD.unpack(_exactly(answer, HEAD.size))
+                ((kind, _, value),) = unpack(_exactly(answer, length))
         except BaseException as error:
             connection.close()
             if isinstance(error, OSError):
@@ -104,11 +105,8 @@ class RemoteTokenizer(TokenizerView):
         return value
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        part = connection.recv(size - len(data))
-        if not part:
-            raise ConnectionResetError("the connection has ended")
-        data += part
-    return bytes(data)
+def _exactly(answer: BinaryIO, size: int) -> bytes:
+    data = answer.read(size)
+    if len(data) < size:
+        raise ConnectionResetError("the connection has ended")
+    return data

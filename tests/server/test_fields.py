@@ -21,9 +21,7 @@ from aengine.server.openai.requests import (
     Body,
     ChatBody,
     CompletionBody,
-    ResponseFormat,
     StructuredOutputsBody,
-    structured_output_of,
 )
 from aengine.server.openai.responses.body import ResponseBody
 from aengine.server.openai.tokens import DetokenizeBody, TokenizeBody
@@ -294,7 +292,7 @@ def test_open_objects_are_a_field_of_each_schema_and_strict_closes_them() -> Non
         ({"open_objects": None}, False),
     ):
         asked = {"type": "json_schema", "json_schema": {**given, **extra}}
-        wanted = structured_output_of(ResponseFormat.model_validate(asked), None)
+        wanted = ChatBody.model_validate({"messages": [], "response_format": asked}).shape()
         assert wanted is not None and wanted.open_objects is is_open
         text = ResponseBody.model_validate(
             {"input": "x", "text": {"format": {"type": "json_schema", **given, **extra}}}

@@ -261,20 +261,18 @@ class StructuredOutputsBody(Body):
 
 
 def structured_output_of(
-    response_format: ResponseFormat | None, structured: StructuredOutputsBody | None
+    kind: str, wanted: JSONSchemaFormat | None, structured: StructuredOutputsBody | None, *, param: str, place: str
 ) -> StructuredOutput | None:
-    """Return the shape that a body asks for. Raises HTTPError 400 and InvalidRequestError."""
-    if response_format is None or response_format.type == "text":
+    """Return the shape that a body asks for: by ``param``, which is of that kind and has its schema at ``place``, or by
+    vLLM's field. Raises HTTPError 400 and InvalidRequestError."""
+    if kind == "text":
         return None if structured is None else structured.to_structured_output()
     if structured is not None:
-        raise HTTPError(400, "give response_format or structured_outputs, not both", param="structured_outputs")
-    if response_format.type == "json_object":
+        raise HTTPError(400, f"give {param} or structured_outputs, not both", param="structured_outputs")
+    if kind == "json_object":
         return StructuredOutput(json_object=True)
-    wanted = response_format.json_schema
     if wanted is None or wanted.schema_ is None:
-        raise HTTPError(
-            400, "response_format.json_schema.schema is missing: the JSON schema of the answer", param="response_format"
-        )
+        raise HTTPError(400, f"{place} is missing: the JSON schema of the answer", param=place)
     return wanted.to_structured_output()
 
 
@@ -366,6 +364,12 @@ class _ChoicesBody(SamplingBody):
         shape = self.structured_outputs
         return "response_format.json_schema.schema" if shape is None else shape.place
 
+    def shape(self) -> StructuredOutput | None:
+        """Return the shape that the answer has. Raises HTTPError 400 and InvalidRequestError."""
+        wanted, place = self.response_format or ResponseFormat(type="text"), "response_format.json_schema.schema"
+        schema, structured = wanted.json_schema, self.structured_outputs
+        return structured_output_of(wanted.type, schema, structured, param="response_format", place=place)
+
 
 class CompletionBody(_ChoicesBody):
     """The body of a completion."""
@@ -402,7 +406,7 @@ class CompletionBody(_ChoicesBody):
             max_tokens=16 if self.max_tokens is None else self.max_tokens,  # OpenAI's default
             n=self.n,
             logprobs=self.logprobs,
-            structured_output=structured_output_of(self.response_format, self.structured_outputs),
+            structured_output=self.shape(),
         )
 
 
@@ -444,7 +448,7 @@ class ChatBody(_ChoicesBody):
             max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
             n=self.n,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            structured_output=structured_output_of(self.response_format, self.structured_outputs),
+            structured_output=self.shape(),
         )
 
     def field_names(self) -> dict[str, str]:

@@ -9,7 +9,6 @@ from pydantic import Field
 
 from ....limits.bounds import MAX_NAME_CHARACTERS, MAX_TOOLS
 from ....params import SamplingParams, StructuredOutput
-from ...http import HTTPError
 from ..requests import (
     Body,
     Ignored,
@@ -22,6 +21,7 @@ from ..requests import (
     Variables,
     any_strict,
     at_most,
+    structured_output_of,
     template_variables,
     tool_choice_of,
 )
@@ -123,16 +123,8 @@ class ResponseBody(SamplingBody):
 
     def _structured_output(self) -> StructuredOutput | None:
         wanted, structured = self.text_format, self.structured_outputs
-        if wanted.type == "text":
-            return None if structured is None else structured.to_structured_output()
-        if structured is not None:
-            raise HTTPError(400, "give text.format or structured_outputs, not both", param="structured_outputs")
-        if wanted.type == "json_object":
-            return StructuredOutput(json_object=True)
-        if wanted.schema_ is None:
-            message = "text.format.schema is missing: the JSON schema of the answer"
-            raise HTTPError(400, message, param="text.format.schema")
-        return wanted.to_structured_output()
+        place = "text.format.schema"
+        return structured_output_of(wanted.type, wanted, structured, param="text.format", place=place)
 
     def chat_options(self) -> dict[str, Any]:
         """Return the options of the chat, as of `AsyncLLM.stream_chat`."""
