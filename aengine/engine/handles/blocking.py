@@ -69,7 +69,7 @@ class _Blocking(Generic[T, C]):
     def __next__(self) -> T:
         self._check()
         try:
-            return cast("T", run_now(self._stream.__anext__()))
+            return run_now(self._stream.__anext__())  # type: ignore[return-value]  # of each token
         except StopAsyncIteration:
             raise StopIteration from None
 

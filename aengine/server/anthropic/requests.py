@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, mod
 from ...limits.bounds import MAX_TOOLS
 from ...params import SamplingParams, StructuredOutput
 from ..http import HTTPError
-from ..openai.requests import Body, Ignored, Many, Text, Variables, at_most
+from ..openai.requests import Body, Ignored, Many, RequestBody, Text, Variables, at_most
 from .errors import THREAD_UNSUPPORTED
 
 __all__ = [
@@ -214,7 +214,7 @@ class CountBody(Body):
         ] or None
 
 
-class MessagesBody(CountBody):
+class MessagesBody(CountBody, RequestBody):
     """Body of ``/v1/messages``."""
 
     max_tokens: int = Field(ge=1)
@@ -223,12 +223,7 @@ class MessagesBody(CountBody):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    # the engine's
-    seed: int | None = None
-    priority: int = 0
-    cache_salt: str | None = None
-    deadline: float | None = None
-    first_token_deadline: float | None = None
+    seed: int | None = None  # the engine's
     # fields that have no effect here
     metadata: Ignored = None
     service_tier: Ignored = None
@@ -277,10 +272,7 @@ class MessagesBody(CountBody):
             "parallel_tool_calls": False if is_single else None,
             "chat_template_kwargs": self.template_variables() or None,
             "on_unsupported": "error" if self.is_strict else "relax",
-            "priority": self.priority,
-            "cache_salt": self.cache_salt,
-            "deadline": self.deadline,
-            "first_token_deadline": self.first_token_deadline,
+            **self.request_options(),
         }
 
     @property

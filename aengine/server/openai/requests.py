@@ -28,6 +28,7 @@ __all__ = [
     "Messages",
     "Prompts",
     "Refused",
+    "RequestBody",
     "ResponseFormat",
     "SamplingBody",
     "StreamOptions",
@@ -279,7 +280,20 @@ def structured_output_of(
 _PARAMS = {field.name for field in fields(SamplingParams)}
 
 
-class SamplingBody(Body):
+class RequestBody(Body):
+    """The engine's own options of a request, in all interfaces."""
+
+    priority: int = 0
+    cache_salt: str | None = None
+    deadline: float | None = None
+    first_token_deadline: float | None = None
+
+    def request_options(self) -> dict[str, Any]:
+        """Return them as of `AsyncLLM.stream`."""
+        return {name: getattr(self, name) for name in RequestBody.model_fields}
+
+
+class SamplingBody(RequestBody):
     """How to sample and when to stop, in all interfaces."""
 
     model: str | None = None
@@ -310,13 +324,8 @@ class SamplingBody(Body):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    priority: int = 0
-    cache_salt: str | None = None
     request_id: RequestId | None = None
     structured_outputs: StructuredOutputsBody | None = None
-    # ours
-    deadline: float | None = None
-    first_token_deadline: float | None = None
     # fields of vLLM that are not supported
     prompt_logprobs: Refused = None
     return_token_ids: Refused = None
@@ -337,15 +346,6 @@ class SamplingBody(Body):
         place = self.place_of_shape
         names = {} if self.structured_outputs is None else {"choice": place, "json_schema": "json"}
         return {"structured_output": place.rpartition(".")[0], **names}
-
-    def request_options(self) -> dict[str, Any]:
-        """Return the options of the request, as of `AsyncLLM.stream`."""
-        return {
-            "priority": self.priority,
-            "cache_salt": self.cache_salt,
-            "deadline": self.deadline,
-            "first_token_deadline": self.first_token_deadline,
-        }
 
 
 class _ChoicesBody(SamplingBody):
