@@ -139,13 +139,13 @@ class AEngine(OverEngine, FunctionCallingLLM):
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        async with self._text_request(async_side(self._engine), prompt, formatted, kwargs)() as stream:
-            return _whole_text(await stream.wait())
+        complete = self._text_request(async_side(self._engine), prompt, formatted, kwargs, is_whole=True)
+        return _whole_text(await complete())
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        with self._text_request(blocking_side(self._engine), prompt, formatted, kwargs)() as stream:
-            return _whole_text(stream.wait())
+        complete = self._text_request(blocking_side(self._engine), prompt, formatted, kwargs, is_whole=True)
+        return _whole_text(complete())
 
     @llm_completion_callback()
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
@@ -177,13 +177,17 @@ class AEngine(OverEngine, FunctionCallingLLM):
 
         return responses()
 
-    def _text_request(self, engine: Any, prompt: str, formatted: bool, kwargs: Mapping[str, Any]) -> Any:
-        """Return what begins a completion: a stream of tokens if the prompt is not made a chat, else one of deltas."""
+    def _text_request(
+        self, engine: Any, prompt: str, formatted: bool, kwargs: Mapping[str, Any], *, is_whole: bool = False
+    ) -> Any:
+        """Return what begins a completion, which comes as a whole or as a stream: of tokens if the prompt is not made a
+        chat, else of deltas."""
         params, options = self._settings(kwargs)
         if self.is_chat_model and not formatted:
-            return partial(engine.stream_chat, [{"role": "user", "content": prompt}], params, **options)
+            chat = engine.chat if is_whole else engine.stream_chat
+            return partial(chat, [{"role": "user", "content": prompt}], params, **options)
         options.pop("on_unsupported", None)  # without tools and a type there are no schemas to be relaxed
-        return partial(engine.stream, prompt, params, **options)
+        return partial(engine.generate if is_whole else engine.stream, prompt, params, **options)
 
     # -- tools
 
