@@ -69,7 +69,7 @@ class _Blocking(Generic[T, C]):
     def __next__(self) -> T:
         self._check()
         try:
-            return run_now(self._stream.__anext__())  # type: ignore[return-value]  # of each token
+            return run_now(self._stream.__anext__())  # type: ignore[return-value]  # a cast is a call
         except StopAsyncIteration:
             raise StopIteration from None
 
