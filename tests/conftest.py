@@ -64,10 +64,12 @@ SLOW_FILES = {
     "test_hub.py",
     "test_model_command.py",
     "test_own_thread_life.py",
+    "test_scheduler_properties.py",
     "test_text_bound.py",
     "test_trial.py",
+    "test_walks.py",
 }
-"""Files of other folders that it leaves out: their tests start processes, or take seconds each."""
+"""Files of other folders that it leaves out: their tests start processes, or a few of them take ten seconds."""
 WITH_FAKES = {"api", "remote", "server", "telemetry"}
 """Folders whose tests read streams of engines without a model, in seconds: one that stands still is found sooner."""
 WITH_IO = {"adversity", "ipc", "remote", "stress", "threads", "workers"}
