@@ -448,17 +448,17 @@ MOST_METHODS = 20
 
 
 BUDGETS = {
-    "root": 2725,
+    "root": 2637,
     "checkpoint": 2210,
-    "cli": 1550,
+    "cli": 1543,
     "engine": 24685,
-    "integrations": 2570,
+    "integrations": 2538,
     "ipc": 2225,
     "kernels": 8575,
-    "limits": 400,
+    "limits": 392,
     "remote": 1640,
     "runner": 17958,
-    "server": 5990,
+    "server": 5916,
     "telemetry": 1110,
     "testing": 800,
     "workers": 3036,
