@@ -349,3 +349,15 @@ def test_members_are_counted_on_where_they_surely_have_a_value():
             schema = {"type": "object", "properties": {"a": member}, "minProperties": 1}
             close_objects(schema)
             assert ("additionalProperties" in schema) is is_closed, member
+
+
+def test_keywords_of_a_wrong_kind_are_left_for_the_library_to_tell():
+    keywords = ("oneOf", "anyOf", "allOf", "properties", "patternProperties", "required", "dependentRequired", "items")
+    for keyword in (*keywords, "$defs", "if", "not", "enum", "const", "type", "$ref", "minProperties", "$anchor"):
+        for value in (None, 3, "x", {}, {"a": 1}, [], [1], True):
+            for part in ({keyword: value}, {"type": "object", "properties": {"a": {}}, keyword: value}):
+                for schema in (part, {"properties": {"p": part}}, {"allOf": [part, A]}, {"anyOf": [part]}):
+                    try:
+                        close_objects(copy.deepcopy(schema))
+                    except GrammarError as error:
+                        assert error.kind in ("invalid", "too_complex")
