@@ -38,6 +38,9 @@ FORMATS = ("16 and 32 bits", "8-bit integers", "MXFP4", "GGUF")
 TENSOR, PIPELINE, REPLICAS = "`tensor_parallel_size`", "`pipeline_parallel_size`", "`data_parallel_size`"
 SHARED, RAY = "shared experts", '`executor="ray"`'
 DIVISIONS = (TENSOR, PIPELINE, REPLICAS, SHARED, RAY)
+SWAPPED = "`swap_space_bytes`"
+LOOKUP, FOUND = '`speculation="ngram"`', '`speculation="ngram_worker"`'
+SETTINGS = (SWAPPED, LOOKUP, FOUND)
 WALKED = (*FAMILIES[:-1], *FORMATS[1:], TENSOR)
 """What tests/parallel/test_composition.py walks with requests for each pair of features."""
 
@@ -70,6 +73,8 @@ FORMATS_OF = {
     "MXFP4": "tests/parallel/test_divided_formats.py::test_mxfp4",
     "GGUF": "tests/parallel/test_divided_formats.py::test_gguf",
 }
+SETTINGS_OF_SHARED = "tests/parallel/test_shared_experts.py::test_drafts_and_swapped_requests"
+NO_KV = "there are neither tokens to be drafted nor KV to be kept"
 NO_DRAFTS = "nothing is drafted"
 NO_EXPERTS = "without experts the setting changes nothing"
 
@@ -122,6 +127,23 @@ def of_divisions(row: str, column: str) -> Cell:
         return Cell(row, column, VECTORS_OF[column])
     note = NO_DRAFTS if (row, column) == (DRAFTS, PIPELINE) else ""
     return Cell(row, column, DIVIDED[column], note=note)
+
+
+def of_settings(row: str, column: str) -> Cell:
+    """A setting that changes when requests are computed, not what, with a model, a format or a division."""
+    if column == ENCODERS:
+        return Cell(row, column, ("tests/models/test_encoders.py::test_poolings",), note=NO_KV)
+    if column == SHARED:
+        return Cell(row, column, (SETTINGS_OF_SHARED,))
+    if column in (PIPELINE, REPLICAS, RAY) and row == SWAPPED:
+        return Cell(row, column, ("tests/parallel/test_swapped_workers.py::test_any_request",))
+    if column in (PIPELINE, RAY):
+        return Cell(row, column, DIVIDED[column], note=NO_DRAFTS if column == PIPELINE else "as without Ray")
+    if column == REPLICAS:
+        return Cell(row, column, (WALK, OF_REPLICAS), note="each replica drafts by itself")
+    if row == SWAPPED:
+        return Cell(row, column, (WALK, "tests/models/test_swap_space.py::test_every_scenario"))
+    return Cell(row, column, (WALK,), note=NO_DRAFTS if column == STATES else "")
 
 
 def of_divided_families(row: str, column: str) -> Cell:
@@ -180,6 +202,7 @@ TABLES = {
     of_families: Table("Requests and models", REQUESTS, FAMILIES),
     of_formats: Table("Requests and formats of weights", REQUESTS, FORMATS),
     of_divisions: Table("Requests and several devices", REQUESTS, DIVISIONS),
+    of_settings: Table("Settings", SETTINGS, (*FAMILIES, *FORMATS, *DIVISIONS)),
     of_divided_families: Table("Models and several devices", FAMILIES, DIVISIONS),
     of_divided_formats: Table("Formats and several devices", FORMATS, DIVISIONS),
     of_two_divisions: Table("Divisions", DIVISIONS, DIVISIONS, is_symmetric=True),

@@ -247,6 +247,8 @@ class EngineCore:
             num_waiting=len(self.queue) + self.admission.num_preempted,
             num_blocks=sum(one.num_blocks for one in own),
             num_free_blocks=sum(one.num_free_blocks for one in own),
+            num_swapped_blocks=sum(one.num_swapped_blocks for one in own),
+            swapped_bytes=sum(one.swapped_bytes for one in own),
             block_size=self.ready["block_size"],
             num_preemptions=sum(replica.scheduler.rows.num_preemptions for replica in replicas),
             num_restarts=counters.num_restarts,

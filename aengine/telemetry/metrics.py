@@ -89,6 +89,8 @@ class ReplicaStatistics:
     num_waiting: int  # requests that wait there for a row
     num_blocks: int  # KV blocks in all
     num_free_blocks: int
+    num_swapped_blocks: int  # blocks of preempted requests in the host's memory
+    swapped_bytes: int  # bytes of these on all of its ranks
     num_restarts: int
     prefix_cache_queries: int  # prompt tokens looked up
     prefix_cache_hits: int  # prompt tokens found in the prefix cache
@@ -105,6 +107,8 @@ class Statistics:
     num_waiting: int  # requests whose first step has not been made, and those that were preempted
     num_blocks: int  # KV blocks in all
     num_free_blocks: int  # KV blocks that no request uses (the prefix cache may still remember their content)
+    num_swapped_blocks: int  # blocks of preempted requests in the host's memory, see `swap_space_bytes`
+    swapped_bytes: int  # bytes of these
     block_size: int  # tokens in a block; of the KV group with the smallest ones
     num_preemptions: int
     num_restarts: int  # worker processes started again

@@ -49,6 +49,8 @@ _GAUGES: tuple[tuple[str, str, _Value], ...] = (
     ),
     ("vllm:kv_cache_usage_perc", "Used part of the KV cache. 1: all of it.", lambda s: _kv_usage(s)),
     ("aengine:kv_blocks", "Blocks of the KV cache.", lambda s: s.num_blocks),
+    ("aengine:swapped_kv_blocks", "Blocks of preempted requests on the host.", lambda s: s.num_swapped_blocks),
+    ("aengine:swapped_kv_bytes", "Bytes of these blocks.", lambda s: s.swapped_bytes),
     ("aengine:loop_lag_seconds", "Lateness of the host's event loop, lately at worst.", lambda s: s.loop_lag),
     ("aengine:worker_memory_bytes", "Resident memory of the worker processes.", lambda s: s.worker_memory_bytes),
     ("aengine:device_memory_bytes", "GPU memory that the workers have taken.", lambda s: s.device_memory_bytes),

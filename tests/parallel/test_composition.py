@@ -118,7 +118,8 @@ class Walk:
         return [self._run(self.requests(place), None) for place in range(len(self.asked))]
 
     def together(self, expected: list[list[Answer]]) -> tuple[list[list[Answer]], int]:
-        """In chunks, with drafts of which some are wrong, in a pool that is too small, and across a death."""
+        """In chunks, with drafts of which some are wrong and some are found by the worker, in a pool that is too small,
+        with the KV of who is preempted in the host's memory, and across a death."""
         budget = 24
         longest = max(map(len, self.prompts)) + MAX_TOKENS
         most = self.engine.fewest_blocks(longest, budget)
@@ -152,7 +153,8 @@ class Walk:
                     begin = each.num_output_tokens + each.num_pending
                     wrong = self.rng.randrange(self.vocab_size)
                     guess = [i if self.rng.random() < 0.8 else wrong for i in token_ids[begin : begin + 3]]
-                    scheduler.propose(each, guess)
+                    is_found = each.grammar is None and self.rng.random() < 0.2
+                    scheduler.propose(each, [-1] * len(guess) if is_found else guess)
         return [Answer(each.output_token_ids, numbers[id(each)]) for each in requests]
 
     def _answer(self, out: Any, numbers: dict[int, list[float]]) -> None:
@@ -226,7 +228,7 @@ def test_requests(kind: str, tiny_model: TinyModel, tmp_path: Path, rng: random.
     the tokens are those that the request has alone."""
     with settings_of_torch_kept(), states_kept_often():
         model, settings, engine_class = model_of(kind, tiny_model, tmp_path)
-        engine = engine_class(model, **settings)
+        engine = engine_class(model, swap_space_bytes=1 << 20, **settings)
         walk = Walk(engine, rng)
         alone = walk.alone()
         together, num_accepted = walk.together(alone)

@@ -127,3 +127,13 @@ def test_models_without_experts_are_not_changed() -> None:
     assert not shares_experts(config, {"hidden_size": 64}) and not shares_experts(config, {"num_experts": 0})
     assert not shares_experts(config.replace(data_parallel_size=1), {"num_experts": 8})
     assert not shares_experts(config.replace(enable_expert_parallel=False), {"num_experts": 8})
+
+
+async def test_drafts_and_swapped_requests(model: Path, expected: Sequence[Any]) -> None:
+    """Steps with drafts are steps with prompts to the others of a round; so are those in which pages come back."""
+    small = SETTINGS | {"kv_cache_memory_bytes": 1 << 17, "block_size": 4, "swap_space_bytes": 1 << 20}
+    async with AsyncLLM(model, speculation="ngram_worker", **small | SHARED) as engine:
+        found = [essence(completion) for completion in await asyncio.gather(*work(engine))]
+        assert [choices for choices, *_ in found] == [choices for choices, *_ in expected]
+        assert engine.statistics().drafted_tokens > engine.statistics().num_preemptions > 0
+        await settled(engine)

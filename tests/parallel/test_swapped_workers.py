@@ -38,11 +38,14 @@ async def test_any_request(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatc
         expected = [essence(completion) for completion in await asyncio.gather(*work(engine, 1))]
     num_restored: list[int] = []
     dying: list[AsyncLLM] = []
+    running: list[AsyncLLM] = []
     restore = SwappedRequests.restore
 
     def counted(kept: SwappedRequests, request: Any, prefix: Any) -> None:
         if prefix is kept._found:
             num_restored[-1] += 1
+            now = running[-1].statistics()
+            assert now.swapped_bytes > now.num_swapped_blocks > 0
             for engine in dying:  # the step that brings the pages back is not even sent
                 os.kill(core_of(engine).replicas[0].worker.executor.workers[1].pid, signal.SIGKILL)
             dying.clear()
@@ -54,12 +57,14 @@ async def test_any_request(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatc
         ({}, 1 << 16, False),
         ({"tensor_parallel_size": 2} | HALF, 1 << 20, True),
         ({"pipeline_parallel_size": 2} | HALF, 1 << 20, True),
+        ({"data_parallel_size": 2}, 1 << 20, False),
     ):
         num_restored.append(0)
         async with AsyncLLM(model, swap_space_bytes=num_bytes, **SMALL | ranks) as engine:
+            running.append(engine)
             dying += [engine] * dies
             assert [essence(completion) for completion in await asyncio.gather(*work(engine, 1))] == expected
             assert engine.statistics().num_restarts == dies
             await settled(engine)
-            assert kept_by(engine).num_used == 0
+            assert kept_by(engine).num_kept == 0
         assert num_restored[-1] > 0 or num_bytes < 1 << 20

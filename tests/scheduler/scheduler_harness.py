@@ -469,7 +469,7 @@ class Driver:
         scheduler.rows.kv.pins.unpin_all()  # not before: all requests have ended beside what was pinned
         check_scheduler(scheduler)
         assert scheduler.num_free_blocks == scheduler.num_blocks
-        assert getattr(scheduler.rows.preempted, "num_used", 0) == 0, "a place in the host's memory was lost"
+        assert scheduler.rows.preempted.num_kept == 0, "a place in the host's memory was lost"
         # Nothing else shows that a request is still known there, but memory in the long run.
         assert not scheduler.parallel_sampling._first and len(scheduler.rows.free_rows) == scheduler.num_rows
         assert all(request.finish_reason is not None for request, _ in self.requests)

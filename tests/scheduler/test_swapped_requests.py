@@ -73,7 +73,7 @@ def preempted(num_places: int = 8) -> tuple[Scheduler, SwappedRequests, list[Any
     while not out.page_copies:
         reply(scheduler, out, [7] * len(out.req_idx))
         out = step(scheduler)
-    assert requests[1].is_preempted and kept.num_used == 3
+    assert requests[1].is_preempted and kept.num_kept == 3
     return scheduler, kept, [*requests, out]
 
 
@@ -81,20 +81,20 @@ def test_an_aborted_request_leaves_its_places() -> None:
     scheduler, kept, (first, second, out) = preempted()
     assert list(out.page_copies[1::2]) == [12, 13, 14] and max(out.page_copies[::2]) < 7
     scheduler.finish(second, FinishReason.ABORT)
-    assert kept.num_used == 0
+    assert kept.num_kept == 0
 
 
 def test_no_prefix_is_kept_over_a_reset() -> None:
     """The weights may be others by then."""
     scheduler, kept, _ = preempted()
     forget_prefixes(scheduler.rows)
-    assert kept.num_used == 0
+    assert kept.num_kept == 0
 
 
 def test_a_new_worker_has_none_of_it() -> None:
     scheduler, kept, (first, second, _) = preempted()
     scheduler.preempt_all()
-    assert kept.num_used == 0
+    assert kept.num_kept == 0
     out = step(scheduler)
     assert not out.page_copies and [new.num_computed_tokens for new in out.new_requests] == [0]
 
@@ -107,7 +107,7 @@ def test_a_request_whose_pages_are_lost_is_computed_anew() -> None:
     (new,) = out.new_requests
     num_tokens = len(second.token_ids)
     assert new.num_computed_tokens == num_tokens - 1 and list(out.page_copies[::2]) == [12, 13, 14]
-    assert kept.num_used == 0
+    assert kept.num_kept == 0
     lost = [RowError(0, KV_LOST, "gone")]
     later = step(scheduler)  # in flight with it, and as wrong
     assert reply(scheduler, out, [-1], lost) == ([], [])

@@ -13,11 +13,13 @@ from typing import Any
 
 import httpx
 import pytest
+from conftest_api import core_of
 from prometheus_client import CollectorRegistry, Counter, generate_latest, start_http_server
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open_metrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from aengine import EngineOverloadedError, SamplingParams
+from aengine.engine.scheduler.kv_cache_manager import PreemptedKV
 from aengine.remote import connect, serve_engine
 from aengine.server import create_app
 from aengine.telemetry.prometheus import PrometheusCollector
@@ -96,6 +98,23 @@ async def test_what_changes_while_requests_run() -> None:
         registry.register(PrometheusCollector(engine))
         await engine.generate("x")
         assert samples_of(registry)["aengine:worker_restarts_total", ""] == 1
+
+
+class ThreePages(PreemptedKV):
+    num_kept = 3
+
+
+async def test_what_lies_in_the_memory_of_the_host() -> None:
+    registry = CollectorRegistry()
+    async with FakeAsyncLLM("Paris") as engine:
+        registry.register(PrometheusCollector(engine))
+        assert samples_of(registry)["aengine:swapped_kv_blocks", ""] == engine.statistics().swapped_bytes == 0
+        (replica,) = core_of(engine).replicas
+        replica.scheduler.rows.preempted = ThreePages()
+        replica.worker.ready["kv_cache_bytes"] = 40 * replica.scheduler.num_blocks
+        found, statistics = samples_of(registry), engine.statistics()
+        assert found["aengine:swapped_kv_blocks", ""] == statistics.num_swapped_blocks == 3
+        assert found["aengine:swapped_kv_bytes", ""] == statistics.swapped_bytes == 120
 
 
 async def test_an_engine_that_does_not_run() -> None:

@@ -119,12 +119,15 @@ class Replica:
     def statistics(self) -> ReplicaStatistics:
         """See `Statistics.replicas`."""
         scheduler = self.scheduler
+        num_swapped = scheduler.rows.preempted.num_kept
         return ReplicaStatistics(
             state=self.state,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             num_blocks=scheduler.num_blocks,
             num_free_blocks=scheduler.num_free_blocks,
+            num_swapped_blocks=num_swapped,
+            swapped_bytes=num_swapped and num_swapped * self.worker.ready["kv_cache_bytes"] // scheduler.num_blocks,
             num_restarts=self.worker.num_restarts,
             prefix_cache_queries=scheduler.prefix_cache_queries,
             prefix_cache_hits=scheduler.prefix_cache_hits,

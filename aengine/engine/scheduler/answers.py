@@ -108,18 +108,14 @@ class Answers:
             sampled += [(request, column[place], place) for place in places if self._append(request, column[place])]
             if batch_idx in step.drafts:
                 num_drafted = len(step.drafts[batch_idx])
-                self._note_verified(request, num_drafted, max(0, count - 1))
+                self.num_drafts += 1
+                self.num_drafted += num_drafted
+                self.num_accepted += max(0, count - 1)
+                request.num_drafted += num_drafted
+                request.num_accepted += max(0, count - 1)
                 if batch_idx not in step.certain and request.req_idx >= 0:
                     self._rows.settle(request, 1 + num_drafted - count)
         return sampled, num_rows
-
-    def _note_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        """Count the request's drafts of a step that was answered."""
-        request.num_drafted += num_drafted
-        request.num_accepted += num_accepted
-        self.num_drafts += 1
-        self.num_drafted += num_drafted
-        self.num_accepted += num_accepted
 
     def _note_chunk(self, request: Request, num_tokens: int) -> None:
         """Note that the KV of the request's first ``num_tokens`` tokens is written: a chunk of its prompt was

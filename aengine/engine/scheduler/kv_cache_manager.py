@@ -105,6 +105,9 @@ class Prefix(NamedTuple):
 class PreemptedKV:
     """What is kept of the KV of preempted requests. Here: nothing, so that they are computed again."""
 
+    num_kept = 0
+    """Number of pages that are kept."""
+
     def begin_worker(self, num_blocks: int) -> None:
         """Forget all: the worker is a new one, with so many pages."""
 

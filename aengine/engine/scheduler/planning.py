@@ -282,13 +282,12 @@ class StepPlan:
 
 
 def _draft_columns(step: InFlightStep) -> DraftColumns:
-    counts, token_ids, is_certain = int32(bytes(4 * len(step.batch))), int32(), int32(bytes(4 * len(step.batch)))
-    is_found = int32(bytes(4 * len(step.batch)))
+    counts, is_certain, is_found = (int32(bytes(4 * len(step.batch))) for _ in range(3))
+    token_ids = int32()
     for batch_idx in sorted(step.drafts):
         drafts = step.drafts[batch_idx]
         counts[batch_idx] = len(drafts)
         is_certain[batch_idx] = batch_idx in step.certain
         is_found[batch_idx] = drafts[0] < 0
-        if drafts[0] >= 0:
-            token_ids.extend(drafts)
+        token_ids.extend(drafts if drafts[0] >= 0 else ())
     return DraftColumns(counts, token_ids, is_certain, is_found)

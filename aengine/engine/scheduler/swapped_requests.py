@@ -48,8 +48,7 @@ class SwappedRequests(PreemptedKV):
         self._free = list(range(num_blocks, num_blocks + self._num_places))
 
     @property
-    def num_used(self) -> int:
-        """Number of places that have a page."""
+    def num_kept(self) -> int:  # type: ignore[override]
         return self._num_places - len(self._free)
 
     def keep(self, request: Request) -> None:
