@@ -8,6 +8,7 @@ import pytest
 
 from aengine.engine.sampling_extras import extras_of
 from aengine.engine.scheduler.block_pool import BlockTable
+from aengine.engine.scheduler.decode_batches import DecodeBatches
 from aengine.engine.scheduler.request import PromptTokens, Request, RequestStatus
 from aengine.ipc.messages import Kind, SchedulerOutput, float32, int32, pack, unpack
 from aengine.params import SamplingParams
@@ -89,3 +90,15 @@ def test_a_request_without_room_for_a_token_is_our_bug() -> None:
         make([1, 2], max_num_tokens=2)
     with pytest.raises(AssertionError):
         make([])
+
+
+def test_who_decodes_in_another_batch_is_in_that_one_alone() -> None:
+    """It was preempted, and got a row with another batch before its former one had a turn."""
+    batches = DecodeBatches(2)
+    first, second = batches
+    request = Request("a", [1, 2], SamplingParams(), seed=0, max_num_tokens=9, stop_token_ids=frozenset())
+    for batch in first, second:
+        request.status, request.batch_index = RequestStatus.DECODING, batch.index
+        batch.join([request])
+        first.leave()
+    assert first.refresh() == [] and second.refresh() == [request]

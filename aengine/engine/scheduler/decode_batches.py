@@ -45,7 +45,8 @@ class DecodeBatch:
     def refresh(self) -> list[Request]:
         if self._is_stale:
             self._is_stale = False
-            self.requests = [request for request in self.requests if request.status is RequestStatus.DECODING]
+            here, decoding = self.index, RequestStatus.DECODING  # one that left may decode in another batch by now
+            self.requests = [one for one in self.requests if one.status is decoding and one.batch_index == here]
             self.req_idx = int32([request.req_idx for request in self.requests])
             self.num_scheduled = int32((1,)) * len(self.requests)
         return self.requests
