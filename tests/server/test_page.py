@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import re
 import shutil
@@ -16,16 +17,19 @@ import httpx
 import pytest
 from browser import CHROMIUM, browser
 from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.routing import Mount
 from test_over_tcp import served
 
 import aengine.server.page
 from aengine.server import create_app
+from aengine.server.http import HTTPError
 from aengine.server.in_process import streaming_transport
 from aengine.testing import FakeAsyncLLM, FakeRequest, Reply
 
 ROOT = Path(__file__).resolve().parents[2]
-STATIC = Path(aengine.server.page.__file__).with_name("static")
+FILES = Path(aengine.server.page.__file__).with_name("files.py")
+STATIC = FILES.with_name("static")
 NAMES = sorted(path.name for path in STATIC.iterdir())
 
 
@@ -57,6 +61,22 @@ async def test_the_page_and_its_files_need_no_key(prefix: str) -> None:
             for path in ("page/nothing.js", "page/..%2Ffiles.py", "page/"):
                 assert (await client.get(f"{prefix}/{path}")).status_code == 404
             assert (await client.get(f"{prefix}/stats")).status_code == 401
+
+
+async def test_files_that_an_installer_has_linked(tmp_path: Path) -> None:
+    for path in (FILES, *STATIC.iterdir()):
+        link = tmp_path / path.relative_to(FILES.parent)
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(path)
+    (tmp_path / "outside.js").touch()
+    spec = importlib.util.spec_from_file_location("aengine.server.page.linked", tmp_path / FILES.name)
+    assert spec is not None and spec.loader is not None
+    linked = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(linked)
+    scope = {"type": "http", "method": "GET", "headers": [], "path_params": {"name": "page.js"}}
+    assert (await linked.show_file(None, Request(scope))).status_code == 200
+    with pytest.raises(HTTPError):
+        await linked.show_file(None, Request({**scope, "path_params": {"name": "../outside.js"}}))
 
 
 async def test_the_page_can_be_left_out() -> None:

@@ -14,7 +14,8 @@ from ..service import Service
 
 __all__ = ["show_file", "show_page"]
 
-_FILES = StaticFiles(directory=Path(__file__).with_name("static"))
+# Some installers link each file of a package to their cache (uv's --link-mode=symlink, Bazel).
+_FILES = StaticFiles(directory=Path(__file__).with_name("static"), follow_symlink=True)
 _HEADERS = {
     # Only the page's own files and calls are allowed; no text is read as HTML. What the model says can't become a
     # script, whatever else goes wrong.
