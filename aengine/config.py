@@ -376,7 +376,7 @@ def _check_device(device: object, num_ranks: int) -> None:
     name, colon, listed = device.partition(":") if isinstance(device, str) else ("", "", "")
     places = listed.split(",") if colon else []
     wanted = "'auto', 'cpu', 'cuda', 'cuda:N' or, for several ranks, 'cuda:N,M'"
-    if not name or name == "cpu" or not all(place.isdecimal() for place in places):
+    if not name or name == "cpu" or not all(re.fullmatch("[0-9]{1,4}", place) for place in places):
         raise not_valid("device", device, wanted)
     if name != "auto" and target_of(PLATFORMS, name) is None:
         others = [name for name in registered(PLATFORMS) if name not in ("cpu", "cuda")]

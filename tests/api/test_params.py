@@ -212,6 +212,7 @@ def test_structured_output_needs_exactly_one_constraint(values: dict) -> None:
         ("device", "cuda:0,"),
         ("device", "cuda:0,1"),
         ("device", "cpu:0"),
+        ("device", "cuda:" + "1" * 5000),
         ("gpu_memory_utilization", 1.5),
         ("gpu_memory_utilization", 0),
         ("enable_prefix_caching", "yes"),
