@@ -130,10 +130,11 @@ class Settings(TypedDict, total=False):
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     """Number format of weights, activations and KV. "auto": the checkpoint's on a GPU, the fastest lossless enough on a
     CPU. Default: "auto"."""
-    quantization: Literal["auto", "gguf"]
-    """What matrices of a GGUF are kept in. "auto": they become numbers of dtype as they are loaded, which is faster.
-    "gguf": the file's blocks, each matrix in its own type, on a CPU: for models that are too large otherwise. Default:
-    "auto"."""
+    quantization: Literal["auto", "gguf", "fp8"]
+    """What matrices are kept in. "auto": as the checkpoint's quantization_config says; those of a GGUF become numbers
+    of dtype as they are loaded, which is faster. "gguf": a GGUF's blocks, each matrix in its own type, on a CPU: for
+    models that are too large otherwise. "fp8": on a GPU, 16-bit weights become FP8 with a scale a row as they are
+    loaded: half the memory, and faster. Default: "auto"."""
     device: str
     """Where the model runs: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N", "cuda:N,M" (one for each rank; as
     CUDA_VISIBLE_DEVICES counts them), or the name of an entry point in the group "aengine.platforms", likewise.

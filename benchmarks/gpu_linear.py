@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_linear.py          # JSON lines: microseconds a layer, and of reading its weights
     python benchmarks/gpu_linear.py --tune   # tries tilings, and writes the best into kernels/linear_tilings.json
+    python benchmarks/gpu_linear.py --fp8    # either, of weights in FP8; torch's are of 16 bits all the same
     TRITON_INTERPRET=1 python benchmarks/gpu_linear.py --check    # that both compute the same; also without a GPU
 
 Time: a CUDA graph of 28 layers of Qwen3-0.6B's shape (or 32 of Llama-3.1-8B's), each with weights of its own, median of
@@ -32,20 +33,24 @@ from aengine.kernels.activation import act_and_mul
 from aengine.kernels.dispatch import triton_everywhere
 from aengine.kernels.linear import add_linear, norm_gated_linear, norm_linear
 from aengine.kernels.linear_tilings import LinearShape, StreamedTiling
+from aengine.kernels.scaled_product import product
+from aengine.kernels.triton import linear_fp8, linear_streamed
 from aengine.kernels.triton.launch import compiling, max_shared_memory
-from aengine.kernels.triton.linear_streamed import stream
+from aengine.runner.weights.fp8 import quantised
 
 SHAPES = {  # hidden, q, qkv, inner, layers
     "qwen3-0.6b": (1024, 2048, 4096, 3072, 28),
     "llama-3.1-8b": (4096, 4096, 6144, 14336, 32),
 }
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-TUNED_ROWS = (8, 16, 32, 64, 128, 256, 512)
+TUNED_ROWS = (8, 16, 32, 64, 128, 256, 512, 1024)
 BYTES_PER_US = 4.3e6  # a device-to-device copy on an H200, bytes read and written
 BYTES_OF_A_GRAPH = 150e6  # more than any L2 cache holds
 EPS = 1e-6
 
 Layers = list[list[Tensor]]
+Matrix = tuple[Tensor, Tensor | None]
+"""A weight, and its scale if it is in FP8."""
 
 
 def make_layers(shape: tuple[int, ...], **settings: Any) -> Layers:
@@ -54,11 +59,16 @@ def make_layers(shape: tuple[int, ...], **settings: Any) -> Layers:
     return [[torch.randn(*s, **settings) * 0.02 for s in shapes] for _ in range(num_layers)]
 
 
-def ours(layers: Layers, norm: Tensor, residual: Tensor, attended: Tensor) -> None:
-    for w_qkv, w_o, w_gate_up, w_down in layers:
-        norm_linear(residual, norm, EPS, w_qkv)
-        add_linear(residual, attended, w_o)
-        add_linear(residual, norm_gated_linear(residual, norm, EPS, w_gate_up), w_down)
+def matrix(weight: Tensor, is_fp8: bool) -> Matrix:
+    return quantised(weight) if is_fp8 else (weight, None)
+
+
+def ours(layers: list[list[Matrix]], norm: Tensor, residual: Tensor, attended: Tensor) -> None:
+    for (w_qkv, s_qkv), (w_o, s_o), (w_gate_up, s_gate_up), (w_down, s_down) in layers:
+        norm_linear(residual, norm, EPS, w_qkv, scale=s_qkv)
+        add_linear(residual, attended, w_o, scale=s_o)
+        gated = norm_gated_linear(residual, norm, EPS, w_gate_up, scale=s_gate_up)
+        add_linear(residual, gated, w_down, scale=s_down)
 
 
 def torchs(layers: Layers, norm: Tensor, residual: Tensor, attended: Tensor) -> None:
@@ -89,49 +99,59 @@ def microseconds(step: partial[None]) -> float:
 # -- tilings
 
 
-def products_of(shape: tuple[int, ...]) -> list[LinearShape]:
+def products_of(shape: tuple[int, ...], is_fp8: bool) -> list[LinearShape]:
     hidden, q, qkv, inner, _ = shape
+    width = 1 if is_fp8 else 2
     return [
-        LinearShape("plain", qkv, hidden),
-        LinearShape("add", hidden, q),
-        LinearShape("gated", inner, hidden),
-        LinearShape("add", hidden, inner),
+        LinearShape("plain", qkv, hidden, width),
+        LinearShape("add", hidden, q, width),
+        LinearShape("gated", inner, hidden, width),
+        LinearShape("add", hidden, inner, width),
     ]
 
 
 def candidates(shape: LinearShape, rows: int) -> Iterator[StreamedTiling]:
     """Tiles whose sums fit into registers, with stages for one or two programs a multiprocessor."""
-    is_gated = shape.kind == "gated"
-    grid = itertools.product((16, 32, 64, 128, 256), (64, 128), (64, 128, 256), (4, 8))
+    is_gated, terms = shape.kind == "gated", 3 - shape.weight_bytes
+    grid = itertools.product((8, 16, 32, 64, 128, 256), (64, 128), (64, 128, 256), (4, 8))
     for block_m, block_n, block_k, num_warps in grid:
         tiling = StreamedTiling(block_n, block_m, block_k, num_warps, 1)
-        sums = (2 if is_gated else 1) * block_n * block_m // (32 * num_warps)
-        if not 4 <= sums <= 128 or block_m > max(16, rows) or 4 * block_m < rows:
+        sums = terms * (2 if is_gated else 1) * block_n * block_m // (32 * num_warps)
+        least = 8 if terms == 2 else 16
+        if not 4 <= sums <= 128 * terms or not least <= block_m <= max(16, rows) or 8 * block_m < rows:
             continue
         for per_multiprocessor in (1, 2):
-            stages = min(8, max_shared_memory() // per_multiprocessor // tiling.shared_bytes(is_gated))
+            one = tiling.shared_bytes(is_gated, shape.weight_bytes)
+            stages = min(10, max_shared_memory() // per_multiprocessor // one)
             if stages > 2:
                 yield tiling._replace(num_stages=stages)
 
 
-def run_streamed(weights: list[Tensor], x: Tensor, out: Tensor, kind: str, tiling: StreamedTiling) -> None:
-    for weight in weights:
-        stream(tiling, x, weight, None, out, add=kind == "add", activation="silu" if kind == "gated" else None)
-
-
-def run_library(weights: list[Tensor], x: Tensor, out: Tensor, kind: str) -> None:
-    for weight in weights:
-        if kind == "add":
-            torch.addmm(out, x, weight.t(), out=out)
+def run_streamed(weights: list[Matrix], x: Tensor, out: Tensor, kind: str, tiling: StreamedTiling) -> None:
+    how: dict[str, Any] = {"add": kind == "add", "activation": "silu" if kind == "gated" else None}
+    for weight, scale in weights:
+        if scale is None:
+            linear_streamed.stream(tiling, x, weight, None, out, **how)
         else:
-            y = F.linear(x, weight)
+            linear_fp8.stream(tiling, linear_fp8.split(x), weight, None, scale, out, **how)
+
+
+def run_library(weights: list[Matrix], x: Tensor, out: Tensor, kind: str) -> None:
+    for weight, scale in weights:
+        if kind == "add" and scale is None:
+            torch.addmm(out, x, weight.t(), out=out)
+        elif kind == "add":
+            out.add_(product(x, weight, None, scale))
+        else:
+            y = product(x, weight, None, scale)
             if kind == "gated":
                 act_and_mul(y)
 
 
-def tune(shape: LinearShape, rows: int, weights: list[Tensor]) -> tuple[float, float, StreamedTiling | None]:
+def tune(shape: LinearShape, rows: int, weights: list[Matrix]) -> tuple[float, float, StreamedTiling | None]:
     """Microseconds of the library's product and of the fastest tiling, and that; None: the library's is faster."""
-    x, out = (weights[0].new_empty(rows, size).normal_() for size in (shape.in_features, shape.out_features))
+    how = {"device": "cuda", "dtype": torch.bfloat16}
+    x, out = (torch.randn(rows, size, **how) for size in (shape.in_features, shape.out_features))
     tried = list(candidates(shape, rows))
     with compiling(os.cpu_count() or 1):
         for tiling in tried:
@@ -159,18 +179,19 @@ def write_table(shape: LinearShape, entries: list[list[int | None]]) -> None:
     path.write_text("{\n" + ",\n".join(devices) + "\n}\n")
 
 
-def tune_all(shape: tuple[int, ...]) -> None:
-    for product in products_of(shape):
-        size = product.out_features * (2 if product.kind == "gated" else 1), product.in_features
-        count = max(2, min(28, math.ceil(BYTES_OF_A_GRAPH / (2 * size[0] * size[1]))))
-        weights = [torch.randn(*size, device="cuda", dtype=torch.bfloat16) * size[1] ** -0.5 for _ in range(count)]
+def tune_all(shape: tuple[int, ...], is_fp8: bool) -> None:
+    for one in products_of(shape, is_fp8):
+        size = one.out_features * (2 if one.kind == "gated" else 1), one.in_features
+        count = max(2, min(28, math.ceil(BYTES_OF_A_GRAPH / (one.weight_bytes * size[0] * size[1]))))
+        numbers = (torch.randn(*size, device="cuda", dtype=torch.bfloat16) * size[1] ** -0.5 for _ in range(count))
+        weights = [matrix(weight, is_fp8) for weight in numbers]
         entries: list[list[int | None]] = []
         for rows in TUNED_ROWS:
-            library, time, best = tune(product, rows, weights)
+            library, time, best = tune(one, rows, weights)
             entries.append([rows, *(best or [None])])
-            write_table(product, entries)  # each time, so that what was found is kept if this is interrupted
+            write_table(one, entries)  # each time, so that what was found is kept if this is interrupted
             result = {
-                "product": str(product),
+                "product": str(one),
                 "rows": rows,
                 "library_us": round(library, 2),
                 "streamed_us": round(time, 2),
@@ -185,20 +206,21 @@ def check() -> None:
         expected = residual.clone()
         torchs(layers, norm, expected, attended)
         with triton_everywhere():
-            ours(layers, norm, residual, attended)
+            ours([[(weight, None) for weight in layer] for layer in layers], norm, residual, attended)
         print(f"batch {batch}: largest difference {float((residual - expected).abs().max()):.1e}")
 
 
-def measure(name: str, shape: tuple[int, ...]) -> None:
+def measure(name: str, shape: tuple[int, ...], is_fp8: bool) -> None:
     settings = {"device": "cuda", "dtype": torch.bfloat16}
     hidden, q, num_layers = shape[0], shape[1], shape[4]
     layers, norm = make_layers(shape, **settings), torch.rand(hidden, **settings) + 0.5
-    weights = sum(w.numel() * w.element_size() for w in layers[0])
+    own = [[matrix(weight, is_fp8) for weight in layer] for layer in layers]
+    weights = sum(weight.numel() * weight.element_size() for weight, _ in own[0])
     for batch in BATCHES:
-        inputs = (layers, norm, torch.randn(batch, hidden, **settings), torch.randn(batch, q, **settings))
+        inputs = (norm, torch.randn(batch, hidden, **settings), torch.randn(batch, q, **settings))
         result = {"shape": name, "batch": batch, "weights_us": round(weights / BYTES_PER_US, 2)}
-        result |= {"ours_us": round(microseconds(partial(ours, *inputs)) / num_layers, 2)}
-        result |= {"torch_us": round(microseconds(partial(torchs, *inputs)) / num_layers, 2)}
+        result |= {"ours_us": round(microseconds(partial(ours, own, *inputs)) / num_layers, 2)}
+        result |= {"torch_us": round(microseconds(partial(torchs, layers, *inputs)) / num_layers, 2)}
         print(json.dumps(result), flush=True)
 
 
@@ -206,6 +228,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES))
     args = parser.parse_args()
     if args.check:
@@ -214,9 +237,9 @@ def main() -> None:
         sys.exit(f"{__doc__}\nTimes need an NVIDIA GPU and a torch with CUDA.")
     for name in args.shape:
         if args.tune:
-            tune_all(SHAPES[name])
+            tune_all(SHAPES[name], args.fp8)
         else:
-            measure(name, SHAPES[name])
+            measure(name, SHAPES[name], args.fp8)
         torch.cuda.empty_cache()
     return None
 

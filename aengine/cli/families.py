@@ -27,8 +27,9 @@ class Family:
     """Whose code computes it: "native" or "transformers"."""
     task: str = "generate"
     """"generate" (and give embeddings), or "embed" of an encoder, which can't generate."""
-    formats: tuple[str, ...] = ("safetensors", "int8")
-    """Formats of weights: "safetensors" (16 or 32 bits), "int8" (compressed-tensors), "mxfp4" (of experts), "gguf"."""
+    formats: tuple[str, ...] = ("safetensors", "int8", "fp8")
+    """Formats of weights: "safetensors" (16 or 32 bits), "int8" (compressed-tensors), "fp8", "mxfp4" (of
+    experts), "gguf"."""
     gguf: tuple[str, ...] = ()
     """``general.architecture`` of its GGUF files."""
     tools: tuple[str, ...] = ()
@@ -47,7 +48,7 @@ class Family:
         return asdict(self)
 
 
-_GGUF = ("safetensors", "int8", "gguf")
+_GGUF = ("safetensors", "int8", "fp8", "gguf")
 _PLAIN = ("safetensors",)
 _PROCESSES = (_SCENARIOS, "worker processes")
 

@@ -5,6 +5,9 @@
     norm_gated_linear    y = act(g) * u,  (g, u) = rms_norm(x) W^T + b
     add_linear           residual += x W^T + b
 
+W is of x's dtype, or of 8 bits (float8_e4m3fn, int8) with a scale a row, W = scale * codes, which becomes numbers as it
+is multiplied; x is not quantised.
+
 At small batches the time is that of reading the weights once (2 N K bytes in 16 bit; 2 M N K operations are far below
 the arithmetic limit) plus that of starting kernels, so on the GPU they are one launch each (M = 1) or two.
 """
@@ -12,24 +15,24 @@ the arithmetic limit) plus that of starting kernels, so on the GPU they are one 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .activation import Activation, act_and_mul
 from .dispatch import uses_triton
 from .rms_norm import rms_norm
+from .scaled_product import product
 
 __all__ = ["add_linear", "norm_gated_linear", "norm_linear", "plain_linear"]
 
 
-def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
     """[n, out_features] in x's dtype, for x [n, in_features] and a weight [out_features, in_features]."""
-    _check(x, weight, bias)
+    _check(x, weight, bias, scale)
     if uses_triton(x):
         from .triton import linear as triton_op
 
-        return triton_op.plain_linear(x, weight, bias)
-    return F.linear(x, weight, bias)
+        return triton_op.plain_linear(x, weight, bias, scale)
+    return product(x, weight, bias, scale)
 
 
 def norm_linear(
@@ -39,6 +42,7 @@ def norm_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    scale: Tensor | None = None,
 ) -> Tensor:
     """[n, out_features], in x's dtype or ``out_dtype``, summed in float32.
 
@@ -46,13 +50,14 @@ def norm_linear(
         x: [n, in_features]
         norm_weight: [in_features]
         weight, bias: [out_features, in_features], [out_features]
+        scale: float32 [out_features], of a weight in 8 bits
     """
-    _check(x, weight, bias)
+    _check(x, weight, bias, scale)
     if uses_triton(x):
         from .triton import linear as triton_op
 
-        return triton_op.norm_linear(x, norm_weight, eps, weight, bias, out_dtype or x.dtype)
-    return F.linear(rms_norm(x, norm_weight, eps), weight, bias).to(out_dtype or x.dtype)
+        return triton_op.norm_linear(x, norm_weight, eps, weight, bias, scale, out_dtype or x.dtype)
+    return product(rms_norm(x, norm_weight, eps), weight, bias, scale).to(out_dtype or x.dtype)
 
 
 def norm_gated_linear(
@@ -62,28 +67,33 @@ def norm_gated_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     activation: Activation = "silu",
+    scale: Tensor | None = None,
 ) -> Tensor:
-    """[n, size]; weight is [2 * size, in_features], the gate's rows first, bias [2 * size]."""
-    _check(x, weight, bias)
+    """[n, size]; weight is [2 * size, in_features], the gate's rows first, bias and scale [2 * size]."""
+    _check(x, weight, bias, scale)
     if uses_triton(x):
         from .triton import linear as triton_op
 
-        return triton_op.norm_gated_linear(x, norm_weight, eps, weight, bias, activation)
-    return act_and_mul(F.linear(rms_norm(x, norm_weight, eps), weight, bias), activation)
+        return triton_op.norm_gated_linear(x, norm_weight, eps, weight, bias, scale, activation)
+    return act_and_mul(product(rms_norm(x, norm_weight, eps), weight, bias, scale), activation)
 
 
-def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+def add_linear(
+    residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+) -> None:
     """Change ``residual`` [n, out_features] in place, for x [n, in_features]."""
-    _check(x, weight, bias)
+    _check(x, weight, bias, scale)
     assert residual.shape == (x.shape[0], weight.shape[0]), f"{tuple(residual.shape)} gets {tuple(weight.shape)}"
     if uses_triton(x):
         from .triton import linear as triton_op
 
-        triton_op.add_linear(residual, x, weight, bias)
+        triton_op.add_linear(residual, x, weight, bias, scale)
     else:
-        residual.add_(F.linear(x, weight, bias))
+        residual.add_(product(x, weight, bias, scale))
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> None:
     assert x.dim() == weight.dim() == 2 and x.shape[1] == weight.shape[1], f"{tuple(x.shape)} x {tuple(weight.shape)}^T"
     assert bias is None or bias.shape == weight.shape[:1], f"a bias of {tuple(bias.shape)} for {tuple(weight.shape)}"
+    assert (scale is not None) == (weight.element_size() == 1), f"a scale, or none, for {weight.dtype}"
+    assert scale is None or (scale.shape == weight.shape[:1] and scale.dtype == torch.float32)

@@ -26,9 +26,10 @@ class LinearShape(NamedTuple):
     kind: Literal["plain", "gated", "add"]
     out_features: int  # rows of W; with a gate W has twice as many
     in_features: int
+    weight_bytes: int = 2  # bytes of an element of W; 1: in FP8
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.out_features}x{self.in_features}"
+        return f"{self.kind}{'' if self.weight_bytes == 2 else ' fp8'} {self.out_features}x{self.in_features}"
 
 
 class StreamedTiling(NamedTuple):
@@ -40,10 +41,10 @@ class StreamedTiling(NamedTuple):
     num_warps: int
     num_stages: int
 
-    def shared_bytes(self, is_gated: bool) -> int:
-        """Shared memory needed at most: a stretch of W and x, in 16 bit, a stage, and its barriers."""
-        rows = self.block_n * (2 if is_gated else 1) + self.block_m
-        return (2 * rows * self.block_k + 64) * self.num_stages
+    def shared_bytes(self, is_gated: bool, weight_bytes: int = 2) -> int:
+        """Shared memory needed at most: a stretch of W and x, the latter of 16 bit, a stage, and its barriers."""
+        row = self.block_n * (2 if is_gated else 1) * weight_bytes + self.block_m * 2
+        return (row * self.block_k + 64) * self.num_stages
 
 
 def choose_tiling(device: str, shape: LinearShape, num_rows: int) -> StreamedTiling | None:
@@ -58,8 +59,8 @@ def measured_tilings() -> Iterator[tuple[LinearShape, int, StreamedTiling]]:
     """Return every tiling that was measured: (shape, most rows, tiling)."""
     for table in _tables().values():
         for name, entries in table.items():
-            kind, size = name.split()
-            shape = LinearShape(kind, *map(int, size.split("x")))  # type: ignore[arg-type]
+            kind, *width, size = name.split(" ")
+            shape = LinearShape(kind, *map(int, size.split("x")), 1 if width else 2)  # type: ignore[arg-type, call-arg]
             yield from ((shape, rows, StreamedTiling(*tiling)) for rows, *tiling in entries if tiling != [None])
 
 
@@ -70,6 +71,8 @@ def _default_tiling(shape: LinearShape, num_rows: int) -> StreamedTiling | None:
     rows of x as leaves some 48 programs, and as much on its way as shared memory holds. To split K among programs was
     slower, however their parts were added up.
     """
+    if shape.weight_bytes == 1:
+        return _default_of_fp8(shape, num_rows)
     is_small = shape.out_features * shape.in_features <= 2**23
     if num_rows > 64 or shape.out_features > 2**16:
         return None
@@ -85,6 +88,26 @@ def _default_tiling(shape: LinearShape, num_rows: int) -> StreamedTiling | None:
     block_k = 256 if block_m == 16 or (block_m == 32 and not is_gated) else 128
     one = StreamedTiling(64, block_m, block_k, 4, 1)
     return one._replace(num_stages=min(8, _SHARED_BYTES // one.shared_bytes(is_gated)))
+
+
+def _default_of_fp8(shape: LinearShape, num_rows: int) -> StreamedTiling | None:
+    """`_default_tiling` of weights in FP8, whose x has two terms a row (linear_fp8.py): what was the fastest, or nearly
+    so, for Llama-3.1-8B's shapes on an H100. Up to 64 rows a program has as many as leave some 100 programs, and as
+    much on its way as shared memory holds; for more there is no room in its registers."""
+    is_gated = shape.kind == "gated"
+    if num_rows > 512:
+        return None
+    if num_rows > 64 and is_gated:
+        return StreamedTiling(64, 64, 128, 4, 3)
+    if num_rows > 64:
+        return StreamedTiling(64, 64, 256, 4, 4) if num_rows <= 128 else StreamedTiling(128, 64, 256, 8, 3)
+    block_m = max(8, 1 << (num_rows - 1).bit_length())
+    columns = ceil(shape.out_features / 64)
+    while block_m > 16 and columns * ceil(num_rows / block_m) < 96:
+        block_m //= 2
+    one = StreamedTiling(64, block_m, 128 if is_gated and block_m == 64 else 256, 4, 1)
+    room = _SHARED_BYTES // (2 if columns * ceil(num_rows / block_m) > 132 else 1)
+    return one._replace(num_stages=max(3, min(9, room // one.shared_bytes(is_gated, 1))))
 
 
 @cache

@@ -22,7 +22,7 @@ from aengine.errors import ModelLoadError
 from aengine.runner.models import build_model, read_config
 from aengine.runner.models.causal_lm import CausalLM
 from aengine.runner.weights.formats import choose_formats
-from aengine.runner.weights.int8 import Int8Weight
+from aengine.runner.weights.scaled import ScaledWeight
 from aengine.runner.weights.sources import random_source
 from aengine.runner.weights.sources.loader import load_weights
 
@@ -83,9 +83,9 @@ def test_codes_stay_codes(tmp_path: Path, kind: str) -> None:
     exact = quantise(folder, kind)
     model: Any = load(source_of(folder), "bfloat16")
     weight = model.layers[1].mlp.down.weight
-    assert weight._codes.dtype == torch.int8 and weight._codes.device == GPU
+    assert weight.codes.dtype == torch.int8 and weight.codes.device == GPU
     for rows in (1, 5, 200):
-        x = torch.randn(rows, weight._codes.shape[1], device=GPU).bfloat16()
+        x = torch.randn(rows, weight.codes.shape[1], device=GPU).bfloat16()
         wanted = x.double() @ exact["model.layers.1.mlp.down_proj.weight"].to(GPU).double().t()
         assert float((weight.multiply(x).double() - wanted).norm() / wanted.norm()) < 6e-3
 
@@ -180,7 +180,7 @@ def test_int8_in_float16_with_a_large_activation(tmp_path: Path) -> None:
     for rows in (1, 5, 200):
         x = (codes[:1].float() * 0.05).half().expand(rows, -1).contiguous()
         wanted = x.double() @ (codes.double() * scale[:, None].double()).t()
-        out = Int8Weight(codes, scale, None).multiply(x)
+        out = ScaledWeight(codes, scale, None).multiply(x)
         assert out.isfinite().all() and float((out.double() - wanted).norm() / wanted.norm()) < 2e-3
         assert (x.float() @ codes.float().t()).max() > 65504
 

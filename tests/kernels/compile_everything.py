@@ -63,7 +63,7 @@ from aengine.kernels.expert_types import ExpertGate, ExpertMatrices, InputNorm, 
 from aengine.kernels.paged_attention import Scores
 from aengine.kernels.rotary import HeadNorms, Rope
 from aengine.kernels.sequences import Sequences
-from aengine.kernels.triton import exchange_bulk, exchange_words, linear_streamed
+from aengine.kernels.triton import exchange_bulk, exchange_words, linear_fp8, linear_streamed
 from aengine.kernels.triton import launch as launching
 
 LIMITS = {
@@ -88,6 +88,7 @@ TYPES = {
     torch.int64: "*i64",
     torch.int8: "*i8",
     torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 OPTIONS = {"num_warps", "num_stages", "launch_pdl"}
 
@@ -160,6 +161,7 @@ class Compiler:
                 "launch": self,
                 "max_shared_memory": lambda: LIMITS[self.capability],
                 "is_hopper": lambda: self.capability == 90,
+                "has_fp8": lambda: self.capability >= 89,
             }
             for name, value in replaced.items():
                 if name in vars(module) and not inspect.ismodule(getattr(module, name)):
@@ -199,10 +201,22 @@ def measured_products(compiler: Compiler) -> None:
         is_gated = shape.kind == "gated"
         x, out = (torch.zeros(rows, size, dtype=compiler.half) for size in (shape.in_features, shape.out_features))
         weight = torch.empty(shape.out_features * (2 if is_gated else 1), shape.in_features, dtype=compiler.half)
-        activated = "silu" if is_gated else None
-        linear_streamed.stream(
-            linear_streamed.fit(tiling, is_gated), x, weight, None, out, add=shape.kind == "add", activation=activated
-        )
+        how = {"add": shape.kind == "add", "activation": "silu" if is_gated else None}
+        if shape.weight_bytes == 2:
+            linear_streamed.stream(linear_streamed.fit(tiling, is_gated), x, weight, None, out, **how)
+        else:
+            codes, scale = weight.to(torch.float8_e4m3fn), torch.zeros(len(weight))
+            linear_fp8.stream(tiling, linear_fp8.split(x), codes, None, scale, out, **how)
+
+
+def codes(compiler: Compiler, dtype: torch.dtype, rows: int, n: int, k: int) -> None:
+    """Products by 8-bit weights: of one row, of several, of so many that the weights become numbers first."""
+    compiler.note = f"{dtype} {rows}x{k}x{n}"
+    x, norm = torch.zeros(rows, k, dtype=compiler.half), torch.zeros(k, dtype=compiler.half)
+    weight, scale = torch.empty(2 * n, k, dtype=torch.int8).view(dtype), torch.zeros(2 * n)
+    linear.norm_gated_linear(x, norm, 1e-6, weight, scale=scale)
+    linear.norm_linear(x, norm, 1e-6, weight, torch.zeros(2 * n, dtype=compiler.half), scale=scale)
+    linear.add_linear(torch.zeros(rows, 2 * n, dtype=compiler.half), x, weight, scale=scale)
 
 
 Heads = tuple[int, int, int]  # query heads, key-value heads, size
@@ -381,6 +395,8 @@ def largest(compiler: Compiler) -> None:
     half, full = compiler.half, torch.float32
     for rows, n, kind in ((8, 1024, "add"), (32, 1024, "add"), (8, 4096, "add"), (64, 1024, "gated"), (128, 1024, "")):
         products(compiler, rows, n, 2048, kind)
+    for rows in (1, 8, 64, 600):
+        codes(compiler, torch.float8_e4m3fn, rows, 1024, 2048)
     decodes(compiler, half, (16, 8, 128), BatchSize.SMALL, is_raw=False)
     decodes(compiler, half, (32, 8, 128), BatchSize.SMALL)
     decodes(compiler, half, (32, 8, 128), BatchSize.SMALL, is_raw=False)
@@ -398,6 +414,8 @@ def every_kernel(compiler: Compiler) -> None:
     for rows, kind in itertools.product((1, 8, 16, 64), ("", "gated", "add")):
         products(compiler, rows, 1024, 2048, kind, biased=kind == "")
     measured_products(compiler)
+    for rows, code in itertools.product((1, 16, 64, 600), (torch.float8_e4m3fn, torch.int8)):
+        codes(compiler, code, rows, 1024, 2048)
     products(compiler, 1, 1023, 576, "gated")
     products(compiler, 1, 1001, 4864, "gated")
     compiler.note = ""

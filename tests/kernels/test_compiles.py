@@ -82,9 +82,9 @@ class TestChoices:
         assert choice(16, 576, 576, "add") == SkinnyTiling(16, 16, 2, 32, 2, 4), "too few programs"
         self.limit = 101_376
         for shape, _, tiling in measured_tilings():
-            is_gated = shape.kind == "gated"
-            assert tiling.shared_bytes(is_gated) <= 232_448
-            assert linear_streamed.fit(tiling, is_gated).shared_bytes(is_gated) <= 101_376
+            what = shape.kind == "gated", shape.weight_bytes
+            assert tiling.shared_bytes(*what) <= 232_448
+            assert linear_streamed.fit(tiling, *what).shared_bytes(*what) <= 101_376
 
     def test_products_elsewhere(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from aengine.kernels.triton import linear

@@ -16,7 +16,7 @@ from aengine.kernels.activation import Activation, act_and_mul
 from aengine.kernels.linear import add_linear, norm_gated_linear, norm_linear, plain_linear
 from aengine.kernels.linear_tilings import StreamedTiling
 from aengine.kernels.rms_norm import add_rms_norm, rms_norm
-from aengine.kernels.triton.linear_streamed import stream
+from aengine.kernels.triton import linear_fp8, linear_streamed
 
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
 ACTIVATIONS: list[tuple[Activation, Callable[..., torch.Tensor]]] = [
@@ -45,18 +45,26 @@ def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def draw(gen: torch.Generator, rng: random.Random, rows: int, k: int, n: int, dtype: torch.dtype, biased: bool):
+    """x, weight, bias and scale; of a weight of plain numbers there is none."""
     x = torch.randn(rows, k, generator=gen).mul(10 ** rng.uniform(-1, 1)).to(dtype)
-    weight = torch.randn(n, k, generator=gen).mul(k**-0.5).to(dtype)
+    weight = torch.randn(n, k, generator=gen).mul(k**-0.5)
     bias = torch.randn(n, generator=gen).to(dtype) if biased else None
-    return x, weight, bias
+    codes = rng.choice([None, None, torch.float8_e4m3fn, torch.int8])
+    if codes is None:
+        return x, weight.to(dtype), bias, None
+    scale = weight.abs().amax(1) / (448 if codes == torch.float8_e4m3fn else 127)
+    return x, (weight / scale[:, None]).round().to(codes), bias, scale
 
 
 def moved(device: torch.device, *tensors: torch.Tensor | None) -> list:
     return [None if t is None else t.to(device) for t in tensors]
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+def product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None
+) -> torch.Tensor:
+    out = F.linear(x.double(), weight.double()) * (1 if scale is None else scale.double())
+    return out if bias is None else out + bias.double()
 
 
 @pytest.mark.parametrize(("rows", "dtype"), ROWS_AND_DTYPES, ids=str)
@@ -64,12 +72,12 @@ def test_norm_linear(
     rng: random.Random, gen: torch.Generator, triton_device: torch.device, dtype: torch.dtype, rows: int
 ) -> None:
     for k, n in rng.sample(SHAPES, 2):
-        x, weight, bias = draw(gen, rng, rows, k, n, dtype, rng.random() < 0.5)
-        scale = (torch.rand(k, generator=gen) + 0.5).to(dtype)
-        reference = product(normed(x, scale, 1e-5), weight, bias)
-        on = moved(triton_device, x, scale, weight, bias)
+        x, *matrix = draw(gen, rng, rows, k, n, dtype, rng.random() < 0.5)
+        norm = (torch.rand(k, generator=gen) + 0.5).to(dtype)
+        reference = product(normed(x, norm, 1e-5), *matrix)
+        on = moved(triton_device, x, norm, *matrix)
         out_dtype = rng.choice([None, torch.float32])
-        out = norm_linear(on[0], on[1], 1e-5, on[2], on[3], out_dtype)
+        out = norm_linear(on[0], on[1], 1e-5, on[2], on[3], out_dtype, on[4])
         assert out.dtype == (out_dtype or dtype)
         assert relative_error(out, reference) < TOLERANCE[dtype]
 
@@ -79,12 +87,12 @@ def test_norm_gated_linear(
     rng: random.Random, gen: torch.Generator, triton_device: torch.device, dtype: torch.dtype, rows: int
 ) -> None:
     for k, n in rng.sample(SHAPES, 2):
-        x, weight, bias = draw(gen, rng, rows, k, 2 * n, dtype, rng.random() < 0.5)
-        scale = (torch.rand(k, generator=gen) + 0.5).to(dtype)
-        gate, up = product(normed(x, scale, 1e-6), weight, bias).chunk(2, -1)
-        on = moved(triton_device, x, scale, weight, bias)
+        x, *matrix = draw(gen, rng, rows, k, 2 * n, dtype, rng.random() < 0.5)
+        norm = (torch.rand(k, generator=gen) + 0.5).to(dtype)
+        gate, up = product(normed(x, norm, 1e-6), *matrix).chunk(2, -1)
+        on = moved(triton_device, x, norm, *matrix)
         activation, function = rng.choice(ACTIVATIONS)
-        out = norm_gated_linear(on[0], on[1], 1e-6, on[2], on[3], activation)
+        out = norm_gated_linear(on[0], on[1], 1e-6, on[2], on[3], activation, on[4])
         assert out.shape == (rows, n) and out.dtype == dtype
         assert relative_error(out, function(gate) * up) < 2 * TOLERANCE[dtype]
 
@@ -94,10 +102,10 @@ def test_plain_linear(
     rng: random.Random, gen: torch.Generator, triton_device: torch.device, dtype: torch.dtype, rows: int
 ) -> None:
     k, n = rng.choice(SHAPES)
-    x, weight, bias = draw(gen, rng, rows, k, n, dtype, rng.random() < 0.5)
-    out = plain_linear(*moved(triton_device, x, weight, bias))
+    x, *matrix = draw(gen, rng, rows, k, n, dtype, rng.random() < 0.5)
+    out = plain_linear(*moved(triton_device, x, *matrix))
     assert out.shape == (rows, n) and out.dtype == dtype
-    assert relative_error(out, product(x, weight, bias)) < TOLERANCE[dtype]
+    assert relative_error(out, product(x, *matrix)) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize(("rows", "dtype"), ROWS_AND_DTYPES, ids=str)
@@ -105,10 +113,10 @@ def test_add_linear(
     rng: random.Random, gen: torch.Generator, triton_device: torch.device, dtype: torch.dtype, rows: int
 ) -> None:
     for k, n in rng.sample(SHAPES, 2):
-        x, weight, bias = draw(gen, rng, rows, k, n, dtype, rng.random() < 0.5)
+        x, *matrix = draw(gen, rng, rows, k, n, dtype, rng.random() < 0.5)
         residual = torch.randn(rows, n, generator=gen).to(dtype)
-        reference = residual.double() + product(x, weight, bias)
-        on = moved(triton_device, residual, x, weight, bias)
+        reference = residual.double() + product(x, *matrix)
+        on = moved(triton_device, residual, x, *matrix)
         add_linear(*on)
         assert relative_error(on[0], reference) < TOLERANCE[dtype]
 
@@ -133,18 +141,24 @@ def test_streamed_tiles(
             rng.choice([50, 64, 96]),
             rng.random() < 0.5,
         )
-        x, weight, bias = draw(gen, rng, rows, k, gates * n, dtype, biased)
+        x, *matrix = draw(gen, rng, rows, k, gates * n, dtype, biased)
+        if matrix[0].dtype == torch.int8 or (matrix[2] is not None and k % 16):
+            continue  # rows of what is copied are multiples of 16 bytes
         whole = torch.randn(rows + 2, n, generator=gen).to(dtype)
-        reference = product(x, weight, bias)
+        reference = product(x, *matrix)
         if kind == "gated":
             gate, up = reference.chunk(2, -1)
             reference = F.silu(gate) * up
         elif kind == "add":
             reference = reference + whole[1:-1].double()
-        on = moved(triton_device, x, weight, bias)
+        on = moved(triton_device, x, *matrix)
         tiling, activation = tiling_of(rng), "silu" if kind == "gated" else None
         out = whole.to(triton_device, copy=True)
-        stream(tiling, *on, out[1:-1], add=kind == "add", activation=activation)
+        how = {"add": kind == "add", "activation": activation}
+        if on[3] is None:
+            linear_streamed.stream(tiling, *on[:3], out[1:-1], **how)
+        else:
+            linear_fp8.stream(tiling, linear_fp8.split(on[0]), *on[1:], out[1:-1], **how)
         assert relative_error(out[1:-1], reference) < 2 * TOLERANCE[dtype], tiling
         assert torch.equal(out[[0, -1]].cpu(), whole[[0, -1]])
 

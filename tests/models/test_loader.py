@@ -312,7 +312,7 @@ def set_config(folder: Path, **settings: Any) -> None:
 @pytest.mark.parametrize(
     ("key", "settings", "method"),
     [
-        ("quantization_config", {"quant_method": "fp8", "activation_scheme": "dynamic"}, "fp8"),
+        ("quantization_config", {"quant_method": "fp8", "weight_block_size": [128]}, "fp8"),
         (
             "quantization_config",
             {"quant_method": "compressed-tensors", "format": "float-quantized"},

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from aengine.errors import ModelLoadError
 from aengine.runner.models import build_model, read_config
 from aengine.runner.weights.formats import WeightFormats, choose_formats
-from aengine.runner.weights.int8 import Int8Weight
 from aengine.runner.weights.plain import PlainFormat, PlainWeight
+from aengine.runner.weights.scaled import ScaledWeight
 from aengine.runner.weights.sources.loader import load_weights
 from aengine.runner.weights.weight import Weight
 
@@ -132,7 +132,7 @@ def test_int8_is_the_dequantised_model(
     assert model.weights.formats.name == "int8"
     layer: Any = model.layers[0]  # type: ignore[attr-defined]
     for linear in (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down):
-        assert isinstance(linear.weight, Int8Weight) and linear.weight._codes.dtype == torch.int8
+        assert isinstance(linear.weight, ScaledWeight) and linear.weight.codes.dtype == torch.int8
     assert isinstance(model.lm_head.weight, PlainWeight)  # type: ignore[attr-defined]
 
 
@@ -144,7 +144,7 @@ def test_int8_product(rows: int, dtype: torch.dtype, rng: random.Random) -> None
     scale, bias = torch.rand(80, generator=gen) / 127, torch.randn(80, generator=gen)
     x = torch.randn(rows, 96, generator=gen).to(dtype)
     wanted = x.double() @ (codes.double() * scale[:, None].double()).t() + bias
-    out = Int8Weight(codes, scale, bias).multiply(x)
+    out = ScaledWeight(codes, scale, bias).multiply(x)
     assert out.dtype == dtype
     off = float((out.double() - wanted).norm() / wanted.norm())
     assert off < {torch.float32: 1e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}[dtype]
@@ -159,10 +159,10 @@ def test_int8_in_float16_has_the_range_of_its_outputs(size: float) -> None:
     x = (codes[3].float() * (30_000 / (codes[3].float().square().sum() * scale[3])))[None]  # the output is 30,000 there
     x = x.clamp(-60_000, 60_000).half()
     wanted = x.double() @ (codes.double() * scale[:, None].double()).t()
-    out = Int8Weight(codes, scale, None).multiply(x)
+    out = ScaledWeight(codes, scale, None).multiply(x)
     assert out.isfinite().all()
     torch.testing.assert_close(out.double(), wanted, rtol=4e-3, atol=0.1 * float(wanted.abs().max()) / 100)
-    nothing = Int8Weight(codes, torch.zeros(16), None).multiply(x)
+    nothing = ScaledWeight(codes, torch.zeros(16), None).multiply(x)
     assert torch.equal(nothing, torch.zeros_like(nothing)), "a row of zeros has a scale of zero"
 
 
@@ -200,7 +200,7 @@ def test_int8_in_float16_with_a_large_activation(arch: str, copied: Callable[...
 def test_a_scaled_product_in_float16_has_the_range_of_its_outputs() -> None:
     """The product is 102,400 before it is scaled (Granite's residual multiplier)."""
     weight, x = torch.full((8, 64), 16.0), torch.full((2, 64), 100.0).half()
-    for made in (PlainWeight(weight.half(), None), Int8Weight(torch.ones(8, 64).to(torch.int8), weight[:, 0], None)):
+    for made in (PlainWeight(weight.half(), None), ScaledWeight(torch.ones(8, 64).to(torch.int8), weight[:, 0], None)):
         residual = torch.ones(2, 8).half()
         made.add_scaled_to(residual, x, 0.22)
         torch.testing.assert_close(residual, torch.full((2, 8), 1 + 102_400 * 0.22).half(), rtol=1e-3, atol=0)
@@ -238,7 +238,7 @@ def test_each_matrix_has_its_own_format(copied: Callable[..., Path]) -> None:
     assert loaded.num_parameters == load(source_of(plain))[1].num_parameters
     layer: Any = model.layers[0]  # type: ignore[attr-defined]
     kinds = [[type(part) for part in linear.weight.parts] for linear in (layer.attention.qkv, layer.mlp.gate_up)]
-    assert kinds == [[Int8Weight, PlainWeight], [PlainWeight, Int8Weight]]
+    assert kinds == [[ScaledWeight, PlainWeight], [PlainWeight, ScaledWeight]]
 
 
 def test_tensors_that_contradict_the_config(copied: Callable[..., Path]) -> None:

@@ -25,6 +25,7 @@ from test_divided_formats import ROUTER
 from test_divided_models import DELTA, EIGHT, EXPERTS, LAYER_TYPES
 from test_expert_layers import mxfp4
 from test_experts_of_replicas import STEPS, alone, together
+from test_fp8_weights import write_quantised
 from test_gguf_weights import SIZES, write_gguf
 from test_pipeline import Lines, Link, make_setup, random_requests, run
 from test_weight_formats import quantise
@@ -205,6 +206,10 @@ def model_of(kind: str, tiny_model: TinyModel, folder: Path) -> tuple[Path, dict
         copy = Path(shutil.copytree(tiny_model("llama", seed=7, **EIGHT), folder / "int8"))
         quantise(copy, "int-quantized")
         return copy, {}, Engine
+    if kind == "FP8":
+        copy = Path(shutil.copytree(tiny_model("llama", seed=7, **EIGHT), folder / "fp8"))
+        write_quantised(copy, "channel")
+        return copy, {}, Engine
     if kind == "MXFP4":
         sizes = {"num_local_experts": 4, "intermediate_size": 64, "hidden_size": 64, "sliding_window": 7}
         copy = Path(shutil.copytree(tiny_model("gpt_oss", seed=7, **EIGHT, **sizes), folder / "mxfp4"))
@@ -262,6 +267,8 @@ def test_shared_experts_of_a_format(kind: str, tiny_model: TinyModel, tmp_path: 
         model = Path(shutil.copytree(tiny_model("qwen3_moe", seed=7, **EIGHT, **EXPERTS), tmp_path / "model"))
         if kind == "8-bit integers":
             quantise(model, "int-quantized", ROUTER)
+        elif kind == "FP8":
+            write_quantised(model, "channel")
     source = source_of(model)
     for replica, (steps, found) in enumerate(zip(STEPS, together(source, STEPS), strict=True)):
         for logits, expected in zip(found, alone(source, replica, steps), strict=True):

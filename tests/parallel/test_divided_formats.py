@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType as Q
 from pairs import some
 from test_divided_models import EIGHT, EXPERTS, check
 from test_expert_layers import mxfp4
+from test_fp8_weights import write_quantised
 from test_gguf_weights import SIZES, write_gguf
 from test_weight_formats import KINDS, quantise
 from tiny import make_tiny_model
@@ -50,6 +51,21 @@ def test_int8_divided_by_experts(copied: Callable[..., Path]) -> None:
     folder = copied("qwen3_moe", **EIGHT, **EXPERTS)
     quantise(folder, "int-quantized", ROUTER)
     check(source_of(folder), 4, divides_experts=True)
+
+
+@pytest.mark.parametrize("kind", ["channel", "tensor", "blocks"])
+@pytest.mark.parametrize(("arch", "fields"), [("llama", BIASES), ("qwen3_moe", EXPERTS)], ids=["llama", "qwen3_moe"])
+def test_fp8(arch: str, fields: dict[str, Any], kind: str, copied: Callable[..., Path]) -> None:
+    """A scale of rows is divided with them, one of a matrix is everybody's; a block is not cut."""
+    folder = copied(arch, **EIGHT, **fields)
+    write_quantised(folder, kind)
+    if kind == "blocks":
+        with pytest.raises(
+            ModelLoadError, match=r"tensor_parallel_size=2: .*_scale_inv can't be divided so, .*fewer ranks"
+        ):
+            check(source_of(folder), 2)
+    else:
+        check(source_of(folder), 2)
 
 
 @pytest.mark.parametrize(("size", "divides_experts"), [(2, False), (2, True), (4, True)])

@@ -33,8 +33,8 @@ from aengine.runner.models import build_model, read_config
 from aengine.runner.platforms.cpu import CpuPlatform
 from aengine.runner.startup.setup import RunnerSetup
 from aengine.runner.weights.formats import choose_formats
-from aengine.runner.weights.int8 import Int8Weight
 from aengine.runner.weights.plain import PlainWeight
+from aengine.runner.weights.scaled import ScaledWeight
 from aengine.runner.weights.sources.loader import load_weights
 
 TinyModel = Callable[..., Path]
@@ -213,7 +213,7 @@ def test_the_head_of_a_tied_model_is_plain_on_every_stage(kind: str, tiny_model:
     for index in range(2):
         model: Any = build_model(config, formats, stage=PipelineStage(index, 2))
         load_weights(model, source, 5, no_progress)
-    assert isinstance(model.lm_head.weight, PlainWeight) and isinstance(model.layers[0].mlp.down.weight, Int8Weight)
+    assert isinstance(model.lm_head.weight, PlainWeight) and isinstance(model.layers[0].mlp.down.weight, ScaledWeight)
 
 
 @pytest.mark.parametrize("stage", [WHOLE, PipelineStage(0, 2)])

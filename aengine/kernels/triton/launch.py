@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.runtime import build
 
 from .compile_once import CompileOnce
@@ -42,9 +43,11 @@ __all__ = [
     "device_name",
     "gdc_launch_dependents",
     "gdc_wait",
+    "has_fp8",
     "has_pdl",
     "is_hopper",
     "is_interpreted",
+    "known",
     "launch",
     "launch_next",
     "launch_next_and_wait",
@@ -81,6 +84,17 @@ def has_pdl() -> bool:
     """Whether this GPU overlaps launches: NVIDIA's, of compute capability 9.0 or more."""
     target = _target()
     return target is not None and target.backend == "cuda" and target.arch >= 90
+
+
+def has_fp8() -> bool:
+    """Whether the GPU's instructions know float8_e4m3fn: of compute capability 8.9 and later."""
+    target = _target()
+    return is_interpreted or (target is not None and (target.backend != "cuda" or target.arch >= 89))
+
+
+def known(weight: Tensor) -> Tensor:
+    """``weight``, its FP8 as bytes where the GPU does not know that type."""
+    return weight if weight.dtype != torch.float8_e4m3fn or has_fp8() else weight.view(torch.int8)
 
 
 def is_hopper() -> bool:

@@ -1,11 +1,16 @@
 """Products by weights W [N, K], for x [M, K]. Which kernel is fastest was measured on an H200.
 
+Of plain numbers:
+
 M            norm            product
 1            in the product  gemv
 2 to 256     its own kernel  streamed, on Hopper, where linear_tilings.py has a tiling; else:
 2 to 32      its own kernel  skinny for small weights and into the residual, else cuBLAS
 33 to 128    its own kernel  tiled for small weights, but cuBLAS into the residual
 129 or more  its own kernel  cuBLAS
+
+Of codes in 8 bits the first and the third line hold, and for FP8 on Hopper up to 1,024 rows `linear_fp8`, whose kernel
+before the product has the norm; of more rows torch writes the codes as numbers for cuBLAS.
 """
 
 from __future__ import annotations
@@ -15,9 +20,10 @@ import triton
 from torch import Tensor
 
 from ..linear_tilings import LinearShape, StreamedTiling, choose_tiling
-from . import linear_skinny, linear_streamed, linear_tiled, rms_norm
+from ..scaled_product import product
+from . import linear_fp8, linear_skinny, linear_streamed, linear_tiled, rms_norm
 from .activation import act_and_mul
-from .launch import device_name, has_pdl, is_hopper, is_interpreted, launch
+from .launch import device_name, has_pdl, is_hopper, is_interpreted, known, launch
 from .linear_gemv import gemv
 from .linear_skinny import SkinnyTiling, skinny
 from .linear_tiled import TiledTiling, tiled
@@ -29,36 +35,51 @@ MAX_TILED = 128
 _SMALL_WEIGHT = 2**23  # elements; a larger one takes so long to read that cuBLAS' slower start does not show
 
 
-def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out = _own(x, None, 0.0, weight, bias, x.dtype)
-    return torch.nn.functional.linear(x, weight, bias) if out is None else out
+def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
+    out = _own(x, None, 0.0, weight, bias, scale, x.dtype)
+    return product(x, weight, bias, scale) if out is None else out
 
 
 def norm_linear(
-    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    out_dtype: torch.dtype,
 ) -> Tensor:
-    out = _own(x, norm_weight, eps, weight, bias, out_dtype)
-    return _matmul(rms_norm.rms_norm(x, norm_weight, eps), weight, bias, out_dtype) if out is None else out
-
-
-def norm_gated_linear(
-    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None, activation: str
-) -> Tensor:
-    out = _own(x, norm_weight, eps, weight, bias, x.dtype, activation)
+    out = _own(x, norm_weight, eps, weight, bias, scale, out_dtype)
     if out is None:
-        out = act_and_mul(_matmul(rms_norm.rms_norm(x, norm_weight, eps), weight, bias, x.dtype), activation)
+        out = product(rms_norm.rms_norm(x, norm_weight, eps), weight, bias, scale, out_dtype)
     return out
 
 
-def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def norm_gated_linear(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    activation: str,
+) -> Tensor:
+    out = _own(x, norm_weight, eps, weight, bias, scale, x.dtype, activation)
+    if out is None:
+        normed = rms_norm.rms_norm(x, norm_weight, eps)
+        out = act_and_mul(product(normed, weight, bias, scale), activation)
+    return out
+
+
+def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> None:
     if x.shape[0] == 1:
-        gemv(x, weight, bias, residual, None, 0.0, add=True)
+        gemv(x, weight, bias, scale, residual, None, 0.0, add=True)
     elif (tiling := _tiling(x, weight, gated=False, add=True)) is not None:
-        _run(tiling, x, weight, bias, residual, add=True)
-    elif bias is None:
+        _run(tiling, x, None, 0.0, weight, bias, scale, residual, add=True)
+    elif bias is None and scale is None:
         torch.addmm(residual, x, weight.t(), out=residual)
     else:  # the bias joins the product first: added to the residual it would round that once more
-        residual.add_(torch.nn.functional.linear(x, weight, bias))
+        residual.add_(product(x, weight, bias, scale))
 
 
 def _own(
@@ -67,6 +88,7 @@ def _own(
     eps: float,
     weight: Tensor,
     bias: Tensor | None,
+    scale: Tensor | None,
     out_dtype: torch.dtype,
     activation: str | None = None,
 ) -> Tensor | None:
@@ -78,24 +100,31 @@ def _own(
         return None
     out = torch.empty((x.shape[0], weight.shape[0] // (2 if gated else 1)), dtype=out_dtype, device=x.device)
     if tiling is None:
-        gemv(x, weight, bias, out, norm_weight, eps, add=False, activation=activation)
+        gemv(x, weight, bias, scale, out, norm_weight, eps, add=False, activation=activation)
     else:
-        normed = x if norm_weight is None else rms_norm.rms_norm(x, norm_weight, eps)
-        _run(tiling, normed, weight, bias, out, add=False, activation=activation)
+        _run(tiling, x, norm_weight, eps, weight, bias, scale, out, add=False, activation=activation)
     return out
 
 
 def _run(
     tiling: StreamedTiling | SkinnyTiling | TiledTiling,
     x: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
     weight: Tensor,
     bias: Tensor | None,
+    scale: Tensor | None,
     out: Tensor,
     *,
     add: bool,
     activation: str | None = None,
 ) -> None:
-    """out [M, N] = the product, or is added to."""
+    """out [M, N] = the product by x or its norm, or is added to."""
+    if isinstance(tiling, StreamedTiling) and scale is not None:
+        terms = linear_fp8.split(x, norm_weight, eps)
+        linear_fp8.stream(tiling, terms, weight, bias, scale, out, add=add, activation=activation)
+        return
+    x = x if norm_weight is None else rms_norm.rms_norm(x, norm_weight, eps)
     if isinstance(tiling, StreamedTiling):
         linear_streamed.stream(tiling, x, weight, bias, out, add=add, activation=activation)
         return
@@ -105,9 +134,10 @@ def _run(
         skinny if isinstance(tiling, SkinnyTiling) else tiled,
         (size // tiling.block_n, triton.cdiv(rows, tiling.block_m)),
         x,
-        weight,
+        known(weight),
         out,
         bias,
+        scale,
         rows,
         N=size,
         K=weight.shape[1],
@@ -116,6 +146,8 @@ def _run(
         BK=tiling.block_k,
         **groups,
         BIAS=bias is not None,
+        SCALED=scale is not None,
+        FP8=weight.dtype == torch.float8_e4m3fn,
         ADD=add,
         GATED=activation is not None,
         ACTIVATION=activation,
@@ -125,27 +157,20 @@ def _run(
     )
 
 
-def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    if out_dtype == x.dtype:
-        return torch.nn.functional.linear(x, weight, bias)
-    if x.is_cuda and out_dtype == torch.float32:
-        out = torch.mm(x, weight.t(), out_dtype=out_dtype)  # the product is not rounded to x's dtype in between
-    else:
-        out = torch.mm(x, weight.t()).to(out_dtype)
-    return out if bias is None else out.add_(bias)
-
-
 def _tiling(x: Tensor, weight: Tensor, *, gated: bool, add: bool) -> StreamedTiling | SkinnyTiling | TiledTiling | None:
     """Return the tiling of our kernel for a product of two or more rows; None: cuBLAS is faster, or the shape unfit."""
     if x.dtype == torch.float32 and not is_interpreted:
         return None
-    rows, (n, k) = x.shape[0], weight.shape
+    rows, (n, k), has_codes = x.shape[0], weight.shape, weight.dtype != x.dtype
     size = n // 2 if gated else n
-    if is_hopper() and x.dtype != torch.float32 and k % 8 == 0:  # the rows of what it copies are multiples of 16 bytes
-        shape = LinearShape("gated" if gated else "add" if add else "plain", size, k)
+    if is_hopper() and x.dtype != torch.float32 and weight.dtype != torch.int8 and k % 16 == 0:
+        shape = LinearShape("gated" if gated else "add" if add else "plain", size, k, weight.element_size())
         if (streamed := choose_tiling(device_name(), shape, rows)) is not None:
-            return linear_streamed.fit(streamed, gated)
-    choice = _choose_add(rows, n) if add else _choose(rows, n * k, gated)
+            return linear_streamed.fit(streamed, gated, weight.element_size())
+    if has_codes:  # torch would write them as numbers first
+        choice = _choose(rows, 0, gated)
+    else:
+        choice = _choose_add(rows, n) if add else _choose(rows, n * k, gated)
     if isinstance(choice, SkinnyTiling):
         return linear_skinny.fit(choice, size, k, gated)
     return None if choice is None else linear_tiled.fit(choice, size, k, gated)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .launch import max_shared_memory
-from .linear_parts import store_product, wait_for_rows
+from .linear_parts import numbers, store_product, wait_for_rows
 
 __all__ = ["SkinnyTiling", "fit", "skinny"]
 
@@ -49,6 +49,7 @@ def skinny(
     w_ptr,
     out_ptr,
     bias_ptr,
+    scale_ptr,
     M,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -57,6 +58,8 @@ def skinny(
     GROUPS: tl.constexpr,
     BK: tl.constexpr,
     BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
+    FP8: tl.constexpr,
     ADD: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -76,14 +79,14 @@ def skinny(
     if PDL:
         wait_for_rows(w_ptr, N, K, BN, GATED)
     for k0 in tl.range(0, K, GROUPS * BK, num_stages=STAGES):
-        w = tl.load(w_ptrs + k0)
         x = tl.load(x_ptrs + k0, mask=is_row, other=0.0)
+        w = numbers(tl.load(w_ptrs + k0), x, FP8)
         acc = tl.dot(w, x, acc, input_precision="ieee")
         if GATED:
-            up = tl.dot(tl.load(w_ptrs + N * K + k0), x, up, input_precision="ieee")
+            up = tl.dot(numbers(tl.load(w_ptrs + N * K + k0), x, FP8), x, up, input_precision="ieee")
     y = tl.sum(acc, 0)
     v = y
     if GATED:
         v = tl.sum(up, 0)
     out_ptrs = out_ptr + m[None, :] * N + n[:, None]
-    store_product(y, v, bias_ptr, n, out_ptrs, (m < M)[None, :], N, 1, BIAS, ADD, GATED, ACTIVATION)
+    store_product(y, v, bias_ptr, scale_ptr, n, out_ptrs, (m < M)[None, :], N, 1, BIAS, SCALED, ADD, GATED, ACTIVATION)

@@ -16,16 +16,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..linear_tilings import StreamedTiling
 from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch, max_shared_memory
-from .linear_parts import store_product
+from .linear_parts import prefetch_rows, store_product
 
 __all__ = ["fit", "stream"]
 
-PREFETCHED = tl.constexpr(256)  # columns of W; more hold up the product that is still running
 
-
-def fit(tiling: StreamedTiling, is_gated: bool) -> StreamedTiling:
+def fit(tiling: StreamedTiling, is_gated: bool, weight_bytes: int = 2) -> StreamedTiling:
     """Return the tiling with fewer stages, and shorter stretches of K, if the GPU's shared memory demands it."""
-    while tiling.shared_bytes(is_gated) > max_shared_memory():
+    while tiling.shared_bytes(is_gated, weight_bytes) > max_shared_memory():
         if tiling.num_stages > 2:
             tiling = tiling._replace(num_stages=tiling.num_stages - 1)
         else:
@@ -69,16 +67,6 @@ def stream(
     )
 
 
-@triton.jit
-def _prefetch(w_ptr, n, num_rows, K):
-    """Prefetch the first columns of rows ``n`` [BN] of W into the L2 cache, in lines of 128 bytes."""
-    at = w_ptr.to(tl.int64, bitcast=True) + tl.minimum(n, num_rows - 1).to(tl.int64) * (2 * K)
-    for k in range(0, tl.minimum(K, PREFETCHED), 64):
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at + 2 * k], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
 @triton.jit(do_not_specialize=["M"])
 def _streamed(
     x_tiles,
@@ -105,9 +93,9 @@ def _streamed(
     n = n0 + tl.arange(0, BN)
     if PDL:
         gdc_launch_dependents()
-        _prefetch(w_ptr, n, N, K)
+        prefetch_rows(w_ptr, n, N, 2 * K)
         if GATED:
-            _prefetch(w_ptr, N + n, 2 * N, K)
+            prefetch_rows(w_ptr, N + n, 2 * N, 2 * K)
         gdc_wait()
     y = tl.zeros((BN, BM), tl.float32)
     v = tl.zeros((BN, BM), tl.float32)
@@ -118,4 +106,4 @@ def _streamed(
             v = tl.dot(w_tiles.load([N + n0, k0]), x, v, input_precision="ieee")
     out_ptrs = out_ptr + m[None, :].to(tl.int64) * N + n[:, None]
     is_inside = (n < N)[:, None] & (m < M)[None, :]
-    store_product(y, v, bias_ptr, n, out_ptrs, is_inside, N, 1, BIAS, ADD, GATED, ACTIVATION)
+    store_product(y, v, bias_ptr, None, n, out_ptrs, is_inside, N, 1, BIAS, False, ADD, GATED, ACTIVATION)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .launch import max_shared_memory
-from .linear_parts import store_product, wait_for_rows
+from .linear_parts import numbers, store_product, wait_for_rows
 
 __all__ = ["TiledTiling", "fit", "tiled"]
 
@@ -43,6 +43,7 @@ def tiled(
     w_ptr,
     out_ptr,
     bias_ptr,
+    scale_ptr,
     M,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -50,6 +51,8 @@ def tiled(
     BN: tl.constexpr,
     BK: tl.constexpr,
     BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
+    FP8: tl.constexpr,
     ADD: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -69,8 +72,8 @@ def tiled(
         wait_for_rows(w_ptr, N, K, BN, GATED)
     for k0 in tl.range(0, K, BK, num_stages=STAGES):
         x = tl.load(x_ptrs + k0, mask=is_row, other=0.0)
-        y = tl.dot(x, tl.load(w_ptrs + k0), y, input_precision="ieee")
+        y = tl.dot(x, numbers(tl.load(w_ptrs + k0), x, FP8), y, input_precision="ieee")
         if GATED:
-            v = tl.dot(x, tl.load(w_ptrs + N * K + k0), v, input_precision="ieee")
+            v = tl.dot(x, numbers(tl.load(w_ptrs + N * K + k0), x, FP8), v, input_precision="ieee")
     out_ptrs = out_ptr + m[:, None].to(tl.int64) * N + n[None, :]
-    store_product(y, v, bias_ptr, n, out_ptrs, is_row, N, 0, BIAS, ADD, GATED, ACTIVATION)
+    store_product(y, v, bias_ptr, scale_ptr, n, out_ptrs, is_row, N, 0, BIAS, SCALED, ADD, GATED, ACTIVATION)

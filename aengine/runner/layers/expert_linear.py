@@ -16,7 +16,7 @@ from ..distributed.shares import NOTHING, Part, Share, part_of, sizes
 from ..weights.expert_weights import ExpertWeights
 from ..weights.scope import WeightScope
 from ..weights.weight import Norm, StoredTensor
-from .linear import Features, drop, part_of_matrix, shares_of
+from .linear import Features, drop, part_of_matrix, shape_on_rank, shares_of
 
 __all__ = ["ExpertLinear", "PackedLayout"]
 
@@ -45,10 +45,6 @@ class _Piece(NamedTuple):
 
 _ONE_AT_A_TIME = Lock()
 """While the experts of a packed tensor become numbers on the device: that takes some times the room of one of them."""
-
-
-def _shape_of(stored: StoredTensor, part: Part | None) -> tuple[int, ...]:
-    return stored.shape if part is None else part.shape_in(stored.shape)
 
 
 class ExpertLinear:
@@ -110,11 +106,11 @@ class ExpertLinear:
                     continue
                 part = part_of_matrix(stored, rows, columns, f"0.{full}", scope.group.size)
                 begin = num_rows.get(stored.suffix, 0)
-                num_rows[stored.suffix] = begin + _shape_of(stored, part)[0]
+                num_rows[stored.suffix] = begin + shape_on_rank(stored, part, sizes(rows)[0])[0]
                 pieces.append(_Piece(full, stored, part, slice(begin, num_rows[stored.suffix])))
         whole = {
             piece.stored.suffix: piece.stored._replace(
-                shape=(num_rows[piece.stored.suffix], *_shape_of(piece.stored, piece.part)[1:])
+                shape=(num_rows[piece.stored.suffix], *shape_on_rank(piece.stored, piece.part, 1)[1:])
             )
             for piece in pieces
             if piece.rows is not None
@@ -130,7 +126,7 @@ class ExpertLinear:
                     continue
                 place = expert - self._experts.start
                 room = partial(self.weights.room, place, stored.suffix, own)
-                scope.want(*what, partial(self._put_one, place), stored.num_parameters, part, room)
+                scope.want(*what, partial(self._put_one, place), stored.num_parameters, part, room, kept=stored.kept)
 
     def _put_one(self, expert: int, tensor: Tensor) -> None:
         with self._lock:

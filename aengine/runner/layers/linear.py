@@ -18,7 +18,7 @@ from ..distributed.shares import NOTHING, Part, Share, part_of, sizes
 from ..weights.scope import WeightScope
 from ..weights.weight import JoinedTensors, Norm, StoredTensor, Weight, WeightFormat, WeightsBelow
 
-__all__ = ["Features", "Linear", "drop", "part_of_matrix", "shares_of"]
+__all__ = ["Features", "Linear", "drop", "part_of_matrix", "shape_on_rank", "shares_of"]
 
 Features: TypeAlias = int | Share | Sequence[Share]
 """Features of a matrix that all ranks have; or this rank's share of them; or of several that lie behind each other."""
@@ -50,12 +50,20 @@ def part_of_matrix(
     return None
 
 
+def shape_on_rank(stored: StoredTensor, part: Part | None, num_rows: int) -> tuple[int, ...]:
+    """The shape of what a rank keeps of a tensor; of a number, that number for each of the matrix' rows."""
+    if stored.shape == ():
+        return (num_rows, 1)
+    return stored.shape if part is None else part.shape_in(stored.shape)
+
+
 class _Piece:
     """Neighbouring matrices of one format: what they are loaded into, at first and again."""
 
-    def __init__(self, form: WeightFormat, device: torch.device, parts: Mapping[str, Features]) -> None:
+    def __init__(self, form: WeightFormat, device: torch.device, parts: Mapping[str, Features], where: str) -> None:
         self.format = form
         self.parts = parts
+        self.where = where  # prefix of the matrices' names
         self.joined = JoinedTensors(device)
         self.num_tensors = 0
         self.num_come = 0  # tensors that have come in this load
@@ -86,7 +94,7 @@ class Linear:
         self._is_partial = any(share.is_divided for share in columns)
         self._out_features = 0  # output features on this rank
         by_format = groupby(parts.items(), lambda part: scope.format_of(part[0]))
-        self._pieces = [_Piece(form, scope.formats.device, dict(own)) for form, own in by_format]
+        self._pieces = [_Piece(form, scope.formats.device, dict(own), scope.prefix) for form, own in by_format]
         wanted = [(piece, *part) for piece in self._pieces for part in piece.parts.items()]
         for piece, name, out_features in wanted:
             rows = shares_of(out_features)
@@ -99,9 +107,10 @@ class Linear:
                     scope.want(*what, drop, stored.num_parameters, NOTHING)
                     continue
                 part = part_of_matrix(stored, rows, columns, full, scope.group.size)
-                shape = stored.shape if part is None else part.shape_in(stored.shape)
+                shape = shape_on_rank(stored, part, own_rows)
                 room = piece.joined.add(stored.suffix, shape, stored.dtype) if len(piece.parts) > 1 else None
-                scope.want(*what, partial(self._put, piece, stored.suffix), stored.num_parameters, part, room)
+                put = partial(self._put, piece, stored.suffix)
+                scope.want(*what, put, stored.num_parameters, part, room, kept=stored.kept)
                 piece.num_tensors += 1
 
     def _put(self, piece: _Piece, suffix: str, tensor: Tensor) -> None:
@@ -111,7 +120,11 @@ class Linear:
             is_last = piece.num_come == piece.num_tensors
         if not is_last:
             return
-        made = piece.format.make(piece.joined.tensors)
+        try:
+            made = piece.format.make(piece.joined.tensors)
+        except ValueError as error:
+            names = ", ".join(f"{piece.where}{name}" for name in piece.parts)
+            raise ModelLoadError(f"{names}: {error}; fetch the model again") from error
         piece.joined.tensors, piece.num_come = {}, 0
         if piece.weight is not None:
             piece.weight.copy_from(made)

@@ -95,7 +95,8 @@ def _load(
     group = open_group(rank, platform)
     experts_group = open_experts_group(rank, platform, group)
     packed = _packed(config, checkpoint, model_config, platform)
-    formats = choose_formats(dtype, platform.device, hf, choose_policy(config, model_config, platform), packed)
+    policy = choose_policy(config, model_config, platform)
+    formats = choose_formats(dtype, platform.device, hf, policy, packed, config.quantization)
     if model_config.implementation == "transformers" and formats.quantised is not None:
         raise ModelLoadError(
             f"quantization_config of config.json: the weights are in {formats.name}, and a model of "
@@ -139,7 +140,7 @@ def _packed(
     config: EngineConfig, checkpoint: ModelSource, model_config: ModelConfig, platform: Platform
 ) -> GgufMatrices | None:
     """The matrices that are kept in a GGUF file's own formats; None: they become numbers. Raises ModelLoadError."""
-    if config.quantization == "auto":
+    if config.quantization != "gguf":
         return None
     if checkpoint.format != "gguf":
         raise ModelLoadError(f"quantization='gguf': {checkpoint.path} is no .gguf file: leave it at 'auto'")

@@ -25,7 +25,7 @@ __all__ = ["SeparateExperts", "StackedExperts"]
 
 
 class StackedExperts(ExpertWeights):
-    """Stacked matrices of experts as plain numbers of one dtype. (`Int8Experts` has 8-bit codes.)"""
+    """Stacked matrices of experts as plain numbers of one dtype. (`ScaledExperts` have 8-bit codes.)"""
 
     __slots__ = ("_device", "_lock", "_num_experts", "_tensors", "matrices", "stacks")
 

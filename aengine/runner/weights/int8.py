@@ -8,8 +8,8 @@
 Both mean symmetric codes of 8 bits, one scale for each output feature. Activations are not quantised, also where the
 checkpoint's recipe would (W8A8): that is nearer to the model that it was made from.
 
-The codes become numbers for each product: half the memory of 16 bits, and slower than they are. torch's own product
-for 8-bit weights is not used: with float32 it is slower still, and some shapes crash it (torch 2.13).
+On a CPU the codes become numbers for each product: half the memory of 16 bits, and slower than they are. torch's own
+product for 8-bit weights is not used: with float32 it is slower still, and some shapes crash it (torch 2.13).
 """
 
 from __future__ import annotations
@@ -19,40 +19,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.expert_types import ExpertMatrices
-from .expert_weights import SeparateExperts, StackedExperts
-from .weight import ExpertWeights, StoredTensor, Weight
+from .expert_weights import SeparateExperts
+from .scaled import ScaledExperts, ScaledWeight
+from .weight import ExpertWeights, StoredTensor, Weight, WeightFormat
 
-__all__ = ["Int8Experts", "Int8Format", "Int8Weight", "read_int8"]
-
-
-class Int8Weight(Weight):
-    """codes int8 [out_features, in_features]; scale float32 [out_features].
-
-    A sum over codes alone may pass float16's range where the output does not. There the codes are multiplied by the
-    largest power of two in their row's scale first, which is exact, and the sum by the rest, a number from 1 to 2.
-    """
-
-    __slots__ = ("_codes", "_power", "_rest", "_scale")
-
-    def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None) -> None:
-        self._codes = codes
-        self._scale = scale
-        # a power of 2 whose product with an 8-bit code is in float16's range
-        power = scale.abs().log2_().floor_().clamp_(-24, 8).exp2_()
-        self._power = power.half()[:, None]
-        self._rest = scale / power
-        self.bias = bias
-
-    def multiply(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.float16:
-            out = F.linear(x, self._codes * self._power).mul_(self._rest)
-        else:  # codes are exact in bfloat16, W would not be
-            out = F.linear(x, self._codes.to(x.dtype)).mul_(self._scale)
-        return out if self.bias is None else out.add_(self.bias)
+__all__ = ["Int8Experts", "Int8Format", "read_int8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +48,8 @@ class Int8Format:
     def make(self, tensors: Mapping[str, Tensor]) -> Weight:
         codes = unpacked(tensors["weight_packed"]) if self.is_packed else tensors["weight"]
         bias = tensors.get("bias")
-        return Int8Weight(codes, tensors["weight_scale"].float().flatten(), None if bias is None else bias.float())
+        scale = tensors["weight_scale"].float().flatten()
+        return ScaledWeight(codes, scale, None if bias is None else bias.float())
 
     def make_experts(self, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device) -> ExpertWeights:
         """On a GPU the codes are stacked, and become numbers as they are multiplied."""
@@ -88,7 +63,7 @@ def unpacked(words: Tensor) -> Tensor:
     return codes ^ -128 if words.device.type == "cpu" else codes.bitwise_xor_(-128)  # subtracts 128, by a flip of bit 7
 
 
-class Int8Experts(StackedExperts):
+class Int8Experts(ScaledExperts):
     __slots__ = ()
 
     def finish(self, expert: int) -> None:
@@ -99,11 +74,12 @@ class Int8Experts(StackedExperts):
 
     def _matrices(self) -> ExpertMatrices:
         words = self.stacks.get("weight_packed")
-        codes = self.stacks["weight"] if words is None else words.view(torch.int8)
-        return ExpertMatrices(codes, self.stacks.get("bias"), self.stacks["weight_scale"].squeeze(2))
+        if words is None:
+            return super()._matrices()
+        return ExpertMatrices(words.view(torch.int8), self.stacks.get("bias"), self.stacks["weight_scale"].squeeze(2))
 
 
-def read_int8(config: Mapping[str, Any]) -> Int8Format | None:
+def read_int8(config: Mapping[str, Any], plain: WeightFormat) -> Int8Format | None:
     """Return the format that a quantization_config describes; None if that is not this one."""
     if config.get("quant_method", "compressed-tensors") != "compressed-tensors":
         return None

@@ -41,6 +41,7 @@ class Place(NamedTuple):
     part: Part | None = None  # the part of the tensor that `put` takes; None: all
     room: Callable[[], Tensor] | None = None  # gives the memory that it is copied to; None: it gets its own
     on_host: bool = False  # `put` takes it where it was read, and copies it to the device itself
+    kept: torch.dtype | None = None  # dtype in which `put` keeps it, if that is another one
 
     @property
     def own_shape(self) -> tuple[int, ...]:
@@ -95,11 +96,11 @@ class WeightScope:
         self._divides_experts = divides_experts
         self.names: CheckpointNames | None = None  # names in the checkpoint; set on the model's outermost scope
         self.places: dict[str, list[Place]] = {} if places is None else places
-        self._prefix = prefix
+        self.prefix = prefix  # what the names in this scope begin with
 
     def at(self, name: str) -> WeightScope:
         """Return the scope of the names below ``name``."""
-        prefix = f"{self._prefix}{name}."
+        prefix = f"{self.prefix}{name}."
         shared = self.places, self.group, self._divides_experts, self.stage, self.experts_group
         return WeightScope(self.formats, prefix, *shared)
 
@@ -126,7 +127,7 @@ class WeightScope:
     def format_of(self, name: str) -> WeightFormat:
         """The format of the matrix of this name. The table of embeddings is plain, also where it is the output matrix
         alone, as on a pipeline's last stage."""
-        full = self._prefix + name
+        full = self.prefix + name
         form = self.formats.plain if full.endswith("embed_tokens") else self.formats.of(full)
         policy = self.formats.policy
         return self.formats.step_rows.around(full, RowTiledFormat(form, policy) if policy.batch_invariant else form)
@@ -141,11 +142,12 @@ class WeightScope:
         part: Part | None = None,
         room: Callable[[], Tensor] | None = None,
         on_host: bool = False,
+        kept: torch.dtype | None = None,
     ) -> None:
         """Request the tensor ``name``, which the loader passes to ``put``: all of it, or that ``part``; see `Place`.
         ``num_parameters``: None: its elements."""
         if len(self.places) >= _MOST_TENSORS:
             raise ModelLoadError(f"config.json: its layers and experts have more than {_MOST_TENSORS} tensors")
         count = prod(shape) if num_parameters is None else num_parameters
-        place = Place(self._prefix + name, shape, dtype, count, put, part, room, on_host)
+        place = Place(self.prefix + name, shape, dtype, count, put, part, room, on_host, kept)
         self.places.setdefault(place.name, []).append(place)

@@ -156,6 +156,7 @@ class StoredTensor(NamedTuple):
     num_parameters: int  # parameters of the model that it stands for; 0 for a scale
     out_dim: int | None = 0  # dimension of the matrix's output features; None: it has none
     in_dim: int | None = None  # dimension of the matrix's input features; None: it has none
+    kept: torch.dtype | None = None  # dtype in memory, if that is another one
 
 
 class WeightFormat(Protocol):
@@ -169,7 +170,7 @@ class WeightFormat(Protocol):
         """Return the tensors in which the checkpoint keeps one matrix."""
 
     def make(self, tensors: Mapping[str, Tensor]) -> Weight:
-        """Make a weight.
+        """Make a weight. Raises ValueError: the tensors are none.
 
         Args:
             tensors: those of the matrix by suffix, as `tensors` names them, on the model's device, and on a CPU of any

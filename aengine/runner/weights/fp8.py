@@ -1,0 +1,175 @@
+"""Weights in FP8 (float8_e4m3fn), as checkpoints keep them, or made of a 16-bit checkpoint as it is loaded.
+
+    quant_method          scale                                      its tensor
+    compressed-tensors    a row [N, 1], or a matrix [1]              weight_scale; format "float-quantized"
+    fbgemm_fp8            a row [N, 1]                               weight_scale
+    modelopt              a matrix []                                weight_scale; quant_algo "FP8"
+    fp8                   a matrix []                                weight_scale; weight_scale_inv of transformers
+    fp8                   a block [N / 128, K / 128]                 weight_scale_inv; with "weight_block_size"
+
+W = scale * codes. With a scale a row or a matrix, a GPU multiplies the codes (`ScaledWeight`). With a scale a block,
+and on a CPU, they become plain numbers as they are loaded. Activations are not quantised, also where the checkpoint's
+recipe would: that is nearer to the model that it was made from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import ModelLoadError
+from .expert_weights import SeparateExperts
+from .scaled import ScaledExperts, ScaledWeight
+from .weight import ExpertWeights, StoredTensor, Weight, WeightFormat
+
+__all__ = ["Fp8Format", "MadeFp8Format", "read_fp8"]
+
+_LARGEST = 448.0  # the largest number of float8_e4m3fn
+_NUMBERS_AT_ONCE = 2**24
+"""Numbers that are quantised at once, in float32: 64 MiB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Format:
+    """Codes as the checkpoint has them."""
+
+    plain: WeightFormat  # the format of what becomes plain numbers
+    scale: str = "weight_scale"  # name of the scale's tensor
+    of_rows: bool = True  # a scale a row; else one a matrix, or with ``block`` one a block
+    block: tuple[int, int] | None = None  # rows and columns that share a scale
+    name: str = "fp8"
+
+    def tensors(self, out_features: int, in_features: int, has_bias: bool) -> list[StoredTensor]:
+        """Raises ModelLoadError: a block would reach beyond the matrix, into the one that is joined below it."""
+        if self.block is not None and out_features % self.block[0]:
+            raise ModelLoadError(
+                f"weight_block_size of config.json: {out_features} rows of a matrix are no multiple of {self.block[0]}"
+            )
+        shape = (out_features, in_features)
+        found = [StoredTensor("weight", shape, torch.float8_e4m3fn, out_features * in_features, in_dim=1)]
+        if self.block is not None:
+            blocks = (out_features // self.block[0], -(-in_features // self.block[1]))
+            found.append(StoredTensor(self.scale, blocks, torch.float32, 0, in_dim=1))
+        elif self.of_rows:
+            found.append(StoredTensor(self.scale, (out_features, 1), torch.float32, 0))
+        else:
+            found.append(StoredTensor(self.scale, (), torch.float32, 0, None))
+        if has_bias:
+            found.append(StoredTensor("bias", (out_features,), torch.float32, out_features))
+        return found
+
+    def make(self, tensors: Mapping[str, Tensor]) -> Weight:
+        """Raises ValueError: a scale or a code is no number."""
+        codes, bias = tensors["weight"], tensors.get("bias")
+        scale = tensors[self.scale].float()
+        if not bool(scale.isfinite().all()) or bool((codes.view(torch.uint8) & 0x7F == 0x7F).any()):
+            raise ValueError(f"{self.scale}, or a code in FP8, is no number")
+        if codes.device.type != "cpu" and self.block is None:
+            rows = scale.expand(len(codes), 1).flatten().contiguous()
+            return ScaledWeight(codes, rows, None if bias is None else bias.float())
+        if self.block is not None:
+            scale = scale.repeat_interleave(self.block[0], 0).repeat_interleave(self.block[1], 1)[:, : codes.shape[1]]
+        numbers = {"weight": codes.float().mul_(scale)}
+        return self.plain.make(numbers if bias is None else {**numbers, "bias": bias})
+
+    def make_experts(self, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device) -> ExpertWeights:
+        """Raises ValueError: on a GPU, where the scales are not of rows."""
+        if device.type == "cpu":
+            return SeparateExperts(self.make, tensors)
+        if not self.of_rows or self.scale != "weight_scale":
+            raise ValueError("experts in FP8 are read with a scale a row: give the checkpoint in 16 bits")
+        return ScaledExperts(num_experts, tensors, device)
+
+
+@dataclass(frozen=True, slots=True)
+class MadeFp8Format:
+    """Plain numbers in the checkpoint, which become codes with a scale a row as they are loaded."""
+
+    plain: WeightFormat
+    name: str = "fp8"
+
+    def tensors(self, out_features: int, in_features: int, has_bias: bool) -> list[StoredTensor]:
+        weight, *bias = self.plain.tensors(out_features, in_features, has_bias)
+        return [weight._replace(kept=torch.float8_e4m3fn), *bias]
+
+    def make(self, tensors: Mapping[str, Tensor]) -> Weight:
+        codes, scale = quantised(tensors["weight"])
+        bias = tensors.get("bias")
+        return ScaledWeight(codes, scale, None if bias is None else bias.float())
+
+    def make_experts(self, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device) -> ExpertWeights:
+        return MadeFp8Experts(num_experts, tensors, device)
+
+
+class MadeFp8Experts(ScaledExperts):
+    """Each expert's numbers have memory until all of them have come."""
+
+    __slots__ = ("_incomplete", "_stored")
+
+    def __init__(self, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device) -> None:
+        self._incomplete: dict[int, Tensor] = {}  # numbers of incomplete experts
+        (self._stored,) = (tensor for tensor in tensors if tensor.suffix == "weight")
+        kept = [tensor for tensor in tensors if tensor.suffix != "weight"]
+        kept.append(self._stored._replace(dtype=torch.float8_e4m3fn))
+        kept.append(StoredTensor("weight_scale", (self._stored.shape[0], 1), torch.float32, 0))
+        super().__init__(num_experts, kept, device)
+
+    def room(self, expert: int, suffix: str, rows: slice) -> Tensor:
+        if suffix != "weight":
+            return super().room(expert, suffix, rows)
+        with self._lock:
+            if expert not in self._incomplete:
+                shape, dtype = self._stored.shape, self._stored.dtype
+                self._incomplete[expert] = torch.empty(shape, dtype=dtype, device=self._device)
+        return self._incomplete[expert][rows]
+
+    def finish(self, expert: int) -> None:
+        codes, scale = quantised(self._incomplete.pop(expert))
+        everything = slice(None)
+        super().room(expert, "weight", everything).copy_(codes)
+        super().room(expert, "weight_scale", everything).copy_(scale[:, None])
+        super().finish(expert)
+
+
+def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes float8_e4m3fn [N, K] and scales float32 [N], of numbers [N, K]: a row's largest becomes 448."""
+    codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    scale = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
+    for begin in range(0, len(weight), rows := max(1, _NUMBERS_AT_ONCE // weight.shape[1])):
+        own = slice(begin, begin + rows)
+        numbers = weight[own].float()
+        scale[own] = numbers.abs().amax(1).div_(_LARGEST).clamp_(min=1e-12)
+        codes[own] = numbers / scale[own, None]
+    return codes, scale
+
+
+def read_fp8(config: Mapping[str, Any], plain: WeightFormat) -> Fp8Format | None:
+    """Return the format that a quantization_config describes; None if that is not one of these."""
+    method = config.get("quant_method", "compressed-tensors")
+    if method == "fbgemm_fp8":
+        return Fp8Format(plain)
+    if method == "modelopt":
+        return Fp8Format(plain, of_rows=False) if config.get("quant_algo") == "FP8" else None
+    if method == "fp8":
+        block = config.get("weight_block_size")
+        if block is None:  # transformers' name where it says that there are none, else that of AutoFP8
+            name = "weight_scale_inv" if "weight_block_size" in config else "weight_scale"
+            return Fp8Format(plain, name, of_rows=False)
+        sizes = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+        return Fp8Format(plain, "weight_scale_inv", of_rows=False, block=(block[0], block[1])) if sizes else None
+    groups = config.get("config_groups")
+    if method != "compressed-tensors" or config.get("format") != "float-quantized" or config.get("transform_config"):
+        return None
+    if not isinstance(groups, Mapping) or len(groups) != 1:
+        return None
+    (group,) = groups.values()
+    weights = group.get("weights") or {}
+    asked = {"num_bits": 8, "type": "float", "symmetric": True}
+    strategy = weights.get("strategy")
+    if group.get("targets") != ["Linear"] or any(weights.get(key) != value for key, value in asked.items()):
+        return None
+    return Fp8Format(plain, of_rows=strategy == "channel") if strategy in ("channel", "tensor") else None

@@ -1,0 +1,46 @@
+"""Weights of 8-bit codes with a scale a row: W = scale * codes. A product reads the codes; x is not quantised."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...kernels.activation import Activation
+from ...kernels.expert_types import ExpertMatrices
+from ...kernels.linear import add_linear, norm_gated_linear, norm_linear, plain_linear
+from .expert_weights import StackedExperts
+from .weight import Norm, Weight
+
+__all__ = ["ScaledExperts", "ScaledWeight"]
+
+
+class ScaledWeight(Weight):
+    """codes int8 or float8_e4m3fn [out_features, in_features]; scale float32 [out_features]."""
+
+    __slots__ = ("codes", "scale")
+
+    def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+        self.codes = codes
+        self.scale = scale
+        self.bias = bias
+
+    def multiply(self, x: Tensor) -> Tensor:
+        return plain_linear(x, self.codes, self.bias, self.scale)
+
+    def after_norm(self, x: Tensor, norm: Norm, out_dtype: torch.dtype | None = None) -> Tensor:
+        return norm_linear(x, norm.weight, norm.eps, self.codes, self.bias, out_dtype, self.scale)
+
+    def gated_after_norm(self, x: Tensor, norm: Norm, activation: Activation = "silu") -> Tensor:
+        return norm_gated_linear(x, norm.weight, norm.eps, self.codes, self.bias, activation, self.scale)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        add_linear(residual, x, self.codes, self.bias, self.scale)
+
+
+class ScaledExperts(StackedExperts):
+    """Stacked matrices of experts: "weight" of codes, "weight_scale" [num_experts, out_features, 1]."""
+
+    __slots__ = ()
+
+    def _matrices(self) -> ExpertMatrices:
+        return ExpertMatrices(self.stacks["weight"], self.stacks.get("bias"), self.stacks["weight_scale"].squeeze(2))

@@ -1,0 +1,186 @@
+"""Weights in FP8: each way in which checkpoints keep them is the dequantised model; those made of 16 bits are near."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from driver import CPU, Driver, check_near, load, source_of
+from safetensors.torch import load_file, save_file
+
+from aengine.errors import ModelLoadError
+from aengine.runner.weights.formats import choose_formats
+from aengine.runner.weights.fp8 import Fp8Format, MadeFp8Experts, MadeFp8Format, quantised
+from aengine.runner.weights.plain import PlainFormat
+from aengine.runner.weights.scaled import ScaledWeight
+
+FP8 = torch.float8_e4m3fn
+TOKENS = list(range(40, 70))
+PLAIN = PlainFormat(torch.float32)
+
+
+def compressed(strategy: str) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy, "dynamic": False}
+    group = {"targets": ["Linear"], "weights": weights}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": [],
+    }
+
+
+KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {  # what has a scale, its name, the config
+    "channel": ("row", "weight_scale", compressed("channel")),
+    "tensor": ("matrix", "weight_scale", compressed("tensor")),
+    "fbgemm": ("row", "weight_scale", {"quant_method": "fbgemm_fp8", "modules_to_not_convert": []}),
+    "modelopt": ("matrix", "weight_scale", {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": []}),
+    "fp8": ("matrix", "weight_scale", {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": []}),
+    "one block": ("matrix", "weight_scale_inv", {"quant_method": "fp8", "weight_block_size": None, "ignore": []}),
+    "blocks": (
+        "block",
+        "weight_scale_inv",
+        {"quant_method": "fp8", "weight_block_size": [8, 32], "modules_to_not_convert": []},
+    ),
+}
+
+
+def scale_of(tensor: torch.Tensor, what: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A scale as it is stored, and of the tensor's shape."""
+    if what == "row":
+        scale = tensor.abs().amax(1, keepdim=True) / 448
+        return scale, scale.expand_as(tensor)
+    if what == "matrix":
+        return tensor.abs().amax() / 448, (tensor.abs().amax() / 448).expand_as(tensor)
+    rows, columns = tensor.shape
+    whole = F.pad(tensor.abs(), (0, -columns % 32))  # the last block of a row may be smaller
+    blocks = whole.view(rows // 8, 8, -(-columns // 32), 32).amax((1, 3)) / 448
+    return blocks, blocks.repeat_interleave(8, 0).repeat_interleave(32, 1)[:, :columns]
+
+
+def write_quantised(folder: Path, kind: str, spoil: Callable[[dict[str, torch.Tensor]], None] = lambda _: None) -> Any:
+    """Write the folder's matrices as codes; returns all tensors as numbers again, by name."""
+    what, name_of_scale, config = KINDS[kind]
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    exact = {name: tensor.clone() for name, tensor in tensors.items()}
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        stored, scale = scale_of(tensors[name], what)
+        codes = (tensors[name] / scale).to(FP8)
+        exact[name] = codes.float() * scale
+        tensors[name], tensors[name.replace("weight", name_of_scale)] = codes, stored
+        tensors[name.replace("weight", "input_scale")] = torch.tensor(0.5)
+    key = next(key for key in ("ignore", "modules_to_not_convert", "ignored_layers") if key in config)
+    plain = [f"model.layers.{i}.mlp.gate" for i in range(4)]
+    config = config | {key: ["lm_head", *plain]}
+    spoil(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"quantization_config": config}))
+    return exact
+
+
+def logits(folder: Path) -> torch.Tensor:
+    driver = Driver(load(source_of(folder), "float32")[0], random.Random(0))
+    return torch.cat([driver.step({"a": part})["a"] for part in (TOKENS[:20], TOKENS[20:21], TOKENS[21:])])
+
+
+@pytest.fixture
+def copied(tiny_model: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    def copy(arch: str, **fields: Any) -> Path:
+        folder = tmp_path / f"{arch}-{len(list(tmp_path.iterdir()))}"
+        return Path(shutil.copytree(tiny_model(arch, seed=3, **fields), folder))
+
+    return copy
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("arch", ["llama", "qwen3_moe"])
+def test_fp8_is_the_dequantised_model(arch: str, kind: str, copied: Callable[..., Path]) -> None:
+    fields = {"attention_bias": True, "mlp_bias": True} if arch == "llama" else {}
+    folder, plain = copied(arch, **fields), copied(arch, **fields)
+    save_file(write_quantised(folder, kind), plain / "model.safetensors")
+    check_near(logits(folder), logits(plain))
+    model, loaded = load(source_of(folder))
+    assert loaded.num_parameters == load(source_of(plain))[1].num_parameters
+    assert model.weights.formats.name == "fp8"
+
+
+def test_what_is_no_number_is_refused_by_name(copied: Callable[..., Path]) -> None:
+    name = "model.layers.1.mlp.down_proj.weight"
+
+    def refused(spoil: Callable[[dict[str, torch.Tensor]], Any], message: str, kind: str = "channel") -> None:
+        folder = copied("llama")
+        write_quantised(folder, kind, spoil)
+        with pytest.raises(ModelLoadError, match=message):
+            load(source_of(folder))
+
+    refused(lambda tensors: tensors[f"{name}_scale"].fill_(torch.nan), r"layers\.1\.mlp\.down_proj: weight_scale")
+    refused(lambda tensors: tensors[name].view(torch.uint8).fill_(0xFF), r"layers\.1\.mlp\.down_proj: .* is no number")
+    refused(lambda tensors: tensors.pop(f"{name}_scale"), r"lacks a tensor of the model: .*down_proj\.weight_scale")
+    refused(lambda tensors: tensors.update({name: tensors[name].float()}), r"stored as F32, .* it is F8_E4M3")
+    refused(lambda tensors: tensors.update({f"{name}_scale": torch.ones(3, 1)}), r"has the shape \[3, 1\]")
+    refused(lambda tensors: tensors.update({f"{name}_scale": torch.ones(2)}), r"has the shape \[2\]", "tensor")
+
+
+@pytest.mark.parametrize("rows", [1, 16, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_products(rows: int, dtype: torch.dtype, rng: random.Random) -> None:
+    """Of codes with scales from tiny to large; sums over codes alone pass float16's range."""
+    gen = torch.Generator().manual_seed(rng.getrandbits(60))
+    codes = (torch.randn(80, 96, generator=gen) * 200).clamp(-448, 448).to(FP8)
+    scale, bias = 10 ** (torch.rand(80, generator=gen) * 8 - 7), torch.randn(80, generator=gen)
+    x = torch.randn(rows, 96, generator=gen).div(20).to(dtype)
+    wanted = x.double() @ (codes.double() * scale[:, None].double()).t() + bias
+    out = ScaledWeight(codes, scale, bias).multiply(x)
+    assert out.dtype == dtype
+    off = ((out.double() - wanted).norm(dim=0) / wanted.norm(dim=0)).max()
+    assert off < {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+
+
+def test_made_of_16_bits(rng: random.Random) -> None:
+    """Each row is off by what FP8 has at most, in experts as in matrices; a row of zeros stays one."""
+    gen = torch.Generator().manual_seed(rng.getrandbits(60))
+    weight = torch.randn(3, 40, 32, generator=gen) * 10 ** torch.randn(3, 40, 1, generator=gen)
+    weight[1, 7] = 0
+    made = MadeFp8Format(PLAIN).make({"weight": weight[0], "bias": torch.ones(40)})
+    assert isinstance(made, ScaledWeight) and made.codes.dtype == FP8 and made.bias is not None
+    experts = MadeFp8Format(PLAIN).make_experts(3, PLAIN.tensors(40, 32, False), CPU)
+    assert isinstance(experts, MadeFp8Experts)
+    for expert in (2, 0, 1):
+        for rows in (slice(0, 20), slice(20, 40)):
+            experts.room(expert, "weight", rows).copy_(weight[expert, rows])
+        experts.finish(expert)
+    matrices = experts.matrices
+    assert matrices is not None and matrices.scale is not None
+    again = matrices.weight.float() * matrices.scale[..., None]
+    torch.testing.assert_close(again[0], made.codes.float() * made.scale[:, None])
+    largest = weight.abs().amax(2, keepdim=True)
+    assert bool(((again - weight).abs() <= (weight.abs() / 16).maximum(largest * 2**-17)).all())
+    assert torch.equal(quantised(weight[1])[0][7].float(), torch.zeros(32))
+
+
+def test_settings() -> None:
+    """Only a GPU makes FP8 of 16 bits; a checkpoint in FP8 stays what it is."""
+    with pytest.raises(ModelLoadError, match="is for GPUs"):
+        choose_formats("float32", CPU, {}, quantization="fp8")
+    gpu = torch.device("cuda")
+    made = choose_formats("bfloat16", gpu, {}, quantization="fp8")
+    assert isinstance(made.of("model.layers.0.mlp.gate_proj"), MadeFp8Format)
+    for name in ("lm_head", "model.layers.0.mlp.gate", "model.layers.0.mlp.shared_expert_gate"):
+        assert isinstance(made.of(name), PlainFormat)
+    (weight,) = made.of("a").tensors(8, 4, False)
+    assert weight.dtype == torch.bfloat16 and weight.kept == FP8, "what memory is needed is that of FP8"
+    stored = choose_formats("bfloat16", gpu, {"quantization_config": KINDS["blocks"][2]}, quantization="fp8")
+    assert stored.of("a") == Fp8Format(PlainFormat(torch.bfloat16), "weight_scale_inv", False, (8, 32))
+    with pytest.raises(ModelLoadError, match="12 rows of a matrix are no multiple of 8"):
+        stored.of("a").tensors(12, 32, False)
+    with pytest.raises(ModelLoadError, match="quantised"):
+        choose_formats("bfloat16", gpu, {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}})
