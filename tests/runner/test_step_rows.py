@@ -95,7 +95,7 @@ def test_each_token_gets_what_is_its_rows(tmp_path: Path, rng: random.Random, ho
     own = AddsByRow(torch.cat((table, torch.full((1, HIDDEN_SIZE), torch.nan))))
     sizes = (4, 8, 16) if how == "graphs" else ()
     runner = make_runner(
-        folder, like_gpu=how != "torch", enforce_eager=how != "layers", draft_sizes=sizes, step_rows=own
+        folder, like_gpu=how != "torch", enforce_eager=how != "layers", position_sizes=sizes, step_rows=own
     )
     with contextlib.nullcontext() if how == "torch" else triton_everywhere():
         assert tokens_of(runner, prompts) == expected

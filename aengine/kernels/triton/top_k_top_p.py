@@ -133,7 +133,7 @@ def _extremes_kernel(
     tl.store(out + tl.num_programs(0).to(tl.int64) * num_blocks, lowest, mask=block < num_blocks)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["vocab_size"])  # a vocabulary of one token would be a constant, over which no tile loops
 def _search_kernel(
     logits: tl.tensor,
     temperature: tl.tensor,
