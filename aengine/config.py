@@ -49,6 +49,9 @@ __all__ = [
 PACKAGE_FOLDER = Path(__file__).parent
 """The folder of this package: what other processes run lies there, and they find the package beside it."""
 
+LEAST_LOGITS = 64
+"""Rows of logits that a step may have, however few requests have a row."""
+
 
 @refuses_unknown_names
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,6 +322,11 @@ class EngineConfig:
     def may_span_machines(self) -> bool:
         """Whether the workers of a replica may be on several machines."""
         return self.executor != "process" and self.pipeline_parallel_size > 1
+
+    @property
+    def max_logits(self) -> int:
+        """Most rows of logits of a step, of which a request may have several."""
+        return max(self.max_num_seqs, LEAST_LOGITS)
 
     @property
     def steps_in_flight(self) -> int:

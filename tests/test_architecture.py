@@ -305,7 +305,7 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
         },
     ),
     "drafts": (
-        {"draft", "drafts", "drafted", "Drafts", "DraftColumns", "DraftHistory", "DraftStep", "Verification"},
+        {"draft", "drafts", "drafted", "Drafts", "DraftColumns", "DraftHistory", "DraftStep"},
         {
             "engine/core.py",  # adds up what the replicas count
             "engine/replicas/replica.py",  # chooses who makes them, and has their counts
@@ -316,7 +316,6 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
             "ipc/messages.py",  # their column
             "kernels/",
             "runner/model_runner.py",  # registers them
-            "runner/input_batch.py",  # a type's name
             "runner/sampling/",  # features say what the drafts before a row of logits change
             "runner/speculation/",
             "runner/startup/",  # captures their graphs

@@ -197,8 +197,9 @@ class ModelRunner:
             sized = *parts[:3], max(graph_sizes), *parts[3:]
             step = DecodeStep(*sized, samples=self.samples, sampled=self._exchange.sampled_ids)
             self.graphs = CudaGraphManager(step, graph_sizes, platform, enforce_eager=enforce_eager)
-        drafts = partial(Drafts, sizes=position_sizes, parts=parts, enforce_eager=enforce_eager)
-        self.speculation = (Speculation if self.tables.has_states else drafts)(self.requests)
+        verified = (position_sizes, parts, enforce_eager, self._exchange.has_tokens)
+        speculation = Speculation(self.requests) if self.tables.has_states else Drafts(self.requests, *verified)
+        self.speculation: Speculation = speculation
         self.batch_graphs: BatchGraphs | None = None
         if graph_sizes and not enforce_eager:
             most, ranks = (max_num_seqs, max_graph_tokens), self._exchange.group
@@ -228,8 +229,8 @@ class ModelRunner:
             self._state = ExecuteModelState(out.step_id)
             return
         plan = BatchPlan.make(out, self.requests, self.tables, self.speculation.ahead(out, self.vocab_size))
-        self.speculation.begin(plan)
         self._exchange.begin(out, plan.rows, plan.num_tokens)
+        self.speculation.begin(plan)
         state, errors = self._memory.execute(self._run, plan)
         state = state or ExecuteModelState()
         self._side_outputs.commit()
@@ -350,7 +351,8 @@ class ModelRunner:
             return self._answer(state, NO_ROWS, None)
         if not self.samples:
             self.speculation.note_sampled(plan)
-            self._exchange.expect_ids(plan.rows[plan.sampling])
+            counts = None if plan.num_samples is None else plan.num_samples[plan.sampling]
+            self._exchange.expect_ids(plan.rows[plan.sampling], counts)
             return self._answer(state, NO_ROWS, self._copy_out({}))
         if state.graphs is None:
             return self._sample_op_by_op(state, plan, grammar)

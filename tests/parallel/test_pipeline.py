@@ -119,8 +119,27 @@ def random_requests(vocab_size: int, seed: int) -> list[Request]:
     return requests
 
 
-def run(setups: list[RunnerSetup], requests: list[Request], seed: int) -> list[list[int]]:
-    """Output ids of the requests, one of which is aborted; ``setups``: the stages in order."""
+def propose(scheduler: Scheduler, requests: list[Request], expected: dict[str, list[int]], rng: random.Random) -> None:
+    """Drafts of all kinds for some of the requests that decode: right, wrong, certain, found by the worker."""
+    for request in requests:
+        begin = request.num_output_tokens + request.num_pending
+        right = expected.get(request.request_id, [])[begin : begin + rng.randint(1, 4)]
+        kind = rng.choice(["none", "right", "wrong", "certain", "found"])
+        if kind == "found":
+            scheduler.propose(request, [-1] * rng.randint(1, 4))
+        elif right and kind != "none":
+            wrong = [rng.randrange(50)] * (kind == "wrong")
+            scheduler.propose(request, right[: -1 if wrong else None] + wrong, are_certain=kind == "certain")
+
+
+def run(
+    setups: list[RunnerSetup],
+    requests: list[Request],
+    seed: int,
+    expected: list[list[int]] | None = None,
+) -> list[list[int]]:
+    """Output ids of the requests, one of which is aborted; ``setups``: the stages in order. ``expected``: the ids, of
+    which drafts are made, while some requests are preempted; None: none are."""
     rng = random.Random(seed)
     runners: list[ModelRunner] = [setup.make_runner(NUM_BLOCKS, MAX_LEN) for setup in setups]
     depth = len(setups) + 1
@@ -137,11 +156,16 @@ def run(setups: list[RunnerSetup], requests: list[Request], seed: int) -> list[l
         num_batches=len(setups),
     )
     waiting, answers, gone = deque(requests), deque[Any](), requests[4]
+    known = dict(zip([one.request_id for one in requests if one is not gone], expected or [], strict=False))
     while waiting or answers or scheduler.num_running or scheduler.num_waiting:
         if waiting and rng.random() < 0.5:
             scheduler.add_request(waiting.popleft())
         if gone.num_output_tokens >= 2:
             scheduler.finish(gone, FinishReason.ABORT)
+        if known:
+            propose(scheduler, requests, known, rng)
+            if scheduler.num_running > 1 and rng.random() < 0.05:
+                scheduler.rows.preempt_for(min(scheduler.rows.running, key=lambda one: one.sort_key))
         out = scheduler.schedule() if len(answers) < depth else None
         if out is not None:
             for runner in runners:
@@ -151,6 +175,8 @@ def run(setups: list[RunnerSetup], requests: list[Request], seed: int) -> list[l
         if answers and (out is None or rng.random() < 0.4):
             scheduler.update(answers.popleft().get())
             check_scheduler(scheduler)
+    counts = scheduler.answers
+    assert not known or (0 < counts.num_accepted < counts.num_drafted and scheduler.rows.num_preemptions)
     return [list(request.token_ids[request.num_prompt_tokens :]) for request in requests if request is not gone]
 
 
@@ -179,6 +205,24 @@ def test_families(name: str, size: int, tiny_model: TinyModel) -> None:
         found = run(stages, random_requests(vocab_size, 11), 2)
     assert found == wanted
     assert not any(lines.hidden)
+
+
+@pytest.mark.parametrize(("name", "size"), [("qwen2", 2), ("qwen2", 3), ("gemma2", 3)])
+def test_drafts_pass_through_all_stages(name: str, size: int, tiny_model: TinyModel) -> None:
+    """The first stage verifies what it gets of the last, those between are told by the host; some requests are
+    preempted meanwhile."""
+    arch, overrides = MODELS[name]
+    if overrides.get("num_hidden_layers", 3) < size:
+        overrides = {**overrides, "num_hidden_layers": 4, "layer_types": 2 * overrides["layer_types"]}
+    source = source_of(tiny_model(arch, seed=7, **overrides))
+    vocab_size = source.hf_config["vocab_size"]
+    with torch.inference_mode():
+        wanted = run([make_setup(source, WHOLE, None)], random_requests(vocab_size, 11), 1)
+        for seed in range(4):
+            lines = Lines(size)
+            stages = [make_setup(source, PipelineStage(i, size), Link(lines, i)) for i in range(size)]
+            assert run(stages, random_requests(vocab_size, 11), seed, wanted) == wanted
+            assert not any(lines.hidden)
 
 
 def test_stages_have_their_layers_alone(tiny_model: TinyModel) -> None:

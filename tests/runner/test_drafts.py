@@ -210,10 +210,11 @@ def run_one(expected: list[int]) -> tuple[list[int], int]:
 
 def test_what_a_verification_counts() -> None:
     """Up to the first draft that is not what was sampled; what agrees after it does not count."""
-    token_ids = torch.zeros(5, 8, dtype=torch.int32)
+    requests = new_runner().requests
+    token_ids, num_tokens = requests.token_ids, requests.scalars.num_tokens
     token_ids[4, 2:5], token_ids[0, 3:5] = torch.tensor([7, 8, 9]), torch.tensor([5, 6])
-    num_tokens = torch.tensor([3, 0, 1, 0, 2], dtype=torch.int32)
-    drafted = Verification.gather(np.array([4, 2, 0]), np.array([3, 0, 2]), token_ids, num_tokens)
+    num_tokens[:5] = torch.tensor([3, 0, 1, 0, 2], dtype=torch.int32)
+    drafted = Verification.gather(np.array([4, 2, 0]), np.array([3, 0, 2]), requests)
     for sampled, counts in (([7, 8, 9, 1, 3, 5, 6, 1], [4, 1, 3]), ([7, 1, 9, 1, 3, 1, 6, 1], [2, 1, 1])):
         assert drafted.count_accepted(torch.tensor(sampled)).tolist() == counts
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import attrgetter
 
+from ...config import LEAST_LOGITS
 from ...ipc.messages import DraftColumns, NewRequest, SchedulerOutput, int32
 from .crash_quarantine import CrashQuarantine
 from .request import Request, RequestStatus
@@ -19,8 +20,6 @@ from .waiting_queue import WaitingQueue
 __all__ = ["StepPlan"]
 
 _sort_key = attrgetter("sort_key")
-_LEAST_LOGITS = 64
-"""Rows of logits that a step may have, drafts included, however few rows there are."""
 _MOST_KNOWN_TOKENS = 1 << 18
 """Tokens of the requests that get a row in one step, if they are several. The blocks of each one's prompt are looked up
 and its tokens sent, though they are computed already: hundreds of completions of one long prompt would take seconds."""
@@ -133,7 +132,7 @@ class StepPlan:
         and all others can still grow by one block."""
         rows, kv = self._rows, self._rows.kv
         num_logits = rows.num_running + min(rows.num_free, self._num_waiting) + self._num_drafts  # at most
-        wanted = min(wanted, max(rows.num_rows, _LEAST_LOGITS) - num_logits)
+        wanted = min(wanted, max(rows.num_rows, LEAST_LOGITS) - num_logits)
         spare = max(0, rows.num_spare_blocks)
         if kv.num_lacking(request, end + wanted) > spare:
             wanted = min(wanted, kv.reach(request, spare, end + wanted) - end)
@@ -269,11 +268,14 @@ class StepPlan:
         chunks: dict[int, int] = {}
         joining: list[Request] = []
         draining: list[Request] = []
-        for request in self.extras:
+        waits = len(self._rows.batches) > 1
+        for place, request in enumerate(self.extras):
             if request.num_computed_tokens < len(request.token_ids):
                 chunks[batch_idx] = request.num_computed_tokens
             elif not request.samples:
                 draining.append(request)
+            elif waits and place in self._drafts and not request.are_drafts_certain:
+                request.is_unsettled = True
             else:
                 joining.append(request)
             batch_idx += 1

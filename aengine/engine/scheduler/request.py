@@ -145,6 +145,7 @@ class Request:
         "is_leading",
         "is_long",
         "is_paused",
+        "is_unsettled",
         "limit",
         "max_num_tokens",
         "milestone",
@@ -214,6 +215,7 @@ class Request:
 
         self.status = RequestStatus.NEW
         self.is_paused = False  # it keeps its row, but no step includes it until `Scheduler.resume`
+        self.is_unsettled = False  # likewise until an answer tells how many tokens it has, see `Rows.settle`
         self.num_pauses = 0  # number of pauses until now
         self.finish_reason: FinishReason | None = None
         # (priority, arrival time, order of adding); `add_request` sets the last
@@ -280,7 +282,7 @@ class Request:
         self.states = NO_STATES
         self.num_computed_tokens = self.num_offered_tokens = 0
         self.req_idx = -1
-        self.is_paused = False
+        self.is_paused = self.is_unsettled = False
         self.draft_token_ids = []
 
     @property

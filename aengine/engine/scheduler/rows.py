@@ -124,8 +124,9 @@ class Rows:
         return self.kv.pool.num_free - len(self.running) * self.kv.num_growing
 
     def catching_up_now(self) -> list[Request]:
-        """Return the requests that catch up in the current batch, but for paused ones."""
-        return [request for request in self.batches.here(self.catching_up) if not request.is_paused]
+        """Return the requests that catch up in the current batch, but for paused and unsettled ones."""
+        here = self.batches.here(self.catching_up)
+        return [request for request in here if not request.is_paused and not request.is_unsettled]
 
     def take(self, request: Request) -> None:
         """Give the request a row, in the current batch."""
@@ -232,12 +233,16 @@ class Rows:
 
     def settle(self, request: Request, num_rejected: int) -> None:
         """Note that ``num_rejected`` of the request's drafts were rejected: so many tokens fewer are computed than were
-        counted."""
+        counted. Where steps pass through several ranks, not all of which see what is sampled, the request's next step
+        has waited for this."""
         self.steps.settle_rows(int32([request.req_idx]), int32([num_rejected]))
         request.num_computed_tokens -= num_rejected
         if request.status is _DRAINING and request.num_computed_tokens < request.max_num_tokens - 1:
             self.batches.of(request).refresh()
             self.join([request])
+        elif request.is_unsettled:
+            request.is_unsettled = False
+            self.caught_up([request], [])
 
     def preempt_all(self) -> None:
         """Put all unfinished requests back into the queue, and reset the state for a new worker."""

@@ -201,8 +201,6 @@ class Scheduler:
         """
         if request.status is not _DECODING or self.rows.kv.has_states:
             return
-        if len(self.rows.batches) > 1:  # the first stage would have to wait for how many were accepted
-            return
         stops = request.stop_token_ids
         stop = next((i for i, token_id in enumerate(token_ids) if token_id in stops), len(token_ids))
         drafts = list(token_ids[: min(stop, self.rows.rope.room_for_drafts(request))])

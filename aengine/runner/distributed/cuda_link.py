@@ -45,7 +45,7 @@ class StageMemory:
         hidden, ids, counters = memory.split(_bytes_of_parts(sizes))
         num_bytes = slots * sizes.max_batched * sizes.hidden_size * sizes.dtype.itemsize
         self.hidden = hidden[:num_bytes].view(sizes.dtype).view(slots, sizes.max_batched, sizes.hidden_size)
-        self.ids = ids.view(torch.int64).view(slots, sizes.max_num_seqs)
+        self.ids = ids.view(torch.int64).view(slots, sizes.max_ids)
         self._counters = counters.view(torch.int64)
 
     @staticmethod
@@ -66,7 +66,7 @@ def _num_slots(sizes: StepSizes) -> int:
 def _bytes_of_parts(sizes: StepSizes) -> list[int]:
     hidden = sizes.max_batched * sizes.hidden_size * sizes.dtype.itemsize
     slots = _num_slots(sizes)
-    return [-(-slots * hidden // 16) * 16, slots * sizes.max_num_seqs * 8, 8 * len(_Counter)]
+    return [-(-slots * hidden // 16) * 16, slots * sizes.max_ids * 8, 8 * len(_Counter)]
 
 
 class _Outbox:

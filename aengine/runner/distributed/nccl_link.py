@@ -95,7 +95,7 @@ class NcclLink(BoxedLink):
             return torch.zeros(shape, dtype=sizes.dtype, device=platform.device)
 
         def slots_of_ids() -> Tensor:
-            return torch.zeros((num_slots, sizes.max_num_seqs), dtype=torch.int64, device=platform.device)
+            return torch.zeros((num_slots, sizes.max_ids), dtype=torch.int64, device=platform.device)
 
         hidden_in = None if stage.is_first else _Inbox(hidden, stage.index - 1, slots_of_hidden(), platform)
         hidden_out = None if stage.is_last else _Outbox(hidden, stage.index + 1, slots_of_hidden(), platform)

@@ -43,7 +43,7 @@ class StepSizes:
     hidden_size: int
     dtype: torch.dtype  # dtype of the hidden states
     max_batched: int  # most tokens of a step
-    max_num_seqs: int  # most ids of a step
+    max_ids: int  # most ids of a step
     steps_in_flight: int  # most unanswered steps of the host, not counting those in which nothing is sampled
 
 

@@ -7,9 +7,9 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from ...kernels.input_prep import append_tokens
 from ..distributed.pipeline import PipelineLink
 from ..request_state import RequestState
+from ..speculation.positions import Verification
 from ..transfer import to_device
 
 __all__ = ["AwaitedIds"]
@@ -28,13 +28,14 @@ class AwaitedIds:
     def __init__(self, requests: RequestState, link: PipelineLink) -> None:
         self._requests = requests
         self._link = link
-        self._steps: deque[tuple[Rows, Rows]] = deque()  # rows that a step sampled for; whose they were, oldest first
+        # For each step, oldest first: rows that it sampled for, whose they were, and at how many positions, if not one.
+        self._steps: deque[tuple[Rows, Rows, Rows | None]] = deque()
         self._num_owners = np.zeros(len(requests.in_use), dtype=np.int64)  # number of requests that each row has had
 
-    def expect(self, rows: Rows) -> None:
-        """Note that a step samples one token for each of these rows (int64 [n])."""
+    def expect(self, rows: Rows, counts: Rows | None = None) -> None:
+        """Note that a step samples for each of these rows (int64 [n]) at ``counts`` [n] positions; None: at one."""
         if len(rows):
-            self._steps.append((rows, self._num_owners[rows]))
+            self._steps.append((rows, self._num_owners[rows], counts))
         while len(self._steps) > self._link.sizes.steps_in_flight:
             self._receive()
 
@@ -47,19 +48,23 @@ class AwaitedIds:
         needed = np.zeros(len(self._num_owners), dtype=bool)
         needed[rows] = True
         num_steps = 0
-        for i, (sampled, owners) in enumerate(self._steps, 1):
+        for i, (sampled, owners, _) in enumerate(self._steps, 1):
             if (needed[sampled] & (owners == self._num_owners[sampled])).any():
                 num_steps = i
         for _ in range(num_steps):
             self._receive()
 
     def _receive(self) -> None:
-        rows, owners = self._steps.popleft()
-        token_ids = self._link.receive_ids(len(rows))
+        rows, owners, counts = self._steps.popleft()
+        token_ids = self._link.receive_ids(len(rows) if counts is None else int(counts.sum()))
         is_current = owners == self._num_owners[rows]
         if not is_current.all():
-            kept = np.flatnonzero(is_current)
-            rows, token_ids = rows[kept], token_ids.index_select(0, to_device(kept, token_ids.device))
-        if len(rows):
-            tokens, num_tokens = self._requests.token_ids, self._requests.scalars.num_tokens
-            append_tokens(tokens, num_tokens, to_device(rows, token_ids.device), token_ids)
+            kept = np.flatnonzero(is_current if counts is None else np.repeat(is_current, counts))
+            token_ids = token_ids.index_select(0, to_device(kept, token_ids.device))
+            rows, counts = rows[is_current], None if counts is None else counts[is_current]
+        if not len(rows):
+            return
+        if counts is None:
+            self._requests.append_sampled(to_device(rows, token_ids.device), token_ids)
+        else:  # the rows have been left as they were: what is verified here is what was verified there
+            Verification.gather(rows, counts - 1, self._requests).commit(token_ids, self._requests)

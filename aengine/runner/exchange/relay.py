@@ -28,7 +28,7 @@ class Relay(StepExchange):
     def __init__(self, stage: PipelineStage, link: PipelineLink, group: TensorGroup = ALONE) -> None:
         """``group``: the ranks that share each of the stage's layers."""
         super().__init__(group)
-        self.samples = stage.is_last
+        self.samples, self.has_tokens = stage.is_last, stage.is_first or stage.is_last
         self._stage = stage
         self._link = link
         self._awaited: AwaitedIds | None = None  # the first stage's
@@ -41,7 +41,7 @@ class Relay(StepExchange):
         elif has_graphs:
             self._hidden = torch.zeros(sizes.max_batched, sizes.hidden_size, dtype=sizes.dtype, device=device)
         if self._stage.is_last and has_graphs:
-            self.sampled_ids = torch.zeros(sizes.max_num_seqs, dtype=torch.int64, device=device)
+            self.sampled_ids = torch.zeros(sizes.max_ids, dtype=torch.int64, device=device)
 
     def add_request(self, row: int) -> None:
         if self._awaited is not None:
@@ -68,9 +68,9 @@ class Relay(StepExchange):
     def send(self, hidden: Tensor) -> None:
         self._link.send(IntermediateTensors(hidden))
 
-    def expect_ids(self, rows: Rows) -> None:
+    def expect_ids(self, rows: Rows, counts: Rows | None) -> None:
         if self._awaited is not None:
-            self._awaited.expect(rows)
+            self._awaited.expect(rows, counts)
 
     def send_ids(self, token_ids: Tensor) -> None:
         self._link.send_ids(token_ids)

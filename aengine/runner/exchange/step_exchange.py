@@ -32,6 +32,9 @@ class StepExchange:
     samples = True
     """Whether this rank has the model's last layers and its head, and samples."""
 
+    has_tokens = True
+    """Whether this rank's rows get the sampled tokens."""
+
     sampled_ids: Tensor | None = None
     """int64 [max_num_seqs]: memory for the sampled ids, to which decode graphs copy them; None: nobody needs them."""
 
@@ -87,8 +90,9 @@ class StepExchange:
         """Pass on what the layers yield, [num_tokens, hidden_size]; on a rank that does not sample."""
         raise AssertionError("a rank that has the head passes nothing on")
 
-    def expect_ids(self, rows: Rows) -> None:
-        """Note that another rank samples one token for each of these rows (host int64 [n])."""
+    def expect_ids(self, rows: Rows, counts: Rows | None) -> None:
+        """Note that another rank samples for each of these rows (host int64 [n]), at so many positions of each; None:
+        at one."""
 
     def send_ids(self, token_ids: Tensor) -> None:
         """Pass on the sampled ids (int64 [n])."""

@@ -26,10 +26,19 @@ __all__ = ["Drafts"]
 class Drafts(Speculation):
     """A request with drafts gets those that are what is sampled, and one token more."""
 
-    def __init__(self, requests: RequestState, sizes: Sequence[int], parts: Sequence[Any], enforce_eager: bool) -> None:
-        """``sizes``: numbers of positions of decodes that run as graphs, made of ``parts``: `DecodeStep`'s
-        arguments but for the largest size."""
+    def __init__(
+        self,
+        requests: RequestState,
+        sizes: Sequence[int],
+        parts: Sequence[Any],
+        enforce_eager: bool,
+        has_tokens: bool = True,
+    ) -> None:
+        """``sizes``: numbers of positions of decodes that run as graphs, made of ``parts``: `DecodeStep`'s arguments
+        but for the largest size. ``has_tokens``: the rows get what is sampled; else drafts are counted, not written,
+        and settled on the device too, before the row's next step."""
         super().__init__(requests)
+        self._has_tokens = has_tokens
         if sizes:
             step = DraftStep(*parts[:3], max(sizes), *parts[3:])
             how = {"enforce_eager": enforce_eager, "has_ends": False}
@@ -41,7 +50,12 @@ class Drafts(Speculation):
         """Settle how many drafts were rejected; an answer told the host."""
         self._columns = out.drafts
         if out.settled_rows:
-            self._requests.settle(np.array(out.settled_rows), np.array(out.num_rejected))
+            rows, num_rejected = np.array(out.settled_rows, dtype=np.int64), np.array(out.num_rejected, dtype=np.int64)
+            self._requests.settle(rows, num_rejected)
+            if not self._has_tokens:
+                computed = self._requests.scalars.num_computed_tokens
+                row, rejected = to_device(np.stack((rows, num_rejected)), computed.device).unbind()
+                computed.index_add_(0, row, rejected.int(), alpha=-1)
 
     def ahead(self, out: SchedulerOutput, vocab_size: int) -> Rows | None:
         if out.drafts is None:
@@ -58,11 +72,13 @@ class Drafts(Speculation):
         if columns is None:
             return
         counts, is_certain = np.array(columns.counts, dtype=np.int64), np.array(columns.is_certain, dtype=bool)
-        if any(columns.is_found):
+        if self._has_tokens and any(columns.is_found):
             is_found = np.array(columns.is_found, dtype=bool)
             self._find(self._rows[is_found], counts[is_found])
-        if columns.token_ids:
+        if self._has_tokens and columns.token_ids:
             self._write(np.array(columns.num_known()), np.array(columns.token_ids, dtype=np.int64), is_certain)
+        if is_certain.any():
+            self._requests.append(self._rows, np.where(is_certain, counts, 0))
         counts = np.where(is_certain, 0, counts)
         if counts.any():
             plan.num_samples = counts[plan.batch_idx] + 1
@@ -80,15 +96,13 @@ class Drafts(Speculation):
         end = requests.scalars.num_tokens.index_select(0, row)
         requests.token_ids.index_put_((row, end + place), token_id.int())
         if is_certain.any():
-            requests.append(self._rows, np.where(is_certain, counts, 0))
             requests.scalars.num_tokens.index_add_(0, row, certain.int())
 
     def gather(self, plan: BatchPlan, idx_mapping: Tensor, grammar: GrammarOutput | None) -> SampleBatch:
         if plan.num_samples is None:
             return super().gather(plan, idx_mapping, grammar)
         requests, rows = self._requests, plan.rows[plan.sampling]
-        where = (requests.token_ids, requests.scalars.num_tokens)
-        verified = Verification.gather(rows, plan.num_samples[plan.sampling] - 1, *where)
+        verified = Verification.gather(rows, plan.num_samples[plan.sampling] - 1, requests)
         rows_device = verified.rows.index_select(0, verified.owner)
         scalars = requests.scalars.select(rows_device)
         scalars.num_tokens.add_(verified.places_device)
@@ -100,17 +114,9 @@ class Drafts(Speculation):
 
     def append(self, batch: SampleBatch, token_ids: Tensor) -> Mapping[str, Tensor]:
         """A row gets its tokens up to the first that is not what was drafted. The host is told how many each gets."""
-        verified, requests = batch.positions, self._requests
-        if verified is None:
+        if batch.positions is None:
             return super().append(batch, token_ids)
-        counts = verified.count_accepted(token_ids)
-        end = requests.scalars.num_tokens.index_select(0, batch.rows_device)
-        # What was sampled after a rejected draft is written too: it is overwritten before it is read.
-        requests.token_ids.index_put_((batch.rows_device, end + verified.places_device), token_ids.int())
-        requests.scalars.num_tokens.index_add_(0, verified.rows, counts.int())
-        # All drafts count as computed already.
-        requests.scalars.num_computed_tokens.index_add_(0, verified.rows, (counts - verified.lengths).int())
-        return {"counts": counts}
+        return {"counts": batch.positions.commit(token_ids, self._requests)}
 
     def note_sampled(self, plan: BatchPlan) -> None:
         if plan.num_samples is None:

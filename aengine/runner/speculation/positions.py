@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.commit_drafts import following_drafts
+from ..request_state import RequestState
 from ..transfer import to_device
 
 __all__ = ["Positions", "Verification", "places_in"]
@@ -69,15 +70,14 @@ class Verification(Positions):
     lengths: Tensor  # [s]: `lengths_host` on the device
 
     @classmethod
-    def gather(cls, rows: Rows, num_drafts: Rows, token_ids: Tensor, num_tokens: Tensor) -> Verification:
-        """``rows``, ``num_drafts``: host [s]; ``token_ids``, ``num_tokens``: of all rows (`RequestState`), the drafts
-        behind the tokens."""
-        lengths, device = num_drafts + 1, token_ids.device
+    def gather(cls, rows: Rows, num_drafts: Rows, requests: RequestState) -> Verification:
+        """``rows``, ``num_drafts``: host [s]; ``requests``: all rows, where the drafts are behind the tokens."""
+        lengths, device = num_drafts + 1, requests.token_ids.device
         owner, places = places_in(lengths)
         starts = np.arange(len(owner)) - places
         of_logits = to_device(np.stack((rows[owner], places, starts, owner)), device)
         row, before, starts_of, owner_device = of_logits.unbind(0)
-        following = following_drafts(token_ids, num_tokens, row, before)
+        following = following_drafts(requests.token_ids, requests.scalars.num_tokens, row, before)
         of_requests = to_device(np.stack((rows, lengths)), device)
         around = (following, before, starts_of, int(places.max()))
         return cls(*around, places, owner, rows, lengths, owner_device, *of_requests.unbind(0))
@@ -85,6 +85,19 @@ class Verification(Positions):
     def count_accepted(self, sampled: Tensor) -> Tensor:
         """Return how many of ``sampled`` (int64 [n]) each request gets: int64 [s], at least 1."""
         return torch.zeros_like(self.rows).index_add_(0, self.owner, self.are_accepted(sampled).long())
+
+    def commit(self, sampled: Tensor, requests: RequestState) -> Tensor:
+        """Give the rows their tokens of ``sampled`` (int64 [n]) up to the first that is not what was drafted. Returns
+        what `count_accepted` does."""
+        counts, scalars = self.count_accepted(sampled), requests.scalars
+        row = self.rows.index_select(0, self.owner)
+        end = scalars.num_tokens.index_select(0, row)
+        # What was sampled after a rejected draft is written too: it is overwritten before it is read.
+        requests.token_ids.index_put_((row, end + self.places_device), sampled.int())
+        scalars.num_tokens.index_add_(0, self.rows, counts.int())
+        # All drafts count as computed already.
+        scalars.num_computed_tokens.index_add_(0, self.rows, (counts - self.lengths).int())
+        return counts
 
 
 def places_in(counts: Rows) -> tuple[Rows, Rows]:

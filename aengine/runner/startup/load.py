@@ -107,7 +107,7 @@ def _load(
         agree_on_plan(group)
     model_config.check_device(platform.device, formats.dtype)
     max_batched = config.max_num_batched_tokens or platform.default_batched_tokens
-    most = (max_batched, config.max_num_seqs, config.steps_in_flight)
+    most = (max_batched, config.max_logits, config.steps_in_flight)
     link = open_link(rank, platform, StepSizes(model_config.hidden_size, formats.dtype, *most))
     model = build_model(model_config, formats, group, stage_of(rank), experts_group)
     attention = platform.choose_attention(config, model_config, formats.dtype)

@@ -88,8 +88,8 @@ class RunnerSetup:
 
     @property
     def draft_sizes(self) -> list[int]:
-        """Numbers of positions of decodes with drafts that have graphs."""
-        if self.config.speculation == "none" or not self.platform.is_accelerator:
+        """Numbers of positions of decodes with drafts that have graphs; pipelines run them as steps with prompts."""
+        if self.config.speculation == "none" or not self.platform.is_accelerator or self.link is not None:
             return []
         return draft_sizes(self.max_batched)
 
