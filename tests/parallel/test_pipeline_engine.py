@@ -58,6 +58,12 @@ def essence(completion: Completion) -> Any:
     return choices, [[round(entry.logprob, 3) for entry in entries] for entries in completion.logprobs or ()]
 
 
+def tokens(completion: Completion) -> Any:
+    """`essence` where log-probabilities, which are computed beside others' drafts, differ in the last bits."""
+    choices, logprobs = essence(completion)
+    return choices, [len(entries) for entries in logprobs]
+
+
 async def answers(model: Path, **settings: Any) -> list[Any]:
     async with AsyncLLM(model, **SETTINGS | settings) as engine:
         found = [essence(completion) for completion in await asyncio.gather(*work(engine, 1))]
@@ -75,6 +81,46 @@ async def test_any_request(model: Path, expected: list[Any]) -> None:
     assert await answers(model, pipeline_parallel_size=2) == expected
     assert await answers(model, pipeline_parallel_size=3, max_in_flight_steps=1) == expected
     assert await answers(model, pipeline_parallel_size=2, tensor_parallel_size=2) == expected
+
+
+def repeating(engine: AsyncLLM, seed: int) -> list[asyncio.Task[Completion]]:
+    """Requests whose answers repeat themselves, or are forced by a grammar in part, with all that one may ask for."""
+    rng = random.Random(seed)
+    base = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logit_bias={70: 30.0, 71: 29.0})
+    forced = SamplingParams(
+        max_tokens=40, structured_output=StructuredOutput(regex="abcabcabcabc[a-f]{2,5}(one|two) end")
+    )
+    kinds = [
+        base,
+        base.replace(frequency_penalty=0.2, seed=3),
+        base.replace(temperature=0.9, seed=5, logprobs=2),
+        base.replace(logit_bias={}, min_tokens=9, stop_token_ids=[30, 31]),
+        forced.replace(temperature=0.0),
+        forced.replace(seed=7, logprobs=1),
+    ]
+    prompts = [[rng.randrange(20, 300) for _ in range(rng.randint(1, 20))] * rng.choice([1, 2]) for _ in range(18)]
+    return [asyncio.create_task(engine.generate(p, kinds[i % len(kinds)])) for i, p in enumerate(prompts)]
+
+
+async def test_drafts(model: Path) -> None:
+    """Found on the host, by the workers, and forced by grammars; with too few blocks for all; and a stage that dies."""
+    async with AsyncLLM(model, **SETTINGS) as engine:
+        expected = [tokens(completion) for completion in await asyncio.gather(*repeating(engine, 1))]
+    few: dict[str, Any] = SETTINGS | {"kv_cache_memory_bytes": 1 << 18}
+    for how in (
+        {"pipeline_parallel_size": 3, "speculation": "ngram"},
+        {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "speculation": "ngram_worker"},
+        {"pipeline_parallel_size": 2},
+    ):
+        async with AsyncLLM(model, **few | how) as engine:
+            tasks = repeating(engine, 1)
+            if how["pipeline_parallel_size"] == 3:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                os.kill(core_of(engine).replicas[0].worker.executor.workers[1].pid, signal.SIGKILL)
+            assert [tokens(await task) for task in tasks] == expected
+            statistics = engine.statistics()
+            assert 20 < statistics.accepted_tokens <= statistics.drafted_tokens
+            await settled(engine)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
