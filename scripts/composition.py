@@ -74,6 +74,7 @@ FORMATS_OF = {
     "MXFP4": "tests/parallel/test_divided_formats.py::test_mxfp4",
     "GGUF": "tests/parallel/test_divided_formats.py::test_gguf",
 }
+DRAFTED_STAGES = "tests/parallel/test_pipeline_engine.py::test_drafts"
 SETTINGS_OF_SHARED = "tests/parallel/test_shared_experts.py::test_drafts_and_swapped_requests"
 NO_KV = "there are neither tokens to be drafted nor KV to be kept"
 NO_DRAFTS = "nothing is drafted"
@@ -127,7 +128,7 @@ def of_divisions(row: str, column: str) -> Cell:
     if row == VECTORS:
         return Cell(row, column, VECTORS_OF[column])
     if row == DRAFTS and column == PIPELINE:
-        return Cell(row, column, ("tests/parallel/test_pipeline_engine.py::test_drafts",))
+        return Cell(row, column, (DRAFTED_STAGES,))
     return Cell(row, column, DIVIDED[column])
 
 
@@ -140,7 +141,7 @@ def of_settings(row: str, column: str) -> Cell:
     if column in (PIPELINE, REPLICAS, RAY) and row == SWAPPED:
         return Cell(row, column, ("tests/parallel/test_swapped_workers.py::test_any_request",))
     if column in (PIPELINE, RAY):
-        return Cell(row, column, DIVIDED[column], note=NO_DRAFTS if column == PIPELINE else "as without Ray")
+        return Cell(row, column, (DRAFTED_STAGES,), note="" if column == PIPELINE else "as without Ray")
     if column == REPLICAS:
         return Cell(row, column, (WALK, OF_REPLICAS), note="each replica drafts by itself")
     if row == SWAPPED:

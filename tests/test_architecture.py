@@ -458,7 +458,7 @@ BUDGETS = {
     "kernels": 8970,
     "limits": 392,
     "remote": 1640,
-    "runner": 18190,
+    "runner": 18210,
     "server": 5916,
     "telemetry": 1116,
     "testing": 800,

@@ -103,15 +103,15 @@ async def test_any_request(checkpoint: MakeCheckpoint, two: dict[str, Any]) -> N
 @pytest.mark.parametrize("speculation", ["ngram", "ngram_worker"])
 async def test_drafts(checkpoint: MakeCheckpoint, two: dict[str, Any], speculation: str, rng: random.Random) -> None:
     """Answers that repeat themselves, and one that a grammar forces in part: fewer steps, and the same tokens."""
-    folder, prompts = checkpoint("qwen3").folder, some_prompts(rng)
-    same = GREEDY.replace(logit_bias={70: 30.0, 71: 29.0}, max_tokens=40)
+    folder, prompts = checkpoint("qwen3").folder, some_prompts(rng)[:6]
+    same = GREEDY.replace(logit_bias={70: 30.0}, max_tokens=40)
     forced = StructuredOutput(regex="abcabcabcabc[a-f]{2,5}(one|two) end")
-    kinds = [same, same.replace(temperature=0.9, seed=5, logprobs=2), same.replace(frequency_penalty=0.2)]
+    kinds = [same, same.replace(temperature=0.9, seed=5, logprobs=2), GREEDY.replace(frequency_penalty=0.2)]
     kinds.append(GREEDY.replace(structured_output=forced, ignore_eos=False, max_tokens=40))
     found = []
     for settings in ({}, two | {"speculation": speculation}):
         async with running(folder, **settings) as engine:
-            for _ in range(3):
+            for _ in range(2):
                 tasks = [engine.generate(prompt, kind) for prompt in prompts for kind in kinds]
                 found.append([essence(completion)[0] for completion in await asyncio.gather(*tasks)])
             assert not settings or engine.statistics().accepted_tokens > 20
