@@ -215,7 +215,7 @@ class Request:
 
         self.status = RequestStatus.NEW
         self.is_paused = False  # it keeps its row, but no step includes it until `Scheduler.resume`
-        self.is_unsettled = False  # likewise until an answer tells how many tokens it has, see `Rows.settle`
+        self.is_unsettled = False  # no step includes it either, until `Rows.settle` says how many tokens it has
         self.num_pauses = 0  # number of pauses until now
         self.finish_reason: FinishReason | None = None
         # (priority, arrival time, order of adding); `add_request` sets the last
