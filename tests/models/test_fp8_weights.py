@@ -122,8 +122,11 @@ def test_what_is_no_number_is_refused_by_name(copied: Callable[..., Path]) -> No
         with pytest.raises(ModelLoadError, match=message):
             load(source_of(folder))
 
-    refused(lambda tensors: tensors[f"{name}_scale"].fill_(torch.nan), r"layers\.1\.mlp\.down_proj: weight_scale")
-    refused(lambda tensors: tensors[name].view(torch.uint8).fill_(0xFF), r"layers\.1\.mlp\.down_proj: .* is no number")
+    refused(
+        lambda tensors: tensors[f"{name}_scale"].fill_(torch.nan),
+        r"layers\.1\.mlp\.down_proj\.\w+, or .*: weight_scale",
+    )
+    refused(lambda tensors: tensors[name].view(torch.uint8).fill_(0xFF), r"layers\.1\.mlp\.down_proj\..* is no number")
     refused(lambda tensors: tensors.pop(f"{name}_scale"), r"lacks a tensor of the model: .*down_proj\.weight_scale")
     refused(lambda tensors: tensors.update({name: tensors[name].float()}), r"stored as F32, .* it is F8_E4M3")
     refused(lambda tensors: tensors.update({f"{name}_scale": torch.ones(3, 1)}), r"has the shape \[3, 1\]")
@@ -141,8 +144,8 @@ def test_products(rows: int, dtype: torch.dtype, rng: random.Random) -> None:
     wanted = x.double() @ (codes.double() * scale[:, None].double()).t() + bias
     out = ScaledWeight(codes, scale, bias).multiply(x)
     assert out.dtype == dtype
-    off = ((out.double() - wanted).norm(dim=0) / wanted.norm(dim=0)).max()
-    assert off < {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    sizes = x.double().abs() @ (codes.double().abs() * scale[:, None].double()).t() + bias.abs()
+    assert float(((out.double() - wanted).abs() / sizes).max()) < {torch.float32: 2e-6}.get(dtype, 1e-2)
 
 
 def test_made_of_16_bits(rng: random.Random) -> None:

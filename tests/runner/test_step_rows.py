@@ -18,7 +18,10 @@ from aengine.runner.model_runner import ModelRunner
 from aengine.runner.weights.step_rows import TokenRows
 from aengine.runner.weights.weight import ExpertWeights, StoredTensor, Weight, WeightFormat
 
-pytestmark = pytest.mark.usefixtures("few_idle_programs")
+pytestmark = [
+    pytest.mark.usefixtures("few_idle_programs"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="its kernels run in Triton's interpreter"),
+]
 HIDDEN_SIZE = 48  # tiny.py's
 
 

@@ -271,7 +271,8 @@ def test_random_lives(rng: random.Random, model: str) -> None:
     assert 60 < accepted < drafted or model == "hybrid", "no drafts were made"
     assert preemptions or model == "window", "nobody was short of a block"  # a window keeps few blocks
     assert paused, "nobody was paused"
-    assert pinned and refused, "nothing was pinned, or never too much"
+    assert pinned, "nothing was pinned"
+    assert refused or model == "hybrid", "never too much was pinned"  # its prefixes are found less often
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -60,10 +60,9 @@ def shape_on_rank(stored: StoredTensor, part: Part | None, num_rows: int) -> tup
 class _Piece:
     """Neighbouring matrices of one format: what they are loaded into, at first and again."""
 
-    def __init__(self, form: WeightFormat, device: torch.device, parts: Mapping[str, Features], where: str) -> None:
+    def __init__(self, form: WeightFormat, device: torch.device, parts: Mapping[str, Features]) -> None:
         self.format = form
         self.parts = parts
-        self.where = where  # prefix of the matrices' names
         self.joined = JoinedTensors(device)
         self.num_tensors = 0
         self.num_come = 0  # tensors that have come in this load
@@ -94,7 +93,7 @@ class Linear:
         self._is_partial = any(share.is_divided for share in columns)
         self._out_features = 0  # output features on this rank
         by_format = groupby(parts.items(), lambda part: scope.format_of(part[0]))
-        self._pieces = [_Piece(form, scope.formats.device, dict(own), scope.prefix) for form, own in by_format]
+        self._pieces = [_Piece(form, scope.formats.device, dict(own)) for form, own in by_format]
         wanted = [(piece, *part) for piece in self._pieces for part in piece.parts.items()]
         for piece, name, out_features in wanted:
             rows = shares_of(out_features)
@@ -120,11 +119,7 @@ class Linear:
             is_last = piece.num_come == piece.num_tensors
         if not is_last:
             return
-        try:
-            made = piece.format.make(piece.joined.tensors)
-        except ValueError as error:
-            names = ", ".join(f"{piece.where}{name}" for name in piece.parts)
-            raise ModelLoadError(f"{names}: {error}; fetch the model again") from error
+        made = piece.format.make(piece.joined.tensors)
         piece.joined.tensors, piece.num_come = {}, 0
         if piece.weight is not None:
             piece.weight.copy_from(made)

@@ -96,11 +96,11 @@ class WeightScope:
         self._divides_experts = divides_experts
         self.names: CheckpointNames | None = None  # names in the checkpoint; set on the model's outermost scope
         self.places: dict[str, list[Place]] = {} if places is None else places
-        self.prefix = prefix  # what the names in this scope begin with
+        self._prefix = prefix
 
     def at(self, name: str) -> WeightScope:
         """Return the scope of the names below ``name``."""
-        prefix = f"{self.prefix}{name}."
+        prefix = f"{self._prefix}{name}."
         shared = self.places, self.group, self._divides_experts, self.stage, self.experts_group
         return WeightScope(self.formats, prefix, *shared)
 
@@ -127,7 +127,7 @@ class WeightScope:
     def format_of(self, name: str) -> WeightFormat:
         """The format of the matrix of this name. The table of embeddings is plain, also where it is the output matrix
         alone, as on a pipeline's last stage."""
-        full = self.prefix + name
+        full = self._prefix + name
         form = self.formats.plain if full.endswith("embed_tokens") else self.formats.of(full)
         policy = self.formats.policy
         return self.formats.step_rows.around(full, RowTiledFormat(form, policy) if policy.batch_invariant else form)
@@ -149,5 +149,5 @@ class WeightScope:
         if len(self.places) >= _MOST_TENSORS:
             raise ModelLoadError(f"config.json: its layers and experts have more than {_MOST_TENSORS} tensors")
         count = prod(shape) if num_parameters is None else num_parameters
-        place = Place(self.prefix + name, shape, dtype, count, put, part, room, on_host, kept)
+        place = Place(self._prefix + name, shape, dtype, count, put, part, room, on_host, kept)
         self.places.setdefault(place.name, []).append(place)

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from ....errors import ModelLoadError
 from ..scope import Place
 
 __all__ = ["NUMBERS", "Named", "Source", "Target", "in_threads", "text_name"]
@@ -52,12 +53,17 @@ class Target(NamedTuple):
         return Named(name, own, tensor.nbytes, shape)
 
     def put(self, places: Sequence[Place], tensor: Tensor) -> None:
-        """Hand a tensor over to its places, of which the first says how it comes to the device."""
+        """Hand a tensor over to its places, of which the first says how it comes to the device. Raises ModelLoadError:
+        their format can't make a weight of it."""
         tensor = places[0].take(tensor, self.device)
         if len(places) > 1 and len({place.dtype for place in places}) == 1:
             tensor = tensor.to(places[0].dtype)  # once, so that a tied table is in memory once
-        for place in places:
-            place.put(tensor)
+        try:
+            for place in places:
+                place.put(tensor)
+        except ValueError as error:
+            what = f"{places[0].name}, or a matrix that is multiplied together with it"
+            raise ModelLoadError(f"{what}: {error}; fetch the model again") from error
 
 
 def text_name(name: str) -> str:
