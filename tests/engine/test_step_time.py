@@ -148,3 +148,14 @@ def test_nothing_is_cut_without_a_goal_and_before_a_step_was_measured_only_to_on
     worker = Worker(math.inf, SIZES)
     worker.run(100)
     assert worker.step_time.prompt_limit(64, 1) is None
+
+
+@pytest.mark.parametrize("sizes", [(), SIZES])
+def test_times_that_no_step_takes(sizes: tuple[int, ...], rng: random.Random) -> None:
+    """Damaged answers have any number: from the least that a float can be to the largest."""
+    for _ in range(50):
+        step_time = StepTime(0.01, sizes)
+        for _ in range(rng.randint(1, 12)):
+            step_time.learn(rng.randint(1, 9000), rng.choice([5e-324, 1e-300, 1e-9, 0.01, 1e9, 1e308]))
+            limit = step_time.prompt_limit(rng.randint(1, 300), rng.randint(0, 300))
+            assert limit is None or limit > 0

@@ -42,6 +42,9 @@ _LAUNCH_SECONDS = 0.02
 _UNPADDED = 1.25  # steps larger than the largest padded size by no more than this factor are not cut to that size
 
 
+_LEAST_SECONDS, _MOST_SECONDS = 1e-6, 3600.0  # no step takes less or more: the answer that says so is damaged
+
+
 class StepTime:
     """Learns from steps with prompts. ``goal``: seconds that decodes may wait for one; inf: as long as it takes.
     ``sizes``: numbers of tokens, ascending, to which the worker pads steps with prompts; larger ones are not padded,
@@ -56,6 +59,7 @@ class StepTime:
 
     def learn(self, num_tokens: int, seconds: float) -> None:
         """Note that the worker took so many seconds, more than 0, for a step with prompts of so many tokens in all."""
+        seconds = min(max(seconds, _LEAST_SECONDS), _MOST_SECONDS)
         place = bisect_left(self._sizes, num_tokens)
         tokens = self._sizes[place] if place < len(self._sizes) else num_tokens
         expected = self.expected(tokens)
