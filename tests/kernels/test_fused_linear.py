@@ -174,6 +174,22 @@ def test_a_row_depends_on_no_other(gen: torch.Generator, triton_device: torch.de
     assert spoilt[3].isnan().all() and torch.equal(spoilt[[0, 1, 2, 4]], plain[[0, 1, 2, 4]])
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
+@pytest.mark.parametrize("bits", [0x7FFF, 0x7E00, -0x200, 0x7C00], ids=hex)
+@pytest.mark.parametrize("rows", [1, 5, 200])
+def test_what_is_no_number_stays_none_beside_codes(
+    gen: torch.Generator, triton_device: torch.device, rows: int, bits: int
+) -> None:
+    """NaN, with whatever bits, or infinity: of its own row, with a norm or without."""
+    x = torch.randn(rows, 256, generator=gen).half()
+    x.view(torch.int16)[rows // 2, 3] = bits
+    codes, scale = torch.randn(64, 256, generator=gen).to(torch.float8_e4m3fn), torch.rand(64, generator=gen)
+    on = moved(triton_device, x, torch.ones(256), codes, scale)
+    for out in (plain_linear(on[0], on[2], None, on[3]), norm_linear(on[0], on[1], 1e-6, on[2], scale=on[3])):
+        good = out.isfinite().all(1).cpu()
+        assert good.tolist() == [row != rows // 2 for row in range(rows)]
+
+
 def test_norm_and_activation(rng: random.Random, gen: torch.Generator, triton_device: torch.device) -> None:
     for dtype in DTYPES:
         rows, size = rng.randint(1, 9), rng.choice([1, 48, 576, 1030, 2050])

@@ -183,6 +183,8 @@ def test_settings() -> None:
     assert weight.dtype == torch.bfloat16 and weight.kept == FP8, "what memory is needed is that of FP8"
     stored = choose_formats("bfloat16", gpu, {"quantization_config": KINDS["blocks"][2]}, quantization="fp8")
     assert stored.of("a") == Fp8Format(PlainFormat(torch.bfloat16), "weight_scale_inv", False, (8, 32))
+    with pytest.raises(ModelLoadError, match="experts in FP8 need a scale a row on a GPU"):
+        stored.of("a").make_experts(2, [], gpu)
     with pytest.raises(ModelLoadError, match="12 rows of a matrix are no multiple of 8"):
         stored.of("a").tensors(12, 32, False)
     with pytest.raises(ModelLoadError, match="quantised"):

@@ -9,8 +9,8 @@ M            norm            product
 33 to 128    its own kernel  tiled for small weights, but cuBLAS into the residual
 129 or more  its own kernel  cuBLAS
 
-Of codes in 8 bits the first and the third line hold, and for FP8 on Hopper up to 1,024 rows `linear_fp8`, whose kernel
-before the product has the norm; of more rows torch writes the codes as numbers for cuBLAS.
+Of codes in 8 bits the first and the third line hold, and for FP8 on Hopper up to 512 rows `linear_fp8`, whose kernel
+before the product has the norm; for more rows the codes are written as numbers for cuBLAS.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _tiling(x: Tensor, weight: Tensor, *, gated: bool, add: bool) -> StreamedTil
         return None
     rows, (n, k), has_codes = x.shape[0], weight.shape, weight.dtype != x.dtype
     size = n // 2 if gated else n
-    if is_hopper() and x.dtype != torch.float32 and weight.dtype != torch.int8 and k % 16 == 0:
+    if is_hopper() and x.dtype != torch.float32 and weight.dtype != torch.int8 and k * weight.element_size() % 16 == 0:
         shape = LinearShape("gated" if gated else "add" if add else "plain", size, k, weight.element_size())
         if (streamed := choose_tiling(device_name(), shape, rows)) is not None:
             return linear_streamed.fit(streamed, gated, weight.element_size())

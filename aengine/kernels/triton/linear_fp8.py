@@ -81,7 +81,8 @@ def _split(
     at = terms_ptr + (row // 8 * 16 + row % 8).to(tl.int64) * K + i
     tl.store(at, first.to(tl.float8e4nv), mask=i < K)
     tl.store(at + 8 * K, second.to(tl.float8e4nv), mask=i < K)
-    tl.store(scale_ptr + row, largest / _LARGEST)
+    # NaN if some x is none or infinite: its bits may have been rounded to those of a number.
+    tl.store(scale_ptr + row, largest / _LARGEST + tl.sum(x * 0.0, 0))
 
 
 @triton.jit

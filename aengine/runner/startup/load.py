@@ -99,9 +99,9 @@ def _load(
     formats = choose_formats(dtype, platform.device, hf, policy, packed, config.quantization)
     if model_config.implementation == "transformers" and formats.quantised is not None:
         raise ModelLoadError(
-            f"quantization_config of config.json: the weights are in {formats.name}, and a model of "
-            f"{model_config.model_type!r}, which transformers computes, is read in 16 or 32 bits only: give the "
-            f"checkpoint that it was made from"
+            f"weights in {formats.name}, by quantization={config.quantization!r} and the quantization_config of "
+            f"config.json: a model of {model_config.model_type!r}, which transformers computes, is read in 16 or 32 "
+            f"bits only: give the checkpoint that it was made from, and leave quantization at 'auto'"
         )
     if isinstance(formats.plain, Float16Format):
         agree_on_plan(group)

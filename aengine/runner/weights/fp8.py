@@ -77,11 +77,11 @@ class Fp8Format:
         return self.plain.make(numbers if bias is None else {**numbers, "bias": bias})
 
     def make_experts(self, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device) -> ExpertWeights:
-        """Raises ValueError: on a GPU, where the scales are not of rows."""
+        """Raises ModelLoadError: on a GPU, where the scales are not of rows."""
         if device.type == "cpu":
             return SeparateExperts(self.make, tensors)
-        if not self.of_rows or self.scale != "weight_scale":
-            raise ValueError("experts in FP8 are read with a scale a row: give the checkpoint in 16 bits")
+        if not self.of_rows:
+            raise ModelLoadError("quantization_config: experts in FP8 need a scale a row on a GPU; give 16 bits")
         return ScaledExperts(num_experts, tensors, device)
 
 
