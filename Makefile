@@ -49,7 +49,7 @@ chat: $(STAMP) ## a chat in the terminal
 test: $(TESTS) ## the tests, JOBS=2 at a time
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-test-fast: $(TESTS) ## the units of the host half: no processes, no servers, no models, no torch
+test-fast: $(TESTS) ## the units of the host half: no workers, no servers, no models
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not slow and not extended"
 
 test-all: $(TESTS) ## all cases of the tests, with those that `make test` leaves out
