@@ -246,7 +246,8 @@ def test_the_same_tokens_with_drafts(
     like_gpu = make_runner(folder, like_gpu=True, enforce_eager=how != "layers", position_sizes=sizes)
     if sizes:
         monkeypatch.setattr(like_gpu, "_sample_op_by_op", lambda *args: pytest.fail("sampled op by op"))
-    prompts = [[rng.randrange(300) for _ in range(rng.randint(2, 20))] for _ in range(3)]
+    # Together they are more than 16 tokens, so the step with drafts is the first of its shape, and is not captured.
+    prompts = [[rng.randrange(300) for _ in range(rng.randint(6, 20))] for _ in range(3)]
 
     def answers(runner: ModelRunner, batch: dict[int, int], **more):
         out = SchedulerOutput(0, req_idx=int32(batch), num_scheduled_tokens=int32(batch.values()), **more)
