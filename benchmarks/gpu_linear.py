@@ -36,7 +36,7 @@ from aengine.kernels.linear_tilings import LinearShape, StreamedTiling
 from aengine.kernels.scaled_product import product
 from aengine.kernels.triton import linear_fp8, linear_streamed
 from aengine.kernels.triton.launch import compiling, max_shared_memory
-from aengine.runner.weights.fp8 import quantised
+from aengine.runner.weights.quantised.fp8 import quantised
 
 SHAPES = {  # hidden, q, qkv, inner, layers
     "qwen3-0.6b": (1024, 2048, 4096, 3072, 28),

@@ -10,7 +10,7 @@ import torch
 from gpu_models import DEVICE, MIB, Batch, Checkpoint, make_runner
 from test_gpu_logits import random_prompts, relative_error
 
-from aengine.runner.weights.fp8 import quantised
+from aengine.runner.weights.quantised.fp8 import quantised
 
 pytestmark = pytest.mark.gpu
 NUM_DECODES = 8
@@ -55,7 +55,7 @@ def test_fp8_made_as_it_is_loaded(tmp_path: Path, arch: str, size: str, rng: ran
 @pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.int8])
 def test_products_of_large_matrices(rows: int, codes: torch.dtype) -> None:
     """Sums of thousands of numbers, of which the tensor cores add up few bits; and of rows with one large number."""
-    from aengine.runner.weights.scaled import ScaledWeight
+    from aengine.runner.weights.quantised.scaled import ScaledWeight
 
     if DEVICE == "cpu":
         pytest.skip("the kernels are compared with a reference in tests/kernels")

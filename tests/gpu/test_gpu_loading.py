@@ -22,7 +22,7 @@ from aengine.errors import ModelLoadError
 from aengine.runner.models import build_model, read_config
 from aengine.runner.models.causal_lm import CausalLM
 from aengine.runner.weights.formats import choose_formats
-from aengine.runner.weights.scaled import ScaledWeight
+from aengine.runner.weights.quantised.scaled import ScaledWeight
 from aengine.runner.weights.sources import random_source
 from aengine.runner.weights.sources.loader import load_weights
 

@@ -31,9 +31,9 @@ from aengine.runner.layers.moe import Experts, MoE, Router, SharedExpert
 from aengine.runner.layers.norm import RMSNorm
 from aengine.runner.weights.expert_weights import SeparateExperts, StackedExperts
 from aengine.runner.weights.formats import choose_formats
-from aengine.runner.weights.int8 import Int8Experts, Int8Format
 from aengine.runner.weights.packed_experts import Mxfp4Experts
 from aengine.runner.weights.plain import plain_tensors
+from aengine.runner.weights.quantised.int8 import Int8Experts, Int8Format
 from aengine.runner.weights.scope import WeightScope
 
 TinyModel = Callable[..., Path]

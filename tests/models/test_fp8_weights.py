@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from aengine.errors import ModelLoadError
 from aengine.runner.weights.formats import choose_formats
-from aengine.runner.weights.fp8 import Fp8Format, MadeFp8Experts, MadeFp8Format, quantised
 from aengine.runner.weights.plain import PlainFormat
-from aengine.runner.weights.scaled import ScaledWeight
+from aengine.runner.weights.quantised.fp8 import Fp8Format, MadeFp8Experts, MadeFp8Format, quantised
+from aengine.runner.weights.quantised.scaled import ScaledWeight
 
 FP8 = torch.float8_e4m3fn
 TOKENS = list(range(40, 70))

@@ -19,7 +19,7 @@ from aengine.errors import ModelLoadError
 from aengine.runner.models import build_model, read_config
 from aengine.runner.weights.formats import WeightFormats, choose_formats
 from aengine.runner.weights.plain import PlainFormat, PlainWeight
-from aengine.runner.weights.scaled import ScaledWeight
+from aengine.runner.weights.quantised.scaled import ScaledWeight
 from aengine.runner.weights.sources.loader import load_weights
 from aengine.runner.weights.weight import Weight
 

@@ -34,7 +34,7 @@ from aengine.runner.platforms.cpu import CpuPlatform
 from aengine.runner.startup.setup import RunnerSetup
 from aengine.runner.weights.formats import choose_formats
 from aengine.runner.weights.plain import PlainWeight
-from aengine.runner.weights.scaled import ScaledWeight
+from aengine.runner.weights.quantised.scaled import ScaledWeight
 from aengine.runner.weights.sources.loader import load_weights
 
 TinyModel = Callable[..., Path]

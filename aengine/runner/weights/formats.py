@@ -5,8 +5,8 @@
     bfloat16   bfloat16             bfloat16      dtype="bfloat16"
     float16    float16, twice       float32       on a CPU, dtype="auto" and "float16" (float16_cpu.py)
     float16    float16              float16       on a GPU, dtype="float16"
-    int8       int8, a scale a row  as above      the checkpoint's quantization_config says so (int8.py)
-    fp8        FP8, a scale a row   as above      it says so, or quantization="fp8" (fp8.py)
+    int8       int8, a scale a row  as above      the checkpoint's quantization_config says so (quantised/int8.py)
+    fp8        FP8, a scale a row   as above      it says so, or quantization="fp8" (quantised/fp8.py)
     q4_0, ...  a GGUF's blocks      as above      quantization="gguf", for each tensor its type (sources/gguf_source.py)
 
 To add a format of a quantization_config, write its file and name it in `_QUANTISED`.
@@ -26,9 +26,9 @@ from ...checkpoint.value_reader import ValueReader
 from ...errors import ModelLoadError
 from ...kernels.policy import FASTEST, KernelPolicy
 from . import float16_cpu
-from .fp8 import MadeFp8Format, read_fp8
-from .int8 import read_int8
 from .plain import PlainFormat
+from .quantised.fp8 import MadeFp8Format, read_fp8
+from .quantised.int8 import read_int8
 from .step_rows import ROWS_UNSEEN, StepRows
 from .weight import WeightFormat
 

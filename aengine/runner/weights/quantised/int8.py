@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.expert_types import ExpertMatrices
-from .expert_weights import SeparateExperts
+from ....kernels.expert_types import ExpertMatrices
+from ..expert_weights import SeparateExperts
+from ..weight import ExpertWeights, StoredTensor, Weight, WeightFormat
 from .scaled import ScaledExperts, ScaledWeight
-from .weight import ExpertWeights, StoredTensor, Weight, WeightFormat
 
 __all__ = ["Int8Experts", "Int8Format", "read_int8"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...kernels.activation import Activation
-from ...kernels.expert_types import ExpertMatrices
-from ...kernels.linear import add_linear, norm_gated_linear, norm_linear, plain_linear
-from .expert_weights import StackedExperts
-from .weight import Norm, Weight
+from ....kernels.activation import Activation
+from ....kernels.expert_types import ExpertMatrices
+from ....kernels.linear import add_linear, norm_gated_linear, norm_linear, plain_linear
+from ..expert_weights import StackedExperts
+from ..weight import Norm, Weight
 
 __all__ = ["ScaledExperts", "ScaledWeight"]
 

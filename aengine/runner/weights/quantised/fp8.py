@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import ModelLoadError
-from .expert_weights import SeparateExperts
+from ....errors import ModelLoadError
+from ..expert_weights import SeparateExperts
+from ..weight import ExpertWeights, StoredTensor, Weight, WeightFormat
 from .scaled import ScaledExperts, ScaledWeight
-from .weight import ExpertWeights, StoredTensor, Weight, WeightFormat
 
 __all__ = ["Fp8Format", "MadeFp8Format", "read_fp8"]
 
