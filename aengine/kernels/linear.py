@@ -5,8 +5,8 @@
     norm_gated_linear    y = act(g) * u,  (g, u) = rms_norm(x) W^T + b
     add_linear           residual += x W^T + b
 
-W is of x's dtype, or of 8 bits (float8_e4m3fn, int8) with a scale a row, W = scale * codes, which becomes numbers as it
-is multiplied; x is not quantised.
+W is of x's dtype, or of 8 bits (float8_e4m3fn, int8) with a scale a row, W = scale * codes, or `GroupedCodes` of 4 or 8
+bits with a scale a group of columns. Codes become numbers as they are multiplied; x is not quantised.
 
 At small batches the time is that of reading the weights once (2 N K bytes in 16 bit; 2 M N K operations are far below
 the arithmetic limit) plus that of starting kernels, so on the GPU they are one launch each (M = 1) or two.
@@ -19,13 +19,16 @@ from torch import Tensor
 
 from .activation import Activation, act_and_mul
 from .dispatch import uses_triton
+from .grouped_codes import GroupedCodes
 from .rms_norm import rms_norm
 from .scaled_product import product
 
 __all__ = ["add_linear", "norm_gated_linear", "norm_linear", "plain_linear"]
 
 
-def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
+def plain_linear(
+    x: Tensor, weight: Tensor | GroupedCodes, bias: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
     """[n, out_features] in x's dtype, for x [n, in_features] and a weight [out_features, in_features]."""
     _check(x, weight, bias, scale)
     if uses_triton(x):
@@ -39,7 +42,7 @@ def norm_linear(
     x: Tensor,
     norm_weight: Tensor,
     eps: float,
-    weight: Tensor,
+    weight: Tensor | GroupedCodes,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     scale: Tensor | None = None,
@@ -64,7 +67,7 @@ def norm_gated_linear(
     x: Tensor,
     norm_weight: Tensor,
     eps: float,
-    weight: Tensor,
+    weight: Tensor | GroupedCodes,
     bias: Tensor | None = None,
     activation: Activation = "silu",
     scale: Tensor | None = None,
@@ -79,7 +82,11 @@ def norm_gated_linear(
 
 
 def add_linear(
-    residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+    residual: Tensor,
+    x: Tensor,
+    weight: Tensor | GroupedCodes,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> None:
     """Change ``residual`` [n, out_features] in place, for x [n, in_features]."""
     _check(x, weight, bias, scale)
@@ -92,8 +99,11 @@ def add_linear(
         residual.add_(product(x, weight, bias, scale))
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> None:
-    assert x.dim() == weight.dim() == 2 and x.shape[1] == weight.shape[1], f"{tuple(x.shape)} x {tuple(weight.shape)}^T"
+def _check(x: Tensor, weight: Tensor | GroupedCodes, bias: Tensor | None, scale: Tensor | None) -> None:
+    assert x.dim() == len(weight.shape) == 2 and x.shape[1] == weight.shape[1], f"{x.shape} x {weight.shape}^T"
     assert bias is None or bias.shape == weight.shape[:1], f"a bias of {tuple(bias.shape)} for {tuple(weight.shape)}"
+    if isinstance(weight, GroupedCodes):
+        assert scale is None, "a scale beside those of groups"
+        return
     assert (scale is not None) == (weight.element_size() == 1), f"a scale, or none, for {weight.dtype}"
     assert scale is None or (scale.shape == weight.shape[:1] and scale.dtype == torch.float32)

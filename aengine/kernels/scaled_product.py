@@ -1,4 +1,4 @@
-"""torch's product by a weight of plain numbers, or of 8-bit codes with a scale a row, which become numbers first."""
+"""torch's product by a weight of plain numbers, or of codes with scales, which become numbers first."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dispatch import uses_triton
+from .grouped_codes import GroupedCodes, numbers
 
 __all__ = ["product"]
 
 
 def product(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | GroupedCodes,
     bias: Tensor | None = None,
     scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """[n, out_features] in x's dtype or ``out_dtype``. ``scale``: float32 [out_features]; None: there are no codes."""
-    if scale is not None and not uses_triton(x):
+    if isinstance(weight, GroupedCodes):
+        weight = numbers(weight).to(x.dtype)
+        bias = None if bias is None else bias.to(out_dtype or x.dtype)
+    elif scale is not None and not uses_triton(x):
         return _scaled(x, weight, bias, scale).to(out_dtype or x.dtype)
-    if scale is not None:  # so that its rows are read once, and the outputs are not read again
+    elif scale is not None:  # so that its rows are read once, and the outputs are not read again
         from .triton.dequantise import dequantise
 
         weight = dequantise(weight, scale, x.dtype)

@@ -19,6 +19,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..grouped_codes import GroupedCodes
 from ..linear_tilings import LinearShape, StreamedTiling, choose_tiling
 from ..scaled_product import product
 from . import linear_fp8, linear_skinny, linear_streamed, linear_tiled, rms_norm
@@ -35,7 +36,7 @@ MAX_TILED = 128
 _SMALL_WEIGHT = 2**23  # elements; a larger one takes so long to read that cuBLAS' slower start does not show
 
 
-def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
+def plain_linear(x: Tensor, weight: Tensor | GroupedCodes, bias: Tensor | None, scale: Tensor | None) -> Tensor:
     out = _own(x, None, 0.0, weight, bias, scale, x.dtype)
     return product(x, weight, bias, scale) if out is None else out
 
@@ -44,7 +45,7 @@ def norm_linear(
     x: Tensor,
     norm_weight: Tensor,
     eps: float,
-    weight: Tensor,
+    weight: Tensor | GroupedCodes,
     bias: Tensor | None,
     scale: Tensor | None,
     out_dtype: torch.dtype,
@@ -59,7 +60,7 @@ def norm_gated_linear(
     x: Tensor,
     norm_weight: Tensor,
     eps: float,
-    weight: Tensor,
+    weight: Tensor | GroupedCodes,
     bias: Tensor | None,
     scale: Tensor | None,
     activation: str,
@@ -71,8 +72,12 @@ def norm_gated_linear(
     return out
 
 
-def add_linear(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> None:
-    if x.shape[0] == 1:
+def add_linear(
+    residual: Tensor, x: Tensor, weight: Tensor | GroupedCodes, bias: Tensor | None, scale: Tensor | None
+) -> None:
+    if isinstance(weight, GroupedCodes):
+        residual.add_(product(x, weight, bias))
+    elif x.shape[0] == 1:
         gemv(x, weight, bias, scale, residual, None, 0.0, add=True)
     elif (tiling := _tiling(x, weight, gated=False, add=True)) is not None:
         _run(tiling, x, None, 0.0, weight, bias, scale, residual, add=True)
@@ -86,7 +91,7 @@ def _own(
     x: Tensor,
     norm_weight: Tensor | None,
     eps: float,
-    weight: Tensor,
+    weight: Tensor | GroupedCodes,
     bias: Tensor | None,
     scale: Tensor | None,
     out_dtype: torch.dtype,
@@ -94,6 +99,8 @@ def _own(
 ) -> Tensor | None:
     """Compute the product by x or its norm, gated if there is an ``activation``, with our own kernel; None: cuBLAS is
     faster."""
+    if isinstance(weight, GroupedCodes):
+        return None
     gated = activation is not None
     tiling = None if x.shape[0] == 1 else _tiling(x, weight, gated=gated, add=False)
     if x.shape[0] > 1 and tiling is None:

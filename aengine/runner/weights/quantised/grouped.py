@@ -1,0 +1,138 @@
+"""Weights of codes in 4 or 8 bits with a scale a group of columns: one form in memory for many formats of checkpoints.
+
+A format's part is to name the checkpoint's tensors (`WeightFormat.tensors`) and to make `GroupedCodes` of them, which
+kernels/grouped_codes.py defines: kind of codes, order of two in a byte, what may be a scale, what shapes can be kept.
+
+    def make(self, tensors):
+        return grouped_weight(self._codes(tensors), tensors.get("bias"), self.plain)
+
+    def make_experts(self, num_experts, tensors, device):
+        return grouped_experts(self._codes, num_experts, tensors, device, self.plain)
+
+What `_codes` must deliver, of the tensors of matrices that are perhaps below each other, on their device:
+
+- Codes by `pack`, but for those that have its order already (GGUF's Q4_0, IQ4_NL). One code a byte is made of one
+  matrix at a time, so a load needs the memory of that beside the result.
+- Zero points as small integers in ``zero``, with kind "uint4" or "uint8" (AWQ; GPTQ, whose older files have them less
+  one). A product scale * zero in 16 bits would be too coarse. Minima that are numbers go into ``offset``, with their
+  sign (GGUF's Q4_1: m; Q4_K: -dmin * m).
+- A scale in the checkpoint's dtype, where that is one of those, else float32. A product of two scales (Q4_K: d * sc) is
+  float32, or float16 of what is left after a ``row_scale`` has taken the row's largest: float16 alone loses scales
+  below 6e-5. A scale a matrix (NVFP4) is a ``row_scale``, the same for all of its rows. The format looks for scales
+  that are no numbers, and raises ValueError.
+- Shapes that can't be kept so raise ValueError in `GroupedCodes`; a format that would rather have plain numbers there
+  asks `fits` first.
+
+Divided by input features among ranks, K of each must end where a group ends: codes and scales name the same ``in_dim``
+in their `StoredTensor`s, and the loader refuses what can't be cut. An order of columns (GPTQ's act-order) is not
+divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ....errors import ModelLoadError
+from ....kernels.activation import Activation
+from ....kernels.grouped_codes import CodeKind, GroupedCodes, numbers, pack, unpack
+from ....kernels.linear import add_linear, norm_gated_linear, norm_linear, plain_linear
+from ..expert_weights import SeparateExperts
+from ..weight import ExpertWeights, Norm, StoredTensor, Weight, WeightFormat
+
+__all__ = [
+    "CodeKind",
+    "GroupedCodes",
+    "GroupedWeight",
+    "fits",
+    "grouped_experts",
+    "grouped_weight",
+    "numbers",
+    "pack",
+    "unpack",
+]
+
+CodesOf = Callable[[Mapping[str, Tensor]], GroupedCodes]
+"""Makes the codes of a matrix' tensors by suffix."""
+
+
+class GroupedWeight(Weight):
+    """A product reads the codes; x is not quantised."""
+
+    __slots__ = ("codes",)
+
+    def __init__(self, codes: GroupedCodes, bias: Tensor | None) -> None:
+        self.codes = codes
+        self.bias = bias
+
+    def copy_from(self, other: Weight) -> None:
+        assert isinstance(other, GroupedWeight)
+        self.codes.copy_from(other.codes)
+        if self.bias is not None and other.bias is not None:
+            self.bias.copy_(other.bias)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        return plain_linear(x, self.codes, self.bias)
+
+    def after_norm(self, x: Tensor, norm: Norm, out_dtype: torch.dtype | None = None) -> Tensor:
+        return norm_linear(x, norm.weight, norm.eps, self.codes, self.bias, out_dtype)
+
+    def gated_after_norm(self, x: Tensor, norm: Norm, activation: Activation = "silu") -> Tensor:
+        return norm_gated_linear(x, norm.weight, norm.eps, self.codes, self.bias, activation)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        add_linear(residual, x, self.codes, self.bias)
+
+
+class OrderedWeight(Weight):
+    """A weight whose columns are in another order than those of x: column j is x's column order[j]."""
+
+    __slots__ = ("inner", "order")
+
+    def __init__(self, inner: Weight, order: Tensor) -> None:
+        self.inner = inner
+        self.order = order  # int64 [K]
+        self.bias = inner.bias
+
+    def multiply(self, x: Tensor) -> Tensor:
+        return self.inner.multiply(x.index_select(1, self.order))
+
+
+def grouped_weight(
+    codes: GroupedCodes, bias: Tensor | None, plain: WeightFormat, order: Tensor | None = None
+) -> Weight:
+    """Return a weight that multiplies the codes on a GPU; on a CPU they become numbers of the format ``plain``.
+
+    ``order``: int64 [K]: codes' column j belongs to x's column order[j], as GPTQ's act-order has them; None: j.
+    """
+    if codes.device.type == "cpu":
+        tensors = {"weight": numbers(codes)}
+        if order is not None:
+            tensors["weight"] = tensors["weight"].index_select(1, order.argsort())
+        return plain.make(tensors if bias is None else {**tensors, "bias": bias})
+    made = GroupedWeight(codes, None if bias is None else bias.float())
+    return made if order is None else OrderedWeight(made, order)
+
+
+def grouped_experts(
+    codes_of: CodesOf,
+    num_experts: int,
+    tensors: Sequence[StoredTensor],
+    device: torch.device,
+    plain: WeightFormat,
+) -> ExpertWeights:
+    """Return the weights of experts, which are yet to be filled with ``tensors``, those of each.
+
+    Raises ModelLoadError: on a GPU, whose kernels multiply no such experts yet.
+    """
+    if device.type != "cpu":
+        raise ModelLoadError("quantization_config: experts with a scale a group of columns are for CPUs: give 16 bits")
+    return SeparateExperts(lambda own: grouped_weight(codes_of(own), own.get("bias"), plain), tensors)
+
+
+def fits(kind: CodeKind, in_features: int, group: int) -> bool:
+    """Whether matrices of so many columns can be kept as `GroupedCodes`."""
+    whole = in_features % (16 if kind in ("int8", "uint8", "e4m3") else 32) == 0
+    return whole and (group >= in_features or (group >= 16 and group & (group - 1) == 0))

@@ -1,0 +1,128 @@
+"""Codes with a scale a group: what they mean, and products by them, against their definition column by column."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from aengine.kernels.grouped_codes import CodeKind, GroupedCodes, numbers, pack, unpack
+from aengine.runner.weights.plain import PlainFormat
+from aengine.runner.weights.quantised.grouped import GroupedWeight, fits, grouped_weight
+
+KINDS: list[CodeKind] = ["int4", "uint4", "e2m1", "iq4_nl", "int8", "uint8", "e4m3"]
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def draw_codes(
+    gen: torch.Generator,
+    rng: random.Random,
+    kind: CodeKind,
+    n: int,
+    k: int,
+    group: int,
+    rows: int = 1,
+    stack: tuple[int, ...] = (),
+) -> GroupedCodes:
+    """Random codes, with a zero, an offset or a scale a row where the kind is seen with one."""
+    groups = (*stack, -(-n // rows), -(-k // group))
+    many = torch.randint(0, 256, (*stack, n, k), generator=gen, dtype=torch.uint8)
+    zero = offset = row_scale = None
+    if kind in ("uint4", "uint8") and rng.random() < 0.5:
+        zero = torch.randint(0, 16 if kind == "uint4" else 256, groups, generator=gen, dtype=torch.uint8)
+    elif kind in ("uint4", "uint8"):
+        offset = torch.randn(groups, generator=gen).to(rng.choice(FLOATS))
+    scale = torch.rand(groups, generator=gen).add_(0.5).to(rng.choice(FLOATS))
+    if kind == "e2m1":
+        scale = scale.to(rng.choice([torch.float8_e4m3fn, torch.float8_e8m0fnu]))
+        row_scale = torch.rand((*stack, n), generator=gen).add_(0.5)
+    if kind == "int8":
+        codes = many.view(torch.int8)
+    elif kind == "e4m3":
+        codes = torch.randn((*stack, n, k), generator=gen).to(torch.float8_e4m3fn)
+    else:
+        codes = many if kind == "uint8" else pack(many & 15)
+    return GroupedCodes(kind, codes, scale, group, zero, offset, row_scale, rows)
+
+
+def value_of(codes: GroupedCodes, n: int, k: int) -> float:
+    """One number of a matrix, by the definition of its kind."""
+    if codes.has_4_bits:
+        byte = int(codes.codes[n, k // 32 * 16 + k % 16])
+        code = byte >> 4 if k % 32 >= 16 else byte & 15
+        sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
+        e2m1 = (-1) ** sign * (2.0 ** (exponent - 1) * (1 + mantissa / 2) if exponent else mantissa / 2)
+        iq4_nl = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113][code]
+        value = {"int4": code - 8.0, "uint4": float(code), "e2m1": e2m1, "iq4_nl": float(iq4_nl)}[codes.kind]
+    else:
+        value = float(codes.codes[n, k])
+    at = (n // codes.rows, k // codes.group)
+    value = (value - (0 if codes.zero is None else int(codes.zero[at]))) * float(codes.scale[at])
+    value += 0.0 if codes.offset is None else float(codes.offset[at])
+    return value * (1.0 if codes.row_scale is None else float(codes.row_scale[n]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_are_what_each_kind_means(kind: CodeKind, gen: torch.Generator, rng: random.Random) -> None:
+    codes = draw_codes(gen, rng, kind, n=5, k=96, group=rng.choice([16, 32, 64, 96]), rows=rng.choice([1, 2]))
+    meant = torch.tensor([[value_of(codes, n, k) for k in range(96)] for n in range(5)])
+    torch.testing.assert_close(numbers(codes), meant)
+    assert codes.shape == (5, 96)
+
+
+def test_packed_codes_come_back(gen: torch.Generator) -> None:
+    codes = torch.randint(0, 16, (3, 64), generator=gen, dtype=torch.uint8)
+    assert torch.equal(unpack(pack(codes)), codes)
+
+
+def test_stacked_codes_are_each_their_own(gen: torch.Generator, rng: random.Random) -> None:
+    one, other = (draw_codes(gen, rng, "e2m1", 4, 64, 32) for _ in range(2))
+    one = GroupedCodes("e2m1", one.codes, one.scale.to(torch.float16), 32, row_scale=one.row_scale)
+    other = GroupedCodes("e2m1", other.codes, other.scale.to(torch.float16), 32, row_scale=other.row_scale)
+    both = one.stacked(2)
+    both.at(0).copy_from(one)
+    both.at(1).copy_from(other)
+    assert torch.equal(numbers(both), torch.stack([numbers(one), numbers(other)]))
+
+
+def test_on_a_cpu_a_weight_is_the_plain_format_s(gen: torch.Generator, rng: random.Random) -> None:
+    codes, x = draw_codes(gen, rng, "uint4", 24, 64, 32), torch.randn(3, 64, generator=gen)
+    bias, order = torch.randn(24, generator=gen), torch.randperm(64, generator=gen)
+    weight = grouped_weight(codes, bias, PlainFormat(torch.float32))
+    assert not isinstance(weight, GroupedWeight)
+    torch.testing.assert_close(weight.multiply(x), GroupedWeight(codes, bias).multiply(x))
+    ordered = grouped_weight(codes, bias, PlainFormat(torch.float32), order)
+    torch.testing.assert_close(ordered.multiply(x), weight.multiply(x[:, order]), rtol=1e-4, atol=1e-4)
+
+
+def test_a_weight_loaded_again_keeps_its_memory(gen: torch.Generator) -> None:
+    first, second = (draw_codes(gen, random.Random(1), "uint4", 8, 64, 32) for _ in range(2))
+    weight, at = GroupedWeight(first, None), first.codes.data_ptr()
+    weight.copy_from(GroupedWeight(second, None))
+    assert weight.codes.codes.data_ptr() == at and torch.equal(numbers(weight.codes), numbers(second))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"group": 48}, "power of two"),
+        ({"group": 8}, "power of two"),
+        ({"codes": torch.zeros(4, 24, dtype=torch.uint8)}, "multiple of 32"),
+        ({"codes": torch.zeros(4, 32, dtype=torch.int8)}, "kind int4 in torch.int8"),
+        ({"scale": torch.ones(4, 3)}, "a scale of"),
+        ({"scale": torch.ones(4, 2, dtype=torch.float64)}, "a scale of"),
+        ({"zero": torch.ones(4, 2)}, "a zero of"),
+        ({"row_scale": torch.ones(4, 1)}, "a row_scale of"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(change: dict, says: str) -> None:
+    fields = {"kind": "int4", "codes": torch.zeros(4, 32, dtype=torch.uint8), "scale": torch.ones(4, 2), "group": 32}
+    GroupedCodes(**fields)
+    with pytest.raises(ValueError, match=says):
+        GroupedCodes(**{**fields, **change})
+
+
+def test_what_fits() -> None:
+    assert fits("int4", 64, 64) and fits("int8", 48, 48) and fits("int4", 96, 96) and fits("e4m3", 144, 128)
+    assert not fits("int4", 48, 16) and not fits("int4", 96, 48) and not fits("int8", 40, 40)
