@@ -132,8 +132,8 @@ def _sampling(command: argparse.ArgumentParser, max_tokens: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point. Returns the exit status: 0, 1 for an error that is explained on stderr, 2 for a wrong option, value
-    or prompt, as `argparse` does, 130 for Ctrl-C."""
+    """Run the command line. Returns the exit status: 0, 1 for an error that is explained on stderr, 2 for a wrong
+    option, value or prompt, as `argparse` does, 130 for Ctrl-C."""
     _open_standard_files()
     try:
         args = build_parser().parse_args(argv)

@@ -79,7 +79,7 @@ class AsyncLLM(ImmediateCalls, WorkerCalls, PoolingCalls):
 
     @classmethod
     def _held_by(cls, handle: Handle) -> Self:
-        """The engine that a handle holds, which is another process' for example."""
+        """Return an engine over ``handle``, whose engine may be in another process."""
         engine = cls.__new__(cls)
         engine._handle = handle
         return engine
@@ -242,7 +242,7 @@ class AsyncLLM(ImmediateCalls, WorkerCalls, PoolingCalls):
         output_type: Any = None,
         **options: Unpack[RequestOptions],
     ) -> Completion[Any]:
-        """The whole completion at once; cheaper than `stream`. Arguments and errors as there.
+        """Return the whole completion at once, at less cost than `stream`, whose arguments and errors these are.
 
         Cancelling the task that awaits it aborts the request.
         """
@@ -277,7 +277,7 @@ class AsyncLLM(ImmediateCalls, WorkerCalls, PoolingCalls):
         output_type: Any = None,
         **options: Unpack[ChatOptions],
     ) -> ChatCompletion[Any]:
-        """The answer to chat messages, whole. Arguments and errors as of `stream_chat`.
+        """Return the whole answer to chat messages. Arguments and errors are those of `stream_chat`.
 
         ``completion.message`` has its content, reasoning and tool calls; ``completion.parsed`` the value of an
         ``output_type``, if the answer was one.
@@ -327,7 +327,8 @@ class AsyncLLM(ImmediateCalls, WorkerCalls, PoolingCalls):
         return AsyncTokenizer(partial(self._handle.run, ask_tokenizer))
 
     def openai_client(self, **options: Any) -> openai.AsyncOpenAI:
-        """OpenAI's own client, whose calls this engine answers: no port, no other process, all of it on this loop.
+        """Return OpenAI's own client, whose calls this engine answers: no port, no other process, all of it on this
+        loop.
 
             client = engine.openai_client()
             await client.chat.completions.create(model="...", messages=[...])

@@ -72,11 +72,12 @@ class LLM(SyncLLM):
             raise
 
     def _make_engine(self, model: str | PathLike[str] | EngineConfig, settings: dict[str, Any]) -> AsyncLLM:
-        """The seam for tests."""
+        """Make the engine behind; tests replace this method."""
         return AsyncLLM(model, **settings)
 
     def as_async(self) -> AsyncLLM:
-        """The `AsyncLLM` behind, for coroutines on any loop: the same engine, with the same requests and worker."""
+        """Return the `AsyncLLM` behind, for coroutines on any loop: the same engine, with the same requests and
+        worker."""
         return self._async
 
 

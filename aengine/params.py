@@ -297,7 +297,7 @@ class SamplingParams:
         return cls(**values)
 
     def replace(self, **changes: Any) -> SamplingParams:
-        """A copy with some values changed, checked like a new one."""
+        """Return a copy with some values changed, checked like a new one."""
         return replace(self, **changes)
 
 
@@ -306,15 +306,15 @@ SamplingParams.__doc__ = described(SamplingParams.__doc__, SamplingParams)
 
 
 def unknown_name(name: object, known: set[str]) -> str:
-    """The message for a parameter that does not exist, with the nearest one that does."""
+    """Return the message for a parameter that does not exist, with the nearest one that does."""
     near = nearest(str(name), known)
     hint = f"; did you mean {near!r}?" if near else f"; the known ones are {', '.join(sorted(known))}"
     return f"there is no parameter {name!r}{hint}"
 
 
 def nearest(name: str, known: set[str]) -> str | None:
-    """The name that was probably meant: a slip of the pen apart. One that is as far as another engine's name for
-    something else is not, such as prompt_logprobs from logprobs."""
+    """Return the name that was probably meant, if it is a slip of the pen apart. A name that is as far as another
+    engine's name for something else (prompt_logprobs from logprobs) is not."""
     import difflib
 
     near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.8)
@@ -336,7 +336,7 @@ def _stop_strings(param: str, value: object) -> tuple[str, ...]:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether it can be written as UTF-8: a lone surrogate, as JSON's "\\ud800" gives, can't."""
+    """Return whether the text can be written as UTF-8: a lone surrogate, as JSON's "\\ud800" gives, can't."""
     try:
         str.encode(text)
     except UnicodeEncodeError:
@@ -389,7 +389,7 @@ def _logit_bias(param: str, value: object) -> dict[int, float]:
 
 
 def _temperature(param: str, value: object) -> float:
-    """0, or what a float32 logit can be divided by without becoming infinite."""
+    """Return the temperature if it is 0, or if a float32 logit can be divided by it without becoming infinite."""
     wanted = "0, or a number from 1e-10 to 10000"
     number = _number(param, value, 0, 1e4, wanted)
     return number and _number(param, value, 1e-10, 1e4, wanted)

@@ -37,7 +37,7 @@ Progress = Callable[[StartupProgress], None]
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether ``name`` looks like OWNER/REPOSITORY, or OWNER/REPOSITORY:QUANTISATION."""
+    """Return whether ``name`` looks like OWNER/REPOSITORY, or OWNER/REPOSITORY:QUANTISATION."""
     return _HUB_ID.fullmatch(name) is not None and not name.endswith(".gguf")
 
 

@@ -38,7 +38,7 @@ async def bench(args: argparse.Namespace) -> int:
 
 
 async def measure(engine: AsyncLLM, streams: int, input_len: int, output_len: int) -> dict[str, float]:
-    """One burst of ``streams`` requests. Times in milliseconds, rates in tokens per second."""
+    """Send one burst of ``streams`` requests and measure it. Times are in milliseconds, rates in tokens per second."""
     vocab_size = engine.describe()["vocab_size"]
     params = SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True, detokenize=False)
     prompts = [[random.randrange(100, vocab_size) for _ in range(input_len)] for _ in range(streams)]

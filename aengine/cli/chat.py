@@ -70,7 +70,7 @@ def _command(line: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 async def _ask() -> str | None:
-    """One line of the user's, None at the end of the input; with editing and history where readline is there."""
+    """Read one line from the user, with editing and history where readline is there; None at the end of the input."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401
     try:

@@ -64,13 +64,13 @@ def _add(group: Any, name: str, text: str) -> None:
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings that the command line gives, and the progress on stderr."""
+    """Return the settings that the command line gives, and the progress on stderr."""
     given = {name.removeprefix(_PREFIX): value for name, value in vars(args).items() if name.startswith(_PREFIX)}
     return given if args.quiet else {**given, "progress": StartupLine()}
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The settings that the environment gives, those of the command line before them. Raises InvalidRequestError."""
+    """Return the settings of the environment, replaced by those of the command line. Raises InvalidRequestError."""
     return EngineConfig.from_env(model=args.model, **engine_settings(args))
 
 

@@ -53,7 +53,7 @@ def _reason(address: str, error: OSError) -> str:
 
 
 def is_loopback(listener: socket.socket) -> bool:
-    """Whether only programs of this machine reach it, over TCP: a browser among them."""
+    """Return whether only programs of this machine, browsers among them, reach the address over TCP."""
     if listener.family == socket.AF_UNIX:
         return False
     address = ipaddress.ip_address(listener.getsockname()[0].partition("%")[0])

@@ -133,7 +133,7 @@ def _seconds(text: str) -> float:
 
 
 async def serve(args: argparse.Namespace) -> int:
-    """Returns 0 when it was asked to stop, 1 when it was told to a second time."""
+    """Serve until a signal comes. Returns 0 when it was asked to stop, 1 when it was told to a second time."""
     try:
         from ..server.logs import log_to_stderr
         from ..server.serve import stop_signals
@@ -215,7 +215,8 @@ async def _serve_engine(
     listeners: list[socket.socket],
     stop: asyncio.Event,
 ) -> None:
-    """``app``: the application, and the options of those that app processes make for themselves."""
+    """Serve the engine, by this process or by app processes. ``app``: the application, and the options of those that
+    app processes make for themselves."""
     from ..server.logs import reported
     from ..server.processes import serve_processes
     from ..server.serve import keep_loaded_objects, serve_app
@@ -231,7 +232,7 @@ async def _serve_engine(
 
 
 def app_options(args: argparse.Namespace, listener: socket.socket) -> dict[str, Any]:
-    """The keyword arguments of `create_app` that the command line gives, for an application at this address."""
+    """Return the keyword arguments of `create_app` that the command line gives, for an application at this address."""
     api_keys = args.api_key or [key for key in (server_api_key(),) if key]
     is_bare = not api_keys and is_loopback(listener)  # only the address keeps other users out
     return {
@@ -245,7 +246,7 @@ def app_options(args: argparse.Namespace, listener: socket.socket) -> dict[str, 
 
 
 def _log_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `log_to_stderr`."""
+    """Return the arguments of `log_to_stderr`."""
     level = "debug" if args.verbose else args.log_level
     return {"level": level, "form": args.log_format, "with_probes": not args.no_probe_log}
 

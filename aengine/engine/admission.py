@@ -227,7 +227,7 @@ class Admission:
     # The next three are called by other threads than the loop's, before they call `submit`.
 
     def has(self, request_id: str) -> bool:
-        """Whether the request with this id has not ended."""
+        """Return whether the request with this id has not ended."""
         return request_id in self._requests
 
     def count(self, others: set[str]) -> int:
@@ -410,5 +410,5 @@ def _where(request: UserRequest) -> str:
 
 
 def _nth_seed(seed: int, index: int) -> int:
-    """seed + index, wrapped to 64 bits with sign."""
+    """Return seed + index, wrapped to a signed 64-bit integer."""
     return (seed + index + 2**63) % 2**64 - 2**63

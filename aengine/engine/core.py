@@ -204,7 +204,7 @@ class EngineCore:
         return self._num_closers > 0
 
     def check_accepts(self) -> None:
-        """Raises EngineClosedError while the engine drains."""
+        """Raise EngineClosedError while the engine drains."""
         if self.state == "draining":
             cure = "it will be closed" if self.is_closing else "resume() lets it take them again"
             raise EngineClosedError(f"the engine is draining: running requests end, and new ones are refused; {cure}")
@@ -391,6 +391,6 @@ class EngineCore:
 
 
 def _sum(values: Iterable[int | None]) -> int | None:
-    """The sum of those that are known; None: none is."""
+    """Return the sum of the known values; None if none is known."""
     known = [value for value in values if value is not None]
     return sum(known) if known else None

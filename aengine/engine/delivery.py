@@ -99,7 +99,7 @@ def logprobs_by_token(columns: LogprobColumns) -> Logprobs:
 
 
 def request_error(error: RowError) -> RequestError | EngineError:
-    """The error that a request which failed by itself on the worker raises in its caller."""
+    """Return the error that the caller of a request gets when the request failed by itself on the worker."""
     if error.type == "InvalidRequestError":
         return InvalidRequestError(error.message)
     return InternalError(error.message)

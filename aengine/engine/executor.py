@@ -73,8 +73,8 @@ class Executor(Protocol):
         their futures are resolved. False if that can't be done at once, and then it has not been."""
 
     def bitmask(self, num_bytes: int) -> memoryview | None:
-        """Memory that the worker sees too, for the next `send_grammar`, which then gives ``num_bytes`` for a bitmask.
-        None: there is none, and the bitmask itself is sent."""
+        """Return memory shared with the worker for the bitmask of the next `send_grammar`, which then gives its size as
+        ``num_bytes``. None: there is no such memory, and the bitmask itself is sent."""
 
     async def send_grammar(self, out: GrammarOutput) -> None:
         """Publish the bitmask of a step that was published with ``sample_now=False``."""
@@ -89,10 +89,11 @@ class Executor(Protocol):
         seconds; the workers go on."""
 
     def vitals(self) -> Vitals:
-        """Heartbeats and overdue seconds as the workers publish them in shared memory; sends nothing."""
+        """Return the heartbeats and overdue seconds that the workers publish in shared memory; sends nothing."""
 
     def memory(self) -> tuple[int | None, int | None]:
-        """Bytes that the workers have: resident in the host's memory, and on their devices. None: not known."""
+        """Return the bytes that the workers have, resident in the host's memory and on their devices; None: not
+        known."""
 
     def fail(self, error: EngineError) -> None:
         """Fail the executor, as a worker's death does: all that waits gets ``error``. Idempotent."""

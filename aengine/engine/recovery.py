@@ -141,7 +141,7 @@ class Watchdog:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Context in which the worker's silence is not counted as a hang."""
+        """Return a context in which the worker's silence is not counted as a hang."""
         self._num_suspenders += 1
         try:
             yield
@@ -200,7 +200,7 @@ class Watchdog:
             self._timer = self._loop.call_later(self.PERIOD, self._look)
 
     def _confirmed(self, overdue: float) -> float:
-        """For how many seconds the devices' step is overdue, if that holds for more than a moment; else 0."""
+        """Return for how many seconds the devices' step is overdue, if that holds for more than a moment; else 0."""
         if self._num_suspenders or overdue <= self._hang_timeout:
             self._overdue_since_beat = None
             return 0.0

@@ -72,7 +72,7 @@ class TokenizerView:
         return self._tokenizer.has_chat_template
 
     def encode(self, text: str, *, add_special_tokens: bool = True, allow_special: bool = True) -> list[int]:
-        """The token ids of a text; without further arguments those that ``generate(text)`` gives the model.
+        """Return the token ids of a text; without further arguments those that ``generate(text)`` gives the model.
 
         Args:
             add_special_tokens: begin it as the model was trained to, with its BOS token as a rule.
@@ -91,7 +91,8 @@ class TokenizerView:
         return self._tokenizer.encode_plain(text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids; incomplete characters become U+FFFD, and the model's ids without a text are left out.
+        """Return the text of token ids; incomplete characters become U+FFFD, and the model's ids without a text are
+        left out.
 
         Raises:
             InvalidRequestError: one of them is no id of the model.
@@ -107,7 +108,7 @@ class TokenizerView:
             raise InvalidRequestError(f"ids must be a list of token ids: {error}", param="ids") from error
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for, of a control token those of its name; b"" for an id without a text.
+        """Return the bytes that a token stands for: its name for a control token, b"" for an id without a text.
 
         Raises:
             InvalidRequestError: it is no id of the model.
@@ -134,7 +135,8 @@ class TokenizerView:
         tools: Sequence[Any] | None = None,
         **options: Unpack[RenderOptions],
     ) -> str:
-        """The prompt that ``chat`` makes of messages, as a text to look at. Arguments as of `AsyncLLM.stream_chat`.
+        """Return the prompt that ``chat`` makes of messages, as a text to look at. Arguments are those of
+        `AsyncLLM.stream_chat`.
 
         For a prompt to generate from take `render_ids`: in a text, what a message says can't be told any more from
         what the template says.
@@ -153,7 +155,8 @@ class TokenizerView:
         tools: Sequence[Any] | None = None,
         **options: Unpack[RenderOptions],
     ) -> list[int]:
-        """The token ids of the prompt that ``chat`` makes of messages. Arguments and errors as of `render`."""
+        """Return the token ids of the prompt that ``chat`` makes of messages. Arguments and errors are those of
+        `render`."""
         return self._prompt(messages, tools, options).ids(self._tokenizer, self._max_model_len)
 
     def _no_such_token(self, token_id: object) -> InvalidRequestError:

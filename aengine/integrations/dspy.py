@@ -125,7 +125,7 @@ class AEngine(_Borrowed):
                 yield _end_event(stream.completion)
 
     def close(self) -> None:
-        """Does nothing: who started the engine closes it."""
+        """Do nothing: who started the engine closes it."""
 
 
 class AsyncAEngine(_Borrowed):
@@ -149,7 +149,7 @@ class AsyncAEngine(_Borrowed):
                 yield _end_event(stream.completion)
 
     async def aclose(self) -> None:
-        """Does nothing: who started the engine closes it."""
+        """Do nothing: who started the engine closes it."""
 
 
 # -- their requests as the engine's

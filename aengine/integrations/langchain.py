@@ -111,13 +111,14 @@ class ChatAEngine(ChatOpenAI):
         return profile
 
     def get_token_ids(self, text: str) -> list[int]:
-        """The ids of a text's tokens, without those that begin a prompt."""
+        """Return the ids of a text's tokens, without those that begin a prompt."""
         return self.engine.tokenizer.encode(text, add_special_tokens=False)
 
     def get_num_tokens_from_messages(
         self, messages: Sequence[Any], tools: Sequence[Any] | None = None, **kwargs: Any
     ) -> int:
-        """The tokens of the prompt that these messages make, with the model's chat template and the tools."""
+        """Return the number of tokens of the prompt that these messages make, with the model's chat template and the
+        tools."""
         functions = [convert_to_openai_tool(tool) for tool in tools or ()]
         return self.engine.tokenizer.count(self._get_request_payload(messages)["messages"], functions)
 

@@ -133,7 +133,7 @@ class HostChannel:
         return self._segment.bitmask()[:size] if size <= self._segment.bitmask_bytes else None
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether `try_publish` would send a message of ``size`` bytes now."""
+        """Return whether `try_publish` would send a message of ``size`` bytes now."""
         self._check_open()
         producer = self._producer
         fits = not self._num_publishing and num_bytes <= producer.fragment_length

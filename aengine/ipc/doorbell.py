@@ -34,7 +34,8 @@ __all__ = ["LoopBell", "WorkerBell", "is_weakly_ordered", "new_fence"]
 
 
 def is_weakly_ordered() -> bool:
-    """Whether this processor may reorder stores with stores and loads with loads: all but x86 are taken to."""
+    """Return whether this processor may reorder stores with stores and loads with loads, which is assumed of all but
+    x86."""
     return platform.machine().lower() not in ("x86_64", "amd64", "i386", "i686")
 
 

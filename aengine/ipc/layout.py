@@ -100,7 +100,7 @@ def round_capacity(ring_bytes: int) -> int:
 
 
 def segment_bytes(capacity: int, bitmask_bytes: int = 0) -> int:
-    """Size of the segment with two rings of ``capacity`` bytes of data and ``bitmask_bytes`` after them."""
+    """Return the size of the segment with two rings of ``capacity`` bytes of data and ``bitmask_bytes`` after them."""
     return bitmask_span(capacity, bitmask_bytes).stop if bitmask_bytes else _rings_end(capacity)
 
 

@@ -54,7 +54,7 @@ class Lead:
         self._seen = self._words[0]
 
     def has_begun(self, step_id: int) -> bool:
-        """Whether the leading rank had begun this step at the last `look`."""
+        """Return whether the leading rank had begun this step at the last `look`."""
         return step_id < self._seen != _OVER
 
     def note_answer(self, step_id: int, checksum: int) -> None:

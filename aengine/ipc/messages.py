@@ -130,7 +130,8 @@ class KVCacheGroup:
         return tuple(KVCacheGroup(*group) for group in groups)
 
     def most_blocks(self, num_tokens: int, step_tokens: int) -> int:
-        """Most blocks of a sequence of ``num_tokens`` that is computed by at most ``step_tokens`` in a step."""
+        """Return the most blocks of a sequence of ``num_tokens`` that is computed by at most ``step_tokens`` in a
+        step."""
         needed = -(-num_tokens // self.block_size)
         if not self.window:
             return needed

@@ -91,7 +91,8 @@ class Producer(_End):
         self.fragment_length = self.capacity // 4 // ALIGN * ALIGN - HEADER.size - SEAL_BYTES
 
     def has_room(self, size: int) -> bool:
-        """Whether a frame of ``size`` bytes (`frame_bytes`) fits now. Raises FrameError when tail is impossible."""
+        """Return whether a frame of ``size`` bytes (`frame_bytes`) fits now. Raises FrameError when tail is
+        impossible."""
         if self._head + size - self._tail <= self.capacity:
             return True
         tail = self._words[TAIL]
@@ -137,7 +138,7 @@ class Producer(_End):
         self._fence()
 
     def fragments(self, payload: bytes | memoryview) -> Iterator[tuple[int, memoryview]]:
-        """Flags and payload of each frame of a message that is too long for one."""
+        """Yield flags and payload of each frame of a message that is too long for one."""
         view, step = memoryview(payload), self.fragment_length
         for start in range(0, len(view), step):
             flags = (FIRST if start == 0 else 0) | (LAST if start + step >= len(view) else 0)
@@ -150,7 +151,7 @@ class Consumer(_End):
     __slots__ = ()
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to look at. (False too when head is impossible: refresh() will say so.)"""
+        """Return whether there is nothing to look at. (False too when head is impossible: refresh() will say so.)"""
         return self._words[HEAD] == self._tail
 
     def spin(self, seconds: float) -> bool:
@@ -206,7 +207,7 @@ class Consumer(_End):
         return kind, flags, step_id, payload
 
     def producer_waits(self) -> bool:
-        """Whether what has been read makes the room that the producer waits for: then wake it."""
+        """Return whether the reads so far make the room that the producer waits for, so that it has to be woken."""
         self._fence()
         return self._words[WANTED] <= self._tail
 

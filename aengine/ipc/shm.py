@@ -62,7 +62,7 @@ class Ticket:
 
     @classmethod
     def parse(cls, text: str) -> Ticket:
-        """Raises ValueError when it isn't one."""
+        """Parse what ``str`` made of a ticket. Raises ValueError for any other text."""
         try:
             shm_fd, event_fd, semaphore, capacity, bitmask_bytes, nonce = text.split(",")
             return cls(int(shm_fd), int(event_fd), semaphore, int(capacity), int(bitmask_bytes), nonce)
@@ -84,7 +84,8 @@ class Segment:
 
     @classmethod
     def create(cls, ring_bytes: int, bitmask_bytes: int = 0) -> Segment:
-        """Takes some milliseconds. Raises EngineError when /dev/shm has no room for it, or can't be used."""
+        """Create the segment in /dev/shm, in some milliseconds. Raises EngineError when there is no room for it, or it
+        can't be used."""
         capacity = round_capacity(ring_bytes)
         size = segment_bytes(capacity, bitmask_bytes)
         try:

@@ -20,7 +20,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
 def act_and_mul(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
-    """activation(gate) * up, [n, size], for gate_up [n, 2 * size]: the gate's half first."""
+    """Return activation(gate) * up, [n, size], for gate_up [n, 2 * size]: the gate's half comes first."""
     assert gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0, f"gate_up has the shape {tuple(gate_up.shape)}"
     if uses_triton(gate_up):
         from .triton import activation as triton_op

@@ -50,7 +50,7 @@ def all_reduced(part: Tensor, buffers: ExchangeBuffers) -> Tensor:
 
 
 def all_gathered(x: Tensor, buffers: ExchangeBuffers) -> Tensor:
-    """[size, *x.shape]: all ranks' ``x``, contiguous, of any dtype."""
+    """Return [size, *x.shape]: all ranks' ``x``, contiguous, of any dtype."""
     assert x.is_contiguous(), "what is gathered is contiguous"
     from .triton import all_reduce as triton_op
 

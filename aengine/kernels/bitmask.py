@@ -40,6 +40,6 @@ def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
 
 @functools.cache
 def _addend_of_byte() -> Tensor:
-    """float32 [256, 8]: 0 where the bit is set, -inf where it is not."""
+    """Return float32 [256, 8]: 0 where the bit is set, -inf where it is not."""
     bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
     return torch.where(bits == 1, 0.0, -torch.inf)

@@ -39,7 +39,8 @@ def commit_drafts(
     published: Tensor,
     cursor: Tensor,
 ) -> None:
-    """`commit_decode` of rows with drafts: each gets what was sampled up to the first that is not the draft there.
+    """Commit a step as `commit_decode` does, for rows with drafts: each gets the sampled tokens up to the first that is
+    not the draft there.
 
     Args:
         rows, places: as in `following_drafts`

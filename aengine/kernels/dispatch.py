@@ -16,7 +16,7 @@ _everywhere = False
 
 
 def uses_triton(tensor: Tensor) -> bool:
-    """Whether the op on ``tensor`` takes its Triton kernel."""
+    """Return whether the op on ``tensor`` takes its Triton kernel."""
     return not tensor.is_cpu or _everywhere
 
 

@@ -41,5 +41,5 @@ class ExchangeBuffers:
 
     @staticmethod
     def bytes_needed(size: int, words_per_rank: int, bulk_per_rank: int) -> int:
-        """Bytes of a rank's memory, which is to be zeroed before the first call of any rank."""
+        """Return the bytes of a rank's memory, which is to be zeroed before the first call of any rank."""
         return 2 * size * (8 * words_per_rank + bulk_per_rank) + 2 * 4 * MAX_PROGRAMS * size

@@ -38,7 +38,7 @@ _EPS = 1e-6
 def gated_delta_of_tokens(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, memory: Tensor, pages: Tensor, begins: Tensor
 ) -> Tensor:
-    """One token each of n sequences, whose states are updated in place. Returns float32 [n, num_value_heads,
+    """Compute one token of each of n sequences, whose states are updated in place. Returns float32 [n, num_value_heads,
     value_dim].
 
     Args:
@@ -67,7 +67,7 @@ def gated_delta_of_tokens(
 def gated_delta_of_prompts(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, memory: Tensor, sequences: Sequences
 ) -> Tensor:
-    """The next tokens of several sequences, whose states are updated in place: n counts the tokens of all. See
+    """Compute the next tokens of several sequences, whose states are updated in place: n counts the tokens of all. See
     `gated_delta_of_tokens`."""
     assert memory.dtype == torch.float32 and len(v) == len(sequences.owners), f"{len(v)} rows for {sequences.lens}"
     if _runs_in_fla(q.device, q.dtype):
@@ -119,13 +119,14 @@ def _by_fla(
 
 
 def _in_chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
-    """The next tokens of one sequence, for float32 q and k of each value head, normalised; ``state`` [num_heads,
-    key_dim, value_dim] is updated in place."""
+    """Compute the next tokens of one sequence, for float32 q and k of each value head, normalised; ``state``
+    [num_heads, key_dim, value_dim] is updated in place."""
     num_tokens = len(v)
     padding = -num_tokens % _CHUNK
 
     def cut(x: Tensor) -> Tensor:
-        """[num_heads, num_chunks, _CHUNK, ...] of [num_tokens, num_heads, ...]: zeros beyond its end change nothing."""
+        """Return [num_heads, num_chunks, _CHUNK, ...] of [num_tokens, num_heads, ...]: zeros beyond its end change
+        nothing."""
         x = F.pad(x, (0, 0) * (x.dim() - 1) + (0, padding))
         return x.unflatten(0, (-1, _CHUNK)).movedim(2, 0)
 

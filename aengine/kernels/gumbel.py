@@ -29,7 +29,8 @@ _PIECE = 2**19  # logits that are scaled at a time on the CPU, so that the copy 
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, num_draws: int) -> Tensor:
-    """Standard Gumbel noise: float64 [n, num_draws] for seeds, positions int64 [n]. Finite always: 2**-33 <= u < 1."""
+    """Return standard Gumbel noise: float64 [n, num_draws] for seeds, positions int64 [n]. Finite always: 2**-33 <= u <
+    1."""
     counters = torch.arange((num_draws + 3) // 4, device=seeds.device)
     words = philox4x32(seeds, counters, positions).flatten(1)[:, :num_draws]
     uniform = words.double().add_(0.5).mul_(2.0**-32)
@@ -94,8 +95,8 @@ def draw_share(
 
 
 def best_of_shares(shares: Tensor) -> tuple[Tensor, Tensor]:
-    """(ids int64 [n], checks float32 [n]) as of `gumbel_sample`, for what `draw_share` made of each share, in the order
-    of the vocabulary: [shares, 3, n]. Of equal ones the first wins."""
+    """Return (ids int64 [n], checks float32 [n]) as `gumbel_sample` does, for what `draw_share` made of each share, in
+    the order of the vocabulary: [shares, 3, n]. Of equal ones the first wins."""
     assert shares.dim() == 3 and shares.shape[1] == 3
     if uses_triton(shares):
         from .triton import gumbel as triton_op
@@ -154,7 +155,8 @@ def _draw_scored(
 
 
 def _block_mass(logits: Tensor, temperature: Tensor, cutoff: Tensor | None) -> Tensor:
-    """Log-sum-exp of each block of logits / temperature: float32 [n, ceil(vocab_size / BLOCK)]; the others [n, 1]."""
+    """Return log-sum-exp of each block of logits / temperature: float32 [n, ceil(vocab_size / BLOCK)]; the others [n,
+    1]."""
     scaled = logits / temperature
     if cutoff is not None:
         scaled.masked_fill_(logits < cutoff, -torch.inf)
@@ -166,7 +168,7 @@ def _block_mass(logits: Tensor, temperature: Tensor, cutoff: Tensor | None) -> T
 
 
 def _logsumexp_(x: Tensor) -> Tensor:
-    """``x.logsumexp(-1)`` that uses x up; without the copies it takes half the time."""
+    """Return ``x.logsumexp(-1)`` and overwrite x: without copies it takes half the time."""
     peak = x.amax(dim=-1, keepdim=True)
     base = peak.masked_fill(peak.isinf(), 0.0)
     return x.sub_(base).exp_().sum(dim=-1).log_().add_(base.squeeze(-1))

@@ -85,7 +85,7 @@ def gather_block_table(
     width: int,
     first: Tensor | None = None,
 ) -> Tensor:
-    """int32 [num_reqs, width]: the blocks of each request, from the ``first`` on; past its own, that one again.
+    """Return int32 [num_reqs, width]: the blocks of each request, from the ``first`` on; past its own, that one again.
 
     What a row holds there belongs to others by now. Attention gathers it under a mask, but a NaN times the mask's zero
     is a NaN: another request's must not come near.
@@ -109,7 +109,7 @@ def gather_block_table(
 
 
 def append_tokens(token_ids: Tensor, num_tokens: Tensor, rows: Tensor, sampled: Tensor) -> None:
-    """``token_ids[row, num_tokens[row]++] = sampled``, for all rows, which are distinct.
+    """Append ``sampled`` to the rows: ``token_ids[row, num_tokens[row]++] = sampled``. Rows are distinct.
 
     Args:
         token_ids: int32 [max_num_seqs, max_model_len]
@@ -129,7 +129,7 @@ def append_tokens(token_ids: Tensor, num_tokens: Tensor, rows: Tensor, sampled: 
 
 
 def advance_rows(num_computed_tokens: Tensor, rows: Tensor, seq_lens: Tensor) -> None:
-    """``num_computed_tokens[row] = seq_len``, for all rows, which are distinct.
+    """Set ``num_computed_tokens[row] = seq_len`` for all rows, which are distinct.
 
     Args:
         num_computed_tokens: int32 [max_num_seqs]
@@ -189,7 +189,7 @@ def commit_decode(
     published: Tensor,
     cursor: Tensor,
 ) -> None:
-    """The end of a step, for the rows that sample: each has computed all tokens that it had, and got one more.
+    """Commit a decode step for the rows that sample: each has computed all tokens that it had, and got one more.
 
     Args:
         rows, sampled: int64 [n]; rows of -1 are left out

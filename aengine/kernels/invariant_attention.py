@@ -21,8 +21,8 @@ _KEYS = 128  # keys that are read at a time
 
 
 def invariant_attention(q: Tensor, kv_cache: Tensor, block_ids: Tensor, seq_len: int, how: Scores) -> Tensor:
-    """[query_len, num_heads * head_dim], for q [query_len, num_heads, head_dim] of a sequence's last tokens, whose keys
-    and values are in the cache; the other arguments are those of `prefill_attention`."""
+    """Return [query_len, num_heads * head_dim], for q [query_len, num_heads, head_dim] of a sequence's last tokens,
+    whose keys and values are in the cache; the other arguments are those of `prefill_attention`."""
     query_len, num_heads, head_dim = q.shape
     scale, window, softcap, sinks = how
     num_kv_heads, groups = kv_cache.shape[3], num_heads // kv_cache.shape[3]
@@ -48,8 +48,9 @@ def invariant_attention(q: Tensor, kv_cache: Tensor, block_ids: Tensor, seq_len:
 def _attend(
     q: Tensor, keys: Tensor, values: Tensor, first: int, window: int | None, softcap: float, sinks: Tensor | None
 ) -> Tensor:
-    """[num_kv_heads, groups, ROW_TILE, head_dim] of a tile of queries of that shape, scaled, over whole blocks of keys
-    and values [num_kv_heads, keys, head_dim]. ``first``: position of the first query, counted from the first key."""
+    """Return [num_kv_heads, groups, ROW_TILE, head_dim] of a tile of queries of that shape, scaled, over whole blocks
+    of keys and values [num_kv_heads, keys, head_dim]. ``first``: position of the first query, counted from the first
+    key."""
     rows = q.flatten(1, 2)
     places = torch.arange(first, first + ROW_TILE)[:, None]
     scores = []

@@ -56,7 +56,8 @@ def token_logprobs(kept: KeptLogits, sampled: Tensor, asked: Tensor, out: Tensor
 
 
 def by_logsumexp(logits: Tensor, sampled: Tensor, asked: Tensor, out: Tensor) -> None:
-    """The reference, which on the CPU may look who asks; out int32 [m, 1 + 2 * k]."""
+    """Compute the reference in torch, only for the rows that ask, which the CPU may look at. out: int32 [m, 1 + 2 *
+    k]."""
     most = (out.shape[1] - 1) // 2
     chosen = (asked > 0).nonzero()[:, 0]
     if not len(chosen):

@@ -31,7 +31,7 @@ class PenaltyInputs:
     presence: Tensor  # float32 [n]
 
     def are_penalized(self) -> Tensor:
-        """bool [n]: the rows to which a penalty applies; only those of the table are up to date."""
+        """Return bool [n]: the rows to which a penalty applies; only those of the table are up to date."""
         has_any = (self.repetition != 1) | (self.frequency != 0) | (self.presence != 0)
         return has_any & (self.rows >= 0)
 

@@ -24,7 +24,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 def philox4x32(keys: Tensor, c0: Tensor, c1: Tensor) -> Tensor:
-    """Four random words for each row and counter; the counter's other words (c2, c3) are 0.
+    """Return four random words for each row and counter; the counter's other words (c2, c3) are 0.
 
     Args:
         keys: int64 [n]; its low half is k0, its high half k1.
@@ -44,7 +44,7 @@ def philox4x32(keys: Tensor, c0: Tensor, c1: Tensor) -> Tensor:
 
 
 def philox_rounds(counter: Tensor, key: Tensor) -> Tensor:
-    """The function itself, in int64 arithmetic. counter: [4, ...], key: [2, ...], words < 2**32; returns [4, ...].
+    """Compute Philox in int64 arithmetic. counter: [4, ...], key: [2, ...], words < 2**32; returns [4, ...].
 
     The even words (c0, c2) are multiplied together, as one tensor, and so are the odd ones: half the calls. A product
     may pass 2**63; the wrapped int64 has the right 64 bits all the same.

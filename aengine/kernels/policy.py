@@ -29,7 +29,8 @@ class KernelPolicy:
     batch_invariant: bool = False
 
     def by_rows(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """``function(x)``, for x [n, size], where each row of the result [n, ...] follows from the same row of x.
+        """Return ``function(x)``, for x [n, size], where each row of the result [n, ...] follows from the same row of
+        x.
 
         Batch-invariant, the function is called for `ROW_TILE` rows at a time, the last ones filled up with zeros. So
         all that libraries choose by the shapes is the same in each call.

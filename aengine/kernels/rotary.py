@@ -33,7 +33,8 @@ class Rope(NamedTuple):
 def rotary_rows(
     positions: Tensor, inv_freq: Tensor, factor: float, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin, float32 [num_tokens, 1, rotary_dim], for int64 [num_tokens] positions. Once a step for all layers.
+    """Return cos and sin, float32 [num_tokens, 1, rotary_dim], for int64 [num_tokens] positions; called once a step for
+    all layers.
 
     The sine of a pair's first element is negated, so that turning is ``x * cos + partner * sin``. inv_freq: float32
     [rotary_dim / 2], or [num_tokens, rotary_dim / 2].

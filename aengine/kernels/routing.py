@@ -49,7 +49,7 @@ def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None, o
 
 
 def _best_groups(choice: Tensor, rule: RoutingRule) -> Tensor:
-    """``choice`` with -inf for the experts of all but the best groups."""
+    """Return ``choice`` with -inf for the experts of all but the best groups."""
     groups = choice.view(len(choice), rule.num_groups, -1)
     sums = groups.topk(2, -1).values.sum(-1)
     best = sums.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_groups]

@@ -11,7 +11,7 @@ __all__ = ["select_rows"]
 
 
 def select_rows(table: Tensor, rows: Tensor) -> Tensor:
-    """int32 [n, words]: the rows int64 [n] of table int32 [R, words]; zeros for padding, rows of -1."""
+    """Return int32 [n, words]: the rows int64 [n] of table int32 [R, words]; zeros for padding, rows of -1."""
     assert table.dtype == torch.int32 and rows.dtype == torch.int64 and rows.dim() == 1
     if uses_triton(table):
         from .triton import select_rows as triton_op

@@ -19,7 +19,8 @@ __all__ = ["conv_of_prompts", "conv_of_tokens"]
 def conv_of_tokens(
     x: Tensor, weight: Tensor, bias: Tensor | None, memory: Tensor, pages: Tensor, begins: Tensor
 ) -> Tensor:
-    """One token each of n sequences, whose states are updated in place. Returns y [n, channels] in x's dtype.
+    """Compute one token of each of n sequences, whose states are updated in place. Returns y [n, channels] in x's
+    dtype.
 
     Args:
         x: [n, channels], any stride from token to token
@@ -44,7 +45,7 @@ def conv_of_tokens(
 
 
 def conv_of_prompts(x: Tensor, weight: Tensor, bias: Tensor | None, memory: Tensor, sequences: Sequences) -> Tensor:
-    """The next tokens of several sequences, whose states are updated in place: n counts the tokens of all. See
+    """Compute the next tokens of several sequences, whose states are updated in place: n counts the tokens of all. See
     `conv_of_tokens`."""
     assert memory.dtype == torch.float32 and len(x) == len(sequences.owners), f"{len(x)} rows for {sequences.lens}"
     if uses_triton(x):

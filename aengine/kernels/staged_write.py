@@ -11,7 +11,8 @@ __all__ = ["apply_staged_writes"]
 
 
 def apply_staged_writes(target: Tensor, starts: Tensor, lengths: Tensor, values: Tensor) -> None:
-    """``target[starts[i] : starts[i] + lengths[i]] = `` the i-th run of ``values``, for all i; runs must not overlap.
+    """Set ``target[starts[i] : starts[i] + lengths[i]]`` to the i-th run of ``values``, for all i; runs must not
+    overlap.
 
     Args:
         target: int32 [size]

@@ -64,7 +64,7 @@ def _rows(logits: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _top_k_top_p(logits: Tensor, temperature: Tensor, k: Tensor, top_p: Tensor) -> Tensor:
-    """float32 [n, 1]: the higher of the two cutoffs; temperature, k >= 1 and top_p: [n, 1]."""
+    """Return float32 [n, 1]: the higher of the two cutoffs; temperature, k >= 1 and top_p: [n, 1]."""
     vocab_size = logits.shape[1]
     max_k = int(k.masked_fill(k >= vocab_size, 0).max())
     if not (top_p < 1).any():
@@ -93,7 +93,8 @@ def _top_k_top_p(logits: Tensor, temperature: Tensor, k: Tensor, top_p: Tensor) 
 
 
 def _cutoff_in_first(values: Tensor, mass: Tensor, k: Tensor, top_p: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """([n, 1] the cutoff, [n] bool whether it is among the likeliest, of which values, mass: [n, width] tell)."""
+    """Return ([n, 1] the cutoff, [n] bool whether it is among the likeliest, of which values, mass: [n, width]
+    tell)."""
     width = values.shape[1]
     last = (k - 1).clamp(max=width - 1)
     whole = torch.where(k <= width, mass.gather(1, last), torch.ones_like(top_p))  # Z_k / Z

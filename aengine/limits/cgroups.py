@@ -22,7 +22,7 @@ _UNLIMITED = 1 << 62  # version 1 writes the largest multiple of a page instead 
 
 
 def cpu_quota(root: Path = _ROOT) -> float | None:
-    """CPU seconds that may be used in each second (1.5: one and a half CPUs); None: no limit."""
+    """Return the CPU seconds that may be used in each second (1.5: one and a half CPUs); None: no limit."""
     quotas: list[float] = []
     for folder in _groups(root, "cpu"):
         words = _read(folder / "cpu.max").split()  # "max 100000", "150000 100000"
@@ -45,13 +45,13 @@ def num_usable_cpus(root: Path = _ROOT) -> int:
 
 
 def memory_limit(root: Path = _ROOT) -> int | None:
-    """Bytes that the group may use, files' pages included; None: no limit."""
+    """Return the bytes that the group may use, pages of files included; None: no limit."""
     return min((most for _, most in _memory_limits(root)), default=None)
 
 
 def memory_left(root: Path = _ROOT) -> int | None:
-    """Bytes that are left until the first limit is reached; None: no limit. Pages of files that the kernel can drop
-    count as left."""
+    """Return the bytes that are left until the first limit is reached; None: no limit. Pages of files that the kernel
+    can drop count as left."""
     left: list[int] = []
     for folder, most in _memory_limits(root):
         used = _read(folder / "memory.current").strip() or _read(folder / "memory.usage_in_bytes").strip()
@@ -76,7 +76,8 @@ def _memory_limits(root: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _cached(folder: Path) -> int:
-    """Bytes of files' pages that can be dropped. In version 1 those of the groups below are in a line of their own."""
+    """Return the bytes of pages of files that can be dropped. Version 1 counts those of the groups below in a line of
+    their own."""
     text = _read(folder / "memory.stat")
     found = re.search(r"^total_inactive_file (\d+)$", text, re.MULTILINE)
     found = found or re.search(r"^inactive_file (\d+)$", text, re.MULTILINE)
@@ -98,7 +99,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _mounts(root: Path, controller: str) -> Iterator[tuple[str, str, str]]:
-    """File system type, where it is mounted, and which group is shown there, of the mounts that may have it."""
+    """Yield file system type, mount point and the group that is shown there, for the mounts that may have it."""
     for line in _read(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         fields, kinds = before.split(), after.split()

@@ -77,8 +77,8 @@ def check_size(value: object, max_model_len: int) -> None:
 
 
 def is_long(*values: object) -> bool:
-    """Whether a prompt of this JSON-like data takes many milliseconds to make, so that others should not wait for it.
-    Itself it takes a fraction of one."""
+    """Return whether a prompt of this JSON-like data takes many milliseconds to make, so that others should not wait
+    for it. The check itself takes a fraction of one."""
     return size_of(values, LONG_TEXT, node=_NODE) > LONG_TEXT
 
 

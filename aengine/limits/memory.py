@@ -10,7 +10,7 @@ __all__ = ["free_memory"]
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Bytes that this process may still use: what the kernel calls available, or what a container leaves."""
+    """Return the bytes that this process may still use: what the kernel calls available, or what a container leaves."""
     available = 0
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()

@@ -65,13 +65,13 @@ def limit_hint(text: str) -> str:
 
 
 def is_out_of_files(error: BaseException) -> bool:
-    """Whether an error says that this process may open no more files. A system's has a number, as its text is in the
-    user's language; posix_ipc's has a text alone."""
+    """Return whether an error says that this process may open no more files. An error of the system is known by its
+    number, as its text is in the user's language; posix_ipc's errors have a text alone."""
     return getattr(error, "errno", None) == errno.EMFILE or bool(_NO_FILES.search(str(error)))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a library's error says that no memory was to be had from the system."""
+    """Return whether a library's error says that the system gave it no memory."""
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return True
     return isinstance(error, ImportError | RuntimeError | OSError) and bool(_WANTS_MEMORY.search(str(error)))

@@ -93,7 +93,7 @@ class AsyncOutput:
         self._side = side
 
     def ready(self) -> bool:
-        """Whether `get` returns without waiting."""
+        """Return whether `get` returns without waiting."""
         return self._source is None or self._source.ready()
 
     def get(self) -> ModelRunnerOutput:
@@ -110,7 +110,8 @@ class AsyncOutput:
         return self._one_each(host, errors), errors
 
     def _errors(self, host: HostOutput, kept: Rows | None = None) -> dict[int, RowError]:
-        """``kept``: the rows of logits that the answer has; None: all."""
+        """Return the error of each failed row, by batch position. ``kept``: the rows of logits that the answer has;
+        None: all."""
         errors = dict(self._row_errors)
         if host.checks is not None:
             is_bad = ~np.isfinite(host.checks)
@@ -141,9 +142,9 @@ class OutputCopier:
         self._stream = platform.side_stream()
 
     def __call__(self, tensors: Mapping[str, Tensor]) -> Source:
-        """``tensors``: what there is, by field of `HostOutput`. Of a step that samples nothing there are none: its
-        answer is ready when it was computed all the same. Else all of a long prompt would be launched at once, and how
-        long its steps take would not be known."""
+        """Copy ``tensors`` to the host, by field of `HostOutput`. A step that samples nothing gives none, and its
+        answer is ready when the step was computed: otherwise all of a long prompt would be launched at once, and the
+        times of its steps would not be known."""
         if not tensors:
             return _Copied({}, self._platform.record_event())
         copies, event = self._stream.to_host(list(tensors.values()))

@@ -24,7 +24,7 @@ Rows = npt.NDArray[np.int64]
 
 
 def table_shape(groups: Sequence[KVCacheGroup], max_num_seqs: int, max_model_len: int) -> tuple[int, int]:
-    """Shape of the arena's part for the tables of all groups, one below the other."""
+    """Return the shape of the arena's part for the tables of all groups, one below the other."""
     return len(groups) * max_num_seqs, max(-(-max_model_len // group.block_size) for group in groups)
 
 
@@ -88,7 +88,7 @@ class BlockTables:
         return block_ids
 
     def state_pages(self, rows: Rows) -> Rows | None:
-        """Host int64 [num_groups, num_reqs]: the pages of the rows' states; None if the model has none."""
+        """Return the pages of the rows' states, host int64 [num_groups, num_reqs]; None if the model has none."""
         return self._state_pages[:, rows] if self.has_states else None
 
     def check_room(self, rows: Rows, seq_lens: Rows) -> None:

@@ -66,7 +66,7 @@ class BatchPlan:
         return len(self.sampling) if self.num_samples is None else int(self.num_samples[self.sampling].sum())
 
     def logits_indices(self) -> Rows:
-        """[num_logits]: which tokens of the batch need logits: the last ones of each request that samples."""
+        """Return the tokens of the batch that need logits, [num_logits]: the last ones of each request that samples."""
         last = np.cumsum(self.query_lens)[self.sampling] - 1
         if self.num_samples is None:
             return last

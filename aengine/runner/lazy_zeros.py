@@ -14,7 +14,7 @@ _LINE = 64  # bytes of a cache line, and of an AVX-512 register
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of zeros; on the CPU its memory is calloc's: what is never written is never resident.
+    """Return a tensor of zeros, which calloc allocates on the CPU: memory that is never written is never resident.
 
     torch.zeros fills it: the rows and the KV cache of an idle engine would take gigabytes and a second of its start.
     """

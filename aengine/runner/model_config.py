@@ -110,7 +110,7 @@ class ModelConfig:
         return found
 
     def _divided(self, num_ranks: int, divides_experts: bool) -> Self | str:
-        """The config of a rank, or what does not divide."""
+        """Return the config of a rank, or a text that says what does not divide."""
         changes: dict[str, Any] = {"divides_experts": divides_experts}
         if divides_experts and self.num_experts % num_ranks:
             return f"num_experts={self.num_experts} can't be divided by it"
@@ -319,6 +319,6 @@ class ConfigReader(ValueReader):
         )
 
     def _with_original(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Phi's releases have the original context beside the parameters."""
+        """Add the original context to rope parameters: Phi's releases have it beside them."""
         key = "original_max_position_embeddings"
         return {**parameters, key: self.raw(key)} if self.raw(key) else parameters

@@ -57,14 +57,15 @@ class Model(Protocol):
     """Interface of a model for the runner. ``attn`` is what ``KvMemory.bind`` makes of a batch."""
 
     def forward(self, input_ids: Tensor, positions: Tensor, attn: Any, received: Tensor | None = None) -> Tensor:
-        """hidden [num_tokens, hidden_size] for int64 [num_tokens] ids and positions; writes and reads KV by attn.
-        ``received``: hidden of the layers before, which are another rank's; None: it begins with the ids."""
+        """Return hidden [num_tokens, hidden_size] for int64 [num_tokens] ids and positions; writes and reads KV by
+        attn. ``received``: hidden states of the layers before, which are another rank's; None: begin with the ids."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """float32 [n, vocab_size], a new tensor, for hidden [n, hidden_size]; on one rank of several, its share."""
+        """Return float32 [n, vocab_size], a new tensor, for hidden [n, hidden_size]; on one rank of several, its
+        share."""
 
     def final_hidden(self, hidden: Tensor) -> Tensor:
-        """[n, hidden_size] as the head takes it: normalised, a new tensor, for hidden [n, hidden_size]."""
+        """Return [n, hidden_size] as the head takes it: normalised, a new tensor, for hidden [n, hidden_size]."""
 
 
 class KvMemory(Protocol):
@@ -74,22 +75,23 @@ class KvMemory(Protocol):
     """Whether `clear_blocks` must be called."""
 
     def watch_rows(self, first_lens: Tensor) -> None:
-        """Called once, before all else, with int32 [max_num_seqs]: the tokens that the request of each row had when it
-        got the row. The tensor's memory stays the same."""
+        """Take int32 [max_num_seqs], before all other calls: the tokens that the request of each row had when it got
+        the row. The tensor's memory stays the same."""
 
     def bind(self, batch: InputBatch) -> Any:
-        """The attention of one step: the cache together with the batch's metadata."""
+        """Return the attention of one step: the cache together with the batch's metadata."""
 
     def bind_decode(self, rows: Tensor, seq_lens: Tensor, block_table: Tensor) -> Any:
-        """`bind` for a step of one token each, over memory that graphs replay: rows int64 [n], -1 for padding;
-        seq_lens int32 [n]; block_table int32 [num_groups, max_num_seqs, width], by KV group and row."""
+        """Return the attention of a step of one token each, over memory that graphs replay: rows int64 [n], -1 for
+        padding; seq_lens int32 [n]; block_table int32 [num_groups, max_num_seqs, width], by KV group and row."""
 
     def bind_positions(self, rows: Tensor, positions: Tensor, seq_lens: Tensor, block_table: Tensor) -> Any:
-        """`bind_decode` where a row is named once for each of its tokens, at ``positions`` (int64 [n]), which follow
-        each other."""
+        """Return the attention of a decode in which a row is named once for each of its tokens, at ``positions`` (int64
+        [n]), which follow each other; otherwise as `bind_decode`."""
 
     def bind_batch(self, inputs: PreparedInputs, rows: Tensor, block_table: Tensor) -> Any:
-        """`bind` for any batch, padded, over memory that graphs replay; rows as above."""
+        """Return the attention of any batch, padded, over memory that graphs replay; rows are those of
+        `bind_decode`."""
 
     def clear_blocks(self, block_ids: Tensor) -> None:
         """Clear blocks (int64 [m]) that have a new owner: a NaN left in them would spoil a sum even under a mask."""
@@ -411,7 +413,7 @@ class ModelRunner:
         self._preparations = None
 
     def share_bitmasks(self, memory: memoryview) -> None:
-        """Bitmasks of GRAMMAR frames will lie in ``memory``, which is shared with the host: called before graphs are
+        """Use ``memory``, which is shared with the host, for the bitmasks of GRAMMAR frames. Called before graphs are
         captured, which read it."""
         self._bitmasks.register(memory, self.platform)
 

@@ -147,7 +147,8 @@ class RequestState:
         self.num_computed_tokens[rows] = seq_lens
 
     def advance_device(self, rows: Tensor, seq_lens: Tensor) -> None:
-        """`advance` on the device: int64 [n], int32 [n]."""
+        """Note on the device that the rows' tokens up to the lengths are computed: rows int64 [n], seq_lens int32
+        [n]."""
         self.scalars.num_computed_tokens.index_copy_(0, rows, seq_lens)
 
     def settle(self, rows: npt.NDArray[np.int64], num_missing: npt.NDArray[np.int64]) -> None:
@@ -167,8 +168,8 @@ class RequestState:
         self.num_tokens[rows] = num_tokens
 
     def append_at_most(self, rows: npt.NDArray[np.int64], most: npt.NDArray[np.int64]) -> None:
-        """`append` where an answer will tell how many tokens each row gets, at most ``most`` [n]: `settle` follows for
-        those that may get several."""
+        """Append tokens of a step whose answer will tell how many each row gets, at most ``most`` [n]: `settle` follows
+        for rows that may get several."""
         self.append(rows, most)
         self.num_unsettled[rows[most > 1]] += 1
 

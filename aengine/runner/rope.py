@@ -103,7 +103,7 @@ class RopeConfig:
         return cls(rope_type, theta, scaling, rotary_dim, max_positions, interleaved)._checked(values)
 
     def _checked(self, values: ValueReader) -> RopeConfig:
-        """Raises ModelLoadError where the numbers, each of them sound, give no frequencies together."""
+        """Return self. Raises ModelLoadError where the numbers, each of them sound, together give no frequencies."""
         try:
             inv_freq, factor = self.inv_freq()
             parts = [inv_freq] if (long := self.long()) is None else [inv_freq, long.inv_freq]
@@ -123,7 +123,7 @@ class RopeConfig:
         return 1.0 / (self.theta**exponents)
 
     def inv_freq(self) -> tuple[Tensor, float]:
-        """float32 [rotary_dim / 2] frequencies, and the factor by which cos and sin are multiplied."""
+        """Return float32 [rotary_dim / 2] frequencies, and the factor by which cos and sin are multiplied."""
         if self.rope_type == "linear":
             return self._plain / float(self.scaling["factor"]), 1.0
         if self.rope_type == "llama3":
@@ -143,7 +143,8 @@ class RopeConfig:
         return LongRope(border, self._stretched("long_factor"))
 
     def query_scale(self, positions: Tensor) -> Tensor | None:
-        """float32 factors of the queries at ``positions`` (Llama 4's, also Ministral 3's); None: there are none."""
+        """Return float32 factors of the queries at ``positions`` (Llama 4's, also Ministral 3's); None: there are
+        none."""
         beta = self.scaling.get("llama_4_scaling_beta")
         if not beta:
             return None
@@ -162,7 +163,7 @@ class RopeConfig:
         return math.sqrt(1 + math.log(factor) / math.log(context)) if factor > 1 else 1.0
 
     def _llama3(self, plain: Tensor) -> Tensor:
-        """Long waves are stretched, short ones kept, those between interpolated (Llama 3.1's release)."""
+        """Return long waves are stretched, short ones kept, those between interpolated (Llama 3.1's release)."""
         factor = float(self.scaling["factor"])
         low, high = float(self.scaling["low_freq_factor"]), float(self.scaling["high_freq_factor"])
         context = float(self.scaling["original_max_position_embeddings"])
@@ -171,7 +172,8 @@ class RopeConfig:
         return (1 - share) * plain / factor + share * plain
 
     def _yarn(self, plain: Tensor) -> tuple[Tensor, float]:
-        """Peng et al. 2023, https://arxiv.org/abs/2309.00071, equations 17 to 23."""
+        """Return the frequencies and factor of YaRN (Peng et al. 2023, https://arxiv.org/abs/2309.00071, equations 17
+        to 23)."""
         scaling = self.scaling
         factor = float(scaling["factor"])
         context = float(scaling.get("original_max_position_embeddings") or self.max_position_embeddings)

@@ -47,7 +47,7 @@ class StagedArena:
         self._values: list[npt.NDArray[np.int32]] = []
 
     def part(self, name: str) -> Tensor:
-        """int32 [rows, width], a view of the arena."""
+        """Return int32 [rows, width], a view of the arena."""
         rows, width = self._shapes[name]
         begin = self._begin[name]
         return self._data[begin : begin + rows * width].view(rows, width)

@@ -34,7 +34,8 @@ def main() -> int:
 
 
 async def _serve(engine: str, listener: int, grace: float, app: dict[str, Any], server: dict[str, Any]) -> int:
-    """``app``, ``server``: keyword arguments of `create_app` and of `serve_app`."""
+    """Serve the application of an engine in another process until a signal comes. ``app``, ``server``: keyword
+    arguments of `create_app` and of `serve_app`."""
     with stop_signals() as stop:
         try:
             async with connect(engine) as remote:

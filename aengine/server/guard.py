@@ -74,7 +74,8 @@ class Guard:
         return name == "localhost" or _is_address(name) or not self._hosts.isdisjoint(("*", name, host))
 
     def _is_own(self, origin: str, hosts: list[str]) -> bool:
-        """Whether a page is the server's own, by whichever scheme a proxy shows it, or of an origin that is allowed."""
+        """Return whether a page is the server's own, by whichever scheme a proxy shows it, or of an origin that is
+        allowed."""
         if not self._origins.isdisjoint(("*", origin)):
             return True
         try:

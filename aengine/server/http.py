@@ -130,15 +130,15 @@ class JSONAnswer(Response):
 
 
 def json_in_pieces(content: Any) -> bytes:
-    """The body of a `JSONAnswer`, of large content: made in a thread, it lets the loop have the GIL between two
+    """Return the body of a `JSONAnswer`, of large content: made in a thread, it lets the loop have the GIL between two
     pieces, which the library's encoder keeps for as long as it writes."""
     # choices[0].logprobs.content[0] and data[0].embedding[0] are as deep
     return b"".join([as_utf8(piece) for piece in _pieces(content, 5)])
 
 
 def _pieces(value: Any, depth: int) -> Iterator[str]:
-    """``depth``: of mappings and lists that are gone through one by one. An iterator is a list whose items are made as
-    they are written."""
+    """Yield the value as JSON, piece by piece. ``depth``: levels of mappings and lists that become several pieces. An
+    iterator is written as a list whose items are made as they are written."""
     if isinstance(value, Iterator):
         yield "["
         for number, one in enumerate(value):
@@ -296,7 +296,7 @@ async def _left(receive: Receive) -> None:
 
 
 def event(data: str, name: str | None = None) -> bytes:
-    """A server-sent event of one line of data."""
+    """Return a server-sent event of one line of data."""
     head = "" if name is None else f"event: {name}\n"
     return as_utf8(f"{head}data: {data}\n\n")
 
@@ -320,7 +320,7 @@ class Pace:
         self._unpaced_streams = unpaced_streams
 
     async def wait(self, rest: Rest) -> None:
-        """``rest``: of what is sent."""
+        """Wait until the next piece may be sent. ``rest`` sleeps for so many seconds."""
         seconds = (self.num_streams - self._unpaced_streams) / self._pieces_per_second
         if seconds > 0:
             await rest(seconds)

@@ -13,7 +13,7 @@ __all__ = ["engine_lifespan"]
 
 
 def engine_lifespan(engine: AsyncLLM, *, drain: float = 0.0) -> Callable[[Any], AbstractAsyncContextManager[None]]:
-    """A lifespan for Starlette and FastAPI: ``FastAPI(lifespan=engine_lifespan(engine))``.
+    """Return a lifespan for Starlette and FastAPI: ``FastAPI(lifespan=engine_lifespan(engine))``.
 
     Args:
         engine: is started with the application and closed with it; one that runs already is left running.

@@ -127,7 +127,7 @@ def _write(log: logging.Logger, scope: MutableMapping[str, Any], seen: dict[str,
 
 @contextlib.asynccontextmanager
 async def reported(engine: AsyncLLM, seconds: float) -> AsyncIterator[None]:
-    """Within: what the engine does is logged every so many ``seconds`` in which it does anything; 0: never."""
+    """Log what the engine does every ``seconds`` in which it does anything, inside the context; 0: never."""
     reporting = asyncio.create_task(_report(engine, seconds)) if seconds else None
     try:
         yield

@@ -65,7 +65,7 @@ class StopSignals:
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[StopSignals]:
-    """Within: SIGTERM and SIGINT are noted, and do nothing else. In the main thread only."""
+    """Note SIGTERM and SIGINT inside the context, and do nothing else for them. In the main thread only."""
     loop = asyncio.get_running_loop()
     stop = StopSignals()
     for number in (signal.SIGTERM, signal.SIGINT):

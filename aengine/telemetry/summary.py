@@ -28,7 +28,8 @@ def summary_of(ready: Mapping[str, Any]) -> str:
 
 
 def _kv_memory(ready: Mapping[str, Any]) -> str | None:
-    """On a CPU the system gives pages when they are first written: the process grows to this much with use."""
+    """Return the memory of the KV cache as text. A CPU's system gives pages when they are first written, so that the
+    process grows to this much with use."""
     if "kv_cache_bytes" not in ready:
         return None
     size = f"{ready['kv_cache_bytes'] / 2**30:.2f}GiB"

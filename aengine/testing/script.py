@@ -128,7 +128,7 @@ class Line:
         return self.error is not None and place >= len(self._ids)
 
     def kills_at(self, place: int) -> bool:
-        """Whether the worker dies now. Counts the times."""
+        """Return whether the worker dies now. Counts the times."""
         if place < len(self._ids) or not self._num_deaths:
             return False
         self._num_deaths -= 1
@@ -145,7 +145,8 @@ class Script:
         self.lines: dict[int, Line] = {}  # lines by the seed of the scheduler's request, which is different for each
 
     def next_line(self, **asked: Any) -> Line:
-        """Raises what the script says is to be raised; ScriptError when it is at its end."""
+        """Return the script's reply to the next request. Raises what the script says is to be raised, and ScriptError
+        when the script is at its end."""
         with self._lock:
             request = FakeRequest(index=len(self.requests), **asked)
             self.requests.append(request)

@@ -73,6 +73,6 @@ class DeviceWatch:
 
 
 def overdue_seconds(words: Iterable[int]) -> float:
-    """For how long the devices of all ranks that have a step are overdue, by their `DeviceWatch.word`."""
+    """Return for how long the devices of all ranks that have a step are overdue, by their `DeviceWatch.word`."""
     least = min((word for word in words if word != IDLE), default=0)
     return max(0, least - 1) / 1000

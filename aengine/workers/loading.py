@@ -110,7 +110,8 @@ class Loading:
 
 
 def _imported(target: str) -> Any:
-    """Raises ModelLoadError if there is no such function, or one of other arguments; what else an import raises."""
+    """Import the function ``target``. Raises ModelLoadError if there is none or it takes other arguments, and what else
+    the import raises."""
     module, _, name = target.partition(":")
     try:
         load = getattr(import_module(module), name)

@@ -50,7 +50,7 @@ class WorkerLogs(logging.Handler):
         self.show_from(logging.INFO)
 
     def show_from(self, level: int) -> None:
-        """Forward records of aengine's own loggers from this level on. Those of others: from WARNING on."""
+        """Forward records of aengine's own loggers from ``level`` on; those of other loggers from WARNING on."""
         if self._is_installed:
             logging.getLogger("aengine").setLevel(level)
 

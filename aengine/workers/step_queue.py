@@ -63,7 +63,7 @@ class StepQueue:
         return frame
 
     def _may_begin(self, step: Queued) -> bool:
-        """Whether the step can't be revoked any more, or this rank is the one that decides it."""
+        """Return whether the step can't be revoked any more, or this rank is the one that decides it."""
         return self.leads or self.lead is None or not step.message.is_leased or self.lead.has_begun(step.step_id)
 
     def pop(self) -> Queued:

@@ -237,7 +237,7 @@ def _filled_in(function: Callable[..., Any]) -> set[str]:
 
 
 def _is_object(inner: Any) -> bool:
-    """Whether it has no name of its own, only its class's ``__call__``."""
+    """Return whether the callable has no name of its own, only its class's ``__call__``."""
     return not isinstance(getattr(inner, "__name__", None), str)
 
 

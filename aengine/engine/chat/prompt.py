@@ -123,7 +123,7 @@ class ChatPrompt:
         return cls(text, tool_format, reasoning)
 
     def ids(self, tokenizer: Tokenizer, max_model_len: int | None = None) -> list[int]:
-        """The token ids. Raises ContextLengthError, before any work, for a text that can't fit into so many, and
+        """Return the token ids. Raises ContextLengthError, before any work, for a text that can't fit into so many, and
         InvalidRequestError for one that is not Unicode."""
         if max_model_len is not None:
             check_num_characters(len(self.text), max_model_len)
@@ -155,7 +155,7 @@ def _within(reasoning: ReasoningFormat, continued: Mapping[str, Any]) -> Reasoni
 
 
 def _takes_system(tokenizer: Tokenizer) -> bool:
-    """Whether the chat template renders a system message. Some templates raise for one, others ignore it."""
+    """Return whether the chat template renders a system message. Some templates raise for one, others ignore it."""
     probe = [{"role": "system", "content": "system-probe"}, {"role": "user", "content": "Hello"}]
     try:
         return "system-probe" in tokenizer.apply_chat_template(probe)
@@ -172,7 +172,7 @@ def _check_mapping(extra: object) -> None:
 
 
 def _check_variables(extra: Mapping[Any, Any]) -> None:
-    """Raises InvalidRequestError unless it maps names to what JSON can say, none of them reserved."""
+    """Raise InvalidRequestError unless the value maps names to what JSON can say, none of them reserved."""
     name = "chat_template_kwargs"
     for key, value in extra.items():
         if not isinstance(key, str) or not key.isidentifier():
@@ -186,7 +186,7 @@ def _check_variables(extra: Mapping[Any, Any]) -> None:
 
 
 def _check_continued(message: Mapping[str, Any]) -> None:
-    """Raises InvalidRequestError unless a completion can go on with it."""
+    """Raise InvalidRequestError unless a completion can continue the message."""
     wrong = None
     if message["role"] != "assistant":
         wrong = f"it is of role {shown(message['role'])}"

@@ -146,7 +146,7 @@ class Batch:
         self._results: list[Any] = [None] * len(prompts)
 
     def run(self, show: Show) -> list[Any]:
-        """Returns the completions in the prompts' order. ``show`` gets the numbers of those done, and of all."""
+        """Return the completions in the prompts' order. ``show`` gets the numbers of those done, and of all."""
         show(0, len(self._results))
         try:
             while self._fill():
@@ -196,14 +196,14 @@ class Batch:
 
 
 def is_list_of_prompts(prompts: Any) -> bool:
-    """Whether it is a list of prompts rather than one: a text, token ids, or messages."""
+    """Return whether the value is a list of prompts rather than one prompt: a text, token ids, or messages."""
     if isinstance(prompts, str | bytes | bytearray | Mapping) or not isinstance(prompts, Sequence):
         return False
     return not prompts or (isinstance(prompts[0], Sequence) and not isinstance(prompts[0], bytes | bytearray))
 
 
 def one_each(params: Any, number: int) -> Sequence[SamplingParams | None]:
-    """Raises InvalidRequestError for a list of another length."""
+    """Return the parameters of each of ``number`` prompts. Raises InvalidRequestError for a list of another length."""
     if params is None or isinstance(params, SamplingParams):
         return [params] * number
     if not isinstance(params, Sequence) or len(params) != number:

@@ -96,14 +96,15 @@ async def reset_prefix_cache(core: EngineCore) -> int:
 
 
 def seconds(name: str, value: object) -> float:
-    """The value, if an event loop's timer can be set to it. Raises InvalidRequestError."""
+    """Return the value if an event loop's timer can be set to it. Raises InvalidRequestError otherwise."""
     if not _is_seconds(value):
         raise InvalidRequestError(f"{name} must be a number of seconds, at least 0 and at most 1e8", param=name)
     return float(value)
 
 
 def positive_seconds(name: str, value: object) -> float:
-    """The value, likewise, if it is above 0. Raises InvalidRequestError."""
+    """Return the value if it is above 0 and an event loop's timer can be set to it. Raises InvalidRequestError
+    otherwise."""
     if not _is_seconds(value) or not value:
         raise InvalidRequestError(f"{name} must be a number of seconds, above 0 and at most 1e8", param=name)
     return float(value)
@@ -114,7 +115,7 @@ def _is_seconds(value: object) -> TypeGuard[int | float]:
 
 
 def _is_text(path: object) -> bool:
-    """Whether it can be told to a worker: a path of bytes that are not UTF-8 can't."""
+    """Return whether the text can be sent to a worker: a path of bytes that are not UTF-8 can't."""
     return isinstance(path, str) and path == path.encode(errors="ignore").decode()
 
 

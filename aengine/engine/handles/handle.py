@@ -91,11 +91,11 @@ class CoreHandle(ABC):
 
     @abstractmethod
     def open_core(self) -> EngineCore:
-        """The core, for what may be asked from any thread. Raises EngineClosedError if none runs."""
+        """Return the core for calls that any thread may make. Raises EngineClosedError if none runs."""
 
     @abstractmethod
     def running_core(self) -> EngineCore:
-        """The core, for what may be done where this handle is used only. Raises EngineClosedError elsewhere."""
+        """Return the core for calls that only this handle's loop may make. Raises EngineClosedError elsewhere."""
 
     def submit_chat(
         self,

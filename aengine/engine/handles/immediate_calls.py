@@ -54,11 +54,11 @@ class ImmediateCalls:
         return self._handle.listeners.add(listener)
 
     def statistics(self) -> Statistics:
-        """The engine's counters at this moment. From any thread, with or without a loop."""
+        """Return the engine's counters at this moment. May be called from any thread, with or without a loop."""
         return self._handle.statistics()
 
     def describe(self) -> dict[str, Any]:
-        """What runs: vocab_size, max_model_len, num_blocks, block_size, device, dtype, weight_format, pid, ...;
+        """Return what runs: vocab_size, max_model_len, num_blocks, block_size, device, dtype, weight_format, pid, ...;
         ``sampling_defaults``: what the checkpoint's generation_config.json says for requests that don't. With
         ``data_parallel_size`` above 1 it is of the first replica, and ``replicas`` has that of each."""
         return self._handle.describe()

@@ -147,7 +147,7 @@ class LocalHandle(CoreHandle):
             raise EngineError(f"the engine can't be started: {str(error) or repr(error)}{hint}") from error
 
     def owner(self) -> Owner:
-        """The user's object. Raises EngineClosedError if it was dropped."""
+        """Return the user's object. Raises EngineClosedError if it was dropped."""
         return _owner_of(self._owner)
 
     async def _wait_started(self, starting: asyncio.Task[None]) -> None:
@@ -221,7 +221,7 @@ class LocalHandle(CoreHandle):
     # -- the core
 
     def open_core(self) -> EngineCore:
-        """The core, for what may be asked on any loop. Raises EngineClosedError if none runs."""
+        """Return the core for calls that any loop may make. Raises EngineClosedError if none runs."""
         core = self.core
         if self.is_foreign:
             raise foreign_process(self._pid or 0)
@@ -236,7 +236,7 @@ class LocalHandle(CoreHandle):
         return core
 
     def running_core(self) -> EngineCore:
-        """The core, for what may be done on its loop only. Raises EngineClosedError elsewhere."""
+        """Return the core for calls that only its own loop may make. Raises EngineClosedError elsewhere."""
         core = self.open_core()
         try:
             here = asyncio.get_running_loop()

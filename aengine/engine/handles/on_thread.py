@@ -53,11 +53,11 @@ class ThreadHandle(ThreadLife, CoreHandle):
     # -- the core
 
     def open_core(self) -> EngineCore:
-        """The core, for what may be asked from any thread. Raises EngineClosedError if none runs."""
+        """Return the core for calls that any thread may make. Raises EngineClosedError if none runs."""
         return self.local.open_core()
 
     def running_core(self) -> EngineCore:
-        """The core, likewise; raises EngineClosedError in a fork, too."""
+        """Return the core for calls that any thread may make. Raises EngineClosedError if none runs, and in a fork."""
         if self.thread is not None and not self.thread.has_ended:
             self.thread.check_process()
         return self.local.open_core()
@@ -145,7 +145,7 @@ class ThreadHandle(ThreadLife, CoreHandle):
     # -- internals
 
     def _running(self) -> tuple[EngineCore, LoopThread]:
-        """The core, and the thread that it runs on."""
+        """Return the core, and the thread that it runs on."""
         core, thread = self.running_core(), self.thread
         if thread is None or thread.loop is not core.loop:
             raise self._ended_meanwhile()

@@ -120,7 +120,8 @@ class SyncLLM(ImmediateCalls, SyncPoolingCalls):
         output_type: Any = None,
         **options: Unpack[GenerateOptions],
     ) -> Any:
-        """The `Completion` of one prompt, or a list with that of each of a list of prompts; they run side by side.
+        """Return the `Completion` of one prompt, or a list with that of each of a list of prompts; they run side by
+        side.
 
         Args:
             prompts: one prompt (a text, token ids, or chat messages, as of `AsyncLLM.stream`), or a list of them.
@@ -193,7 +194,7 @@ class SyncLLM(ImmediateCalls, SyncPoolingCalls):
         output_type: Any = None,
         **options: Unpack[ChatOptions],
     ) -> ChatCompletion[Any]:
-        """The answer to chat messages, whole. Arguments and errors as of `AsyncLLM.chat`."""
+        """Return the whole answer to chat messages. Arguments and errors are those of `AsyncLLM.chat`."""
         with self.stream_chat(messages, params, output_type=output_type, **options) as stream:
             return stream.wait()
 
@@ -215,7 +216,7 @@ class SyncLLM(ImmediateCalls, SyncPoolingCalls):
         return self._wait(calls.pool, request, self._handle.listeners.context())
 
     def openai_client(self, **options: Any) -> openai.OpenAI:
-        """OpenAI's own blocking client, whose calls this engine answers: no port, no other process.
+        """Return OpenAI's own blocking client, whose calls this engine answers: no port, no other process.
 
         Args:
             options: of `openai.OpenAI`, such as ``timeout`` and ``max_retries``.
@@ -258,7 +259,7 @@ class SyncLLM(ImmediateCalls, SyncPoolingCalls):
         return self._handle.wait(function, *args)
 
     def _check(self) -> None:
-        """Raises InvalidRequestError where this thread must not be blocked."""
+        """Raise InvalidRequestError where this thread must not be blocked."""
         thread = self._handle.thread
         check_may_block(None if thread is None else thread.loop, any_thread=self._block_running_loop)
 

@@ -217,7 +217,8 @@ def _encode_pairs(call: _Call, pairs: Sequence[tuple[str, str]]) -> list[PooledT
 def _encode_questions(
     call: _Call, question: YesNoPrompt, pairs: Sequence[tuple[str, str]], *, is_classified: bool = False
 ) -> list[PooledText]:
-    """``is_classified``: a head gives the score, in place of the logits of yes and no."""
+    """Encode each pair of query and document as a question. ``is_classified``: a head gives the score, in place of the
+    logits of yes and no."""
     encoded = question.encode(pairs, call.most, truncate=call.truncate)
     answers = () if is_classified else question.answers
     return [PooledText(text.token_ids, pooled_token_ids=answers) for text in encoded]
@@ -250,7 +251,7 @@ class _Call:
         self._num_done = self._num_tokens = self._num_cached = 0
 
     def tokenizer(self) -> Tokenizer:
-        """Raises InvalidRequestError if there is none."""
+        """Return the engine's tokenizer. Raises InvalidRequestError if there is none."""
         if self.core.tokenizer is None:
             message = "a text needs a tokenizer, and the engine was started with skip_tokenizer=True: give token ids"
             raise InvalidRequestError(message, param="inputs")
@@ -260,7 +261,7 @@ class _Call:
         return Usage(self._num_tokens, 0, self._num_cached)
 
     async def run(self, inputs: Sequence[Any], encode: Callable[[Sequence[Any]], list[PooledText]]) -> Vectors:
-        """float32 [n, size]: the vectors of the inputs; ``encode`` is called in a thread."""
+        """Return the vectors of the inputs, float32 [n, size]; ``encode`` is called in a thread."""
         import numpy as np
 
         if not inputs:
@@ -388,7 +389,7 @@ def _joined(vectors: list[array[float]]) -> Vectors:
 
 
 def _are_large(inputs: Sequence[Any]) -> bool:
-    """Whether there are many inputs, or token ids in them. A text counts as one, however long: it is not
+    """Return whether there are many inputs, or many token ids in them. A text counts as one, however long: it is not
     read here."""
     sizes = (len(given) if hasattr(given, "__len__") and not isinstance(given, str) else 1 for given in inputs)
     return len(inputs) >= _MANY or sum(sizes) >= _MANY

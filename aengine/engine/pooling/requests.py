@@ -158,7 +158,7 @@ class PoolingCalls:
     async def score(
         self, queries: str | Sequence[str], documents: str | Sequence[str], **options: Unpack[PoolingOptions]
     ) -> NDArray[np.float32]:
-        """How well documents fit queries: float32 [n], higher is better.
+        """Return how well documents fit queries: float32 [n], higher is better.
 
         One query is scored with each document; of several, each with the document at its place. A cross-encoder scores
         pairs, as its config says (by default a number from 0 to 1); a decoder that generates by how likely it answers

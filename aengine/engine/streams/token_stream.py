@@ -150,7 +150,7 @@ class Mailbox:
         self.wake()
 
     def oldest_unread(self) -> Token | None:
-        """The first token that the reader has not taken; None: there is none, or the reader waits for more."""
+        """Return the first token that the reader has not taken; None if there is none or the reader waits for more."""
         if self.buffer is not None:
             return self.buffer.oldest_unread()
         return self.pending[0] if self.pending and self.waiter is None else None
@@ -353,7 +353,7 @@ class TokenStream:
         return tokens
 
     def _ready(self) -> deque[Token]:
-        """The tokens that can be taken without waiting."""
+        """Return the tokens that can be taken without waiting."""
         return self._mailbox.pending
 
     async def _wait(self) -> None:
@@ -446,7 +446,7 @@ class TokenStream:
             mailbox.end_waiter = None
 
     def _failure(self) -> BaseException:
-        """The request's error, with what had come before it."""
+        """Return the request's error, with the tokens that had come before it."""
         error = self._mailbox.error
         assert error is not None
         has_begun = self._mailbox.times.scheduled is not None

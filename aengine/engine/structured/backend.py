@@ -88,7 +88,8 @@ class Compiled(Protocol):
         """CPU time of a mask near the start, as far as is known."""
 
     def matcher(self) -> Matcher:
-        """A matcher at the start; takes under 0.1 ms, or some milliseconds when many are in use."""
+        """Return a new matcher at the grammar's start. Takes under 0.1 ms, or some milliseconds when many are in
+        use."""
 
 
 class Backend(Protocol):
@@ -101,11 +102,11 @@ class Backend(Protocol):
         """Return whether it is sure to be compiled, or refused, in no time; told without compiling it."""
 
     def compile(self, spec: GrammarSpec, on_wait: OnWait | None = None) -> Compiled:
-        """Blocking, for a thread of a pool. ``on_wait``: told while time passes that is not the grammar's. Raises
-        GrammarError."""
+        """Compile a grammar; blocks, for a thread of a pool. ``on_wait`` is called while time passes that is not the
+        grammar's. Raises GrammarError."""
 
     def close(self) -> None:
-        """Ends what it started. A compile in progress may fail; matchers stay usable."""
+        """End the threads and processes of this backend. A compile in progress may fail; matchers stay usable."""
 
 
 def advance_batch(

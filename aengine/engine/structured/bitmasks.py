@@ -188,7 +188,7 @@ class BitmaskFiller:
         return grammar.ahead
 
     def check_open(self) -> None:
-        """Raises EngineClosedError."""
+        """Raise EngineClosedError after `close`."""
         if self._closed:
             raise EngineClosedError("the engine is closed: it fills no more bitmasks")
 
@@ -199,7 +199,7 @@ class BitmaskFiller:
     async def _fill_with_ahead(
         self, jobs: Sequence[MaskJob], rows: memoryview | bytearray, free_until: asyncio.Future[float]
     ) -> Filled:
-        """The others first; by then what was begun ahead is most likely done."""
+        """Fill the rows that were not begun ahead first; by then those that were are most likely done."""
         parts = self._parts(jobs)
         others = [place for place, job in enumerate(jobs) if job.grammar.ahead is None]
         target = bytearray(sum(parts[place].stop - parts[place].start for place in others))
@@ -269,8 +269,9 @@ class BitmaskFiller:
         return Filled(failed, forced)
 
     def _fill_drafted(self, job: MaskJob, rows: memoryview) -> Filled:
-        """The rows of one request with drafts. The matcher follows them to the first that it does not allow, and comes
-        back: which of them are accepted, the answer says. Rows past a draft that is not allowed allow all."""
+        """Fill the rows of one request with drafts. The matcher follows the drafts to the first that it does not allow,
+        and is rolled back: the answer tells which of them are accepted. Rows past a draft that is not allowed allow all
+        tokens."""
         from .backend import refused
 
         matcher, drafts, size = job.grammar.matcher, job.drafts, self.row_bytes
@@ -329,7 +330,7 @@ class BitmaskFiller:
             pool.close()
 
     async def aclose(self) -> None:
-        """`close`, and wait for the threads."""
+        """Close, and wait for the threads."""
         self.close()
         await end_pools(self._pool, self._slow_pool)
 

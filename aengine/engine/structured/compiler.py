@@ -100,7 +100,7 @@ class GrammarCompiler:
             raise EngineClosedError("the engine was closed while its grammar library was loaded") from None
 
     async def compile(self, spec: GrammarSpec) -> Compiled:
-        """The compiled grammar of ``spec``.
+        """Return the compiled grammar of ``spec``.
 
         Raises GrammarError: it can't be used, or took longer than the time limit (kind "too_complex");
         EngineOverloadedError: too many are queued; EngineClosedError; InternalError.
@@ -138,7 +138,8 @@ class GrammarCompiler:
     # -- on the loop
 
     def drop_tables(self) -> None:
-        """`abandon`, and free what grammars were compiled with; a compile in progress has it until it ends."""
+        """Abandon compiles as `abandon` does, and free the tables that grammars were compiled with; a compile in
+        progress keeps them until it ends."""
         self.abandon()
         self._cache.clear()
         self._cached_bytes = 0

@@ -58,7 +58,8 @@ class OutputType:
 
     @classmethod
     def known(cls, wanted: Any) -> OutputType | None:
-        """`of`, if it has been asked lately, and None otherwise. Raises InvalidRequestError for what is no type."""
+        """Return what `of` returned for this type if it was called lately, else None. Raises InvalidRequestError for
+        what is no type."""
         _check_is_type(wanted)
         try:
             found = _described.pop(wanted, None)
@@ -75,7 +76,7 @@ class OutputType:
         return schema
 
     def parse(self, text: str) -> tuple[Any, Exception | None]:
-        """The value that ``text`` is, and None; or None, and why it is none.
+        """Return (the value of ``text``, None), or (None, the reason why it has none).
 
         It does not raise: an answer cut off by max_tokens is nobody's fault, and the error of a validator (pydantic's
         ValidationError, or whatever the type's own code raises) is for the caller of this one request.
@@ -149,7 +150,7 @@ class AskedType(NamedTuple):
     on_unsupported: OnUnsupported
 
     def described(self) -> tuple[OutputType, StructuredOutput]:
-        """The type, and the constraint that it is. For a thread. Raises InvalidRequestError."""
+        """Return the type and the constraint made of it; to be called in a thread. Raises InvalidRequestError."""
         try:
             known = OutputType.of(self.wanted)
         except (SystemExit, KeyboardInterrupt) as error:  # the type's own hooks may raise these

@@ -234,7 +234,8 @@ class _Translation:
 
 @functools.lru_cache(256)
 def _is_property(name: str) -> bool:
-    """Whether the library knows a property, with its braces: of names of scripts there are too many to list."""
+    """Return whether the library knows a Unicode property, given with its braces. It is asked, since there are too many
+    names of scripts to list."""
     import llguidance
 
     return not llguidance.LLMatcher.validate_grammar(llguidance.LLMatcher.grammar_from_regex(f"\\p{name}"))

@@ -164,7 +164,7 @@ def _narrowed(made: dict[str, Any], pattern: str, narrow: bool) -> dict[str, Any
 
 
 def _limited(number: dict[str, Any], max_digits: int | None, decimal_places: int | None) -> dict[str, Any]:
-    """The schema of a number, with so many digits in all, of which so many after the point, at most."""
+    """Return the schema of a number of at most so many digits, of which at most so many after the point."""
     if decimal_places is not None and decimal_places <= _MOST_PLACES and "multipleOf" not in number:
         number["multipleOf"] = 1 if decimal_places == 0 else float(f"1e-{decimal_places}")
     whole_digits = None if max_digits is None else max(0, max_digits - (decimal_places or 0))
@@ -216,7 +216,7 @@ def _adapt_union(part: dict[str, Any], root: dict[str, Any]) -> None:
 
 
 def _adapt_keys(part: dict[str, Any], root: dict[str, Any]) -> None:
-    """The names of a dict's keys, where they are listed; otherwise pydantic alone checks them."""
+    """List the keys of a dict as properties where its type lists them; otherwise pydantic alone checks them."""
     names = _resolved(part.pop("propertyNames", {}), root)
     options = [names["const"]] if "const" in names else names.get("enum")
     if options and "properties" not in part and all(type(option) in (str, int) for option in options):
@@ -226,7 +226,7 @@ def _adapt_keys(part: dict[str, Any], root: dict[str, Any]) -> None:
 
 
 def _resolved(schema: Any, root: dict[str, Any]) -> dict[str, Any]:
-    """``schema``, or the one that it refers to; {} if that is none."""
+    """Return ``schema``, or the schema that it refers to; {} if that is no schema."""
     target = schema
     if isinstance(schema, dict) and str(schema.get("$ref", "")).startswith("#/"):
         found = pointed_at(root, schema["$ref"])

@@ -56,7 +56,8 @@ def json_path(keys: Iterable[str | int]) -> str:
 
 
 def subschemas(schema: object) -> Iterator[tuple[Path, Any]]:
-    """The schemas right under ``schema``, with their keys from there; what should be a schema and is none included."""
+    """Return the schemas right under ``schema`` with their keys from there, and values in places of schemas that are
+    none."""
     if not isinstance(schema, dict):
         return
     for keyword, value in schema.items():
@@ -72,7 +73,8 @@ def subschemas(schema: object) -> Iterator[tuple[Path, Any]]:
 
 
 def walk(root: object, at: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """``root`` and every schema under it, each with its path, parents first. ``root`` may not refer to itself."""
+    """Return ``root`` and every schema under it, each with its path, parents first. ``root`` may not refer to
+    itself."""
     stack = [(at, root)]
     num_walked = 0
     while stack:
@@ -122,7 +124,8 @@ def relocated(schema: Any, to: str) -> Any:
 
 
 def _with_references(part: Any, to: str, name: str, *, is_schema: bool = True) -> Any:
-    """Recurses: a schema is `plain_json`, so its depth is bounded. Parts under unknown keywords may be referred to."""
+    """Rename the references of a schema. The recursion is bounded, as the depth of `plain_json` is. Parts under unknown
+    keywords may be referred to, so they are renamed too."""
     if isinstance(part, list):
         return [_with_references(member, to, name, is_schema=is_schema) for member in part]
     if not isinstance(part, dict):

@@ -66,7 +66,8 @@ class GrammarService:
         return await asyncio.shield(self._starting)
 
     async def _start(self) -> GrammarCompiler:
-        """Raises EngineError or EngineOverloadedError when no thread can be started; the next request tries again."""
+        """Start the compiler's threads. Raises EngineError or EngineOverloadedError when none can be started; the next
+        request tries again."""
         from .compiler import GrammarCompiler
         from .vocabulary import Vocabulary
 
@@ -81,7 +82,7 @@ class GrammarService:
             self._starting = None
 
     async def prepare(self, wanted: StructuredOutput | GrammarSpec) -> Compiled:
-        """The compiled grammar. Raises GrammarError, EngineOverloadedError, EngineClosedError, InternalError."""
+        """Return the compiled grammar. Raises GrammarError, EngineOverloadedError, EngineClosedError, InternalError."""
         from .spec import spec_of
 
         if isinstance(wanted, StructuredOutput):
@@ -111,7 +112,7 @@ class GrammarService:
         self._planner.close()
 
     async def aclose(self) -> None:
-        """`close`, and wait for the threads; for a compile in progress a second at most."""
+        """Close, and wait for the threads; at most a second for a compile in progress."""
         self._closed = True
         self.bitmasks.close()
         tasks = [task for task in (self._warming, self._starting) if task is not None]

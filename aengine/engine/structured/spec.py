@@ -246,7 +246,7 @@ def check_schema_size(schema: object) -> None:
 
 
 def plain_json(source: object) -> Any:
-    """A copy of ``source`` in dicts, lists, strings, numbers, booleans and None.
+    """Return a copy of ``source`` in dicts, lists, strings, numbers, booleans and None.
 
     Raises GrammarError: kind "invalid" with the path of what JSON can't say, "too_complex" for too deep or too large.
     """

@@ -59,7 +59,7 @@ class Vocabulary:
         return -(-self.vocab_size // 32) * 4
 
     def eos_row(self) -> bytes:
-        """A row of a bitmask in which only the end-of-sequence ids are allowed."""
+        """Return a row of a bitmask that allows the end-of-sequence ids alone."""
         return row_of(self.eos_ids, self.row_bytes)
 
 
@@ -76,8 +76,8 @@ def name_of(token_id: int) -> str:
 
 
 def in_turns(ids: range) -> Iterator[int]:
-    """``ids``, for long work in Python in a thread: now and then the event loop's thread gets its turn, which would
-    wait for 5 ms otherwise."""
+    """Yield ``ids``, for long work in Python in a thread, and release the GIL now and then: the event loop's thread
+    would wait 5 ms for it otherwise."""
     for i in ids:
         if i % _TURN == 0:
             time.sleep(_TURN_SECONDS)

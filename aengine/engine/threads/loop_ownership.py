@@ -22,7 +22,7 @@ def running_loop() -> asyncio.AbstractEventLoop:
 
 
 def check_may_block(engine_loop: asyncio.AbstractEventLoop | None, *, any_thread: bool) -> None:
-    """Raises InvalidRequestError in the engine's own thread, which a blocking call would wait for; and, unless
+    """Raise InvalidRequestError in the engine's own thread, which a blocking call would wait for; and, unless
     ``any_thread`` may be blocked, on the thread of any running event loop."""
     try:
         here = asyncio.get_running_loop()

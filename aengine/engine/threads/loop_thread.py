@@ -83,7 +83,7 @@ class LoopThread:
         return os.getpid() != self._pid
 
     def check_process(self) -> None:
-        """Raises EngineClosedError in a fork."""
+        """Raise EngineClosedError in a fork of the process that started the thread."""
         if self.is_foreign:
             raise foreign_process(self._pid)
 

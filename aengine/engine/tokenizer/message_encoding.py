@@ -135,7 +135,8 @@ class MessageEncoder:
 
 
 def _counts_tell(added: Iterable[AddedToken], markers: Collection[str]) -> bool:
-    """Whether a message's text can only add to the number of markers, and not undo one of the template's beside it.
+    """Return whether a message's text can only add to the number of markers, and not undo a marker of the template
+    beside it.
 
     So it is if no marker looks at its neighbours, begins within an added token, or is the beginning of another.
     """

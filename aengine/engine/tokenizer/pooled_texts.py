@@ -68,7 +68,8 @@ def _ids_and_types(
 
 
 def _bounded(given: str | tuple[str, str], most: int, truncate: bool) -> Any:
-    """The texts, cut where no token of them could be kept; raises ContextLengthError for one that could not fit."""
+    """Return the texts, cut where no token of them could be kept. Raises ContextLengthError for a text that could not
+    fit."""
     texts = [given] if isinstance(given, str) else given
     if truncate:
         end = most_characters(most)
@@ -80,7 +81,7 @@ def _bounded(given: str | tuple[str, str], most: int, truncate: bool) -> Any:
 
 
 def _cut(encoder: tokenizers.Tokenizer, given: str | tuple[str, str], most: int) -> tokenizers.Encoding:
-    """The text's tokens without its end, but with the special tokens that belong there."""
+    """Return the text's tokens without its end, but with the special tokens that belong there."""
     texts = [given] if isinstance(given, str) else list(given)
     parts = encoder.encode_batch_fast(texts, add_special_tokens=False)
     room = max(0, most - encoder.num_special_tokens_to_add(len(parts) == 2))
@@ -117,8 +118,8 @@ class YesNoPrompt:
         self._end = tokenizer.encode("<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n", False)
 
     def encode(self, pairs: Sequence[tuple[str, str]], most: int, *, truncate: bool) -> list[EncodedText]:
-        """The question for each pair of query and document. In these, names of special tokens stay text. Errors as of
-        `encode_texts`."""
+        """Return the token ids of the question for each pair of query and document, in which names of special tokens
+        stay text. Raises the errors of `encode_texts`."""
         room = most - len(self._begin) - len(self._end)
         found = []
         for query, document in pairs:

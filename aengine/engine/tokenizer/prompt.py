@@ -61,7 +61,7 @@ class TextPart(PromptPart):
         return str.__len__(self.text) > LONG_TEXT
 
     def encode(self, tokenizer: Tokenizer, max_model_len: int) -> list[int]:
-        """The token ids. Takes its time on long texts: call it off the loop.
+        """Return the token ids. Takes milliseconds or more for long texts: call it off the loop.
 
         Raises:
             ContextLengthError: the text is so long that it can't fit, and was not encoded.
@@ -100,8 +100,8 @@ class MessagesPart(PromptPart):
 
 
 def part_of(prompt: Prompt, max_model_len: int | None = None) -> TextPart | TokensPart | MessagesPart:
-    """The prompt, checked. Raises InvalidRequestError for what is none, or is empty, and ContextLengthError for more
-    messages than the context has tokens."""
+    """Return the checked prompt. Raises InvalidRequestError for a value that is no prompt or is empty, and
+    ContextLengthError for more messages than the context has tokens."""
     if isinstance(prompt, str):
         if not prompt:
             raise InvalidRequestError("the prompt is empty: give it at least one character", param="prompt")
@@ -132,7 +132,7 @@ def _not_empty(ids: list[int]) -> list[int]:
 
 
 def check_token_ids(ids: Sequence[int], vocab_size: int, max_model_len: int) -> list[int]:
-    """The ids as a list of valid ones that leave room for at least one more.
+    """Return the ids as a list of valid ones that leave room for at least one more token.
 
     Raises:
         InvalidRequestError: something in it is no token id of this model.

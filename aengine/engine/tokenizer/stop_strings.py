@@ -49,7 +49,8 @@ class StopSearch:
         return whole[:certain]
 
     def would_stop(self, text: str) -> bool:
-        """Whether a stop string would be complete if ``text`` came next; the following call goes on from there."""
+        """Return whether a stop string would be complete if ``text`` came next; the following call goes on from
+        there."""
         before = self._held if self._likely is None else self._likely
         whole = before + text
         self._likely = whole[max(0, len(whole) - self._lengths[0]) :]
@@ -61,7 +62,8 @@ class StopSearch:
         return held
 
     def _first_match(self, whole: str, num_new: int) -> tuple[int, int]:
-        """The end and the length of the first stop string that ends in the last ``num_new`` characters; or 0, 0."""
+        """Return the end and the length of the first stop string that ends in the last ``num_new`` characters; or 0,
+        0."""
         for end in range(len(whole) - num_new + 1, len(whole) + 1):
             if whole[end - 1] in self._lasts:
                 for length in self._lengths:

@@ -292,7 +292,7 @@ def check_text_method(name: str, owner: Any, args: tuple[Any, ...], kwargs: Mapp
 
 
 def _num_pieces(text: str, sep: Any = None, maxsplit: Any = -1) -> int:
-    """How many texts `str.split` makes at most."""
+    """Return how many texts `str.split` makes at most."""
     spend_on_length(text)
     pieces = str.count(text, sep) if isinstance(sep, str) and sep else len(text) // 2
     return min(pieces, maxsplit) if isinstance(maxsplit, int) and maxsplit >= 0 else pieces

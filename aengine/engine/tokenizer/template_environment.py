@@ -61,7 +61,7 @@ def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
 
 
 def _shown(value: Any) -> str:
-    """`text_of`, of lists and mappings within bounds."""
+    """Return `text_of` the value; counts the size of lists and mappings against the template's bounds first."""
     if not isinstance(value, str):
         spend_on(value)
     return text_of(value)

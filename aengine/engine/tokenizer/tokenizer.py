@@ -75,7 +75,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, source: ModelSource, override: str | None = None, revision: str | None = None) -> Tokenizer:
-        """The tokenizer of ``source``, or the one of ``override``: a folder, .gguf file, hub id or embedded name.
+        """Return the tokenizer of ``source``, or the one of ``override``: a folder, .gguf file, hub id or embedded
+        name.
 
         ``revision``: of the model's repository, and so of an ``override`` in the same one. Blocking: reads files, may
         download. Raises ModelLoadError.
@@ -117,8 +118,8 @@ class Tokenizer:
             raise ModelLoadError(f"the tokenizer of {path} can't encode the text {_SAMPLE!r}: {error}") from error
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of ``text``; names of special tokens in it become those tokens, but for those that came out of
-        a message, in what `apply_chat_template` gives.
+        """Return the token ids of ``text``; names of special tokens in it become those tokens, but for those that came
+        out of a message, in what `apply_chat_template` gives.
 
         ``add_special_tokens``: begin (or end) it as the model was trained to; a text that begins with the name of the
         token that begins each text gets no second one. Lets go of the GIL while it works, so a
@@ -195,7 +196,8 @@ class Tokenizer:
         return "\n".join(template.source for template in self._chat_templates.values())
 
     def to_json(self) -> str:
-        """The whole tokenizer in the format of the ``tokenizers`` library (tokenizer.json). Blocking: megabytes."""
+        """Return the whole tokenizer in the format of the ``tokenizers`` library (tokenizer.json), some megabytes.
+        Blocking."""
         return self._encoder.to_str()
 
     @property
@@ -212,7 +214,8 @@ class Tokenizer:
         tools: Sequence[Any] | None = None,
         **extra: Any,
     ) -> TracedText:
-        """The prompt for messages, as `checked_messages` gives them; encode it with ``add_special_tokens=False``.
+        """Return the prompt for messages, as `checked_messages` gives them; encode it with
+        ``add_special_tokens=False``.
 
         ``continue_final_message``: it ends within the last message, an assistant's, for the completion to go on with.
         ``tools``: JSON schemas of functions; ``extra``: variables that this model's template reads. Raises
@@ -265,7 +268,8 @@ class _Begin:
                 return
 
     def is_twice(self, text: str, ids: Sequence[int]) -> bool:
-        """Whether the text's tokens begin with it twice, the second time because the text begins with its name."""
+        """Return whether the text's tokens begin with the begin-of-sequence token twice, the second time because the
+        text begins with its name."""
         return text.startswith(self._name) and list(ids[:2]) == [self._id, self._id]
 
 

@@ -43,7 +43,7 @@ def _act_and_mul(x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVA
 
 @triton.jit
 def activate_and_multiply(gate, up, ACTIVATION: tl.constexpr):
-    """activation(gate) * up, in float32."""
+    """Return activation(gate) * up, in float32."""
     if ACTIVATION == "gelu":
         y = 0.5 * gate * up * (1 + tl.erf(gate * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":

@@ -20,7 +20,7 @@ _MOST_IN_ONE_SHOT = 2**22
 
 
 def all_reduce(out: Tensor, part: Tensor, buffers: ExchangeBuffers, *, add: bool) -> None:
-    """out [n, size] = the sum of all ranks' parts, or is added to."""
+    """Set out [n, size] to the sum of all ranks' parts, or add it to out."""
     if part.nbytes <= min(_MOST_IN_WORDS, 4 * buffers.words_per_rank):
         exchange_words.sum_in_words(out, part, buffers, add=add)
         return
@@ -51,7 +51,7 @@ def all_gather(x: Tensor, buffers: ExchangeBuffers) -> Tensor:
 
 
 def _words_of(x: Tensor, multiple: int) -> Tensor:
-    """x as a row of int32, with zeros behind up to a multiple of words."""
+    """Return x as a row of int32, with zeros behind up to a multiple of words."""
     row = x.reshape(-1)
     if x.nbytes % (4 * multiple):
         row = torch.nn.functional.pad(row.view(torch.uint8), (0, -x.nbytes % (4 * multiple)))

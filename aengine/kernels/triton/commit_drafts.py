@@ -24,7 +24,7 @@ def commit_drafts(
     published: Tensor,
     cursor: Tensor,
 ) -> None:
-    """The slot is left for the caller to move on."""
+    """Launch the kernel; the caller advances the slot."""
     n = rows.shape[0]
     launch(
         _commit_drafts,

@@ -45,7 +45,7 @@ def sum_in_bulk(
     phases: int = Phase.ALL,
     tiling: BulkTiling = _SMALL,
 ) -> None:
-    """out = the sum of all ranks' parts, or is added to."""
+    """Set out to the sum of all ranks' parts, or add it to out."""
     block = tiling.block_bytes // part.element_size()
     grid = min(tiling.num_programs, triton.cdiv(part.numel(), block))
     _launch(_sum_in_bulk, grid, out, part, buffers, phases, BLOCK=block, ADD_TO=add, num_warps=tiling.num_warps)
@@ -60,14 +60,14 @@ def sum_in_two_shots(
     phases: int = Phase.ALL,
     tiling: BulkTiling = _LARGE,
 ) -> None:
-    """out = the sum of all ranks' parts, or is added to."""
+    """Set out to the sum of all ranks' parts, or add it to out."""
     block = tiling.block_bytes // part.element_size()
     grid = min(tiling.num_programs, triton.cdiv(part.numel(), block * buffers.size))
     _launch(_sum_in_two_shots, grid, out, part, buffers, phases, BLOCK=block, ADD_TO=add, num_warps=tiling.num_warps)
 
 
 def gather_in_bulk(out: Tensor, x: Tensor, buffers: ExchangeBuffers, *, phases: int = Phase.ALL) -> None:
-    """out [size, n] = all ranks' x [n], of a multiple of 16 bytes."""
+    """Set out [size, n] to all ranks' x [n], a multiple of 16 bytes."""
     block = _SMALL.block_bytes // x.element_size()
     grid = min(_SMALL.num_programs, triton.cdiv(x.numel(), block))
     _launch(_gather_in_bulk, grid, out, x, buffers, phases, BLOCK=block, num_warps=_SMALL.num_warps)

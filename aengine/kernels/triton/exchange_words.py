@@ -29,7 +29,7 @@ def sum_in_words(
     words_per_program: int = 512,
     num_warps: int = 4,
 ) -> None:
-    """out = the sum of all ranks' parts, or is added to."""
+    """Set out to the sum of all ranks' parts, or add it to out."""
     num_words = part.numel() * part.element_size() // 4
     launch(
         _sum_in_words,
@@ -53,7 +53,7 @@ def sum_in_words(
 
 
 def gather_in_words(out: Tensor, x: Tensor, buffers: ExchangeBuffers, *, phases: int = Phase.ALL) -> None:
-    """out [size, n] = all ranks' x [n], int32."""
+    """Set out [size, n] to all ranks' x [n], int32."""
     num_words = x.numel()
     words_per_program = 512
     launch(
@@ -78,7 +78,7 @@ def gather_in_words(out: Tensor, x: Tensor, buffers: ExchangeBuffers, *, phases:
 
 @triton.jit
 def _low_half(word, TYPE: tl.constexpr):
-    """float32 of the first of the two elements in words of 4 bytes, or of the only one."""
+    """Return float32 of the first of the two elements in words of 4 bytes, or of the only one."""
     if tl.float32 == TYPE:
         value = word.to(tl.float32, bitcast=True)
     else:

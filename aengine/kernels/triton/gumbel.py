@@ -103,7 +103,7 @@ def _draw(
 
 @triton.jit
 def _draw_word(seed: tl.tensor, position: tl.tensor, draws: tl.tensor) -> tl.tensor:
-    """uint32: word draws % 4 of Philox(seed, (draws / 4, position, 0, 0)), for a block of draws >= 0."""
+    """Return uint32: word draws % 4 of Philox(seed, (draws / 4, position, 0, 0)), for a block of draws >= 0."""
     counters = (draws // 4).to(tl.uint32)
     zero = tl.zeros_like(counters)
     w0, w1, w2, w3 = tl.philox(seed, counters, position.to(tl.uint32) + zero, zero, zero)
@@ -113,7 +113,7 @@ def _draw_word(seed: tl.tensor, position: tl.tensor, draws: tl.tensor) -> tl.ten
 
 @triton.jit
 def _noise(seed: tl.tensor, position: tl.tensor, draws: tl.tensor) -> tl.tensor:
-    """Standard Gumbel noise -log(-log(u)), u = (word + 0.5) / 2**32, float32 and right to some 1e-6.
+    """Return standard Gumbel noise -log(-log(u)), u = (word + 0.5) / 2**32, float32 and right to some 1e-6.
 
     For u near 1 a float32 has too few digits, and -log(u) = -log1p(-v) is summed from v = 1 - u, which has them all.
     """
@@ -126,7 +126,7 @@ def _noise(seed: tl.tensor, position: tl.tensor, draws: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _scaled(x: tl.tensor, scale: tl.tensor, cut: tl.tensor, CUT: tl.constexpr) -> tl.tensor:
-    """x / temperature, finite or -inf: an index is found in any row, and `check` finds whether it is valid."""
+    """Return x / temperature, finite or -inf: an index is found in any row, and `check` finds whether it is valid."""
     y = tl.where(x == x, x * scale, float("-inf"))
     if CUT:
         y = tl.where(x < cut, float("-inf"), y)

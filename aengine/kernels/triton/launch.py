@@ -63,7 +63,7 @@ _compile_only = False
 
 @functools.cache
 def _target() -> Any:
-    """Triton's description of the GPU that it compiles for: its backend and arch; None where there is no GPU."""
+    """Return Triton's description of the GPU that it compiles for: its backend and arch; None where there is no GPU."""
     try:
         return None if is_interpreted else triton.runtime.driver.active.get_current_target()
     except RuntimeError:  # no driver is active
@@ -81,24 +81,25 @@ def device_name() -> str:
 
 @functools.cache
 def has_pdl() -> bool:
-    """Whether this GPU overlaps launches: NVIDIA's, of compute capability 9.0 or more."""
+    """Return whether this GPU overlaps launches: NVIDIA GPUs of compute capability 9.0 or more do."""
     target = _target()
     return target is not None and target.backend == "cuda" and target.arch >= 90
 
 
 def has_fp8() -> bool:
-    """Whether the GPU's instructions know float8_e4m3fn: of compute capability 8.9 and later."""
+    """Return whether the GPU's instructions know float8_e4m3fn: those of compute capability 8.9 and later do."""
     target = _target()
     return is_interpreted or (target is not None and (target.backend != "cuda" or target.arch >= 89))
 
 
 def known(weight: Tensor) -> Tensor:
-    """``weight``, its FP8 as bytes where the GPU does not know that type."""
+    """Return ``weight``, with FP8 codes as bytes where the GPU does not know that type."""
     return weight if weight.dtype != torch.float8_e4m3fn or has_fp8() else weight.view(torch.int8)
 
 
 def is_hopper() -> bool:
-    """Whether the GPU is of compute capability 9.0, for which some tilings are made; the interpreter passes for one."""
+    """Return whether the GPU is of compute capability 9.0, for which some tilings are made; the interpreter passes for
+    one."""
     target = _target()
     return is_interpreted or (target is not None and target.backend == "cuda" and target.arch == 90)
 
@@ -133,7 +134,7 @@ def bucket(count: int) -> int:
 
 
 def _compilers() -> ThreadPoolExecutor:
-    """Threads to compile kernels with, and to wait in for those that other processes compile."""
+    """Return threads that compile kernels, and that wait for those which other processes compile."""
     device = torch.accelerator.current_device_index()  # new threads would begin with the first device
     return ThreadPoolExecutor(256, "compile", torch.accelerator.set_device_index, (device,))
 
@@ -182,7 +183,7 @@ def compiling(num_threads: int) -> Iterator[None]:
 
 
 def only_compiles() -> bool:
-    """Whether `launch` compiles, so that what kernels should have written is not there."""
+    """Return whether `launch` compiles, so that what kernels should have written is not there."""
     return _compile_only
 
 

@@ -72,7 +72,8 @@ def find_candidates(
     found: Candidates,
     block_size: int,
 ) -> None:
-    """Arguments as of `find_cutoff`; ``stats``: of its first launch, which has set the zeros of ``found``."""
+    """Find the candidates for `find_cutoff`, with its arguments; ``stats`` is that of its first launch, which has set
+    the zeros of ``found``."""
     n, vocab_size = logits.shape
     num_blocks = stats.shape[2]
     strides = (logits.stride(0), temperature.stride(0), top_k.stride(0), top_p.stride(0))
@@ -88,7 +89,7 @@ def find_candidates(
 
 @triton.jit
 def as_mass(x: tl.tensor, peak: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    """exp((x - peak) / T) in the unit of masses; a row's sum of them is below 2**55."""
+    """Return exp((x - peak) / T) in the unit of masses; a row's sum of them is below 2**55."""
     return (tl.exp(tl.minimum((x - peak) * scale, 0.0)) * _UNIT).to(tl.int64)
 
 
@@ -100,7 +101,7 @@ def find_bracket(
     top_p: tl.tensor,
     COLUMNS: tl.constexpr,
 ) -> tl.tensor:
-    """(low, high, mass at or above high, mass that is wanted) after a pass, whose own row the pointers point to.
+    """Return (low, high, mass at or above high, mass that is wanted) after a pass, whose own row the pointers point to.
 
     The cutoff is in [low, high). high = inf: it is low. low = -inf: it is below all pivots.
     """

@@ -72,7 +72,7 @@ def find_cutoff(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
 
 
 def _extremes(logits: Tensor, found: Candidates) -> Tensor:
-    """float32 [2, n, num_blocks] of blocks of BLOCK logits: highest; lowest but -inf.
+    """Return float32 [2, n, num_blocks] of blocks of BLOCK logits: highest; lowest but -inf.
 
     NaN counts as -inf. A block of -inf: -inf, +inf. Sets the zeros of ``found``.
     """
@@ -289,7 +289,7 @@ def _search_list(
 def _measure_list(
     listed: tl.tensor, length: tl.tensor, least: tl.tensor, peak: tl.tensor, scale: tl.tensor, TILE: tl.constexpr
 ) -> tl.tensor:
-    """(count, mass) of the listed logits >= ``least``."""
+    """Return (count, mass) of the listed logits >= ``least``."""
     count = tl.full((), 0, tl.int64)
     mass = tl.full((), 0, tl.int64)
     i = 0

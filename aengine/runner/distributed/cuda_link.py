@@ -58,8 +58,8 @@ class StageMemory:
 
 
 def _num_slots(sizes: StepSizes) -> int:
-    """The host gives a step when the one so many before it has been answered; and the slot that was read last is given
-    back when the next message is asked for."""
+    """Return how many slots never meet: the host gives a step when the one so many before it has been answered, and the
+    slot that was read last is given back when the next message is asked for."""
     return sizes.steps_in_flight + 1
 
 
@@ -99,7 +99,7 @@ class _Inbox:
         self._num_received = 0
 
     def receive(self, length: int) -> Tensor:
-        """[length, ...]: the next message, for what is queued until the next call."""
+        """Return [length, ...]: the next message, for what is queued until the next call."""
         if self._num_received:
             signal(self._read, self._num_received)
         slot = self._slots[self._num_received % len(self._slots)]

@@ -61,8 +61,8 @@ class ExpertsGroup:
         return slice(start, start + num_tokens)
 
     def gather(self, x: Tensor) -> Tensor:
-        """[rows of the round, hidden_size], a new tensor: the tokens of all replicas, each with what pads them behind.
-        ``x`` are this one's, and what may pad them; zeros do where it has fewer rows than agreed."""
+        """Return [rows of the round, hidden_size], a new tensor: the tokens of all replicas, each with what pads them
+        behind. ``x`` are this one's, and what may pad them; zeros do where it has fewer rows than agreed."""
         assert len(x) <= self._sizes[self._replica], f"{len(x)} tokens, in a round of {self._sizes}"
         most = max(self._sizes)
         if len(x) < most:

@@ -23,7 +23,8 @@ class Peers(Protocol):
         """Number of ranks."""
 
     def rehearsal(self) -> AbstractContextManager[None]:
-        """While it lasts nothing is exchanged: the others' parts are taken for zeros, what they have for this rank's.
+        """Exchange nothing inside the context: the others' parts are taken for zeros, and gathered parts for this
+        rank's own.
 
         For a run whose results nobody needs, which only loads what later ones launch; the others have no part in it.
         """
@@ -47,7 +48,7 @@ class TensorGroup(Peers, Protocol):
         """Return the sum of all ranks' ``partial``, in its shape and dtype."""
 
     def gather(self, x: Tensor) -> Tensor:
-        """[size, *x.shape]: every rank's ``x``, by rank."""
+        """Return [size, *x.shape]: every rank's ``x``, by rank."""
 
     def warm_up(self, hidden_size: int, dtype: torch.dtype) -> None:
         """Exchange rows of this kind in every way that their number may make the fastest, so that all is loaded."""

@@ -128,8 +128,8 @@ def _open_store(rank: Rank, prefix: str) -> dist.Store:
 
 
 def _meeting_of_stages(rank: Rank, prefix: str) -> dist.Store:
-    """Where stages on several machines meet. The first rank serves it, by a descriptor that listens already; the server
-    ends with its process."""
+    """Return the store by which stages on several machines meet. The first rank serves it, by a descriptor that listens
+    already; the server ends with its process."""
     host, _, port = rank.stages_meet_at.rpartition(":")
     serves = rank.meeting_fd >= 0
     store = dist.TCPStore(
@@ -175,7 +175,7 @@ def _network_explained(setting: str) -> Iterator[None]:
 def _check_devices(
     store: dist.Store, platform: Platform, setting: str, own: int, size: int, *, is_one_machine: bool = True
 ) -> None:
-    """Raises ModelLoadError unless all ranks that meet at ``store``, ``size`` of them, have devices of one kind; on one
+    """Raise ModelLoadError unless all ranks that meet at ``store``, ``size`` of them, have devices of one kind; on one
     machine also if two have the same GPU, or different ones, or such as can't read each other's memory."""
     device = platform.device
     store.set(f"device-{own}", f"{device} {platform.name}")

@@ -57,14 +57,15 @@ class PipelineLink(Protocol):
         """Pass a step on to the next stage. Does not wait for it."""
 
     def receive(self, num_tokens: int) -> IntermediateTensors:
-        """A step of so many tokens, from the stage before; the caller's until the next call, to be changed, too."""
+        """Return the hidden states of a step of so many tokens, from the stage before. They are the caller's, also to
+        be changed, until the next call."""
 
     def send_ids(self, token_ids: Tensor) -> None:
         """Send the ids sampled in a step (int64 [n]) to the first stage. Does not wait. For the last stage."""
 
     def receive_ids(self, count: int) -> Tensor:
-        """The ids sampled in the oldest step not yet received: int64 [count], until the next call. Of the first stage;
-        no more than ``sizes.steps_in_flight`` of the steps that sample may be left."""
+        """Return the ids sampled in the oldest step not yet received: int64 [count], until the next call. Of the first
+        stage; no more than ``sizes.steps_in_flight`` of the steps that sample may be left."""
 
     def warm_up(self) -> None:
         """Load the kernels that the other methods launch; nothing is exchanged."""
@@ -81,7 +82,8 @@ class Inbox(Protocol):
     """Messages of one other stage."""
 
     def receive(self, length: int) -> Tensor:
-        """[length, ...]: the next message, for what is queued until the next call."""
+        """Return the hidden states of a step of so many tokens, from the stage before. They are the caller's, also to
+        be changed, until the next call."""
 
 
 class BoxedLink:

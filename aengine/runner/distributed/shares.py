@@ -53,11 +53,11 @@ class Part(NamedTuple):
     size: int
 
     def shape_in(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The part's shape, of a tensor of ``shape``."""
+        """Return the part's shape, of a tensor of ``shape``."""
         return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The part, contiguous; of a single range along the first dimension it is a view."""
+        """Return the part, contiguous; of a single range along the first dimension it is a view."""
         if not self.ranges:
             return tensor.narrow(self.dim, 0, 0)
         pieces = [tensor.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
@@ -74,7 +74,7 @@ NOTHING = Part(0, (), 0)
 
 
 def part_of(shares: Sequence[Share], dim: int, length: int) -> Part | None:
-    """The part of these shares, which lie one behind the other; None: all.
+    """Return the part of these shares, which lie one behind the other; None: all.
 
     Args:
         length: elements of dimension ``dim``; several elements of the shares may be in one of them (codes, scales)
@@ -100,7 +100,7 @@ def _scaled(place: int, length: int, total: int) -> int:
 
 
 def sizes(shares: Sequence[Share]) -> tuple[int, int]:
-    """(elements of this rank, of all) of shares that lie one behind the other."""
+    """Return (elements of this rank, of all) of shares that lie one behind the other."""
     return sum(share.size for share in shares), sum(share.total for share in shares)
 
 

@@ -25,8 +25,8 @@ class PipelineStage:
         return self.index == self.size - 1
 
     def layers(self, num_layers: int) -> range:
-        """Its layers, of ``num_layers``. Where they do not divide, stages in the middle have one more, since the first
-        has the embedding and the last the head."""
+        """Return the stage's layers, of ``num_layers``. Where they do not divide, stages in the middle have one more,
+        since the first has the embedding and the last the head."""
         least, more = divmod(num_layers, self.size)
         begin = (self.size - more) // 2  # the first stage with one more
         first = self.index * least + min(max(self.index - begin, 0), more)

@@ -92,5 +92,5 @@ class SymmetricMemory:
         """int64 [size]: where each rank's memory begins, as this one's kernels reach it."""
 
     def part(self, rank: int) -> Tensor:
-        """uint8 [num_bytes]: that rank's memory, as this one reaches it."""
+        """Return the memory of that rank, as this one reaches it: uint8 [num_bytes]."""
         return self._handle.get_buffer(rank, (self._num_bytes,), torch.uint8)

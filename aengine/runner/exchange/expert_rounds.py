@@ -64,8 +64,8 @@ class ExpertRounds(StepExchange):
             self._shape = self._shape_for(num_tokens, has_prompts=num_tokens > len(out.req_idx))
 
     def decode_size(self, graphs: CudaGraphManager | None, num_tokens: int) -> int | None:
-        """None for graphs of rows with several positions: the replicas of a round have different numbers of these, as
-        with prompts."""
+        """Return the size of the graph; None for graphs of rows with several positions: the replicas of a round have
+        different numbers of these, as with prompts."""
         return self._shape.decodes if graphs is self._graphs else None
 
     def batch_tokens(self, num_tokens: int) -> int | None:
@@ -77,8 +77,8 @@ class ExpertRounds(StepExchange):
         return ()
 
     def end(self) -> None:
-        """The step has been sampled. Until then it owns the graphs' memory, if there are any, so that rounds in which
-        this replica has no tokens had to wait: the host sends what it samples under, whatever becomes of them."""
+        """Release the graphs' memory after sampling. The step owned it until then, so that rounds in which this replica
+        has no tokens had to wait: the host sends what the step samples under, whatever becomes of the requests."""
         self._is_stepping = False
         joins, self._joins = self._joins, []
         for sizes, has_prompts in joins:

@@ -61,8 +61,9 @@ class Relay(StepExchange):
             self._hidden[:num_tokens].copy_(hidden)
 
     def received(self, num_tokens: int) -> tuple[Tensor, ...]:
-        """A copy, for layers change what they get. And it is a launch that waits for all before it, as layers need one
-        ahead of them (kernels/triton/launch.py): on the first stage that is the lookup of the embeddings."""
+        """Return a copy of the hidden states, for layers change what they get. The copy is also a launch that waits for
+        all before it, as layers need one ahead of them (kernels/triton/launch.py); on the first stage that is the
+        lookup of the embeddings."""
         return () if self._hidden is None else (self._hidden[:num_tokens].clone(),)
 
     def send(self, hidden: Tensor) -> None:

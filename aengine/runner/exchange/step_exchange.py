@@ -60,7 +60,7 @@ class StepExchange:
         """Note that the row belongs to another request from now on."""
 
     def begin_empty(self, out: SchedulerOutput) -> None:
-        """Called instead of `begin` in a step without requests."""
+        """Begin a step without requests; called instead of `begin`."""
 
     def begin(self, out: SchedulerOutput, rows: Rows, num_tokens: int) -> None:
         """Begin a step of ``num_tokens`` tokens of the requests in ``rows`` (host int64 [n]), which `end` ends."""
@@ -101,7 +101,7 @@ class StepExchange:
         """Pass on the first ``count`` ids that a graph has left in `sampled_ids`."""
 
     def end(self) -> None:
-        """Called when the step has been sampled."""
+        """End the step, which has been sampled."""
 
     def join(self, sizes: Sequence[int], has_prompts: bool) -> None:
         """Take part in steps of other replicas, of ``sizes`` tokens, while this one has none."""

@@ -96,13 +96,13 @@ class BatchGraphs:
         return sorted(missing, key=lambda shape: shape not in self._loaded)
 
     def tokens_for(self, num_tokens: int) -> int | None:
-        """The least number of tokens that holds so many; None if they are too many."""
+        """Return the least number of tokens of a graph that holds so many; None if there are too many."""
         place = bisect.bisect_left(self._tokens, num_tokens)
         return self._tokens[place] if place < len(self._tokens) else None
 
     def shape_for(self, plan: BatchPlan, num_tokens: int) -> BatchShape | None:
-        """The smallest shape of ``num_tokens``, one of `num_tokens` here, that holds the batch; None if there is no
-        memory for its graph.
+        """Return the smallest shape of ``num_tokens``, one of `num_tokens` here, that holds the batch; None if there is
+        no memory for its graph.
 
         With several ranks it is the shape all the same, op by op: those that have the graph exchange padded tensors.
         """
@@ -168,7 +168,8 @@ class BatchGraphs:
         send(columns, self._columns(shape))
 
     def _columns(self, shape: BatchShape) -> Tensor:
-        """Rows and query_lens: int64 [2, shape.num_reqs], without gaps, so that they are one copy."""
+        """Return the rows and query lengths, int64 [2, shape.num_reqs], in memory without gaps, so that they are one
+        copy."""
         return self._words[: 2 * shape.num_reqs].view(2, shape.num_reqs)
 
     def _step(self, shape: BatchShape) -> BatchOutputs:

@@ -55,7 +55,8 @@ _END_SIZES = (1, 4, 16, 64, 256)  # fewer than of decodes: most of an end is rea
 
 
 def graph_sizes(max_num_seqs: int, most: int = 512) -> list[int]:
-    """1, 2, 4, 8, then in steps of 8 to 64, of 16 to 256, of 32 from there on; ends with ``max_num_seqs`` itself."""
+    """Return 1, 2, 4, 8, then in steps of 8 to 64, of 16 to 256, of 32 from there on; ends with ``max_num_seqs``
+    itself."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most + 1, 32)]
     largest = min(max_num_seqs, most)
     return [size for size in sizes if size < largest] + [largest]
@@ -94,11 +95,11 @@ class DecodeModel(Protocol):
     """The computation of a step (runner/model_runner.py's Model and KvMemory together)."""
 
     def decode(self, inputs: DecodeInputs, rows: Tensor, *, has_several: bool = False) -> Tensor:
-        """Hidden states [n, hidden_size]; rows int64 [n]. ``has_several``: a row is named once for each of its
-        positions, which follow each other."""
+        """Return the hidden states [n, hidden_size] of rows int64 [n]. ``has_several``: a row is named once for each of
+        its positions, which follow each other."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """float32 [n, share]: of this rank's tokens."""
+        """Return the logits of this rank's tokens, float32 [n, share]."""
 
 
 class HalfDone(NamedTuple):
@@ -183,7 +184,7 @@ class DecodeStep:
         return prepare_decode(requests.token_ids, requests.scalars.words, COLUMNS, self._rows[:size])
 
     def forward(self, inputs: DecodeInputs, size: int) -> Tensor:
-        """Hidden states [size, hidden_size] of the rows that were set."""
+        """Return the hidden states [size, hidden_size] of the rows that were set."""
         return self._model.decode(inputs, self._rows[:size])
 
     def hold(self, hidden: Tensor, places: Tensor | None, rows: Rows, size: int) -> None:
@@ -208,7 +209,7 @@ class DecodeStep:
         return self._hidden
 
     def draw(self, logits: Tensor, inputs: DecodeInputs) -> tuple[Tensor, Tensor]:
-        """(ids int64 [n], checks float32 [n]) by temperature and seed alone, for float32 [n, share]."""
+        """Return (ids int64 [n], checks float32 [n]) by temperature and seed alone, for float32 [n, share]."""
         return self._sampler.vocabulary.draw(logits, inputs.temperature, inputs.seeds, inputs.sample_positions)
 
     def set_bitmasks(self, rows: Rows, bits: npt.NDArray[np.uint8] | None, size: int) -> None:
@@ -317,7 +318,7 @@ class CudaGraphManager:
         return len(self._graphs)
 
     def size_for(self, num_reqs: int) -> int | None:
-        """The smallest size that holds ``num_reqs``; None if there is none."""
+        """Return the smallest size that holds ``num_reqs``; None if there is none."""
         place = bisect.bisect_left(self._sizes, num_reqs)
         return self._sizes[place] if place < len(self._sizes) else None
 

@@ -104,14 +104,14 @@ class AttentionCall(Protocol):
     """Interface of the step's attention for layers (runner/attention/)."""
 
     def begin(self, positions: Tensor) -> None:
-        """Called once a step, before its first layer. positions: int64 [num_tokens]."""
+        """Prepare a step, once before its first layer. positions: int64 [num_tokens]."""
 
     def forward(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
-        """[num_tokens, num_heads * head_dim] for qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], which is
-        used up: normalised, rotated by position, written to the KV cache, attended to."""
+        """Return [num_tokens, num_heads * head_dim] for qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim],
+        which is used up: normalised, rotated by position, written to the KV cache, attended to."""
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[num_tokens, num_heads * value_dim]: k and v are written to the KV cache as they are, and attended to.
+        """Return [num_tokens, num_heads * value_dim]: k and v are written to the KV cache as they are, and attended to.
 
         The layer has normalised and rotated q and k; its ``q_norm``, ``k_norm`` and ``rope`` are not looked at.
 
@@ -122,8 +122,8 @@ class AttentionCall(Protocol):
         """
 
     def first_lens(self) -> Tensor | None:
-        """int32 [num_tokens]: how many tokens each token's request had when it got its row; None: no rotary embedding
-        of the model depends on it."""
+        """Return int32 [num_tokens]: how many tokens each token's request had when it got its row; None: no rotary
+        embedding of the model depends on it."""
 
     def states(self, index: int) -> LayerStates:
         """Return the states that layer ``index`` keeps, of the step's requests: it reads and writes them itself."""

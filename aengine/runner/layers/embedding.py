@@ -35,7 +35,7 @@ class Embedding:
         put_into(self, "table", tensor.to(self._table_dtype))
 
     def __call__(self, input_ids: Tensor) -> Tensor:
-        """[num_tokens, hidden_size] in the activations' dtype, a new tensor; input_ids: int64 [num_tokens]."""
+        """Return [num_tokens, hidden_size] in the activations' dtype, a new tensor; input_ids: int64 [num_tokens]."""
         rows = self._sum_of_rows(input_ids) if self._is_divided else self.table.index_select(0, input_ids)
         rows = rows.to(self._dtype)
         return rows if self._scale == 1.0 else rows.mul_(self._scale)

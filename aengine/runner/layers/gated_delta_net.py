@@ -123,7 +123,7 @@ class GatedDeltaNet:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: LayerStates) -> Tensor:
-    """float32 [num_tokens, num_value_heads, value_dim]."""
+    """Return float32 [num_tokens, num_value_heads, value_dim]."""
     out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
     memory, n = states.tensors[_NAME], states.num_decodes
     if n:

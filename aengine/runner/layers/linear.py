@@ -51,7 +51,7 @@ def part_of_matrix(
 
 
 def shape_on_rank(stored: StoredTensor, part: Part | None, num_rows: int) -> tuple[int, ...]:
-    """The shape of what a rank keeps of a tensor; of a number, that number for each of the matrix' rows."""
+    """Return the shape of what a rank keeps of a tensor; of a number, that number for each of the matrix' rows."""
     if stored.shape == ():
         return (num_rows, 1)
     return stored.shape if part is None else part.shape_in(stored.shape)
@@ -131,7 +131,7 @@ class Linear:
                 self.weight = weights[0] if len(weights) == 1 else WeightsBelow(weights)
 
     def multiply(self, x: Tensor) -> Tensor:
-        """[n, out_features]; divided by input features, this rank's part of the sum."""
+        """Return [n, out_features]; where input features are divided, this rank's part of the sum."""
         return self.weight.multiply(x)
 
     def after_norm(self, x: Tensor, norm: Norm, out_dtype: torch.dtype | None = None) -> Tensor:

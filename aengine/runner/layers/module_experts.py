@@ -29,12 +29,12 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 def can_run_experts(module: Any) -> bool:
-    """Whether `run_experts` computes what the module does: all but norms of each expert's output, and shards."""
+    """Return whether `run_experts` computes what the module does: all but norms of each expert's output, and shards."""
     return not (getattr(module, "has_post_expert_norm", False) or getattr(module, "_is_expert_parallel", False))
 
 
 def run_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """[n, hidden_size]: the weighted sums over each row's experts.
+    """Return [n, hidden_size]: the weighted sums over each row's experts.
 
     Args:
         hidden_states: [n, hidden_size]
@@ -63,7 +63,7 @@ def _matrices(module: Any, name: str) -> ExpertMatrices:
 
 
 def _gate(module: Any) -> ExpertGate | None:
-    """The module's gate, if the products can do it; a class with a gate of its own is asked between them."""
+    """Return the module's gate, if the products can do it; a class with a gate of its own is asked between them."""
     activation = _ACTIVATIONS.get(type(getattr(module, "act_fn", None)).__name__)
     is_usual = getattr(type(module)._apply_gate, "__name__", "") == "_default_apply_gate"
     if not module.has_gate or activation is None or not is_usual:

@@ -93,7 +93,7 @@ class QKNorm:
             before.copy_(own)
 
     def __call__(self, qkv: Tensor) -> Tensor:
-        """``qkv`` [num_tokens, features of q, k and v] with q and k normalised."""
+        """Return ``qkv`` [num_tokens, features of q, k and v] with q and k normalised."""
         *parts, v = qkv.split([*self._sizes, qkv.shape[1] - sum(self._sizes)], 1)
         if self._group.size == 1:
             normed = [rms_norm(x, self._of(i), self._eps) for i, x in enumerate(parts)]

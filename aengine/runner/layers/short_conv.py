@@ -43,7 +43,7 @@ class ShortConv:
         put_into(self, "bias", tensor.float())
 
     def __call__(self, x: Tensor, states: LayerStates) -> Tensor:
-        """[num_tokens, channels] for x of that shape."""
+        """Return [num_tokens, channels] for x of that shape."""
         memory, n, parts = states.tensors[_NAME], states.num_decodes, []
         if n:
             parts.append(conv_of_tokens(x[:n], self.weight, self.bias, memory, states.pages, states.begins))

@@ -60,7 +60,7 @@ class LayerStates:
         return len(self.pages)
 
     def read(self, name: str) -> Tensor:
-        """[n, *shape]: a copy of the states of the leading requests; zero where one begins."""
+        """Return [n, *shape]: a copy of the states of the leading requests; zero where one begins."""
         states = self.tensors[name].index_select(0, self.pages)
         # Filled and not multiplied by 0: what another request left in the page may be NaN.
         return states.masked_fill_(self.begins.view(-1, *[1] * (states.dim() - 1)), 0)
@@ -71,8 +71,8 @@ class LayerStates:
         tensor.index_copy_(0, self.pages, states.to(tensor.dtype))
 
     def of(self, span: StateSpan, name: str) -> Tensor:
-        """[*shape]: a request's state, a view of the memory, to be changed in place; zero if the request begins. To be
-        called once a step."""
+        """Return a request's state [*shape], a view of the memory that is changed in place; zero if the request begins.
+        Call it once a step."""
         state = self.tensors[name][span.page]
         return state.zero_() if span.begins else state
 
@@ -93,8 +93,8 @@ def state_rows_of_decodes(block_table: Tensor, rows: Tensor, seq_lens: Tensor, s
 def state_rows_of_batch(
     decodes: StateRows, query_lens: Sequence[int], seq_lens: Sequence[int], pages: Sequence[int] | npt.NDArray[np.int64]
 ) -> StateRows:
-    """``decodes`` and the requests that follow them. ``query_lens`` (tokens in this step), ``seq_lens`` (in all) and
-    ``pages``: host [num_reqs], of all requests of the batch."""
+    """Return the rows of ``decodes`` and of the requests that follow them. ``query_lens`` (tokens in this step),
+    ``seq_lens`` (in all) and ``pages``: host [num_reqs], of all requests of the batch."""
     first = len(decodes.pages)
     spans, start = [], first
     for length, seq_len, page in zip(query_lens[first:], seq_lens[first:], pages[first:], strict=True):

@@ -37,8 +37,8 @@ class CausalLM(Protocol):
         """
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """float32 [n, vocabulary.size] for n rows of what `forward` returns: the logits of this rank's tokens, behind
-        which -inf fills up what it lacks."""
+        """Return float32 [n, vocabulary.size] for n rows of what `forward` returns: the logits of this rank's tokens,
+        behind which -inf fills up what it lacks."""
 
     def final_hidden(self, hidden: Tensor) -> Tensor:
-        """[n, hidden_size], after the last norm, for n rows of what `forward` returns."""
+        """Return [n, hidden_size], after the last norm, for n rows of what `forward` returns."""

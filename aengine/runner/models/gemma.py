@@ -62,7 +62,7 @@ class GemmaConfig(ModelConfig):
 
 
 def _settings_1(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The first release says "gelu" and was trained with its approximation."""
+    """Return the first release's settings: it says "gelu" and was trained with the approximation by tanh."""
     return {**_DEFAULTS_1, **hf, "hidden_activation": "gelu_pytorch_tanh"}
 
 
@@ -71,7 +71,7 @@ def _settings_2(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gemma3_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings in the spelling of transformers 5: ``rope_parameters`` for each type of layers."""
+    """Return the settings in the spelling of transformers 5: ``rope_parameters`` for each type of layers."""
     keys = ConfigReader(hf)
     pattern = keys.integer("sliding_window_pattern", keys.integer("_sliding_window_pattern", 6))
     settings = {
@@ -96,7 +96,7 @@ def gemma3_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layer_types(hf: Mapping[str, Any], pattern: int) -> list[str]:
-    """Every ``pattern``-th layer sees all tokens."""
+    """Return the type of each layer: every ``pattern``-th sees all tokens, the others a window."""
     layers = ConfigReader(hf).integer("num_hidden_layers")
     return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)]
 

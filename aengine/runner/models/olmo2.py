@@ -36,8 +36,8 @@ class Olmo2Config(ModelConfig):
 
 
 def _settings_3(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings in the spelling of transformers 5: ``rope_parameters`` for each type of layers. In the older one a
-    scaling is that of full attention alone."""
+    """Return the settings in the spelling of transformers 5: ``rope_parameters`` for each type of layers. In the older
+    spelling a scaling is that of full attention alone."""
     keys = ConfigReader(hf, _DEFAULTS_3)
     types = keys.layer_types(("full_attention", "sliding_attention")) or [
         "full_attention" if i % 4 == 3 else "sliding_attention" for i in range(keys.integer("num_hidden_layers"))

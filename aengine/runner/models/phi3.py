@@ -27,7 +27,7 @@ class Phi3Config(ModelConfig):
 
 
 def _with_longrope_named(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Early releases call longrope "su" or "yarn"."""
+    """Rename rope types "su" and "yarn", as early releases call it, to "longrope"."""
     keys = ConfigReader(hf)
     key = "rope_parameters" if keys.mapping("rope_parameters") else "rope_scaling"
     scaling = keys.mapping(key)

@@ -33,8 +33,8 @@ def choose_platform(device: str) -> Platform:
 
 
 def _find_any(index: str) -> Platform | Unavailable:
-    """``index``: of the device among those of its platform; "": the first. Unavailable: there are some, but not so many
-    ones."""
+    """Find a GPU, else the CPU's platform. ``index``: number of the device in its platform; "": the first. Returns
+    Unavailable if there are GPUs, but not so many."""
     gpu = CudaPlatform.find(f"cuda:{index}" if index else "cuda")
     if not isinstance(gpu, Unavailable):
         return gpu
@@ -56,7 +56,7 @@ def _find_any(index: str) -> Platform | Unavailable:
 
 
 def _class_of(name: str) -> type[Platform]:
-    """Raises ModelLoadError if it can't be imported."""
+    """Import the platform's class. Raises ModelLoadError if it can't be imported."""
     target = target_of(PLATFORMS, name)
     if target is None:
         known = ", ".join(map(repr, registered(PLATFORMS)))

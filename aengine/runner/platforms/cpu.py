@@ -41,7 +41,8 @@ class CpuPlatform:
         pass
 
     def choose_dtype(self, setting: str, checkpoint_dtype: str) -> str:
-        """The setting itself: what "auto" is depends on what the CPU's kernels are good at, see `choose_formats`."""
+        """Return the setting itself, also "auto", which depends on what the CPU's kernels are good at, see
+        `choose_formats`."""
         return setting
 
     def choose_attention(self, config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype) -> AttentionBackend:

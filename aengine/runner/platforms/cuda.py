@@ -52,7 +52,7 @@ class CudaPlatform:
 
     @classmethod
     def find(cls, setting: str) -> CudaPlatform | Unavailable:
-        """``setting``: "cuda", for the first, or "cuda:N"."""
+        """Find the device of ``setting``: "cuda" for the first, or "cuda:N"."""
         with warnings.catch_warnings(record=True) as caught:  # torch says there why it sees none
             warnings.simplefilter("always")
             available = torch.cuda.is_available()
@@ -100,8 +100,8 @@ class CudaPlatform:
     # -- choices
 
     def choose_dtype(self, setting: str, checkpoint_dtype: str) -> str:
-        """The setting ``dtype``, "auto" resolved: the checkpoint's own 16-bit format, else bfloat16; float16 on a GPU
-        that has no bfloat16.
+        """Return the setting ``dtype``, "auto" resolved: the checkpoint's own 16-bit format, else bfloat16; float16 on
+        a GPU that has no bfloat16.
 
         Raises ModelLoadError if bfloat16 was asked for and the GPU has none.
         """
@@ -272,7 +272,7 @@ def _reason(driver: str | None, warning: str) -> str:
 
 
 def driver_version() -> str | None:
-    """Version of the loaded NVIDIA driver, such as "580.65"; None: there is none."""
+    """Return the version of the loaded NVIDIA driver, such as "580.65"; None if there is none."""
     try:
         words = _DRIVER_VERSION.read_text().split()
     except OSError:

@@ -26,7 +26,7 @@ class Event(Protocol):
     """A point in a device's queue of work."""
 
     def query(self) -> bool:
-        """Whether the device has reached this point."""
+        """Return whether the device has reached this point."""
 
     def synchronize(self) -> None:
         """Block until the device has reached this point."""
@@ -90,7 +90,8 @@ class Platform(Protocol):
 
     @classmethod
     def find(cls, setting: str) -> Platform | Unavailable:
-        """The device of ``setting``, the platform's name with perhaps ":" and an index, checked to compute at all."""
+        """Return the device of ``setting``, the platform's name with perhaps ":" and an index, checked to compute at
+        all."""
 
     def check(self) -> None:
         """Raise ModelLoadError, one line with its cure, if something beside the device keeps kernels from running."""
@@ -101,7 +102,7 @@ class Platform(Protocol):
     # -- choices
 
     def choose_dtype(self, setting: str, checkpoint_dtype: str) -> str:
-        """The setting ``dtype``, with "auto" resolved as far as the device decides it. Raises ModelLoadError."""
+        """Return the setting ``dtype``, with "auto" resolved as far as the device decides it. Raises ModelLoadError."""
 
     def choose_attention(self, config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype) -> AttentionBackend:
         """Choose the attention backend, which also makes the KV cache. Raises ModelLoadError."""
@@ -112,7 +113,7 @@ class Platform(Protocol):
         """Return the device's memory, and who has taken it, in bytes."""
 
     def memory_taken(self) -> int:
-        """Bytes that this process has taken on the device; from any thread, also while it computes."""
+        """Return the bytes that this process has taken on the device; from any thread, also while it computes."""
 
     def release_cached(self) -> None:
         """Release the memory that torch has cached."""
@@ -122,7 +123,7 @@ class Platform(Protocol):
         included."""
 
     def can_read(self, other: torch.device) -> bool:
-        """Whether the device reads and writes the memory of ``other``, one of the same platform, by itself."""
+        """Return whether the device reads and writes the memory of ``other``, one of the same platform, by itself."""
 
     def share(self, memory: Tensor) -> bool:
         """Let the device read and write this host memory by itself, until the process ends. Returns whether it can."""

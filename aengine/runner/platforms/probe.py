@@ -27,10 +27,9 @@ __all__ = ["probe"]
 
 
 def probe() -> dict[str, Any]:
-    """Keys as below. ``gpu``: the first one; ``gpu_names``: of all; ``gpus_apart``: the pairs of them, by index, of
-    which one can't read the other's memory. ``gpu_problem``, ``triton_problem``, ``cpu_problem``: "" or one line with
-    its cure.
-    """
+    """Return keys as below. ``gpu``: the first one; ``gpu_names``: of all; ``gpus_apart``: the pairs of them, by index,
+    of which one can't read the other's memory. ``gpu_problem``, ``triton_problem``, ``cpu_problem``: "" or one line
+    with its cure."""
     config = EngineConfig(model="-")  # the defaults are what is wanted of it
     torch.set_num_threads(num_worker_threads(config))
     report: dict[str, Any] = {

@@ -22,7 +22,8 @@ def attend(
     reach: int | None = None,
     biases: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """[num_tokens, num_heads * head_dim] for q, k, v [num_tokens, num_heads, head_dim], scaled by head_dim ** -0.5.
+    """Return [num_tokens, num_heads * head_dim] for q, k, v [num_tokens, num_heads, head_dim], scaled by head_dim **
+    -0.5.
 
     ``reach``: how many tokens to either side a query sees; None: all. ``biases``: of each group, float
     [num_heads, length, length], added to the scores.
@@ -38,7 +39,7 @@ def attend(
 
 
 def _padded(x: Tensor, group: PaddedTexts) -> Tensor:
-    """[num_texts, length, num_heads, head_dim] for the group's tokens."""
+    """Return [num_texts, length, num_heads, head_dim] for the group's tokens."""
     if group.places is not None:
         x = x.new_zeros((group.num_texts * group.length, *x.shape[1:])).index_copy_(0, group.places, x)
     return x.unflatten(0, (group.num_texts, group.length))

@@ -67,15 +67,15 @@ class EncoderBatch:
         self.groups = list(_groups(lengths.tolist(), device, tolerance))
 
     def first(self, hidden: Tensor) -> Tensor:
-        """[num_texts, hidden_size]: of each text's first token."""
+        """Return [num_texts, hidden_size]: of each text's first token."""
         return hidden.index_select(0, self._ends[0])
 
     def last(self, hidden: Tensor) -> Tensor:
-        """[num_texts, hidden_size]: of each text's last token."""
+        """Return [num_texts, hidden_size]: of each text's last token."""
         return hidden.index_select(0, self._ends[1])
 
     def mean(self, hidden: Tensor) -> Tensor:
-        """float32 [num_texts, hidden_size]: over each text's tokens."""
+        """Return float32 [num_texts, hidden_size]: over each text's tokens."""
         if self.device.type == "cpu":
             return torch.segment_reduce(hidden.float(), "mean", lengths=self._ends[2])
         owner = torch.repeat_interleave(self._ends[2], output_size=len(hidden))
@@ -83,7 +83,7 @@ class EncoderBatch:
         return sums.index_add_(0, owner, hidden.float()) / self._ends[2][:, None]
 
     def biases(self, make: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """``make(distances)`` for each group: int64 [length, length], of the key behind the query."""
+        """Return ``make(distances)`` for each group: int64 [length, length], of the key behind the query."""
         found = []
         for group in self.groups:
             places = torch.arange(group.length, device=self.device)

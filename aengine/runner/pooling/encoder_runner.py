@@ -66,7 +66,7 @@ class EncoderRunner:
         self._answer = AsyncOutput(out.step_id, len(requests), NO_ROWS, source, errors, side=side)
 
     def _compute(self, requests: list[NewRequest]) -> Tensor:
-        """float32 [n, size]."""
+        """Return float32 [n, size]."""
         batch = EncoderBatch(
             [request.token_ids for request in requests],
             [AskedPooling.of(request).num_first_tokens for request in requests],

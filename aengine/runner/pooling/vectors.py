@@ -48,7 +48,7 @@ class VectorLayers:
         return self._dense[-1].weight.shape[0] if self._dense else hidden_size
 
     def finish(self, pooled: Tensor) -> Tensor:
-        """float32 [n, size] for [n, hidden_size]."""
+        """Return float32 [n, size] for [n, hidden_size]."""
         pooled = pooled.float()
         for layer in self._dense:
             pooled = layer(pooled)

@@ -30,7 +30,7 @@ _OVERLOADED = 529
 
 
 def is_for_anthropic(path: str) -> bool:
-    """Whether a path of the application is one of Anthropic's interface."""
+    """Return whether a path of the application is one of Anthropic's interface."""
     return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 

@@ -233,7 +233,7 @@ class MessagesBody(CountBody, RequestBody):
     fallback_credit_token: Ignored = None
 
     def params(self) -> SamplingParams:
-        """Raises HTTPError 400 and InvalidRequestError."""
+        """Return the sampling parameters of the body. Raises HTTPError 400 and InvalidRequestError."""
         asked = self.output_config and self.output_config.format
         if asked and self.output_format:
             message = "give output_config.format or output_format, not both"

@@ -132,7 +132,7 @@ class EntryWriter:
 
 
 def rows_of(logprobs: Iterable[tuple[Logprob, ...]]) -> Iterable[TokenRow]:
-    """The rows of a whole completion, whose entries begin with the token itself."""
+    """Return the rows of a whole completion, whose entries begin with the token itself."""
     return ((row[0].token_id, row[0].logprob, row[1:]) for row in logprobs if row)
 
 

@@ -233,7 +233,7 @@ class _ChunkWriter:
         self._events.append(f'data: {self._head},"choices":[],"usage":{dumps(usage)}}}\n\n')
 
     def _role(self, choice: int) -> str:
-        """The role, of the first chunk of a choice."""
+        """Return the role, of the first chunk of a choice."""
         if choice in self._begun:
             return ""
         self._begun.add(choice)

@@ -51,7 +51,7 @@ class EmbeddingBody(PoolingBody):
         return {"inputs": "input"}
 
     def request(self) -> PoolingRequest:
-        """Raises HTTPError 400 and InvalidRequestError."""
+        """Return the pooling request of the body. Raises HTTPError 400 and InvalidRequestError."""
         if not self.input:
             raise HTTPError(400, "input is empty: give it at least one text", code="invalid_value", param="input")
         is_one = isinstance(self.input, str) or isinstance(self.input[0], int)
@@ -164,7 +164,7 @@ def _data(vectors: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _bytes(row: NDArray[np.float32]) -> bytes:
-    """Float32, the least significant byte first, whatever the machine's order."""
+    """Return float32, the least significant byte first, whatever the machine's order."""
     return row.astype("<f4").tobytes()
 
 

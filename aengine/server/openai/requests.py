@@ -389,7 +389,7 @@ class CompletionBody(_ChoicesBody):
         return prompts
 
     def params(self) -> SamplingParams:
-        """Raises HTTPError 400 and InvalidRequestError."""
+        """Return the sampling parameters of the body. Raises HTTPError 400 and InvalidRequestError."""
         if self.best_of is not None and self.best_of != (1 if self.n is None else self.n):
             raise HTTPError(400, "best_of must be as n: choose the best of n completions yourself", param="best_of")
         if len(self.prompts) * (self.n or 1) > MAX_PROMPTS:
@@ -441,7 +441,7 @@ class ChatBody(_ChoicesBody):
     web_search_options: Refused = None
 
     def params(self) -> SamplingParams:
-        """Raises HTTPError 400 and InvalidRequestError."""
+        """Return the sampling parameters of the body. Raises HTTPError 400 and InvalidRequestError."""
         if self.top_logprobs and not self.logprobs:
             raise HTTPError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
         return self.sampling_params(
@@ -481,7 +481,7 @@ class ChatBody(_ChoicesBody):
 
 
 def any_strict(tools: Sequence[dict[str, Any]] | None) -> bool:
-    """Whether one of the tools says ``"strict": true``."""
+    """Return whether one of the tools says ``"strict": true``."""
     functions = [tool.get("function", tool) for tool in tools or ()]
     return any(isinstance(function, dict) and function.get("strict") is True for function in functions)
 

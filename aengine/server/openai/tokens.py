@@ -35,7 +35,7 @@ class TokenizeBody(Body):
         return {"text": "prompt"}
 
     def check(self) -> None:
-        """Raises HTTPError 400."""
+        """Raise HTTPError 400."""
         if (self.prompt is None) == (self.messages is None):
             raise HTTPError(400, "give either prompt, a text, or messages, a chat", param="prompt")
         if self.messages is not None and self.add_special_tokens:

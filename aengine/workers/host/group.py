@@ -247,8 +247,8 @@ class WorkerGroup:
         self._publisher = None
 
     def vitals(self) -> Vitals:
-        """What all show of themselves. A heartbeat of the group is one of each: ranks begin to beat when each is ready,
-        and one that was stopped for a while has fewer than the others for ever."""
+        """Return what all ranks show of themselves. A heartbeat of the group is one of each rank: ranks begin to beat
+        when each is ready, and a rank that was stopped for a while has fewer than the others for ever."""
         beats = [worker.channel.num_heartbeats for worker in self._workers]
         if len(beats) != len(self._beats):
             self._beats = beats
@@ -268,7 +268,7 @@ class WorkerGroup:
         return f"worker {worker.rank} (pid {worker.pid})"
 
     def memory(self) -> tuple[int, int]:
-        """Bytes that all have: resident, and on their devices; the latter is some seconds old."""
+        """Return the bytes that all ranks have, resident and on their devices; the latter are some seconds old."""
         return (
             sum(worker.resident_bytes() for worker in self._workers),
             sum(worker.channel.device_bytes for worker in self._workers),

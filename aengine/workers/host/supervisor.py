@@ -97,7 +97,8 @@ class WorkerProcess:
             raise
 
     def _command(self, config: EngineConfig, target: str) -> list[str]:
-        """argv of the child: -P and a file of ours, so that nothing in its working directory can shadow a module."""
+        """Return the child's argv: -P and a file of this package, so that nothing in its working directory can shadow a
+        module."""
         package_parent = str(PACKAGE_FOLDER.parent)
         search_path = [package_parent, *(folder for folder in sys.path if os.path.isabs(folder))]
         return [
@@ -218,7 +219,7 @@ class WorkerProcess:
         return self._ended.is_set()
 
     def kill(self) -> None:
-        """SIGKILL. Immediate, idempotent, from any thread and state; the watch thread reaps.
+        """Send SIGKILL. Immediate, idempotent, from any thread and state; the watch thread reaps the child.
 
         Does nothing in a fork of the host: the worker is not the fork's.
         """

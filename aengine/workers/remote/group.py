@@ -126,7 +126,8 @@ class RemoteGroup(WorkerGroup):
                 connection.close()
 
     def _connect_all(self, nodes: Sequence[StartedNode], token: bytes) -> list[socket.socket]:
-        """Blocking. Raises EngineError when a node can't be reached, or is another; or after `close`."""
+        """Connect to all nodes; blocking. Raises EngineError when a node can't be reached or is another, and after
+        `close`."""
         for node in nodes:
             connection = _connect(node, token)
             with self._lock:
@@ -175,7 +176,7 @@ class RemoteWorker:
         return ""
 
     def resident_bytes(self) -> int:
-        """The process' resident memory, as its node has told last."""
+        """Return the process' resident memory, as its node told last."""
         return 0 if self._exit.done() else self.resident
 
     def note_end(self) -> None:
@@ -218,7 +219,7 @@ class RemoteChannel:
         """Do nothing: a connection has no name in /dev/shm."""
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether `try_publish` would send so many bytes now. Raises EngineClosedError."""
+        """Return whether `try_publish` would send so many bytes now. Raises EngineClosedError."""
         self._check_open()
         return not self._link.link.is_congested
 

@@ -210,12 +210,13 @@ def _needs(config: EngineConfig, device: str) -> dict[str, float]:
 
 
 def _device_of(rank: Rank, device: str) -> str:
-    """Ray shows each stage its own GPUs only."""
+    """Return the rank's device, counted among the GPUs of its stage: Ray shows each stage its own alone."""
     return device if device == "cpu" else f"{device}:{rank.tp_rank}"
 
 
 def unfit(need: Mapping[str, float], count: int, nodes: Sequence[Mapping[str, float]]) -> str:
-    """Why machines with these resources, were they free, have no room for ``count`` bundles; "" if they have."""
+    """Return why machines with these resources, were they free, have no room for ``count`` bundles; "" if they have
+    room."""
     room = sum(min(int(node.get(name, 0) // amount) for name, amount in need.items()) for node in nodes)
     if room >= count:
         return ""
@@ -233,7 +234,7 @@ def _shown(resources: Mapping[str, float]) -> str:
 
 
 def _awaited(ray: Any, answer: Any, until: float, check_wanted: Callable[[], None]) -> dict[str, Any]:
-    """Raises EngineError when an actor takes too long, and what Ray raises."""
+    """Return the answer of an actor. Raises EngineError when it takes too long, and what Ray raises."""
     while True:
         check_wanted()
         try:
@@ -248,7 +249,8 @@ def _awaited(ray: Any, answer: Any, until: float, check_wanted: Callable[[], Non
 
 
 def _started(ranks: Sequence[Rank], answer: Mapping[str, Any]) -> StartedNode:
-    """Raises EngineError when the node says that it has failed, or is not this host's kind."""
+    """Return the node that started. Raises EngineError when the node says that it has failed, or has another
+    version."""
     if answer["version"] != __version__:
         raise EngineError(
             f"a machine of the Ray cluster has aengine {answer['version']}, and this one {__version__}: install "

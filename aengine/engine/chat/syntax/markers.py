@@ -35,7 +35,7 @@ class Markers:
 
     @classmethod
     def of(cls, names: Iterable[str], token_id: TokenId) -> Markers:
-        """Those of the names that the vocabulary has, longest first."""
+        """Return those of the names that the vocabulary has, longest first."""
         found = {name: token_id(name) for name in sorted(set(names), key=lambda name: (-len(name), name))}
         return cls(tuple((name, known) for name, known in found.items() if known is not None))
 

@@ -172,7 +172,7 @@ class LLGuidanceBackend:
             self._executor = None
 
     def executor(self) -> llguidance.LLExecutor | None:
-        """Threads that compute masks, started when first needed; None when there is one core to use."""
+        """Return the threads that compute masks, started when first needed; None when there is one core to use."""
         if self._fill_threads < 2:
             return None
         with self._lock:
@@ -212,7 +212,8 @@ class LLGuidanceBackend:
 
 
 def _steps(token_ids: list[int]) -> list[list[int]]:
-    """The first few one by one, then all up to the last, and that."""
+    """Return the ids in the steps in which they are tried: the first few one by one, then all up to the last, then the
+    last."""
     few = min(_MAX_FIRST_MASKS, max(0, len(token_ids) - 1))
     steps = [[token_id] for token_id in token_ids[:few]] + [token_ids[few:-1], token_ids[-1:]]
     return [step for step in steps if step]

@@ -135,7 +135,8 @@ def _regex(part: Regex) -> str:
 
 
 def _pattern(pattern: str, about: str = "the pattern of a text") -> str:
-    """Raises GrammarError if the pattern ends in the midst of an escape: it would take what comes after it."""
+    """Return the pattern as a regex literal of Lark. Raises GrammarError if it ends in the midst of an escape, which
+    would take what comes after it."""
     written = []
     for match in _REGEX_ATOM.finditer(pattern):
         atom = match[0]

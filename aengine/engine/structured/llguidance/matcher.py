@@ -140,7 +140,7 @@ class LLGuidanceMatcher:
         return self._ended or (self._inner.is_stopped() and not self._inner.is_error())
 
     def _is_plain(self, token_ids: Sequence[int]) -> bool:
-        """Whether it is one token, and not the end."""
+        """Return whether the step is one token, and not the end-of-sequence token."""
         if len(token_ids) != 1 or self._ended or token_ids[0] in self._backend.eos_ids:
             return False
         return 0 <= token_ids[0] < self._backend.vocabulary.vocab_size

@@ -83,7 +83,7 @@ class Trials:
                 process.kill()
 
     def _start(self, grammar: str) -> subprocess.Popen[bytes]:
-        """Raises OSError."""
+        """Start a child process that compiles ``grammar``. Raises OSError."""
         search_path = [str(PACKAGE_FOLDER.parent), *(folder for folder in sys.path if os.path.isabs(folder))]
         command = [_interpreter(), "-P", str(Path(__file__).with_name("child.py")), str(os.getpid()), str(MAX_BYTES)]
         command.append(os.pathsep.join(search_path))

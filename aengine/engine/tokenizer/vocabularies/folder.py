@@ -46,7 +46,7 @@ _CURE = (
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether the folder has one of the files of a tokenizer."""
+    """Return whether the folder has one of the files of a tokenizer."""
     return _file_in(folder) is not None
 
 
@@ -118,7 +118,8 @@ def _read_encoder(path: Path) -> tokenizers.Tokenizer:
 
 
 def _growth(part: Any) -> float:
-    """How many times as long a text may become by a step of tokenizer.json, about; steps that replace nothing are 1."""
+    """Return how many times as long a text may become by a step of tokenizer.json, about; 1 for steps that replace
+    nothing."""
     steps = [step for key in ("normalizers", "decoders", "processors") for step in part.get(key, ())]
     own = len(part.get("prepend", "")) + 1.0
     if part["type"] == "Replace":
@@ -156,7 +157,7 @@ def _from_vocab(path: Path, settings: ValueReader, special_tokens: dict[str, str
 
 
 def _check_class(path: Path, settings: ValueReader, known: tuple[str, ...]) -> None:
-    """Raises ModelLoadError where the class that the settings name makes other ids of the file's."""
+    """Raise ModelLoadError where the tokenizer class that the settings name makes other ids of the same file."""
     name = settings.text("tokenizer_class")
     plain = name.removesuffix("Backend").removesuffix("Fast").removesuffix("Tokenizer")
     if plain not in known or settings.raw("auto_map"):

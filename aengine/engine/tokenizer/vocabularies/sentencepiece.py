@@ -85,7 +85,8 @@ class SentencePieces:
         )
 
     def _merges(self) -> list[tuple[str, str]]:
-        """SentencePiece joins the neighbours whose union scores highest, none to a control token or a byte."""
+        """Return all merges in the order in which SentencePiece joins: the neighbours whose union scores highest first;
+        none makes a control token or a byte."""
         vocab = first_ids(self.tokens)
         apart = (UNKNOWN, CONTROL, USER_DEFINED, BYTE)
         joined = {token: i for token, i in vocab.items() if self.kinds[i] not in apart}

@@ -29,7 +29,7 @@ GGUF_ENCODERS = {"nomic-bert": "nomic_bert"}
 
 
 def is_encoder(hf_config: Mapping[str, Any]) -> bool:
-    """Whether the model is of a family of encoders, and no decoder of its kind."""
+    """Return whether the model is of a family of encoders, and no decoder of its kind."""
     keys = ValueReader(hf_config)
     model_type = keys.text("model_type")
     if model_type == "gemma3_text":

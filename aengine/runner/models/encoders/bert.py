@@ -75,7 +75,7 @@ def make_bert_layer(
     out: str = "output.dense",
     norm: str = "output.LayerNorm",
 ) -> PostNormLayer:
-    """A layer under BERT's names. ``qkv``, ``out``, ``norm``: those of its attention, below "attention"."""
+    """Return a layer under BERT's names. ``qkv``, ``out``, ``norm``: those of its attention, below "attention"."""
     size, eps, attention = config.hidden_size, config.norm_eps, weights.at("attention")
     return PostNormLayer(
         num_heads=config.num_heads,

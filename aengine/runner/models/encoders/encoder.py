@@ -83,7 +83,8 @@ class EncoderConfig:
 
 
 def _positions(keys: ConfigReader, first_position: int) -> int:
-    """The tokens of the longest text: what its table of positions has from the first one on."""
+    """Return the length of the longest text in tokens: the rows of the table of positions from the first position
+    on."""
     rows = keys.integer("max_position_embeddings")
     if rows <= first_position:
         raise keys.error(
@@ -110,11 +111,11 @@ class Encoder(ABC, Generic[Config]):
 
     @abstractmethod
     def forward(self, batch: EncoderBatch) -> Tensor:
-        """[num_tokens, hidden_size]: the hidden states of all texts."""
+        """Return [num_tokens, hidden_size]: the hidden states of all texts."""
 
     @abstractmethod
     def classify(self, hidden: Tensor, batch: EncoderBatch) -> Tensor:
-        """[num_texts, num_labels]: logits of the head, for what `forward` returns."""
+        """Return [num_texts, num_labels]: logits of the head, for what `forward` returns."""
 
 
 class ClassificationHead:

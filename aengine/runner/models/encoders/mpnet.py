@@ -51,7 +51,7 @@ class MPNet(Roberta[MPNetConfig]):
         return batch.biases(self._bias)
 
     def _bias(self, distance: Tensor) -> Tensor:
-        """[num_heads, length, length] for int64 distances [length, length], of the key behind the query."""
+        """Return [num_heads, length, length] for int64 distances [length, length], of the key behind the query."""
         half = self.config.num_buckets // 2
         near, far = half // 2, distance.abs()
         log = torch.log(far.clamp(min=1).float() / near) / math.log(FARTHEST / near)

@@ -30,7 +30,7 @@ class Listener(Protocol):
     """Receiver of the calls of a model's attention modules."""
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        """[num_tokens, num_heads, value_dim] for q, k, v [num_tokens, heads, size]."""
+        """Return [num_tokens, num_heads, value_dim] for q, k, v [num_tokens, heads, size]."""
 
     def first_lens(self) -> Tensor | None:
         """See `AttentionCall`."""
@@ -57,7 +57,8 @@ def register() -> None:
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """query, key, value: [1, heads, num_tokens, size]; the outcome is [1, num_tokens, num_heads, value_dim]."""
+    """Compute attention as transformers calls it. query, key, value: [1, heads, num_tokens, size]; returns [1,
+    num_tokens, num_heads, value_dim]."""
     listener: Listener = module.aengine_listener  # type: ignore[assignment]
     assert listener is not None, "nobody listens to the model's attention"
     q, k, v = (t.squeeze(0).transpose(0, 1) for t in (query, key, value))

@@ -153,7 +153,7 @@ def check_batch(model: Any, vocab_size: int, longest: int, compute: Callable[[Te
 
 @contextmanager
 def _as_transformers_has_it(model: Any) -> Iterator[None]:
-    """Within, the model computes attention and experts by transformers' own plainest code."""
+    """Let the model compute attention and experts by transformers' own plainest code inside the context."""
     listen(model, None)
     model.set_attn_implementation("eager")
     model.set_experts_implementation("eager")

@@ -66,7 +66,7 @@ class TransformersConfig(ModelConfig):
 
 
 def read_transformers_config(files: ModelFiles, reason: str) -> TransformersConfig:
-    """``reason``: why the model is not native.
+    """Read a config for transformers' code. ``reason``: why the model is not native.
 
     Raises ModelLoadError: transformers is missing or too old, has no such architecture, or it can't be served."""
     if "gguf_architecture" in files.hf:
@@ -106,8 +106,8 @@ def read_transformers_config(files: ModelFiles, reason: str) -> TransformersConf
 
 
 def _ropes(text: Any, widest: SurveyedLayer | None, longest: int, interleaved: bool) -> tuple[RopeConfig, ...]:
-    """The rotary embeddings that the config names; which layer has which is found when layers are fused. None if they
-    are of a kind that ours are not.
+    """Return the rotary embeddings that the config names, None if they are of a kind that this package lacks. Which
+    layer has which is found when layers are fused.
 
     Raises ModelLoadError for longrope whose border is not known: the scheduler needs it."""
     if widest is None or not getattr(text, "rope_parameters", None):

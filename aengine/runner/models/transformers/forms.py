@@ -139,8 +139,8 @@ def _form_of(function: Callable[..., Any]) -> str:
 
 
 def turns_neighbours(attention: nn.Module) -> bool | None:
-    """Whether the module's rotary embedding turns elements 2i and 2i + 1 together, not i and i + size / 2; None: it is
-    not known."""
+    """Return whether the module's rotary embedding turns elements 2i and 2i + 1 together, not i and i + size / 2; None:
+    it is not known."""
     names = getattr(inspect.unwrap(attention.forward), "__globals__", {})
     apply, rotate = names.get("apply_rotary_pos_emb"), names.get("rotate_half")
     if apply is None or rotate is None or apply.__globals__.get("rotate_half") is not rotate:

@@ -225,7 +225,7 @@ def _attention_layer(
     ropes: Sequence[RopeConfig],
     call: _Call | None,
 ) -> AttentionLayer:
-    """What the attention of a layer that is called so computes, but for its norms. Raises `Unusual`."""
+    """Return what the attention of a layer that is called so computes, but for its norms. Raises `Unusual`."""
     if call is None or not call.is_only:
         raise Unusual("it is not called once, with one attention")
     seen = surveyed[call.index]

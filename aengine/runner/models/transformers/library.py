@@ -160,7 +160,7 @@ def _no_warning(*args: Any, **kwargs: Any) -> None:
 
 @contextmanager
 def _meta_parameters(buffers: torch.device) -> Iterator[None]:
-    """Within, modules get parameters without memory; their buffers are computed on ``buffers``."""
+    """Give modules parameters without memory inside the context; their buffers are computed on ``buffers``."""
     from transformers.initialization import no_init_weights
 
     with no_init_weights():

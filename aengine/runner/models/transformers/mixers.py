@@ -30,7 +30,7 @@ class MixerListener(Protocol):
     """Receiver of the calls of a model's mixers."""
 
     def mix(self, run: Run, num_tokens: int) -> Tensor:
-        """[1, num_tokens, size] for the tokens of a step, which ``run`` computes part by part."""
+        """Return [1, num_tokens, size] for the tokens of a step, which ``run`` computes part by part."""
 
 
 class _States:

@@ -53,8 +53,8 @@ class TransformersModel:
     def forward(
         self, input_ids: Tensor, positions: Tensor, attn: AttentionCall, received: Tensor | None = None
     ) -> Tensor:
-        """The hidden states after the last layer and its norm, [num_tokens, hidden_size]. It is never a stage of a
-        pipeline."""
+        """Return the hidden states [num_tokens, hidden_size] after the last layer and its norm. Such a model is never a
+        stage of a pipeline."""
         attn.begin(positions)
         self._calls.begin(attn)
         hidden: Tensor = self._trunk(**trunk_inputs(self._trunk, input_ids[None], positions[None])).last_hidden_state
@@ -88,7 +88,7 @@ class TransformersModel:
         listen(self.module, self._calls)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """float32 [n, vocab_size] for n rows of what `forward` returns."""
+        """Return float32 [n, vocab_size] for n rows of what `forward` returns."""
         return self._head(hidden)
 
     def final_hidden(self, hidden: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ class _LongRopeTables:
         self._module.forward = self._forward
 
     def _forward(self, x: Tensor, position_ids: Tensor, *args: Any, **options: Any) -> Any:
-        """[1, num_tokens, size] each, for int64 [1, num_tokens] positions."""
+        """Return [1, num_tokens, size] each, for int64 [1, num_tokens] positions."""
         listener = self._module.aengine_listener
         if listener is None:
             return self._original(x, position_ids, *args, **options)
@@ -77,7 +77,7 @@ def _copy_on_cpu(module: Any) -> Any:
 
 
 def _values(module: Any, length: int) -> tuple[Tensor, ...]:
-    """float32 [length, size] each, for the positions of a sequence of so many tokens."""
+    """Return float32 [length, size] each, for the positions of a sequence of so many tokens."""
     values = module(torch.zeros(1, 1), torch.arange(length)[None])
     if not isinstance(values, tuple) or any(value.shape[:2] != (1, length) for value in values):
         raise ValueError("it returns something else than a value for each position")

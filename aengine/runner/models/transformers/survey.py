@@ -148,7 +148,7 @@ def survey(files: ModelFiles) -> tuple[list[SurveyedLayer | SurveyedMixer], Any,
 
 
 def _window_of_masks(trunk: nn.Module, config: Any) -> int | None:
-    """The window of all layers where a model's masks alone have it, and attention functions are not told of it
+    """Return the window of all layers where a model's masks alone have it, and attention functions are not told of it
     (Phi-3.5-MoE's). A guess from its code, which the check of the loaded model judges."""
     text = config.get_text_config(decoder=True)
     window, has_kinds = getattr(text, "sliding_window", None), hasattr(text, "layer_types")
@@ -234,7 +234,7 @@ class Head:
         return _BodyOutput(self._hidden)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """float32 [n, vocab_size] for hidden [n, hidden_size]."""
+        """Return float32 [n, vocab_size] for hidden [n, hidden_size]."""
         if self._ids.device != hidden.device:
             self._ids = self._ids.to(hidden.device)
         self._hidden = hidden[None]

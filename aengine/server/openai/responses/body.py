@@ -114,7 +114,7 @@ class ResponseBody(SamplingBody):
         return super().field_names() | names
 
     def params(self) -> SamplingParams:
-        """Raises HTTPError 400 and InvalidRequestError."""
+        """Return the sampling parameters of the body. Raises HTTPError 400 and InvalidRequestError."""
         return self.sampling_params(
             max_tokens=self.max_output_tokens,
             logprobs=(self.top_logprobs or 0) if self.wants_logprobs else None,
