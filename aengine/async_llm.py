@@ -327,8 +327,7 @@ class AsyncLLM(ImmediateCalls, WorkerCalls, PoolingCalls):
         return AsyncTokenizer(partial(self._handle.run, ask_tokenizer))
 
     def openai_client(self, **options: Any) -> openai.AsyncOpenAI:
-        """Return OpenAI's own client, whose calls this engine answers: no port, no other process, all of it on this
-        loop.
+        """Return OpenAI's own client, whose calls this engine answers on this loop: no port, no other process.
 
             client = engine.openai_client()
             await client.chat.completions.create(model="...", messages=[...])

@@ -76,8 +76,7 @@ class LLM(SyncLLM):
         return AsyncLLM(model, **settings)
 
     def as_async(self) -> AsyncLLM:
-        """Return the `AsyncLLM` behind, for coroutines on any loop: the same engine, with the same requests and
-        worker."""
+        """Return the `AsyncLLM` behind, for coroutines on any loop: the same engine, requests and worker."""
         return self._async
 
 

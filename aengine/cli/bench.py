@@ -55,7 +55,7 @@ async def measure(engine: AsyncLLM, streams: int, input_len: int, output_len: in
     begun = time.perf_counter()
     await asyncio.gather(*map(one, prompts))
     wall = time.perf_counter() - begun
-    prefilled = max(firsts)  # the last stream's first token: from here on all is decode
+    prefilled = max(firsts)  # time of the last stream's first token, after which all steps are decodes
     decoded = streams * (output_len - 1)
     return {
         "tokens_per_s": streams * output_len / wall,

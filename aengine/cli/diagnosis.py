@@ -36,8 +36,8 @@ __all__ = ["Diagnosis", "Finding", "diagnose"]
 Status = Literal["ok", "note", "warning", "error"]
 
 GIB = 1024**3
-_PROBE_TIMEOUT = 120.0  # a cold disk and a large torch; usually two seconds
-_MASK_BYTES = 5_000_000  # shared with the worker beside the rings, for a vocabulary of 150,000
+_PROBE_TIMEOUT = 120.0  # seconds, for a cold disk and a large torch; usually it takes two
+_MASK_BYTES = 5_000_000  # bytes of shared memory for bitmasks beside the rings, for a vocabulary of 150,000
 _FEW_DESCRIPTORS = 256
 _FEW_THREADS = 64
 _CPU_FLAGS = "avx2 avx512f avx512_bf16 avx512_fp16 amx_bf16 amx_fp16 asimd asimdhp bf16 i8mm"
@@ -80,7 +80,7 @@ class Diagnosis:
 
 def diagnose(version: str = "") -> Diagnosis:
     """Look at everything. Blocking: two or three seconds, most of them torch's import in another process."""
-    config = EngineConfig(model="-")  # the defaults are what is wanted of it
+    config = EngineConfig(model="-")  # the settings' defaults
     with _start_probe(config) as process:
         try:
             findings = [_python(), _packages(), _compiler(), _cpu(config), _memory(), _shared_memory(config)]

@@ -178,7 +178,7 @@ async def _serve(args: argparse.Namespace, engine: AsyncLLM, stop: StopSignals) 
         for listener in listeners:
             at_end.callback(listener.close)
         options = app_options(args, listeners[0])
-        app = create_app(engine, **options)  # made first: wrong options are reported before the model loads
+        app = create_app(engine, **options)  # made first, so that wrong options are reported before the model loads
         # The port is opened when the engine can serve: a client that waits for it finds a model behind it.
         try:
             starting = asyncio.create_task(engine.start())

@@ -158,7 +158,7 @@ class StepLoop:
             while True:
                 await self._step()
         except EngineError as error:
-            # without effect if the executor has failed already; a worker that answers nonsense is of no use
+            # A worker with invalid answers can't be used; this has no effect on an executor that has failed already.
             self._executor.fail(error)
             return error.with_traceback(None)  # the error is kept, and the frames of its traceback hold requests
         finally:

@@ -155,8 +155,7 @@ class TokenizerView:
         tools: Sequence[Any] | None = None,
         **options: Unpack[RenderOptions],
     ) -> list[int]:
-        """Return the token ids of the prompt that ``chat`` makes of messages. Arguments and errors are those of
-        `render`."""
+        """Return the token ids of the prompt that ``chat`` makes of messages. Arguments and errors: see `render`."""
         return self._prompt(messages, tools, options).ids(self._tokenizer, self._max_model_len)
 
     def _no_such_token(self, token_id: object) -> InvalidRequestError:

@@ -92,7 +92,7 @@ class GroupedCodes:
         return self.codes.device
 
     def tensors(self) -> dict[str, Tensor]:
-        """Its tensors by their fields' names."""
+        """Return its tensors by their fields' names."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
@@ -115,19 +115,19 @@ class GroupedCodes:
 
 
 def pack(codes: Tensor) -> Tensor:
-    """uint8 [..., K / 2] of codes in 4 bits, one a byte: uint8 [..., K] with K a multiple of 32."""
+    """Return uint8 [..., K / 2] of codes in 4 bits, one a byte: uint8 [..., K] with K a multiple of 32."""
     halves = codes.unflatten(-1, (-1, 2, 16))
     return (halves[..., 0, :] | halves[..., 1, :] << 4).flatten(-2)
 
 
 def unpack(codes: Tensor) -> Tensor:
-    """What `pack` was given."""
+    """Return what `pack` was given."""
     both = codes.unflatten(-1, (-1, 1, 16))
     return torch.cat((both & 15, both >> 4), -2).flatten(-3)
 
 
 def numbers(codes: GroupedCodes) -> Tensor:
-    """float32 [N, K]: what the codes mean, by the definition above."""
+    """Return float32 [N, K]: what the codes mean, by the definition above."""
     n, k = codes.shape[-2:]
     if codes.has_4_bits:
         table = torch.tensor(_TABLES[codes.kind], dtype=torch.float32, device=codes.device)
@@ -143,6 +143,6 @@ def numbers(codes: GroupedCodes) -> Tensor:
 
 
 def _spread(codes: GroupedCodes, of_groups: Tensor, n: int, k: int) -> Tensor:
-    """float32 [N, K] of a number a group."""
+    """Return float32 [N, K] of a number a group."""
     rows = of_groups.float().repeat_interleave(codes.rows, -2)[..., :n, :]
     return rows.repeat_interleave(min(codes.group, k), -1)[..., :k]

@@ -46,12 +46,12 @@ async def _serve(engine: str, listener: int, grace: float, app: dict[str, Any], 
                     socket.socket(fileno=listener),
                     stop=stop.asked,
                     grace=grace,
-                    tells=False,  # the engine's process does
+                    tells=False,  # the engine's process logs the shutdown
                     **server,
                 )
         except AEngineError:
             _remove_leftover(engine)
-            return 1  # the engine's process has ended, or will say why
+            return 1  # the engine's process has ended, or will log why
     return 0
 
 

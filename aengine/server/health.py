@@ -37,7 +37,7 @@ class Health:
         here = asyncio.get_running_loop()
         if self._ping is None or self._ping.done() or self._ping.get_loop() is not here:
             self._ping = asyncio.create_task(self._ask())
-        return await asyncio.shield(self._ping)  # whoever asked first may leave
+        return await asyncio.shield(self._ping)  # the client that asked first may leave before the others
 
     async def _ask(self) -> str | None:
         try:

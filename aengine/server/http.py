@@ -51,7 +51,7 @@ MANY_VALUES = 100_000
 """From which on others should not wait for it."""
 _LONG_BODY = 1 << 20
 """Bytes, from which on the loop does not read a body itself: few values may be numbers of thousands of digits."""
-_COUNTED = 1 << 20  # bytes of a chunk whose values are counted at once: a chunk may be a whole body
+_COUNTED = 1 << 20  # bytes whose values are counted at once: a chunk may be a whole body
 _PIECE = 64  # values that are written at once
 
 
@@ -315,7 +315,7 @@ class Pace:
             pieces_per_second: of all streams together, at most.
             unpaced_streams: so few never wait.
         """
-        self.num_streams = 0  # that are being sent
+        self.num_streams = 0  # streams that are being sent
         self._pieces_per_second = pieces_per_second
         self._unpaced_streams = unpaced_streams
 
@@ -385,7 +385,7 @@ class EventStream(Response):
         self.failed = failed
         self.status_code = 200
         self.background = None
-        self._is_idle = False  # the next chunk is waited for
+        self._is_idle = False  # whether the next chunk is waited for
         self._num_sent = 0
         # Proxies must neither keep nor collect it; nginx has a header of its own for that.
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
@@ -404,10 +404,10 @@ class EventStream(Response):
                 num_sent = self._num_sent
         finally:
             leaving.cancel()
-            sending.cancel()  # no effect if it is done
+            sending.cancel()  # this has no effect on a task that is done
             await asyncio.wait([sending])
         if not sending.cancelled() and (error := sending.exception()) is not None and not isinstance(error, OSError):
-            raise error  # an OSError is a client that has left
+            raise error  # a client that has left gives an OSError, which is dropped
 
     async def _send(self, send: Send) -> None:
         pace = self.pace

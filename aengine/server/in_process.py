@@ -105,7 +105,7 @@ def _client_class(openai: Any) -> type[openai.AsyncOpenAI]:
                 async for chunk in response.aiter_bytes():
                     *lines, events = (events + chunk).split(b"\n\n")
                     for line in lines:
-                        if line.startswith(b"data: {"):  # and not the last event, nor a comment
+                        if line.startswith(b"data: {"):  # neither the last event nor a comment
                             yield self._object(line.removeprefix(b"data: "))
             except http.TimeoutException as error:
                 raise openai.APITimeoutError(request=response.request) from error
@@ -238,7 +238,7 @@ def _blocking_transport(run: Run, app: ASGIApp, library: str) -> Any:
         def close(self) -> None:
             try:
                 run(self._exchange.close)
-            except EngineClosedError:  # and with it the request
+            except EngineClosedError:  # the request has ended with the engine
                 pass
 
         def __del__(self) -> None:  # called for an answer that was dropped
@@ -308,13 +308,13 @@ class _Exchange:
         self.errors: list[AEngineError] = []
         self._body: bytes | None = body
         self._loop = asyncio.get_running_loop()
-        self._has_left = asyncio.Event()  # the client closed the response
+        self._has_left = asyncio.Event()  # set when the client closes the response
         self._head: asyncio.Future[tuple[int, Any]] = self._loop.create_future()
         self._chunk = b""  # bytes that were sent and not read yet
         self._news = asyncio.Event()
         self._has_room = asyncio.Event()
         self._has_ended = False
-        self._is_cut = False  # it ended before the body was whole
+        self._is_cut = False  # the application ended before the body was whole
         self._task = asyncio.ensure_future(self._run(app, scope))
         # The loop's own reference is weak, and while the application waits for its reader nobody else has one.
         _running.add(self._task)
@@ -331,7 +331,7 @@ class _Exchange:
             self._news.clear()
             await self._news.wait()
         if not self._chunk and self._task.done():
-            self._task.result()  # an application that failed midway
+            self._task.result()  # raises the error of an application that failed midway
         if not self._chunk and self._is_cut:
             raise ConnectionAbortedError("the client was closed before the answer was whole")
         return self.take_chunk()
@@ -348,7 +348,7 @@ class _Exchange:
         if not self._task.done():
             await asyncio.wait([self._task])
         if not self._task.cancelled():
-            self._task.exception()  # was raised by `start` or `next_chunk`, if anybody was there
+            self._task.exception()  # `start` or `next_chunk` has raised it already, if anybody waited
 
     def drop(self) -> None:
         """Tell the application that the client has left, from any thread. Idempotent."""
@@ -386,7 +386,7 @@ class _Exchange:
 
     async def _send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            if not self._head.done():  # cancelled, when nobody waits any more
+            if not self._head.done():  # a cancelled head has no reader any more
                 self._head.set_result((message["status"], message["headers"]))
             return
         if body := message.get("body"):

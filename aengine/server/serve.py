@@ -117,12 +117,12 @@ async def serve_app(
     config = uvicorn.Config(
         AccessLog(app) if access_log else app,
         log_config=None,
-        access_log=False,  # `AccessLog` says more
+        access_log=False,  # `AccessLog` logs more about each request
         root_path=root_path,
         backlog=BACKLOG,
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         ws="none",
-        lifespan="off",  # the engine runs, and is the caller's
+        lifespan="off",  # the engine runs already, and its owner closes it
         server_header=False,
     )
     server = _Server(config)
@@ -142,7 +142,7 @@ async def serve_app(
             server.should_exit = True
             server.cut()
             await asyncio.wait([serving], timeout=_last_seconds(grace) / 2)
-            server.force_exit = True  # whatever an application still does
+            server.force_exit = True  # do not wait for the application's own tasks
             await asyncio.wait([serving])
     serving.result()
     if engine.state == "failed":
@@ -164,7 +164,7 @@ def _last_seconds(grace: float) -> float:
 async def _wind_down(engine: AsyncLLM, grace: float, *, tells: bool) -> None:
     """Let the engine's requests end by themselves for most of ``grace`` seconds, then abort them."""
     seconds = max(0.0, grace - 2 * _last_seconds(grace))
-    # the engine has failed, and its requests with it
+    # An engine that has failed raises here; its requests have failed, too.
     with contextlib.suppress(AEngineError), ShutdownLog(engine, seconds, tells=tells):
         if not await engine.drain(seconds):
             engine.abort_all()

@@ -112,14 +112,14 @@ def validated(kind: type[B], value: object) -> B:
         return kind.model_validate(value)
     except ValidationError as error:
         raise _http_error_of(error, value) from None
-    except (OverflowError, RecursionError) as error:  # pydantic's, of numbers and of nesting beyond all bounds
+    except (OverflowError, RecursionError) as error:  # pydantic raises these for too large numbers and too deep nesting
         raise HTTPError(400, f"the body is wrong: {error}", code="invalid_value") from None
 
 
 def _http_error_of(error: ValidationError, body: object) -> HTTPError:
     found = error.errors(include_url=False, include_context=False, include_input=False)
     field = found[0]["loc"][:1]
-    places = [(_place_of(one, body), one) for one in found if one["loc"][:1] == field]  # errors of one field
+    places = [(_place_of(one, body), one) for one in found if one["loc"][:1] == field]  # errors of one field alone
     param, first = places[0]
     if first["type"] in ("extra_forbidden", "unsupported"):
         return HTTPError(400, f"{param} is not supported", code="unsupported_parameter", param=param)

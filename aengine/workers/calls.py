@@ -111,8 +111,7 @@ def _loaded(model: LoadedModel | None) -> LoadedModel:
 
 
 def _or_refused(call: Callable[..., str], *args: Any) -> dict[str, str]:
-    """Return ``{"path": ...}``, or ``{"refused": ...}`` where the caller asked for what can't be: no fault of the
-    worker."""
+    """Return ``{"path": ...}``, or ``{"refused": ...}`` where the caller asked for what can't be."""
     try:
         return {"path": call(*args)}
     except InvalidRequestError as error:

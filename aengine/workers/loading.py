@@ -110,8 +110,7 @@ class Loading:
 
 
 def _imported(target: str) -> Any:
-    """Import the function ``target``. Raises ModelLoadError if there is none or it takes other arguments, and what else
-    the import raises."""
+    """Import ``target``. Raises ModelLoadError if there is no such function or it takes other arguments."""
     module, _, name = target.partition(":")
     try:
         load = getattr(import_module(module), name)

@@ -175,10 +175,10 @@ def _member(parameter: inspect.Parameter, documented: str | None) -> Any:
         annotation, *said = get_args(annotation)
     description = documented or next((item for item in said if isinstance(item, str)), None)
     if description:
-        said.insert(0, Field(description=description))  # placed first, since pydantic takes the last description
+        said.insert(0, Field(description=description))  # placed first, since pydantic uses the last description
     default = parameter.default
     if default is not parameter.empty and any(isinstance(item, FieldInfo) and not item.is_required() for item in said):
-        # takes precedence over the default in Annotated
+        # This default takes precedence over one in Annotated.
         default = default if isinstance(default, FieldInfo) else Field(default=default)
     if isinstance(default, FieldInfo):
         return Annotated[(annotation, *said, default)]

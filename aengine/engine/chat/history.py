@@ -30,7 +30,7 @@ def written_out(messages: Messages, tool_format: ToolFormat) -> Messages:
     """Return the messages with calls and results as texts. Raises InvalidRequestError if calls are not as OpenAI's."""
     written: Messages = []
     names: dict[Any, str] = {}  # names of the called tools, by call id
-    results: list[dict[str, Any]] = []  # results of the calls in the last written message
+    results: list[dict[str, Any]] = []  # results of the calls in the message written last
     for index, message in enumerate(messages):
         if message.get("role") == "tool":
             if results:

@@ -68,7 +68,6 @@ class MessageBuilder:
             self.close_call(is_complete=True)
 
     def add_text(self, text: str) -> None:
-        """Add text of the answer."""
         text = without_tokens(text.translate(self._shown))
         if self._blanks is not None and text:
             self._blanks.append(text)
@@ -81,7 +80,6 @@ class MessageBuilder:
             self._deltas.append(TextDelta(text))
 
     def add_reasoning(self, text: str) -> None:
-        """Add reasoning."""
         text = without_tokens(text.translate(self._shown))
         if not self._reasoning and not self._is_continued:
             text = text.lstrip(BLANKS)

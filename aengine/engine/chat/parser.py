@@ -93,7 +93,7 @@ class ChatParser:
             text = TOKENS.sub("\ufffd", text)
         if token_id in self._sentinels:
             name, sentinel = self._sentinels[token_id]
-            text = text.removesuffix(name) + sentinel  # its name is there if it is shown
+            text = text.removesuffix(name) + sentinel  # the name is in the text if special tokens are shown
         for start in range(0, len(text), _PIECE):  # a state copies what it leaves in the buffer, so that must be short
             self._buffer += text[start : start + _PIECE]
             while self._state(self):

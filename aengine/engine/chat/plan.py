@@ -131,8 +131,8 @@ class ChatPlan:
         return token_id if any(stop in name for stop in self.stop) else None
 
     def has_call(self, texts: Sequence[str], token_ids: Sequence[int]) -> bool:
-        """Return whether an answer that has ended with FinishReason.STOP calls a tool. ``texts``: the text of each of
-        its tokens."""
+        """Return whether an answer that ended with FinishReason.STOP calls a tool. ``texts``: the text of each
+        token."""
         if not self.tools:
             return False
         parser, last, start = self.new_parser(), len(token_ids) - 1, 0

@@ -96,7 +96,7 @@ class ChatPrompt:
         last = messages[-1]
         tool_format, reasoning = detect(tokenizer.chat_template_source)
         shown = [tool.for_template() for tool in tools_of(tools)]
-        if not tool_format.shows_calls:  # the template shows neither tools nor calls, or in a way that is not known
+        if not tool_format.shows_calls:  # the template shows no tools or calls in a known way
             messages = written_out(messages, tool_format)
             if shown and tool_format.tools_key:
                 messages = with_tools(messages, tool_format.tools_key, shown)
@@ -128,9 +128,9 @@ class ChatPrompt:
         if max_model_len is not None:
             check_num_characters(len(self.text), max_model_len)
         try:
-            return tokenizer.encode(self.text, add_special_tokens=False)  # the template wrote them
+            return tokenizer.encode(self.text, add_special_tokens=False)  # the template wrote the special tokens
         except InvalidRequestError as error:
-            if error.param == "prompt":  # a chat has none: it is of the messages, or of a tool's description
+            if error.param == "prompt":  # a chat has no such argument: messages or a tool's description are at fault
                 error.param = "messages"
             raise
 

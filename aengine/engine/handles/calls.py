@@ -103,8 +103,7 @@ def seconds(name: str, value: object) -> float:
 
 
 def positive_seconds(name: str, value: object) -> float:
-    """Return the value if it is above 0 and an event loop's timer can be set to it. Raises InvalidRequestError
-    otherwise."""
+    """Return the value if it is above 0 and a loop's timer can be set to it. Raises InvalidRequestError otherwise."""
     if not _is_seconds(value) or not value:
         raise InvalidRequestError(f"{name} must be a number of seconds, above 0 and at most 1e8", param=name)
     return float(value)

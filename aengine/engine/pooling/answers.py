@@ -217,8 +217,7 @@ def _encode_pairs(call: _Call, pairs: Sequence[tuple[str, str]]) -> list[PooledT
 def _encode_questions(
     call: _Call, question: YesNoPrompt, pairs: Sequence[tuple[str, str]], *, is_classified: bool = False
 ) -> list[PooledText]:
-    """Encode each pair of query and document as a question. ``is_classified``: a head gives the score, in place of the
-    logits of yes and no."""
+    """Encode each pair as a question. ``is_classified``: a head gives the score, not the logits of yes and no."""
     encoded = question.encode(pairs, call.most, truncate=call.truncate)
     answers = () if is_classified else question.answers
     return [PooledText(text.token_ids, pooled_token_ids=answers) for text in encoded]
@@ -389,8 +388,8 @@ def _joined(vectors: list[array[float]]) -> Vectors:
 
 
 def _are_large(inputs: Sequence[Any]) -> bool:
-    """Return whether there are many inputs, or many token ids in them. A text counts as one, however long: it is not
-    read here."""
+    """Return whether there are many inputs or many token ids. A text counts as one, however long: it is not read
+    here."""
     sizes = (len(given) if hasattr(given, "__len__") and not isinstance(given, str) else 1 for given in inputs)
     return len(inputs) >= _MANY or sum(sizes) >= _MANY
 

@@ -88,7 +88,7 @@ class _Answer:
         self._index = index
         self._plan = plan
         self._parser = plan.new_parser()
-        # tokens since the last delta; None: no log-probabilities were asked for
+        # Tokens since the last delta; None: no log-probabilities were asked for.
         self._tokens: list[Token] | None = [] if has_logprobs else None
         self.has_ended = False  # the last token of the answer has been read
         self.num_reasoning_tokens = 0
@@ -161,7 +161,7 @@ class ReceivedAnswers:
             self._builders[delta.choice].add(delta)
         if self._mailbox.done and not self._mailbox.pending:
             whole = self._mailbox.completion("")
-            if isinstance(whole, ChatCompletion):  # it has also what came by no delta
+            if isinstance(whole, ChatCompletion):  # the completion also has what no delta brought
                 return [choice.message for choice in whole.choices]
         return [builder.message for builder in self._builders]
 

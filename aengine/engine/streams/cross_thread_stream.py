@@ -44,7 +44,7 @@ class CrossThreadBuffer:
         self._mailbox: Mailbox | None = None
         self.is_due = False  # the buffer will be filled at the end of this turn of the engine's loop
         self.ready: deque[Token] = deque()  # bounded by the request's own max_tokens, as the mailbox is
-        self.has_ended = False  # set last: all tokens are in ``ready`` by then
+        self.has_ended = False  # set last, when all tokens are in ``ready``
         self.wake: Callable[[], object] | None = None
         self.on_end: Callable[[], object] | None = None  # wakes a reader that waits for nothing but the end
         self.loop: asyncio.AbstractEventLoop | None = None  # event loop of the reader that waits

@@ -31,7 +31,7 @@ class LogprobTable:
     def __init__(self, token_ids: Iterable[int] = (), values: Iterable[float] = (), ends: Iterable[int] = (0,)) -> None:
         self.token_ids = array("i", token_ids)
         self.values = array("f", values)  # the log-probability of each, as workers send it
-        self.ends = array("q", ends)  # 0, and where each row ends
+        self.ends = array("q", ends)  # 0, then the end of each row in ``values``
 
     def __len__(self) -> int:
         return len(self.ends) - 1

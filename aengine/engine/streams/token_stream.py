@@ -200,7 +200,7 @@ class ChoiceOutput:
         self.numbers: array[float] | None = None  # float32 numbers that a request gets which samples no tokens
         self.stop_reason: str | int | None = None
         """See `Choice.stop_reason`. None before the end."""
-        # the parsed value or the error; kept, since a type's own validators may be slow
+        # The parsed value or the error, kept since a type's own validators may be slow.
         self._parsed: tuple[Any, Exception | None] | None = None
 
     def begin(self, detokenizer: Detokenizer) -> None:

@@ -70,7 +70,7 @@ class Backends:
         self._vocabulary = vocabulary
         self._timeout = timeout
         self._load = load
-        self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # one library waits for no other
+        self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # a lock a library
         self._built: dict[str, Backend | GrammarError] = {}
         self._closed = False
 

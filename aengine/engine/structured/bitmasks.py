@@ -54,7 +54,7 @@ class RequestGrammar:
         self._num_slow_rows = _SLOW_ROWS if compiled.mask_seconds > _SLOW_SECONDS else 0
         self.pending: list[int] = []  # ids committed to the request and not accepted by the matcher yet
         self.forced: list[int] = []  # ids that must follow, from the one that the step in flight samples on
-        # the next row, filled or being filled; None: it is filled with the step
+        # The next row, filled or being filled; None: it is filled with the step.
         self.ahead: asyncio.Future[tuple[bytearray, Filled]] | None = None
 
     @property
@@ -153,7 +153,7 @@ class BitmaskFiller:
         """
         has_ahead = any(job.grammar.ahead is not None for job in jobs)
         if not has_ahead and _are_short(jobs):
-            return self._fill(jobs, rows)  # sooner done than a thread is woken
+            return self._fill(jobs, rows)  # waking a thread would take longer
         self.check_open()
         loop = asyncio.get_running_loop()
         free_until: asyncio.Future[float] = loop.create_future()
@@ -243,7 +243,7 @@ class BitmaskFiller:
 
         filled = self._fill_rows(jobs, rows, note_fill)
         ended = time.perf_counter()
-        self._expected_seconds = min(ended - waited, self._last_seconds)  # one that took long says little of the next
+        self._expected_seconds = min(ended - waited, self._last_seconds)  # a slow fill says little about the next
         self._last_seconds = ended - waited
         self._is_surveying = ended - waited > _SLOW_SECONDS and ended - self._surveyed > _SURVEY_PERIOD
         return filled
@@ -261,7 +261,7 @@ class BitmaskFiller:
                 failed[place] = one.failed[0]
             if one.forced:
                 forced[place] = one.forced[0]
-            if not is_first:  # making its matcher took most of it
+            if not is_first:  # most of a first fill's time is making the matcher
                 seconds, cpu_seconds = time.perf_counter() - begun, time.thread_time() - begun_cpu
                 job.grammar.note_time(seconds / job.num_rows, cpu_seconds / job.num_rows)
                 if cpu_seconds > _MOST_SECONDS * job.num_rows:
@@ -319,7 +319,7 @@ class BitmaskFiller:
             matcher, job = items[row][0], jobs[row]
             if job.wants_forced and (ids := _forced_ids(matcher, rows[row * size : (row + 1) * size])):
                 forced[row] = ids
-            if job.drafts:  # the answer brings the accepted drafts once more
+            if job.drafts:  # the answer brings the accepted drafts again
                 note_failure(failed, row, matcher.rollback, len(job.drafts))
         return Filled(dict(failed), forced)
 
@@ -353,7 +353,7 @@ def _forced_ids(matcher: Matcher, row: memoryview | bytearray) -> list[int]:
             return []
         following = matcher.forced_tokens()
         matcher.rollback(1)
-    except MatcherError:  # the next row will say it
+    except MatcherError:  # the next row reports the error
         return []
     return ids if following[: len(ids) - 1] == ids[1:] else []
 

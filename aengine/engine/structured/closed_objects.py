@@ -350,7 +350,7 @@ class _Closing:
             if members := _members(one, "oneOf"):
                 if self._are_apart(one["oneOf"]):
                     found.unions.append(members)
-                else:  # closed one by one, a value that fits two of them could fit one
+                else:  # if each were closed, a value that fits two of them could fit one
                     possible += members
                     found.is_object = found.is_object or all("properties" in self._end(member) for member in members)
             possible += _conditional(one)
@@ -379,7 +379,7 @@ class _Closing:
 
     def _are_apart(self, members: Any) -> bool:
         """Return whether no object fits two members of a ``oneOf``, by their types or a constant."""
-        if not isinstance(members, list):  # no list of schemas: at most one
+        if not isinstance(members, list):  # a value that is no list has at most one schema
             return True
         if id(members) not in self._apart:
             self._apart[id(members)] = self._have_a_constant(members)

@@ -82,7 +82,7 @@ class GrammarCompiler:
         self._failures: OrderedDict[GrammarSpec, tuple[AEngineError, float]] = OrderedDict()
         self._works: dict[GrammarSpec, _Work] = {}
         self._num_queued = 0
-        self._seconds_each = 0.01  # a moving average
+        self._seconds_each = 0.01  # moving average of the seconds of a compile
         self._closed = False
         self._finalizer = weakref.finalize(self, _stop, self._pool, self._slow_pool, self._backends)
 
@@ -118,7 +118,7 @@ class GrammarCompiler:
         try:
             return await waiter
         finally:
-            if waiter in work.waiters:  # cancelled
+            if waiter in work.waiters:  # the waiter was cancelled
                 work.waiters.remove(waiter)
                 self._drop_if_unwanted(work)
 
@@ -291,7 +291,7 @@ def _run(loop: asyncio.AbstractEventLoop, owner: _Owner, backends: Backends, wor
 
 
 def _compile(loop: asyncio.AbstractEventLoop, owner: _Owner, backend: Backend, work: _Work) -> None:
-    tell(loop, _to, owner, GrammarCompiler._begun, work)  # its time counts from here
+    tell(loop, _to, owner, GrammarCompiler._begun, work)  # the limit on its time counts from here
     on_wait = functools.partial(tell, loop, _to, owner, GrammarCompiler._set_waiting, work)
     result: Compiled | BaseException
     try:

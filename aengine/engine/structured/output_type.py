@@ -58,8 +58,7 @@ class OutputType:
 
     @classmethod
     def known(cls, wanted: Any) -> OutputType | None:
-        """Return what `of` returned for this type if it was called lately, else None. Raises InvalidRequestError for
-        what is no type."""
+        """Return what `of` returned lately for this type, else None. Raises InvalidRequestError for what is no type."""
         _check_is_type(wanted)
         try:
             found = _described.pop(wanted, None)
@@ -153,7 +152,7 @@ class AskedType(NamedTuple):
         """Return the type and the constraint made of it; to be called in a thread. Raises InvalidRequestError."""
         try:
             known = OutputType.of(self.wanted)
-        except (SystemExit, KeyboardInterrupt) as error:  # the type's own hooks may raise these
+        except (SystemExit, KeyboardInterrupt) as error:  # a type's own hooks may raise these, too
             raise InvalidRequestError(f"output_type can't be described: {error!r}", param="output_type") from error
         return known, constraint_of(known, self.on_unsupported)
 

@@ -83,7 +83,7 @@ class _Translation:
                 depth -= letter == ")"
                 piece = letter if letter in "^$|)*+?" else _literal(ord(letter))
             pieces.append(piece)
-        return self._pattern if depth else "".join(pieces)  # the library says which bracket lacks another
+        return self._pattern if depth else "".join(pieces)  # the library reports the unbalanced bracket
 
     def _next(self) -> str:
         self._place += 1
@@ -234,8 +234,7 @@ class _Translation:
 
 @functools.lru_cache(256)
 def _is_property(name: str) -> bool:
-    """Return whether the library knows a Unicode property, given with its braces. It is asked, since there are too many
-    names of scripts to list."""
+    """Return whether the library knows a Unicode property, given with its braces: there are too many to list."""
     import llguidance
 
     return not llguidance.LLMatcher.validate_grammar(llguidance.LLMatcher.grammar_from_regex(f"\\p{name}"))

@@ -50,14 +50,13 @@ def json_path(keys: Iterable[str | int]) -> str:
             parts.append(f"[{key}]")
         elif _NAME.fullmatch(key):
             parts.append(f".{key}")
-        else:  # a lone surrogate, which could not be shown, is not printable
+        else:  # this shows a lone surrogate, which is not printable, as an escape
             parts.append(f"[{json.dumps(key, ensure_ascii=not key.isprintable())}]")
     return "".join(parts)
 
 
 def subschemas(schema: object) -> Iterator[tuple[Path, Any]]:
-    """Return the schemas right under ``schema`` with their keys from there, and values in places of schemas that are
-    none."""
+    """Return the schemas right under ``schema`` by key, and values in places of schemas that are none."""
     if not isinstance(schema, dict):
         return
     for keyword, value in schema.items():
@@ -73,8 +72,7 @@ def subschemas(schema: object) -> Iterator[tuple[Path, Any]]:
 
 
 def walk(root: object, at: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Return ``root`` and every schema under it, each with its path, parents first. ``root`` may not refer to
-    itself."""
+    """Yield ``root`` and every schema under it with its path, parents first. ``root`` may not refer to itself."""
     stack = [(at, root)]
     num_walked = 0
     while stack:

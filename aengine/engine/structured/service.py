@@ -52,7 +52,7 @@ class GrammarService:
         try:
             await (await self._started()).warm_up()
         except AEngineError:
-            pass  # the first request with a grammar gets the error, or finds that it works then
+            pass  # the first request with a grammar tries again, and gets the error
 
     async def _started(self) -> GrammarCompiler:
         if self._closed:
@@ -61,13 +61,13 @@ class GrammarService:
             return self._compiler
         if self._starting is None:
             self._starting = asyncio.get_running_loop().create_task(self._start(), name="aengine-grammar-start")
-            # its error is retrieved even if nobody waits now
+            # The error is retrieved even if nobody waits: asyncio would log it as never retrieved.
             self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(self._starting)
 
     async def _start(self) -> GrammarCompiler:
-        """Start the compiler's threads. Raises EngineError or EngineOverloadedError when none can be started; the next
-        request tries again."""
+        """Start the threads. Raises EngineError or EngineOverloadedError if none can be started; the next request
+        retries."""
         from .compiler import GrammarCompiler
         from .vocabulary import Vocabulary
 

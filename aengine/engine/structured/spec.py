@@ -130,7 +130,7 @@ def _kind_and_text(wanted: StructuredOutput) -> tuple[Kind, str]:
         return "json_schema", _schema_text(wanted.json_schema, wanted.open_objects)
     if wanted.regex is not None:
         pattern = _pattern(wanted.regex, "regex")
-        if (len(pattern) - len(pattern.rstrip("\\"))) % 2:  # the library would read on, or leave it out
+        if (len(pattern) - len(pattern.rstrip("\\"))) % 2:  # the library would read beyond a lone backslash, or drop it
             raise GrammarError("the regex can't be used: it ends with a lone backslash", kind="invalid")
         return "regex", pattern
     if wanted.choice is not None:
@@ -159,7 +159,7 @@ def _checked_text_of_image(image: bytes, is_open: bool) -> str:
     return _checked_text(marshal.loads(image), is_open)
 
 
-_SMALL_IMAGE = 1 << 14  # bytes
+_SMALL_IMAGE = 1 << 14  # bytes of a schema that is cached
 # Tools and answers of many kinds come in turn, each with a schema of its own: some MB for all of them.
 _text_of_small_image = functools.lru_cache(maxsize=512)(_checked_text_of_image)
 _text_of_image = functools.lru_cache(maxsize=16)(_checked_text_of_image)

@@ -185,7 +185,7 @@ def _with_mapping(call: Any, *, always: bool = False) -> Any:
     if not isinstance(arguments, Mapping):
         if not always:
             return call
-        arguments = {} if given is None else {"arguments": given}  # shown as it is: the model sees what it wrote
+        arguments = {} if given is None else {"arguments": given}  # shown as the model wrote them
     return {**call, "arguments": _Arguments(arguments)}
 
 

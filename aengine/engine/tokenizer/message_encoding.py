@@ -222,7 +222,7 @@ class _SecretNames:
         found = self._encoder.encode_batch_fast(["".join(named)], add_special_tokens=False)[0].ids
         if [self._real_ids[i] for i in found if i in self._marker_ids] == between:
             return self._real(found)
-        ids = []  # a name was not found, by some rule of the normalizer's: the pieces by themselves
+        ids = []  # the normalizer changed a name, which was not found: encode the pieces one by one
         for index, piece in enumerate(pieces):
             ids += between[index - 1 : index] + self.encode(piece)
         return ids

@@ -63,7 +63,7 @@ def _in_order_of_calls(messages: Messages) -> Messages:
 
     for place, message in enumerate(messages):
         if message["role"] == "assistant":
-            given = message.get("tool_calls")  # whatever a caller has put there
+            given = message.get("tool_calls")  # the caller may have put any value there
             known = given if isinstance(given, Sequence) else ()
             ids = [call_id_of(call) for call in known if isinstance(call, Mapping)]
             if ids and results:  # the group before has its results
@@ -87,7 +87,7 @@ def _checked(message: object, where: str) -> dict[str, Any]:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str):
         raise _invalid(f"{where} has no role ('user', 'assistant', 'system', ...)")
-    role = str.__str__(role)  # templates write the str() of a value: of an Enum's member, its name
+    role = str.__str__(role)  # templates write the str() of a value, which is the name of an Enum's member
     if content is None and role == "tool":  # a tool that returns nothing; templates take texts
         content = ""
     if content is None:

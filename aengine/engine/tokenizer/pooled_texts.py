@@ -21,7 +21,7 @@ class EncodedText(NamedTuple):
     """The tokens of a text, or of a pair of texts."""
 
     token_ids: list[int]
-    num_first_tokens: int = 0  # tokens of a pair's first text, for models that tell the two apart; 0: there is one text
+    num_first_tokens: int = 0  # tokens of a pair's first text, for models that mark the second; 0: there is one text
 
 
 def encode_texts(
@@ -68,8 +68,7 @@ def _ids_and_types(
 
 
 def _bounded(given: str | tuple[str, str], most: int, truncate: bool) -> Any:
-    """Return the texts, cut where no token of them could be kept. Raises ContextLengthError for a text that could not
-    fit."""
+    """Return the texts, cut where no token could be kept. Raises ContextLengthError for one that could not fit."""
     texts = [given] if isinstance(given, str) else given
     if truncate:
         end = most_characters(most)

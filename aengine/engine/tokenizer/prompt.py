@@ -68,7 +68,7 @@ class TextPart(PromptPart):
             InvalidRequestError: it is not Unicode (a lone surrogate), or has no tokens.
         """
         check_num_characters(str.__len__(self.text), max_model_len)
-        return _not_empty(tokenizer.encode(str.__str__(self.text)))  # whatever methods a class of its own has
+        return _not_empty(tokenizer.encode(str.__str__(self.text)))  # a subclass of str may have methods of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class MessagesPart(PromptPart):
         check_size(self.messages, max_model_len)
         text = tokenizer.apply_chat_template(self.messages)
         check_num_characters(len(text), max_model_len)
-        return _not_empty(tokenizer.encode(text, add_special_tokens=False))  # the template wrote them
+        return _not_empty(tokenizer.encode(text, add_special_tokens=False))  # the template wrote the special tokens
 
 
 def part_of(prompt: Prompt, max_model_len: int | None = None) -> TextPart | TokensPart | MessagesPart:

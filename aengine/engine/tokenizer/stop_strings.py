@@ -49,8 +49,7 @@ class StopSearch:
         return whole[:certain]
 
     def would_stop(self, text: str) -> bool:
-        """Return whether a stop string would be complete if ``text`` came next; the following call goes on from
-        there."""
+        """Return whether a stop string would end with ``text``; the following call continues from there."""
         before = self._held if self._likely is None else self._likely
         whole = before + text
         self._likely = whole[max(0, len(whole) - self._lengths[0]) :]
@@ -62,8 +61,7 @@ class StopSearch:
         return held
 
     def _first_match(self, whole: str, num_new: int) -> tuple[int, int]:
-        """Return the end and the length of the first stop string that ends in the last ``num_new`` characters; or 0,
-        0."""
+        """Return (end, length) of the first stop string that ends in the last ``num_new`` characters; or (0, 0)."""
         for end in range(len(whole) - num_new + 1, len(whole) + 1):
             if whole[end - 1] in self._lasts:
                 for length in self._lengths:
@@ -76,7 +74,7 @@ class StopSearch:
         for place in range(max(0, len(whole) - self._lengths[0] + 1), len(whole)):
             if whole[place] in self._firsts:
                 begun = whole[place:]
-                # in sorted order, the strings that begin with a text come right after it
+                # In sorted order, the strings that begin with a text come right after it.
                 following = bisect_right(self._sorted, begun)
                 if following < len(self._sorted) and self._sorted[following].startswith(begun):
                     return place

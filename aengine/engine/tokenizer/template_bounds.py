@@ -159,7 +159,7 @@ def spend_on_call(function: Any, args: Iterable[Any]) -> None:
     if isinstance(owner, str | list | tuple | Mapping):
         spend_on_length(owner)
     elif function is not dict:
-        args = (value for value in args if isinstance(value, tuple))  # may be hashed
+        args = (value for value in args if isinstance(value, tuple))  # tuples may be keys, which are hashed
     for value in args:
         spend_on(value)
 

@@ -221,7 +221,6 @@ def _followed(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _join_by(separator: str, values: Iterable[Any]) -> TracedText:
-    """Return ``separator.join(values)``."""
     texts = list(counted(values))
     check_lengths([len(separator) * len(texts), *(len(text) for text in texts if isinstance(text, str))])
     return TracedText(separator, getattr(separator, "spans", ())).join(texts)

@@ -31,8 +31,8 @@ Piece = str | bytes | None
 """Whole characters; bytes that need company; nothing (an id that is left out)."""
 
 _REPLACEMENT = "\ufffd"
-_MOST_HELD = 16  # tokens that may be parts of one character; so many are not
-_NUM_BEFORE = 8  # tokens of a text before that may change the text of those that follow
+_MOST_HELD = 16  # tokens held as parts of one character; more are no character
+_NUM_BEFORE = 8  # earlier tokens that may change the text of later ones
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
@@ -283,7 +283,7 @@ class StreamedText(IncrementalDecoder):
         self._held.append(token_id)
         try:
             text: str | None = self._stream.step(self._encoder, token_id)
-        except Exception:  # plain ones of the library: what was decoded before begins otherwise now
+        except Exception:  # the library raises it when the earlier text begins differently now
             return self.flush()
         if text is None:
             return self.flush() if len(self._held) == _MOST_HELD else ""

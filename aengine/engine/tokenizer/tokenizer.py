@@ -196,8 +196,7 @@ class Tokenizer:
         return "\n".join(template.source for template in self._chat_templates.values())
 
     def to_json(self) -> str:
-        """Return the whole tokenizer in the format of the ``tokenizers`` library (tokenizer.json), some megabytes.
-        Blocking."""
+        """Return the whole tokenizer as a tokenizer.json of the ``tokenizers`` library: megabytes. Blocking."""
         return self._encoder.to_str()
 
     @property
@@ -247,7 +246,7 @@ class Tokenizer:
         return None if token is None else self._encoder.token_to_id(token)
 
     def _eos_token_ids(self, given: Sequence[int], ends: Sequence[str]) -> frozenset[int]:
-        if self._encoder.token_to_id("<|call|>") is not None:  # in this format <|end|> ends only a part of an answer
+        if self._encoder.token_to_id("<|call|>") is not None:  # <|end|> ends only a part of an answer in this format
             ends = _ENDS_OF_HARMONY
         named = (self._encoder.token_to_id(token) for token in ends)
         found = {i for i in named if i is not None and i in self.special_ids} | set(given)
@@ -260,7 +259,7 @@ class _Begin:
 
     def __init__(self, encoder: tokenizers.Tokenizer) -> None:
         self._name, self._id = "", -1
-        for token in encoder.get_added_tokens_decoder().values():  # any will do: every vocabulary can encode one
+        for token in encoder.get_added_tokens_decoder().values():  # every vocabulary can encode any of these
             encoding = encoder.encode(token.content)
             if encoding.ids:
                 if encoding.special_tokens_mask[0]:

@@ -268,7 +268,6 @@ def text_of(value: Any) -> str:
 
 
 def concatenated(parts: Iterable[str]) -> TracedText:
-    """Return ``"".join(parts)``."""
     spans: list[Span] = []
     place = 0
     parts = list(parts)

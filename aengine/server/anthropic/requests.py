@@ -223,7 +223,7 @@ class MessagesBody(CountBody, RequestBody):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    seed: int | None = None  # the engine's
+    seed: int | None = None  # a field of the engine's own
     # fields that have no effect here
     metadata: Ignored = None
     service_tier: Ignored = None

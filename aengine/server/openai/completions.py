@@ -159,7 +159,7 @@ class _Writer:
         self._texts: _TokenTexts | None = None
         if body.logprobs is not None:
             self._texts = _TokenTexts(service.engine.tokenizer, skips_special=body.skip_special_tokens is not False)
-        self._echoes: list[str] = []  # what of each prompt is repeated before its completions
+        self._echoes: list[str] = []  # text of each prompt that is repeated before its completions
 
     async def set_echoes(self, tokenizer: AsyncTokenizer) -> None:
         """Make the texts of the prompts, if they are asked for."""
@@ -235,7 +235,7 @@ class _ChunkWriter:
         options = writer.body.stream_options
         self._include_usage = options is not None and options.include_usage
         self._is_continuous = options is not None and options.has_usage_so_far
-        self._begun: set[int] = set()  # choices of which something was written
+        self._begun: set[int] = set()  # choices that have a written chunk
         self._usages = [Usage(0, 0)] * len(streams)
         self._total = Usage(0, 0)
         self._has_logprobs = writer.body.logprobs is not None

@@ -307,13 +307,13 @@ class SamplingBody(RequestBody):
     prompt_cache_key: Ignored = None
     prompt_cache_options: Ignored = None
     prompt_cache_retention: Ignored = None
-    # OpenAI's in completions and chat completions; elsewhere vLLM's
+    # fields of OpenAI's completions and chat completions, and of vLLM's other interfaces
     stop: str | Many[str] | None = None
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: LogitBias | None = None
-    # vLLM's
+    # fields of vLLM's
     top_k: int | None = None
     min_p: float | None = None
     min_tokens: int | None = None
@@ -422,7 +422,7 @@ class ChatBody(_ChoicesBody):
     top_logprobs: TopLogprobs | None = None
     reasoning_effort: str | None = None
     modalities: Many[Literal["text"]] | None = None
-    # vLLM's
+    # fields of vLLM's
     chat_template_kwargs: Variables | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False

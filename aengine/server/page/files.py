@@ -26,7 +26,7 @@ _HEADERS = {
     ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    # Kept by browsers, and asked for by its tag each time: another version of the engine has another page.
+    # Browsers keep the page and revalidate it by its tag each time: another version of the engine has another page.
     "cache-control": "no-cache",
 }
 

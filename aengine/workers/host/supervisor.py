@@ -97,8 +97,7 @@ class WorkerProcess:
             raise
 
     def _command(self, config: EngineConfig, target: str) -> list[str]:
-        """Return the child's argv: -P and a file of this package, so that nothing in its working directory can shadow a
-        module."""
+        """Return the child's argv: with -P and an own file, nothing in its working directory can shadow a module."""
         package_parent = str(PACKAGE_FOLDER.parent)
         search_path = [package_parent, *(folder for folder in sys.path if os.path.isabs(folder))]
         return [

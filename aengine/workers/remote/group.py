@@ -126,7 +126,7 @@ class RemoteGroup(WorkerGroup):
                 connection.close()
 
     def _connect_all(self, nodes: Sequence[StartedNode], token: bytes) -> list[socket.socket]:
-        """Connect to all nodes; blocking. Raises EngineError when a node can't be reached or is another, and after
+        """Connect to all nodes; blocks. Raises EngineError if a node can't be reached or is another, and after
         `close`."""
         for node in nodes:
             connection = _connect(node, token)

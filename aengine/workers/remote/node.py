@@ -223,8 +223,7 @@ class Node:
 
 
 def _num_threads(config: EngineConfig, num_ranks: int) -> int:
-    """Return the threads of each worker here, see the setting ``num_threads``. On a CPU there are as many as cores were
-    asked of the cluster."""
+    """Return the setting's threads of each worker; on a CPU there are as many as cores asked of the cluster."""
     if config.num_threads is not None:
         return config.num_threads
     return 1 if config.device == "cpu" else max(1, num_usable_cpus() // num_ranks)

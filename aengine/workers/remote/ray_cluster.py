@@ -215,8 +215,7 @@ def _device_of(rank: Rank, device: str) -> str:
 
 
 def unfit(need: Mapping[str, float], count: int, nodes: Sequence[Mapping[str, float]]) -> str:
-    """Return why machines with these resources, were they free, have no room for ``count`` bundles; "" if they have
-    room."""
+    """Return why machines with these resources, if free, can't hold ``count`` bundles; "" if they can."""
     room = sum(min(int(node.get(name, 0) // amount) for name, amount in need.items()) for node in nodes)
     if room >= count:
         return ""
@@ -249,8 +248,7 @@ def _awaited(ray: Any, answer: Any, until: float, check_wanted: Callable[[], Non
 
 
 def _started(ranks: Sequence[Rank], answer: Mapping[str, Any]) -> StartedNode:
-    """Return the node that started. Raises EngineError when the node says that it has failed, or has another
-    version."""
+    """Return the node that started. Raises EngineError if it says that it failed, or has another version."""
     if answer["version"] != __version__:
         raise EngineError(
             f"a machine of the Ray cluster has aengine {answer['version']}, and this one {__version__}: install "

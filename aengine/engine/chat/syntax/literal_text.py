@@ -71,7 +71,7 @@ class _Literal:
         return found[0]
 
     def string(self, quote: str) -> str:
-        if len(quote) > 1 or not quote.isascii():  # a marker: nothing is escaped
+        if len(quote) > 1 or not quote.isascii():  # inside a marker nothing is escaped
             end = self.text.find(quote, self.place)
             if end < 0:
                 raise ValueError("a string does not end")

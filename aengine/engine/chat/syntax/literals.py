@@ -315,7 +315,7 @@ class _Reader(PiecewiseReader):
             found = _NAME.match(rest)
             gap = (
                 len(rest) - len(rest[found.end() :].lstrip(BLANKS)) if found else 0
-            )  # blanks before the sign count not
+            )  # blanks before the sign are not counted
             if found and gap <= _LONGEST_NAME and self.assign.startswith(rest[gap:]):
                 return 0, "", Progress.MORE
             if found is None or gap > _LONGEST_NAME or not rest.startswith(self.assign, gap):

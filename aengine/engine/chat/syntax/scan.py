@@ -93,8 +93,7 @@ def length_of(text: str, size: int) -> int:
 
 
 def begins_with(text: str, wanted: str) -> bool | None:
-    """Return whether ``text`` begins with ``wanted``, in which there may be `ID_LETTER`; None if more text is
-    needed."""
+    """Return whether ``text`` begins with ``wanted``, which may have `ID_LETTER`; None if more text is needed."""
     if ID_LETTER not in wanted:
         return True if text.startswith(wanted) else None if wanted.startswith(text) else False
     for letter, expected in zip(text, wanted):  # up to the end of the shorter one

@@ -51,7 +51,7 @@ class Root:
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self.schema = schema
         self.num_letters = 0
-        # By the id of a part, which they keep alive.
+        # Keyed by the id of a part; the part in the value is kept alive, so that no other gets its id.
         self.types: dict[int, tuple[object, frozenset[str]]] = {}
         self.options: dict[int, tuple[object, list[Any] | None]] = {}
 

@@ -192,7 +192,7 @@ class LLGuidanceBackend:
         root.unsafe_compute_mask_ptr(address, self.row_bytes)
         self._check(root)
         slowest = 0.0
-        # into the first string that must come, and to an object's keys, where a schema with many of them is largest
+        # Follow the forced ids into the first string and to an object's keys, where masks of many keys are largest.
         forced = forced_tokens(root.deep_copy())[:_MAX_FORCED] if may_force else []
         for probe in (forced + self._opening, *self._probes):
             there = root.deep_copy()
@@ -212,8 +212,7 @@ class LLGuidanceBackend:
 
 
 def _steps(token_ids: list[int]) -> list[list[int]]:
-    """Return the ids in the steps in which they are tried: the first few one by one, then all up to the last, then the
-    last."""
+    """Return the ids in the steps in which they are tried: a few one by one, the rest up to the last, the last."""
     few = min(_MAX_FIRST_MASKS, max(0, len(token_ids) - 1))
     steps = [[token_id] for token_id in token_ids[:few]] + [token_ids[few:-1], token_ids[-1:]]
     return [step for step in steps if step]

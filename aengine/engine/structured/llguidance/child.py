@@ -43,7 +43,7 @@ def main(host_pid: int, max_bytes: int, search_path: str) -> None:
             raise
         except BaseException as error:  # ValueError, and pyo3's PanicException, which is no Exception
             message = str(error)
-        os.write(1, DONE + message.encode(errors="replace")[:60_000])  # at once: less than a pipe holds
+        os.write(1, DONE + message.encode(errors="replace")[:60_000])  # one write, of less than a pipe holds
 
     threading.stack_size(_STACK_BYTES)
     thread = threading.Thread(target=compile_and_tell)

@@ -103,7 +103,7 @@ def _is_plain_grammar(text: str) -> bool:
 def _weight(pattern: str) -> float:
     """Return at least how many letters a regex has, repeats counted: a repeat of a group multiplies all of them."""
     if _VERBOSE.search(pattern):
-        return math.inf  # its parts are not where they seem to be
+        return math.inf  # blanks and comments of verbose mode may hide a repeat
     letters, times = float(len(pattern)), 1.0
     for count in _COUNT.finditer(pattern):
         most = float(count[3] or count[2] or "1")
@@ -121,7 +121,7 @@ def _is_quick_schema(text: str) -> bool:
     if not may_repeat and not _TELLING.search(text) and text.count(":") <= _MAX_PROPERTIES:
         return True
     weight, divisor = 0.0, 1
-    joins = False  # schemas may be merged, and their patterns with them
+    joins = False  # whether schemas, and with them their patterns, may be merged
     patterns: set[str] = set()
     try:
         schema = json.loads(text)

@@ -129,7 +129,7 @@ def place_of_fault(spec: GrammarSpec) -> str:
     found = fault(path)
     if not found:  # no keyword is at fault
         return ""
-    if refusal("#/$defs/any"):  # whatever is asked for: a reference that leads nowhere
+    if refusal("#/$defs/any"):  # all schemas are refused: a reference leads nowhere
         return _reference(root, found)
     seen = {path}
     while True:

@@ -100,7 +100,7 @@ def make_readable(schema: Any, *, relax: bool) -> tuple[str, ...]:
         if relax:
             _leave_out_counts(path, part, left_out)
     refs = sorted(unquote(part["$ref"]) for _, part in walk(schema) if _refers(part)) if left_out else []
-    has_names = not all(map(is_pointer, refs))  # they may lead to any definition
+    has_names = not all(map(is_pointer, refs))  # references by name may lead to any definition
     faults = [(json_path(path), fault) for path, fault in left_out if has_names or _is_used(path, refs)]
     if faults and not relax:
         at, fault = faults[0]
@@ -187,7 +187,7 @@ def _translate_patterns(path: Path, part: dict[str, Any], left_out: _LeftOut) ->
             translated[rust] = member
         except UntranslatablePattern as fault:
             left_out.append(((*path, "patternProperties", pattern), f"{fault} is not supported"))
-            part["additionalProperties"] = True  # such names may come
+            part["additionalProperties"] = True  # other names may come, too
     part["patternProperties"] = translated
 
 
@@ -220,7 +220,7 @@ def _leave_out_counts(path: Path, part: dict[str, Any], left_out: _LeftOut) -> N
     if not isinstance(part.get("properties"), dict):
         return
     if part.get("additionalProperties") is False and not part.get("patternProperties"):
-        return  # no others can come, and those that are named are counted
+        return  # no other names can come, and the named ones are counted
     required = part.get("required")
     if set(part["properties"]) <= set(required if isinstance(required, list) else ()):
         return

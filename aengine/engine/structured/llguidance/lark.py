@@ -83,7 +83,7 @@ class _Writer:
         if isinstance(part, Choice):
             return self._rule(f"CHOICE_{number}", f"({_options(part.options)})" + _not_first(part.not_first))
         if isinstance(part, FreeText):
-            letters = "".join(_in_regex(text) for text in part.without if len(text) == 1)  # far cheaper than excluded
+            letters = "".join(_in_regex(text) for text in part.without if len(text) == 1)  # cheaper than ~
             excluded = "".join(f" & ~/{_ANY}{_in_regex(text)}{_ANY}/" for text in part.without if len(text) > 1)
             blanks = _BLANKS if part.after_blanks else ""
             matching = "".join(f" & {_pattern(pattern)}" for pattern in part.matching)
@@ -92,7 +92,7 @@ class _Writer:
             return self._rule(f"TEXT_{number}", f"{some}{excluded}{_not_first(part.not_first, blanks)}{matching}")
         last = _in_regex(part.end)
         bodies = [f"/(?:{pattern[1:-1]}){last}/" for pattern in map(_pattern, part.matching)]
-        first_end = [f"~/{_ANY}{last}(?s:.+)/"] if bodies else []  # a body that does not match goes on after no end
+        first_end = [f"~/{_ANY}{last}(?s:.+)/"] if bodies else []  # no end lies within a body
         body = " & ".join([f"/{_ANY}{last}/", *bodies, *first_end])
         end = self._rule(f"UP_TO_{number}", body + _not_first(part.not_first))
         self._rule(f"up_to_{number}[lazy]", end)

@@ -33,7 +33,7 @@ class Root:
         self.inner = inner
         self.grammar = grammar
         self.may_force = not grammar.endswith(NO_FORCING)  # asking for what must follow might never end
-        self.num_copies = 0  # alive
+        self.num_copies = 0  # copies of this matcher that are in use
         self.is_spoilt = False
 
 
@@ -47,7 +47,7 @@ class LLGuidanceMatcher:
         self._backend = backend
         self._root = root
         self._inner = inner
-        self._token_ids: list[int] = []  # accepted by the library: without the end
+        self._token_ids: list[int] = []  # ids accepted by the library, without the end-of-sequence token
         self._is_restarted = False
         self._ended = False
 
@@ -81,7 +81,7 @@ class LLGuidanceMatcher:
         for (row, matcher, ids), is_accepted in zip(plain, accepted, strict=True):
             if is_accepted:
                 matcher._token_ids += ids
-            else:  # refused, or its lexer has come to its end: which of both is found out
+            else:  # the token was refused, or the lexer is exhausted: a restart tells which
                 note_failure(failed, row, matcher.accept_all, ids)
         for row, matcher, ids in others:
             note_failure(failed, row, matcher.accept_all, ids)

@@ -35,7 +35,7 @@ def tokenizer_of(vocabulary: Vocabulary) -> llguidance.LLTokenizer:
         tokenizer = llguidance.LLTokenizer(
             wrapped, n_vocab=vocabulary.vocab_size, eos_token=list(vocabulary.eos_ids), slices=[]
         )
-        time.sleep(0.001)  # the event loop's turn
+        time.sleep(0.001)  # releases the GIL to the event loop's thread
         return tokenizer.with_slices(_SLICES)
     except Exception as error:
         raise GrammarError(

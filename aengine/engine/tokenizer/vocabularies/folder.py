@@ -118,8 +118,7 @@ def _read_encoder(path: Path) -> tokenizers.Tokenizer:
 
 
 def _growth(part: Any) -> float:
-    """Return how many times as long a text may become by a step of tokenizer.json, about; 1 for steps that replace
-    nothing."""
+    """Return how many times as long a step of tokenizer.json may make a text, about; 1 if it replaces nothing."""
     steps = [step for key in ("normalizers", "decoders", "processors") for step in part.get(key, ())]
     own = len(part.get("prepend", "")) + 1.0
     if part["type"] == "Replace":
@@ -170,7 +169,7 @@ def _check_class(path: Path, settings: ValueReader, known: tuple[str, ...]) -> N
 def _begin_and_end(encoder: tokenizers.Tokenizer, settings: ValueReader, special_tokens: dict[str, str]) -> None:
     """Put BOS before a text and EOS after it: as the settings say, else as transformers does for that class."""
     is_t5 = settings.text("tokenizer_class").startswith("T5")
-    adds_bos = settings.flag("add_bos_token", "add_bos_token" not in settings and not is_t5)  # a null is a no there
+    adds_bos = settings.flag("add_bos_token", "add_bos_token" not in settings and not is_t5)  # null means False there
     adds_eos = settings.flag("add_eos_token", "add_eos_token" not in settings and is_t5)
     bos = special_tokens.get("bos_token") if adds_bos else None
     eos = special_tokens.get("eos_token") if adds_eos else None
@@ -195,7 +194,7 @@ def _add_missing_tokens(encoder: tokenizers.Tokenizer, listed: ValueReader) -> N
 
     by_id = {int(key): key for key in listed if key.isdecimal() and len(key) < _MOST_DIGITS}
     next_id = encoder.get_vocab_size()
-    added: dict[str, AddedToken] = {}  # all at once: the library takes as long for one as for all
+    added: dict[str, AddedToken] = {}  # added together: the library takes as long for one token as for all
     for token_id, key in sorted(by_id.items()):
         text = _token_text(listed, key)
         if not text or text in added or encoder.token_to_id(text) is not None or token_id != next_id + len(added):

@@ -76,9 +76,9 @@ class ResponseBody(SamplingBody):
     user: Name | None = None
     stream_options: ResponseStreamOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    # vLLM's
+    # fields of vLLM's
     chat_template_kwargs: Variables | None = None
-    # without effect here
+    # fields that have no effect here
     max_tool_calls: Ignored = None
     access_programs: Ignored = None
     client_metadata: Ignored = None

@@ -102,11 +102,11 @@ class _Writer:
         self._body = body
         self._conversation = conversation
         self._entries = EntryWriter(service.engine.tokenizer) if body.wants_logprobs else None
-        self._most = min(MOST_EVENTS, tokens_at_once(body.top_logprobs))  # deltas, before others have their turn
+        self._most = min(MOST_EVENTS, tokens_at_once(body.top_logprobs))  # deltas a turn of the loop
         self._is_stored = body.store is not False and service.responses.is_kept
         defaults = service.engine.describe()["sampling_defaults"]
         self._response: dict[str, Any] = {
-            # Whoever knows it can go on with it, so it is never a client's own word, which others may guess.
+            # Whoever knows the id can continue the response, so it is random, and never what a client asked for.
             "id": response_id,
             "object": "response",
             "created_at": int(time.time()),

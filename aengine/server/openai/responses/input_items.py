@@ -39,7 +39,7 @@ def _item_of(given: Mapping[str, Any]) -> dict[str, Any]:
     is_named = isinstance(known, str) and 0 < len(known) <= MAX_NAME_CHARACTERS
     item = {"type": kind, "id": known if is_named else f"{_PREFIXES.get(kind, 'item')}_{uuid.uuid4().hex}"}
     is_answer = given.get("role") == "assistant"
-    if kind == "reasoning":  # what is encrypted nobody can read but its author
+    if kind == "reasoning":  # encrypted content can be read by its author alone
         read = "content" if given.get("content") else "summary"
         return item | {"summary": []} | {read: _kept(given.get(read) or [])}
     for name in _FIELDS[kind]:
@@ -66,7 +66,7 @@ def _kept_part(part: Mapping[str, Any]) -> dict[str, Any]:
 async def list_input_items(service: Service, request: Request) -> Response:
     """Answer with the items that a response was given, those of the responses before it included."""
     stored = service.responses.get(request.path_params["id"])
-    items = await service.in_thread(lambda: stored.items)  # a long conversation's may be many MB
+    items = await service.in_thread(lambda: stored.items)  # the items of a long conversation may be many MB
     asked = request.query_params
     limit = asked.get("limit", "20")
     if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= _MOST_ITEMS):

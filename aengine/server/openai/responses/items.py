@@ -68,7 +68,7 @@ class Items:
     def __init__(self, events: Events | None, entries: EntryWriter | None, fields_of_call: FieldsOfCall) -> None:
         self.output: list[dict[str, Any]] = []
         """Without log-probabilities."""
-        self._written: list[bytes] = []  # the output that has ended, with them, and what stands between
+        self._written: list[bytes] = []  # JSON of the items that have ended, and the separators between
         self._events = events
         self._entries = entries
         self._fields_of_call = fields_of_call

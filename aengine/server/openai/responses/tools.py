@@ -48,7 +48,7 @@ class ResponseTools:
             elif isinstance(kind, str) and kind.startswith(_RUN_BY_OPENAI):
                 read.left_out.append(kind[:80])
             else:
-                read.functions.append(dict(tool))  # the engine checks it
+                read.functions.append(dict(tool))  # the engine checks its parameters
                 read.shown.append(dict(tool))
         if read.left_out and not read.functions:
             message = f"this server runs no tools such as {read.left_out[0]!r}: give it functions, which you run"
