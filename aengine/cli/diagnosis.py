@@ -78,10 +78,11 @@ class Diagnosis:
         return {"ok": self.ok, **asdict(self)}
 
 
-def diagnose(version: str = "") -> Diagnosis:
-    """Look at everything. Blocking: two or three seconds, most of them torch's import in another process."""
+def diagnose(version: str = "", model: EngineConfig | None = None) -> Diagnosis:
+    """Look at everything, and at what ``model`` would take. Blocking: two or three seconds, most of them torch's import
+    in another process."""
     config = EngineConfig(model="-")  # the settings' defaults
-    with _start_probe(config) as process:
+    with _start_probe(config, model) as process:
         try:
             findings = [_python(), _packages(), _compiler(), _cpu(config), _memory(), _shared_memory(config)]
             findings += [_descriptors(), _threads(), _hub_cache(), _models()]
@@ -90,6 +91,8 @@ def diagnose(version: str = "") -> Diagnosis:
             process.kill()  # this has no effect if the process has ended
     devices = [report] if isinstance(report, Finding) else list(_devices(report))
     findings[2:2] = devices
+    if model is not None and not isinstance(report, Finding):
+        findings.append(_model(model, report))
     choices = {} if isinstance(report, Finding) else report["choices"]
     return Diagnosis(version, findings, choices)
 
@@ -270,6 +273,19 @@ def _hub_models() -> Iterator[str]:
             yield folder.name.removeprefix("models--").replace("--", "/", 1)
 
 
+def _model(config: EngineConfig, report: dict[str, Any]) -> Finding:
+    """What the model that was asked about would take."""
+    if problem := report.get("model_problem"):
+        return Finding("the model", "error", config.model, problem.replace("HF_HUB_OFFLINE is set and t", "t"))
+    told = report["model"]
+    found = f"{told['line']}; on {told['device']} {told['room'] / GIB:.1f} GiB are free for it"
+    if told["weight_bytes"] > told["room"]:
+        advice = "its weights do not fit: take a smaller model or format, or free memory"
+        return Finding("the model", "error", found, advice)
+    found += f"; KV {told['kv_bytes_per_token']} bytes a token: {told['kv_tokens']} tokens fit, activations not counted"
+    return Finding("the model", "ok", found)
+
+
 def _can_write(folder: Path) -> bool:
     """Whether ``folder`` may be written to, or made."""
     there = next((path for path in (folder, *folder.parents) if path.exists()), folder)
@@ -279,9 +295,12 @@ def _can_write(folder: Path) -> bool:
 # -- torch and the GPU, asked in another process
 
 
-def _start_probe(config: EngineConfig) -> subprocess.Popen[str]:
+def _start_probe(config: EngineConfig, model: EngineConfig | None) -> subprocess.Popen[str]:
     environment = worker_environment() | thread_environment(config)
     command = [sys.executable, "-m", "aengine.runner.platforms.probe"]
+    if model is not None:
+        environment["HF_HUB_OFFLINE"] = "1"  # a diagnosis fetches nothing
+        command.append(json.dumps(model.to_wire()))
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..__version__ import __version__
 from .diagnosis import Diagnosis, diagnose
+from .engine_options import add_engine_options, engine_config
 
 __all__ = ["add_doctor_parser", "doctor"]
 
@@ -22,12 +23,14 @@ def add_doctor_parser(commands: Any) -> None:
     text = "what the engine finds on this machine, what it would choose, and what to do about what is wrong"
     epilog = "exit status: 0 if an engine can run here, perhaps with warnings; 1 if not"
     parser = commands.add_parser("doctor", help=text, description=text, epilog=epilog)
+    parser.add_argument("model", nargs="?", help="a model that is here: what its weights and KV would take in memory")
+    add_engine_options(parser)
     parser.add_argument("--json", action="store_true", help="the same as one JSON object")
     parser.set_defaults(main=doctor)
 
 
 def doctor(args: argparse.Namespace) -> int:
-    diagnosis = diagnose(f"aengine {__version__}")
+    diagnosis = diagnose(f"aengine {__version__}", engine_config(args) if args.model is not None else None)
     if args.json:
         print(json.dumps(diagnosis.to_json(), indent=2))
     else:

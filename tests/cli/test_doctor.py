@@ -74,11 +74,15 @@ def find(monkeypatch: pytest.MonkeyPatch) -> Find:
     return find
 
 
-def test_this_machine_in_one_page_and_without_torch_in_the_process() -> None:
+def test_this_machine_and_a_model_in_one_page_and_without_torch_in_the_process(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-5}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes, **heads, "rope_theta": 10000.0}))
+    asked = ["doctor", str(tmp_path), "--load-format", "dummy", "--dtype", "bfloat16", "--device", "cpu", "--json"]
     code = (
         "import sys\n"
         "from aengine.__main__ import main\n"
-        "status = main(['doctor', '--json'])\n"
+        f"status = main({asked})\n"
         "assert 'torch' not in sys.modules\n"
         "sys.exit(status)\n"
     )
@@ -101,7 +105,10 @@ def test_this_machine_in_one_page_and_without_torch_in_the_process() -> None:
         "threads",
         "hub cache",
         "models",
+        "the model",
     ]
+    found = told["findings"][-1]["found"]
+    assert "attention and MLP: bfloat16, 0.1 MB" in found and "KV 256 bytes a token" in found
     assert not [item for item in told["findings"] if item["status"] == "error" or not item["found"]]
     assert told["choices"]["threads"] >= 1
     assert told["choices"]["kv_cache_bytes"] > 0
@@ -182,6 +189,15 @@ def test_devices(find: Find, changes: dict[str, Any], name: str, status: str, sa
     item = find(name, **changes)
     assert item.status == status
     assert said in f"{item.found} {item.advice}"
+
+
+def test_a_model_that_is_too_large_or_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: dict[str, Any] = {"line": "head: bfloat16, 9 GB", "device": "cpu", "room": 1 << 30, "weight_bytes": 9 << 30}
+    config = diagnosis.EngineConfig(model="owner/model")
+    item = diagnosis._model(config, {"model": model})
+    assert item.status == "error" and "do not fit" in item.advice and "head: bfloat16" in item.found
+    item = diagnosis._model(config, {"model_problem": "the cache lacks it"})
+    assert item.status == "error" and item.advice == "the cache lacks it"
 
 
 def test_what_is_installed_is_found_by_the_distributions_name() -> None:

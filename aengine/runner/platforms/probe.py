@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from itertools import combinations
 from typing import Any
 
 import torch
 
 from ...config import EngineConfig, num_worker_threads
-from ...errors import ModelLoadError
+from ...errors import InvalidRequestError, ModelLoadError
 from ...limits.memory import free_memory
 from ..attention.library import choose_library
+from ..startup.estimate import estimate
 from ..startup.kv_memory import CPU_DEFAULT
 from ..weights.float16_cpu import float16_plan
 from ..weights.formats import choose_formats
@@ -26,10 +28,10 @@ from .platform import Unavailable
 __all__ = ["probe"]
 
 
-def probe() -> dict[str, Any]:
+def probe(model: EngineConfig | None = None) -> dict[str, Any]:
     """Return keys as below. ``gpu``: the first one; ``gpu_names``: of all; ``gpus_apart``: the pairs of them, by index,
     of which one can't read the other's memory. ``gpu_problem``, ``triton_problem``, ``cpu_problem``: "" or one line
-    with its cure."""
+    with its cure. ``model``: settings whose model is looked at, too: "model", see `estimate`, or "model_problem"."""
     config = EngineConfig(model="-")  # the defaults are what is wanted of it
     torch.set_num_threads(num_worker_threads(config))
     report: dict[str, Any] = {
@@ -52,6 +54,11 @@ def probe() -> dict[str, Any]:
         report["choices"] = _cpu_choices(config, report)
     else:
         report["choices"] = _gpu_choices(config, found, report)
+    if model is not None:
+        try:
+            report["model"] = estimate(model)
+        except (ModelLoadError, InvalidRequestError) as error:
+            report["model_problem"] = str(error)
     return report
 
 
@@ -111,4 +118,5 @@ def _triton_version() -> str | None:
 
 if __name__ == "__main__":
     logging.disable()
-    print(json.dumps(probe()))  # noqa: T201
+    given = [EngineConfig.from_wire(json.loads(text)) for text in sys.argv[1:]]
+    print(json.dumps(probe(*given)))  # noqa: T201

@@ -26,17 +26,16 @@ from .. import profiler
 from ..attention.torch_attention import DEFAULT_BLOCK_SIZE
 from ..distributed.opening import open_device, open_experts_group, open_group, open_link, stage_of
 from ..distributed.pipeline import StepSizes
-from ..model_config import ModelConfig
 from ..model_runner import ModelRunner
-from ..models import build_model, gguf_names, read_config
+from ..models import build_model, read_config
 from ..models.encoders import is_encoder
-from ..platforms.platform import Platform
 from ..pooling.vectors import VectorLayers, load_vector_layers
 from ..weights.float16_cpu import Float16Format, agree_on_plan
 from ..weights.formats import choose_formats
-from ..weights.sources.gguf_source import GgufMatrices
+from ..weights.inventory import line_of
 from ..weights.sources.loader import LoadedWeights, Progress, check_layers, load_weights
 from .encoder import LoadedEncoder, load_encoder
+from .estimate import gguf_matrices, tensors_of
 from .heads import DecoderHead
 from .kv_memory import KvPlan, choose_kv_dtype
 from .policy import choose_policy
@@ -94,7 +93,7 @@ def _load(
     dtype = platform.choose_dtype(config.dtype, model_config.checkpoint_dtype)
     group = open_group(rank, platform)
     experts_group = open_experts_group(rank, platform, group)
-    packed = _packed(config, checkpoint, model_config, platform)
+    packed = gguf_matrices(config, checkpoint, model_config, platform)
     policy = choose_policy(config, model_config, platform)
     formats = choose_formats(dtype, platform.device, hf, policy, packed, config.quantization)
     if model_config.implementation == "transformers" and formats.quantised is not None:
@@ -116,6 +115,8 @@ def _load(
         vectors: VectorLayers | None = head.vectors(checkpoint, model_config.hidden_size, platform.device)
     else:
         vectors = _vectors(config, checkpoint, platform.device)
+    tensors = tensors_of(model, checkpoint)
+    logger.info("weights on %s: %s", platform.device, line_of(tensors))
     setup = RunnerSetup(
         config=config,
         model_config=model_config,
@@ -132,23 +133,9 @@ def _load(
         group=group,
         link=link,
         experts_group=experts_group,
+        tensors=tensors,
     )
     return setup, weights
-
-
-def _packed(
-    config: EngineConfig, checkpoint: ModelSource, model_config: ModelConfig, platform: Platform
-) -> GgufMatrices | None:
-    """The matrices that are kept in a GGUF file's own formats; None: they become numbers. Raises ModelLoadError."""
-    if config.quantization != "gguf":
-        return None
-    if checkpoint.format != "gguf":
-        raise ModelLoadError(f"quantization='gguf': {checkpoint.path} is no .gguf file: leave it at 'auto'")
-    if platform.is_accelerator:
-        raise ModelLoadError(
-            "quantization='gguf' is for device='cpu' so far, and a GPU multiplies the numbers: leave it at 'auto'"
-        )
-    return GgufMatrices.of_file(checkpoint.path, gguf_names(model_config))
 
 
 def _vectors(config: EngineConfig, checkpoint: ModelSource, device: torch.device) -> VectorLayers | None:
@@ -233,6 +220,7 @@ class LocalModel:
             "prompt_step_sizes": [] if runner.batch_graphs is None else runner.batch_graphs.num_tokens,
             "num_threads": torch.get_num_threads(),
             "num_experts": setup.num_experts,
+            "weights": [group._asdict() for group in self._setup.tensors],
         }
         if platform.is_accelerator:
             facts["device_memory_total_bytes"] = platform.memory().total

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +31,7 @@ from ..platforms.platform import Platform
 from ..pooling.vectors import VectorLayers
 from ..sampling.vocabulary import Vocabulary
 from ..speculation.graphs import draft_sizes
+from ..weights.inventory import TensorsOfAKind
 
 __all__ = ["RunnerSetup"]
 
@@ -58,6 +59,7 @@ class RunnerSetup:
     group: TensorGroup = ALONE
     link: PipelineLink | None = None  # connection with the other pipeline stages; None: there is one stage
     experts_group: ExpertsGroup | None = None  # ranks that divide the experts, of all replicas; None: none do
+    tensors: Sequence[TensorsOfAKind] = ()  # what the weights have become
 
     def _exchange(self, *, is_rehearsal: bool) -> StepExchange:
         if self.experts_group is not None:

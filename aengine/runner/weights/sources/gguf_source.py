@@ -24,7 +24,7 @@ from ..gguf_names import GgufNames
 from ..weight import ExpertWeights, StoredTensor, Weight
 from .reading import Named, Source, Target, in_threads
 
-__all__ = ["GgufFormat", "GgufMatrices", "GgufWeight", "read_gguf"]
+__all__ = ["GgufFormat", "GgufMatrices", "GgufWeight", "gguf_types", "read_gguf"]
 
 _LONG_ROW = 2**14  # numbers
 _MOST_EXPERTS = 2**14
@@ -106,6 +106,18 @@ class GgufMatrices(NamedTuple):
 
     def of(self, name: str) -> GgufFormat | None:
         return self.formats.get(name)
+
+
+def gguf_types(path: str, names: GgufNames) -> dict[str, str]:
+    """The types of matrices in blocks, by transformers' names of the matrices; of experts those of the first one."""
+    types = {}
+    with GgufFile(path) as file:
+        for tensor in file.tensors.values():
+            if tensor.type.block_len > 1:
+                name = names.hf_name(tensor.name)
+                full = name if isinstance(name, str) else "0".join(name)
+                types[full.removesuffix(".weight")] = tensor.type.name.lower()
+    return types
 
 
 def read_gguf(path: str, names: GgufNames, head_dim: int, target: Target) -> Source:

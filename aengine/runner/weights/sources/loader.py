@@ -32,7 +32,7 @@ from .random_source import make_random
 from .reading import Source, Target, in_threads
 from .safetensors_source import READERS, read_safetensors, read_shapes
 
-__all__ = ["LoadedWeights", "Progress", "check_layers", "load_weights"]
+__all__ = ["LoadedWeights", "Progress", "check_layers", "load_weights", "stored_shapes"]
 
 logger = logging.getLogger("aengine.runner")
 
@@ -82,7 +82,7 @@ def load_weights(
     """
     names = model.weights.names
     if names is not None:
-        names.choose(_stored_shapes(source))
+        names.choose(stored_shapes(source))
     places, stage, device = dict(model.weights.places), model.weights.stage, model.weights.formats.device
     if memory is not None:
         _check_room(model, source, device, memory())
@@ -154,7 +154,7 @@ def _open(model: CausalLM | Encoder[Any], source: ModelSource, seed: int, target
     return read_safetensors(Path(source.path), target)
 
 
-def _stored_shapes(source: ModelSource) -> dict[str, tuple[int, ...]] | None:
+def stored_shapes(source: ModelSource) -> dict[str, tuple[int, ...]] | None:
     return read_shapes(Path(source.path)) if source.format == "safetensors" else None
 
 

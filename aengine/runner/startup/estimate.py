@@ -1,0 +1,107 @@
+"""What a model takes in memory: of a loaded one, and, by the headers of its files alone, of one that is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...checkpoint.source import ModelSource, resolve_model
+from ...checkpoint.value_reader import damage_explained
+from ...config import EngineConfig
+from ...errors import ModelLoadError
+from ...limits.memory import free_memory
+from ..attention.torch_attention import DEFAULT_BLOCK_SIZE
+from ..kv_spec import lay_out_kv
+from ..model_config import ModelConfig
+from ..models import build_model, gguf_names, read_config
+from ..models.causal_lm import CausalLM
+from ..models.encoders import is_encoder
+from ..platforms.choice import choose_platform
+from ..platforms.platform import Platform
+from ..weights.formats import choose_formats
+from ..weights.inventory import TensorsOfAKind, inventory, line_of
+from ..weights.sources.gguf_source import GgufMatrices, gguf_types
+from ..weights.sources.loader import check_layers, stored_shapes
+from .heads import DecoderHead
+from .kv_memory import choose_kv_dtype, cpu_budget
+
+__all__ = ["estimate", "gguf_matrices", "tensors_of"]
+
+
+def estimate(config: EngineConfig) -> dict[str, Any]:
+    """What one rank would take. Keys: "device"; "weights": see `TensorsOfAKind`; "line": the same in words;
+    "weight_bytes"; "room": bytes that are free for them and the KV cache; "kv_bytes_per_token", in layers that keep all
+    tokens or a window of them; "kv_tokens": as many fit beside the weights, activations not counted.
+
+    Raises ModelLoadError: the model is not here, or can't be loaded.
+    """
+    source = resolve_model(config)
+    with damage_explained(source.path):
+        if is_encoder(source.hf_config):
+            raise ModelLoadError("an encoder keeps no KV, and its matrices are plain numbers: nothing is to be told")
+        head = DecoderHead.of(source)
+        folder = None if source.format == "gguf" else source.path
+        hf = head.settings(source.hf_config)
+        how: dict[str, Any] = {"model_impl": config.model_impl, "trust_remote_code": config.trust_remote_code}
+        model_config = read_config(hf, folder=folder, **how)
+        if model_config.implementation == "native":
+            check_layers(source, model_config.num_layers)
+        platform = choose_platform(config.device)
+        dtype = platform.choose_dtype(config.dtype, model_config.checkpoint_dtype)
+        packed = gguf_matrices(config, source, model_config, platform)
+        formats = choose_formats(dtype, platform.device, hf, packed=packed, quantization=config.quantization)
+        model = build_model(model_config, formats)
+        if model.weights.names is not None:
+            model.weights.names.choose(stored_shapes(source))
+        groups = tensors_of(model, source)
+    layout = lay_out_kv(
+        model_config.kv_layers,
+        config.block_size or DEFAULT_BLOCK_SIZE,
+        choose_kv_dtype(config.kv_cache_dtype, formats.dtype).itemsize,
+    )
+    weight_bytes = sum(group.bytes for group in groups)
+    budget, room = _budget(config, platform, weight_bytes)
+    per_token = sum(layout.page_bytes / group.block_size for group in layout.groups if group.kind != "state")
+    return {
+        "device": str(platform.device),
+        "weights": [group._asdict() for group in groups],
+        "line": line_of(groups),
+        "weight_bytes": weight_bytes,
+        "room": room,
+        "kv_bytes_per_token": round(per_token),
+        "kv_tokens": int(max(0, budget) // per_token) if per_token else 0,
+    }
+
+
+def tensors_of(model: CausalLM, source: ModelSource) -> list[TensorsOfAKind]:
+    """What the tensors of a model have become, or will become."""
+    config = model.config
+    top_k = getattr(config, "experts_per_token", 0) or getattr(getattr(config, "routing", None), "top_k", 0)
+    share = min(1.0, top_k / config.num_experts) if top_k and config.num_experts else 1.0
+    is_gguf = source.format == "gguf"
+    return inventory(model.weights, share, gguf_types(source.path, gguf_names(config)) if is_gguf else {})
+
+
+def gguf_matrices(
+    config: EngineConfig, source: ModelSource, model_config: ModelConfig, platform: Platform
+) -> GgufMatrices | None:
+    """The matrices that are kept in a GGUF file's own formats; None: they become numbers. Raises ModelLoadError."""
+    if config.quantization != "gguf":
+        return None
+    if source.format != "gguf":
+        raise ModelLoadError(f"quantization='gguf': {source.path} is no .gguf file: leave it at 'auto'")
+    if platform.is_accelerator:
+        raise ModelLoadError(
+            "quantization='gguf' is for device='cpu' so far, and a GPU multiplies the numbers: leave it at 'auto'"
+        )
+    return GgufMatrices.of_file(source.path, gguf_names(model_config))
+
+
+def _budget(config: EngineConfig, platform: Platform, weight_bytes: int) -> tuple[int, int]:
+    """Bytes for KV, and those that are free for it and the weights."""
+    if not platform.is_accelerator:
+        free = free_memory()
+        left = max(0, free - weight_bytes)
+        return cpu_budget(config, free=left, weights=weight_bytes, num_processes=config.num_ranks), free
+    memory = platform.memory()
+    room = int(memory.total * config.gpu_memory_utilization) - (memory.total - memory.free)
+    return config.kv_cache_memory_bytes or room - weight_bytes, room
