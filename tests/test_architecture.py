@@ -311,8 +311,8 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
             "engine/replicas/replica.py",  # chooses who makes them, and has their counts
             "engine/grammar_gate.py",  # proposes what a grammar forces, and has rows of bitmasks after each draft
             "engine/structured/",
-            "engine/scheduler/",
             "engine/speculation/",
+            "engine/step_loop.py",  # asks for them before each step
             "ipc/messages.py",  # their column
             "kernels/",
             "runner/model_runner.py",  # registers them

@@ -17,8 +17,7 @@ from .executor import Executor
 from .recovery import Watchdog
 from .scheduler.request import Request
 from .scheduler.scheduler import Scheduler
-from .scheduler.step import InFlightStep
-from .speculation.proposers import ForcedTokens
+from .scheduler.step import NOTHING_AHEAD, InFlightStep
 from .structured.bitmasks import Filled, Filling, MaskJob
 from .structured.service import GrammarService
 
@@ -71,7 +70,6 @@ class GrammarGate:
         self._forcing = forcing
         self._watchdog = watchdog
         self._rest = rest
-        self._proposer = ForcedTokens()
 
     def close_for(self, step: InFlightStep) -> None:
         """Note that ``step`` was published and waits for its bitmask. Requests whose rows take long to fill are paused,
@@ -91,8 +89,8 @@ class GrammarGate:
         due = [(i, request) for i, request in step.constrained() if request.finish_reason is None]
         bitmasks = self._grammars.bitmasks
         batch_idx_column = int32(i for i, _ in due)
-        if step.drafts:
-            batch_idx_column = int32(i for i, _ in due for _ in range(step.num_samples(i)))
+        if step.ahead:
+            batch_idx_column = int32(i for i, _ in due for _ in range(step.ahead.get(i, NOTHING_AHEAD).num_samples))
         num_bytes = bitmasks.row_bytes * len(batch_idx_column)
         shared = executor.bitmask(num_bytes)
         rows = bytearray(num_bytes) if shared is None else shared
@@ -103,8 +101,8 @@ class GrammarGate:
         for batch_idx, request in due:
             grammar = request.grammar
             assert grammar is not None
-            drafts = step.drafts.get(batch_idx, ()) if step.drafts else ()
-            jobs.append(MaskJob(grammar, grammar.take_pending(), drafts, batch_idx in step.certain, wants_forced))
+            drafts, are_certain = step.ahead.get(batch_idx, NOTHING_AHEAD)
+            jobs.append(MaskJob(grammar, grammar.take_pending(), drafts, are_certain, wants_forced))
         filled = bitmasks.fill(jobs, rows)
         return Masks(step, [request for _, request in due], batch_idx_column, rows, shared is not None, filled)
 
@@ -117,13 +115,10 @@ class GrammarGate:
         bitmask = len(masks.rows) if masks.is_shared else masks.rows
         await executor.send_grammar(GrammarOutput(masks.step.step_id, masks.batch_idx, bitmask))
         if sum(map(len, filled.forced.values())) >= self._forcing.least_tokens * len(masks.step.batch):
-            for job, token_ids in filled.forced.items():
+            for job, (_, *drafts) in filled.forced.items():  # the step in flight samples the first
                 request = masks.due[job]
-                assert request.grammar is not None
-                request.grammar.forced = token_ids
-                drafts = self._proposer.propose(request)
                 # A request that wants log-probabilities of each token needs the logits of each position.
-                self._scheduler.propose(request, drafts, are_certain=request.params.logprobs is None)
+                self._scheduler.rows.lookahead.propose(request, drafts, are_certain=request.params.logprobs is None)
 
     async def _filled(self, filling: Filling) -> Filled:
         """Wait until the rows are filled. The watchdog is paused, since a row may take seconds that are not the

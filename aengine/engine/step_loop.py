@@ -30,7 +30,7 @@ from .pacing.turns import Turn
 from .recovery import Watchdog, hang_error
 from .scheduler.request import Request, RequestStatus
 from .scheduler.scheduler import Scheduler
-from .speculation.proposers import Speculation
+from .speculation.drafts import Speculation
 from .structured.bitmasks import Filled
 from .structured.service import GrammarService
 

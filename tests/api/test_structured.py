@@ -27,7 +27,7 @@ from aengine import (
     WorkerDiedError,
 )
 from aengine.engine import recovery
-from aengine.engine.scheduler.scheduler import Scheduler
+from aengine.engine.speculation.drafts import Drafts
 from aengine.engine.structured.backend import MatcherError, MatcherLimitError
 from aengine.engine.structured.bitmasks import BitmaskFiller, RequestGrammar
 from aengine.engine.structured.llguidance.matcher import LLGuidanceMatcher
@@ -195,7 +195,7 @@ async def test_a_worker_that_dies_after_its_answer_leaves_the_matchers_right(
 
     monkeypatch.setattr(FakeExecutor, "answer_later", answer_and_die)
     alphabet = "abcdefghijklmnopqrstuvwxyz"
-    monkeypatch.setattr(Scheduler, "propose", lambda *args, **how: None)  # a token a step
+    monkeypatch.setattr(Drafts, "propose", lambda *args, **how: 0)  # a token a step
     params = constrained(regex=alphabet)
     async with make_engine() as engine:
         completions = await asyncio.gather(*(engine.generate([1, i], params) for i in range(count)))
@@ -391,13 +391,13 @@ async def test_many_in_flight_steps(make_engine: Make) -> None:
 
 async def test_forced_tokens_take_no_steps_of_their_own(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: set[tuple[int | None, bool]] = set()
-    propose = Scheduler.propose
+    propose = Drafts.propose
 
-    def noted(self: Scheduler, request: Any, token_ids: Any, *, are_certain: bool = False) -> None:
+    def noted(self: Drafts, request: Any, token_ids: Any, *, are_certain: bool = False) -> int:
         asked.add((request.params.logprobs, are_certain))
-        propose(self, request, token_ids, are_certain=are_certain)
+        return propose(self, request, token_ids, are_certain=are_certain)
 
-    monkeypatch.setattr(Scheduler, "propose", noted)
+    monkeypatch.setattr(Drafts, "propose", noted)
     wanted = constrained(choice=["an answer that is long enough to be of many tokens"])
     async with make_engine() as engine:
         completion = await engine.generate([1, 2], wanted)

@@ -7,9 +7,10 @@ import random
 import pytest
 
 from aengine.engine.pacing.steps_in_flight import StepsInFlight
-from aengine.engine.scheduler.request import Request
+from aengine.engine.scheduler.request import Request, RequestStatus
 from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.engine.speculation import ngram
+from aengine.engine.speculation.drafts import Drafts
 from aengine.engine.speculation.ngram import NGramSpeculation, TokenHistory
 from aengine.ipc.messages import KVCacheGroup, ModelRunnerOutput, int32
 from aengine.params import SamplingParams
@@ -26,11 +27,6 @@ def new_request(prompt: list[int], num_more: int = 1000) -> Request:
 def add(request: Request, token_ids: list[int]) -> None:
     request.token_ids += token_ids
     request.num_computed_tokens += len(token_ids)
-
-
-def verify(request: Request, num_drafted: int, num_accepted: int) -> None:
-    request.num_drafted += num_drafted
-    request.num_accepted += num_accepted
 
 
 def occurrences(token_ids: list[int]) -> list[int]:
@@ -93,12 +89,12 @@ def test_the_number_of_drafts_follows_what_is_accepted() -> None:
     history = TokenHistory(request.max_num_tokens)
     sizes = []
     for outcome in [(4, 4), (8, 8), (8, 3), (4, 4)]:
-        verify(request, *outcome)
+        history.note_verified(*outcome)
         history.take_in(request, 100)
         sizes.append(len(history.guess(request, 100)))
         add(request, request.token_ids[-8:])  # the match grows with what it foretold
     assert sizes == [8, 16, 4, 8]
-    verify(request, 8, 0)
+    history.note_verified(8, 0)
     history.take_in(request, 100)
     assert history.guess(request, 100) == [] and not history.is_sure
     add(request, request.token_ids[-8:])
@@ -116,7 +112,7 @@ def test_who_is_never_right_is_asked_ever_less() -> None:
         drafts = history.guess(request, 100)
         if drafts:
             asked.append(place)
-            verify(request, len(drafts), 0)
+            history.note_verified(len(drafts), 0)
     assert len(asked) < 20 and asked[-1] - asked[-2] > ngram._MOST_WAIT // 2
 
 
@@ -136,6 +132,7 @@ class StepsAhead(StepsInFlight):
 def test_steps_ahead_are_taken_back_for_drafts_and_not_for_nothing() -> None:
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64}
     scheduler = Scheduler(num_blocks=64, kv_groups=[KVCacheGroup("full", 4)], **limits)
+    scheduler.rows.lookahead = Drafts(scheduler.rows)
     in_flight = StepsAhead(2)
     speculation = NGramSpeculation(scheduler, in_flight, most_rows=16)
     limits = {"max_num_tokens": 40, "stop_token_ids": frozenset[int]()}
@@ -148,7 +145,7 @@ def test_steps_ahead_are_taken_back_for_drafts_and_not_for_nothing() -> None:
         assert out is not None and out.drafts is None
         speculation.note_tokens(scheduler.update(ModelRunnerOutput(out.step_id, int32([token_id]))).sampled)
     assert not speculation.propose() and in_flight.num_interrupts == 1
-    assert request.draft_token_ids == []
+    assert request.status is RequestStatus.DECODING, "it has no drafts"
     assert speculation.propose(), "they were taken back"
     out = scheduler.schedule()
     assert out is not None and out.drafts is not None and list(out.drafts.token_ids) == [8, 9, 1]

@@ -14,7 +14,7 @@ from aengine.engine.pacing.steps_in_flight import StepsInFlight
 from aengine.engine.pacing.turns import OwnTurn
 from aengine.engine.scheduler.request import Request, RequestStatus
 from aengine.engine.scheduler.scheduler import Scheduler
-from aengine.engine.speculation.proposers import Speculation
+from aengine.engine.speculation.drafts import Speculation
 from aengine.engine.step_loop import StepLoop
 from aengine.ipc.messages import KVCacheGroup, ModelRunnerOutput, int32
 from aengine.params import SamplingParams

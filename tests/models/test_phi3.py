@@ -16,6 +16,8 @@ from scenarios import Engine, Reference, check_scenarios, reference_of, settings
 from tiny import VOCAB_SIZE, load_reference
 from torch import Tensor
 
+from aengine.engine.speculation.drafts import Drafts
+
 TinyModel = Callable[..., Path]
 BORDER = 32
 HALF = 6  # pairs of a head that turn, of 8
@@ -117,6 +119,8 @@ def test_drafts_stop_at_the_border(tiny_model: TinyModel) -> None:
     prompts = [[5, 9, 11] * 8, [3, 4] * 13]
     wanted = engine.generate(prompts, 30)
     engine.begin()
+    rows = engine.scheduler.rows
+    rows.lookahead = drafts = Drafts(rows)
     requests = engine.add(prompts, 30)
     rng = random.Random(4)
     while any(request.finish_reason is None for request in requests):
@@ -124,7 +128,7 @@ def test_drafts_stop_at_the_border(tiny_model: TinyModel) -> None:
         for request, tokens in zip(requests, wanted, strict=True):
             place = request.num_computed_tokens + 1 - request.num_prompt_tokens
             guess = tokens[place : place + rng.randint(1, 5)]
-            engine.scheduler.propose(request, [*guess[:-1], rng.randrange(VOCAB_SIZE)] if rng.random() < 0.5 else guess)
+            drafts.propose(request, [*guess[:-1], rng.randrange(VOCAB_SIZE)] if rng.random() < 0.5 else guess)
     assert [request.output_token_ids for request in requests] == wanted
 
 

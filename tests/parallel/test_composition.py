@@ -38,7 +38,8 @@ from aengine.config import EngineConfig
 from aengine.engine.pooling.requests import PoolingRequest
 from aengine.engine.sampling_extras import extras_of
 from aengine.engine.scheduler.request import PromptTokens, Request
-from aengine.engine.scheduler.step import InFlightStep
+from aengine.engine.scheduler.step import NOTHING_AHEAD, InFlightStep
+from aengine.engine.speculation.drafts import Drafts
 from aengine.engine.user_request import Limits, check_request
 from aengine.ipc.messages import GrammarOutput, int32
 from aengine.params import CallOptions, SamplingParams, StructuredOutput
@@ -127,9 +128,11 @@ class Walk:
         self.engine.begin(num_blocks=most + 2, max_num_batched_tokens=budget)
         requests = [self.requests(place) for place in range(len(self.asked))]
         right = [answer.token_ids for answers in expected for answer in answers]
+        scheduler = self.engine.scheduler
+        scheduler.rows.lookahead = drafts = Drafts(scheduler.rows)
         found = self._run([one for some in requests for one in some], right)
         answers = iter(found)
-        return [[next(answers) for _ in some] for some in requests], sum(r.num_accepted for s in requests for r in s)
+        return [[next(answers) for _ in some] for some in requests], drafts.num_accepted
 
     def _run(self, requests: list[Request], right: list[list[int]] | None) -> list[Answer]:
         scheduler, sent, death = self.engine.scheduler, deque(), 25 if right else -1
@@ -155,7 +158,7 @@ class Walk:
                     wrong = self.rng.randrange(self.vocab_size)
                     guess = [i if self.rng.random() < 0.8 else wrong for i in token_ids[begin : begin + 3]]
                     is_found = each.grammar is None and self.rng.random() < 0.2
-                    scheduler.propose(each, [-1] * len(guess) if is_found else guess)
+                    scheduler.rows.lookahead.propose(each, [-1] * len(guess) if is_found else guess)
         return [Answer(each.output_token_ids, numbers[id(each)]) for each in requests]
 
     def _answer(self, out: Any, numbers: dict[int, list[float]]) -> None:
@@ -179,8 +182,9 @@ class Walk:
         """A grammar that forbids a fifth of the tokens, by all before."""
         positions, rows = int32(), []
         for batch_idx, each in step.constrained():
-            drafts = step.drafts.get(batch_idx, [])
-            for k in range(len(drafts) + 1 - step.num_samples(batch_idx), len(drafts) + 1):
+            ahead = step.ahead.get(batch_idx, NOTHING_AHEAD)
+            drafts = ahead.token_ids
+            for k in range(len(drafts) + 1 - ahead.num_samples, len(drafts) + 1):
                 positions.append(batch_idx)
                 size = 32 * ((self.vocab_size + 31) // 32)
                 allowed = (np.arange(size) + sum(each.token_ids) + sum(drafts[:k])) % 5 != 0

@@ -24,6 +24,7 @@ from aengine.checkpoint.source import ModelSource
 from aengine.config import EngineConfig
 from aengine.engine.scheduler.request import Request
 from aengine.engine.scheduler.scheduler import Scheduler
+from aengine.engine.speculation.drafts import Drafts
 from aengine.outputs import FinishReason
 from aengine.params import SamplingParams
 from aengine.runner.distributed.pipeline import IntermediateTensors, StepSizes
@@ -126,10 +127,12 @@ def propose(scheduler: Scheduler, requests: list[Request], expected: dict[str, l
         right = expected.get(request.request_id, [])[begin : begin + rng.randint(1, 4)]
         kind = rng.choice(["none", "right", "wrong", "certain", "found"])
         if kind == "found":
-            scheduler.propose(request, [-1] * rng.randint(1, 4))
+            scheduler.rows.lookahead.propose(request, [-1] * rng.randint(1, 4))
         elif right and kind != "none":
             wrong = [rng.randrange(50)] * (kind == "wrong")
-            scheduler.propose(request, right[: -1 if wrong else None] + wrong, are_certain=kind == "certain")
+            scheduler.rows.lookahead.propose(
+                request, right[: -1 if wrong else None] + wrong, are_certain=kind == "certain"
+            )
 
 
 def run(
@@ -155,6 +158,7 @@ def run(
         vocab_size=setups[0].model_config.vocab_size,
         num_batches=len(setups),
     )
+    scheduler.rows.lookahead = drafts = Drafts(scheduler.rows)
     waiting, answers, gone = deque(requests), deque[Any](), requests[4]
     known = dict(zip([one.request_id for one in requests if one is not gone], expected or [], strict=False))
     while waiting or answers or scheduler.num_running or scheduler.num_waiting:
@@ -175,8 +179,7 @@ def run(
         if answers and (out is None or rng.random() < 0.4):
             scheduler.update(answers.popleft().get())
             check_scheduler(scheduler)
-    counts = scheduler.answers
-    assert not known or (0 < counts.num_accepted < counts.num_drafted and scheduler.rows.num_preemptions)
+    assert not known or (0 < drafts.num_accepted < drafts.num_drafted and scheduler.rows.num_preemptions)
     return [list(request.token_ids[request.num_prompt_tokens :]) for request in requests if request is not gone]
 
 

@@ -16,7 +16,8 @@ from scheduler_invariants import check_scheduler
 from aengine.engine.sampling_extras import extras_of
 from aengine.engine.scheduler.request import Request
 from aengine.engine.scheduler.scheduler import Scheduler
-from aengine.engine.scheduler.step import InFlightStep
+from aengine.engine.scheduler.step import NOTHING_AHEAD, InFlightStep
+from aengine.engine.speculation.drafts import Drafts
 from aengine.errors import InternalError
 from aengine.ipc.messages import DraftColumns, GrammarOutput, Kind, KVCacheGroup, SchedulerOutput, int32, pack, unpack
 from aengine.params import SamplingParams
@@ -90,8 +91,9 @@ def masks_of(step: InFlightStep) -> GrammarOutput:
     positions, rows = int32(), []
     for batch_idx, each in step.constrained():
         if each.finish_reason is None:
-            drafts = step.drafts.get(batch_idx, [])
-            for k in range(len(drafts) + 1 - step.num_samples(batch_idx), len(drafts) + 1):
+            ahead = step.ahead.get(batch_idx, NOTHING_AHEAD)
+            drafts = ahead.token_ids
+            for k in range(len(drafts) + 1 - ahead.num_samples, len(drafts) + 1):
                 positions.append(batch_idx)
                 rows.append(mask_after(each.token_ids + drafts[:k]))
     return GrammarOutput(step.step_id, positions, b"".join(rows))
@@ -108,6 +110,7 @@ def run(seed: int, budget: int, expected: dict[str, list[int]] | None, *, death_
         "max_in_flight_steps": 3,
     }
     scheduler = Scheduler(num_blocks=NUM_BLOCKS, kv_groups=GROUPS, vocab_size=VOCAB, **limits)
+    scheduler.rows.lookahead = Drafts(scheduler.rows)
     runner, outcome = new_runner(), Outcome()
     outcome.logprobs = {each.request_id: [] for each in requests}
     sent: deque[SchedulerOutput] = deque()
@@ -136,7 +139,7 @@ def run(seed: int, budget: int, expected: dict[str, list[int]] | None, *, death_
                 token_ids = guess(rng, each, expected[each.request_id], 0.0 if are_certain else 0.2)
                 if each.grammar is None and not are_certain and rng.random() < 0.4:
                     token_ids = [-1] * len(token_ids)  # the worker finds them
-                scheduler.propose(each, token_ids, are_certain=are_certain)
+                scheduler.rows.lookahead.propose(each, token_ids, are_certain=are_certain)
         check_scheduler(scheduler)
     outcome.tokens = {each.request_id: each.output_token_ids for each in requests}
     outcome.num_preemptions, outcome.num_hits = scheduler.rows.num_preemptions, scheduler.prefix_cache_hits
@@ -194,6 +197,7 @@ def run_one(expected: list[int]) -> tuple[list[int], int]:
     """A request of 31 tokens: what it got, and in how many steps."""
     limits = {"max_num_seqs": 1, "max_num_batched_tokens": 64, "max_model_len": MAX_LEN, "max_in_flight_steps": 2}
     scheduler = Scheduler(num_blocks=NUM_BLOCKS, kv_groups=GROUPS, vocab_size=VOCAB, **limits)
+    scheduler.rows.lookahead = Drafts(scheduler.rows)
     runner, sent, num_steps = new_runner(), deque(), 0
     params = SamplingParams(temperature=1.0)
     one = Request("one", [1, 2, 3], params, seed=5, max_num_tokens=34, stop_token_ids=frozenset())
@@ -203,7 +207,7 @@ def run_one(expected: list[int]) -> tuple[list[int], int]:
             sent.append(out)
             num_steps += 1
             begin = one.num_output_tokens + one.num_pending
-            scheduler.propose(one, expected[begin : begin + 3])
+            scheduler.rows.lookahead.propose(one, expected[begin : begin + 3])
         take_answer(scheduler, runner, sent.popleft(), Outcome(logprobs={"one": []}))
     return one.output_token_ids, num_steps
 

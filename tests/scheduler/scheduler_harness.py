@@ -22,6 +22,7 @@ from aengine.engine.pacing.multi_step import undo_steps
 from aengine.engine.scheduler.request import CacheKey, Request, RequestStatus
 from aengine.engine.scheduler.scheduler import Scheduler, pin_prefix
 from aengine.engine.scheduler.swapped_requests import SwappedRequests
+from aengine.engine.speculation.drafts import Drafts
 from aengine.ipc.messages import (
     KV_LOST,
     Kind,
@@ -235,6 +236,7 @@ class Driver:
             limits["kv_groups"] = [KVCacheGroup("full", limits.pop("block_size"))]
         limits.setdefault("max_model_len", 10_000)
         self.scheduler = Scheduler(max_in_flight_steps=depth, **limits)
+        self.scheduler.rows.lookahead = Drafts(self.scheduler.rows)
         self.depth = depth
         self.budget = limits["max_num_batched_tokens"]
         self.groups: Sequence[KVCacheGroup] = limits["kv_groups"]
@@ -294,7 +296,7 @@ class Driver:
         drafts = dict(self.requests)[request][begin : begin + count]
         drafts += [VOCAB // 2] * (count - len(drafts))
         drafts[num_right:] = [(token_id + 1) % VOCAB for token_id in drafts[num_right:]]
-        self.scheduler.propose(request, drafts)
+        self.scheduler.rows.lookahead.propose(request, drafts)
 
     def pause(self, request: Request) -> None:
         self.revoke(0)

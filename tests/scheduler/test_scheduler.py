@@ -13,6 +13,7 @@ from scheduler_invariants import check_scheduler
 from aengine.engine.replicas.moving import take_out
 from aengine.engine.scheduler.request import CacheKey, Request, RequestStatus
 from aengine.engine.scheduler.scheduler import Scheduler, StepResult
+from aengine.engine.speculation.drafts import Drafts
 from aengine.errors import InternalError
 from aengine.ipc.messages import (
     STATE_BLOCK_SIZE,
@@ -31,7 +32,9 @@ LIMITS: dict[str, Any] = {"num_blocks": 64, "block_size": 4, "max_num_seqs": 8, 
 
 def make_scheduler(**changes: Any) -> Scheduler:
     limits = {**LIMITS, "max_model_len": 1000} | changes
-    return Scheduler(kv_groups=[KVCacheGroup("full", limits.pop("block_size"))], **limits)
+    scheduler = Scheduler(kv_groups=[KVCacheGroup("full", limits.pop("block_size"))], **limits)
+    scheduler.rows.lookahead = Drafts(scheduler.rows)
+    return scheduler
 
 
 def blocks_of(request: Request) -> list[int]:
@@ -590,7 +593,7 @@ def test_drafts_are_computed_with_the_token_before_them() -> None:
     a, b = make(5, max_tokens=20, name="a"), make(3, max_tokens=20, name="b")
     add(scheduler, a, b)
     first = step(scheduler)
-    scheduler.propose(a, [12, 13, 14])  # step 0 samples 11, say
+    scheduler.rows.lookahead.propose(a, [12, 13, 14])  # step 0 samples 11, say
     second = step(scheduler)
     assert second.drafts is not None and first.drafts is None
     assert dict(zip(second.req_idx, second.num_scheduled_tokens)) == {b.req_idx: 1, a.req_idx: 4}
@@ -607,9 +610,9 @@ def test_drafts_are_computed_with_the_token_before_them() -> None:
         ("a", 99, 3),
     ]
     assert a.output_token_ids == [11, 12, 13, 99] and a.num_pending == 1 and result.num_rows == 2
-    answers = scheduler.answers
-    assert (answers.num_drafts, answers.num_drafted, answers.num_accepted) == (1, 3, 2)
-    assert (a.num_drafted, a.num_accepted, b.num_drafted) == (3, 2, 0)
+    drafts = scheduler.rows.lookahead
+    assert isinstance(drafts, Drafts)
+    assert (drafts.num_drafts, drafts.num_drafted, drafts.num_accepted) == (1, 3, 2)
     fourth = step(scheduler)
     assert (list(fourth.settled_rows), list(fourth.num_rejected)) == ([a.req_idx], [1])
     reply(scheduler, third, [32, 15])
@@ -621,7 +624,7 @@ def test_a_chunk_of_a_prompt_beside_drafts_is_shared_as_well() -> None:
     a, prompt = make(5, max_tokens=20, name="a"), list(range(1, 41))
     add(scheduler, a)
     first = step(scheduler)
-    scheduler.propose(a, [12, 13])
+    scheduler.rows.lookahead.propose(a, [12, 13])
     add(scheduler, b := make(prompt, name="b"))
     second = step(scheduler)
     assert list(second.num_scheduled_tokens) == [3, 29] and second.drafts is not None
@@ -647,9 +650,10 @@ def test_drafts_end_before_a_stop_and_before_the_last_token(proposed: list[int],
     request = make(5, max_tokens=4)
     add(scheduler, request)
     step(scheduler)
-    scheduler.propose(request, proposed)
-    assert request.draft_token_ids == kept
+    assert scheduler.rows.lookahead.propose(request, proposed) == len(kept)
     assert (request.status is RequestStatus.DECODING) == (not kept)
+    out = step(scheduler)
+    assert (list(out.drafts.token_ids) if out.drafts is not None else []) == kept
 
 
 @pytest.mark.parametrize("params", [{"frequency_penalty": 0.5}, {"repetition_penalty": 1.1}, {}])
@@ -660,9 +664,10 @@ def test_what_counts_its_tokens_has_no_certain_drafts(params: dict[str, float]) 
     request.params = request.params.replace(**params)
     add(scheduler, request)
     step(scheduler)
-    scheduler.propose(request, [11, 12], are_certain=True)
-    assert request.draft_token_ids == [11, 12]
-    assert request.are_drafts_certain == (not params)
+    scheduler.rows.lookahead.propose(request, [11, 12], are_certain=True)
+    drafts = step(scheduler).drafts
+    assert drafts is not None and list(drafts.token_ids) == [11, 12]
+    assert list(drafts.is_certain) == [not params]
 
 
 def test_an_end_within_an_answer() -> None:
@@ -671,8 +676,8 @@ def test_an_end_within_an_answer() -> None:
     a, b = make(5, max_tokens=20, name="a"), make(5, max_tokens=3, name="b")
     add(scheduler, a, b)
     first = step(scheduler)
-    scheduler.propose(a, [12, 13])
-    scheduler.propose(b, [22, 23])
+    scheduler.rows.lookahead.propose(a, [12, 13])
+    scheduler.rows.lookahead.propose(b, [22, 23])
     second = step(scheduler)
     reply(scheduler, first, [11, 21])
     ragged(scheduler, second, [[12, STOP_ID, 14], [22, 23]])
@@ -685,7 +690,7 @@ def test_who_seemed_to_be_at_its_end_goes_on_when_drafts_are_rejected() -> None:
     request = make(5, max_tokens=4)
     add(scheduler, request)
     first = step(scheduler)
-    scheduler.propose(request, [12, 13])
+    scheduler.rows.lookahead.propose(request, [12, 13])
     second = step(scheduler)
     assert scheduler.schedule() is None and request.status is RequestStatus.DRAINING
     reply(scheduler, first, [11])
@@ -713,7 +718,7 @@ def test_an_answer_with_counts_that_can_not_be_is_refused_whole(wrong: dict[str,
     a, b = make(5, max_tokens=20, name="a"), make(3, max_tokens=20, name="b")
     add(scheduler, b, a)
     first = step(scheduler)
-    scheduler.propose(a, [12, 13])
+    scheduler.rows.lookahead.propose(a, [12, 13])
     second = step(scheduler)
     reply(scheduler, first, [11, 30])
     fields = {"token_ids": int32([1, 1]), **wrong}
@@ -727,7 +732,7 @@ def test_a_row_that_is_left_is_not_settled() -> None:
     request = make(5, max_tokens=9)
     add(scheduler, request)
     first = step(scheduler)
-    scheduler.propose(request, [11, 12, 13])
+    scheduler.rows.lookahead.propose(request, [11, 12, 13])
     second = step(scheduler)
     scheduler.finish(request, FinishReason.ABORT)
     reply(scheduler, first, [11])

@@ -25,7 +25,7 @@ from ..recovery import RestartBudget
 from ..scheduler.rows import forget_prefixes
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.swapped_requests import SwappedRequests
-from ..speculation.proposers import Speculation
+from ..speculation.drafts import Drafts, Speculation
 from ..step_loop import StepLoop
 from ..structured.service import GrammarService
 from ..worker_control import Restart, WorkerControl
@@ -78,6 +78,7 @@ class Replica:
         if may_lease and config.max_leased_steps > config.steps_in_flight:
             in_flight = MultiStep(config.steps_in_flight, config.max_leased_steps)
         self.scheduler = _new_scheduler(config, ready, step_time, in_flight.capacity)
+        self.scheduler.rows.lookahead = self._drafts = Drafts(self.scheduler.rows)
         speculation = Speculation()
         if config.speculation != "none":
             from ..speculation import ngram  # it takes numpy, which the host does without else
@@ -131,9 +132,9 @@ class Replica:
             num_restarts=self.worker.num_restarts,
             prefix_cache_queries=scheduler.prefix_cache_queries,
             prefix_cache_hits=scheduler.prefix_cache_hits,
-            num_drafts=scheduler.answers.num_drafts,
-            drafted_tokens=scheduler.answers.num_drafted,
-            accepted_tokens=scheduler.answers.num_accepted,
+            num_drafts=self._drafts.num_drafts,
+            drafted_tokens=self._drafts.num_drafted,
+            accepted_tokens=self._drafts.num_accepted,
         )
 
 

@@ -1,4 +1,4 @@
-"""Applying the worker's answers: ids are committed, ends found, and what was counted for rejected drafts taken back."""
+"""Applying the worker's answers: ids are committed, ends found, and what was counted beyond them taken back."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ class Answers:
         self._finish = finish
         self._on_prompt = on_prompt
         self._begun: list[Request] = []  # requests that got their first token from the answer being applied
-        self.num_drafts = self.num_drafted = self.num_accepted = 0  # see `ReplicaStatistics`
 
     def apply(self, step: InFlightStep, output: ModelRunnerOutput, token_ids: list[int]) -> StepResult:
         """Commit the answer to ``step``, which was checked and is in flight no more; ``token_ids`` are its ids."""
@@ -106,15 +105,8 @@ class Answers:
             num_rows += count > 0
             places = range(begin, end)
             sampled += [(request, column[place], place) for place in places if self._append(request, column[place])]
-            if batch_idx in step.drafts:
-                num_drafted = len(step.drafts[batch_idx])
-                self.num_drafts += 1
-                self.num_drafted += num_drafted
-                self.num_accepted += max(0, count - 1)
-                request.num_drafted += num_drafted
-                request.num_accepted += max(0, count - 1)
-                if batch_idx not in step.certain and request.req_idx >= 0:
-                    self._rows.settle(request, 1 + num_drafted - count)
+            if batch_idx in step.ahead:
+                self._rows.lookahead.settle(request, step.ahead[batch_idx], count)
         return sampled, num_rows
 
     def _note_chunk(self, request: Request, num_tokens: int) -> None:

@@ -1,20 +1,18 @@
 """A step being planned: which requests compute how many tokens in it, and the changes that it carries.
 
 All that decode are in it with one token each. Then, by urgency, those that catch up: chunks of prompts, decodes that
-lack a block, requests with drafts. Then the waiting. What keeps it right is drawn in scheduler.py.
+lack a block, requests that look ahead. Then the waiting. What keeps it right is drawn in scheduler.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from operator import attrgetter
 
-from ...config import LEAST_LOGITS
-from ...ipc.messages import DraftColumns, NewRequest, SchedulerOutput, int32
+from ...ipc.messages import NewRequest, SchedulerOutput, int32
 from .crash_quarantine import CrashQuarantine
 from .request import Request, RequestStatus
 from .rows import Rows
-from .step import NOTHING, InFlightStep
+from .step import NOTHING, NOTHING_AHEAD, AheadTokens, InFlightStep
 from .waiting_queue import WaitingQueue
 
 __all__ = ["StepPlan"]
@@ -30,8 +28,8 @@ class StepPlan:
     """A step being planned, apart from its plain decodes. `make` ends the planning."""
 
     __slots__ = (
-        *("_budget", "_coming", "_counts", "_drafts", "_grown_groups", "_grown_ids", "_grown_rows", "_keeps_states"),
-        *("_new_requests", "_num_drafts", "_num_waiting", "_page_copies", "_prompt_budget", "_rows", "extras"),
+        *("_ahead", "_budget", "_coming", "_counts", "_grown_groups", "_grown_ids", "_grown_rows", "_keeps_states"),
+        *("_new_requests", "_num_ahead", "_num_waiting", "_page_copies", "_prompt_budget", "_rows", "extras"),
         *("newcomers", "num_cache_hits", "num_cache_queries", "num_prompt_tokens"),
     )
 
@@ -47,10 +45,10 @@ class StepPlan:
         self._prompt_budget = prompt_budget
         self.num_prompt_tokens = 0
         self._num_waiting = num_waiting
-        self._num_drafts = 0
+        self._num_ahead = 0  # tokens in ``_ahead``
         self.extras: list[Request] = []  # requests of this step that catch up or are new
         self._counts: list[int] = []  # number of tokens that each of ``extras`` computes in this step
-        self._drafts: dict[int, list[int]] = {}  # drafts by place in ``extras``
+        self._ahead: dict[int, AheadTokens] = {}  # those of requests that look ahead, by place in ``extras``
         self._new_requests: list[NewRequest] = []
         self.newcomers: list[Request] = []  # requests that have not been in any step before
         self.num_cache_queries = self.num_cache_hits = 0  # tokens of the newcomers that were looked up; tokens found
@@ -100,7 +98,7 @@ class StepPlan:
         self._rows.set_limit(request)
 
     def _catch_up(self, request: Request, to_go: int, most: int) -> None:
-        """Schedule as many of ``to_go`` tokens as ``most`` and the blocks allow; then its drafts."""
+        """Schedule as many of ``to_go`` tokens as ``most`` and the blocks allow; then those ahead."""
         kv, begin = self._rows.kv, request.num_computed_tokens
         num_tokens = min(to_go, most) if to_go == 1 else min(to_go, most, self._prompt_budget - self.num_prompt_tokens)
         if self._keeps_states:
@@ -115,28 +113,16 @@ class StepPlan:
             return
         if self._keeps_states:
             self._keep_states(request)
-        drafts: list[int] = []
-        if request.draft_token_ids and num_tokens == to_go:
-            drafts, request.draft_token_ids = request.draft_token_ids, []
-            end = begin + num_tokens
-            drafts = drafts[: self._room_for_drafts(request, end, min(len(drafts), most - num_tokens))]
-            self._grow(request, end + len(drafts))
-        self._add(request, num_tokens, drafts)
+        ahead, end, rows = NOTHING_AHEAD, begin + num_tokens, self._rows
+        if num_tokens == to_go:
+            num_logits = rows.num_running + min(rows.num_free, self._num_waiting) + self._num_ahead  # at most
+            ahead = rows.lookahead.extend(request, end, most - num_tokens, num_logits)
+            self._grow(request, end + len(ahead.token_ids))
+        self._add(request, num_tokens, ahead)
 
     def _keep_states(self, request: Request) -> None:
         """Have the step copy the request's states aside first, if they are at a border where they should be kept."""
         self._page_copies += self._rows.kv.keep_states(request, self._rows.num_spare_blocks)
-
-    def _room_for_drafts(self, request: Request, end: int, wanted: int) -> int:
-        """Return for how many drafts after ``end`` tokens there are rows of logits and blocks: they preempt no request,
-        and all others can still grow by one block."""
-        rows, kv = self._rows, self._rows.kv
-        num_logits = rows.num_running + min(rows.num_free, self._num_waiting) + self._num_drafts  # at most
-        wanted = min(wanted, max(rows.num_rows, LEAST_LOGITS) - num_logits)
-        spare = max(0, rows.num_spare_blocks)
-        if kv.num_lacking(request, end + wanted) > spare:
-            wanted = min(wanted, kv.reach(request, spare, end + wanted) - end)
-        return max(0, wanted)
 
     def _make_room(self, request: Request, num_wanted: int) -> int:
         """Return how many of ``num_wanted`` blocks it can have now; preempts the least urgent as far as that helps."""
@@ -207,13 +193,13 @@ class StepPlan:
             self._new_requests.append(request.to_message())
             self._add(request, num_scheduled)
 
-    def _add(self, request: Request, num_tokens: int, drafts: Sequence[int] = ()) -> None:
+    def _add(self, request: Request, num_tokens: int, ahead: AheadTokens = NOTHING_AHEAD) -> None:
         if num_tokens > 1:
             self.num_prompt_tokens += num_tokens
-        if drafts:
-            self._drafts[len(self.extras)] = list(drafts)
-            self._num_drafts += len(drafts)
-            num_tokens += len(drafts)
+        if ahead.token_ids:
+            self._ahead[len(self.extras)] = ahead
+            self._num_ahead += len(ahead.token_ids)
+            num_tokens += len(ahead.token_ids)
         self.extras.append(request)
         self._counts.append(num_tokens)
         self._budget -= num_tokens
@@ -236,15 +222,15 @@ class StepPlan:
         rows, decoding = self._rows, self._rows.batches.current
         batch, req_idx, num_scheduled = decoding.requests, decoding.req_idx, decoding.num_scheduled
         chunks: dict[int, int] = {}
-        drafts = self._drafts
+        ahead = self._ahead
         num_tokens = len(batch) + sum(self._counts)
         if self.extras:
-            drafts = {len(batch) + place: token_ids for place, token_ids in drafts.items()}
+            ahead = {len(batch) + place: tokens for place, tokens in ahead.items()}
             req_idx = req_idx + int32([request.req_idx for request in self.extras])
             num_scheduled = num_scheduled + int32(self._counts)
             chunks = self._plan_next_step(len(batch))
             batch = batch + self.extras
-        step = InFlightStep(step_id, batch, chunks, drafts, num_tokens, self.num_prompt_tokens)
+        step = InFlightStep(step_id, batch, chunks, ahead, num_tokens, self.num_prompt_tokens)
         step.newcomers = self.newcomers
         step.is_gated = has_grammars and bool(step.constrained())
         rows.steps.add(step)
@@ -253,14 +239,12 @@ class StepPlan:
             groups = int32(self._grown_groups) if rows.kv.num_groups > 1 else NOTHING
             grown = int32(self._grown_rows), int32(self._grown_ids), groups
         step.grown_rows, step.grown_groups = self._grown_rows, self._grown_groups
-        columns = None
-        if drafts:
-            step.certain = frozenset(i for i in drafts if batch[i].are_drafts_certain)
-            columns = _draft_columns(step)
         changes = (*step.settled, step.removed, self._new_requests, *grown)
         page_copies = self._page_copies + rows.preempted.take_copies()
         copies = int32(page_copies) if page_copies else NOTHING
-        return SchedulerOutput(step_id, *changes, req_idx, num_scheduled, not step.is_gated, False, columns, copies)
+        output = SchedulerOutput(step_id, *changes, req_idx, num_scheduled, not step.is_gated, page_copies=copies)
+        rows.lookahead.tell(output, ahead)
+        return output
 
     def _plan_next_step(self, batch_idx: int) -> dict[int, int]:
         """Set what the requests that catch up in this step do in the next: the first is at ``batch_idx``. Returns the
@@ -274,22 +258,10 @@ class StepPlan:
                 chunks[batch_idx] = request.num_computed_tokens
             elif not request.samples:
                 draining.append(request)
-            elif waits and place in self._drafts and not request.are_drafts_certain:
+            elif waits and self._ahead.get(place, NOTHING_AHEAD).num_samples > 1:
                 request.is_unsettled = True
             else:
                 joining.append(request)
             batch_idx += 1
         self._rows.caught_up(joining, draining)
         return chunks
-
-
-def _draft_columns(step: InFlightStep) -> DraftColumns:
-    counts, is_certain, is_found = (int32(bytes(4 * len(step.batch))) for _ in range(3))
-    token_ids = int32()
-    for batch_idx in sorted(step.drafts):
-        drafts = step.drafts[batch_idx]
-        counts[batch_idx] = len(drafts)
-        is_certain[batch_idx] = batch_idx in step.certain
-        is_found[batch_idx] = drafts[0] < 0
-        token_ids.extend(drafts if drafts[0] >= 0 else ())
-    return DraftColumns(counts, token_ids, is_certain, is_found)

@@ -19,8 +19,8 @@ than ``len(token_ids)``; and once it samples in each step,
 
 which is why ``num_pending`` needs no counter.
 
-A step in which it has k drafts brings 1 to 1 + k tokens. Until its answer comes it counts as 1 + k, so that
-``num_computed_tokens`` is an upper bound, for which there are blocks; the answer takes back what was rejected.
+A step that looks k tokens ahead (`Lookahead`) brings 1 to 1 + k tokens. Until its answer comes it counts as 1 + k, so
+that ``num_computed_tokens`` is an upper bound, for which there are blocks; the answer takes back what was too many.
 """
 
 from __future__ import annotations
@@ -128,14 +128,12 @@ class Request:
     """
 
     __slots__ = (
-        "are_drafts_certain",
         "arrival_time",
         "batch_index",
         "block_hashes",
         "block_tables",
         "cache_key",
         "dependents",
-        "draft_token_ids",
         "exception_alone",
         "extras",
         "finish_reason",
@@ -149,12 +147,10 @@ class Request:
         "limit",
         "max_num_tokens",
         "milestone",
-        "num_accepted",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_deaths",
         "num_deaths_alone",
-        "num_drafted",
         "num_offered_tokens",
         "num_pauses",
         "num_prompt_tokens",
@@ -224,17 +220,13 @@ class Request:
         self.batch_index = 0  # see `DecodeBatches`, while it has a row
         self.block_tables: list[BlockTable] = []  # one for each KV group, while it has a row
         self.states = NO_STATES
-        self.num_computed_tokens = 0  # tokens that all steps made so far compute, all of their drafts included
+        self.num_computed_tokens = 0  # tokens that all steps made so far compute, at most
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache at its first step
         # Two thresholds, so that the loop over all requests compares one number with another:
         self.limit = 0  # value of num_computed_tokens at which a DECODING request needs a block or ends
         self.milestone = 0  # len(token_ids) at which `update` has more to do than append; 0: it has had no step
 
-        self.draft_token_ids: list[int] = []
-        self.are_drafts_certain = False  # the grammar forces the drafts: nothing else can be sampled
-        """Guesses at what follows the tokens in flight, for the next step."""
-        self.num_drafted = self.num_accepted = 0  # drafts that were verified, whoever proposed them, and accepted ones
-        self.history: Any = None  # what the proposer of drafts keeps of the request
+        self.history: Any = None  # what a `Speculation` keeps of the request
 
         # For crash_quarantine.py: recent deaths of workers that had the request in a step; those of them while it was
         # the first in quarantine; and its number of tokens at the last of them.
@@ -283,12 +275,6 @@ class Request:
         self.num_computed_tokens = self.num_offered_tokens = 0
         self.req_idx = -1
         self.is_paused = self.is_unsettled = False
-        self.draft_token_ids = []
-
-    @property
-    def has_penalties(self) -> bool:
-        params = self.params
-        return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
 
     @property
     def num_output_tokens(self) -> int:

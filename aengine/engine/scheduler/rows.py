@@ -14,7 +14,7 @@ from .coming_prefixes import ComingPrefixes
 from .decode_batches import DecodeBatches
 from .kv_cache_manager import KVCacheManager, PreemptedKV, long_root, retired_root
 from .request import Request, RequestStatus
-from .step import UnansweredSteps
+from .step import Lookahead, UnansweredSteps
 
 __all__ = ["RopeBorder", "Rows", "forget_prefixes"]
 
@@ -50,11 +50,6 @@ class RopeBorder:
         most = request.max_num_tokens - 1
         return most if self._num_tokens is None or request.is_long else min(most, self._num_tokens)
 
-    def room_for_drafts(self, request: Request) -> int:
-        """Return the most drafts that the request's next step may have: its last token must be sampled, and no draft
-        may lie beyond the border."""
-        return max(0, self.limit(request) - 1 - request.num_computed_tokens)
-
 
 class Rows:
     """The rows of one worker and the requests that have them. ``on_free`` gets each unfinished request that has left
@@ -79,6 +74,7 @@ class Rows:
         self.num_rows = num_rows
         self._num_batches = num_batches
         self.preempted = preempted or PreemptedKV()
+        self.lookahead = Lookahead()
         self.running: set[Request] = set()  # all requests with a row
         self.held: set[Request] = set()  # preempted requests whose blocks a step in flight uses
         self.num_preemptions = 0
@@ -226,15 +222,15 @@ class Rows:
     def release(self, request: Request) -> None:
         """Free the blocks of a request that no step in flight uses any more."""
         self.kv.release(request)
+        self.lookahead.drop(request)
         request.forget_worker()
         if request.finish_reason is None:
             self.held.discard(request)
             self._on_free(request)
 
     def settle(self, request: Request, num_rejected: int) -> None:
-        """Note that ``num_rejected`` of the request's drafts were rejected: so many tokens fewer are computed than were
-        counted. Where steps pass through several ranks, not all of which see what is sampled, the request's next step
-        has waited for this."""
+        """Note that ``num_rejected`` tokens of the request fewer are computed than were counted. Where steps pass
+        through several ranks, not all of which see what is sampled, the request's next step has waited for this."""
         self.steps.settle_rows(int32([request.req_idx]), int32([num_rejected]))
         request.num_computed_tokens -= num_rejected
         if request.status is _DRAINING and request.num_computed_tokens < request.max_num_tokens - 1:
@@ -249,6 +245,7 @@ class Rows:
         leaving = [request for step in self.steps for request in step.leavers]
         unfinished = (*self.running, *self.held, *self.prefixes.waiting)
         for request in (*unfinished, *leaving):
+            self.lookahead.drop(request)
             request.forget_worker()
         self.running.clear()
         self.held.clear()

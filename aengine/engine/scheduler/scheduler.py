@@ -5,9 +5,9 @@
                        └─────────────────────────────────────────┘
 
     schedule()  step N+1 is made while step N is under way: a token that N samples counts as known, its id comes later
-    propose()   drafts: a request's next step computes and samples at several positions, and brings 1 to 1 + k tokens
+    lookahead   a request's next step computes and samples at several positions, and brings 1 to 1 + k tokens
     update()    the answers, in the order of the steps: ids are committed, stops found, a token past a stop is dropped;
-                what was counted for drafts that were rejected is taken back, and the worker is told with the next step
+                what was counted for tokens that did not come is taken back, and the worker is told with the next step
 
 Order of a step: all that decode (one token each, the budget always covers them), then those that catch up, then the
 waiting, each by (priority, arrival): lower and earlier first. The state of rows and
@@ -189,26 +189,6 @@ class Scheduler:
             if request.root_hash == first.root_hash:  # hashing a long prompt once for each completion would take long
                 request.block_hashes = first.block_hashes[: request.num_prompt_tokens // self.rows.kv.block_size]
             self.waiting.add(request)
-
-    def propose(self, request: Request, token_ids: Sequence[int], *, are_certain: bool = False) -> None:
-        """Guess that ``token_ids`` follow what the request has sampled, all steps in flight included.
-
-        Its next step computes them too and samples after each, as far as there is room. Whatever they are, the tokens
-        that it gets are those of a run without. ``are_certain``: nothing else can be sampled, so that it samples after
-        the last alone; not so while drafts in flight may be rejected, since then these may belong elsewhere, nor
-        with penalties, which count what was sampled. Nothing happens unless it decodes, nor with a model that keeps a
-        state, out of which a rejected token could not be taken again.
-        """
-        if request.status is not _DECODING or self.rows.kv.has_states:
-            return
-        stops = request.stop_token_ids
-        stop = next((i for i, token_id in enumerate(token_ids) if token_id in stops), len(token_ids))
-        drafts = list(token_ids[: min(stop, self.rows.rope.room_for_drafts(request))])
-        if drafts:
-            request.draft_token_ids = drafts
-            may_be_rejected = any(step.may_reject(request) for step in self.rows.steps)
-            request.are_drafts_certain = are_certain and not may_be_rejected and not request.has_penalties
-            self.rows.stop_decoding(request)
 
     def pause(self, request: Request) -> None:
         """Leave a request that decodes out of the steps to come, until `resume`. It keeps its row and its blocks.

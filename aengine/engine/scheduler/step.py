@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from ...errors import InternalError
-from ...ipc.messages import ModelRunnerOutput, int32
+from ...ipc.messages import ModelRunnerOutput, SchedulerOutput, int32
 from .request import Request
 
-__all__ = ["NOTHING", "InFlightStep", "UnansweredSteps"]
+__all__ = ["NOTHING", "NOTHING_AHEAD", "AheadTokens", "InFlightStep", "Lookahead", "UnansweredSteps"]
 
 
 NOTHING: array[int] = int32()
@@ -17,11 +19,49 @@ NOTHING: array[int] = int32()
 _NOT_SETTLED = NOTHING, NOTHING
 
 
+class AheadTokens(NamedTuple):
+    """Tokens that a row computes in a step behind its known ones: it gets one token more than these, or fewer."""
+
+    token_ids: list[int]
+    are_certain: bool = False  # it gets all of them, and samples after the last alone
+
+    @property
+    def num_samples(self) -> int:
+        """Number of positions at which the row samples."""
+        return 1 if self.are_certain else 1 + len(self.token_ids)
+
+
+NOTHING_AHEAD = AheadTokens([])
+
+
+class Lookahead:
+    """What has requests compute tokens behind their known ones: nothing does. What guesses some has the same verbs."""
+
+    def propose(self, request: Request, token_ids: Sequence[int], *, are_certain: bool = False) -> int:
+        """Guess that ``token_ids`` follow what the request has sampled, all steps in flight included. ``are_certain``:
+        nothing else can be sampled. Returns how many of them its next step computes, as far as there is room."""
+        return 0
+
+    def extend(self, request: Request, end: int, most: int, num_logits: int) -> AheadTokens:
+        """Return what a request computes in the step being planned behind its ``end`` known tokens, ``most`` at most.
+        ``num_logits``: rows of logits that the step may have without them."""
+        return NOTHING_AHEAD
+
+    def tell(self, output: SchedulerOutput, ahead: dict[int, AheadTokens]) -> None:
+        """Put into a step's message what rows compute ahead in it, by batch index."""
+
+    def settle(self, request: Request, ahead: AheadTokens, count: int) -> None:
+        """Take back what was counted for the request in a step that has brought it ``count`` tokens."""
+
+    def drop(self, request: Request) -> None:
+        """Forget what is proposed for a request that has lost its row."""
+
+
 class InFlightStep:
     """A step that was made and has not been answered."""
 
     __slots__ = (
-        *("batch", "certain", "chunks", "drafts", "grown_groups", "grown_rows", "is_gated"),
+        *("ahead", "batch", "chunks", "grown_groups", "grown_rows", "is_gated"),
         *("leavers", "newcomers", "num_prompt_tokens", "num_tokens", "removed", "settled", "step_id"),
     )
 
@@ -30,34 +70,33 @@ class InFlightStep:
         step_id: int,
         batch: list[Request],
         chunks: dict[int, int],
-        drafts: dict[int, list[int]],
+        ahead: dict[int, AheadTokens],
         num_tokens: int,
         num_prompt_tokens: int,
     ) -> None:
         self.step_id = step_id
         self.batch = batch
         self.chunks = chunks  # for each row that does not sample, by batch index: its computed tokens after this step
-        self.drafts = drafts  # drafts of the rows that have some, by batch index
-        self.certain: frozenset[int] = frozenset()  # batch indices of the rows whose drafts are all accepted
+        self.ahead = ahead  # what rows compute behind their known tokens, by batch index
         self.num_tokens = num_tokens  # tokens that the step computes
         self.num_prompt_tokens = num_prompt_tokens  # tokens of the requests that compute more than one, such as prompts
         self.is_gated = False  # a GRAMMAR frame must be sent before the step samples
         self.newcomers: list[Request] = []  # requests whose first step this is
         self.leavers: list[Request] = []  # requests whose blocks are freed once this step is answered
         self.removed: array[int] = NOTHING  # rows that the step has told as removed
-        self.settled = _NOT_SETTLED  # rows that the step has told as settled, and how many drafts of each were rejected
+        self.settled = _NOT_SETTLED  # rows that the step has told as settled, and how many tokens fewer each has
         self.grown_rows: list[int] = []  # row of each block that the step has given out
         self.grown_groups: list[int] = []  # KV group of each block that the step has given out
 
     def check(self, answer: ModelRunnerOutput, token_ids: list[int], vocab_size: int) -> None:
         """Raise InternalError unless ``answer``, with these ids, has the form that an answer to this step must have."""
         num_reqs = len(self.batch)
-        is_odd = answer.errors or answer.results or self.drafts or self.chunks or answer.counts is not None
+        is_odd = answer.errors or answer.results or self.ahead or self.chunks or answer.counts is not None
         if not is_odd and len(token_ids) == num_reqs and min(token_ids) >= 0 and max(token_ids) < vocab_size:
             return  # the usual answer: one token each
         ended = () if answer.results is None else answer.results.batch_idx
         if (
-            (answer.counts is None) == bool(self.drafts)
+            (answer.counts is None) == bool(self.ahead)
             or len(token_ids if answer.counts is None else answer.counts) != num_reqs
             or not all(0 <= error.batch_idx < num_reqs for error in answer.errors)
             or not all(0 <= i < num_reqs and not self.batch[i].samples for i in ended)
@@ -66,22 +105,15 @@ class InFlightStep:
             raise InternalError(f"the worker's answer to step {self.step_id} does not have the form of its batch")
         excused = self.chunks.keys() | {error.batch_idx for error in answer.errors} | set(ended)
         for i, (request, count) in enumerate(zip(self.batch, answer.num_tokens(), strict=True)):
-            most = 0 if i in self.chunks or not request.samples else 1 + len(self.drafts.get(i, ()))
+            ahead = self.ahead.get(i, NOTHING_AHEAD)
+            most = 0 if i in self.chunks or not request.samples else 1 + len(ahead.token_ids)
             if count > most:
                 raise InternalError(f"step {self.step_id} sampled {count} tokens for {request}, but {most} were due")
-            least = most if i in self.certain else 1
+            least = most if ahead.are_certain else 1
             if count < least and i not in excused and request.finish_reason is None:
                 raise InternalError(f"step {self.step_id} should have sampled for {request}, but did not")
         if answer.counts is not None and min(token_ids, default=0) < 0:
             raise InternalError(f"step {self.step_id} sampled tokens that the model does not have")
-
-    def num_samples(self, batch_idx: int) -> int:
-        """Return at how many positions the row at ``batch_idx``, which samples, does so."""
-        return 1 if batch_idx in self.certain else 1 + len(self.drafts.get(batch_idx, ()))
-
-    def may_reject(self, request: Request) -> bool:
-        """Return whether the step has drafts of the request that may be rejected."""
-        return any(self.batch[i] is request for i in self.drafts if i not in self.certain)
 
     def constrained(self) -> list[tuple[int, Request]]:
         """Return (batch index, request) of the requests that sample under a grammar in this step."""
@@ -95,13 +127,13 @@ class UnansweredSteps(deque[InFlightStep]):
     def __init__(self) -> None:
         super().__init__()
         self._removed: list[int] = []  # rows that the worker is to remove
-        self._settled = _NOT_SETTLED  # rows whose drafts were answered, and how many of each were rejected
+        self._settled = _NOT_SETTLED  # rows that have fewer tokens than was counted, and how many fewer
 
     def remove_row(self, row: int) -> None:
         self._removed.append(row)
 
     def settle_rows(self, rows: array[int], num_rejected: array[int]) -> None:
-        """Tell the worker in the next step how many drafts of these rows were rejected."""
+        """Tell the worker in the next step how many tokens fewer than was counted these rows have."""
         self._settled = self._settled[0] + rows, self._settled[1] + num_rejected
 
     def add(self, step: InFlightStep) -> None:

@@ -25,7 +25,7 @@ __all__ = ["SwappedRequests"]
 class _Swapped(NamedTuple):
     """A request's KV in the host's memory."""
 
-    num_tokens: int  # tokens that all steps made by then compute, rejected drafts included
+    num_tokens: int  # tokens that all steps made by then compute, at most
     is_long: bool  # see `RopeBorder`
     begins: list[int]  # number of leading blocks of each KV group that are not there: they have left the window
     places: list[list[int]]  # place of each block that follows, for each KV group
@@ -70,7 +70,7 @@ class SwappedRequests(PreemptedKV):
         swapped = self._swapped.get(request)
         if swapped is None:
             return cached
-        num_tokens = min(swapped.num_tokens, len(request.token_ids) - 1)  # without drafts that were rejected
+        num_tokens = min(swapped.num_tokens, len(request.token_ids) - 1)  # without what is no token
         if num_tokens <= cached.length or request.is_long != swapped.is_long:
             return cached
         tables = [BlockTable(group.block_size, first_needed(group, num_tokens), []) for group in self._groups]

@@ -17,7 +17,7 @@ from ..delivery import Sampled
 from ..pacing.steps_in_flight import StepsInFlight
 from ..scheduler.request import Request, RequestStatus
 from ..scheduler.scheduler import Scheduler
-from .proposers import Speculation
+from .drafts import Speculation
 
 __all__ = ["DraftHistory", "NGramSpeculation", "TokenHistory"]
 
@@ -46,7 +46,7 @@ class DraftHistory:
         self._most = _FIRST_DRAFTS
         self._misses = 0  # verifications in a row in which no draft was accepted
         self._wait_until = 0  # number of tokens from which on there are drafts again
-        self._num_drafted = self._num_accepted = 0  # counts of the request at the last verification
+        self._num_drafted = self._num_accepted = 0  # drafts verified, and accepted, since `_adapt` looked last
         self.is_sure = False
         """Whether all drafts verified last were accepted: those in flight probably will be, too."""
 
@@ -54,6 +54,11 @@ class DraftHistory:
     def may_follow_drafts(self) -> bool:
         """Whether a guess is worth something while drafts are in flight."""
         return True
+
+    def note_verified(self, num_drafted: int, num_accepted: int) -> None:
+        """Called for each answer to a step in which the request had drafts, whoever proposed them."""
+        self._num_drafted += num_drafted
+        self._num_accepted += num_accepted
 
     def take_in(self, request: Request, most: int) -> int:
         """Take in the request's new tokens, of a long prompt some. Returns how many were put into a table."""
@@ -69,11 +74,10 @@ class DraftHistory:
 
     def _adapt(self, request: Request) -> None:
         """Learn from the drafts that were verified since the last time."""
-        num_drafted = request.num_drafted - self._num_drafted
+        num_drafted, num_accepted = self._num_drafted, self._num_accepted
         if not num_drafted:
             return
-        num_accepted = request.num_accepted - self._num_accepted
-        self._num_drafted, self._num_accepted = request.num_drafted, request.num_accepted
+        self._num_drafted = self._num_accepted = 0
         self.is_sure = num_accepted == num_drafted
         if num_accepted:
             self._misses = 0
@@ -198,7 +202,7 @@ class NGramSpeculation(Speculation):
         room, budget = self._most_rows - self._scheduler.num_running, _MOST_INDEXED
         if room <= 0:
             return True
-        drafted = {step.batch[place] for step in self._scheduler.rows.steps for place in step.drafts}
+        drafted = {step.batch[place] for step in self._scheduler.rows.steps for place in step.ahead}
         for request in changed:
             if request.status is not RequestStatus.DECODING:
                 continue
@@ -217,8 +221,7 @@ class NGramSpeculation(Speculation):
                     self._in_flight.interrupt()
                     self._changed = changed
                     return False
-                self._scheduler.propose(request, drafts)
-                room -= len(request.draft_token_ids)
+                room -= self._scheduler.rows.lookahead.propose(request, drafts)
         return True
 
 

@@ -45,7 +45,7 @@ _SURVEY_PERIOD = 1.0
 class RequestGrammar:
     """Keeps one request's place in its grammar, and the ids that it has got since."""
 
-    __slots__ = ("_compiled", "_lately", "_matcher", "_num_slow_rows", "ahead", "forced", "pending")
+    __slots__ = ("_compiled", "_lately", "_matcher", "_num_slow_rows", "ahead", "pending")
 
     def __init__(self, compiled: Compiled) -> None:
         self._compiled = compiled
@@ -53,7 +53,6 @@ class RequestGrammar:
         self._lately: deque[float] = deque(maxlen=4)  # seconds of the last rows
         self._num_slow_rows = _SLOW_ROWS if compiled.mask_seconds > _SLOW_SECONDS else 0
         self.pending: list[int] = []  # ids committed to the request and not accepted by the matcher yet
-        self.forced: list[int] = []  # ids that must follow, from the one that the step in flight samples on
         # The next row, filled or being filled; None: it is filled with the step.
         self.ahead: asyncio.Future[tuple[bytearray, Filled]] | None = None
 
