@@ -452,7 +452,7 @@ BUDGETS = {
     "root": 2643,
     "checkpoint": 2350,
     "cli": 1650,
-    "engine": 24685,
+    "engine": 24760,
     "integrations": 2538,
     "ipc": 2225,
     "kernels": 9900,
