@@ -135,6 +135,10 @@ class Settings(TypedDict, total=False):
     of dtype as they are loaded, which is faster. "gguf": a GGUF's blocks, each matrix in its own type, on a CPU: for
     models that are too large otherwise. "fp8": on a GPU, 16-bit weights become FP8 with a scale a row as they are
     loaded: half the memory, and faster. Default: "auto"."""
+    on_unsupported_format: Literal["error", "dequantise"]
+    """What happens to a quantised matrix whose codes the GPU can't multiply: "error": a ModelLoadError that names it.
+    "dequantise": it becomes 16-bit numbers as it is loaded, and a line of the log says so. A CPU multiplies numbers of
+    nearly every format anyway. Default: "error"."""
     device: str
     """Where the model runs: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N", "cuda:N,M" (one for each rank; as
     CUDA_VISIBLE_DEVICES counts them), or the name of an entry point in the group "aengine.platforms", likewise.

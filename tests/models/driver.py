@@ -17,7 +17,8 @@ from aengine.runner.attention.kv_pages import KvCacheSpec
 from aengine.runner.attention.torch_attention import Attention, AttentionMetadata, GroupMetadata, KvCache
 from aengine.runner.models import build_model, read_config
 from aengine.runner.models.causal_lm import CausalLM
-from aengine.runner.weights.formats import QuantisedMatrices, choose_formats
+from aengine.runner.weights.formats import choose_formats
+from aengine.runner.weights.quantised.matrices import QuantisedMatrices
 from aengine.runner.weights.sources.loader import LoadedWeights, load_weights
 
 CPU = torch.device("cpu")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from threading import Lock
 from typing import NamedTuple, Protocol
@@ -16,7 +16,7 @@ from ..distributed.shares import NOTHING, Part, Share, part_of, sizes
 from ..weights.expert_weights import ExpertWeights
 from ..weights.scope import WeightScope
 from ..weights.weight import Norm, StoredTensor
-from .linear import Features, drop, part_of_matrix, shape_on_rank, shares_of
+from .linear import Features, drop, part_of_matrix, shape_on_rank, shares_of, turned
 
 __all__ = ["ExpertLinear", "PackedLayout"]
 
@@ -99,7 +99,7 @@ class ExpertLinear:
         num_rows: dict[str, int] = {}
         for name, features in parts.items():
             rows = shares_of(features)
-            for stored in form.tensors(sizes(rows)[1], in_features, bias):
+            for stored in scope.tensors_of(f"0.{name}", form, sizes(rows)[1], in_features, bias):
                 full = f"{name}.{stored.suffix}"
                 if self._drops_bias and stored.suffix == "bias":
                     pieces.append(_Piece(full, stored, NOTHING, None))
@@ -125,7 +125,9 @@ class ExpertLinear:
                     scope.want(*what, drop, stored.num_parameters, NOTHING)
                     continue
                 place = expert - self._experts.start
-                room = partial(self.weights.room, place, stored.suffix, own)
+                room: Callable[[], Tensor] = partial(self.weights.room, place, stored.suffix, own)
+                if stored.turned:
+                    room = turned(room)
                 scope.want(*what, partial(self._put_one, place), stored.num_parameters, part, room, kept=stored.kept)
 
     def _put_one(self, expert: int, tensor: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from threading import Lock
@@ -18,7 +18,7 @@ from ..distributed.shares import NOTHING, Part, Share, part_of, sizes
 from ..weights.scope import WeightScope
 from ..weights.weight import JoinedTensors, Norm, StoredTensor, Weight, WeightFormat, WeightsBelow
 
-__all__ = ["Features", "Linear", "drop", "part_of_matrix", "shape_on_rank", "shares_of"]
+__all__ = ["Features", "Linear", "drop", "part_of_matrix", "shape_on_rank", "shares_of", "turned"]
 
 Features: TypeAlias = int | Share | Sequence[Share]
 """Features of a matrix that all ranks have; or this rank's share of them; or of several that lie behind each other."""
@@ -54,7 +54,13 @@ def shape_on_rank(stored: StoredTensor, part: Part | None, num_rows: int) -> tup
     """Return the shape of what a rank keeps of a tensor; of a number, that number for each of the matrix' rows."""
     if stored.shape == ():
         return (num_rows, 1)
-    return stored.shape if part is None else part.shape_in(stored.shape)
+    shape = stored.shape if part is None else part.shape_in(stored.shape)
+    return shape[::-1] if stored.turned else shape
+
+
+def turned(room: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Memory for a tensor that the checkpoint has as [in, out], as a view of ``room``'s [out, in]."""
+    return lambda: room().t()
 
 
 class _Piece:
@@ -99,7 +105,7 @@ class Linear:
             rows = shares_of(out_features)
             own_rows, all_rows = sizes(rows)
             self._out_features += own_rows
-            for stored in piece.format.tensors(all_rows, sizes(columns)[1], bias):
+            for stored in scope.tensors_of(name, piece.format, all_rows, sizes(columns)[1], bias):
                 full = f"{name}.{stored.suffix}"
                 what = (full, stored.shape, stored.dtype)
                 if self._is_partial and scope.group.rank and stored.suffix == "bias":
@@ -108,13 +114,16 @@ class Linear:
                 part = part_of_matrix(stored, rows, columns, full, scope.group.size)
                 shape = shape_on_rank(stored, part, own_rows)
                 room = piece.joined.add(stored.suffix, shape, stored.dtype) if len(piece.parts) > 1 else None
-                put = partial(self._put, piece, stored.suffix)
+                if room is not None and stored.turned:
+                    room = turned(room)
+                put = partial(self._put, piece, stored)
                 scope.want(*what, put, stored.num_parameters, part, room, kept=stored.kept)
                 piece.num_tensors += 1
 
-    def _put(self, piece: _Piece, suffix: str, tensor: Tensor) -> None:
+    def _put(self, piece: _Piece, stored: StoredTensor, tensor: Tensor) -> None:
+        own = tensor.t() if stored.turned else tensor
         with self._lock:
-            piece.joined.tensors.setdefault(suffix, tensor)  # a single matrix has no memory reserved among others
+            piece.joined.tensors.setdefault(stored.suffix, own)  # a single matrix has no memory reserved among others
             piece.num_come += 1
             is_last = piece.num_come == piece.num_tensors
         if not is_last:

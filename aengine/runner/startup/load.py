@@ -12,11 +12,13 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...checkpoint.pooling import PoolingConfig
+from ...checkpoint.safetensors_files import stored_names
 from ...checkpoint.source import ModelSource, resolve_model
 from ...checkpoint.value_reader import damage_explained
 from ...config import EngineConfig, num_worker_threads
@@ -34,6 +36,7 @@ from ..weights.float16_cpu import Float16Format, agree_on_plan
 from ..weights.formats import choose_formats
 from ..weights.inventory import line_of
 from ..weights.sources.loader import LoadedWeights, Progress, check_layers, load_weights
+from ..weights.sources.reading import text_name
 from .encoder import LoadedEncoder, load_encoder
 from .estimate import gguf_matrices, tensors_of
 from .heads import DecoderHead
@@ -95,7 +98,16 @@ def _load(
     experts_group = open_experts_group(rank, platform, group)
     packed = gguf_matrices(config, checkpoint, model_config, platform)
     policy = choose_policy(config, model_config, platform)
-    formats = choose_formats(dtype, platform.device, hf, policy, packed, config.quantization)
+    formats = choose_formats(
+        dtype,
+        platform.device,
+        hf,
+        policy,
+        packed,
+        config.quantization,
+        _stored(checkpoint),
+        config.on_unsupported_format == "dequantise",
+    )
     if model_config.implementation == "transformers" and formats.quantised is not None:
         raise ModelLoadError(
             f"weights in {formats.name}, by quantization={config.quantization!r} and the quantization_config of "

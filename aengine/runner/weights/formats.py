@@ -7,6 +7,8 @@
     float16    float16              float16       on a GPU, dtype="float16"
     int8       int8, a scale a row  as above      the checkpoint's quantization_config says so (quantised/int8.py)
     fp8        FP8, a scale a row   as above      it says so, or quantization="fp8" (quantised/fp8.py)
+    int4, ...  codes and groups'    as above      it says so: compressed-tensors, AWQ, GPTQ, NVFP4, MXFP4
+               scales                             (quantised/unpacked.py)
     q4_0, ...  a GGUF's blocks      as above      quantization="gguf", for each tensor its type (sources/gguf_source.py)
 
 To add a format of a quantization_config, write its file and name it in `_QUANTISED`.
@@ -15,60 +17,39 @@ To add a format of a quantization_config, write its file and name it in `_QUANTI
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-from ...checkpoint.name_patterns import NamePatterns
-from ...checkpoint.value_reader import ValueReader
 from ...errors import ModelLoadError
 from ...kernels.policy import FASTEST, KernelPolicy
 from . import float16_cpu
 from .plain import PlainFormat
-from .quantised.fp8 import MadeFp8Format, read_fp8
-from .quantised.int8 import read_int8
+from .quantised.awq import read_awq
+from .quantised.compressed import read_compressed
+from .quantised.fp4 import read_modelopt_fp4
+from .quantised.fp8 import MadeFp8Format, read_fp8_matrices
+from .quantised.gptq import read_gptq
+from .quantised.matrices import UNQUANTISED, Asked, QuantisedMatrices
 from .step_rows import ROWS_UNSEEN, StepRows
 from .weight import WeightFormat
 
-__all__ = ["AllButIgnored", "QuantisedMatrices", "WeightFormats", "choose_formats"]
+__all__ = ["WeightFormats", "choose_formats"]
 
 CPU = torch.device("cpu")
 
-_QUANTISED: tuple[Callable[[Mapping[str, Any], WeightFormat], WeightFormat | None], ...] = (read_int8, read_fp8)
-"""Each reads a quantization_config: the format that it describes, or None if that is another one. The second argument
-is that of plain numbers."""
-_IGNORED = ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules")
-"""Keys of a quantization_config for the names of matrices that are left plain."""
+_QUANTISED: tuple[Callable[[Asked], QuantisedMatrices | None], ...] = (
+    read_compressed,
+    read_awq,
+    read_gptq,
+    read_modelopt_fp4,
+    read_fp8_matrices,
+)
+"""Each reads a quantization_config: the matrices that it describes, or None if it is of another method."""
 _NEVER_QUANTISED = re.compile(r"(^|\.)(lm_head|embed_tokens|router|gate|shared_expert_gate)$")
 """Matrices that `quantization="fp8"` leaves plain: the head, and those that choose experts."""
-
-
-class QuantisedMatrices(Protocol):
-    """Which of a checkpoint's matrices are quantised, and how."""
-
-    @property
-    def name(self) -> str:
-        """Name of their format, or names of their formats, for messages."""
-
-    def of(self, name: str) -> WeightFormat | None:
-        """Return the format of the matrix of this name, as transformers spells it; None: it is kept as plain
-        numbers."""
-
-
-class AllButIgnored(NamedTuple):
-    """`QuantisedMatrices` by a quantization_config: one format, and the names of those that are left plain."""
-
-    format: WeightFormat
-    ignored: NamePatterns
-
-    @property
-    def name(self) -> str:
-        return self.format.name
-
-    def of(self, name: str) -> WeightFormat | None:
-        return None if name in self.ignored else self.format
 
 
 class MadeFp8(NamedTuple):
@@ -113,6 +94,8 @@ def choose_formats(
     policy: KernelPolicy = FASTEST,
     packed: QuantisedMatrices | None = None,
     quantization: str = "auto",
+    stored: Collection[str] = (),
+    dequantises: bool = False,
 ) -> WeightFormats:
     """Return the formats for the setting ``dtype`` on a device, see the table above.
 
@@ -121,18 +104,23 @@ def choose_formats(
         hf_config: the content of config.json, for its quantization_config; None: nothing is quantised by it
         packed: the matrices that are kept in a GGUF file's own formats
         quantization: "fp8": matrices that the checkpoint keeps as plain numbers become FP8 as they are loaded
+        stored: names of the tensors in the files, as transformers spells them
+        dequantises: what a GPU can't multiply becomes plain numbers, else it is an error
 
     Raises:
         ModelLoadError: the checkpoint is quantised in a way that no format reads, or float16 was asked for on a CPU
             that has no product for it.
     """
     plain: WeightFormat
+
+    def quantised(plain: WeightFormat) -> QuantisedMatrices | None:
+        return packed or _quantised(Asked({}, "", plain, device, stored, dequantises), hf_config or {}, quantization)
+
     if device.type == "cpu" and dtype in ("auto", "float16"):
         if float16_cpu.has_fbgemm():
             float16_cpu.float16_plan()  # now, while nothing else runs that would disturb its measurement
             plain = float16_cpu.Float16Format()
-            quantised = packed or _quantised(hf_config, plain, quantization, device)
-            return WeightFormats(torch.float32, torch.float16, plain, quantised, policy=policy)
+            return WeightFormats(torch.float32, torch.float16, plain, quantised(plain), policy=policy)
         if dtype == "float16":
             raise ModelLoadError(
                 "dtype='float16' on a CPU needs FBGEMM, which torch has for x86-64 with AVX2 only: use dtype='auto', "
@@ -141,24 +129,21 @@ def choose_formats(
         dtype = "float32"
     torch_dtype: torch.dtype = getattr(torch, "bfloat16" if dtype == "auto" else dtype)
     plain = PlainFormat(torch_dtype)
-    quantised = packed or _quantised(hf_config, plain, quantization, device)
-    return WeightFormats(torch_dtype, torch_dtype, plain, quantised, device, policy)
+    return WeightFormats(torch_dtype, torch_dtype, plain, quantised(plain), device, policy)
 
 
-def _quantised(
-    hf_config: Mapping[str, Any] | None, plain: WeightFormat, quantization: str, device: torch.device
-) -> QuantisedMatrices | None:
-    found = None if hf_config is None else _read_quantization(hf_config, plain)
+def _quantised(asked: Asked, hf_config: Mapping[str, Any], quantization: str) -> QuantisedMatrices | None:
+    found = _read_quantization(asked, hf_config)
     if quantization != "fp8":
         return found
     if found is not None and found.name != "fp8":
         raise ModelLoadError(f"quantization='fp8': the checkpoint is in {found.name} already: leave it at 'auto'")
-    if device.type == "cpu":
+    if asked.device.type == "cpu":
         raise ModelLoadError("quantization='fp8' is for GPUs: leave it at 'auto' on a CPU")
-    return found or MadeFp8(MadeFp8Format(plain))
+    return found or MadeFp8(MadeFp8Format(asked.plain))
 
 
-def _read_quantization(hf_config: Mapping[str, Any], plain: WeightFormat) -> AllButIgnored | None:
+def _read_quantization(asked: Asked, hf_config: Mapping[str, Any]) -> QuantisedMatrices | None:
     for key in ("quantization_config", "compression_config"):  # the second: llm-compressor's, until 2024
         how = hf_config.get(key)
         if not how:
@@ -166,15 +151,13 @@ def _read_quantization(hf_config: Mapping[str, Any], plain: WeightFormat) -> All
         how = how if isinstance(how, Mapping) else {}
         if how.get("quant_method") == "mxfp4":  # experts alone, which become plain numbers (packed_experts.py)
             continue
+        own = asked._replace(config=how, where=f"config.json: {key}")
         for read in _QUANTISED:
-            if (found := read(how, plain)) is not None:
-                at = ValueReader(hf_config).at(key)
-                where, ignored = next(((name, at.texts(name)) for name in _IGNORED if how.get(name)), ("ignore", []))
-                return AllButIgnored(found, NamePatterns(ignored, f"config.json: {key}: {where}"))
+            if (found := read(own)) is not None:
+                return found
         method = f"{how.get('quant_method') or how.get('format') or 'unknown method'!s:.80}"
         raise ModelLoadError(
             f"the weights are quantised ({key} of config.json: {method}), and of quantised checkpoints aengine reads "
-            f"GGUF, FP8, and 8-bit integers of compressed-tensors with a scale a row: give the checkpoint in 16 or 32 "
-            f"bits that they were made from, or a .gguf file of the model"
+            f"GGUF, FP8, compressed-tensors, AWQ, GPTQ and ModelOpt's NVFP4: {UNQUANTISED}"
         )
     return None

@@ -19,7 +19,8 @@ from ..distributed.group import ALONE, TensorGroup
 from ..distributed.shares import Part, Share, VocabularyShare
 from ..distributed.stage import WHOLE, PipelineStage
 from .formats import WeightFormats
-from .weight import RowTiledFormat, WeightFormat
+from .quantised.matrices import UNQUANTISED
+from .weight import RowTiledFormat, StoredTensor, WeightFormat
 
 __all__ = ["CheckpointNames", "Place", "WeightScope"]
 
@@ -41,12 +42,20 @@ class Place(NamedTuple):
     part: Part | None = None  # the part of the tensor that `put` takes; None: all
     room: Callable[[], Tensor] | None = None  # gives the memory that it is copied to; None: it gets its own
     on_host: bool = False  # `put` takes it where it was read, and copies it to the device itself
-    kept: torch.dtype | None = None  # dtype in which `put` keeps it, if that is another one
+    kept: torch.dtype | None = None  # dtype in which `put` keeps its parameters, if that is another one
 
     @property
     def own_shape(self) -> tuple[int, ...]:
         """The shape of what `put` takes."""
         return self.shape if self.part is None else self.part.shape_in(self.shape)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of what `put` keeps."""
+        own = prod(self.own_shape)
+        if self.kept is None:
+            return own * self.dtype.itemsize
+        return own * self.num_parameters // max(1, prod(self.shape)) * self.kept.itemsize
 
     def take(self, tensor: Tensor, device: torch.device) -> Tensor:
         """What `put` takes, of a ``tensor`` as it was read: on the model's device, in the dtype of the place.
@@ -131,6 +140,15 @@ class WeightScope:
         form = self.formats.plain if full.endswith("embed_tokens") else self.formats.of(full)
         policy = self.formats.policy
         return self.formats.step_rows.around(full, RowTiledFormat(form, policy) if policy.batch_invariant else form)
+
+    def tensors_of(
+        self, name: str, form: WeightFormat, out_features: int, in_features: int, has_bias: bool
+    ) -> list[StoredTensor]:
+        """Return the tensors of the matrix of this name. Raises ModelLoadError: its format has none of this shape."""
+        try:
+            return form.tensors(out_features, in_features, has_bias)
+        except ValueError as error:
+            raise ModelLoadError(f"{self._prefix}{name} in {form.name}: {error}; {UNQUANTISED}") from error
 
     def want(
         self,

@@ -156,7 +156,8 @@ class StoredTensor(NamedTuple):
     num_parameters: int  # parameters of the model that it stands for; 0 for a scale
     out_dim: int | None = 0  # dimension of the matrix's output features; None: it has none
     in_dim: int | None = None  # dimension of the matrix's input features; None: it has none
-    kept: torch.dtype | None = None  # dtype in memory, if that is another one
+    kept: torch.dtype | None = None  # dtype in which its parameters are kept in memory, if that is another one
+    turned: bool = False  # the checkpoint has it as [in, out], memory as [out, in]
 
 
 class WeightFormat(Protocol):
@@ -167,7 +168,8 @@ class WeightFormat(Protocol):
         """Name for messages, such as "bfloat16"."""
 
     def tensors(self, out_features: int, in_features: int, has_bias: bool) -> list[StoredTensor]:
-        """Return the tensors in which the checkpoint keeps one matrix."""
+        """Return the tensors in which the checkpoint keeps one matrix. Raises ValueError: it can't keep one of this
+        shape."""
 
     def make(self, tensors: Mapping[str, Tensor]) -> Weight:
         """Make a weight. Raises ValueError: the tensors are none.

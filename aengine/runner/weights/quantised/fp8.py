@@ -24,9 +24,10 @@ from torch import Tensor
 from ....errors import ModelLoadError
 from ..expert_weights import SeparateExperts
 from ..weight import ExpertWeights, StoredTensor, Weight, WeightFormat
+from .matrices import AllButIgnored, Asked, ignored_matrices
 from .scaled import ScaledExperts, ScaledWeight
 
-__all__ = ["Fp8Format", "MadeFp8Format", "read_fp8"]
+__all__ = ["Fp8Format", "MadeFp8Format", "read_fp8_matrices"]
 
 _LARGEST = 448.0  # the largest number of float8_e4m3fn
 _NUMBERS_AT_ONCE = 2**24
@@ -147,9 +148,15 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale
 
 
-def read_fp8(config: Mapping[str, Any], plain: WeightFormat) -> Fp8Format | None:
-    """Return the format that a quantization_config describes; None if that is not one of these."""
-    method = config.get("quant_method", "compressed-tensors")
+def read_fp8_matrices(asked: Asked) -> AllButIgnored | None:
+    """Return what a quantization_config describes; None if it is none of these. (compressed.py reads
+    compressed-tensors'.)"""
+    found = _read_fp8(asked.config, asked.plain)
+    return None if found is None else AllButIgnored(found, ignored_matrices(asked))
+
+
+def _read_fp8(config: Mapping[str, Any], plain: WeightFormat) -> Fp8Format | None:
+    method = config.get("quant_method")
     if method == "fbgemm_fp8":
         return Fp8Format(plain)
     if method == "modelopt":
@@ -161,15 +168,4 @@ def read_fp8(config: Mapping[str, Any], plain: WeightFormat) -> Fp8Format | None
             return Fp8Format(plain, name, of_rows=False)
         sizes = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
         return Fp8Format(plain, "weight_scale_inv", of_rows=False, block=(block[0], block[1])) if sizes else None
-    groups = config.get("config_groups")
-    if method != "compressed-tensors" or config.get("format") != "float-quantized" or config.get("transform_config"):
-        return None
-    if not isinstance(groups, Mapping) or len(groups) != 1:
-        return None
-    (group,) = groups.values()
-    weights = group.get("weights") or {}
-    asked = {"num_bits": 8, "type": "float", "symmetric": True}
-    strategy = weights.get("strategy")
-    if group.get("targets") != ["Linear"] or any(weights.get(key) != value for key, value in asked.items()):
-        return None
-    return Fp8Format(plain, of_rows=strategy == "channel") if strategy in ("channel", "tensor") else None
+    return None

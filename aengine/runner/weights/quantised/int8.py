@@ -1,12 +1,12 @@
 """8-bit integer weights with a scale a row, as compressed-tensors keeps them: W = codes * scale.
 
     format of the config   tensors
-    "int-quantized"        weight int8 [N, K], weight_scale [N, 1]
+    "int-quantized"        weight int8 [N, K], weight_scale [N, 1], or [1] of a matrix
     "pack-quantized"       weight_packed int32 [N, K / 4]: four codes, each plus 128, the first in the lowest byte;
                            weight_scale [N, 1]
 
-Both mean symmetric codes of 8 bits, one scale for each output feature. Activations are not quantised, also where the
-checkpoint's recipe would (W8A8): that is nearer to the model that it was made from.
+Both mean symmetric codes of 8 bits, one scale for each output feature or for all. Activations are not quantised, also
+where the checkpoint's recipe would (W8A8): that is nearer to the model that it was made from.
 
 On a CPU the codes become numbers for each product: half the memory of 16 bits, and slower than they are. torch's own
 product for 8-bit weights is not used: with float32 it is slower still, and some shapes crash it (torch 2.13).
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,13 +24,15 @@ from ....kernels.expert_types import ExpertMatrices
 from ..expert_weights import SeparateExperts
 from ..weight import ExpertWeights, StoredTensor, Weight, WeightFormat
 from .scaled import ScaledExperts, ScaledWeight
+from .unpacked import checked_scale
 
-__all__ = ["Int8Experts", "Int8Format", "read_int8"]
+__all__ = ["Int8Experts", "Int8Format"]
 
 
 @dataclass(frozen=True, slots=True)
 class Int8Format:
     is_packed: bool
+    of_rows: bool = True  # a scale a row; else one a matrix
     name: str = "int8"
 
     def tensors(self, out_features: int, in_features: int, has_bias: bool) -> list[StoredTensor]:
@@ -40,15 +41,17 @@ class Int8Format:
             found = [StoredTensor("weight_packed", (out_features, in_features // 4), torch.int32, count, in_dim=1)]
         else:
             found = [StoredTensor("weight", (out_features, in_features), torch.int8, count, in_dim=1)]
-        found.append(StoredTensor("weight_scale", (out_features, 1), torch.float32, 0))
+        shape, out_dim = ((out_features, 1), 0) if self.of_rows else ((), None)
+        found.append(StoredTensor("weight_scale", shape, torch.float32, 0, out_dim))
         if has_bias:
             found.append(StoredTensor("bias", (out_features,), torch.float32, out_features))
         return found
 
     def make(self, tensors: Mapping[str, Tensor]) -> Weight:
+        """Raises ValueError: a scale is negative or no number."""
         codes = unpacked(tensors["weight_packed"]) if self.is_packed else tensors["weight"]
         bias = tensors.get("bias")
-        scale = tensors["weight_scale"].float().flatten()
+        scale = checked_scale(tensors["weight_scale"].float(), "weight_scale").expand(len(codes), 1).flatten()
         return ScaledWeight(codes, scale, None if bias is None else bias.float())
 
     def make_experts(self, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device) -> ExpertWeights:
@@ -77,24 +80,3 @@ class Int8Experts(ScaledExperts):
         if words is None:
             return super()._matrices()
         return ExpertMatrices(words.view(torch.int8), self.stacks.get("bias"), self.stacks["weight_scale"].squeeze(2))
-
-
-def read_int8(config: Mapping[str, Any], plain: WeightFormat) -> Int8Format | None:
-    """Return the format that a quantization_config describes; None if that is not this one."""
-    if config.get("quant_method", "compressed-tensors") != "compressed-tensors":
-        return None
-    kind = config.get("format")
-    groups = config.get("config_groups")
-    if (
-        kind not in ("int-quantized", "pack-quantized")
-        or config.get("transform_config")
-        or not isinstance(groups, Mapping)
-        or len(groups) != 1
-    ):
-        return None
-    (group,) = groups.values()
-    weights = group.get("weights") or {}
-    asked = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
-    if group.get("targets") != ["Linear"] or any(weights.get(key) != value for key, value in asked.items()):
-        return None
-    return Int8Format(kind == "pack-quantized")

@@ -40,7 +40,7 @@ Progress = Callable[[str, int, int, str], None]
 """Gets stage, done, total (0: not known) and their unit."""
 
 _IGNORED = re.compile(
-    r"rotary_emb\.inv_freq$|\.(input|activation)_scale$|rope_(freqs|factors_)|\.masked_bias$|attn_rot_embd|\.weight_shape$|^lm_head\.weight$"
+    r"rotary_emb\.inv_freq$|\.(input|activation|input_global)_scale$|rope_(freqs|factors_)|\.masked_bias$|attn_rot_embd|\.weight_shape$|^lm_head\.weight$"
     r"|^score\.weight$"
 )
 """Tensors of a checkpoint for which the model may have no place: constants, the output matrix of a tied model, and the
@@ -204,9 +204,7 @@ def _check_room(
     model: CausalLM | Encoder[Any], source: ModelSource, device: torch.device, memory: DeviceMemory
 ) -> None:
     """Raise ModelLoadError if the weights are larger than what is free; nothing has been read of them yet."""
-    needed = sum(
-        prod(first.own_shape) * (first.kept or first.dtype).itemsize for first, *_ in model.weights.places.values()
-    )
+    needed = sum(first.kept_bytes for first, *_ in model.weights.places.values())
     room = memory.free + memory.reserved - memory.allocated
     if needed > room:
         dtype = model.weights.formats.dtype

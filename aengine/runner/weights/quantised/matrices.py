@@ -1,0 +1,117 @@
+"""Which of a checkpoint's matrices are quantised, and what a reader of a quantization_config is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from ....checkpoint.name_patterns import NamePatterns
+from ....checkpoint.value_reader import ValueReader
+from ....errors import ModelLoadError
+from ..weight import WeightFormat
+
+__all__ = [
+    "UNQUANTISED",
+    "AllButIgnored",
+    "Asked",
+    "QuantisedMatrices",
+    "Rules",
+    "StoredMatrices",
+    "ignored_matrices",
+]
+
+T = TypeVar("T")
+
+UNQUANTISED = "give the checkpoint in 16 or 32 bits that they were made from, or a .gguf file of the model"
+"""The cure where weights can't be read as they are."""
+_IGNORED = ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules")
+"""Keys of a quantization_config for the names of matrices that are left plain."""
+_MOST_RULES = 256
+"""Each is an automaton of its own, which takes some 10 ms to make."""
+
+
+class QuantisedMatrices(Protocol):
+    """Which of a checkpoint's matrices are quantised, and how."""
+
+    @property
+    def name(self) -> str:
+        """Name of their format, or names of their formats, for messages."""
+
+    def of(self, name: str) -> WeightFormat | None:
+        """Return the format of the matrix of this name, as transformers spells it; None: it is kept as plain
+        numbers."""
+
+
+class AllButIgnored(NamedTuple):
+    """`QuantisedMatrices` by a quantization_config: one format, and the names of those that are left plain."""
+
+    format: WeightFormat
+    ignored: NamePatterns
+
+    @property
+    def name(self) -> str:
+        return self.format.name
+
+    def of(self, name: str) -> WeightFormat | None:
+        return None if name in self.ignored else self.format
+
+
+class StoredMatrices(NamedTuple):
+    """`QuantisedMatrices` by the files: those that have a tensor "qweight"."""
+
+    name: str
+    stored: Collection[str]  # names of the tensors in the files
+    format_of: Callable[[str], WeightFormat | None]  # the format of the matrix of a name, if it is quantised
+
+    def of(self, name: str) -> WeightFormat | None:
+        return self.format_of(name) if f"{name}.qweight" in self.stored else None
+
+
+Rules = list[tuple[NamePatterns, T]]
+"""What is for names by patterns, of which the first that has a name counts."""
+
+
+class Asked(NamedTuple):
+    """What a reader is given: a quantization_config, and what its formats are to become."""
+
+    config: Mapping[str, Any]
+    where: str  # for messages: "config.json: quantization_config"
+    plain: WeightFormat  # the format of what becomes plain numbers
+    device: torch.device
+    stored: Collection[str] = ()  # names of the tensors in the files, as transformers spells them
+    dequantises: bool = False  # what the device can't multiply becomes plain numbers; else it is an error
+
+    @property
+    def values(self) -> ValueReader:
+        return ValueReader(self.config, self.where)
+
+    def rules(self, key: str, patterns: Mapping[str, T]) -> Rules[T]:
+        """Return what is for names by regular expressions, those of ``key``. Raises ModelLoadError: they are too
+        many, or wrong."""
+        if len(patterns) > _MOST_RULES:
+            raise ModelLoadError(f"{self.where}: {key} has {len(patterns)} patterns: {_MOST_RULES} at most are read")
+        where = f"{self.where}: {key}"
+        return [(NamePatterns([f"re:{pattern}"], where), value) for pattern, value in patterns.items()]
+
+    def refusal(self, problem: str) -> ModelLoadError:
+        """Return the error of weights that no format reads."""
+        return ModelLoadError(f"{self.where}: {problem:.300}, which aengine does not read: {UNQUANTISED}")
+
+
+def ignored_matrices(asked: Asked) -> NamePatterns:
+    """Return the names that are left plain. In ModelOpt's, a star stands for any letters. Raises ModelLoadError."""
+    key = next((name for name in _IGNORED if asked.config.get(name)), "ignore")
+    names = asked.values.texts(key)
+    if asked.config.get("quant_method") == "modelopt":
+        names = [_of_stars(name) for name in names]
+    return NamePatterns(names, f"{asked.where}: {key}")
+
+
+def _of_stars(name: str) -> str:
+    """A pattern of `NamePatterns` for a name with stars."""
+    if "*" not in name:
+        return name
+    letters = [letter if letter.isalnum() or letter == "_" else ".*" if letter == "*" else f"[{letter}]" for letter in name]
+    return f"re:{''.join(letters)}$"
