@@ -35,8 +35,6 @@ class NamePatterns:
         patterns = [entry[3:] for entry in entries if entry.startswith("re:")]
         if sum(map(len, patterns)) > _MOST_LETTERS:
             raise ModelLoadError(f"{where} has patterns of more than {_MOST_LETTERS} letters")
-        for pattern in patterns:  # each by itself first: the error quotes it, and its groups end within it
-            self._compiled([pattern])
         self._automaton = self._compiled(patterns) if patterns else None
 
     def __contains__(self, name: str) -> bool:
@@ -56,6 +54,9 @@ class NamePatterns:
         limits = LLParserLimits(max_lexer_states=_MOST_STATES)
         made = LLMatcher(LLTokenizer("byte"), grammar_from("regex", whole), limits=limits, log_level=0)
         if made.is_error():
+            if len(patterns) > 1:  # the error quotes the one that is wrong
+                for half in (patterns[: len(patterns) // 2], patterns[len(patterns) // 2 :]):
+                    self._compiled(half)
             message = made.get_error()
             raise self._refusal(patterns[0], (message.partition("error: ")[2] or message).partition("\n")[0])
         return made
@@ -65,11 +66,15 @@ class NamePatterns:
         part: list[str] = []
         depth = 0
         for piece in [*_PIECE.findall(pattern), ""]:
+            if piece == "" and depth:
+                raise self._refusal(pattern, "its brackets are not in pairs")
             if piece == "" or (piece == "|" and depth == 0):
                 is_to_end = part[-1:] == ["$"]
                 yield f"(?:{''.join(part[: -1 if is_to_end else None])})" + ("" if is_to_end else "(?s:.*)")
                 part = []
                 continue
+            if piece in ("[", "\\"):
+                raise self._refusal(pattern, "a class or an escape has no end")
             if piece == "?" and part[-1:] == ["("]:
                 raise self._refusal(pattern, "it looks around, sets flags or names a group")
             depth += piece.startswith("(") - (piece == ")")

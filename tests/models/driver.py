@@ -19,7 +19,7 @@ from aengine.runner.models import build_model, read_config
 from aengine.runner.models.causal_lm import CausalLM
 from aengine.runner.weights.formats import choose_formats
 from aengine.runner.weights.quantised.matrices import QuantisedMatrices
-from aengine.runner.weights.sources.loader import LoadedWeights, load_weights
+from aengine.runner.weights.sources.loader import LoadedWeights, load_weights, tensor_names
 
 CPU = torch.device("cpu")
 
@@ -48,10 +48,13 @@ def build(
     device: torch.device = CPU,
     policy: KernelPolicy = FASTEST,
     packed: QuantisedMatrices | None = None,
+    dequantises: bool = False,
 ) -> CausalLM:
     """The model without its weights."""
-    stored = None if source.format == "dummy" else source.hf_config
-    return build_model(read_config(source.hf_config), choose_formats(dtype, device, stored, policy, packed))
+    hf_config = None if source.format == "dummy" else source.hf_config
+    names = tensor_names(source)
+    formats = choose_formats(dtype, device, hf_config, policy, packed, stored=names, dequantises=dequantises)
+    return build_model(read_config(source.hf_config), formats)
 
 
 def load(

@@ -256,20 +256,12 @@ def test_tensors_that_contradict_the_config(copied: Callable[..., Path]) -> None
         load(source_of(folder))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"num_bits": 4},
-        {"type": "float"},
-        {"symmetric": False},
-        {"strategy": "group", "group_size": 128},
-    ],
-)
+@pytest.mark.parametrize("change", [{"num_bits": 3}, {"type": "float"}, {"strategy": "block"}])
 def test_other_integers_are_refused(change: dict[str, Any], copied: Callable[..., Path]) -> None:
     folder = copied("llama")
     groups = {"group_0": {"targets": ["Linear"], "weights": CONFIG["config_groups"]["group_0"]["weights"] | change}}
     set_quantization(folder, {**CONFIG, "format": "pack-quantized", "config_groups": groups})
-    with pytest.raises(ModelLoadError, match=r"compressed-tensors\).*16 or 32 bits"):
+    with pytest.raises(ModelLoadError, match=r"config_groups: group_0: format 'pack-quantized'.*16 or 32 bits"):
         build(source_of(folder))
 
 
@@ -277,5 +269,5 @@ def test_rotated_weights_are_refused(copied: Callable[..., Path]) -> None:
     """Their activations would have to be rotated as well."""
     folder = copied("llama")
     set_quantization(folder, {**CONFIG, "format": "int-quantized", "transform_config": {"config_groups": {"u": {}}}})
-    with pytest.raises(ModelLoadError, match=r"compressed-tensors\).*16 or 32 bits"):
+    with pytest.raises(ModelLoadError, match=r"transform_config rotates .*16 or 32 bits"):
         build(source_of(folder))

@@ -20,7 +20,7 @@ from ..platforms.platform import Platform
 from ..weights.formats import choose_formats
 from ..weights.inventory import TensorsOfAKind, inventory, line_of
 from ..weights.sources.gguf_source import GgufMatrices, gguf_types
-from ..weights.sources.loader import check_layers, stored_shapes
+from ..weights.sources.loader import check_layers, stored_shapes, tensor_names
 from .heads import DecoderHead
 from .kv_memory import choose_kv_dtype, cpu_budget
 
@@ -48,7 +48,15 @@ def estimate(config: EngineConfig) -> dict[str, Any]:
         platform = choose_platform(config.device)
         dtype = platform.choose_dtype(config.dtype, model_config.checkpoint_dtype)
         packed = gguf_matrices(config, source, model_config, platform)
-        formats = choose_formats(dtype, platform.device, hf, packed=packed, quantization=config.quantization)
+        formats = choose_formats(
+            dtype,
+            platform.device,
+            hf,
+            packed=packed,
+            quantization=config.quantization,
+            stored=tensor_names(source),
+            dequantises=config.on_unsupported_format == "dequantise",
+        )
         model = build_model(model_config, formats)
         if model.weights.names is not None:
             model.weights.names.choose(stored_shapes(source))

@@ -12,13 +12,11 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...checkpoint.pooling import PoolingConfig
-from ...checkpoint.safetensors_files import stored_names
 from ...checkpoint.source import ModelSource, resolve_model
 from ...checkpoint.value_reader import damage_explained
 from ...config import EngineConfig, num_worker_threads
@@ -35,8 +33,7 @@ from ..pooling.vectors import VectorLayers, load_vector_layers
 from ..weights.float16_cpu import Float16Format, agree_on_plan
 from ..weights.formats import choose_formats
 from ..weights.inventory import line_of
-from ..weights.sources.loader import LoadedWeights, Progress, check_layers, load_weights
-from ..weights.sources.reading import text_name
+from ..weights.sources.loader import LoadedWeights, Progress, check_layers, load_weights, tensor_names
 from .encoder import LoadedEncoder, load_encoder
 from .estimate import gguf_matrices, tensors_of
 from .heads import DecoderHead
@@ -105,7 +102,7 @@ def _load(
         policy,
         packed,
         config.quantization,
-        _stored(checkpoint),
+        tensor_names(checkpoint),
         config.on_unsupported_format == "dequantise",
     )
     if model_config.implementation == "transformers" and formats.quantised is not None:

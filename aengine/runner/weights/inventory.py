@@ -18,6 +18,7 @@ from ...errors import ModelLoadError
 from .float16_cpu import Float16Format, float16_plan
 from .formats import WeightFormats
 from .scope import Place, WeightScope
+from .sources.reading import NUMBERS
 from .weight import ExpertWeights, Weight, WeightFormat
 
 __all__ = ["TensorsOfAKind", "inventory", "line_of"]
@@ -128,6 +129,9 @@ def _plain(formats: WeightFormats) -> _Kept:
 def _bytes_of_codes(form: WeightFormat, is_experts: bool, formats: WeightFormats) -> float:
     """Bytes a parameter that a small matrix takes; infinite: the format makes something that has no tensors."""
     stored = [one._replace(shape=one.shape or (_ROWS, 1)) for one in form.tensors(_ROWS, _COLUMNS, False)]
+    if any(one.kept in NUMBERS for one in stored):
+        return float("inf")
+    stored = [one._replace(shape=one.shape[::-1]) if one.turned else one for one in stored]
     tensors = {one.suffix: torch.zeros(one.shape, dtype=one.dtype, device=formats.device) for one in stored}
     made: Weight | ExpertWeights
     try:

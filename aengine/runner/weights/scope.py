@@ -20,7 +20,7 @@ from ..distributed.shares import Part, Share, VocabularyShare
 from ..distributed.stage import WHOLE, PipelineStage
 from .formats import WeightFormats
 from .quantised.matrices import UNQUANTISED
-from .weight import RowTiledFormat, StoredTensor, WeightFormat
+from .weight import NotMultiplied, RowTiledFormat, StoredTensor, WeightFormat
 
 __all__ = ["CheckpointNames", "Place", "WeightScope"]
 
@@ -148,7 +148,8 @@ class WeightScope:
         try:
             return form.tensors(out_features, in_features, has_bias)
         except ValueError as error:
-            raise ModelLoadError(f"{self._prefix}{name} in {form.name}: {error}; {UNQUANTISED}") from error
+            cure = "" if isinstance(error, NotMultiplied) else f"; {UNQUANTISED}"
+            raise ModelLoadError(f"{self._prefix}{name} in {form.name}: {error}{cure}") from error
 
     def want(
         self,

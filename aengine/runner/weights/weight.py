@@ -28,6 +28,7 @@ __all__ = [
     "ExpertWeights",
     "JoinedTensors",
     "Norm",
+    "NotMultiplied",
     "RowTiledFormat",
     "RowTiledWeight",
     "StoredTensor",
@@ -145,6 +146,10 @@ class ExpertWeights(ABC):
     def add_to(self, residual: Tensor, hidden: Tensor, plan: ExpertPlan) -> None:
         """Add each token's weighted sum of the products by ``hidden`` [pairs, in_features] to ``residual``
         [n, out_features], in place."""
+
+
+class NotMultiplied(ValueError):
+    """The tensors are right, and this device can't multiply them in their format; the message says what helps."""
 
 
 class StoredTensor(NamedTuple):

@@ -1,7 +1,7 @@
 """AWQ's 4-bit weights: W = (codes - zeros) * scales, a scale and a zero for each group of inputs and each output.
 
     tensor     in the checkpoint        what
-    qweight    int32 [K, N / 8]         eight outputs a word; output i of a word is at bit 4 * [0, 4, 1, 5, 2, 6, 3, 7][i]
+    qweight    int32 [K, N / 8]         eight outputs a word, output i of it at bit 4 * [0, 4, 1, 5, 2, 6, 3, 7][i]
     qzeros     int32 [K / group, N / 8] likewise
     scales     float16 [K / group, N]
 
@@ -29,6 +29,9 @@ _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 class AwqFormat(UnpackedFormat):
     group_size: int  # -1: all inputs are a group
     name: str = "awq"
+
+    def sizes(self, in_features: int) -> tuple[int, int]:
+        return 4, in_features if self.group_size < 0 else self.group_size
 
     def codes_tensors(self, out_features: int, in_features: int) -> list[StoredTensor]:
         group = in_features if self.group_size < 0 else self.group_size

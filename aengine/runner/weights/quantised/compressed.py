@@ -40,12 +40,12 @@ logger = logging.getLogger("aengine.runner")
 class GroupFormat(UnpackedFormat):
     """Integers of 4 or 8 bits with a scale a group, a row or a matrix, and perhaps a zero of each.
 
-        tensor              in the checkpoint
-        weight_packed       int32 [N, K * bits / 32]: codes plus 2^(bits - 1), the first in a word's lowest bits
-        weight              int8 [N, K], of those that are not packed
-        weight_scale        [N, K / group]; [N, 1]; [1]
-        weight_zero_point   int32 [N * bits / 32, K / group], packed as the codes along N; else int8 as the scale
-        weight_g_idx        int32 [K]: the group of each column, with act-order
+    tensor              in the checkpoint
+    weight_packed       int32 [N, K * bits / 32]: codes plus 2^(bits - 1), the first in a word's lowest bits
+    weight              int8 [N, K], of those that are not packed
+    weight_scale        [N, K / group]; [N, 1]; [1]
+    weight_zero_point   int32 [N * bits / 32, K / group], packed as the codes along N; else int8 as the scale
+    weight_g_idx        int32 [K]: the group of each column, with act-order
     """
 
     bits: int
@@ -58,12 +58,16 @@ class GroupFormat(UnpackedFormat):
     def name(self) -> str:
         return f"int{self.bits}"
 
+    def sizes(self, in_features: int) -> tuple[int, int]:
+        return self.bits if self.is_packed else 8, self.group_size or in_features
+
     def codes_tensors(self, out_features: int, in_features: int) -> list[StoredTensor]:
         per_word, group = 32 // self.bits, self.group_size or in_features
         rows_per_word = per_word if self.is_packed and self.has_zeros and self.group_size != 0 else 1
         if in_features % group or (self.is_packed and in_features % per_word) or out_features % rows_per_word:
             raise ValueError(
-                f"{out_features} x {in_features} are no multiples of a group's {group} columns and {per_word} codes a word"
+                f"{out_features} x {in_features} are no multiples of a group's {group} columns and of {per_word} codes "
+                f"a word"
             )
         count = out_features * in_features
         if self.is_packed:
@@ -85,7 +89,9 @@ class GroupFormat(UnpackedFormat):
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> UnpackedCodes:
         scale, zero = checked_scale(tensors["weight_scale"], "weight_scale"), None
-        codes = codes_of_words(tensors["weight_packed"], self.bits, 1) if self.is_packed else _plus_128(tensors["weight"])
+        codes = (
+            codes_of_words(tensors["weight_packed"], self.bits, 1) if self.is_packed else _plus_128(tensors["weight"])
+        )
         if self.has_zeros and self.is_packed:
             zero = codes_of_words(tensors["weight_zero_point"], self.bits, 0)
         elif self.has_zeros:
@@ -186,6 +192,6 @@ def _format_of(asked: Asked, group: ValueReader, kind: str, key: str) -> WeightF
         if bits == 4 and kind == "mxfp4-pack-quantized" and size in (None, 32):
             return Fp4Format(*base, "mxfp4")
     raise asked.refusal(
-        f"config_groups: {key:.40}: format {kind!r:.40}, {numbers:.20} weights in {bits} bits, strategy {strategy!r:.40}"
-        f"{'' if is_symmetric else ', asymmetric'}"
+        f"config_groups: {key:.40}: format {kind!r:.40}, {numbers:.20} weights in {bits} bits, strategy "
+        f"{strategy!r:.40}{'' if is_symmetric else ', asymmetric'}"
     )

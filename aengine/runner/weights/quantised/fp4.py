@@ -36,9 +36,14 @@ class Fp4Format(UnpackedFormat):
     def _group(self) -> int:
         return 16 if self.name == "nvfp4" else 32
 
+    def sizes(self, in_features: int) -> tuple[int, int]:
+        return 4, self._group
+
     def codes_tensors(self, out_features: int, in_features: int) -> list[StoredTensor]:
         if in_features % self._group:
-            raise ValueError(f"{in_features} columns are no multiple of {self._group}, which have a scale in {self.name}")
+            raise ValueError(
+                f"{in_features} columns are no multiple of {self._group}, which have a scale in {self.name}"
+            )
         dtype = torch.float8_e4m3fn if self.name == "nvfp4" else torch.uint8
         groups = (out_features, in_features // self._group)
         count = out_features * in_features

@@ -35,6 +35,9 @@ class GptqFormat(UnpackedFormat):
     zeros_less_one: bool
     name: str = "gptq"
 
+    def sizes(self, in_features: int) -> tuple[int, int]:
+        return self.bits, in_features if self.group_size < 0 else self.group_size
+
     def codes_tensors(self, out_features: int, in_features: int) -> list[StoredTensor]:
         group, per_word = in_features if self.group_size < 0 else self.group_size, 32 // self.bits
         if in_features % group or in_features % per_word or out_features % per_word:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ....kernels.expert_types import ExpertMatrices
 from ..expert_weights import SeparateExperts
-from ..weight import ExpertWeights, StoredTensor, Weight, WeightFormat
+from ..weight import ExpertWeights, StoredTensor, Weight
 from .scaled import ScaledExperts, ScaledWeight
 from .unpacked import checked_scale
 

@@ -113,5 +113,7 @@ def _of_stars(name: str) -> str:
     """A pattern of `NamePatterns` for a name with stars."""
     if "*" not in name:
         return name
-    letters = [letter if letter.isalnum() or letter == "_" else ".*" if letter == "*" else f"[{letter}]" for letter in name]
+    letters = [
+        letter if letter.isalnum() or letter == "_" else ".*" if letter == "*" else f"[{letter}]" for letter in name
+    ]
     return f"re:{''.join(letters)}$"

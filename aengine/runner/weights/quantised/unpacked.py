@@ -2,24 +2,29 @@
 
     W[n, k] = (value(code[n, k]) - zero[n, g]) * scale[n, g] * row_scale[n],    g = k // group, or column_group[k]
 
-A format names the checkpoint's tensors and makes `UnpackedCodes` of them (`UnpackedFormat`). On a CPU these become plain
-numbers as they are loaded. On a GPU they stay codes (grouped.py) where that keeps their shape; what it does not keep is
-refused, or becomes plain numbers, as the setting ``on_unsupported_format`` says.
+A format names the checkpoint's tensors and makes `UnpackedCodes` of them (`UnpackedFormat`). On a CPU these become
+plain numbers as they are loaded. On a GPU they stay codes (grouped.py) where that keeps their shape; what it does not
+keep is refused, or becomes plain numbers, as the setting ``on_unsupported_format`` says.
 """
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from functools import cache
+from threading import Lock
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....errors import ModelLoadError
+from ....kernels.expert_types import ExpertGate, ExpertPlan
 from ..expert_weights import SeparateExperts
-from ..weight import ExpertWeights, StoredTensor, Weight, WeightFormat
+from ..weight import ExpertWeights, Norm, NotMultiplied, StoredTensor, Weight, WeightFormat
+from .grouped import CodeKind, GroupedCodes, fits, grouped_experts, grouped_weight, pack
 
 __all__ = [
     "DequantisedExperts",
@@ -28,12 +33,15 @@ __all__ = [
     "checked_scale",
     "codes_of_bytes",
     "codes_of_words",
+    "grouped_codes",
+    "log_dequantised",
     "numbers",
     "order_of_columns",
 ]
 
-CodeKind = Literal["int4", "uint4", "e2m1", "int8", "uint8"]
+logger = logging.getLogger("aengine.runner")
 
+_DEQUANTISE = "use on_unsupported_format='dequantise' (16 bits), or a CPU"
 _NUMBERS_AT_ONCE = 2**22
 """Codes that become numbers at once: 16 MiB of float32, and some tensors of as much."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -42,7 +50,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 class UnpackedCodes(NamedTuple):
     """The codes of a matrix [N, K]."""
 
-    kind: CodeKind  # value of a code: "int4": less 8; "e2m1": OCP's FP4; of the others itself
+    kind: CodeKind  # "int4", "uint4", "e2m1", "int8" or "uint8"
     codes: Tensor  # uint8 [N, K]; of kind "int8" int8
     scale: Tensor  # [N, G], a floating format
     group: int  # columns that share a scale
@@ -132,6 +140,10 @@ class UnpackedFormat(ABC):
         """Name for messages."""
 
     @abstractmethod
+    def sizes(self, in_features: int) -> tuple[int, int]:
+        """Return bits of a code, and columns that share a scale."""
+
+    @abstractmethod
     def codes_tensors(self, out_features: int, in_features: int) -> list[StoredTensor]:
         """Return the tensors in which the checkpoint keeps one matrix, but for its bias. Raises ValueError: it can't
         keep one of this shape."""
@@ -141,8 +153,13 @@ class UnpackedFormat(ABC):
         """Return the codes of a matrix. Raises ValueError: the tensors are none."""
 
     def tensors(self, out_features: int, in_features: int, has_bias: bool) -> list[StoredTensor]:
+        """Raises ValueError, or NotMultiplied: a GPU can't keep them as codes."""
         found = self.codes_tensors(out_features, in_features)
-        if self.is_cpu or self.dequantises:
+        bits, group = self.sizes(in_features)
+        is_kept = not self.is_cpu and fits("int4" if bits == 4 else "int8", in_features, group)
+        if not is_kept and not self.is_cpu and not self.dequantises:
+            raise _unfit(in_features, group)
+        if not is_kept:
             kept = self._plain_dtype
             found = [tensor._replace(kept=kept) if tensor.num_parameters else tensor for tensor in found]
         if has_bias:
@@ -154,13 +171,134 @@ class UnpackedFormat(ABC):
         return self.plain.tensors(1, 1, False)[0].dtype
 
     def make(self, tensors: Mapping[str, Tensor]) -> Weight:
-        return self._make_plain(tensors)
-
-    def _make_plain(self, tensors: Mapping[str, Tensor]) -> Weight:
-        own = {"weight": numbers(self.unpack(tensors), self._plain_dtype)}
-        return self.plain.make(own if "bias" not in tensors else {**own, "bias": tensors["bias"]})
+        """Raises ValueError: the tensors are none. `NotMultiplied`: a GPU can't keep them as codes."""
+        unpacked, bias = self.unpack(tensors), tensors.get("bias")
+        if not self.is_cpu:
+            try:
+                codes, order = grouped_codes(unpacked)
+                return grouped_weight(codes, bias, self.plain, order)
+            except NotMultiplied as error:
+                if not self.dequantises:
+                    raise
+                log_dequantised(self.name, str(error))
+        own = {"weight": numbers(unpacked, self._plain_dtype)}
+        return self.plain.make(own if bias is None else {**own, "bias": bias})
 
     def make_experts(self, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device) -> ExpertWeights:
+        """Raises ModelLoadError: a GPU does not multiply such experts."""
         if self.is_cpu:
             return SeparateExperts(self.make, tensors)
-        raise ModelLoadError("on a GPU")
+        try:
+            return grouped_experts(self._codes_in_order, num_experts, tensors, device, self.plain)
+        except ModelLoadError as error:
+            if not self.dequantises:
+                raise ModelLoadError(f"experts in {self.name}: {error}; {_DEQUANTISE}") from error
+            log_dequantised(f"experts in {self.name}", str(error))
+        return DequantisedExperts(self._expert_numbers, self.plain, num_experts, tensors, device)
+
+    def _codes_in_order(self, tensors: Mapping[str, Tensor]) -> GroupedCodes:
+        codes, order = grouped_codes(self.unpack(tensors))
+        if order is not None:
+            raise NotMultiplied(f"experts whose columns have an order (desc_act): {_DEQUANTISE}")
+        return codes
+
+    def _expert_numbers(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return numbers(self.unpack(tensors), self._plain_dtype)
+
+
+def _unfit(in_features: int, group: int) -> NotMultiplied:
+    return NotMultiplied(f"{in_features} columns in groups of {group} are no codes for GPUs: {_DEQUANTISE}")
+
+
+def grouped_codes(unpacked: UnpackedCodes) -> tuple[GroupedCodes, Tensor | None]:
+    """Return what a GPU multiplies, and the order of the columns of x: int64 [K]; None: as they are.
+
+    Raises NotMultiplied: there is none of this shape.
+    """
+    codes, scale, zero, order = unpacked.codes, unpacked.scale, unpacked.zero, None
+    if not fits(unpacked.kind, codes.shape[1], unpacked.group):
+        raise _unfit(codes.shape[1], unpacked.group)
+    if unpacked.column_group is not None:
+        order = unpacked.column_group.argsort(stable=True)
+        groups, sizes = unpacked.column_group.unique(return_counts=True)
+        if not bool((sizes == unpacked.group).all()):
+            raise NotMultiplied(
+                f"this rank's columns are not whole groups, as desc_act has mixed them: use one rank, or {_DEQUANTISE}"
+            )
+        codes, scale = codes.index_select(1, order), scale.index_select(1, groups)
+        zero = None if zero is None else zero.index_select(1, groups)
+    codes = pack(codes) if unpacked.kind in ("int4", "uint4", "e2m1") else codes
+    zero = None if zero is None else zero.contiguous()
+    return GroupedCodes(unpacked.kind, codes, _smallest(scale), unpacked.group, zero, None, unpacked.row_scale), order
+
+
+def _smallest(scale: Tensor) -> Tensor:
+    """The scale in 16 bits, if that is what the checkpoint has: the loader makes float32 of all numbers."""
+    for dtype in (torch.float16, torch.bfloat16) if scale.dtype == torch.float32 else ():
+        if torch.equal(scale.to(dtype).float(), scale):
+            return scale.to(dtype).contiguous()
+    return scale.contiguous()
+
+
+@cache
+def log_dequantised(what: str, why: str) -> None:
+    """Once for each."""
+    logger.warning("%s: become 16 bits as they are loaded: %s", what, why)
+
+
+class DequantisedExperts(ExpertWeights):
+    """Experts on a GPU that are kept as plain numbers. Each one's codes have memory until all of them have come."""
+
+    __slots__ = ("_device", "_inner", "_lock", "_num_experts", "_numbers", "_plain", "_rooms", "_tensors")
+
+    def __init__(
+        self,
+        numbers_of: Callable[[Mapping[str, Tensor]], Tensor],
+        plain: WeightFormat,
+        num_experts: int,
+        tensors: Sequence[StoredTensor],
+        device: torch.device,
+    ) -> None:
+        """``numbers_of``: makes [N, K] of an expert's tensors."""
+        self._numbers = numbers_of
+        self._plain = plain
+        self._num_experts = num_experts
+        self._tensors = {tensor.suffix: tensor for tensor in tensors}
+        self._device = device
+        self._rooms: dict[int, dict[str, Tensor]] = {}  # tensors of incomplete experts, by expert and suffix
+        self._inner: ExpertWeights | None = None
+        self._lock = Lock()
+
+    @property
+    def can_group(self) -> bool:
+        return self._inner is not None and self._inner.can_group
+
+    def room(self, expert: int, suffix: str, rows: slice) -> Tensor:
+        with self._lock:
+            own = self._rooms.setdefault(expert, {})
+            if suffix not in own:
+                shape, dtype = self._tensors[suffix].shape, self._tensors[suffix].dtype
+                own[suffix] = torch.empty(shape, dtype=dtype, device=self._device)
+        return own[suffix][rows]
+
+    def finish(self, expert: int) -> None:
+        tensors = self._rooms.pop(expert)
+        own = {"weight": self._numbers(tensors)}
+        if "bias" in tensors:
+            own["bias"] = tensors["bias"]
+        with self._lock:
+            if self._inner is None:
+                n, k = own["weight"].shape
+                stored = self._plain.tensors(n, k, "bias" in own)
+                self._inner = self._plain.make_experts(self._num_experts, stored, self._device)
+        for suffix, tensor in own.items():
+            self._inner.room(expert, suffix, slice(None)).copy_(tensor)
+        self._inner.finish(expert)
+
+    def gated_after_norm(self, x: Tensor, norm: Norm, plan: ExpertPlan, gate: ExpertGate) -> Tensor:
+        assert self._inner is not None
+        return self._inner.gated_after_norm(x, norm, plan, gate)
+
+    def add_to(self, residual: Tensor, hidden: Tensor, plan: ExpertPlan) -> None:
+        assert self._inner is not None
+        self._inner.add_to(residual, hidden, plan)

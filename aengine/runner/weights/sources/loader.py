@@ -29,10 +29,10 @@ from ...platforms.platform import DeviceMemory
 from ..scope import Place
 from .gguf_source import read_gguf
 from .random_source import make_random
-from .reading import Source, Target, in_threads
+from .reading import Source, Target, in_threads, text_name
 from .safetensors_source import READERS, read_safetensors, read_shapes
 
-__all__ = ["LoadedWeights", "Progress", "check_layers", "load_weights", "stored_shapes"]
+__all__ = ["LoadedWeights", "Progress", "check_layers", "load_weights", "stored_shapes", "tensor_names"]
 
 logger = logging.getLogger("aengine.runner")
 
@@ -134,6 +134,14 @@ def check_layers(source: ModelSource, num_layers: int) -> None:
     found = 1 + max((int(number[1]) for number in numbers if number is not None), default=-1)
     if num_layers > found:
         raise ModelLoadError(f"{source.path}: by config.json there are {num_layers} layers, and the files have {found}")
+
+
+def tensor_names(source: ModelSource) -> frozenset[str]:
+    """Return the names of the tensors in safetensors files, as transformers spells them; of other files none. Raises
+    ModelLoadError as `stored_names`."""
+    if source.format != "safetensors":
+        return frozenset()
+    return frozenset(text_name(name) for name in stored_names(Path(source.path)))
 
 
 def _open(model: CausalLM | Encoder[Any], source: ModelSource, seed: int, target: Target) -> Source:

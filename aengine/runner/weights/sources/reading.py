@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ....errors import ModelLoadError
 from ..scope import Place
+from ..weight import NotMultiplied
 
 __all__ = ["NUMBERS", "Named", "Source", "Target", "in_threads", "text_name"]
 
@@ -63,7 +64,8 @@ class Target(NamedTuple):
                 place.put(tensor)
         except ValueError as error:
             what = f"{places[0].name}, or a matrix that is multiplied together with it"
-            raise ModelLoadError(f"{what}: {error}; fetch the model again") from error
+            cure = "" if isinstance(error, NotMultiplied) else "; fetch the model again"
+            raise ModelLoadError(f"{what}: {error}{cure}") from error
 
 
 def text_name(name: str) -> str:
