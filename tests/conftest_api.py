@@ -65,6 +65,23 @@ async def check_beside_cancelled(
         await settled(engine)
 
 
+async def until(condition: Callable[[], Any]) -> None:
+    """Wait until the condition holds."""
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def until_running(engine: AsyncLLM, count: int = 1) -> None:
+    """Wait until so many requests have a row on a worker."""
+    await until(lambda: engine.statistics().num_running >= count)
+
+
+async def until_scheduled(engine: AsyncLLM, count: int = 1) -> None:
+    """Wait until so many requests run, or wait for their first step."""
+    await until(lambda: engine.statistics().num_running + engine.statistics().num_waiting >= count)
+
+
 async def settled(engine: AsyncLLM) -> None:
     """Wait until no request is left; then nothing of any may be: no block, no row, no call."""
     core = core_of(engine)

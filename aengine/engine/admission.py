@@ -23,7 +23,7 @@ from contextvars import Context
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..errors import AEngineError, DeadlineExceededError, InternalError, InvalidRequestError
+from ..errors import AEngineError, DeadlineExceededError, EngineClosedError, InternalError, InvalidRequestError
 from ..ipc.messages import Extras
 from ..outputs import FinishReason, RequestEnd
 from ..params import CallOptions, SamplingParams
@@ -258,7 +258,8 @@ class Admission:
             prepared = await self.preparation.prepare(request)
         except asyncio.CancelledError:
             request.preparing = None
-            request.mailbox.abort()  # this has no effect if the end of the request is what cancelled this task
+            # This has no effect after the request's own end; else only the engine's end cancels the task.
+            request.mailbox.fail(EngineClosedError("the engine was closed while this request was prepared"))
             raise
         except AEngineError as ours:
             error = ours

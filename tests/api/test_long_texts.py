@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest_api import settled
+from conftest_api import settled, until
 
 from aengine import (
     AsyncLLM,
@@ -188,18 +188,35 @@ async def test_a_panic_of_a_library_is_an_error_of_the_request(
 
 
 async def test_closing_does_not_wait_for_a_template(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = threading.Event()
+    begun, gate = threading.Event(), threading.Event()
 
     def endless(*args: Any, **options: Any) -> Any:
+        begun.set()
         gate.wait(60)
 
     monkeypatch.setattr(Tokenizer, "apply_chat_template", endless)
     engine = await make_engine().start()
     chat = asyncio.create_task(engine.chat([{"role": "user", "content": "hi"}], ONE))
-    await asyncio.sleep(0.05)
+    await until(begun.is_set)
     async with asyncio.timeout(20):
         assert await engine.generate([5], ONE)
         await engine.aclose()
     with pytest.raises(EngineClosedError):
         await chat
     gate.set()
+
+
+async def test_a_preparation_that_is_cancelled_ends_in_an_error(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the engine is terminated from another thread, or its loop is shut down: no abort of the caller's."""
+    begun, gate = threading.Event(), threading.Event()
+    monkeypatch.setattr(Tokenizer, "apply_chat_template", lambda *args, **options: (begun.set(), gate.wait(60)))
+    async with make_engine() as engine:
+        chat = asyncio.create_task(engine.chat([{"role": "user", "content": "hi"}], ONE))
+        await until(begun.is_set)
+        (preparing,) = [task for task in asyncio.all_tasks() if task.get_name() == "aengine-prepare"]
+        preparing.cancel()
+        with pytest.raises(EngineClosedError):
+            await chat
+        gate.set()
