@@ -64,7 +64,7 @@ def fetch(
         choice = GgufChoice(quant=match["quant"])
     logger.info("looking for %s on the hub%s", name, " (its cache only: HF_HUB_OFFLINE)" if is_offline() else "")
     with _explained(repo, revision):
-        sizes, where = _file_sizes(repo, revision)
+        sizes, where = file_sizes(repo, revision)
         wanted = (".safetensors",) if weights else _TOKENIZERS
         has_wanted = any(file.endswith(wanted) and "/" not in file for file in sizes)
         has_gguf = any(file.lower().endswith(".gguf") for file in sizes)
@@ -92,7 +92,7 @@ def _snapshot(repo: str, revision: str | None, patterns: list[str], progress: Pr
     )
 
 
-def _file_sizes(repo: str, revision: str | None) -> tuple[dict[str, int], str]:
+def file_sizes(repo: str, revision: str | None) -> tuple[dict[str, int], str]:
     """Return the names of a repository's files and their bytes, and where that is from: the hub, or else its cache."""
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import (
@@ -146,7 +146,7 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
     except RevisionNotFoundError as error:
         raise ModelLoadError(f"the model {repo!r} on the hub has no revision {revision!r}") from error
     except LocalEntryNotFoundError as error:
-        if (problem := _disk_problem(error)) is not None:
+        if (problem := disk_problem(error)) is not None:
             raise problem from error
         if is_offline():
             hint = "HF_HUB_OFFLINE is set and the hub's cache lacks it: fetch it once with the variable unset"
@@ -158,12 +158,12 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
         hint = f"; is the token valid? {_LOG_IN}" if status in (401, 403) else ""
         raise ModelLoadError(f"can't get the model {repo!r}: the hub answered {status}{hint} ({error})") from error
     except Exception as error:
-        if (problem := _disk_problem(error)) is not None:
+        if (problem := disk_problem(error)) is not None:
             raise problem from error
         raise ModelLoadError(f"can't get the model {repo!r} from the hub: {type(error).__name__}: {error}") from error
 
 
-def _disk_problem(error: BaseException | None) -> ModelLoadError | None:
+def disk_problem(error: BaseException | None) -> ModelLoadError | None:
     """Return the error to raise when a failed write to the cache is behind ``error``; None if it is something else."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _DISK_ERRORS:

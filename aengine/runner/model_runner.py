@@ -164,8 +164,8 @@ class ModelRunner:
         Ranks exchange tensors within a step, so all of them must do the same: what a step exchanges follows from the
         SchedulerOutputs alone. Whether it runs as a graph or op by op is each rank's own matter."""
         self._exchange, self._step_rows = exchange or StepExchange(), step_rows or StepRows()
-        self._model = model
-        self._kv_memory, self._page_copies = kv_memory, page_copies or PageCopies()
+        self.model = model
+        self.kv_memory, self._page_copies = kv_memory, page_copies or PageCopies()
         self.vocab_size = vocab_size
         self.platform = platform
         self._arena = StagedArena(
@@ -186,16 +186,16 @@ class ModelRunner:
         self._bitmasks = HostBitmasks(4 * ((vocab_size + 31) // 32))
         vocabulary = vocabulary or Vocabulary(VocabularyShare.of(vocab_size, 0, 1), ALONE)
         self.num_logits = vocabulary.share_size  # logits of each row on this rank
-        self._sampler = Sampler(self.requests, vocab_size, self._bitmasks, vocabulary)
+        self.sampler = Sampler(self.requests, vocab_size, self._bitmasks, vocabulary)
         self._row_faults: dict[int, tuple[str, str]] = {}  # type and message of the fault of a row's request, by row
         self._state: ExecuteModelState | None = None
         self._copy_out = OutputCopier(platform)
         self._memory = OutOfMemory(platform, is_alone=self._exchange.is_alone, may_repeat=not self.tables.has_states)
-        parts = (self.requests, self, self._sampler, max_in_flight_steps, self._bitmasks, platform)
+        parts = (self.requests, self, self.sampler, max_in_flight_steps, self._bitmasks, platform)
         self.graphs: CudaGraphManager | None = None
         if graph_sizes:
             if self.samples:
-                self._sampler.reserve()
+                self.sampler.reserve()
             sized = *parts[:3], max(graph_sizes), *parts[3:]
             step = DecodeStep(*sized, samples=self.samples, sampled=self._exchange.sampled_ids)
             self.graphs = CudaGraphManager(step, graph_sizes, platform, enforce_eager=enforce_eager)
@@ -214,7 +214,7 @@ class ModelRunner:
         if self.batch_graphs is not None:
             shapes = self.batch_graphs.missing()
             parts = [Preparation(_IDLE_FOR_GRAPHS, partial(self.batch_graphs.prepare, shape)) for shape in shapes]
-        return [*parts, *(Preparation(_IDLE_FOR_LONG_PARTS, part) for part in self._kv_memory.preparations())]
+        return [*parts, *(Preparation(_IDLE_FOR_LONG_PARTS, part) for part in self.kv_memory.preparations())]
 
     @torch.inference_mode()
     def execute_model(self, out: SchedulerOutput) -> None:
@@ -256,7 +256,7 @@ class ModelRunner:
         the graph has."""
         self._exchange.receive_for_graph(plan.num_tokens)
         rows, _ = plan.sampled()
-        if self._sampler.is_op_by_op(plan.rows):
+        if self.sampler.is_op_by_op(plan.rows):
             rows_device, half = graphs.run_op_by_op(rows, size)
             seq_lens = half.inputs.seq_lens[: len(rows)]
             if plan.num_samples is not None:  # the positions of a row follow each other, and the last is its length
@@ -279,10 +279,10 @@ class ModelRunner:
             hidden, rows, seq_lens, last = self.batch_graphs.run(plan, shape)
         else:
             batch = InputBatch.gather(plan, self.requests, self.tables)
-            inputs, attn = batch.inputs, self._kv_memory.bind(batch)
+            inputs, attn = batch.inputs, self.kv_memory.bind(batch)
             self._step_rows.begin(batch.idx_mapping, inputs.query_start_loc, plan.num_tokens)
             received = self._exchange.receive(plan.num_tokens)
-            hidden = self._model.forward(inputs.input_ids, inputs.positions, attn, *received)
+            hidden = self.model.forward(inputs.input_ids, inputs.positions, attn, *received)
             rows, seq_lens, last = batch.idx_mapping, batch.inputs.seq_lens, None
         if not self.samples:
             self._exchange.send(hidden[: plan.num_tokens])
@@ -291,7 +291,7 @@ class ModelRunner:
         logits, side = None, self._side_outputs.compute(plan, hidden)
         most = 0 if self.graphs is None or plan.num_samples is not None else self.graphs.max_size
         is_held = not side.tensors and 0 < len(plan.sampling) <= most
-        is_held = is_held and not self._sampler.is_op_by_op(plan.rows[plan.sampling])
+        is_held = is_held and not self.sampler.is_op_by_op(plan.rows[plan.sampling])
         if len(plan.sampling):
             if plan.num_logits == len(hidden):
                 last = None
@@ -300,7 +300,7 @@ class ModelRunner:
             if is_held and self.graphs is not None:
                 self.graphs.hold(hidden, last, plan.rows[plan.sampling])
             else:
-                logits = self._model.compute_logits(hidden if last is None else hidden.index_select(0, last))
+                logits = self.model.compute_logits(hidden if last is None else hidden.index_select(0, last))
         if not is_held or len(plan.sampling) < plan.num_reqs:  # the graph of the end advances rows that sample
             self.requests.advance_device(rows, seq_lens)
         graphs = self.graphs if is_held else None
@@ -308,24 +308,24 @@ class ModelRunner:
 
     def forward_batch(self, inputs: PreparedInputs, rows: Tensor) -> Tensor:
         """See `BatchGraphs`: the forward of a step with prompts over a graph's memory."""
-        attn = self._kv_memory.bind_batch(inputs, rows, self.tables.table)
+        attn = self.kv_memory.bind_batch(inputs, rows, self.tables.table)
         self._step_rows.begin(rows, inputs.query_start_loc, len(inputs.input_ids))
         received = self._exchange.received(len(inputs.input_ids))
-        return self._model.forward(inputs.input_ids, inputs.positions, attn, *received)
+        return self.model.forward(inputs.input_ids, inputs.positions, attn, *received)
 
     def decode(self, inputs: DecodeInputs, rows: Tensor, *, has_several: bool = False) -> Tensor:
         """See `DecodeModel`: the forward of a step over a graph's memory."""
         lens, table = inputs.seq_lens, self.tables.table
         if has_several:
-            attn = self._kv_memory.bind_positions(rows, inputs.positions, lens, table)
+            attn = self.kv_memory.bind_positions(rows, inputs.positions, lens, table)
         else:
-            attn = self._kv_memory.bind_decode(rows, lens, table)
+            attn = self.kv_memory.bind_decode(rows, lens, table)
         self._step_rows.begin(rows)
-        return self._model.forward(inputs.input_ids, inputs.positions, attn, *self._exchange.received(len(rows)))
+        return self.model.forward(inputs.input_ids, inputs.positions, attn, *self._exchange.received(len(rows)))
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `DecodeModel`."""
-        return self._model.compute_logits(hidden)
+        return self.model.compute_logits(hidden)
 
     def join(self, sizes: Sequence[int], has_prompts: bool) -> None:
         """See `StepExchange`."""
@@ -359,9 +359,9 @@ class ModelRunner:
         if state.graphs is None:
             return self._sample_op_by_op(state, plan, grammar)
         rows, batch_idx = plan.sampled()
-        logprobs = self._sampler.logprob_rows(rows, batch_idx)
+        logprobs = self.sampler.logprob_rows(rows, batch_idx)
         masked, bits = self._bitmasks.of_batch(grammar, batch_idx)
-        sampling = self._sampler.asks(rows)
+        sampling = self.sampler.asks(rows)
         queue = state.graphs.end if state.is_held else state.graphs.sample
         queue(masked, bits, sampling if bits is None else max(sampling, Sampling.MASKED))
         published = state.graphs.step.published(len(rows), has_logprobs=logprobs is not None)
@@ -375,14 +375,14 @@ class ModelRunner:
         if state.logits is not None and state.idx_mapping is not None:
             batch = self.speculation.gather(plan, state.idx_mapping, grammar)
             sampling = batch.batch_idx
-            sampled, errors = self._memory.sample(self._sampler, state.logits, batch)
+            sampled, errors = self._memory.sample(self.sampler, state.logits, batch)
             state.row_errors |= errors
             self.speculation.note_sampled(plan)
             tensors |= {"token_ids": sampled.token_ids, "checks": sampled.checks}
             tensors |= self.speculation.append(batch, sampled.token_ids)
             self._exchange.send_ids(sampled.token_ids)
             if sampled.logprobs is not None:
-                logprobs = self._sampler.logprob_rows(batch.rows, sampling)
+                logprobs = self.sampler.logprob_rows(batch.rows, sampling)
                 tensors["logprobs"] = sampled.logprobs
         return self._answer(state, sampling, self._copy_out(tensors), logprobs)
 
@@ -421,7 +421,7 @@ class ModelRunner:
         """Apply the step's changes in the order of the SchedulerOutput's fields: a row may be freed and taken again in
         one step."""
         self.speculation.update(out)
-        sampler = self._sampler if self.samples else None
+        sampler = self.sampler if self.samples else None
         for row in out.removed:
             self.requests.remove_request(row)
             if sampler is not None:
@@ -440,10 +440,10 @@ class ModelRunner:
         self.tables.append(out.block_rows, out.block_ids, out.block_groups)
         fresh = self.tables.take_fresh()
         copies, lost = self._page_copies.apply(out.page_copies, fresh)
-        if len(fresh) and self._kv_memory.clears_blocks:
-            self._kv_memory.clear_blocks(to_device(fresh, self.requests.token_ids.device))
+        if len(fresh) and self.kv_memory.clears_blocks:
+            self.kv_memory.clear_blocks(to_device(fresh, self.requests.token_ids.device))
         if copies:
-            self._kv_memory.copy_blocks(self.tables.checked(copies))
+            self.kv_memory.copy_blocks(self.tables.checked(copies))
         for request in out.new_requests if lost else ():
             if not lost.isdisjoint(request.block_ids):
                 self._row_faults[request.req_idx] = KV_LOST, "its KV did not come back from the host's memory"

@@ -97,7 +97,7 @@ async def closing() -> None:
     """The worker is stuck, so that the end takes its time."""
     engine = await begin()
     kept.append(engine.stream([SLEEP], SHORT))
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.05)  # the worker has begun the step, most likely
     say("closing")
     await engine.aclose()
 
@@ -106,7 +106,7 @@ async def stuck() -> None:
     """The worker's interpreter is stopped: its guard thread can do nothing."""
     engine = await begin()
     kept.append(engine.stream([HOLD_GIL], SHORT))
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.1)  # the worker has begun the step, most likely
     say("stuck")
     await asyncio.sleep(600)
 

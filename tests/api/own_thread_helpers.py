@@ -51,9 +51,3 @@ def in_threads(number: int, work: Callable[[int], Any]) -> list[Any]:
 async def settled(engine: AsyncLLM) -> None:
     """Looked at in the engine's thread, between two turns."""
     await handle_of(engine).thread.run(lambda: settled_here(engine))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.001)

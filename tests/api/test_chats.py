@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from conftest_api import expire, settled, user_requests
+from conftest_api import expire, settled, until_scheduled, user_requests
 from pydantic import BaseModel
 
 from aengine import (
@@ -305,7 +305,8 @@ async def test_deadline_and_queue_hold_while_a_chat_is_planned(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = chat_module.plan_chat
-    monkeypatch.setattr(chat_module, "plan_chat", lambda *args: (time.sleep(0.3), plan(*args))[1])
+    slow_plan = lambda *args: (time.sleep(0.3), plan(*args))[1]  # noqa: E731  # six times the deadline below
+    monkeypatch.setattr(chat_module, "plan_chat", slow_plan)
     async with make_engine(max_num_queued_requests=2) as engine:
         any_token(engine, 2)
         with pytest.raises(DeadlineExceededError):
@@ -335,7 +336,7 @@ async def test_terminate_tells_who_waits(make_engine: Make) -> None:
         asyncio.create_task(engine.generate([1], SamplingParams(max_tokens=5))),
         asyncio.create_task(engine.generate([1], output_type=Sum)),
     ]
-    await asyncio.sleep(0.05)
+    await until_scheduled(engine, 2)
     engine.terminate()
     done, pending = await asyncio.wait(tasks, timeout=10)
     assert not pending and all(isinstance(task.exception(), EngineClosedError) for task in done)

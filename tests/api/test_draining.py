@@ -9,9 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest_api import core_of, expire, settled, user_requests
+from conftest_api import core_of, expire, settled, until, user_requests
 from fakes import FakeExecutor
-from own_thread_helpers import until
 
 from aengine import (
     AsyncLLM,
@@ -285,8 +284,7 @@ async def test_terminate_leaves_no_task(make_engine: Make) -> None:
     await engine.generate([1], tokens(2))
     await asyncio.sleep(0.01)  # idle, so that nothing but the termination wakes it
     engine.terminate()
-    await asyncio.sleep(0.01)
-    assert {task.get_name() for task in asyncio.all_tasks()} & {"aengine-step-loop"} == set()
+    await until(lambda: "aengine-step-loop" not in {task.get_name() for task in asyncio.all_tasks()})
 
 
 # -- a worker's death meanwhile
@@ -370,7 +368,7 @@ async def test_a_worker_that_writes_a_profile_is_not_hung(
             """As the worker does it: neither steps nor heartbeats meanwhile, and then what was asked before."""
             monkeypatch.setattr(executor, "answer_later", lambda *answer: held.append(answer))
             executor.is_hung = True
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(1.0)  # as long as the call takes: longer than the watchdog waits
             executor.is_hung = False
             monkeypatch.setattr(executor, "answer_later", answer_later)
             for answer in held:

@@ -13,7 +13,7 @@ from datetime import date
 from typing import Any, Literal
 
 import pytest
-from conftest_api import settled
+from conftest_api import settled, until_running
 from pydantic import BaseModel, Field, field_validator
 
 from aengine import (
@@ -298,7 +298,7 @@ async def test_tokens_take_their_time() -> None:
             await engine.generate("x", deadline=0.1)
         assert 0 < len(caught.value.completion.text) < 100_000
         task = asyncio.create_task(engine.generate("x"))
-        await asyncio.sleep(0.02)
+        await until_running(engine)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -13,9 +13,8 @@ from typing import Any
 
 import own_thread_helpers
 import pytest
-from conftest_api import core_of, handle_of, settled, user_requests
+from conftest_api import core_of, handle_of, settled, until, user_requests
 from fakes import FakeExecutor
-from own_thread_helpers import until
 
 from aengine import (
     LLM,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest_api import settled
+from conftest_api import settled, until, until_running
 from fakes import FakeExecutor
 
 from aengine import AsyncLLM, EngineClosedError, InvalidRequestError, SamplingParams, TokenStream
@@ -84,8 +84,7 @@ async def test_a_fork_in_the_midst_of_the_start(make_engine: Make, monkeypatch: 
 
     monkeypatch.setattr(FakeExecutor, "start", slow_start)
     starting = asyncio.create_task(engine.start())
-    await asyncio.sleep(0.01)
-    assert engine.state == "starting"
+    await until(lambda: engine.state == "starting")
     assert in_a_fork(lambda: is_refused(engine, None))
     go_on.set()
     await starting
@@ -150,7 +149,7 @@ async def test_another_loop_is_told_what_helps(make_engine: Make) -> None:
 async def test_who_closes_on_another_loop_ends_nobodys_request(make_engine: Make) -> None:
     async with make_engine(fake={"delay": 0.002}, max_leased_steps=0) as engine:
         running = asyncio.create_task(engine.generate([1], SamplingParams(max_tokens=300, ignore_eos=True)))
-        await asyncio.sleep(0.05)
+        await until_running(engine)
         with pytest.raises(EngineClosedError, match="belongs to another event loop"):
             await asyncio.to_thread(asyncio.run, engine.aclose())
         assert engine.state == "running"

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import uvloop
-from conftest_api import core_of, handle_of
-from own_thread_helpers import ENDLESS, LOOPS, Make, in_threads, own_threads, run, settled, until
+from conftest_api import core_of, handle_of, until, until_running
+from own_thread_helpers import ENDLESS, LOOPS, Make, in_threads, own_threads, run, settled
 from pydantic import BaseModel
 
 from aengine import (
@@ -369,7 +369,7 @@ async def test_reading_one_stream_from_two_tasks_is_refused(make: Make) -> None:
     async with make(fake={"delay": 0.02}) as engine:
         stream = engine.stream([1], SamplingParams(max_tokens=5))
         reader = asyncio.create_task(stream.wait())
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0)  # the reader's turn
         with pytest.raises(InvalidRequestError, match="another task"):
             await anext(stream)
         await reader
@@ -386,7 +386,7 @@ def test_a_blocked_loop_does_not_hold_up_the_engine(make: Make, new_loop: Callab
         stream = engine.stream([1], SamplingParams(max_tokens=300, ignore_eos=True))
         first = await anext(stream)
         before = engine.statistics().generated_tokens
-        time.sleep(0.1)
+        time.sleep(0.1)  # the blocked loop, which is what is tested here
         assert engine.statistics().generated_tokens > before + 15
         rest = [token async for token in stream]
         assert [first.position, *(token.position for token in rest)] == list(range(300))
@@ -437,7 +437,7 @@ def test_a_loop_that_closes_with_streams_open(make: Make, new_loop: Callable[[],
 
     async def begin() -> list[asyncio.Task[None]]:
         tasks = [asyncio.create_task(read()) for _ in range(3)]
-        await asyncio.sleep(0.02)
+        await until_running(engine, 3)
         return tasks
 
     if ending == "runner":

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest_api import handle_of
+from conftest_api import handle_of, until_scheduled
 from own_thread_helpers import ENDLESS, LOOPS, Make, in_threads, own_threads, run, settled
 
 from aengine import (
@@ -192,7 +192,7 @@ async def test_terminate_tells_who_waits(make: Make, where: str) -> None:
         asyncio.create_task(engine.generate("a text", ENDLESS)),
         asyncio.create_task(engine.chat([{"role": "user", "content": "x"}], ENDLESS)),
     ]
-    await asyncio.sleep(0.05)
+    await until_scheduled(engine, 3)
     if where == "here":
         engine.terminate()
     else:

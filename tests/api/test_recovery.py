@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest_api import core_of, settled
+from conftest_api import core_of, settled, until, until_running
 from fakes import FakeExecutor
 
 from aengine import AsyncLLM, Completion, InternalError, SamplingParams, StructuredOutput, WorkerDiedError
@@ -140,7 +140,7 @@ async def test_too_many_deaths_end_the_engine_with_the_cause(make_engine: Make) 
 async def test_no_restarts_at_all(make_engine: Make) -> None:
     async with make_engine(max_restarts=0, fake={"delay": 0.001}) as engine:
         task = asyncio.create_task(engine.generate([1, 2], SamplingParams(max_tokens=500)))
-        await asyncio.sleep(0.01)
+        await until_running(engine)
         engine.executor.fail(death())
         with pytest.raises(WorkerDiedError):
             await task
@@ -149,7 +149,7 @@ async def test_no_restarts_at_all(make_engine: Make) -> None:
 async def test_a_start_that_fails_is_tried_again(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     async with make_engine(fake={"delay": 0.001}) as engine:
         task = asyncio.create_task(engine.generate([1, 2], SamplingParams(max_tokens=30, ignore_eos=True)))
-        await asyncio.sleep(0.005)
+        await until_running(engine)
         start, starts = FakeExecutor.start, []
 
         async def fails_twice(self: FakeExecutor, *args: Any) -> dict[str, Any]:
@@ -230,7 +230,7 @@ async def test_a_poison_request_takes_nobody_with_it(
     monkeypatch.setattr(type(engine), "_make_executor", lambda self, config: _keep(self, Poisoned(**self.fake)))
     async with engine:
         others = [asyncio.create_task(engine.generate([i, 2], params)) for i in range(1, 9)]
-        await asyncio.sleep(0.01)
+        await until_running(engine, 8)
         with pytest.raises(WorkerDiedError, match="again and again"):
             await engine.generate([poison, 1], params, request_id="the-poison")
         done = await asyncio.gather(*others)
@@ -300,7 +300,7 @@ async def test_leaving_while_there_is_no_worker(make_engine: Make, monkeypatch: 
         await anext(stream)
         aborted = asyncio.create_task(engine.generate([3], params, request_id="one"))
         expired = asyncio.create_task(engine.generate([4], params, deadline=0.1))
-        await asyncio.sleep(0.01)
+        await until_running(engine, 3)
         start, gate = FakeExecutor.start, asyncio.Event()
 
         async def slowly(self: FakeExecutor, *args: Any) -> dict[str, Any]:
@@ -310,7 +310,7 @@ async def test_leaving_while_there_is_no_worker(make_engine: Make, monkeypatch: 
         monkeypatch.setattr(FakeExecutor, "start", slowly)
         assert await engine.check_health() > 0
         engine.executor.fail(death())
-        await asyncio.sleep(0.01)
+        await until(lambda: engine.statistics().num_running == 0)
         with pytest.raises(WorkerDiedError, match="being started again"):
             await engine.check_health()
         await stream.aclose()
@@ -319,7 +319,7 @@ async def test_leaving_while_there_is_no_worker(make_engine: Make, monkeypatch: 
         with pytest.raises(DeadlineExceededError):
             await expired
         late = asyncio.create_task(engine.generate([5], params.replace(max_tokens=7)))
-        await asyncio.sleep(0.01)
+        await until(lambda: engine.statistics().num_waiting == 1)
         assert engine.statistics().num_running == 0 and not late.done()
         gate.set()
         assert len((await late).token_ids) == 7
@@ -332,7 +332,7 @@ async def test_closing_while_there_is_no_worker(make_engine: Make, monkeypatch: 
     engine = make_engine(fake={"delay": 0.001})
     await engine.start()
     task = asyncio.create_task(engine.generate([1, 2], SamplingParams(max_tokens=300, ignore_eos=True)))
-    await asyncio.sleep(0.01)
+    await until_running(engine)
 
     async def never(self: FakeExecutor, *args: Any) -> dict[str, Any]:
         await asyncio.get_running_loop().create_future()
@@ -340,7 +340,7 @@ async def test_closing_while_there_is_no_worker(make_engine: Make, monkeypatch: 
 
     monkeypatch.setattr(FakeExecutor, "start", never)
     engine.executor.fail(death())
-    await asyncio.sleep(0.01)
+    await until(lambda: engine.statistics().num_running == 0)
     if how == "aclose":
         await engine.aclose()
     else:

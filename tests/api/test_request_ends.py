@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest_api import core_of, settled
+from conftest_api import core_of, settled, until_running
 
 from aengine import (
     AEngineError,
@@ -201,7 +201,7 @@ async def test_an_engine_that_fails_tells_of_everybody(make_engine: Make) -> Non
     ends = Ends()
     async with make_engine(on_request_end=ends, max_restarts=0, **SLOW) as engine:
         tasks = [asyncio.create_task(engine.generate([i], ENDLESS)) for i in range(1, 6)]
-        await asyncio.sleep(0.01)
+        await until_running(engine, 5)
         engine.executor.fail(WorkerDiedError("worker 0 died of SIGKILL", rank=0, exit_code=-9))
         await asyncio.wait(tasks)
         for task in tasks:
@@ -214,7 +214,7 @@ async def test_a_restart_is_no_end(make_engine: Make) -> None:
     ends = Ends()
     async with make_engine(on_request_end=ends, **SLOW) as engine:
         task = asyncio.create_task(engine.generate([1], ENDLESS.replace(max_tokens=30)))
-        await asyncio.sleep(0.01)
+        await until_running(engine)
         engine.executor.fail(WorkerDiedError("worker 0 died of SIGKILL", rank=0, exit_code=-9))
         await task
         (restart,) = engine.statistics().restarts
@@ -282,7 +282,7 @@ async def test_it_may_end_others_while_all_end(make_engine: Make) -> None:
 
     async with make_engine(on_request_end=end_all, **SLOW) as engine:
         tasks = [asyncio.create_task(engine.generate([i + 1], ENDLESS, request_id=f"r{i}")) for i in range(5)]
-        await asyncio.sleep(0.01)
+        await until_running(engine, 5)
     await asyncio.wait(tasks)
     for task in tasks:
         task.exception()
@@ -390,7 +390,7 @@ async def test_tokens_that_a_grammar_forces_are_one_gap(make_engine: Make) -> No
 async def test_gaps_do_not_span_idle_times(make_engine: Make) -> None:
     async with make_engine() as engine:
         await engine.generate([1], FIVE)
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.3)  # the idle time that no gap may span
         await engine.generate([1], FIVE)
         told = engine.statistics().histograms
         assert told.inter_token_latency.count == 8

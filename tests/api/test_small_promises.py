@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 
 import pytest
-from conftest_api import settled
+from conftest_api import settled, until_running
 from fakes import FakeExecutor
 
 from aengine import AsyncLLM, DeadlineExceededError, InvalidRequestError, SamplingParams, WorkerDiedError
@@ -27,7 +27,7 @@ def test_a_number_that_no_message_can_carry(name: str) -> None:
 async def test_who_never_began_has_no_completion(make_engine: Make) -> None:
     async with make_engine(max_num_seqs=1, fake={"delay": 0.01}) as engine:
         running = asyncio.create_task(engine.generate([1, 2], ENDLESS))
-        await asyncio.sleep(0.05)
+        await until_running(engine)
         with pytest.raises(DeadlineExceededError) as caught:
             await engine.generate([3, 4], ENDLESS, deadline=0.05)
         assert caught.value.completion is None
@@ -43,7 +43,7 @@ async def test_who_never_began_has_no_completion(make_engine: Make) -> None:
 async def test_the_limit_of_restarts_is_in_the_message(make_engine: Make) -> None:
     async with make_engine(max_restarts=0, fake={"delay": 0.001}) as engine:
         task = asyncio.create_task(engine.generate([1, 2], ENDLESS))
-        await asyncio.sleep(0.05)
+        await until_running(engine)
         executor: FakeExecutor = engine.executor  # type: ignore[attr-defined]
         executor.fail(WorkerDiedError("worker 0 died of SIGKILL"))
         with pytest.raises(WorkerDiedError, match="died of SIGKILL; the engine gave up after 0 restarts.*max_restarts"):

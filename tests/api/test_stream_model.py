@@ -195,7 +195,7 @@ async def test_a_rest_ends_with_the_call_and_not_with_a_token(rng: random.Random
     task = asyncio.ensure_future(call.stream.rest(60))
     await asyncio.sleep(0)
     call.mailbox.choices[0].put(1, None)
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0.01)  # a rest that a token ends would end within some turns of the loop
     assert not task.done()
     call.mailbox.choices[0].put(2, LENGTH)
     async with asyncio.timeout(30):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from own_thread_helpers import until
+from conftest_api import until
 
 from aengine import AsyncLLM, DeadlineExceededError, FinishReason, InvalidRequestError, SamplingParams, Token
 from aengine.engine.unread import UnreadWatch
@@ -58,7 +58,7 @@ async def test_what_somebody_reads_goes_on(make: Make, how: str) -> None:
                     if token.position % 10 == 0:
                         await asyncio.sleep(0.02)
             elif how == "None":
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(0.5)  # a reader that does not read
             completion = await stream.wait()
         assert completion.finish_reason is FinishReason.LENGTH and len(completion.token_ids) == 300
 
@@ -66,7 +66,7 @@ async def test_what_somebody_reads_goes_on(make: Make, how: str) -> None:
 async def test_a_stream_that_has_ended_is_kept(make: Make) -> None:
     async with make(unread_timeout=0.2, fake={}) as engine:
         stream = engine.stream([1], ENDLESS.replace(max_tokens=5))
-        await asyncio.sleep(1)
+        await asyncio.sleep(1)  # five times the timeout, which is what is tested here
         assert len([token async for token in stream]) == 5
 
 

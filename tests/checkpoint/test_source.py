@@ -166,7 +166,7 @@ def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    monkeypatch.setattr(hub, "_file_sizes", lambda *args: ({"model.safetensors": 1, "model.gguf": 1}, ""))
+    monkeypatch.setattr(hub, "file_sizes", lambda *args: ({"model.safetensors": 1, "model.gguf": 1}, ""))
     monkeypatch.setattr(hub, "is_offline", lambda: True)
     reports: list[StartupProgress] = []
     found = resolve_model(EngineConfig(model="owner/name", revision="v1"), reports.append)
@@ -176,7 +176,7 @@ def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls[0]["local_files_only"] is True
     assert "*.safetensors" in calls[0]["allow_patterns"]
     assert reports[-1] == StartupProgress("resolve", 40, 100, "bytes", "owner/name")
-    monkeypatch.setattr(hub, "_file_sizes", lambda *args: ({"tokenizer.json": 1, "model.gguf": 1}, ""))
+    monkeypatch.setattr(hub, "file_sizes", lambda *args: ({"tokenizer.json": 1, "model.gguf": 1}, ""))
     resolve("owner/name", load_format="dummy")
     assert "*.safetensors" not in calls[1]["allow_patterns"]
 
@@ -207,7 +207,7 @@ def test_hub_failures_are_load_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     def snapshot_download(*args: Any, **options: Any) -> str:
         raise ConnectionError("the cable is out")
 
-    monkeypatch.setattr(hub, "_file_sizes", lambda *args: ({"model.safetensors": 1}, ""))
+    monkeypatch.setattr(hub, "file_sizes", lambda *args: ({"model.safetensors": 1}, ""))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(ModelLoadError, match="the cable is out"):
         resolve("owner/name")
@@ -232,18 +232,18 @@ def test_which_files_a_repository_has_and_who_says_so(tmp_path: Path, monkeypatc
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **options: say(cached))
     in_cache = {"config.json": len(json.dumps(CONFIG)), "model.safetensors": 0, "sub/x.gguf": 5}
     monkeypatch.setattr(hub, "is_offline", lambda: False)
-    assert hub._file_sizes("o/n", None) == ({"a": 3, "b": 0}, "the hub's o/n")
+    assert hub.file_sizes("o/n", None) == ({"a": 3, "b": 0}, "the hub's o/n")
     answer = ConnectionError("the cable is out")
-    assert hub._file_sizes("o/n", None) == (in_cache, "the cache of the hub's o/n (the hub can't be reached)")
+    assert hub.file_sizes("o/n", None) == (in_cache, "the cache of the hub's o/n (the hub can't be reached)")
     cached = LocalEntryNotFoundError("not cached")
     with pytest.raises(LocalEntryNotFoundError) as caught:
-        hub._file_sizes("o/n", None)
+        hub.file_sizes("o/n", None)
     assert caught.value.__cause__ is answer
     answer, cached = RevisionNotFoundError.__new__(RevisionNotFoundError), tmp_path / "cached"
     with pytest.raises(RevisionNotFoundError):
-        hub._file_sizes("o/n", "v9")
+        hub.file_sizes("o/n", "v9")
     monkeypatch.setattr(hub, "is_offline", lambda: True)  # the hub, which would raise, is not asked
-    assert hub._file_sizes("o/n", None) == (in_cache, "the cache of the hub's o/n (HF_HUB_OFFLINE is set)")
+    assert hub.file_sizes("o/n", None) == (in_cache, "the cache of the hub's o/n (HF_HUB_OFFLINE is set)")
 
 
 def test_a_cache_on_a_full_or_read_only_disk_is_said_whatever_was_made_of_it() -> None:
@@ -254,8 +254,8 @@ def test_a_cache_on_a_full_or_read_only_disk_is_said_whatever_was_made_of_it() -
         wrapped, behind = RuntimeError("can't download"), RuntimeError("can't download")
         wrapped.__cause__, behind.__context__ = error, error
         for outer in (error, wrapped, behind):
-            assert said in str(hub._disk_problem(outer))
-    assert hub._disk_problem(ConnectionRefusedError(errno.ECONNREFUSED, "refused")) is None
+            assert said in str(hub.disk_problem(outer))
+    assert hub.disk_problem(ConnectionRefusedError(errno.ECONNREFUSED, "refused")) is None
 
 
 def test_an_unknown_name_may_be_meant_as_a_hub_id_or_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,7 +124,7 @@ def test_a_nan_stays_in_its_row(checkpoint: MakeCheckpoint, eager: bool, logprob
         emitted = {answer.token_ids[i] for answer in clean[:6] for i in others}
         if poison not in emitted | {answer.token_ids[0] for answer in clean[6:]}:
             break  # nobody else comes upon it
-    table = runner._model.embed.table  # type: ignore[attr-defined]
+    table = runner.model.embed.table  # type: ignore[attr-defined]
     table[poison] = torch.nan
     spoilt = run(prompts)
     for answer, wanted in zip(spoilt[:6], clean[:6], strict=True):

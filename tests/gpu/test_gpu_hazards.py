@@ -29,7 +29,7 @@ NUM_DECODES, BLOCK_SIZE, MAX_LEN = 8, 4, 96
 def poison(runner: ModelRunner, positions: list[int]) -> None:
     """NaN where the next step will write keys and values: of row i at positions[i]."""
     width = MAX_LEN // BLOCK_SIZE
-    for layer in runner._kv_memory.layers.values():  # type: ignore[attr-defined]
+    for layer in runner.kv_memory.layers.values():  # type: ignore[attr-defined]
         for row, position in enumerate(positions):
             layer.cache[row * width + position // BLOCK_SIZE, position % BLOCK_SIZE] = torch.nan
     if DEVICE == "cuda":
@@ -109,7 +109,7 @@ def test_a_library_that_fails_changes_nothing(checkpoint: MakeCheckpoint, rng: r
         prompts = [[rng.randrange(model.vocab_size) for _ in range(rng.randint(1, 900))] for _ in range(4)]
         outcomes = []
         for backend in (TritonPrefill(), FailingLibrary()):
-            runner._kv_memory.prefill = backend  # type: ignore[attr-defined]
+            runner.kv_memory.prefill = backend  # type: ignore[attr-defined]
             outcomes.append(Batch(runner, 1000).tokens_and_logits(prompts, 1))
         assert outcomes[0][0] == outcomes[1][0] and torch.equal(outcomes[0][1], outcomes[1][1])
 
@@ -220,6 +220,6 @@ def test_long_prompts_by_cudnn(checkpoint: MakeCheckpoint, rng: random.Random) -
         tokens, logits = Batch(runner, 5000).tokens_and_logits(prompts, 2)
         wanted = [model.logits(p, t) for p, t in zip(prompts, tokens, strict=True)]
         errors[backend] = float(sum((a - b).norm() / b.norm() for a, b in zip(logits, wanted, strict=True)))
-        assert runner._kv_memory.prefill.name == backend  # type: ignore[attr-defined]
+        assert runner.kv_memory.prefill.name == backend  # type: ignore[attr-defined]
     print(errors)
     assert errors["cudnn"] < 1.3 * errors["triton"]

@@ -12,7 +12,7 @@ from aengine.workers.loaded import WorkerContext
 class Extension:
     def __init__(self, context: WorkerContext) -> None:
         self._is_second = context.rank.tp_rank == 1
-        self._model: Any = context.runner._model  # type: ignore[attr-defined]
+        self._model: Any = context.runner.model  # type: ignore[attr-defined]
 
     def fail_next_step(self) -> None:
         if self._is_second:

@@ -186,7 +186,7 @@ async def test_room_that_others_have(cluster: Cluster) -> None:
         await started(fake(cluster, startup_timeout=1.0))
     second = fake(cluster)
     waiting = asyncio.create_task(started(second))
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0.3)  # one that did not wait for room would have failed by now
     assert not waiting.done()
     await first.aclose(5)
     await waiting

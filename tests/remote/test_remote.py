@@ -269,7 +269,7 @@ async def test_who_leaves_ends_the_request(tmp_path: Path, leave: str) -> None:
                 await leaving.aclose()
             elif leave == "cancel":
                 task = asyncio.create_task(_read_all(leaving))
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(0.01)  # it reads in the midst of the stream
                 task.cancel()
             del leaving
         while engine.statistics().num_aborted < 1:

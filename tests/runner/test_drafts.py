@@ -257,8 +257,8 @@ def test_certain_drafts_need_no_logits_of_their_own() -> None:
     answers = []
     for is_certain in (0, 1):
         runner = begun_runner()
-        compute_logits = runner._model.compute_logits
-        runner._model.compute_logits = lambda hidden, of=compute_logits: asked.append(len(hidden)) or of(hidden)
+        compute_logits = runner.model.compute_logits
+        runner.model.compute_logits = lambda hidden, of=compute_logits: asked.append(len(hidden)) or of(hidden)
         drafts = {0: following, 1: [60]}
         drafted = ragged_step(runner, {1: 2, 0: 3, 2: 1}, drafts, {0: is_certain})
         after = ragged_step(runner, {1: 1, 0: 1, 2: 1}, {})
@@ -291,14 +291,14 @@ def test_what_was_not_drafted_can_not_be_settled() -> None:
 def test_nan_after_a_rejected_draft_harms_nobody() -> None:
     """The draft's own logits are NaN: they are of no token that anybody gets. After an accepted one it is an error."""
     runner = new_runner()
-    runner._model.nan_tokens = {9}
+    runner.model.nan_tokens = {9}
     step(runner, {0: 3, 1: 2}, new=[request(0, [1, 2, 3], [0, 1]), request(1, [5, 6], [2, 3])])
     answer = ragged_step(runner, {0: 3, 1: 1}, {0: [9, 9]})
     assert answer.errors == [] and list(answer.counts) == [1, 1] and len(answer.token_ids) == 2
     out = SchedulerOutput(0, removed=int32([0]), new_requests=[request(0, [1, 2, 3], [0, 1])])
     runner.execute_model(out)
     runner.sample_tokens(None).get()
-    runner._model.nan_tokens = {3}
+    runner.model.nan_tokens = {3}
     answer = ragged_step(runner, {0: 5, 1: 1}, {0: [4, 4]})
     assert [(error.batch_idx, error.type) for error in answer.errors] == [(0, "InternalError")]
     assert list(answer.counts) == [0, 1]

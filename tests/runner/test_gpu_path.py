@@ -522,7 +522,7 @@ def test_what_is_read_before_a_wait_is_written_by_then(
 ) -> None:
     """The order of launches of every kind of step; what happens otherwise is a race that only a GPU shows."""
     runner = make_runner(write_model(tmp_path, "llama"), like_gpu=True)
-    runner._kv_memory.prefill = backend = prefill()
+    runner.kv_memory.prefill = backend = prefill()
     num_checked = []
     for out in steps(rng):
         with monkeypatch.context() as patch, triton_everywhere(), Launches(patch) as launches:

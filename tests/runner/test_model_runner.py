@@ -416,22 +416,22 @@ def test_a_step_that_is_tried_again_counts_its_tokens_once(failures: int) -> Non
 
 def test_a_sampler_without_memory_fails_those_that_need_it() -> None:
     runner, _ = fake_runner()
-    choose = runner._sampler._choose
+    choose = runner.sampler._choose
 
     def no_memory(logits: torch.Tensor, batch: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much. And so on")
 
     new = [request(0, [1, 2, 3], [0, 1]), request(1, [4, 5], [2, 3], logprobs=2), request(2, [6, 7], [4, 5])]
-    runner._sampler._choose = no_memory
+    runner.sampler._choose = no_memory
     answer = step(runner, {0: 3, 1: 2, 2: 2}, new=new)
     assert [e.batch_idx for e in answer.errors] == [1] and "log-probabilities" in answer.errors[0].message
     first = int(expected_logits([1, 2, 3], VOCAB).argmax())
     assert list(answer.token_ids) == [first, -1, int(expected_logits([6, 7], VOCAB).argmax())]
     assert answer.logprobs is None
-    runner._sampler._choose = choose
+    runner.sampler._choose = choose
     after = step(runner, {0: 1}, removed=[1, 2])
     assert list(after.token_ids) == [int(expected_logits([1, 2, 3, first], VOCAB).argmax())] and not after.errors
-    runner._sampler._choose = no_memory
+    runner.sampler._choose = no_memory
     with pytest.raises(torch.OutOfMemoryError):  # nobody is to blame
         step(runner, {0: 1})
 

@@ -110,7 +110,7 @@ def test_rows_without_such_features_are_sampled_as_before() -> None:
     """No feature is asked in a step of requests that ask for nothing of it."""
     runner = new_runner()
     step(runner, {0: 1, 1: 1}, new=[request(0, [1], [0], allowed_token_ids=[3]), request(1, [1], [1])])
-    sampler = runner._sampler
+    sampler = runner.sampler
     rows = runner.requests.in_use.nonzero()[0]
     assert sampler.is_op_by_op(rows) and not sampler.is_op_by_op(rows[1:])
     step(runner, removed=[0])

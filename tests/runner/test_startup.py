@@ -79,7 +79,7 @@ def test_what_a_block_held_before_can_not_spoil_its_new_owner(rng: random.Random
     runner, _ = start(max_num_seqs=4)
     prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in (3, 14)]
     alone = [generate(runner, prompt, range(16), 6) for prompt in prompts]
-    for layer in runner._kv_memory.layers.values():  # type: ignore[attr-defined]
+    for layer in runner.kv_memory.layers.values():  # type: ignore[attr-defined]
         layer.cache.fill_(torch.nan)
     new = [request(i, prompt, range(16 * i, 16 * i + 16)) for i, prompt in enumerate(prompts)]
     got = [list(step(runner, {0: 3, 1: 14}, new=new).token_ids)]

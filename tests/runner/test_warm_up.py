@@ -202,8 +202,8 @@ def test_serving_compiles_nothing(
     recorder = Recorder(monkeypatch)
     with triton_everywhere():
         recorder.runs = False
-        with one_layer_of_each_kind(runner._model, runner._kv_memory.layout.layers):
-            assert len(runner._model.layers) == (2 if arch == "gemma2" else 1)
+        with one_layer_of_each_kind(runner.model, runner.kv_memory.layout.layers):
+            assert len(runner.model.layers) == (2 if arch == "gemma2" else 1)
             compile_kernels(runner, 1200, {config.num_kv_heads}, 1, has_experts=config.num_experts > 0)
         ahead, recorder.compiled, recorder.runs = recorder.compiled, set(), True
         for i in range(14 if arch == "qwen3" else 6):

@@ -296,7 +296,7 @@ async def test_an_application_is_not_collected_while_it_waits_for_its_reader() -
     faults: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: faults.append(context))
     answer: Any = await streaming_transport(app).handle_async_request(httpx.Request("GET", "http://app/"))
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0.01)  # the application waits for its reader by then
     assert not ended.is_set()
     answer.extensions["itself"] = answer  # only the collector of cycles frees it
     del answer

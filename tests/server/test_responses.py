@@ -225,10 +225,10 @@ async def test_what_is_stored_is_bounded() -> None:
     store = ResponseStore(100, max_bytes=5000)
     for i in range(20):
         store.put(str(i), b"x", [{"id": f"msg_{i}"}], None, [{"role": "user", "content": "x" * 1000}], [])
-    assert len(store._responses) == len(store._places) == 4 and store._num_bytes <= 5000
+    assert len(store._responses) == len(store._places) == 4 and store.num_bytes <= 5000
     for response_id in list(store._responses):
         store.delete(response_id)
-    assert store._num_bytes == 0 and not store._places
+    assert store.num_bytes == 0 and not store._places
 
 
 @pytest.mark.timeout(20)
@@ -437,7 +437,7 @@ def test_the_store_takes_the_memory_that_it_counts() -> None:
         taken = tracemalloc.get_traced_memory()[0] - begun
     finally:
         tracemalloc.stop()
-    assert 0 < store._num_bytes <= 3 << 20 and taken < 1.2 * (3 << 20)
+    assert 0 < store.num_bytes <= 3 << 20 and taken < 1.2 * (3 << 20)
 
 
 def test_what_is_stored_comes_back() -> None:
@@ -451,7 +451,7 @@ def test_what_is_stored_comes_back() -> None:
     assert found.items == [{"id": "i1"}, *first, {"id": "i2"}]
     store.delete("a")
     store.delete("b")
-    assert store._num_bytes == 0
+    assert store.num_bytes == 0
 
 
 async def test_log_probabilities_are_written_once(monkeypatch: pytest.MonkeyPatch) -> None:

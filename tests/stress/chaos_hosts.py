@@ -66,7 +66,7 @@ def stop_a_rank(pid: int, rng: random.Random) -> None:
     workers = psutil.Process(pid).children()
     if len(workers) > 1:
         rng.choice(workers).suspend()
-        time.sleep(0.3)
+        time.sleep(0.3)  # the others wait for it by then
 
 
 def kill_one(model: str, phase: str, ranks: int, by: str, rng: random.Random, promises: Promises) -> float:

@@ -361,7 +361,7 @@ class Watch:
     async def running(self) -> AsyncIterator[None]:
         tasks = [asyncio.create_task(self.ask()), asyncio.create_task(self.watch())]
         try:
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.05)  # the first delays are those of the start
             self.delay, self.stall = Longest(), Longest()
             yield
             asked = self.num_asked

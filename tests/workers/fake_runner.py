@@ -110,7 +110,7 @@ def _harm(token_id: int) -> None:
         print("last words", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     if token_id == SLOW:
-        time.sleep(0.3)
+        time.sleep(0.3)  # as long as the step takes
     if token_id == SURROGATE:
         raise FileNotFoundError("weights-\udcff.gguf")
     if token_id == UNPRINTABLE:
@@ -146,7 +146,7 @@ def _log(token_id: int) -> None:
         threading.Thread(target=log, name="some-thread").start()
     if token_id == LOG_AND_RAISE:
         threading.Thread(target=logger.warning, args=("last words",)).start()
-        time.sleep(0.05)
+        time.sleep(0.05)  # the record is written before the error, most likely
         raise ZeroDivisionError("a bug in a step")
     if token_id == LOG_AND_KILL:
         logger.warning("last words")

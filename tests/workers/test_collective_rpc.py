@@ -76,7 +76,7 @@ async def test_a_slow_method_is_no_hang_before_its_timeout() -> None:
         assert await engine.collective_rpc("sleep", 2.5) == [None, None]
         assert await running == expected
         call = asyncio.create_task(engine.collective_rpc("sleep", 2.5))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.2)  # the workers have begun the call
         call.cancel()  # its caller goes; the workers are still in it
         assert await tokens() == expected
         assert engine.statistics().num_restarts == 0

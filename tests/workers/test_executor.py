@@ -200,9 +200,9 @@ async def test_an_idle_worker_costs_nothing() -> None:
     async with running() as executor:
         await (await executor.execute_model(step(0, [5])))
         process = psutil.Process(executor.workers[0].pid)
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.3)  # the worker is parked by then
         before = process.cpu_times()
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(1.0)  # the time whose CPU is counted
         after = process.cpu_times()
     used = after.user + after.system - before.user - before.system
     assert used <= 0.03
@@ -261,7 +261,7 @@ def test_the_host_dies(when: str) -> None:
     assert host.stdout is not None
     pid = int(host.stdout.readline())
     if when in ("starting", "stepping"):
-        time.sleep(0.2)
+        time.sleep(0.2)  # the host is in the midst of it by then
         assert psutil.pid_exists(pid)
         host.kill()
     host.wait()

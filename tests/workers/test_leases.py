@@ -212,7 +212,7 @@ async def test_several_ranks_go_on_while_the_loop_is_blocked(
         stream = engine.stream([1, 2], params(300))
         await leased(engine)
         begun = time.monotonic()
-        time.sleep(1.0)
+        time.sleep(1.0)  # the blocked loop, which is what is tested here
         ended = time.monotonic()
         assert (await stream.wait()).choices[0].token_ids == expected([1, 2], 300)
         assert sum(begun < step.answered_at < ended for step in steps_after(begun, frames)) > 2 * MAX_LAUNCHED

@@ -142,7 +142,7 @@ async def test_a_stopped_worker_shows_no_sign_of_life() -> None:
     os.kill(pids_of(ready)[1], signal.SIGSTOP)
     await asyncio.sleep(0.7)  # those that are on their way
     beats = executor.vitals().num_heartbeats
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(1.0)  # several beats of a worker that runs
     assert executor.vitals().num_heartbeats == beats
     executor.terminate()
     await executor.aclose(5)

@@ -62,7 +62,7 @@ async def test_close_that_is_cancelled_still_kills() -> None:
     await executor.execute_model(step(0, [fake_runner.HANG]))
     pid = executor.workers[0].pid
     closing = asyncio.create_task(executor.aclose(60))
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.05)  # it waits for the worker by then
     closing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await closing
@@ -165,7 +165,7 @@ async def test_a_fork_of_the_host_leaves_the_worker_alone() -> None:
             finally:
                 os._exit(0)
         os.waitpid(child, 0)
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # a worker that the child had ended would be noticed
         assert (await (await executor.execute_model(step(0, [5])))).token_ids[0] == 261
 
 
@@ -179,7 +179,7 @@ async def test_who_waits_for_room_hears_of_the_death_too() -> None:
     await executor.execute_model(step(0, [fake_runner.HANG]))
     await asyncio.sleep(0.3)  # what comes before it hangs would be read
     blocked = [asyncio.create_task(executor.execute_model(step(i, [5] * 200_000, i))) for i in (1, 2)]
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.05)  # tasks that found room would be done
     assert not any(task.done() for task in blocked)
     os.kill(executor.workers[0].pid, signal.SIGKILL)
     for task in blocked:
@@ -219,7 +219,7 @@ async def test_a_call_that_times_out_between_two_ranks_reaches_both(monkeypatch:
         with pytest.raises(TimeoutError):
             await executor.call("ping", timeout=0.05)
         next_step = asyncio.create_task(executor.execute_model(step(0, [5, 6])))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # a step that passed the call would be done
         assert not next_step.done()
         room.set()
         assert (await (await next_step)).token_ids[0] == 262
@@ -263,7 +263,7 @@ async def test_a_close_ends_what_is_between_two_ranks(monkeypatch: pytest.Monkey
     with pytest.raises(TimeoutError):
         await executor.call("ping", timeout=0.01)
     await executor.aclose(0.1)
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.05)  # the cancelled publisher ends in one of the loop's next turns
     assert executor.workers._publisher is None
 
 
@@ -489,7 +489,7 @@ async def test_the_channel_of_a_start_that_was_given_up_is_closed(monkeypatch: p
     create = HostChannel.create
 
     def slowly(*sizes: int) -> HostChannel:
-        time.sleep(0.2)
+        time.sleep(0.2)  # four times the startup_timeout below
         made.append(create(*sizes))
         return made[-1]
 

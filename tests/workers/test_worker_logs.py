@@ -303,7 +303,7 @@ async def test_a_flood_through_a_ring_that_nobody_empties(caplog: pytest.LogCapt
     """The ring is too small for what may come at once, and the host's loop stands still."""
     async with running(ring_bytes=64 * 1024) as executor:
         answer = await executor.execute_model(step(1, [FLOOD, 5]))
-        time.sleep(0.5)
+        time.sleep(0.5)  # the blocked loop, which is what is tested here
         await answer
         await (await executor.execute_model(step(2, [5, 6], row=1)))
         numbers: list[str] = []

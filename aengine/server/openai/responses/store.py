@@ -73,7 +73,7 @@ class ResponseStore:
         self._max_bytes = max_bytes
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
         self._places: dict[str, str] = {}  # the response of each item, by ids that nobody can guess
-        self._num_bytes = 0
+        self.num_bytes = 0  # bytes of all kept responses
 
     @property
     def is_kept(self) -> bool:
@@ -120,8 +120,8 @@ class ResponseStore:
         )
         self._responses[response_id] = stored
         self._places.update(dict.fromkeys(stored.item_ids, response_id))
-        self._num_bytes += stored.num_bytes
-        while self._num_bytes > self._max_bytes or len(self._responses) > self._max_responses:
+        self.num_bytes += stored.num_bytes
+        while self.num_bytes > self._max_bytes or len(self._responses) > self._max_responses:
             _, oldest = self._responses.popitem(last=False)
             self._forget(oldest)
 
@@ -160,6 +160,6 @@ class ResponseStore:
         return found
 
     def _forget(self, stored: StoredResponse) -> None:
-        self._num_bytes -= stored.num_bytes
+        self.num_bytes -= stored.num_bytes
         for item_id in stored.item_ids:
             del self._places[item_id]
