@@ -26,7 +26,7 @@ class GgufChoice:
         return f"gguf_file={self.pattern!r}" if self.pattern else f"quantisation {self.quant!r}"
 
     def matches(self, name: str) -> bool:
-        """Whether the file ``name``, with its folders, is meant. Upper and lower case are one."""
+        """Return whether the file ``name``, with its folders, is meant. Upper and lower case are one."""
         if self.pattern:
             pattern, path = self.pattern.lower(), name.lower()
             return fnmatchcase(path, pattern) or fnmatchcase(path.rpartition("/")[2], pattern)

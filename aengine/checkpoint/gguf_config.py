@@ -24,7 +24,7 @@ OTHER_ARCHITECTURE = (
 
 
 def gguf_hf_config(file: GgufFile) -> dict[str, Any]:
-    """``file``'s settings, as config.json would have them, and ``gguf_architecture``.
+    """Return ``file``'s settings, as config.json would have them, and ``gguf_architecture``.
 
     Raises ModelLoadError naming what is missing or not supported.
     """
@@ -108,8 +108,8 @@ def _encoder_config(file: GgufFile, values: _Metadata, arch: str) -> dict[str, A
 
 
 def _classifier(file: GgufFile, arch: str) -> dict[str, Any]:
-    """The head of a reranker that is asked for yes or no: of its output matrix the file has these two rows alone. They
-    score as a head of one class does, their difference."""
+    """Return the head of a reranker that is asked for yes or no: of its output matrix the file has these two rows
+    alone. They score as a head of one class does, their difference."""
     if "cls.output.weight" not in file.tensors:
         return {}
     labels = file.metadata.get(f"{arch}.classifier.output_labels")
@@ -176,7 +176,7 @@ class _Metadata(ValueReader):
 
 
 def _kv_heads(file: GgufFile, values: _Metadata, arch: str, num_heads: int) -> tuple[int, list[int] | None]:
-    """Key-value heads, and the layers that attend, where others have none; None: all do."""
+    """Return the key-value heads, and the layers that attend, where others have none; None: all do."""
     key = f"{arch}.attention.head_count_kv"
     value = file.metadata.get(key)
     if isinstance(value, list) and 0 in value:
@@ -241,7 +241,7 @@ def _rope_scaling(
 
 
 def _longrope_scaling(file: GgufFile, values: _Metadata, arch: str) -> dict[str, Any]:
-    """The divisors of the frequencies are tensors, beside the factor of cosines and sines."""
+    """Return the scaling of longrope: the divisors of the frequencies are tensors, beside the factor of cos and sin."""
     scaling: dict[str, Any] = {
         "rope_type": "longrope",
         "original_max_position_embeddings": values.integer(f"{arch}.rope.scaling.original_context_length"),

@@ -217,7 +217,7 @@ class GgufFile:
 
 
 def shard_paths(path: Path) -> list[Path]:
-    """All files of the model that ``path`` is one of, in order. Raises ModelLoadError if one is missing."""
+    """Return all files of the model that ``path`` is one of, in order. Raises ModelLoadError if one is missing."""
     match = SHARD_NAME.fullmatch(path.name)
     if match is None or (count := int(match["count"])) <= 1:
         return [path]

@@ -265,7 +265,7 @@ def _models() -> Finding:
 
 
 def _hub_models() -> Iterator[str]:
-    """Ids of the repositories in the hub's cache that have weights."""
+    """Return the ids of the repositories in the hub's cache that have weights."""
     from huggingface_hub import constants
 
     for folder in Path(constants.HF_HUB_CACHE).glob("models--*--*"):
@@ -287,7 +287,7 @@ def _model(config: EngineConfig, report: dict[str, Any]) -> Finding:
 
 
 def _can_write(folder: Path) -> bool:
-    """Whether ``folder`` may be written to, or made."""
+    """Return whether ``folder`` may be written to, or made."""
     there = next((path for path in (folder, *folder.parents) if path.exists()), folder)
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
@@ -352,7 +352,7 @@ def _devices(report: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _several_gpus(names: list[str], apart: list[list[int]]) -> Finding:
-    """Whether a model can be divided among them. ``apart``: pairs of which one can't read the other's memory."""
+    """Report whether a model can be divided among them. ``apart``: pairs of which one can't read the other's memory."""
     if len(set(names)) > 1:
         found = ", ".join(f"cuda:{i} {name}" for i, name in enumerate(names))
         advice = "a model is divided among equal ones only, which the setting device names"

@@ -39,7 +39,7 @@ def doctor(args: argparse.Namespace) -> int:
 
 
 def page(diagnosis: Diagnosis) -> str:
-    """The diagnosis as text, at most 110 columns wide."""
+    """Return the diagnosis as text, at most 110 columns wide."""
     lines = [diagnosis.version, ""]
     for finding in diagnosis.findings:
         head = f"{_MARKS[finding.status]:<8}{finding.name:<{_MARGIN - 8}}"

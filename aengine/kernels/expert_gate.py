@@ -18,7 +18,7 @@ __all__ = ["gate_experts"]
 
 
 def gate_experts(gate_up: Tensor, gate: ExpertGate) -> Tensor:
-    """[n, size] for gate_up [n, 2 * size]."""
+    """Return [n, size] for gate_up [n, 2 * size]."""
     assert gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0, f"gate_up has the shape {tuple(gate_up.shape)}"
     if uses_triton(gate_up):
         from .triton import expert_gate as triton_op

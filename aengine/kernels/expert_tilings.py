@@ -65,7 +65,7 @@ def choose_tiling(device: str, shape: ExpertShape, num_tokens: int, can_group: b
 
 
 def default_tiling(shape: ExpertShape, num_tokens: int, can_group: bool) -> ExpertTiling:
-    """What arithmetic says.
+    """Return the tiling that arithmetic suggests for an expert product that was not measured.
 
     Up to some 64 tokens an expert the time is that of reading weights. So blocks are as narrow as the tensor cores
     allow, since padding costs, and tiles are large enough that some 200 KB of weights are on their way to each

@@ -81,7 +81,7 @@ class ExpertMatrices(NamedTuple):
 
 
 def can_group(*matrices: ExpertMatrices) -> bool:
-    """Whether torch's grouped product takes them all: numbers of 16 bits, in rows of multiples of 16 bytes."""
+    """Return whether torch's grouped product takes them all: numbers of 16 bits, in rows of multiples of 16 bytes."""
     return hasattr(F, "grouped_mm") and all(
         one.scale is None
         and one.weight.dtype in (torch.bfloat16, torch.float16)

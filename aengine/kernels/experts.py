@@ -24,7 +24,8 @@ __all__ = ["add_experts", "add_weighted", "expert_product"]
 def expert_product(
     x: Tensor, matrices: ExpertMatrices, plan: ExpertPlan, gate: ExpertGate | None = None, norm: InputNorm | None = None
 ) -> Tensor:
-    """[pairs, out_features], or half as wide with a ``gate``, for x [n, in_features]: in x's dtype, summed in float32.
+    """Return [pairs, out_features], or half as wide with a ``gate``, for x [n, in_features]: in x's dtype, summed in
+    float32.
 
     The order of the pairs is the plan's, which `add_experts` knows.
     """

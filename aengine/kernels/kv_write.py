@@ -8,7 +8,7 @@ __all__ = ["write_kv"]
 
 
 def write_kv(kv: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """kv_cache[slot // block_size, slot % block_size] = kv[t], for each token t and its slot.
+    """Set ``kv_cache[slot // block_size, slot % block_size] = kv[t]`` for each token t and its slot.
 
     Args:
         kv: [num_tokens, 2, num_kv_heads, head_dim]: key heads, then value heads, of each token.

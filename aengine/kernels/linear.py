@@ -29,7 +29,7 @@ __all__ = ["add_linear", "norm_gated_linear", "norm_linear", "plain_linear"]
 def plain_linear(
     x: Tensor, weight: Tensor | GroupedCodes, bias: Tensor | None = None, scale: Tensor | None = None
 ) -> Tensor:
-    """[n, out_features] in x's dtype, for x [n, in_features] and a weight [out_features, in_features]."""
+    """Return [n, out_features] in x's dtype, for x [n, in_features] and a weight [out_features, in_features]."""
     _check(x, weight, bias, scale)
     if uses_triton(x):
         from .triton import linear as triton_op
@@ -47,7 +47,7 @@ def norm_linear(
     out_dtype: torch.dtype | None = None,
     scale: Tensor | None = None,
 ) -> Tensor:
-    """[n, out_features], in x's dtype or ``out_dtype``, summed in float32.
+    """Return [n, out_features], in x's dtype or ``out_dtype``, summed in float32.
 
     Args:
         x: [n, in_features]
@@ -72,7 +72,7 @@ def norm_gated_linear(
     activation: Activation = "silu",
     scale: Tensor | None = None,
 ) -> Tensor:
-    """[n, size]; weight is [2 * size, in_features], the gate's rows first, bias and scale [2 * size]."""
+    """Return [n, size]; weight is [2 * size, in_features], the gate's rows first, bias and scale [2 * size]."""
     _check(x, weight, bias, scale)
     if uses_triton(x):
         from .triton import linear as triton_op

@@ -65,7 +65,7 @@ def measured_tilings() -> Iterator[tuple[LinearShape, int, StreamedTiling]]:
 
 
 def _default_tiling(shape: LinearShape, num_rows: int) -> StreamedTiling | None:
-    """What was the fastest, or nearly so, for the shapes of Qwen3-0.6B and Llama-3.1-8B on an H200.
+    """Return the fastest tiling, or nearly so, for the shapes of Qwen3-0.6B and Llama-3.1-8B on an H200.
 
     Up to 64 rows the time is that of reading weights, and of waiting for the first of them. So one program has as many
     rows of x as leaves some 48 programs, and as much on its way as shared memory holds. To split K among programs was

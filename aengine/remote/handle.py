@@ -169,14 +169,14 @@ class _Life:
             connection.changed.set()
 
     def _open(self) -> Connection:
-        """Raises EngineClosedError if there is no connection."""
+        """Return the connection. Raises EngineClosedError if there is none."""
         if self._connection is None or self._connection.has_broken:
             cure = "`await engine.start()` connects it"
             raise EngineClosedError(f"the connection to the engine at {self._path} is {self.state}: {cure}")
         return self._connection
 
     def _connected(self) -> Connection:
-        """The connection, for what is sent by it. Raises EngineClosedError, also on another loop."""
+        """Return the connection to send by. Raises EngineClosedError, also on another loop."""
         connection = self._open()
         self._check_loop(connection, running_loop())
         return connection
@@ -310,7 +310,7 @@ class RemoteHandle(_Life):
         return self._tokenizer
 
     def statistics(self) -> Statistics:
-        """The counters of the engine, for all processes together; at most a second old."""
+        """Return the counters of the engine, for all processes together; at most a second old."""
         return from_wire(Statistics, self._news(1))
 
     def describe(self) -> dict[str, Any]:
@@ -324,7 +324,7 @@ class RemoteHandle(_Life):
         return news[place]
 
     def _accepting(self) -> Connection:
-        """The connection, for a new request. Raises EngineClosedError, also while it drains."""
+        """Return the connection for a new request. Raises EngineClosedError, also while the engine drains."""
         connection = self._connected()
         if self._life == "draining":
             cure = "resume() lets it take them again"

@@ -227,7 +227,7 @@ class _Session:
         request.task.add_done_callback(lambda task: self._requests.pop(number))
 
     def _more(self, number: int, num_reads: int | None) -> None:
-        """``num_reads``: those that the client allows further. None: it wants the end alone."""
+        """Let ``num_reads`` further reads be sent. None: the client wants the end alone."""
         if (request := self._requests.get(number)) is not None:
             request.num_reads += num_reads or 0
             request.only_wait |= num_reads is None

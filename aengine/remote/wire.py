@@ -57,7 +57,7 @@ _BIG_INTEGER, _LOGPROBS, _TOP_LOGPROBS = 1, 2, 3
 
 
 def pack(value: object) -> bytes:
-    """Raises InvalidRequestError for what can't be sent, such as a function."""
+    """Pack a value as msgpack. Raises InvalidRequestError for what can't be sent, such as a function."""
     try:
         packed: bytes = msgpack.packb(value, default=_plain, unicode_errors="surrogatepass")
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -172,7 +172,7 @@ def _same(data: Any) -> Any:
 
 
 def tokens_from_wire(data: Any) -> list[Token]:
-    """``data``: tokens as msgpack writes them, lists."""
+    """Return tokens of ``data``, lists as msgpack writes them."""
     return [
         Token(text, token_id, index, logprob, None if reason is None else FinishReason(reason), position, top or ())
         for text, token_id, index, logprob, reason, position, top in data

@@ -129,8 +129,8 @@ class KVLayout:
         return self.num_slabs * self.slab_bytes
 
     def of_layers(self, own: range) -> KVLayout:
-        """The layout on a pipeline stage that has these layers alone: groups and their blocks are those of all stages,
-        but pages have no slab that only other layers use."""
+        """Return the layout on a pipeline stage that has these layers alone: groups and their blocks are those of all
+        stages, but pages have no slab that only other layers use."""
         used = sorted({place.slab for i, place in enumerate(self.layers) if place is not None and i in own})
         new = {slab: number for number, slab in enumerate(used)}
         places = (
@@ -191,7 +191,7 @@ class _Slabs:
     itemsize: int
 
     def block_size(self, kv: _AnyKV) -> int:
-        """Tokens in a block of such a layer."""
+        """Return the tokens in a block of such a layer."""
         if isinstance(kv, StateKV):
             return STATE_BLOCK_SIZE
         size = self.num_tokens

@@ -87,15 +87,15 @@ class StepTime:
         return max(0.0, seconds - slope * tokens), slope
 
     def expected(self, num_tokens: int) -> float:
-        """Seconds that a step with prompts of so many tokens in all takes; 0 before one was measured."""
+        """Return the seconds that a step with prompts of so many tokens takes; 0 before one was measured."""
         if not self._weight:
             return 0.0
         fixed, slope = self._fit()
         return fixed + slope * num_tokens
 
     def prompt_limit(self, num_decoding: int, num_left: int) -> int | None:
-        """Most prompt tokens of a step beside so many requests that decode, if the last step had no room for so many
-        others; None: not limited."""
+        """Return the most prompt tokens of a step beside so many requests that decode, if the last step had no room for
+        so many others; None: not limited."""
         if self._goal == math.inf:
             return None
         most = float(self._sizes[-1]) if self._sizes else math.inf

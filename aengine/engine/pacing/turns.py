@@ -73,4 +73,4 @@ class OwnTurn:
         self.watchdog.end()
 
     def rest(self) -> None:
-        """Nothing to do: no other step loop waits for this one."""
+        """Do nothing: no other step loop waits for this one."""

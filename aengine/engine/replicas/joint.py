@@ -29,7 +29,7 @@ __all__ = ["Joint", "ReplicaExecutor", "shares_experts"]
 
 
 def shares_experts(config: EngineConfig, hf_config: Mapping[str, Any]) -> bool:
-    """Whether the settings, and config.json, ask for experts that are divided among replicas."""
+    """Return whether the settings, and config.json, ask for experts that are divided among replicas."""
     if not config.enable_expert_parallel or config.data_parallel_size == 1 or config.worker != "default":
         return False
     texts = [hf_config, hf_config.get("text_config")]
@@ -53,7 +53,7 @@ class Joint:
         self._rounds = Rounds(config.data_parallel_size, config.steps_in_flight, watchdog)
 
     def turn(self, index: int) -> ReplicaTurn:
-        """The turn in the rounds that a replica's step loop asks; it stays the same over restarts."""
+        """Return the turn in the rounds that a replica's step loop asks; it stays the same over restarts."""
         return self._rounds.turns[index]
 
     def executor(self, index: int) -> ReplicaExecutor:

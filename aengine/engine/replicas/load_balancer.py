@@ -116,10 +116,10 @@ class OnlyReplica:
         return 0
 
     def begin(self, index: int, request_id: str) -> None:
-        """Nothing depends on it."""
+        """Do nothing: nothing depends on the request."""
 
     def remove(self, index: int, request_id: str) -> None:
-        """Nothing depends on it."""
+        """Do nothing: nothing depends on the request."""
 
 
 def cost(num_to_compute: int, waiting_tokens: int, num_completions: int) -> float:

@@ -29,14 +29,14 @@ def num_cached(scheduler: Scheduler, request: Request) -> int:
 
 
 def can_move(scheduler: Scheduler, requests: Iterable[Request]) -> bool:
-    """Whether all completions of a call can be taken out. Those stay that workers may have died of: they are tried one
-    at a time, and where they have been all along."""
+    """Return whether all completions of a call can be taken out. Those stay that workers may have died of: they are
+    tried one at a time, and where they have been all along."""
     return all(one.status in _MOVABLE and one not in scheduler.quarantine for one in requests)
 
 
 def is_untouched(requests: Iterable[Request]) -> bool:
-    """Whether no step of their replica has had any completion of a call: of those that were in one, tokens may be on
-    their way to their readers."""
+    """Return whether no step of their replica has had any completion of a call: of those that were in one, tokens may
+    be on their way to their readers."""
     return all(one.milestone in (0, _BEGUN_ELSEWHERE) for one in requests if one.finish_reason is None)
 
 
@@ -62,7 +62,7 @@ def take_out(scheduler: Scheduler, requests: Sequence[Request]) -> list[Request]
 
 
 def waits_for_room(scheduler: Scheduler) -> bool:
-    """Whether the request that comes next waits for others to end: for a row, or for blocks."""
+    """Return whether the next request waits for others to end: for a row, or for blocks."""
     rows = scheduler.rows
     if not scheduler.waiting:
         return False

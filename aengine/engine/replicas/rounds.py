@@ -83,8 +83,8 @@ class Rounds:
         self._go()
 
     def is_open(self, index: int) -> bool:
-        """Whether a replica may make steps: while workers may have died of a request that runs again, no other replica
-        has steps that they might die of instead (engine/scheduler/crash_quarantine.py)."""
+        """Return whether a replica may make steps: while workers may have died of a request that runs again, no other
+        replica has steps that they might die of instead (engine/scheduler/crash_quarantine.py)."""
         suspicious = next((turn.index for turn in self.turns if turn.quarantine), index)
         if suspicious != index:
             self._refused.add(index)
@@ -134,10 +134,10 @@ class ReplicaTurn:
         return self._rounds.generation
 
     def note_given(self, num_tokens: int) -> None:
-        """Nothing to do: the executor tells `Rounds` of each step."""
+        """Do nothing: the executor tells `Rounds` of each step."""
 
     def note_answered(self) -> None:
-        """Nothing to do: the executor tells `Rounds` of each answer."""
+        """Do nothing: the executor tells `Rounds` of each answer."""
 
     def rest(self) -> None:
         """Tell `Rounds` that this replica will give no step for now."""

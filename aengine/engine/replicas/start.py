@@ -56,7 +56,7 @@ class ReplicasStart:
             self._starting.append(loop.create_task(starting, name="aengine-worker-start"))
 
     def _makes_processes(self, config: EngineConfig) -> bool:
-        """Whether the executors start worker processes of ours, unlike a fake or a caller's own executor."""
+        """Return whether the executors start worker processes, unlike a fake or a caller's own executor."""
         executor = self._make_executor(config)
         executor.terminate()
         return type(executor) is ProcessExecutor

@@ -71,7 +71,7 @@ class CrashQuarantine:
         return [request for request in self._requests if request.num_deaths_alone >= _MOST_DEATHS_ALONE]
 
     def holds(self, request: Request) -> bool:
-        """Whether the request is still in quarantine. It leaves it here once it has got a few tokens."""
+        """Return whether the request is still in quarantine. It leaves it here once it has got a few tokens."""
         if request not in self._requests:
             return False
         if len(request.token_ids) >= request.num_tokens_at_death + _TOKENS_TO_LEAVE:

@@ -67,24 +67,24 @@ _TOKEN_BYTES = array("i").itemsize
 
 
 def shared_root(key: CacheKey) -> bytes:
-    """Root of the hashes of all requests that are equal in salt, adapter and media."""
+    """Return the root of the hashes of all requests that are equal in salt, adapter and media."""
     parts = _framed(key.salt) + _framed(key.adapter) + _framed(key.media)
     return blake2b(parts, digest_size=_DIGEST_SIZE, person=b"shared root").digest()
 
 
 def long_root(root: bytes) -> bytes:
-    """Root of a request beyond the model's rope border, made of the one that it has up to there."""
+    """Return the root of a request beyond the model's rope border, made of its root up to there."""
     return blake2b(root, digest_size=_DIGEST_SIZE, person=b"long root").digest()
 
 
 def retired_root(root: bytes) -> bytes:
-    """Root of a request that was being computed when all prefixes were forgotten: what it offers from then on is found
-    by no later one."""
+    """Return the root of a request that was being computed when all prefixes were forgotten: what it offers from then
+    on is found by no later one."""
     return blake2b(root, digest_size=_DIGEST_SIZE, person=b"retired root").digest()
 
 
 def private_root(number: int) -> bytes:
-    """Root for the n completions of one call, which share among themselves alone."""
+    """Return a root for the n completions of one call, which share among themselves alone."""
     return blake2b(number.to_bytes(8, "little"), digest_size=_DIGEST_SIZE, person=b"private root").digest()
 
 

@@ -53,7 +53,7 @@ def multiply_blocks(
     tile: ProductTile,
     rows_of_x: int,
 ) -> None:
-    """out [pairs, size], for x [pairs / rows_of_x, in_features]."""
+    """Compute out [pairs, size] for x [pairs / rows_of_x, in_features]."""
     assert plan.tiling is not None and plan.blocks is not None
     weight, bias, scale = matrices
     size, k = out.shape[1], weight.shape[2]

@@ -31,7 +31,7 @@ def multiply_pairs(
     out: Tensor,
     tile: ProductTile,
 ) -> None:
-    """out [pairs, size]."""
+    """Compute out [pairs, size]."""
     size = out.shape[1]
     launch(
         _multiply_pairs,

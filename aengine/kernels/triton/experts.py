@@ -62,7 +62,7 @@ def _is_grouped(plan: ExpertPlan) -> bool:
 
 
 def _grouped(x: Tensor, matrices: ExpertMatrices, plan: ExpertPlan, top_k: int | None = None) -> Tensor:
-    """[pairs, out_features] in the order of the slots, as x is; with ``top_k``, x has a row a token."""
+    """Return [pairs, out_features] in the order of the slots, as x is; with ``top_k``, x has a row a token."""
     blocks = plan.blocks
     assert blocks is not None
     if only_compiles():  # nothing was written into the blocks, whose content torch would use

@@ -107,7 +107,7 @@ def stream(
     add: bool,
     activation: str | None = None,
 ) -> None:
-    """out [M, N] = the product, or is added to; rows of W are multiples of 16 bytes."""
+    """Set out [M, N] to the product, or add it to out; rows of W are multiples of 16 bytes."""
     rows, size = out.shape
     terms, x_scale = x
     launch(

@@ -30,8 +30,8 @@ def gemv(
     add: bool,
     activation: str | None = None,
 ) -> None:
-    """out [1, N] = the product, or is added to; ``norm_weight``: None if x is not to be normalised; ``activation``: of
-    the gate, None if there is none."""
+    """Set out [1, N] to the product, or add it to out; ``norm_weight``: None if x is not to be normalised;
+    ``activation``: that of the gate, None if there is none."""
     size, k = out.shape[1], weight.shape[1]
     choose = _gemv_blocks if scale is None else _gemv_blocks_of_codes
     block_n, block_k, held, num_warps = choose(size, k, activation is not None)
@@ -93,7 +93,7 @@ def _gemv_blocks(n: int, k: int, is_gated: bool) -> tuple[int, int, int, int]:
 
 
 def _gemv_blocks_of_codes(n: int, k: int, is_gated: bool) -> tuple[int, int, int, int]:
-    """`_gemv_blocks` of weights in 8 bits. Measured on an H100 and an H200."""
+    """Return what `_gemv_blocks` does, for weights in 8 bits. Measured on an H100 and an H200."""
     if k <= 1024:
         return (8, min(512, max(16, triton.next_power_of_2(k))), 1, 4)
     if k < 4096:

@@ -36,7 +36,7 @@ def numbers(w, like, FP8: tl.constexpr):
 
 @triton.jit
 def wait_for_rows(w_ptr, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr):
-    """With PDL: prefetch this program's rows of W, then wait for x."""
+    """Prefetch this program's rows of W, then wait for x; with PDL alone."""
     gdc_launch_dependents()
     if tl.program_id(1) == 0:
         prefetch(w_ptr, tl.program_id(0), BN * K)

@@ -66,7 +66,7 @@ def skinny(
     PDL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """out [M, N] = the product, or is added to; N a multiple of BN, K of GROUPS * BK."""
+    """Set out [M, N] to the product, or add it to out; N a multiple of BN, K of GROUPS * BK."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     group = tl.arange(0, GROUPS)[:, None, None] * BK

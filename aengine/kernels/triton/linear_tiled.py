@@ -59,7 +59,7 @@ def tiled(
     PDL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """out [M, N] = the product, or is added to; N a multiple of BN, K of BK."""
+    """Set out [M, N] to the product, or add it to out; N a multiple of BN, K of BK."""
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     k = tl.arange(0, BK)

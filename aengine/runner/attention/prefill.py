@@ -68,14 +68,14 @@ class PrefillBackend(Protocol):
         """Return what is better done in idle time, in parts of a tenth of a second or less."""
 
     def is_faster(self, query_lens: Rows, seq_lens: Rows) -> bool:
-        """Whether `prefill` is the faster for prompts, or chunks, of these lengths; if not, `varlen_attention` is
-        called. ``seq_lens``: with what was computed before."""
+        """Return whether `prefill` is faster for prompts, or chunks, of these lengths; if not, `varlen_attention` is
+        called. ``seq_lens`` counts what was computed before."""
 
     def prefill(
         self, q: Tensor, k: Tensor, v: Tensor, kept: AttentionLayerKV, metadata: PrefillMetadata, how: Scores
     ) -> Tensor | None:
-        """[num_tokens, num_heads * head_dim]; None: it can't, and `varlen_attention` is called for the rest of the
-        step. If it failed, `is_faster` is false from then on; if it had no memory, only this step is affected.
+        """Return [num_tokens, num_heads * head_dim]; None if it can't, and `varlen_attention` is called for the rest of
+        the step. If it failed, `is_faster` is false from then on; if it had no memory, only this step is affected.
 
         Args:
             q, k, v: [num_tokens, heads, head_dim] of the new tokens, strided by token; in the cache already

@@ -107,7 +107,7 @@ class SwapSpace(PageCopies):
         self.num_copied[0] += len(pages)
 
     def _copy_back(self, pairs: list[tuple[int, int]]) -> set[int]:
-        """Returns the pages that do not come."""
+        """Copy pages back. Returns the pages that do not come."""
         lost = {page for place, page in pairs if place in self._lost}
         pairs = [pair for pair in pairs if pair[1] not in lost]
         if not pairs:
@@ -147,7 +147,8 @@ class SwapSpace(PageCopies):
 
 
 def _runs(places: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(first, last, place) of each run: the indices ``first`` to ``last`` - 1 have the places from ``place`` on."""
+    """Return (first, last, place) of each run: the indices ``first`` to ``last`` - 1 have the places from ``place``
+    on."""
     first = 0
     for index in range(1, len(places) + 1):
         if index == len(places) or places[index] != places[index - 1] + 1:

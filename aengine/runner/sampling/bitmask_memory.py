@@ -35,15 +35,15 @@ class HostBitmasks:
             self._shared = tensor
 
     def shared_rows(self, count: int) -> Tensor | None:
-        """uint8 [count, row_bytes], on the host, from the beginning of memory that the device sees; None if there is
-        not so much."""
+        """Return uint8 [count, row_bytes], on the host, from the beginning of memory that the device sees; None if
+        there is not so much."""
         if self._shared is None or len(self._shared) < count * self.row_bytes:
             return None
         return self._shared[: count * self.row_bytes].view(count, self.row_bytes)
 
     def of_batch(self, grammar: GrammarOutput | None, batch_idx: Rows) -> tuple[Rows, npt.NDArray[np.uint8] | None]:
-        """(rows [n], bits [n, row_bytes] over the frame's memory): bits[i] belongs to the row of logits rows[i], where
-        ``batch_idx`` has the batch position of each row of logits; those of one position follow each other.
+        """Return (rows [n], bits [n, row_bytes] over the frame's memory): bits[i] belongs to the row of logits rows[i],
+        where ``batch_idx`` has the batch position of each row of logits; those of one position follow each other.
 
         Raises InternalError when the frame does not hold as much as it should.
         """

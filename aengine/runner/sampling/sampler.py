@@ -178,8 +178,8 @@ class Sampler:
         slot: Tensor,
         drafted: Positions | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(ids int64 [n], checks float32 [n]) of logits float32 [n, vocab_size], which are overwritten, with all that
-        their rows (int64 [n]; -1: padding) ask for. Asks nothing of the host; `reserve` has been called.
+        """Return (ids int64 [n], checks float32 [n]) of logits float32 [n, vocab_size], which are overwritten, with all
+        that their rows (int64 [n]; -1: padding) ask for. Asks nothing of the host; `reserve` has been called.
 
         ``masks``: bitmasks of these rows; ``logprobs``, ``slot``: where the log-probabilities go, see
         `token_logprobs`. ``drafted``: the drafts around the rows, of which a request has several; None: there are none.
@@ -206,7 +206,7 @@ class Sampler:
         return ids, checks
 
     def cutoff(self, logits: Tensor, rows: Tensor) -> Tensor:
-        """`find_cutoff` of logits float32 [n, vocab_size] of rows int64 [n]; -1: padding."""
+        """Return `find_cutoff` of logits float32 [n, vocab_size] of rows int64 [n]; -1: padding."""
         scalars = Scalars(select_rows(self._requests.scalars.words, rows))
         return find_cutoff(logits, scalars.temperature, scalars.top_k, scalars.top_p, scalars.min_p)
 

@@ -35,7 +35,7 @@ class Vocabulary:
         return self._group.size > 1
 
     def draw(self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """`gumbel_sample` for this rank's logits float32 [n, share]."""
+        """Return `gumbel_sample` for this rank's logits float32 [n, share]."""
         if not self.is_divided:
             return gumbel_sample(logits, temperature, seeds, positions)
         own = self._own
@@ -43,7 +43,7 @@ class Vocabulary:
         return best_of_shares(self._group.gather(best))
 
     def whole(self, logits: Tensor) -> Tensor:
-        """float32 [n, vocab_size]: the logits of all tokens, for this rank's [n, share]."""
+        """Return the logits of all tokens, float32 [n, vocab_size], for this rank's [n, share]."""
         if not self.is_divided:
             return logits
         size, left = self._own.size, self._own.vocab_size

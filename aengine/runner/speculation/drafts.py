@@ -113,7 +113,8 @@ class Drafts(Speculation):
         return SampleBatch(rows, batch_idx, num_generated, rows_device, scalars, most, grammar, verified)
 
     def append(self, batch: SampleBatch, token_ids: Tensor) -> Mapping[str, Tensor]:
-        """A row gets its tokens up to the first that is not what was drafted. The host is told how many each gets."""
+        """Append to each row its tokens up to the first that is not what was drafted. The host is told how many each
+        gets."""
         if batch.positions is None:
             return super().append(batch, token_ids)
         return {"counts": batch.positions.commit(token_ids, self._requests)}

@@ -71,7 +71,8 @@ class Verification(Positions):
 
     @classmethod
     def gather(cls, rows: Rows, num_drafts: Rows, requests: RequestState) -> Verification:
-        """``rows``, ``num_drafts``: host [s]; ``requests``: all rows, where the drafts are behind the tokens."""
+        """Gather the positions of a step. ``rows``, ``num_drafts``: host [s]; ``requests``: all rows, where the drafts
+        are behind the tokens."""
         lengths, device = num_drafts + 1, requests.token_ids.device
         owner, places = places_in(lengths)
         starts = np.arange(len(owner)) - places

@@ -84,7 +84,8 @@ class DecoderHead:
 
 
 def _differ(path: str, names: Sequence[str]) -> bool:
-    """Whether there is an output matrix beside the embedding that has other values: then transformers takes it."""
+    """Return whether there is an output matrix beside the embedding that has other values: then transformers takes
+    it."""
     pair = [[name for name in names if name.endswith(end)] for end in ("embed_tokens.weight", "lm_head.weight")]
     if any(len(found) != 1 for found in pair):
         return False

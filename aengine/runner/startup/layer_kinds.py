@@ -45,8 +45,8 @@ def one_layer_of_each_kind(model: Any, places: Sequence[LayerPlace | None]) -> I
 
 
 def _kind(value: Any, kept: Callable[[int], Any]) -> Any:
-    """A value that is equal for what launches the same kernels: tensors count by what kernels depend on. An object that
-    is not understood is like itself only."""
+    """Return a value that is equal for what launches the same kernels: tensors count by what kernels depend on. An
+    object that is not understood is like itself only."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, Tensor):

@@ -13,7 +13,8 @@ __all__ = ["choose_policy"]
 
 
 def choose_policy(config: EngineConfig, model_config: ModelConfig, platform: Platform) -> KernelPolicy:
-    """Raises ModelLoadError: the model, the device or the division has no batch-invariant variant."""
+    """Choose the kernels' policy. Raises ModelLoadError if the model, the device or the division has no batch-invariant
+    variant."""
     if config.batch_invariant and (reason := _why_not(config, model_config, platform)):
         raise ModelLoadError(f"batch_invariant=True: {reason}: leave it at False here")
     return KernelPolicy(config.batch_invariant)

@@ -51,7 +51,7 @@ def profile(setup: RunnerSetup, progress: Progress) -> KvPlan:
 
 
 def _accelerator_budget(setup: RunnerSetup, wanted_len: int, progress: Progress) -> int:
-    """Bytes for KV, beside everything else that this process will need at most."""
+    """Return the bytes for KV, beside everything else that this process will need at most."""
     begun = time.monotonic()
     longest = min(wanted_len, setup.max_batched)
     # blocks of the longest request, shared by all requests of the rehearsal
@@ -92,7 +92,8 @@ def _accelerator_budget(setup: RunnerSetup, wanted_len: int, progress: Progress)
 
 
 def _peak(setup: RunnerSetup, runner: ModelRunner, max_model_len: int) -> int:
-    """Bytes that this process needs at most: weights, rows, the runner's KV cache, the largest batch, the graphs."""
+    """Return the bytes that this process needs at most: weights, rows, the runner's KV cache, the largest batch, the
+    graphs."""
     platform = setup.platform
     if runner.tables.has_states:  # fla-core chooses its kernels by trying, for few tokens and for many
         profile_run(

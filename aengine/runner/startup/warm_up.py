@@ -64,7 +64,7 @@ def compile_kernels(
 
 
 def _prompt_shapes(max_num_seqs: int, max_batched: int, num_kv_heads: int) -> set[tuple[int, int]]:
-    """(tokens, requests) of steps with prompts, such that any other step launches what these do."""
+    """Return (tokens, requests) of steps with prompts, such that any other step launches what these do."""
     from ...kernels.triton.launch import bucket
     from ...kernels.triton.varlen_attention import LARGE_TILES_FROM
 
@@ -81,8 +81,8 @@ def _prompt_shapes(max_num_seqs: int, max_batched: int, num_kv_heads: int) -> se
 
 
 def _sizes_for_experts(max_batched: int) -> set[int]:
-    """Tokens of steps between which the tiles of experts change, whatever their shape: a tiling holds from some number
-    of tokens to twice that, or more (kernels/expert_tilings.py)."""
+    """Return the tokens of steps between which the tiles of experts change, whatever their shape: a tiling holds from
+    some number of tokens to twice that, or more (kernels/expert_tilings.py)."""
     return {1 << i for i in range(3, max_batched.bit_length())} | {max_batched}
 
 

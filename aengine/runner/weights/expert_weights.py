@@ -100,7 +100,7 @@ class SeparateExperts(ExpertWeights):
             add_weighted(residual, self._multiply([hidden[pairs] for _, pairs in plan.chosen], plan), plan)
 
     def _multiply(self, rows: Sequence[Tensor], plan: ExpertPlan) -> Tensor:
-        """[pairs, out_features], for the rows of each chosen expert's pairs."""
+        """Return [pairs, out_features], for the rows of each chosen expert's pairs."""
         products = [self._weights[expert].multiply(x) for (expert, _), x in zip(plan.chosen, rows, strict=True)]
         joined = torch.cat(products)
         out = joined.new_zeros(plan.num_pairs, joined.shape[1])  # an expert that is not here adds nothing

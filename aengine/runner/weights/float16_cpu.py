@@ -60,14 +60,15 @@ class Float16Format:
 
 
 def scaled_half(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(float16 weight, float32 scale [out_features]): each row divided by a power of two that brings its absolute sum
-    to 1 or less, so that no product is larger than its largest input."""
+    """Return (float16 weight, float32 scale [out_features]): each row divided by a power of two that brings its
+    absolute sum to 1 or less, so that no product is larger than its largest input."""
     scale = weight.float().abs().sum(1).clamp_min_(2.0**-100).log2_().ceil_().exp2_()
     return (weight.float() / scale[:, None]).half(), scale
 
 
 def half_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """float32 in and out, float16 between, summed in float32 by oneDNN; ``weight``, ``scale`` as of `scaled_half`.
+    """Return float32 for float32 x; the product has float16 inputs, summed in float32 by oneDNN; ``weight``, ``scale``:
+    see `scaled_half`.
 
     Inputs past float16's range are cut to it; outputs may go past it.
     """
@@ -84,7 +85,7 @@ class Float16Plan:
 
 
 def has_fbgemm() -> bool:
-    """Whether this processor can multiply by packed float16 weights."""
+    """Return whether this processor can multiply by packed float16 weights."""
     return "fbgemm" in torch.backends.quantized.supported_engines
 
 
@@ -107,7 +108,7 @@ def float16_plan() -> Float16Plan:
 
 
 def _measure() -> Float16Plan:
-    """Time both on a matrix of middling size; some 20 ms.
+    """Return the faster plan, measured on a matrix of middling size in some 20 ms.
 
     Processors with 16-bit matrix units (AMX) multiply float16 several times faster than float32; on others torch's
     float16 product is far slower than FBGEMM's.

@@ -61,7 +61,7 @@ class GgufNames:
         return replace(self, layer={**self.layer, **layer})
 
     def hf_name(self, name: str) -> str | tuple[str, str]:
-        """transformers' name of a GGUF tensor; names that have none are returned as they are.
+        """Return transformers' name of a GGUF tensor; names that have none are returned as they are.
 
         Of a stack of experts it is what goes before and after the number of each.
         """
@@ -76,7 +76,7 @@ class GgufNames:
         return (before, f"{after}.{kind}") if stack else f"{before}.{kind}"
 
     def is_less_one(self, hf_name: str) -> bool:
-        """Whether the checkpoint of transformers has the tensor less one."""
+        """Return whether the checkpoint of transformers has the tensor less one."""
         return self.norms_plus_one and hf_name.endswith("norm.weight")
 
     def is_interleaved(self, hf_name: str) -> bool:

@@ -58,7 +58,7 @@ class SamplingFeature:
         return []
 
     def is_pending(self, rows: Rows) -> bool:
-        """Whether `apply` acts on some of these rows at their present lengths, beyond those in ``uses``."""
+        """Return whether `apply` acts on some of these rows at their present lengths, beyond those in ``uses``."""
         return False
 
     def apply(self, logits: Tensor, rows: Rows, rows_device: Tensor, scalars: Scalars) -> None:
@@ -72,11 +72,13 @@ class SamplingFeature:
     def apply_drafted(
         self, logits: Tensor, rows: Rows, rows_device: Tensor, scalars: Scalars, drafted: Positions
     ) -> None:
-        """`apply` in a step with drafts. A feature for which it matters which tokens are before each row says how."""
+        """Apply as `apply` does, in a step with drafts. A feature for which it matters which tokens are before each row
+        overrides it."""
         self.apply(logits, rows, rows_device, scalars)
 
     def commit_drafted(self, sampled: Tensor, rows: Tensor, scalars: Scalars, drafted: Positions) -> None:
-        """`commit` in a step with drafts: the rows get some of ``sampled``, those that `Positions.are_accepted`."""
+        """Commit as `commit` does, in a step with drafts: the rows get those of ``sampled`` that
+        `Positions.are_accepted`."""
 
 
 class OpByOpFeature(SamplingFeature):

@@ -133,6 +133,6 @@ def grouped_experts(
 
 
 def fits(kind: CodeKind, in_features: int, group: int) -> bool:
-    """Whether matrices of so many columns can be kept as `GroupedCodes`."""
+    """Return whether matrices of so many columns can be kept as `GroupedCodes`."""
     whole = in_features % (16 if kind in ("int8", "uint8", "e4m3") else 32) == 0
     return whole and (group >= in_features or (group >= 16 and group & (group - 1) == 0))
