@@ -766,7 +766,8 @@ def test_a_short_sleep_of_a_test_has_a_reason() -> None:
 
 
 MOST_PRIVATE_USES = 260
-"""How often all tests together use a private attribute of an object that is not theirs. It is to fall: there were 232 when this was written."""
+"""How often all tests together use a private attribute of an object that is not theirs; 232 when this was written. It
+is to fall."""
 
 
 def test_few_tests_use_private_attributes() -> None:
