@@ -206,6 +206,14 @@ def rng(request: pytest.FixtureRequest) -> random.Random:
     return random.Random(seed)
 
 
+@pytest.fixture(scope="session")
+def short_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """SmolLM2 with a few of its layers."""
+    from short_model import write_short_model
+
+    return str(write_short_model(tmp_path_factory.mktemp("short") / "smollm2.gguf"))
+
+
 @pytest.fixture
 def collected() -> Iterator[None]:
     """Garbage of this test is collected inside it, so that a finaliser's warning is this test's."""

@@ -10,7 +10,6 @@ import torch
 from gguf import GGUFReader
 from gguf.quants import dequantize
 from pairs import some
-from short_model import write_short_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from aengine.checkpoint.source import resolve_model
@@ -89,11 +88,6 @@ class Judge:
             # Two tokens this close are one to float32 in another order of summation.
             assert gap <= 1e-4, f"position {i}: {token_id} instead of {int(best.indices[i])}, {gap:.2g} less likely"
         known.append(tuple(output))
-
-
-@pytest.fixture(scope="session")
-def short_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_short_model(tmp_path_factory.mktemp("short") / "smollm2.gguf"))
 
 
 @pytest.fixture(scope="module", params=some(["short", "whole"], "short"))
