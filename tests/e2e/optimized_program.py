@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -42,7 +43,7 @@ def check(holds: bool, what: str) -> None:
 
 async def main() -> None:
     check(not __debug__, "the host has asserts")
-    async with AsyncLLM("smollm2-135m", max_model_len=512, worker_extension="optimized_program:Worker") as engine:
+    async with AsyncLLM(sys.argv[1], max_model_len=512, worker_extension="optimized_program:Worker") as engine:
         check(await engine.collective_rpc("has_asserts") == [False], "the worker has asserts")
         before = await engine.generate(FRANCE, GREEDY)
         for kind, call in WRONG:

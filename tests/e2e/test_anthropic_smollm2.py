@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from anthropic.types import ToolResultBlockParam
@@ -21,11 +22,11 @@ TOOL: dict[str, Any] = {
 }
 
 
-async def test_a_tool_is_used() -> None:
-    async with AsyncLLM("smollm2-135m", max_model_len=2048) as engine, anthropic_client(engine) as client:
+async def test_a_tool_is_used(short_model: str) -> None:
+    async with AsyncLLM(short_model, max_model_len=2048) as engine, anthropic_client(engine) as client:
         messages: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
         ask: dict[str, Any] = {
-            "model": "smollm2-135m",
+            "model": Path(short_model).name,
             "max_tokens": 60,
             "extra_body": {"temperature": 0.0},
             "system": "You are a helpful assistant.",

@@ -100,10 +100,12 @@ class Server:
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+def server(tmp_path: Path, short_model: str) -> Iterator[Server]:
     port, log = free_port(), tmp_path / "log"
     with log.open("w") as out:
-        process = subprocess.Popen([*UVICORN, "--port", str(port)], cwd=ROOT, stdout=out, stderr=out)
+        environment = os.environ | {"MODEL": short_model}
+        command = [*UVICORN, "--port", str(port)]
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
     try:
         wait_until_up(process, f"http://127.0.0.1:{port}")
         yield Server(f"http://127.0.0.1:{port}", process, log)
@@ -196,13 +198,13 @@ def check_told_to_stop(server: Server) -> None:
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_command_line(tmp_path: Path) -> None:
+def test_command_line(tmp_path: Path, short_model: str) -> None:
     done = run("-m", "aengine", "run", "smollm2-135m", "-", "--max-tokens", "8", "-q", stdin="What is 2 plus 2?")
     assert done.returncode == 0 and done.stdout.strip() and not done.stderr, done.stderr
     model = str(write_tiny_model(tmp_path, "llama"))
     bench = run("-m", "aengine", "bench", model, "--streams", "2", "--output-len", "4", "--repeats", "1", "-q")
     assert json.loads(bench.stdout)["streams_2"]["tokens_per_s"] > 0, bench.stderr
-    talk = run("-m", "aengine", "chat", "smollm2-135m", "--max-tokens", "8", stdin="Hi\n/help\n/clear\n/exit\n")
+    talk = run("-m", "aengine", "chat", short_model, "--max-tokens", "8", stdin="Hi\n/help\n/clear\n/exit\n")
     assert talk.returncode == 0 and talk.stdout.strip() and "/clear" in talk.stderr, talk.stderr
 
 
@@ -218,9 +220,9 @@ def test_command_line_errors_are_one_line() -> None:
 
 
 @pytest.mark.parametrize("when", ["it starts", "it answers"])
-def test_interrupt(when: str) -> None:
+def test_interrupt(when: str, short_model: str) -> None:
     """Ctrl-C at any moment: no traceback, no worker left."""
-    command = [sys.executable, "-m", "aengine", "run", "smollm2-135m", "Tell me a very long story."]
+    command = [sys.executable, "-m", "aengine", "run", short_model, "Tell me a very long story."]
     process = subprocess.Popen([*command, "--max-tokens", "4000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     if when == "it answers":

@@ -36,8 +36,8 @@ def test_a_synchronous_program() -> None:
     assert not psutil.pid_exists(worker)
 
 
-async def test_a_host_that_blocks_its_loop() -> None:
-    async with AsyncLLM("smollm2-135m", own_thread=True, **SETTINGS) as engine:
+async def test_a_host_that_blocks_its_loop(short_model: str) -> None:
+    async with AsyncLLM(short_model, own_thread=True, **SETTINGS) as engine:
         expected = await engine.generate("1 2 3 4 5", GREEDY)
         stream = engine.stream("1 2 3 4 5", SamplingParams(max_tokens=900, temperature=0, ignore_eos=True))
         await anext(stream)
