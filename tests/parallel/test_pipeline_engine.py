@@ -49,7 +49,7 @@ def work(engine: AsyncLLM, seed: int) -> list[asyncio.Task[Completion]]:
         ),
         greedy.replace(structured_output=StructuredOutput(regex="[a-f]{8,12}"), ignore_eos=False),
     ]
-    prompts = [[rng.randrange(20, 300) for _ in range(rng.randint(1, 70))] for _ in range(18)]
+    prompts = [[rng.randrange(20, 300) for _ in range(rng.randint(1, 70))] for _ in range(12)]
     return [asyncio.create_task(engine.generate(p, kinds[i % len(kinds)])) for i, p in enumerate(prompts)]
 
 
@@ -98,7 +98,7 @@ def repeating(engine: AsyncLLM, seed: int) -> list[asyncio.Task[Completion]]:
         forced.replace(temperature=0.0),
         forced.replace(seed=7, logprobs=1),
     ]
-    prompts = [[rng.randrange(20, 300) for _ in range(rng.randint(1, 20))] * rng.choice([1, 2]) for _ in range(18)]
+    prompts = [[rng.randrange(20, 300) for _ in range(rng.randint(1, 20))] * rng.choice([1, 2]) for _ in range(12)]
     return [asyncio.create_task(engine.generate(p, kinds[i % len(kinds)])) for i, p in enumerate(prompts)]
 
 
@@ -143,7 +143,8 @@ async def test_steps_are_leased_ahead(model: Path, monkeypatch: pytest.MonkeyPat
     params = SamplingParams(temperature=0.9, max_tokens=50, seed=4, ignore_eos=True, detokenize=False)
     prompts = [[rng.randrange(20, 300) for _ in range(rng.randint(1, 60))] for _ in range(16)]
     async with AsyncLLM(model, **SETTINGS) as engine:
-        expected = [(await engine.generate(prompt, params)).token_ids for prompt in prompts]
+        completions = await asyncio.gather(*(engine.generate(prompt, params) for prompt in prompts))
+        expected = [completion.token_ids for completion in completions]
     async with AsyncLLM(model, pipeline_parallel_size=3, **SETTINGS) as engine:
         steps = core_of(engine).replicas[0].steps
         monkeypatch.setattr(steps.in_flight.limit, "num_steps", lambda scheduler: 40 if scheduler.is_steady else 3)

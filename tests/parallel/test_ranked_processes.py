@@ -62,7 +62,7 @@ def work(engine: AsyncLLM) -> list[asyncio.Task[Completion]]:
         GREEDY.replace(structured_output=StructuredOutput(regex="the answer is [a-f]{4,6}"), ignore_eos=False),
     ]
     shared = [rng.randrange(20, 1100) for _ in range(40)]
-    prompts = [[rng.randrange(20, 1100) for _ in range(rng.randint(1, 70))] for _ in range(18)]
+    prompts = [[rng.randrange(20, 1100) for _ in range(rng.randint(1, 70))] for _ in range(12)]
     prompts[4::3] = [shared[: 40 - i] + prompt[:5] for i, prompt in enumerate(prompts[4::3])]
     return [asyncio.create_task(engine.generate(p, kinds[i % len(kinds)])) for i, p in enumerate(prompts)]
 
