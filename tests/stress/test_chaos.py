@@ -14,7 +14,7 @@ from pairs import some
 SCRIPT = Path(__file__).parent / "chaos.py"
 MORE = [pytest.mark.slow, pytest.mark.extended]
 """Others do the same in the cases beside; hangs are in test_recovery_smollm2.py, ranks that die in
-test_ranked_processes.py."""
+test_ranked_processes.py, replicas in test_replicas_engine.py and, many times, in tests/api/test_replicas.py."""
 PROGRAMS = ["chaos", "fuzz", "fuzz_files", "grow", "transformers_classes"]
 SMALL = "--streams 4 --tokens 10"
 
@@ -24,7 +24,7 @@ SMALL = "--streams 4 --tokens 10"
     [
         pytest.param(f"kills --kills 1 {SMALL}", "restarts", 1, marks=MORE),
         pytest.param(f"hangs --hangs 1 {SMALL}", "restarts", 1, marks=MORE),
-        pytest.param(f"replicas --kills 2 --mean 0.5 {SMALL}", "restarts", 2, marks=pytest.mark.slow),
+        pytest.param(f"replicas --kills 2 --mean 0.5 {SMALL}", "restarts", 2, marks=MORE),
         pytest.param(f"kills --kills 1 --ranks 2 {SMALL}", "restarts", 1, marks=MORE),
         pytest.param(f"hangs --hangs 1 --ranks 2 {SMALL}", "restarts", 1, marks=MORE),
         ("hosts --hosts 2 --model fake", "hosts", 2),
