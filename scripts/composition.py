@@ -34,7 +34,7 @@ DRAFTS, VECTORS = "drafts", "vectors"
 REQUESTS = (*ASKED, DRAFTS, VECTORS)
 STATES, FOREIGN, ENCODERS = "recurrent states", "by transformers' code", "encoders"
 FAMILIES = ("full attention", "sliding windows", STATES, "experts", FOREIGN, ENCODERS)
-FORMATS = ("16 and 32 bits", "8-bit integers", "FP8", "MXFP4", "GGUF")
+FORMATS = ("16 and 32 bits", "8-bit integers", "4-bit integers", "FP8", "MXFP4", "GGUF")
 TENSOR, PIPELINE, REPLICAS = "`tensor_parallel_size`", "`pipeline_parallel_size`", "`data_parallel_size`"
 SHARED, RAY = "shared experts", '`executor="ray"`'
 DIVISIONS = (TENSOR, PIPELINE, REPLICAS, SHARED, RAY)
@@ -70,6 +70,7 @@ FAMILIES_OF = {
 FORMATS_OF = {
     "16 and 32 bits": "tests/parallel/test_divided_formats.py::test_bfloat16",
     "8-bit integers": "tests/parallel/test_divided_formats.py::test_int8",
+    "4-bit integers": "tests/parallel/test_divided_formats.py::test_groups",
     "FP8": "tests/parallel/test_divided_formats.py::test_fp8",
     "MXFP4": "tests/parallel/test_divided_formats.py::test_mxfp4",
     "GGUF": "tests/parallel/test_divided_formats.py::test_gguf",

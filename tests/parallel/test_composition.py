@@ -21,12 +21,13 @@ from gguf import GGMLQuantizationType as Q
 from pairs import some
 from ranked_engine import RankedEngine
 from scenarios import Engine, settings_of_torch_kept, states_kept_often
-from test_divided_formats import ROUTER
+from test_divided_formats import GROUP_EXPERTS, LARGER, ROUTER
 from test_divided_models import DELTA, EIGHT, EXPERTS, LAYER_TYPES
 from test_expert_layers import mxfp4
 from test_experts_of_replicas import STEPS, alone, together
 from test_fp8_weights import write_quantised
 from test_gguf_weights import SIZES, write_gguf
+from test_group_weights import write as write_groups
 from test_pipeline import Lines, Link, make_setup, random_requests, run
 from test_weight_formats import quantise
 from tiny import make_tiny_model
@@ -210,6 +211,10 @@ def model_of(kind: str, tiny_model: TinyModel, folder: Path) -> tuple[Path, dict
         copy = Path(shutil.copytree(tiny_model("llama", seed=7, **EIGHT), folder / "int8"))
         quantise(copy, "int-quantized")
         return copy, {}, Engine
+    if kind == "4-bit integers":
+        copy = Path(shutil.copytree(tiny_model("llama", seed=7, **LARGER), folder / "int4"))
+        write_groups(copy, "int4, zeros")
+        return copy, {}, Engine
     if kind == "FP8":
         copy = Path(shutil.copytree(tiny_model("llama", seed=7, **EIGHT), folder / "fp8"))
         write_quantised(copy, "channel")
@@ -268,9 +273,11 @@ def test_shared_experts_of_a_format(kind: str, tiny_model: TinyModel, tmp_path: 
         model, sizes = tmp_path / "tiny.gguf", {**SIZES, **EXPERTS, "moe_intermediate_size": 64}
         write_gguf(model, make_tiny_model("qwen3_moe", seed=7, **sizes), "qwen3_moe", [Q.Q8_0])
     else:
-        model = Path(shutil.copytree(tiny_model("qwen3_moe", seed=7, **EIGHT, **EXPERTS), tmp_path / "model"))
+        model = Path(shutil.copytree(tiny_model("qwen3_moe", seed=7, **GROUP_EXPERTS), tmp_path / "model"))
         if kind == "8-bit integers":
             quantise(model, "int-quantized", ROUTER)
+        elif kind == "4-bit integers":
+            write_groups(model, "int4, zeros")
         elif kind == "FP8":
             write_quantised(model, "channel")
     source = source_of(model)

@@ -17,6 +17,7 @@ from test_divided_models import EIGHT, EXPERTS, check
 from test_expert_layers import mxfp4
 from test_fp8_weights import write_quantised
 from test_gguf_weights import SIZES, write_gguf
+from test_group_weights import write as write_groups
 from test_weight_formats import KINDS, quantise
 from tiny import make_tiny_model
 
@@ -66,6 +67,29 @@ def test_fp8(arch: str, fields: dict[str, Any], kind: str, copied: Callable[...,
             check(source_of(folder), 2)
     else:
         check(source_of(folder), 2)
+
+
+LARGER = {**EIGHT, "hidden_size": 64, "intermediate_size": 128}
+GROUP_EXPERTS = {**LARGER, **EXPERTS, "moe_intermediate_size": 64}
+GROUPS = [
+    *(("llama", kind) for kind in ("awq", "gptq 8", "gptq, act-order", "int4, zeros", "int8, plain, zeros", "nvfp4")),
+    *(("qwen3_moe", kind) for kind in ("awq", "gptq, act-order", "int4, act-order", "int8, tensor", "mxfp4")),
+]
+
+
+@pytest.mark.parametrize(("arch", "kind"), GROUPS)
+def test_groups(arch: str, kind: str, copied: Callable[..., Path]) -> None:
+    """Scales of groups are divided with the columns; those of columns in another order are everybody's."""
+    folder = copied(arch, **({**LARGER, **BIASES} if arch == "llama" else GROUP_EXPERTS))
+    write_groups(folder, kind)
+    check(source_of(folder), 2)
+
+
+def test_a_group_is_not_cut(copied: Callable[..., Path]) -> None:
+    folder = copied("llama", **LARGER)
+    write_groups(folder, "int4")
+    with pytest.raises(ModelLoadError, match=r"tensor_parallel_size=8: .*can't be divided so, .*fewer ranks"):
+        check(source_of(folder), 8)
 
 
 @pytest.mark.parametrize(("size", "divides_experts"), [(2, False), (2, True), (4, True)])

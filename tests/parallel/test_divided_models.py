@@ -23,7 +23,7 @@ from aengine.runner.distributed.group import ALONE, TensorGroup
 from aengine.runner.models import build_model, read_config
 from aengine.runner.models.causal_lm import CausalLM
 from aengine.runner.weights.formats import choose_formats
-from aengine.runner.weights.sources.loader import LoadedWeights, load_weights
+from aengine.runner.weights.sources.loader import LoadedWeights, load_weights, tensor_names
 
 TinyModel = Callable[..., Path]
 
@@ -78,7 +78,8 @@ def load(
     """A rank's model."""
     stored = None if source.format == "dummy" else source.hf_config
     config = read_config(source.hf_config).of_rank(group.size, divides_experts=divides_experts)
-    model = build_model(config, choose_formats(dtype, CPU, stored), group)
+    formats = choose_formats(dtype, CPU, stored, stored=tensor_names(source))
+    model = build_model(config, formats, group)
     return model, load_weights(model, source, 5, no_progress)
 
 
