@@ -21,7 +21,7 @@ def product(
 ) -> Tensor:
     """[n, out_features] in x's dtype or ``out_dtype``. ``scale``: float32 [out_features]; None: there are no codes."""
     if isinstance(weight, GroupedCodes):
-        weight = numbers(weight).to(x.dtype)
+        weight = _of_groups(weight, x)
         bias = None if bias is None else bias.to(out_dtype or x.dtype)
     elif scale is not None and not uses_triton(x):
         return _scaled(x, weight, bias, scale).to(out_dtype or x.dtype)
@@ -37,6 +37,14 @@ def product(
     else:
         out = torch.mm(x, weight.t()).to(out_dtype)
     return out if bias is None else out.add_(bias)
+
+
+def _of_groups(codes: GroupedCodes, x: Tensor) -> Tensor:
+    if not uses_triton(x):
+        return numbers(codes).to(x.dtype)
+    from .triton.dequantise import dequantise_groups
+
+    return dequantise_groups(codes, x.dtype)
 
 
 def _scaled(x: Tensor, codes: Tensor, bias: Tensor | None, scale: Tensor) -> Tensor:

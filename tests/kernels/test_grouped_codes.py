@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from aengine.kernels.activation import act_and_mul
 from aengine.kernels.grouped_codes import CodeKind, GroupedCodes, numbers, pack, unpack
+from aengine.kernels.linear import add_linear, norm_gated_linear, norm_linear, plain_linear
 from aengine.runner.weights.plain import PlainFormat
 from aengine.runner.weights.quantised.grouped import GroupedWeight, fits, grouped_weight
 
@@ -126,3 +130,70 @@ def test_tensors_that_do_not_fit_are_refused(change: dict, says: str) -> None:
 def test_what_fits() -> None:
     assert fits("int4", 64, 64) and fits("int8", 48, 48) and fits("int4", 96, 96) and fits("e4m3", 144, 128)
     assert not fits("int4", 48, 16) and not fits("int4", 96, 48) and not fits("int8", 40, 40)
+
+
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+ROWS = [1, 1, 2, 5, 8, 17, 40]
+
+
+def drawn(gen: torch.Generator, rng: random.Random, kind: CodeKind, device: torch.device) -> dict[str, Any]:
+    """A shape at some edge: N odd, K no multiple of what a program reads at once, groups of 16 to a whole row."""
+    k, group = rng.choice([(64, 16), (96, 32), (576, 64), (608, 32), (1280, 128), (320, 320), (4128, 16)])
+    n, rows_of_scale = rng.choice([(5, 1), (24, 1), (64, 32), (130, 1)])
+    rows, dtype = rng.choice(ROWS), rng.choice([torch.float32, torch.float16])
+    codes = draw_codes(gen, rng, kind, 2 * n, k, group, rows_of_scale)
+    power = 2.0 ** -round(float(numbers(codes).norm(dim=1).mean().log2()))  # keeps products near 1
+    smaller = {
+        name: (t.float() * power).to(t.dtype) for name in ("scale", "offset") if (t := getattr(codes, name)) is not None
+    }
+    codes = replace(codes, **{name: smaller.get(name, t).to(device) for name, t in codes.tensors().items()})
+    return {
+        "codes": codes,
+        "x": torch.randn(rows, k, generator=gen).to(dtype).to(device),
+        "bias": torch.randn(2 * n, generator=gen).to(device) if rng.random() < 0.5 else None,
+    }
+
+
+def product(case: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
+    out = x.double().cpu() @ numbers(case["codes"]).double().cpu().t()
+    return out if case["bias"] is None else out + case["bias"].double().cpu()
+
+
+def check(out: torch.Tensor, reference: torch.Tensor, dtype: torch.dtype) -> None:
+    assert out.isfinite().all()
+    assert float((out.double().cpu() - reference).norm() / reference.norm()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_are_those_of_the_definition(
+    kind: CodeKind, gen: torch.Generator, rng: random.Random, triton_device: torch.device
+) -> None:
+    from aengine.kernels.triton.dequantise import dequantise_groups
+
+    codes = drawn(gen, rng, kind, triton_device)["codes"]
+    torch.testing.assert_close(dequantise_groups(codes, torch.float32), numbers(codes), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products(kind: CodeKind, gen: torch.Generator, rng: random.Random, triton_device: torch.device) -> None:
+    case = drawn(gen, rng, kind, triton_device)
+    x, codes, bias = case["x"], case["codes"], case["bias"]
+    check(plain_linear(x, codes, bias), product(case, x), x.dtype)
+    residual = torch.randn(len(x), codes.shape[0], generator=gen).to(x.dtype).to(triton_device)
+    before = residual.double().cpu()
+    add_linear(residual, x, codes, bias)
+    check(residual, before + product(case, x), x.dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_by_a_norm(
+    kind: CodeKind, gen: torch.Generator, rng: random.Random, triton_device: torch.device
+) -> None:
+    case = drawn(gen, rng, kind, triton_device)
+    x, codes, bias = case["x"], case["codes"], case["bias"]
+    weight = torch.rand(x.shape[1], generator=gen).add_(0.5).to(triton_device)
+    normed = x.double().cpu() * weight.double().cpu()
+    normed /= (x.double().cpu().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    check(norm_linear(x, weight, 1e-6, codes, bias, torch.float32), product(case, normed), x.dtype)
+    both = norm_gated_linear(x, weight, 1e-6, codes, bias)
+    check(both, act_and_mul(product(case, normed)), x.dtype)

@@ -9,8 +9,9 @@ M            norm            product
 33 to 128    its own kernel  tiled for small weights, but cuBLAS into the residual
 129 or more  its own kernel  cuBLAS
 
-Of codes in 8 bits the first and the third line hold, and for FP8 on Hopper up to 512 rows `linear_fp8`, whose kernel
-before the product has the norm; for more rows the codes are written as numbers for cuBLAS.
+Of codes in 8 bits with a scale a row the first and the third line hold, and for FP8 on Hopper up to 512 rows
+`linear_fp8`, whose kernel before the product has the norm; for more rows the codes are written as numbers for cuBLAS.
+Of `GroupedCodes` `linear_grouped` multiplies up to 512 rows, and then it is the same.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 from ..grouped_codes import GroupedCodes
 from ..linear_tilings import LinearShape, StreamedTiling, choose_tiling
 from ..scaled_product import product
-from . import linear_fp8, linear_skinny, linear_streamed, linear_tiled, rms_norm
+from . import linear_fp8, linear_grouped, linear_skinny, linear_streamed, linear_tiled, rms_norm
 from .activation import act_and_mul
 from .launch import device_name, has_pdl, is_hopper, is_interpreted, known, launch
 from .linear_gemv import gemv
@@ -76,7 +77,8 @@ def add_linear(
     residual: Tensor, x: Tensor, weight: Tensor | GroupedCodes, bias: Tensor | None, scale: Tensor | None
 ) -> None:
     if isinstance(weight, GroupedCodes):
-        residual.add_(product(x, weight, bias))
+        if not linear_grouped.multiply(x, weight, bias, residual, add=True):
+            residual.add_(product(x, weight, bias))
     elif x.shape[0] == 1:
         gemv(x, weight, bias, scale, residual, None, 0.0, add=True)
     elif (tiling := _tiling(x, weight, gated=False, add=True)) is not None:
@@ -99,9 +101,11 @@ def _own(
 ) -> Tensor | None:
     """Compute the product by x or its norm, gated if there is an ``activation``, with our own kernel; None: cuBLAS is
     faster."""
-    if isinstance(weight, GroupedCodes):
-        return None
     gated = activation is not None
+    if isinstance(weight, GroupedCodes):
+        out = torch.empty((x.shape[0], weight.shape[0] // (2 if gated else 1)), dtype=out_dtype, device=x.device)
+        norm = None if norm_weight is None else (norm_weight, eps)
+        return out if linear_grouped.multiply(x, weight, bias, out, norm, add=False, activation=activation) else None
     tiling = None if x.shape[0] == 1 else _tiling(x, weight, gated=gated, add=False)
     if x.shape[0] > 1 and tiling is None:
         return None
