@@ -60,6 +60,7 @@ from aengine.kernels.dispatch import triton_everywhere
 from aengine.kernels.exchange_buffers import MAX_PROGRAMS, ExchangeBuffers
 from aengine.kernels.expert_tilings import ExpertShape, default_tiling
 from aengine.kernels.expert_types import ExpertGate, ExpertMatrices, InputNorm, RoutingRule
+from aengine.kernels.grouped_codes import CodeKind, GroupedCodes
 from aengine.kernels.paged_attention import Scores
 from aengine.kernels.rotary import HeadNorms, Rope
 from aengine.kernels.sequences import Sequences
@@ -217,6 +218,19 @@ def codes(compiler: Compiler, dtype: torch.dtype, rows: int, n: int, k: int) -> 
     linear.norm_gated_linear(x, norm, 1e-6, weight, scale=scale)
     linear.norm_linear(x, norm, 1e-6, weight, torch.zeros(2 * n, dtype=compiler.half), scale=scale)
     linear.add_linear(torch.zeros(rows, 2 * n, dtype=compiler.half), x, weight, scale=scale)
+
+
+def of_groups(compiler: Compiler, kind: CodeKind, group: int, rows: int, n: int, k: int, **more: Any) -> None:
+    """As `codes`, with a scale a group of columns. ``more``: "zero", "offset", "row_scale"; "scale" is its dtype."""
+    compiler.note = f"{kind} {group} {rows}x{k}x{n}"
+    x, norm = torch.zeros(rows, k, dtype=compiler.half), torch.zeros(k, dtype=compiler.half)
+    width = k // 2 if kind in ("int4", "uint4", "e2m1", "iq4_nl") else k
+    dtype = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}.get(kind, torch.uint8)
+    scale = torch.ones(2 * n, -(-k // group)).to(more.pop("scale", torch.float16))
+    weight = GroupedCodes(kind, torch.empty(2 * n, width, dtype=torch.uint8).view(dtype), scale, group, **more)
+    linear.norm_gated_linear(x, norm, 1e-6, weight)
+    linear.norm_linear(x, norm, 1e-6, weight, torch.zeros(2 * n))
+    linear.add_linear(torch.zeros(rows, 2 * n, dtype=compiler.half), x, weight)
 
 
 Heads = tuple[int, int, int]  # query heads, key-value heads, size
@@ -416,6 +430,10 @@ def every_kernel(compiler: Compiler) -> None:
     measured_products(compiler)
     for rows, code in itertools.product((1, 16, 64, 600), (torch.float8_e4m3fn, torch.int8)):
         codes(compiler, code, rows, 1024, 2048)
+    for rows in (1, 16, 64, 600):
+        of_groups(compiler, "int4", 128, rows, 1024, 2048)
+        of_groups(compiler, "e2m1", 16, rows, 1024, 2048, scale=torch.float8_e4m3fn, row_scale=torch.zeros(2048))
+        of_groups(compiler, "uint4", 32, rows, 1001, 576, offset=torch.zeros(2002, 18))
     products(compiler, 1, 1023, 576, "gated")
     products(compiler, 1, 1001, 4864, "gated")
     compiler.note = ""

@@ -124,6 +124,48 @@ def _load_codes(row, byte, n, N: tl.constexpr, BYTES: tl.constexpr, EVEN: tl.con
 
 
 @triton.jit
+def _codes_at(
+    u0: tl.constexpr,
+    held,
+    row,
+    byte,
+    n,
+    N: tl.constexpr,
+    BYTES: tl.constexpr,
+    BU: tl.constexpr,
+    HELD: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """The codes of units from ``u0`` on: held in registers, or loaded now."""
+    if u0 < HELD:
+        w = held[u0 // BU]
+    else:
+        w = _load_codes(row, u0 * 16 + byte, n, N, BYTES, EVEN)
+    return w
+
+
+@triton.jit
+def _wait(
+    w_ptr,
+    up,
+    BN: tl.constexpr,
+    N: tl.constexpr,
+    BYTES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """With PDL: prefetch this program's rows of W, and those ``up`` bytes behind, then wait for x."""
+    if PDL:
+        if PREFETCH:
+            if tl.program_id(0) * BN + BN <= N:  # the last program's rows may be fewer, and what follows not ours
+                prefetch(w_ptr, tl.program_id(0), BN * BYTES)
+                if GATED:
+                    prefetch(w_ptr + up, tl.program_id(0), BN * BYTES)
+        gdc_wait()
+
+
+@triton.jit
 def _load_x(x_ptr, norm_ptr, at, squares, K: tl.constexpr, NORM: tl.constexpr, EVEN: tl.constexpr):
     """x at columns ``at``, float32, and its squares added to ``squares``."""
     if EVEN:
@@ -284,25 +326,14 @@ def _gemv(
         ws = ws + (_load_codes(row, u0 * 16 + byte, n, N, BYTES, EVEN),)  # type: ignore[assignment]
         if GATED:
             us = us + (_load_codes(row + N * BYTES, u0 * 16 + byte, n, N, BYTES, EVEN),)  # type: ignore[assignment]
-    if PDL:
-        if HELD * UNIT < K:
-            if tl.program_id(0) * BN + BN <= N:
-                prefetch(w_ptr, tl.program_id(0), BN * BYTES)
-                if GATED:
-                    prefetch(w_ptr + N * BYTES, tl.program_id(0), BN * BYTES)
-        gdc_wait()
+    _wait(w_ptr, N * BYTES, BN, N, BYTES, HELD * UNIT < K, GATED, PDL)
     squares = tl.zeros((BU * 16,), tl.float32)
     acc = tl.zeros((BN, BU), tl.float32)
     up = tl.zeros((BN, BU), tl.float32)
     for u0 in tl.static_range(0, K // UNIT, BU):
-        if u0 < HELD:
-            w = ws[u0 // BU]
-            if GATED:
-                u = us[u0 // BU]
-        else:
-            w = _load_codes(row, u0 * 16 + byte, n, N, BYTES, EVEN)
-            if GATED:
-                u = _load_codes(row + N * BYTES, u0 * 16 + byte, n, N, BYTES, EVEN)
+        w = _codes_at(u0, ws, row, byte, n, N, BYTES, BU, HELD, EVEN)
+        if GATED:
+            u = _codes_at(u0, us, row + N * BYTES, byte, n, N, BYTES, BU, HELD, EVEN)
         at = u0 * UNIT + columns_of(byte, UNIT)
         x_low, squares = _load_x(x_ptr, norm_ptr, at, squares, K, NORM, EVEN)
         x_high = x_low
@@ -319,13 +350,11 @@ def _gemv(
                 KIND, UNIT, ALL, K, BN, BU, GROUP, GROUPS, ROWS, RAISED,
             )  # fmt: skip
     y = tl.sum(acc, 1)
-    if GATED:
-        v = tl.sum(up, 1)
+    v = tl.sum(up, 1) if GATED else y
     if NORM:
         factor = 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
         y *= factor
-        if GATED:
-            v *= factor
+        v *= factor
     y = _finished(y, n, n < N, row_scale_ptr, bias_ptr, BIAS)
     if GATED:
         v = _finished(v, N + n, n < N, row_scale_ptr, bias_ptr, BIAS)
