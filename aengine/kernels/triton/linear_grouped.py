@@ -314,7 +314,7 @@ def _gemv(
     PDL: tl.constexpr,
 ):
     launch_next(PDL)
-    BYTES: tl.constexpr = K // UNIT * 16  # of a row
+    BYTES: tl.constexpr = K // UNIT * 16  # bytes of a row
     ALL: tl.constexpr = 2 * N if GATED else N
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     byte = tl.arange(0, BU * 16)
