@@ -132,9 +132,9 @@ class Settings(TypedDict, total=False):
     CPU. Default: "auto"."""
     quantization: Literal["auto", "gguf", "fp8"]
     """What matrices are kept in. "auto": as the checkpoint's quantization_config says; those of a GGUF become numbers
-    of dtype as they are loaded, which is faster. "gguf": a GGUF's blocks, each matrix in its own type, on a CPU: for
-    models that are too large otherwise. "fp8": on a GPU, 16-bit weights become FP8 with a scale a row as they are
-    loaded: half the memory, and faster. Default: "auto"."""
+    of dtype as they are loaded. "gguf": a GGUF's matrices stay in their own types, on a CPU as blocks, which is slower,
+    on a GPU as codes: for models that are too large otherwise. "fp8": on a GPU, 16-bit weights become FP8 with a scale
+    a row as they are loaded: half the memory, and faster. Default: "auto"."""
     on_unsupported_format: Literal["error", "dequantise"]
     """What happens to a quantised matrix whose codes the GPU can't multiply: "error": a ModelLoadError that names it.
     "dequantise": it becomes 16-bit numbers as it is loaded, and a line of the log says so. A CPU multiplies numbers of

@@ -25,8 +25,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from aengine.checkpoint.gguf_file import GgufFile
 from aengine.errors import ModelLoadError
 from aengine.runner.weights.gguf_names import EXPERT_NAMES, GgufNames
+from aengine.runner.weights.quantised import gguf as quantised_gguf
+from aengine.runner.weights.quantised.gguf import GgufFormat, GgufWeight
 from aengine.runner.weights.sources import gguf_source
-from aengine.runner.weights.sources.gguf_source import GgufFormat, GgufMatrices, GgufWeight
+from aengine.runner.weights.sources.gguf_source import GgufMatrices
 from aengine.runner.weights.sources.reading import Target
 from aengine.runner.weights.weight import WeightsBelow
 
@@ -258,7 +260,7 @@ def test_each_matrix_is_kept_in_its_own_type(
     rng: random.Random,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gguf_source, "_NUMBERS_AT_ONCE", 3000)  # some rows, and a rest
+    monkeypatch.setattr(quantised_gguf, "_NUMBERS_AT_ONCE", 3000)  # some rows, and a rest
     reference = make_tiny_model(arch, seed=rng.getrandbits(30), **SIZES, **overrides)
     with torch.no_grad():
         for weight in reference.parameters():

@@ -21,10 +21,14 @@ from tiny import make_tiny_model, write_tiny_model
 from aengine.checkpoint.source import ModelSource
 from aengine.errors import ModelLoadError
 from aengine.runner.distributed.stage import WHOLE, PipelineStage
-from aengine.runner.models import build_model, read_config
+from aengine.runner.models import build_model, gguf_names, read_config
 from aengine.runner.weights.formats import choose_formats
+from aengine.runner.weights.quantised import fp8
+from aengine.runner.weights.quantised import gguf as kept_gguf
 from aengine.runner.weights.sources import random_source
+from aengine.runner.weights.sources.gguf_source import GgufMatrices
 from aengine.runner.weights.sources.loader import load_weights
+from aengine.runner.weights.sources.safetensors_source import READERS
 
 LARGE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 640, "num_hidden_layers": 3}
 LARGE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
@@ -53,18 +57,28 @@ def load_counted(
     size: int = 1,
     divides_experts: bool = False,
     stage: PipelineStage = WHOLE,
+    quantization: str = "auto",
 ) -> tuple[CountedMemory, int, int]:
     """(memory, bytes of the weights, of the largest tensor)."""
     stored = None if source.format == "dummy" else source.hf_config
     config = read_config(source.hf_config).of_rank(size, divides_experts=divides_experts)
     group: Any = SimpleNamespace(rank=rank, size=size)
     with counted(monkeypatch) as memory:
-        model = build_model(config, choose_formats("bfloat16", META, stored), group, stage)
+        packed = None
+        if quantization == "gguf":
+            packed = GgufMatrices.of_file(source.path, gguf_names(config), as_codes=True)
+        formats = choose_formats("bfloat16", META, stored, packed=packed, quantization=quantization)
+        model = build_model(config, formats, group, stage)
         load_weights(model, source, 0, no_progress)
         places = [first for first, *_ in model.weights.places.values()]
         now = memory.now
     # MXFP4 becomes bfloat16; what else is packed stays so.
-    sizes = [2 * p.num_parameters if p.dtype == torch.uint8 else prod(p.own_shape) * p.dtype.itemsize for p in places]
+    sizes = [
+        2 * place.num_parameters
+        if place.dtype == torch.uint8 and packed is None
+        else prod(place.own_shape) * (place.kept or place.dtype).itemsize
+        for place in places
+    ]
     assert 0.99 * sum(sizes) <= now <= 1.03 * sum(sizes), f"{now} bytes of {sum(sizes)} are kept"
     return memory, now, max(prod(place.shape) * 2 for place in places)
 
@@ -146,6 +160,26 @@ def test_gguf(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with torch.no_grad():
         write_gguf(tmp_path / "model.gguf", make_tiny_model(arch, **fields), arch, [gguf.GGMLQuantizationType.Q8_0])
     check(*load_counted(source_of(tmp_path / "model.gguf"), monkeypatch))
+
+
+def test_gguf_as_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of these types codes are as large as blocks."""
+    monkeypatch.setattr(kept_gguf, "_CODES_AT_ONCE", 2000)
+    monkeypatch.setattr(kept_gguf, "_are_numbers", lambda codes: True)  # there are none
+    kinds = [gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_0]
+    with torch.no_grad():
+        write_gguf(tmp_path / "model.gguf", make_tiny_model("llama", **LARGE), "llama", kinds)
+    check(*load_counted(source_of(tmp_path / "model.gguf"), monkeypatch, quantization="gguf"))
+
+
+@pytest.mark.parametrize(("arch", "fields"), [("llama", LARGE), ("qwen3_moe", EXPERTS)])
+def test_made_fp8(
+    arch: str, fields: dict[str, Any], written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Matrices that are multiplied together are in 16 bits until all of them have come, for each thread that reads."""
+    monkeypatch.setattr(fp8, "_NUMBERS_AT_ONCE", 2000)
+    memory, weights, largest = load_counted(source_of(written(arch, **fields)), monkeypatch, quantization="fp8")
+    check(memory, weights, READERS * largest)
 
 
 @pytest.mark.parametrize("divides_experts", [False, True])

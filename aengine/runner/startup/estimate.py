@@ -20,7 +20,7 @@ from ..platforms.platform import Platform
 from ..weights.formats import choose_formats
 from ..weights.inventory import TensorsOfAKind, inventory, line_of
 from ..weights.sources.gguf_source import GgufMatrices, gguf_types
-from ..weights.sources.loader import check_layers, stored_shapes, tensor_names
+from ..weights.sources.loader import check_layers, stored_shapes, tensor_names, tensor_names
 from .heads import DecoderHead
 from .kv_memory import choose_kv_dtype, cpu_budget
 
@@ -41,6 +41,9 @@ def estimate(config: EngineConfig) -> dict[str, Any]:
         head = DecoderHead.of(source)
         folder = None if source.format == "gguf" else source.path
         hf = head.settings(source.hf_config)
+        if source.format == "dummy":  # random weights are never quantised
+            hf.pop("quantization_config", None)
+            hf.pop("compression_config", None)
         how: dict[str, Any] = {"model_impl": config.model_impl, "trust_remote_code": config.trust_remote_code}
         model_config = read_config(hf, folder=folder, **how)
         if model_config.implementation == "native":
@@ -97,11 +100,7 @@ def gguf_matrices(
         return None
     if source.format != "gguf":
         raise ModelLoadError(f"quantization='gguf': {source.path} is no .gguf file: leave it at 'auto'")
-    if platform.is_accelerator:
-        raise ModelLoadError(
-            "quantization='gguf' is for device='cpu' so far, and a GPU multiplies the numbers: leave it at 'auto'"
-        )
-    return GgufMatrices.of_file(source.path, gguf_names(model_config))
+    return GgufMatrices.of_file(source.path, gguf_names(model_config), as_codes=platform.is_accelerator)
 
 
 def _budget(config: EngineConfig, platform: Platform, weight_bytes: int) -> tuple[int, int]:

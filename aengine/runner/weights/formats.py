@@ -9,7 +9,7 @@
     fp8        FP8, a scale a row   as above      it says so, or quantization="fp8" (quantised/fp8.py)
     int4, ...  codes and groups'    as above      it says so: compressed-tensors, AWQ, GPTQ, NVFP4, MXFP4
                scales                             (quantised/unpacked.py)
-    q4_0, ...  a GGUF's blocks      as above      quantization="gguf", for each tensor its type (sources/gguf_source.py)
+    q4_0, ...  a GGUF's blocks      as above      quantization="gguf", for each tensor its type (quantised/gguf.py)
 
 To add a format of a quantization_config, write its file and name it in `_QUANTISED`.
 """

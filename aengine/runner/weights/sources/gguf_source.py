@@ -1,88 +1,26 @@
-"""Weights from a GGUF file: dequantised to float32 on the CPU as they are read (numpy lets the GIL go), or kept.
-
-Kept, a matrix stays in memory as the blocks of the file, each matrix in its own type: a half (Q8_0) to a quarter (Q4_0,
-Q4_K) of 16 bits. Each product dequantises it anew, some rows at a time, which takes some 30 times as long for one row.
-"""
+"""Weights from a GGUF file: dequantised to float32 on the CPU as they are read (numpy lets the GIL go), or as the
+blocks of the file, of which `GgufFormat` makes weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
-from ....checkpoint.gguf_file import GGML_TYPES, GgufFile
-from ....errors import InternalError, ModelLoadError
+from ....checkpoint.gguf_file import GgufFile
+from ....errors import ModelLoadError
 from ..gguf_names import GgufNames
-from ..weight import ExpertWeights, StoredTensor, Weight
+from ..quantised.gguf import CODED_TYPES, GgufFormat, dequantised
 from .reading import Named, Source, Target, in_threads
 
-__all__ = ["GgufFormat", "GgufMatrices", "GgufWeight", "gguf_types", "read_gguf"]
+__all__ = ["GgufMatrices", "gguf_types", "read_gguf"]
 
-_LONG_ROW = 2**14  # numbers
 _MOST_EXPERTS = 2**14
-_NUMBERS_AT_ONCE = 2**20
-"""Numbers that a product dequantises at once: 4 MiB of float32, whatever the size of the matrix."""
-
-
-class GgufWeight(Weight):
-    """blocks uint8 [out_features, blocks of a row, bytes of a block]; ``type_code``: of ggml's type."""
-
-    __slots__ = ("_blocks", "_type_code")
-
-    def __init__(self, blocks: Tensor, type_code: int, bias: Tensor | None) -> None:
-        self._blocks = blocks
-        self._type_code = type_code
-        self.bias = bias
-
-    def multiply(self, x: Tensor) -> Tensor:
-        row_size = x.shape[1]
-        outs = []
-        for rows in self._blocks.split(max(1, _NUMBERS_AT_ONCE // row_size)):
-            numbers = _numbers(rows.flatten(1).numpy(), row_size, self._type_code)
-            outs.append(F.linear(x, torch.from_numpy(numbers.reshape(-1, row_size)).to(x.dtype)))
-        out = torch.cat(outs, 1)
-        return out if self.bias is None else out.add_(self.bias)
-
-
-@dataclass(frozen=True, slots=True)
-class GgufFormat:
-    """Blocks of one of ggml's types, on a CPU."""
-
-    type_code: int
-
-    @property
-    def name(self) -> str:
-        return GGML_TYPES[self.type_code].name.lower()
-
-    def tensors(self, out_features: int, in_features: int, has_bias: bool) -> list[StoredTensor]:
-        _, length, num_bytes = GGML_TYPES[self.type_code]
-        shape = (out_features, in_features // length, num_bytes)
-        found = [StoredTensor("weight", shape, torch.uint8, out_features * in_features, in_dim=1)]
-        if has_bias:
-            found.append(StoredTensor("bias", (out_features,), torch.float32, out_features))
-        return found
-
-    def make(self, tensors: Mapping[str, Tensor]) -> Weight:
-        """Raises ModelLoadError: the gguf package can't dequantise the type."""
-        blocks, bias = tensors["weight"], tensors.get("bias")
-        try:
-            _numbers(
-                blocks[:1].flatten(1).numpy(), blocks.shape[1] * GGML_TYPES[self.type_code].block_len, self.type_code
-            )
-        except (NotImplementedError, KeyError, ValueError) as error:
-            raise ModelLoadError(f"a matrix is quantised as {self.name}, which the gguf package can't read") from error
-        return GgufWeight(blocks, self.type_code, None if bias is None else bias.float())
-
-    def make_experts(self, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device) -> ExpertWeights:
-        raise InternalError("stacks of experts become numbers as they are read")
 
 
 class GgufMatrices(NamedTuple):
@@ -91,12 +29,14 @@ class GgufMatrices(NamedTuple):
     formats: Mapping[str, GgufFormat]  # the keys are transformers' names
 
     @classmethod
-    def of_file(cls, path: str, names: GgufNames) -> GgufMatrices:
+    def of_file(cls, path: str, names: GgufNames, *, as_codes: bool = False) -> GgufMatrices:
+        """``as_codes``: only those whose types a GPU multiplies as codes; others become numbers."""
         formats = {}
         with GgufFile(path) as file:
             for tensor in file.tensors.values():
                 hf_name = names.hf_name(tensor.name)
-                if isinstance(hf_name, str) and len(tensor.shape) == 2 and tensor.type.block_len > 1:
+                is_kept = tensor.type.name in CODED_TYPES if as_codes else tensor.type.block_len > 1
+                if isinstance(hf_name, str) and len(tensor.shape) == 2 and is_kept:
                     formats[hf_name.removesuffix(".weight")] = GgufFormat(tensor.type_code)
         return cls(formats)
 
@@ -168,20 +108,12 @@ def _blocks(file: GgufFile, name: str) -> Tensor:
     return torch.from_numpy(stored.reshape(len(stored), -1, file.tensors[name].type.block_bytes))
 
 
-def _numbers(stored: NDArray[Any], row_size: int, type_code: int) -> NDArray[Any]:
-    """float32, several rows as one, of ``stored`` [..., bytes of a row]."""
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize
-
-    return dequantize(_long_rows(stored, row_size), GGMLQuantizationType(type_code))
-
-
 def _dequantise(file: GgufFile, name: str, expert: int | None = None) -> Tensor:
     """Return the tensor in float32; ``expert``: that one of a stack."""
     tensor = file.tensors[name]
     try:
         stored = file.tensor_data(name) if expert is None else file.tensor_data(name)[expert]
-        data = _numbers(stored, tensor.shape[-1], tensor.type_code)
+        data = dequantised(stored, tensor.shape[-1], tensor.type_code)
     except (NotImplementedError, KeyError, ValueError) as error:
         raise ModelLoadError(
             f"{file.path}: tensor {name} is quantised as {tensor.type.name}, which the gguf package can't read: {error}"
@@ -189,17 +121,6 @@ def _dequantise(file: GgufFile, name: str, expert: int | None = None) -> Tensor:
     if not data.flags.writeable:  # float32 already: a view of the file
         data = data.copy()
     return torch.from_numpy(data.reshape(tensor.shape if expert is None else tensor.shape[1:]))
-
-
-def _long_rows(stored: NDArray[Any], row_size: int) -> NDArray[Any]:
-    """``stored`` [..., bytes of a row], several rows as one. ``row_size``: numbers of a row.
-
-    The gguf package takes 16 rows at a time. Of short ones that is mostly Python, for which threads wait.
-    """
-    rows = stored.reshape(-1, stored.shape[-1])
-    most = min(len(rows), max(1, _LONG_ROW // row_size))
-    count = next(count for count in range(most, 0, -1) if len(rows) % count == 0)
-    return rows.reshape(len(rows) // count, -1)
 
 
 def _separate_halves(tensor: Tensor, head_dim: int) -> Tensor:
