@@ -20,7 +20,7 @@ from ..platforms.platform import Platform
 from ..weights.formats import choose_formats
 from ..weights.inventory import TensorsOfAKind, inventory, line_of
 from ..weights.sources.gguf_source import GgufMatrices, gguf_types
-from ..weights.sources.loader import check_layers, stored_shapes, tensor_names, tensor_names
+from ..weights.sources.loader import check_layers, stored_shapes, tensor_names
 from .heads import DecoderHead
 from .kv_memory import choose_kv_dtype, cpu_budget
 
