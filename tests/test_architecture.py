@@ -459,7 +459,7 @@ BUDGETS = {
     "kernels": 9900,
     "limits": 392,
     "remote": 1640,
-    "runner": 19600,
+    "runner": 19900,
     "server": 5916,
     "telemetry": 1116,
     "testing": 800,
