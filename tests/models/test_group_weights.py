@@ -1,10 +1,12 @@
 """Weights of 4 and 8 bits with scales of groups: each way in which checkpoints keep them is the dequantised model.
 
-The writers here follow the formats' own definitions, bit by bit.
+The writers here follow the formats' own definitions, bit by bit. group_weights.json has what compressed-tensors 0.20
+packed of one matrix, and a digest of the numbers that it made of that again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import shutil
@@ -14,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from driver import CPU, Driver, check_near, load, source_of
+from driver import CPU, Driver, check_near, load, no_progress, source_of
 from safetensors.torch import load_file, save_file
 
 from aengine.errors import ModelLoadError
@@ -25,7 +27,9 @@ from aengine.runner.weights.quantised import unpacked
 from aengine.runner.weights.quantised.awq import AwqFormat
 from aengine.runner.weights.quantised.grouped import numbers
 from aengine.runner.weights.quantised.unpacked import DequantisedExperts, UnpackedFormat, grouped_codes
+from aengine.runner.weights.quantised.unpacked import numbers as unpacked_numbers
 from aengine.runner.weights.scope import Place
+from aengine.runner.weights.sources.loader import load_weights
 from aengine.runner.weights.sources.reading import Target
 from aengine.runner.weights.weight import NotMultiplied
 
@@ -511,3 +515,30 @@ def test_nothing_is_made_of_a_matrix_that_is_too_large(copied: Callable[..., Pat
         for one in (folder, plain)
     ]
     assert needed[1] <= needed[0] < 1.1 * needed[1], "with the scales"
+
+
+@pytest.mark.parametrize("kind", ["int4, zeros", "int4, channel, zeros", "mxfp4"])
+def test_what_compressed_tensors_packed(kind: str) -> None:
+    """Its bytes are its numbers, to the last bit."""
+    packed = json.loads((Path(__file__).parent / "group_weights.json").read_text())[kind]
+    form = choose_formats("float32", CPU, {"quantization_config": KINDS[kind][1]}).of("a")
+    assert isinstance(form, UnpackedFormat)
+    tensors = {}
+    for stored in form.tensors(16, 64, False):
+        tensors[stored.suffix] = torch.tensor(packed["tensors"][stored.suffix], dtype=stored.dtype)
+        assert tuple(tensors[stored.suffix].shape) == stored.shape
+    made = unpacked_numbers(form.unpack(tensors), torch.float32)
+    assert hashlib.sha256(bytes(made.numpy().tobytes())).hexdigest()[:16] == packed["sha256"]
+
+
+@pytest.mark.parametrize("kind", ["gptq, act-order", "nvfp4"])
+def test_loaded_again(kind: str, copied: Callable[..., Path]) -> None:
+    """Into the memory that the weights have."""
+    folder, other, plain = copied(), copied(), copied()
+    write(folder, kind)
+    path = other / "model.safetensors"
+    save_file({name: -tensor if is_quantised(name) else tensor for name, tensor in load_file(path).items()}, path)
+    save_file(write(other, kind), plain / "model.safetensors")
+    model, _ = load(source_of(folder))
+    load_weights(model, source_of(other), 0, no_progress)
+    check_near(Driver(model, random.Random(0)).step({"a": TOKENS})["a"][-1:], logits(plain)[-1:])

@@ -14,6 +14,7 @@ from gguf import GGMLQuantizationType as Q
 from test_expert_layers import mxfp4
 from test_fp8_weights import write_quantised
 from test_gguf_weights import SIZES, write_gguf
+from test_group_weights import write as write_groups
 from test_weight_formats import quantise
 from tiny import make_tiny_model
 
@@ -65,8 +66,10 @@ def quantised_int8(folder: Path) -> None:
         ("qwen3_moe", quantised_int8, "experts", "int8 as codes"),
         ("llama", lambda folder: write_quantised(folder, "channel"), "attention and MLP", "fp8 -> float32"),
         ("gpt_oss", mxfp4, "experts", "mxfp4 -> float32"),
+        ("llama", lambda folder: write_groups(folder, "gptq"), "attention and MLP", "gptq -> float32"),
+        ("llama", lambda folder: write_groups(folder, "nvfp4"), "attention and MLP", "nvfp4 -> float32"),
     ],
-    ids=["int8", "int8 experts", "fp8", "mxfp4"],
+    ids=["int8", "int8 experts", "fp8", "mxfp4", "gptq", "nvfp4"],
 )
 def test_quantised(
     arch: str, write: Callable[[Path], Any], kind: str, form: str, tiny_model: TinyModel, tmp_path: Path
