@@ -94,7 +94,7 @@ def _encoder_config(file: GgufFile, values: _Metadata, arch: str) -> dict[str, A
     return {
         "gguf_architecture": arch,
         "model_type": arch,
-        "hidden_act": "gelu",
+        "hidden_act": "silu" if arch == "nomic-bert" else "gelu",
         "hidden_size": values.integer(f"{arch}.embedding_length"),
         "intermediate_size": values.integer(f"{arch}.feed_forward_length"),
         "num_hidden_layers": values.integer(f"{arch}.block_count"),

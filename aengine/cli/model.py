@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.embedded import EMBEDDED_MODELS, add_model, cached_file, find_embedded, remove_model
-from ..checkpoint.source import locate
+from ..checkpoint.source import locate, weights_in
 from ..errors import InvalidRequestError, ModelLoadError
 from ..outputs import StartupProgress
 from .progress import StartupLine, tell
@@ -88,4 +88,6 @@ def _add_other(name: str, revision: str | None, quiet: bool) -> Path:
     path = locate(name, revision, progress=line)
     if line is not None:
         line(StartupProgress("ready"))
+    if path.is_dir():
+        weights_in(path, "auto")  # a folder of the caller's may have none
     return path

@@ -67,6 +67,7 @@ def register(engine: AsyncLLM | LLM, name: str) -> AEngineProvider:
     """
     if not isinstance(name, str) or not name or "/" in name:
         raise InvalidRequestError(f"name={name!r} is not valid: it must be a text without a slash", param="name")
+    async_side(engine)  # raises for what is no engine
     unregister(name)
     if name in litellm.provider_list or any(item["provider"] == name for item in litellm.custom_provider_map):
         raise InvalidRequestError(f"LiteLLM has a provider {name!r} already: choose another name", param="name")

@@ -35,9 +35,9 @@ _WITHOUT_EFFECT = {
 
 
 def async_side(engine: AsyncLLM | LLM) -> AsyncLLM:
-    """Return the engine's async interface. Raises InvalidRequestError for a model's name in place of an engine."""
-    if isinstance(engine, str):
-        raise InvalidRequestError(f"engine must be an AsyncLLM or an LLM, not a name: {engine!r:.80}", param="engine")
+    """Return the engine's async interface. Raises InvalidRequestError for anything but an engine, as a model's name."""
+    if not isinstance(engine, AsyncLLM | LLM):
+        raise InvalidRequestError(f"engine must be an AsyncLLM or an LLM, not {engine!r:.80}", param="engine")
     return engine.as_async() if isinstance(engine, LLM) else engine
 
 

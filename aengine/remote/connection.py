@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,8 @@ class Connection:
     @classmethod
     async def open(cls, path: str, timeout: float) -> Connection:
         """Connect; try for ``timeout`` seconds. Raises EngineClosedError."""
+        if len(os.fsencode(path)) > 107:  # Linux takes no longer path of a socket
+            raise EngineClosedError(f"no engine is served at {path}: the path is too long")
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         while True:

@@ -53,6 +53,12 @@ def test_a_model_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'owner/repository' is no embedded model (tiny)" in capsys.readouterr().err
 
 
+def test_a_folder_without_a_model_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model", "add", "-q", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert not said.out and "config.json" in said.err
+
+
 def test_pips_failure_is_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")

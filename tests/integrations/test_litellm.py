@@ -65,6 +65,12 @@ async def ended(engine: Any) -> None:
         await asyncio.sleep(0.001)
 
 
+def test_what_is_no_engine_is_no_provider() -> None:
+    with pytest.raises(InvalidRequestError, match="engine must be an AsyncLLM or an LLM, not 5"):
+        register(5, "local")  # type: ignore[arg-type]
+    assert "local" not in litellm.provider_list
+
+
 async def test_a_completion_with_settings_usage_and_logprobs() -> None:
     async with FakeAsyncLLM(["yes", "yes", "yes"]) as engine:
         register(engine, "local")

@@ -41,5 +41,5 @@ def test_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch, module: st
     ],
 )
 def test_the_name_of_a_model_is_no_engine(module: str, name: str) -> None:
-    with pytest.raises(ValueError, match="engine must be an AsyncLLM or an LLM, not a name: 'smollm2-135m'"):
+    with pytest.raises(ValueError, match="engine must be an AsyncLLM or an LLM, not 'smollm2-135m'"):
         getattr(importlib.import_module(f"aengine.integrations.{module}"), name)(engine="smollm2-135m")

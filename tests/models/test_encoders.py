@@ -286,6 +286,9 @@ def test_the_first_releases_name_their_settings_otherwise(tmp_path: Path) -> Non
     path.write_text(json.dumps(old | {"prenorm": True}))
     with pytest.raises(ModelLoadError, match="prenorm=True is not supported; False is"):
         load(tmp_path)
+    path.write_text(json.dumps(old | {"hidden_act": "gelu"}))
+    with pytest.raises(ModelLoadError, match="hidden_act='gelu' is not supported; 'silu' is"):
+        load(tmp_path)
 
 
 def test_an_unsupported_setting_is_named(tmp_path: Path) -> None:

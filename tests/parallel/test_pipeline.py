@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import random
 import shutil
+import weakref
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from driver import CPU, no_progress, source_of
 from pairs import some
 from scheduler_invariants import check_scheduler
@@ -27,7 +32,7 @@ from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.engine.speculation.drafts import Drafts
 from aengine.outputs import FinishReason
 from aengine.params import SamplingParams
-from aengine.runner.distributed.pipeline import IntermediateTensors, StepSizes
+from aengine.runner.distributed.pipeline import GlooLink, IntermediateTensors, StepSizes
 from aengine.runner.distributed.stage import WHOLE, PipelineStage
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.models import build_model, read_config
@@ -279,3 +284,21 @@ def test_layers_are_divided_evenly(size: int, num_layers: int) -> None:
     own = [PipelineStage(i, size).layers(num_layers) for i in range(size)]
     assert [layer for layers in own for layer in layers] == list(range(num_layers))
     assert max(map(len, own)) - min(map(len, own)) <= 1
+
+
+def test_what_was_sent_is_not_kept() -> None:
+    """Gloo reads a tensor as long as it is on its way."""
+    store, sizes = dist.HashStore(), StepSizes(8, torch.float32, BATCHED, ROWS, 3)
+    with ThreadPoolExecutor(2) as pool:
+        stages = [PipelineStage(index, 2) for index in range(2)]
+        first, last = pool.map(lambda stage: GlooLink(store, stage, sizes, timedelta(seconds=60)), stages)
+    sent: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    for _ in range(30):
+        hidden, token_ids = torch.rand(4, 8), torch.arange(3)
+        sent.update((hidden, token_ids))
+        first.send(IntermediateTensors(hidden))
+        assert torch.equal(last.receive(4).hidden, hidden)
+        last.send_ids(token_ids)
+        assert torch.equal(first.receive_ids(3), token_ids)
+    gc.collect()
+    assert len(sent) <= 2 * (2 * 2 + 2)

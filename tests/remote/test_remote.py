@@ -393,6 +393,11 @@ async def test_a_connection_that_brings_rubbish_is_closed(tmp_path: Path, caplog
     assert "what no client of this version sends" in caplog.text
 
 
+async def test_a_path_that_no_program_can_serve_is_tried_once(tmp_path: Path) -> None:
+    with pytest.raises(EngineClosedError, match="too long"):
+        await asyncio.wait_for(connect(tmp_path / ("x" * 200)).start(), 20)
+
+
 async def test_the_socket_is_this_users_alone(tmp_path: Path) -> None:
     async with both(tmp_path, "yes"):
         assert (tmp_path / "engine").stat().st_mode & 0o777 == 0o600

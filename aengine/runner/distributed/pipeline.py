@@ -194,7 +194,9 @@ class GlooLink:
         pass
 
     def _send(self, tensor: Tensor, stage: int, tag: int) -> None:
-        while self._sent and self._sent[0][0].is_completed():
-            self._sent.popleft()
+        # A send of gloo is noted as completed by `wait` alone. So many are not on their way at once: a stage needs the
+        # ids of a step before it computes the batch again, and there is a batch for each stage.
+        while len(self._sent) > 2 * self._stage.size:
+            self._sent.popleft()[0].wait()
         tensor = tensor.contiguous()
         self._sent.append((self._group.send([tensor], stage, tag), tensor))

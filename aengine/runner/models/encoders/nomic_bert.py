@@ -33,7 +33,7 @@ _SETTINGS = {
     "rope_theta": "rotary_emb_base",
 }
 """BERT's names of its settings, and those of the first releases."""
-_NEEDED = {"activation_function": "swiglu", "prenorm": False, "rotary_emb_fraction": 1.0}
+_NEEDED = {"activation_function": "swiglu", "hidden_act": "silu", "prenorm": False, "rotary_emb_fraction": 1.0}
 """What the first releases say of the layers."""
 
 
