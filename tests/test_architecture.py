@@ -317,9 +317,16 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
             "ipc/messages.py",  # their column
             "kernels/",
             "runner/model_runner.py",  # registers them
-            "runner/sampling/",  # features say what the drafts before a row of logits change
+            "runner/sampling/sampler.py",  # asks features by the rows of logits that come after drafts
+            "runner/sampling/features/feature.py",  # says what a feature does there
+            "runner/sampling/features/penalties.py",  # counts the drafts before a row of logits
+            "runner/sampling/features/bad_words.py",
+            "runner/sampling/features/token_lists.py",
             "runner/speculation/",
-            "runner/startup/",  # captures their graphs
+            "runner/startup/load.py",  # captures their graphs
+            "runner/startup/profile.py",
+            "runner/startup/setup.py",
+            "runner/startup/warm_up.py",
             "telemetry/",
             "testing/executor.py",
         },
