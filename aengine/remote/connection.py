@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Connection"]
 
-_RETRY_SECONDS = 0.05
-
 
 class Connection:
     """Requests and calls under way, by number."""
@@ -58,7 +56,7 @@ class Connection:
             except OSError as error:
                 if loop.time() >= deadline:
                     raise EngineClosedError(f"no engine is served at {path}: {error}") from None
-            await asyncio.sleep(_RETRY_SECONDS)
+            await asyncio.sleep(0.05)  # seconds until the next try
 
     def terminate(self) -> None:
         """Break the connection, from any thread; what is under way ends with EngineClosedError."""
