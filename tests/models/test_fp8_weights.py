@@ -16,9 +16,12 @@ from driver import CPU, Driver, check_near, load, source_of
 from safetensors.torch import load_file, save_file
 
 from aengine.errors import ModelLoadError
+from aengine.kernels.grouped_codes import numbers
 from aengine.runner.weights.formats import choose_formats
 from aengine.runner.weights.plain import PlainFormat
+from aengine.runner.weights.quantised import fp8
 from aengine.runner.weights.quantised.fp8 import Fp8Format, MadeFp8Experts, MadeFp8Format, quantised
+from aengine.runner.weights.quantised.grouped import GroupedWeight
 from aengine.runner.weights.quantised.scaled import ScaledWeight
 
 FP8 = torch.float8_e4m3fn
@@ -146,6 +149,18 @@ def test_products(rows: int, dtype: torch.dtype, rng: random.Random) -> None:
     assert out.dtype == dtype
     sizes = x.double().abs() @ (codes.double().abs() * scale[:, None].double()).t() + bias.abs()
     assert float(((out.double() - wanted).abs() / sizes).max()) < {torch.float32: 2e-6}.get(dtype, 1e-2)
+
+
+def test_blocks_are_kept_as_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU; the last block of a row may be smaller."""
+    monkeypatch.setattr(fp8, "grouped_weight", lambda codes, bias, plain: GroupedWeight(codes, bias))
+    gen = torch.Generator().manual_seed(1)
+    codes, scale = torch.randn(16, 80, generator=gen).to(FP8), torch.rand(2, 3, generator=gen)
+    form = Fp8Format(PLAIN, "weight_scale_inv", of_rows=False, block=(8, 32))
+    made = form.make({"weight": codes, "weight_scale_inv": scale})
+    assert isinstance(made, GroupedWeight)
+    whole = scale.repeat_interleave(8, 0).repeat_interleave(32, 1)[:, :80]
+    assert torch.equal(numbers(made.codes), codes.float() * whole)
 
 
 def test_made_of_16_bits(rng: random.Random) -> None:

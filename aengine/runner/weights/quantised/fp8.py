@@ -7,9 +7,10 @@
     fp8                   a matrix []                                weight_scale; weight_scale_inv of transformers
     fp8                   a block [N / 128, K / 128]                 weight_scale_inv; with "weight_block_size"
 
-W = scale * codes. With a scale a row or a matrix, a GPU multiplies the codes (`ScaledWeight`). With a scale a block,
-and on a CPU, they become plain numbers as they are loaded. Activations are not quantised, also where the checkpoint's
-recipe would: that is nearer to the model that it was made from.
+W = scale * codes. A GPU multiplies the codes: with a scale a row or a matrix as `ScaledWeight`, with a scale a block as
+`GroupedWeight`. On a CPU, and in blocks whose width is no power of two, they become plain numbers as they are loaded.
+Activations are not quantised, also where the checkpoint's recipe would: that is nearer to the model that it was made
+from.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 from ....errors import ModelLoadError
 from ..expert_weights import SeparateExperts
 from ..weight import ExpertWeights, StoredTensor, Weight, WeightFormat
+from .grouped import GroupedCodes, fits, grouped_weight
 from .matrices import AllButIgnored, Asked, ignored_matrices
 from .scaled import ScaledExperts, ScaledWeight
 
@@ -72,6 +74,9 @@ class Fp8Format:
         if codes.device.type != "cpu" and self.block is None:
             rows = scale.expand(len(codes), 1).flatten().contiguous()
             return ScaledWeight(codes, rows, None if bias is None else bias.float())
+        if self.block is not None and fits("e4m3", codes.shape[1], self.block[1]):
+            made = GroupedCodes("e4m3", codes, scale.contiguous(), self.block[1], rows=self.block[0])
+            return grouped_weight(made, bias, self.plain)
         if self.block is not None:
             scale = scale.repeat_interleave(self.block[0], 0).repeat_interleave(self.block[1], 1)[:, : codes.shape[1]]
         numbers = {"weight": codes.float().mul_(scale)}
