@@ -126,8 +126,12 @@ class EngineConfig:
     """Tokens in a KV block. None: the attention back end's default."""
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory that the engine may use, weights and KV together."""
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """What keys and values are kept in. "auto": the dtype that the model computes in."""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = "auto"
+    """What keys and values are kept in. "auto": the dtype that the model computes in. "fp8": eight bits (e4m3), with a
+    scale for each key-value head (docs/memory.md)."""
+    kv_cache_scales: Literal["auto", "calibrated", "one"] = "auto"
+    """The scales of kv_cache_dtype="fp8". "auto": those of the checkpoint, and if it has none, "calibrated": measured
+    at the start, by the same tokens in 16 or 32 bits. "one": 1."""
     kv_cache_memory_bytes: int | None = None
     """Memory for the KV cache of each rank. None: what gpu_memory_utilization leaves; on a CPU a quarter of what is
     free, at most 4 GiB, divided among the ranks of all replicas."""
@@ -278,10 +282,6 @@ class EngineConfig:
                 raise not_valid(name, value, wanted)
             if name in _AT_MOST and value > _AT_MOST[name]:
                 raise not_valid(name, value, f"at most {_AT_MOST[name]} here")
-        kept = self.kv_cache_dtype
-        if isinstance(kept, str) and kept.startswith("fp8"):
-            message = f"kv_cache_dtype={kept!r} is not supported yet: use 'auto', or 'bfloat16' to halve float32"
-            raise InvalidRequestError(message, param="kv_cache_dtype")
         check_choices(self, _CHOICES)
         for name in _BOOLS:
             if not isinstance(getattr(self, name), bool):

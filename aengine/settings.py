@@ -177,8 +177,12 @@ class Settings(TypedDict, total=False):
     """Tokens in a KV block. None: the attention back end's default. In tokens. Default: None."""
     gpu_memory_utilization: float
     """Share of the GPU's memory that the engine may use, weights and KV together. Default: 0.9."""
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"]
-    """What keys and values are kept in. "auto": the dtype that the model computes in. Default: "auto"."""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"]
+    """What keys and values are kept in. "auto": the dtype that the model computes in. "fp8": eight bits (e4m3), with a
+    scale for each key-value head (docs/memory.md). Default: "auto"."""
+    kv_cache_scales: Literal["auto", "calibrated", "one"]
+    """The scales of kv_cache_dtype="fp8". "auto": those of the checkpoint, and if it has none, "calibrated": measured
+    at the start, by the same tokens in 16 or 32 bits. "one": 1. Default: "auto"."""
     kv_cache_memory_bytes: int | None
     """Memory for the KV cache of each rank. None: what gpu_memory_utilization leaves; on a CPU a quarter of what is
     free, at most 4 GiB, divided among the ranks of all replicas. In bytes. Default: None."""

@@ -66,6 +66,7 @@ def decode_step_attention(
     *,
     is_raw: bool = True,
     out: Tensor | None = None,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """[n, num_heads * head_dim], in qkv's dtype.
 
@@ -79,6 +80,7 @@ def decode_step_attention(
             nothing.
         is_raw: False if q and k are rotated, and k and v in the cache, already.
         out: where to put the rows that are not padding, [>= n, num_heads * head_dim]; None: a new tensor.
+        kv_scales: of a cache in FP8, see kv_codes.py.
     """
     n, width = qkv.shape
     num_kv_heads, head_dim = kv_cache.shape[3:]
@@ -88,7 +90,7 @@ def decode_step_attention(
         from .triton import decode_attention as triton_op
 
         return triton_op.decode_step_attention(
-            qkv, kv_cache, block_table, rope, norms, num_heads, how, plan, workspace, is_raw, out
+            qkv, kv_cache, block_table, rope, norms, num_heads, how, plan, workspace, is_raw, out, kv_scales
         )
     from .write_qkv import apply_rope_and_write_kv
 
@@ -104,7 +106,7 @@ def decode_step_attention(
         slots = blocks * block_size + positions % block_size
         if rope is not None and rope.shifts is not None:
             positions = positions + rope.shifts[first[:, 1].long()]
-        apply_rope_and_write_kv(own, positions, slots, rope, norms, num_heads, kv_cache)
+        apply_rope_and_write_kv(own, positions, slots, rope, norms, num_heads, kv_cache, kv_scales)
     q = own[:, : num_heads * head_dim].view(-1, num_heads, head_dim)
-    out[real] = attend_on_cpu(q, kv_cache, table.long(), lens.tolist(), how)
+    out[real] = attend_on_cpu(q, kv_cache, table.long(), lens.tolist(), how, kv_scales)
     return out

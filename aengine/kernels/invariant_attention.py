@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .kv_codes import kv_numbers
 from .paged_attention import Scores
 from .policy import ROW_TILE
 
@@ -20,7 +21,14 @@ __all__ = ["invariant_attention"]
 _KEYS = 128  # keys that are read at a time
 
 
-def invariant_attention(q: Tensor, kv_cache: Tensor, block_ids: Tensor, seq_len: int, how: Scores) -> Tensor:
+def invariant_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_ids: Tensor,
+    seq_len: int,
+    how: Scores,
+    kv_scales: Tensor | None = None,
+) -> Tensor:
     """Return [query_len, num_heads * head_dim], for q [query_len, num_heads, head_dim] of a sequence's last tokens,
     whose keys and values are in the cache; the other arguments are those of `prefill_attention`."""
     query_len, num_heads, head_dim = q.shape
@@ -28,7 +36,7 @@ def invariant_attention(q: Tensor, kv_cache: Tensor, block_ids: Tensor, seq_len:
     num_kv_heads, groups = kv_cache.shape[3], num_heads // kv_cache.shape[3]
     begin = seq_len - query_len  # position of the first query
     before = begin % ROW_TILE
-    kv = kv_cache.index_select(0, block_ids).flatten(0, 1)[:seq_len].float()
+    kv = kv_numbers(kv_cache.index_select(0, block_ids).flatten(0, 1)[:seq_len], torch.float32, kv_scales)
     kv = F.pad(kv, (0, 0, 0, 0, 0, 0, 0, -seq_len % _KEYS))
     keys, values = kv.transpose(0, 2).unbind(1)  # [num_kv_heads, keys, head_dim]
     queries = F.pad(q.float() * scale, (0, 0, 0, 0, before, -(before + query_len) % ROW_TILE))

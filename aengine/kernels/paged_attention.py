@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .kv_codes import kv_numbers
+
 __all__ = ["Scores", "decode_attention", "prefill_attention"]
 
 
@@ -38,6 +40,7 @@ def prefill_attention(
     block_ids: Tensor,
     seq_len: int,
     how: Scores,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Attention of one sequence of which the last tokens are new.
 
@@ -47,6 +50,7 @@ def prefill_attention(
         kv_cache: see above.
         block_ids: int32 or int64 [ceil(seq_len / block_size)]: the sequence's blocks.
         seq_len: tokens in all, the new ones included.
+        kv_scales: of a cache in FP8, see kv_codes.py.
 
     Returns:
         [query_len, num_heads * head_dim].
@@ -56,7 +60,7 @@ def prefill_attention(
     scale, window, softcap, sinks = how
     if seq_len > query_len:
         kv = kv_cache.index_select(0, block_ids).flatten(0, 1)[:seq_len]
-    kv = kv.to(q.dtype)
+    kv = kv_numbers(kv, q.dtype, kv_scales)
     groups = num_heads // num_kv_heads
     # Key-value heads as batch, the query heads of each as heads; keys are shared by a stride of 0, not copied.
     grouped = q.view(query_len, num_kv_heads, groups, head_dim).permute(1, 2, 0, 3)
@@ -110,6 +114,7 @@ def decode_attention(
     block_table: Tensor,
     seq_lens: Sequence[int],
     how: Scores,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Attention of one new token a sequence.
 
@@ -118,6 +123,7 @@ def decode_attention(
         kv_cache: see above; the new tokens' keys and values are in it.
         block_table: int32 or int64 [num_seqs, num_blocks]; entries past a sequence's own are ignored.
         seq_lens: tokens of each sequence, the new one included.
+        kv_scales: of a cache in FP8, see kv_codes.py.
 
     Returns:
         [num_seqs, num_heads * head_dim].
@@ -127,7 +133,8 @@ def decode_attention(
     scale, window, softcap, sinks = how
     longest = max(seq_lens)
     num_blocks = -(-longest // block_size)
-    gathered = kv_cache.index_select(0, block_table[:, :num_blocks].reshape(-1)).to(q.dtype)
+    kept = kv_cache.index_select(0, block_table[:, :num_blocks].reshape(-1))
+    gathered = kv_numbers(kept, q.dtype, kv_scales)
     keys, values = gathered.view(num_seqs, num_blocks * block_size, 2, num_kv_heads, head_dim).unbind(2)
     mask = None
     if min(seq_lens) == longest and window is None:

@@ -49,7 +49,13 @@ def plan_prompts(
 
 
 def varlen_attention(
-    q: Tensor, kv_cache: Tensor, block_table: Tensor, plan: Tensor, num_seqs: int, how: Scores
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    plan: Tensor,
+    num_seqs: int,
+    how: Scores,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """[num_tokens, num_heads * head_dim], in q's dtype.
 
@@ -58,17 +64,18 @@ def varlen_attention(
         kv_cache: [num_blocks, block_size, 2, num_kv_heads, head_dim], any strides but the last
         block_table: int32 [max_num_seqs, width], by row
         plan: of these sequences, `plan_prompts`; num_seqs: how many they are
+        kv_scales: of a cache in FP8, see kv_codes.py
     """
     assert q.stride(2) == 1 and q.stride(1) == q.shape[2] and kv_cache.stride(4) == 1
     if uses_triton(q):
         from .triton import varlen_attention as triton_op
 
-        return triton_op.varlen_attention(q, kv_cache, block_table, plan, num_seqs, how)
+        return triton_op.varlen_attention(q, kv_cache, block_table, plan, num_seqs, how, kv_scales)
     out = torch.zeros((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype)
     block_size = kv_cache.shape[1]
     for row, start, query_len, seq_len in plan.tolist():
         blocks = block_table[row, : -(-seq_len // block_size)].long()
         kv = kv_cache.index_select(0, blocks).flatten(0, 1)[seq_len - query_len : seq_len]
         own = q[start : start + query_len]
-        out[start : start + query_len] = prefill_attention(own, kv, kv_cache, blocks, seq_len, how)
+        out[start : start + query_len] = prefill_attention(own, kv, kv_cache, blocks, seq_len, how, kv_scales)
     return out

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import uses_triton
+from .kv_codes import kept_kv
 from .rotary import HeadNorms, Rope
 
 __all__ = ["apply_rope_and_write_kv"]
@@ -19,6 +20,7 @@ def apply_rope_and_write_kv(
     norms: HeadNorms | None,
     num_heads: int,
     kv_cache: Tensor,
+    kv_scales: Tensor | None = None,
 ) -> None:
     """Change q and k of ``qkv`` in place, head by head: the norms, if there are any, then rotary; write k and v.
 
@@ -27,6 +29,7 @@ def apply_rope_and_write_kv(
         positions, slot_mapping: int64 [num_tokens]; slot -1: nothing is written
         rope: by ``positions``, which have the rows' shifts in them already; None: q and k are not rotated
         kv_cache: [num_blocks, block_size, 2, num_kv_heads, head_dim], any strides but the last
+        kv_scales: of a cache in FP8, see kv_codes.py
     """
     num_kv_heads, head_dim = kv_cache.shape[3:]
     assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim and qkv.is_contiguous()
@@ -34,7 +37,7 @@ def apply_rope_and_write_kv(
     if uses_triton(qkv):
         from .triton import write_qkv as triton_op
 
-        triton_op.apply_rope_and_write_kv(qkv, positions, slot_mapping, rope, norms, num_heads, kv_cache)
+        triton_op.apply_rope_and_write_kv(qkv, positions, slot_mapping, rope, norms, num_heads, kv_cache, kv_scales)
         return
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     q_norm, k_norm, eps = norms or (None, None, 0.0)
@@ -50,7 +53,7 @@ def apply_rope_and_write_kv(
     kept = slot_mapping >= 0
     slots, block_size = slot_mapping[kept], kv_cache.shape[1]
     kv = heads[kept][:, num_heads:].unflatten(1, (2, num_kv_heads))
-    kv_cache[slots // block_size, slots % block_size] = kv.to(kv_cache.dtype)
+    kv_cache[slots // block_size, slots % block_size] = kept_kv(kv, kv_cache.dtype, kv_scales)
 
 
 def _turn(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:

@@ -9,9 +9,9 @@ import signal
 from collections.abc import Callable
 
 import pytest
-from test_every_architecture import MIB, SETTINGS, Model, models, one_thread, running
+from test_every_architecture import Model, models, one_thread, running
 
-from aengine import AsyncLLM, InvalidRequestError, SamplingParams
+from aengine import SamplingParams
 
 __all__ = ["models", "one_thread"]  # fixtures
 
@@ -123,8 +123,23 @@ async def test_kv_in_a_dtype_of_its_own(mistral: Model, rng: random.Random) -> N
             mistral.check_greedy(prompt, completion.token_ids, 30, most=0.5)
 
 
-def test_kv_in_eight_bits_is_not_there_yet() -> None:
-    with pytest.raises(InvalidRequestError, match="kv_cache_dtype='fp8_e4m3' is not supported yet: use 'auto'"):
-        AsyncLLM("m", kv_cache_dtype="fp8_e4m3", **SETTINGS)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequestError, match="kv_cache_dtype='int8' is not valid: it must be one of 'auto'"):
-        AsyncLLM("m", kv_cache_dtype="int8", kv_cache_memory_bytes=MIB)  # type: ignore[arg-type]
+async def test_kv_in_eight_bits(mistral: Model, rng: random.Random) -> None:
+    """A quarter of the bytes of 32 bits; the same tokens alone and together, in chunks, and from another worker."""
+    prompts = [[rng.randrange(320) for _ in range(n)] for n in (40, 7, 25)]
+    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    async with running(mistral) as engine:
+        whole = engine.describe()
+        assert whole["kv_cache_scales"] == ""
+    outputs = []
+    for tokens in (512, 16):
+        async with running(mistral, kv_cache_dtype="fp8", max_num_batched_tokens=tokens) as engine:
+            eighth = engine.describe()
+            assert (eighth["kv_cache_dtype"], eighth["kv_cache_scales"]) == ("fp8", "calibrated")
+            assert eighth["kv_cache_bytes"] / eighth["num_blocks"] * 4 == whole["kv_cache_bytes"] / whole["num_blocks"]
+            together = await asyncio.gather(*(engine.generate(prompt, params) for prompt in prompts))
+            outputs.append([completion.token_ids for completion in together])
+            os.kill(engine.describe()["pid"], signal.SIGKILL)
+            outputs.append([(await engine.generate(prompt, params)).token_ids for prompt in prompts])
+    for i, prompt in enumerate(prompts):
+        mistral.check_greedy(prompt, outputs[0][i], 30, most=2.0)
+    assert outputs[1:] == outputs[:1] * 3

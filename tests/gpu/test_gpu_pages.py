@@ -12,6 +12,7 @@ from test_hybrids import MODELS
 from tiny import load_reference, write_tiny_model
 
 from aengine.ipc.messages import KVCacheGroup
+from aengine.runner.attention.kv_format import KVFormat
 from aengine.runner.attention.kv_pages import KVPages
 from aengine.runner.attention.swap_space import SwapSpace
 from aengine.runner.kv_spec import KVLayout
@@ -37,7 +38,7 @@ def test_a_page_is_written_anew_only_when_its_copy_is_done(num_rows: int) -> Non
     platform = choose_platform(DEVICE)
     platform.open()
     layout = KVLayout((KVCacheGroup("full", 16),), (), 4, 1 << 16)
-    pages = KVPages(layout, num_rows, torch.bfloat16, platform.device)
+    pages = KVPages(layout, num_rows, KVFormat(torch.bfloat16), platform.device)
     space = SwapSpace(pages, num_rows, num_rows, platform, is_alone=True)
     order = torch.randperm(num_rows).tolist()  # single pages, and few runs of them
     fresh, none = torch.arange(num_rows).numpy(), torch.arange(0).numpy()

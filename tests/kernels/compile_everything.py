@@ -246,12 +246,14 @@ def decodes(
     window: int | None = None,
     with_norm: bool = False,
     extras: bool = False,
+    fp8: bool = False,
 ) -> None:
-    """``extras``: all that a layer may have beside the usual."""
+    """``extras``: all that a layer may have beside the usual; ``fp8``: keys and values are codes with scales."""
     num_heads, num_kv_heads, dim = heads
     compiler.note = f"{dtype} {heads} {size.name} {'raw' if is_raw else 'turned'}{' extras' if extras else ''}"
+    compiler.note += " fp8" if fp8 else ""
     n = {BatchSize.SMALL: 1, BatchSize.MIDDLING: 64, BatchSize.LARGE: 512}[size] // num_kv_heads + 1
-    qkv, cache, table = kv_of(dtype, heads, n)
+    qkv, cache, table, scales = kv_of(dtype, heads, n, fp8)
     rows, lens, rope = torch.zeros(n, dtype=torch.int64), torch.zeros(n, dtype=torch.int32), Rope(torch.zeros(99, dim))
     if extras:
         rope = Rope(torch.zeros(99, dim // 2), True, torch.zeros(99), lens)
@@ -261,15 +263,15 @@ def decodes(
     norms = HeadNorms(*torch.zeros(2, dim, dtype=dtype), 1e-6) if with_norm else None
     scores = Scores(0.1, window, 30.0, torch.zeros(num_heads, dtype=dtype)) if extras else Scores(0.1, window)
     decode_attention.decode_step_attention(
-        qkv, cache, table, rope, norms, num_heads, scores, plan, workspace, is_raw=is_raw
+        qkv, cache, table, rope, norms, num_heads, scores, plan, workspace, is_raw=is_raw, kv_scales=scales
     )
     if extras:  # neither rotated nor normalised
         bare = (cache, table, None, None, num_heads, Scores(0.1, window), plan, workspace)
-        decode_attention.decode_step_attention(qkv, *bare)
-        write_qkv.apply_rope_and_write_kv(qkv, rows, rows, None, None, num_heads, cache)
+        decode_attention.decode_step_attention(qkv, *bare, kv_scales=scales)
+        write_qkv.apply_rope_and_write_kv(qkv, rows, rows, None, None, num_heads, cache, scales)
         halves = Rope(rope.table)
-        write_qkv.apply_rope_and_write_kv(qkv, rows, rows, halves, None, num_heads, cache)
-    write_qkv.apply_rope_and_write_kv(qkv, rows, rows, rope, norms, num_heads, cache)
+        write_qkv.apply_rope_and_write_kv(qkv, rows, rows, halves, None, num_heads, cache, scales)
+    write_qkv.apply_rope_and_write_kv(qkv, rows, rows, rope, norms, num_heads, cache, scales)
 
 
 def prompts(
@@ -280,24 +282,27 @@ def prompts(
     n: int = 1,
     window: int | None = None,
     extras: bool = False,
+    fp8: bool = False,
 ) -> None:
     num_heads, num_kv_heads, dim = heads
-    compiler.note = f"{dtype} {heads} {num_tokens} tokens"
-    qkv, cache, table = kv_of(dtype, heads, num_tokens)
+    compiler.note = f"{dtype} {heads} {num_tokens} tokens{' fp8' if fp8 else ''}"
+    qkv, cache, table, kv_scales = kv_of(dtype, heads, num_tokens, fp8)
     q = qkv.view(num_tokens, -1, dim)[:, :num_heads]
     starts, lens = torch.zeros(n + 1, dtype=torch.int32), torch.zeros(n, dtype=torch.int32)
     batch = (torch.zeros(n, dtype=torch.int64), starts, lens, num_tokens)
     plan = varlen_attention.plan_prompts(*batch, num_heads // num_kv_heads, dtype, dim, skip_single=n > 1)
     scores = Scores(0.1, window, 30.0, torch.zeros(num_heads, dtype=dtype)) if extras else Scores(0.1, window)
-    varlen_attention.varlen_attention(q, cache, table, plan, n, scores)
+    varlen_attention.varlen_attention(q, cache, table, plan, n, scores, kv_scales)
 
 
-def kv_of(dtype: torch.dtype, heads: Heads, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """qkv of n tokens, a cache, a block table."""
+def kv_of(dtype: torch.dtype, heads: Heads, n: int, fp8: bool) -> tuple[Any, ...]:
+    """qkv of n tokens, a cache, a block table, and the scales of keys and values, or None."""
     num_heads, num_kv_heads, dim = heads
     qkv = torch.zeros(n, (num_heads + 2 * num_kv_heads) * dim, dtype=dtype)
-    cache = torch.zeros(4, 2, num_kv_heads, 16, dim, dtype=dtype).permute(0, 3, 1, 2, 4)
-    return qkv, cache, torch.zeros(n, 16, dtype=torch.int32)
+    shape = (4, 2, num_kv_heads, 16, dim)
+    cache = torch.zeros(shape, dtype=torch.uint8 if fp8 else dtype).permute(0, 3, 1, 2, 4)
+    scales = torch.ones(2, num_kv_heads) if fp8 else None
+    return qkv, cache, torch.zeros(n, 16, dtype=torch.int32), scales
 
 
 def mixtures(
@@ -416,8 +421,15 @@ def largest(compiler: Compiler) -> None:
     decodes(compiler, half, (32, 8, 128), BatchSize.SMALL, is_raw=False)
     decodes(compiler, half, (16, 8, 256), BatchSize.MIDDLING)
     decodes(compiler, full, (16, 8, 128), BatchSize.SMALL)
-    for dim in (64, 128, 256):
-        prompts(compiler, half, (16, 8, dim), 4096)
+    for dim, fp8 in itertools.product((64, 128, 256), (False, True)):
+        prompts(compiler, half, (16, 8, dim), 4096, fp8=fp8)
+    for heads, size in (
+        ((16, 8, 128), BatchSize.SMALL),
+        ((32, 8, 128), BatchSize.SMALL),
+        ((16, 8, 256), BatchSize.MIDDLING),
+    ):
+        for is_raw in (True, False):
+            decodes(compiler, half, heads, size, is_raw=is_raw, fp8=True)
     prompts(compiler, full, (16, 8, 256), 1024)
     for n in (8, 512, 8192):
         mixtures(compiler, n, ExpertShape(128, 2048, 768, 8), ExpertGate())
@@ -447,10 +459,12 @@ def every_kernel(compiler: Compiler) -> None:
         decodes(compiler, dtype, (9, 3, 64), size, window=40, with_norm=True)
         decodes(compiler, dtype, (9, 3, 64), size, is_raw=False)
         decodes(compiler, dtype, (8, 1, 64), size, window=40, with_norm=True, extras=True)
+        decodes(compiler, dtype, (8, 1, 64), size, window=40, with_norm=True, extras=True, fp8=True)
     for num_tokens, n in ((16, 1), (300, 300), (3072, 1)):
         prompts(compiler, dtype, (9, 3, 64), num_tokens, n, window=40)
         prompts(compiler, dtype, (16, 8, 128), num_tokens, n)
         prompts(compiler, dtype, (8, 1, 64), num_tokens, n, window=40, extras=True)
+        prompts(compiler, dtype, (8, 1, 64), num_tokens, n, window=40, extras=True, fp8=True)
     silu = ExpertGate()
     clamped = ExpertGate("clamped_swiglu", is_interleaved=True)
     for n in (1, 8, 512, 1024, 8192):
@@ -473,10 +487,10 @@ def grid(compiler: Compiler) -> None:
         for k in (2048, 2048 + 64):
             products(compiler, rows, n, k, kind)
     for dtype, dim in itertools.product((compiler.half, torch.float16, torch.float32), (16, 64, 80, 128, 256)):
-        for size, is_raw in itertools.product(BatchSize, (True, False)):
-            decodes(compiler, dtype, (16, 8, dim), size, is_raw=is_raw)
-        for num_tokens in (64, 1024, 4096):
-            prompts(compiler, dtype, (16, 8, dim), num_tokens)
+        for size, is_raw, fp8 in itertools.product(BatchSize, (True, False), (False, True)):
+            decodes(compiler, dtype, (16, 8, dim), size, is_raw=is_raw, fp8=fp8)
+        for num_tokens, fp8 in itertools.product((64, 1024, 4096), (False, True)):
+            prompts(compiler, dtype, (16, 8, dim), num_tokens, fp8=fp8)
             prompts(compiler, dtype, (7, 1, dim), num_tokens, window=40)
         decodes(compiler, dtype, (7, 1, dim), BatchSize.SMALL, window=40, with_norm=True)
         decodes(compiler, dtype, (64, 8, dim), BatchSize.SMALL)

@@ -13,6 +13,7 @@ from torch import Tensor
 from aengine.checkpoint.source import ModelSource, resolve_model
 from aengine.config import EngineConfig
 from aengine.kernels.policy import FASTEST, KernelPolicy
+from aengine.runner.attention.kv_format import KVFormat
 from aengine.runner.attention.kv_pages import KvCacheSpec
 from aengine.runner.attention.torch_attention import Attention, AttentionMetadata, GroupMetadata, KvCache
 from aengine.runner.models import build_model, read_config
@@ -73,10 +74,18 @@ class Driver:
     """Sequences by name. Each owns scattered blocks in every KV group; what it has computed is in the
     KV cache."""
 
-    def __init__(self, model: CausalLM, rng: random.Random, *, num_blocks: int = 128, block_size: int = 4) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        rng: random.Random,
+        *,
+        num_blocks: int = 128,
+        block_size: int = 4,
+        kv_format: KVFormat | None = None,
+    ) -> None:
         self._model = model
         dtype, longest = model.weights.formats.dtype, num_blocks * block_size
-        spec = KvCacheSpec(model.config, num_blocks, block_size, dtype, CPU, num_blocks, longest)
+        spec = KvCacheSpec(model.config, num_blocks, block_size, dtype, CPU, num_blocks, longest, kv_format)
         self._cache = KvCache(spec, model.weights.formats.policy)
         self._sizes = [group.block_size for group in self._cache.layout.groups]  # tokens in a block of each group
         self._num_blocks = num_blocks

@@ -32,6 +32,7 @@ from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.engine.speculation.drafts import Drafts
 from aengine.outputs import FinishReason
 from aengine.params import SamplingParams
+from aengine.runner.attention.kv_format import KVFormat
 from aengine.runner.distributed.pipeline import GlooLink, IntermediateTensors, StepSizes
 from aengine.runner.distributed.stage import WHOLE, PipelineStage
 from aengine.runner.model_runner import ModelRunner
@@ -98,7 +99,7 @@ def make_setup(source: ModelSource, stage: PipelineStage, link: Link | None) -> 
         model,
         platform,
         attention,
-        torch.float32,
+        KVFormat(torch.float32),
         BLOCK_SIZE,
         BATCHED,
         0,

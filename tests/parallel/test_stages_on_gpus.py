@@ -32,6 +32,7 @@ from aengine.ipc.messages import GrammarOutput, SchedulerOutput
 from aengine.kernels.dispatch import triton_everywhere
 from aengine.runner.async_output import AsyncOutput
 from aengine.runner.attention.backend import TritonAttention
+from aengine.runner.attention.kv_format import KVFormat
 from aengine.runner.attention.prefill import TritonPrefill
 from aengine.runner.distributed import cuda_link, opening
 from aengine.runner.distributed.cuda_link import CudaLink, StageMemory
@@ -189,7 +190,7 @@ def make_setup(source: ModelSource, stage: PipelineStage, link: CudaLink | None,
     attention = platform.choose_attention(config, model_config, torch.float32)
     if stage is not WHOLE:
         attention = TritonAttention(TritonPrefill())
-    where = (platform, attention, torch.float32, BLOCK_SIZE, BATCHED, 0, 1)
+    where = (platform, attention, KVFormat(torch.float32), BLOCK_SIZE, BATCHED, 0, 1)
     return RunnerSetup(config, model_config, model, *where, link=link)
 
 

@@ -27,6 +27,7 @@ from aengine.ipc.messages import (
 )
 from aengine.kernels.dispatch import triton_everywhere
 from aengine.runner.attention.backend import TritonAttention
+from aengine.runner.attention.kv_format import KVFormat
 from aengine.runner.attention.kv_pages import KvCacheSpec
 from aengine.runner.attention.prefill import TritonPrefill
 from aengine.runner.attention.torch_attention import KvCache
@@ -550,7 +551,7 @@ def make_setup(folder: Path, **settings) -> RunnerSetup:
     model_config = read_config(resolve_model(config).hf_config)
     model = build_model(model_config, choose_formats("float32", CPU))
     attention = TritonAttention(TritonPrefill())
-    return RunnerSetup(config, model_config, model, LikeGpu(), attention, torch.float32, BLOCK_SIZE, 64, 0, 1)
+    return RunnerSetup(config, model_config, model, LikeGpu(), attention, KVFormat(torch.float32), BLOCK_SIZE, 64, 0, 1)
 
 
 @pytest.mark.parametrize(("in_flight", "leased"), [(2, 500), (300, 0), (2, 10**9)])

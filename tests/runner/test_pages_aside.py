@@ -12,6 +12,7 @@ import torch
 from aengine.errors import InternalError
 from aengine.ipc.messages import KVCacheGroup
 from aengine.runner.attention import swap_space
+from aengine.runner.attention.kv_format import KVFormat
 from aengine.runner.attention.kv_pages import KVPages
 from aengine.runner.attention.swap_space import SwapSpace
 from aengine.runner.kv_spec import KVLayout
@@ -34,7 +35,7 @@ class Failing(CpuPlatform):
 
 def space_of(dtype: torch.dtype = torch.float32, *, is_alone: bool = True, slab_bytes: int = 48) -> Any:
     layout = KVLayout((KVCacheGroup("full", 4),), (), 3, slab_bytes)
-    pages = KVPages(layout, NUM_PAGES, dtype, torch.device("cpu"))
+    pages = KVPages(layout, NUM_PAGES, KVFormat(dtype), torch.device("cpu"))
     for i, slab in enumerate(pages.slabs):
         slab.view(torch.uint8).copy_(torch.arange(slab.nbytes).view(NUM_PAGES, -1) * (7 + i) % 251)
     platform = Failing()
@@ -121,7 +122,9 @@ class Queued(CpuPlatform):
 
 def test_only_who_needs_a_page_waits_for_it() -> None:
     platform = Queued()
-    pages = KVPages(KVLayout((KVCacheGroup("full", 4),), (), 3, 48), NUM_PAGES, torch.float32, torch.device("cpu"))
+    pages = KVPages(
+        KVLayout((KVCacheGroup("full", 4),), (), 3, 48), NUM_PAGES, KVFormat(torch.float32), torch.device("cpu")
+    )
     space = SwapSpace(pages, NUM_PAGES, 6, platform, is_alone=True)
 
     def waits() -> list[int]:

@@ -28,6 +28,7 @@ from .decode_parts import (
     score_scale,
     write_own_kv,
 )
+from .kv_codes import as_known, kept_number, numbers_of, times_scale
 from .launch import has_pdl, launch, launch_next, max_shared_memory, wait_for_previous
 
 __all__ = ["decode_step_attention"]
@@ -76,6 +77,7 @@ def decode_step_attention(
     workspace: DecodeWorkspace,
     is_raw: bool,
     given: Tensor | None,
+    kv_scales: Tensor | None,
 ) -> Tensor:
     n = qkv.shape[0]
     block_size, _, num_kv_heads, head_dim = kv_cache.shape[1:]
@@ -88,7 +90,8 @@ def decode_step_attention(
         _decode_attention,
         (num_kv_heads, plan.shape[0]),
         qkv,
-        kv_cache,
+        as_known(kv_cache, kv_scales),
+        kv_scales,
         block_table,
         None if turn is None else turn.table,
         None if turn is None else turn.query_scale,
@@ -136,6 +139,16 @@ def _pad(at, is_query, CLEAR: tl.constexpr, PDL: tl.constexpr):
     wait_for_previous(PDL)
     if CLEAR:
         tl.store(at, tl.zeros(is_query.shape, at.dtype.element_ty), mask=is_query)
+
+
+@triton.jit
+def _places(kv_head, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """Where the GROUP heads of a key-value head, the first of ROWS rows, are in a row of q, or of the output: which of
+    [ROWS, DP] are elements, the first element, and the offsets of the heads [ROWS, 1] and of all elements."""
+    is_query = (tl.arange(0, ROWS) < GROUP)[:, None] & (tl.arange(0, DP) < D)[None, :]
+    first = kv_head * (GROUP * D)
+    heads = first + tl.arange(0, ROWS)[:, None] * D
+    return is_query, first, heads, heads + tl.arange(0, DP)[None, :]
 
 
 @triton.jit
@@ -204,6 +217,8 @@ def _begin_with_own_key(
     rotation,
     eps,
     scale,
+    kv_scales,
+    kv_head,
     KV: tl.constexpr,
     D: tl.constexpr,
     DP: tl.constexpr,
@@ -217,13 +232,14 @@ def _begin_with_own_key(
     keys, blocks, strides = kv
     _, rotary, _, weights = rotation
     k, v = own_key_value(own, weights, rotary, eps, KV, D, DP, NORM, ROTARY)
+    k = kept_number(k, kv_scales, kv_head, True, keys)  # rounded as the cache will have them
+    v = kept_number(v, kv_scales, KV + kv_head, True, keys)
     write_own_kv(keys, blocks, position, k, v, strides, BLOCK_SIZE, D, DP)
-    k, v = k.to(keys.dtype.element_ty), v.to(keys.dtype.element_ty)  # rounded as the cache will have them
-    top = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
+    top = tl.sum(q.to(tl.float32) * numbers_of(k, scale), 1) * scale
     if SOFTCAP > 0:
         top = capped(top, SOFTCAP)
     total = tl.full((q.shape[0],), 1.0, tl.float32)
-    acc = tl.zeros((q.shape[0], DP), tl.float32) + v.to(tl.float32)
+    acc = tl.zeros((q.shape[0], DP), tl.float32) + numbers_of(v, scale)
     return top, total, acc
 
 
@@ -265,7 +281,7 @@ def _load_keys(kv, block, begin, end, D: tl.constexpr, DP: tl.constexpr, BLOCK_S
 def _attend(q, stretch, scale, top, total, acc, SOFTCAP: tl.constexpr):
     """Add one stretch of keys to the running softmax: maximum and sum [rows], weighted values [rows, DP]."""
     k, v, known = stretch
-    k, v = k.to(q.dtype), v.to(q.dtype)
+    k, v = numbers_of(k, q), numbers_of(v, q)
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if SOFTCAP > 0:
         s = capped(s, SOFTCAP)
@@ -283,6 +299,7 @@ def _attend(q, stretch, scale, top, total, acc, SOFTCAP: tl.constexpr):
 def _decode_attention(
     qkv,
     cache,
+    kv_scales,
     table,
     rope,
     query_scale,
@@ -327,15 +344,13 @@ def _decode_attention(
         return
     GROUP: tl.constexpr = H // KV
     ROWS: tl.constexpr = PADDED if PADDED > 16 else 16
-    is_query = (tl.arange(0, ROWS) < GROUP)[:, None] & (tl.arange(0, DP) < D)[None, :]
-    first = kv_head * (GROUP * D)
-    heads = first + tl.arange(0, ROWS)[:, None] * D  # element offsets of these heads in a row of q, or of the output
-    at_head = heads + tl.arange(0, DP)[None, :]
+    is_query, first, heads, at_head = _places(kv_head, GROUP, ROWS, D, DP)
     out += seq.to(tl.int64) * (H * D)
     if seq_len == 0:
         _pad(out + at_head, is_query, CLEAR, PDL)
         return
     kv = cache + kv_head * stride_head, table + row.to(tl.int64) * stride_table, (stride_block, stride_token, stride_kv)
+    scale = times_scale(scale, kv_scales, kv_head)
     position = seq_len - 1
     old = tl.minimum(end, position) if RAW else end  # raw: the last key is not in the cache yet
     rotation = _rotation(rope, shifts, q_norm, k_norm, row, position, D, DP, ROTARY, INTERLEAVED, NORM)
@@ -354,9 +369,9 @@ def _decode_attention(
             q = _load_query(qkv, heads, at_head, is_query, rotation, query_scale, eps, D, NORM, ROTARY)
             if RAW:
                 if end == seq_len:
-                    own = (q, qkv + (H + kv_head) * D, kv, position, rotation, eps, scale)
+                    own = (q, qkv + (H + kv_head) * D, kv, position, rotation, eps, scale, kv_scales, kv_head)
                     top, total, acc = _begin_with_own_key(*own, KV, D, DP, BLOCK_SIZE, SOFTCAP, NORM, ROTARY)
             top, total, acc = _add_sinks(sinks, kv_head, item == first_item, top, total, acc, GROUP)
         top, total, acc = _attend(q, stretch, scale, top, total, acc, SOFTCAP)
     where = (seq * KV + kv_head, item, kv_head, first_item, num_splits)
-    finish(acc, top, total, out + first, parts, counters, where, KV, GROUP, PADDED, ROWS, D, DP, FEW)
+    finish(acc, top, total, out + first, parts, counters, kv_scales, where, KV, GROUP, PADDED, ROWS, D, DP, FEW)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .kv_codes import store_kept, times_scale
+
 __all__ = [
     "apply_rope",
     "capped",
@@ -139,12 +141,13 @@ def own_key_value(
 
 @triton.jit
 def write_own_kv(keys, blocks, position, k, v, strides, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """Write a key and a value [1, DP], as the cache keeps them."""
     stride_block, stride_token, stride_kv = strides
     d = tl.arange(0, DP)[None, :]
     block = tl.load(blocks + position // BLOCK_SIZE).to(tl.int64)
     place = keys + block * stride_block + (position % BLOCK_SIZE) * stride_token + d
-    tl.store(place, k.to(keys.dtype.element_ty), mask=d < D)
-    tl.store(place + stride_kv, v.to(keys.dtype.element_ty), mask=d < D)
+    store_kept(place, k, d < D)
+    store_kept(place + stride_kv, v, d < D)
 
 
 @triton.jit
@@ -155,6 +158,7 @@ def finish(
     out,
     parts,
     counters,
+    kv_scales,
     where,
     LANES: tl.constexpr,
     GROUP: tl.constexpr,
@@ -168,9 +172,10 @@ def finish(
 
     If the sequence has other items, this one's part of the softmax goes to ``parts``, where the last of them, by their
     counter, puts them together. ``where``: the counter, the item, which group of heads (of LANES), the sequence's
-    first item, how many it has.
+    first item, how many it has. ``kv_scales``: of LANES heads; None: values are plain numbers.
     """
     counter, item, lane, first_item, num_splits = where
+    acc = times_scale(acc, kv_scales, LANES + lane)
     g = tl.arange(0, ROWS)
     d = tl.arange(0, DP)
     is_head = (g < GROUP)[:, None]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..paged_attention import Scores
 from .decode_parts import capped, score_scale
+from .kv_codes import as_known, numbers_of, times_scale
 from .launch import bucket, has_pdl, launch, launch_next, launch_next_and_wait, max_shared_memory, wait_for_previous
 
 __all__ = ["plan_prompts", "varlen_attention"]
@@ -100,7 +101,13 @@ def plan_prompts(
 
 
 def varlen_attention(
-    q: Tensor, kv_cache: Tensor, block_table: Tensor, plan: Tensor, num_seqs: int, how: Scores
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    plan: Tensor,
+    num_seqs: int,
+    how: Scores,
+    kv_scales: Tensor | None,
 ) -> Tensor:
     num_tokens, num_heads, head_dim = q.shape
     group = num_heads // kv_cache.shape[3]
@@ -110,7 +117,8 @@ def varlen_attention(
         _varlen_attention,
         (plan.shape[0], num_heads // _pack(tiling, group)),
         q,
-        kv_cache,
+        as_known(kv_cache, kv_scales),
+        kv_scales,
         block_table,
         plan,
         how.sinks,
@@ -222,8 +230,8 @@ def _attend(
         block = tl.load(blocks + t // BLOCK_SIZE).to(tl.int64)
         real = (t >= 0)[:, None] & (d < D)[None, :]
     place = (base + block * stride_block + (t % BLOCK_SIZE) * stride_token)[:, None] + d[None, :]
-    k = tl.load(place, mask=real, other=0.0).to(tile.dtype)
-    v = tl.load(place + stride_kv, mask=real, other=0.0).to(tile.dtype)
+    k = numbers_of(tl.load(place, mask=real, other=0.0), tile)
+    v = numbers_of(tl.load(place + stride_kv, mask=real, other=0.0), tile)
     s = tl.dot(tile, tl.trans(k), input_precision="ieee") * scale
     if SOFTCAP > 0:
         s = capped(s, SOFTCAP)
@@ -259,6 +267,7 @@ def _begin_softmax(sinks, heads, BM: tl.constexpr):
 def _varlen_attention(
     q,
     cache,
+    kv_scales,
     table,
     plan,
     sinks,
@@ -306,6 +315,7 @@ def _varlen_attention(
         top, total = _begin_softmax(sinks, head + r % PACK, BM)
         acc = tl.zeros((BM, DP), tl.float32)
         last = tl.minimum(seq_len, begin + BM // PACK)
+        scale = times_scale(scale, kv_scales, head // GROUP)
         base = cache + (head // GROUP) * stride_head
         blocks = table + row.to(tl.int64) * stride_table
         strides = (stride_block, stride_token, stride_kv)
@@ -330,5 +340,6 @@ def _varlen_attention(
             top, total, acc = _attend(
                 tile, base, blocks, j, *state, *strides, D, DP, BLOCK_SIZE, BN, WINDOW, SOFTCAP, True
             )
+        acc = times_scale(acc, kv_scales, (H + head) // GROUP)
         y = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # the total is 0 in rows past the last query
         tl.store(out + token[:, None] * (H * D) + at_head, y.to(out.dtype.element_ty), mask=is_query)

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..rotary import HeadNorms, Rope
+from .kv_codes import as_known, kept_number, store_kept
 from .launch import has_pdl, launch, launch_next_and_wait
 
 __all__ = ["apply_rope_and_write_kv"]
@@ -20,6 +21,7 @@ def apply_rope_and_write_kv(
     norms: HeadNorms | None,
     num_heads: int,
     kv_cache: Tensor,
+    kv_scales: Tensor | None,
 ) -> None:
     block_size, _, num_kv_heads, head_dim = kv_cache.shape[1:]
     launch(
@@ -32,7 +34,8 @@ def apply_rope_and_write_kv(
         None if rope is None else rope.query_scale,
         None if norms is None else norms.q,
         None if norms is None else norms.k,
-        kv_cache,
+        as_known(kv_cache, kv_scales),
+        kv_scales,
         0.0 if norms is None else norms.eps,
         kv_cache.stride(0),
         kv_cache.stride(1),
@@ -79,6 +82,7 @@ def _apply_rope_and_write_kv(
     q_norm,
     k_norm,
     cache,
+    kv_scales,
     eps,
     stride_block,
     stride_token,
@@ -144,5 +148,6 @@ def _apply_rope_and_write_kv(
     place = cache + slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * stride_token
     place = place + tl.where(is_value, stride_kv, 0) + kv_head * stride_head + e
     written = inside & (head >= H) & (slot >= 0)
-    tl.store(place, one.to(cache.dtype.element_ty), mask=written)
-    tl.store(place + apart, two.to(cache.dtype.element_ty), mask=written)
+    whose = (kv_scales, head - H, (head >= H) & (head < H + 2 * KV))
+    store_kept(place, kept_number(one, *whose, cache), written)
+    store_kept(place + apart, kept_number(two, *whose, cache), written)

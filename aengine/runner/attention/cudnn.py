@@ -115,7 +115,7 @@ class CudnnPrefill:
         if heads != self._heads or how.sinks is not None or how != Scores(heads.head_dim**-0.5):
             self._give_up()  # the model has such layers in every step
             return None
-        k, v = (t.to(kept.cache.dtype).to(q.dtype) for t in (k, v))  # rounded as our own kernel reads them from it
+        k, v = kept.rounded(k, v)
         outs, begin = [], 0
         try:
             for length in metadata.query_lens.tolist():

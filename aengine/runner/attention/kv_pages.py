@@ -13,10 +13,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ...kernels.kv_codes import kept_kv, kv_numbers
 from ..distributed.stage import WHOLE, PipelineStage
 from ..kv_spec import FullKV, KVLayout, LayerPlace, StateKV, WindowKV, lay_out_kv
 from ..lazy_zeros import lazy_zeros
 from ..model_config import ModelConfig
+from .kv_format import KVFormat
 
 __all__ = ["AttentionLayerKV", "KVPages", "KvCacheSpec", "LayerStatePlace", "PageCopies"]
 
@@ -35,30 +37,45 @@ class KvCacheSpec:
     device: torch.device
     max_num_seqs: int
     max_model_len: int
-    kv_dtype: torch.dtype | None = None  # dtype in which keys and values are kept; None: ``dtype``
+    kv_format: KVFormat | None = None  # what keys and values are kept as; None: numbers of ``dtype``
     stage: PipelineStage = WHOLE  # the pipeline stage whose layers the pages are for
     max_positions: int = 0  # most positions of a decode whose rows have several, as a graph
 
     def make_pages(self, *, has_spare: bool = False) -> KVPages:
         """``has_spare``: one page more, behind the others, if there are states."""
-        kv_dtype = self.kv_dtype or self.dtype
+        kept = self.kv_format or KVFormat(self.dtype)
         layers = self.config.kv_layers
-        layout = lay_out_kv(layers, self.block_size, kv_dtype.itemsize).of_layers(self.stage.layers(len(layers)))
+        layout = lay_out_kv(layers, self.block_size, kept.dtype.itemsize).of_layers(self.stage.layers(len(layers)))
         num_spare = int(has_spare and any(group.kind == "state" for group in layout.groups))
-        return KVPages(layout, self.num_blocks + num_spare, kv_dtype, self.device)
+        return KVPages(layout, self.num_blocks + num_spare, kept, self.device)
 
 
 class AttentionLayerKV:
     """A layer's KV as attention uses it."""
 
-    __slots__ = ("cache", "group", "heads", "window")
+    __slots__ = ("cache", "group", "heads", "scales", "window")
 
-    def __init__(self, place: LayerPlace, cache: Tensor) -> None:
+    def __init__(self, place: LayerPlace, cache: Tensor, scales: Tensor | None = None) -> None:
         assert isinstance(place.kv, FullKV | WindowKV)
         self.cache = cache  # [num_blocks, block_size, 2, num_kv_heads, head_dim], any strides but the last
+        self.scales = scales  # float32 [2, num_kv_heads], of keys and of values; None: the cache has plain numbers
         self.group = place.group  # index of the KV group whose block table leads to it
         self.heads = place.kv.num_kv_heads, place.kv.head_dim
         self.window = place.kv.window if isinstance(place.kv, WindowKV) else None  # tokens, the query's own included
+
+    def kept(self, kv: Tensor) -> Tensor:
+        """``kv`` [num_tokens, 2, num_kv_heads, head_dim] as the cache keeps it."""
+        return kept_kv(kv, self.cache.dtype, self.scales)
+
+    def numbers(self, kept: Tensor, dtype: torch.dtype) -> Tensor:
+        """What the cache keeps [n, 2, num_kv_heads, head_dim] as numbers."""
+        return kv_numbers(kept, dtype, self.scales)
+
+    def rounded(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """k and v [num_tokens, num_kv_heads, head_dim] as they are read from the cache, for who does not read it."""
+        if self.scales is None:
+            return tuple(t.to(self.cache.dtype).to(t.dtype) for t in (k, v))
+        return self.numbers(self.kept(torch.stack((k, v), 1)), k.dtype).unbind(1)
 
 
 class LayerStatePlace(NamedTuple):
@@ -71,20 +88,23 @@ class LayerStatePlace(NamedTuple):
 class KVPages:
     """The pages of KV: one tensor a slab, [num_pages, elements], zeroed."""
 
-    def __init__(self, layout: KVLayout, num_pages: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.layout = layout
-        shape = (num_pages, layout.slab_bytes // dtype.itemsize)
-        self.slabs = [lazy_zeros(shape, dtype, device) for _ in range(layout.num_slabs)]
+    def __init__(self, layout: KVLayout, num_pages: int, kept: KVFormat, device: torch.device) -> None:
+        self.layout, self._format = layout, kept
+        shape = (num_pages, layout.slab_bytes // kept.dtype.itemsize)
+        self.slabs = [lazy_zeros(shape, kept.dtype, device) for _ in range(layout.num_slabs)]
 
     def layers(self, *, heads_first: bool) -> dict[int, AttentionLayerKV]:
         """The caches of all layers that attend, by index. ``heads_first``: a block is [2, num_kv_heads, block_size,
         head_dim] in memory, so that a head's tokens are one run; else [block_size, 2, num_kv_heads, head_dim], so that
         a token is."""
         return {
-            i: AttentionLayerKV(place, self._view(place, heads_first))
+            i: self._layer(i, place, self._view(place, heads_first))
             for i, place in enumerate(self.layout.layers)
             if place is not None and not isinstance(place.kv, StateKV)
         }
+
+    def _layer(self, index: int, place: LayerPlace, cache: Tensor) -> AttentionLayerKV:
+        return AttentionLayerKV(place, cache, self._format.scales(index, cache.shape[3], cache.device))
 
     def states(self) -> dict[int, LayerStatePlace]:
         """Return the states of all layers that have one, by index."""

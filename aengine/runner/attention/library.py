@@ -92,8 +92,9 @@ class LibraryPrefill:
         try:
             if m.has_context:
                 places, starts_k = m.places(kept.group, kept.cache.shape[1], how.window)
-                k, v = kept.cache[places[0], places[1]].unbind(1)
-            k, v = (t.to(kept.cache.dtype).to(q.dtype) for t in (k, v))  # rounded as our own kernel reads them
+                k, v = kept.numbers(kept.cache[places[0], places[1]], q.dtype).unbind(1)
+            else:
+                k, v = kept.rounded(k, v)
             out = _call(self._function, q, k, v, m.query_start_loc, starts_k, longest, longest_k, how)
         # the copy of the contexts is in no profile, and may find no memory; our own kernel needs none
         except torch.OutOfMemoryError as error:

@@ -206,20 +206,19 @@ class Attention:
         """q: [num_tokens, num_heads, head_dim]; kv: [num_tokens, 2, num_kv_heads, head_dim]."""
         kept = self._kv_cache.layers[layer.index]
         cache, group, n = kept.cache, self._groups[kept.group], self._num_decodes
-        block_size = cache.shape[1]
-        if kv.dtype != cache.dtype:
-            kv = kv.to(cache.dtype)
+        block_size, kv = cache.shape[1], kept.kept(kv)
         write_kv(kv, cache, group.slot_mapping)
         how = layer.scores(kept.window)
         parts = []
         if n:
             table, lens = self._decodes[kept.group]
-            parts.append(decode_attention(q[:n], cache, table, lens, how))
+            parts.append(decode_attention(q[:n], cache, table, lens, how, kept.scales))
         for i, start, stop in self._alone:
             seq_len = group.seq_lens[i]
             blocks = group.block_table[i, : -(-seq_len // block_size)]
             if self._kv_cache.policy.batch_invariant:
-                parts.append(invariant_attention(q[start:stop], cache, blocks, seq_len, how))
+                parts.append(invariant_attention(q[start:stop], cache, blocks, seq_len, how, kept.scales))
             else:
-                parts.append(prefill_attention(q[start:stop], kv[start:stop], cache, blocks, seq_len, how))
+                own = q[start:stop], kv[start:stop]
+                parts.append(prefill_attention(*own, cache, blocks, seq_len, how, kept.scales))
         return parts[0] if len(parts) == 1 else torch.cat(parts)

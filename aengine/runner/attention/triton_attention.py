@@ -190,6 +190,7 @@ class DecodeAttention:
             self._cache.workspaces[heads],
             is_raw=out is None,
             out=out,
+            kv_scales=kept.scales,
         )
 
 
@@ -215,7 +216,7 @@ class PositionsAttention(DecodeAttention):
         if rope is not None and rope.shifts is not None:
             positions = positions + rope.shifts[self._rows.clamp(min=0)]
         slots = self._slots[kept.group]
-        apply_rope_and_write_kv(qkv, positions, slots, rope, norms, layer.num_heads, kept.cache)
+        apply_rope_and_write_kv(qkv, positions, slots, rope, norms, layer.num_heads, kept.cache, kept.scales)
         out = torch.empty((len(qkv), layer.num_heads * layer.head_dim), dtype=qkv.dtype, device=qkv.device)
         return super()._call(layer, qkv, None, None, out)
 
@@ -300,7 +301,7 @@ class BatchAttention:
     ) -> Tensor:
         kept = self._cache.layers[layer.index]
         slots = self._slot_mappings[kept.group]
-        apply_rope_and_write_kv(qkv, positions, slots, rope, norms, layer.num_heads, kept.cache)
+        apply_rope_and_write_kv(qkv, positions, slots, rope, norms, layer.num_heads, kept.cache, kept.scales)
         out = self._attend_to_prompts(layer, qkv, kept)
         if self._decodes is not None:
             self._decodes.attend_to_written(layer, qkv[: self._decodes.size], out)
@@ -347,7 +348,7 @@ class BatchAttention:
             # the plan is written when it begins.
             qkv.new_zeros(1)
         where = (self._block_tables[kept.group], self._prompts[self._cache.heads[layer.index]], len(self._rows))
-        return varlen_attention(q, kept.cache, *where, how)
+        return varlen_attention(q, kept.cache, *where, how, kept.scales)
 
 
 def _join(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from ...ipc.messages import KVCacheGroup, NewRequest, SchedulerOutput, int32, kv
 from ..model_runner import ModelRunner
 
 __all__ = [
-    *("KvPlan", "check_swap_space", "choose_kv_dtype", "cpu_budget", "gpu_budget", "plan_kv", "profile_run"),
+    *("KvPlan", "check_swap_space", "cpu_budget", "gpu_budget", "plan_kv", "profile_run"),
     "resolve_max_model_len",
 ]
 
@@ -47,11 +47,6 @@ def resolve_max_model_len(config: EngineConfig, model_max_len: int) -> int:
             f"give at most that, or leave it out"
         )
     return config.max_model_len or model_max_len
-
-
-def choose_kv_dtype(setting: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the KV cache, where the model computes in ``dtype``."""
-    return dtype if setting == "auto" else getattr(torch, setting)
 
 
 def plan_kv(

@@ -37,7 +37,8 @@ from ..weights.sources.loader import LoadedWeights, Progress, check_layers, load
 from .encoder import LoadedEncoder, load_encoder
 from .estimate import gguf_matrices, tensors_of
 from .heads import DecoderHead
-from .kv_memory import KvPlan, choose_kv_dtype
+from .kv_memory import KvPlan
+from .kv_scales import choose_kv_format, measured
 from .policy import choose_policy
 from .profile import profile
 from .setup import RunnerSetup
@@ -132,7 +133,7 @@ def _load(
         model=model,
         platform=platform,
         attention=attention,
-        kv_dtype=choose_kv_dtype(config.kv_cache_dtype, formats.dtype),
+        kv_format=choose_kv_format(config, model_config, formats.dtype, checkpoint, group.rank),
         block_size=config.block_size or DEFAULT_BLOCK_SIZE,
         max_batched=max_batched,
         weight_bytes=platform.memory().allocated if platform.is_accelerator else weights.own_bytes,
@@ -179,7 +180,8 @@ class LocalModel:
             "max_num_batched_tokens": setup.max_batched,
             "block_size": min(group.block_size for group in groups),
             "kv_groups": [[group.kind, group.block_size, group.window] for group in groups],
-            "kv_cache_dtype": str(setup.kv_dtype).removeprefix("torch."),
+            "kv_cache_dtype": setup.kv_format.name,
+            "kv_cache_scales": setup.kv_format.origin,
             "vocab_size": setup.model_config.vocab_size,
             "rope_border": setup.model_config.rope_border,
             "dtype": str(formats.dtype).removeprefix("torch."),
@@ -197,9 +199,10 @@ class LocalModel:
         self, plan: Mapping[str, int], bitmasks: memoryview | None = None
     ) -> tuple[ModelRunner, dict[str, Any]]:
         """See `LoadedModel`. Raises ModelLoadError."""
-        setup, platform = self._setup, self._setup.platform
+        platform = self._setup.platform
         begun = time.monotonic()
-        with setup.errors_explained():
+        with self._setup.errors_explained():
+            setup = self._setup = measured(self._setup)
             runner = setup.make_runner(plan["num_blocks"], plan["max_model_len"])
             if bitmasks is not None:
                 runner.share_bitmasks(bitmasks)

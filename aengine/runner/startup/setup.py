@@ -12,6 +12,7 @@ import torch
 from ...config import EngineConfig
 from ...errors import ModelLoadError
 from ..attention.backend import AttentionBackend
+from ..attention.kv_format import KVFormat
 from ..attention.kv_pages import KvCacheSpec
 from ..attention.swap_space import SwapSpace
 from ..distributed.experts_group import ExpertsGroup
@@ -49,7 +50,7 @@ class RunnerSetup:
     model: CausalLM
     platform: Platform
     attention: AttentionBackend
-    kv_dtype: torch.dtype  # dtype of the KV cache
+    kv_format: KVFormat  # what keys and values are kept as
     block_size: int
     max_batched: int  # tokens in a step
     weight_bytes: int
@@ -85,7 +86,7 @@ class RunnerSetup:
     @property
     def kv_layout(self) -> KVLayout:
         layers = self.model_config.kv_layers
-        layout = lay_out_kv(layers, self.block_size, self.kv_dtype.itemsize)
+        layout = lay_out_kv(layers, self.block_size, self.kv_format.dtype.itemsize)
         return layout.of_layers(self.stage.layers(len(layers)))
 
     @property
@@ -100,23 +101,29 @@ class RunnerSetup:
         """Number of this rank's pages for which the host has places."""
         return self.config.swap_space_bytes // self.kv_layout.page_bytes
 
-    def make_runner(self, num_blocks: int, max_model_len: int, *, is_rehearsal: bool = False) -> ModelRunner:
-        """Make a runner over a KV cache of ``num_blocks`` blocks; no graph is captured yet. ``is_rehearsal``: its steps
-        are exchanged with no other pipeline stage."""
-        config, platform = self.config, self.platform
+    def make_cache(self, num_blocks: int, max_model_len: int) -> Any:
+        """Make a KV cache of ``num_blocks`` blocks."""
         spec = KvCacheSpec(
             self.model_config,
             num_blocks,
             self.block_size,
             self.model.weights.formats.dtype,
-            platform.device,
-            config.max_num_seqs,
+            self.platform.device,
+            self.config.max_num_seqs,
             max_model_len,
-            self.kv_dtype,
+            self.kv_format,
             self.stage,
             max(self.draft_sizes, default=0),
         )
-        cache, exchange = self.attention.make_cache(spec), self._exchange(is_rehearsal=is_rehearsal)
+        return self.attention.make_cache(spec)
+
+    def make_runner(
+        self, num_blocks: int, max_model_len: int, *, is_rehearsal: bool = False, cache: Any = None
+    ) -> ModelRunner:
+        """Make a runner over ``cache``, a KV cache of ``num_blocks`` blocks, or a new one; no graph is captured yet.
+        ``is_rehearsal``: its steps are exchanged with no other pipeline stage."""
+        config, platform, exchange = self.config, self.platform, self._exchange(is_rehearsal=is_rehearsal)
+        cache = cache or self.make_cache(num_blocks, max_model_len)
         page_copies = None
         if self.num_swap_pages and not is_rehearsal:
             sizes = num_blocks, self.num_swap_pages

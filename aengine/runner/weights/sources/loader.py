@@ -40,7 +40,7 @@ Progress = Callable[[str, int, int, str], None]
 """Gets stage, done, total (0: not known) and their unit."""
 
 _IGNORED = re.compile(
-    r"rotary_emb\.inv_freq$|\.(input|activation|input_global)_scale$|rope_(freqs|factors_)|\.masked_bias$|attn_rot_embd|\.weight_shape$|^lm_head\.weight$"
+    r"rotary_emb\.inv_freq$|\.(input|activation|input_global|k|v|kv)_scale$|rope_(freqs|factors_)|\.masked_bias$|attn_rot_embd|\.weight_shape$|^lm_head\.weight$"
     r"|^score\.weight$"
 )
 """Tensors of a checkpoint for which the model may have no place: constants, the output matrix of a tied model, and the

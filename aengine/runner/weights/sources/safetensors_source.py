@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -15,7 +16,7 @@ from ....checkpoint.safetensors_files import safetensors_files
 from ....errors import ModelLoadError
 from .reading import NUMBERS, Named, Source, Target, in_threads, text_name
 
-__all__ = ["READERS", "read_safetensors", "read_shapes", "read_tensor"]
+__all__ = ["READERS", "read_matching", "read_safetensors", "read_shapes", "read_tensor"]
 
 READERS = 8
 """Threads that read files. One copies 2 to 4 GB/s out of the page cache to a GPU; from a disk the more are better."""
@@ -61,6 +62,17 @@ def read_tensor(folder: Path, name: str, most_rows: int | None = None) -> torch.
                 tensor: torch.Tensor = file.get_slice(name)[:most_rows] if most_rows else file.get_tensor(name)
                 return tensor
     raise ModelLoadError(f"{folder} lacks the tensor {name!r}")
+
+
+def read_matching(folder: Path, name: re.Pattern[str]) -> dict[str, torch.Tensor]:
+    """Return the tensors in whose names the pattern is found. Raises ModelLoadError as `read_shapes`."""
+    from safetensors import safe_open
+
+    found: dict[str, torch.Tensor] = {}
+    for path in safetensors_files(folder):
+        with _corrupt(path), safe_open(path, framework="pt") as file:
+            found |= {key: file.get_tensor(key) for key in file.keys() if name.search(key)}  # noqa: SIM118
+    return found
 
 
 def _read(files: list[Path], target: Target) -> Iterator[Named]:

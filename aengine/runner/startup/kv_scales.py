@@ -1,0 +1,136 @@
+"""The scales of keys and values in FP8: those of the checkpoint, or measured by a run of the model, or 1.
+
+Measured, a scale is a power of two: the largest key (or value) that a head had for `_TOKENS` fixed tokens is 112 to 224
+scales, so that one of up to twice as large is kept too, and smaller ones keep three bits of mantissa down to 2^-13 of
+it. They are measured with keys and values in the dtype of the computation, by a step over a small cache of its own. The
+tokens follow from the size of the vocabulary alone, so that each rank measures its heads, each replica and each worker
+that takes the place of another the same ones.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...checkpoint.source import ModelSource
+from ...config import EngineConfig
+from ...errors import ModelLoadError
+from ...ipc.messages import NewRequest, SchedulerOutput, int32
+from ...kernels.kv_codes import LARGEST
+from ..attention.kv_format import KVFormat, ScaledKV
+from ..kv_spec import FullKV, LayerKV, WindowKV
+from ..model_config import ModelConfig
+from ..weights.sources.safetensors_source import read_matching
+from .setup import RunnerSetup
+
+__all__ = ["choose_kv_format", "measured"]
+
+_TOKENS = 256
+_STRIDE = 7919  # a prime: the fixed tokens are its multiples
+_NAME = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.\w+\.(?:(?:k_proj|v_proj|qkv_proj|attn)\.)?(k|v|kv)_scale$")
+"""Names of scales: compressed-tensors has them beside the matrices of an attention, ModelOpt in those of k and v."""
+_CURE = "give kv_cache_scales='calibrated', or leave kv_cache_dtype at 'auto'"
+
+
+def choose_kv_format(
+    config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, source: ModelSource, rank: int
+) -> KVFormat:
+    """What keys and values are kept as, where the model computes in ``dtype``; `measured` makes it complete.
+
+    ``rank``: of those that divide the layers. Raises ModelLoadError: the checkpoint's scales can't be used.
+    """
+    if config.kv_cache_dtype != "fp8":
+        return KVFormat(dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype))
+    if config.kv_cache_scales == "one":
+        return ScaledKV()
+    stored: Mapping[str, Tensor] = {}
+    if config.kv_cache_scales == "auto" and source.format == "safetensors":
+        stored = read_matching(Path(source.path), _NAME)
+    if not stored:
+        return ScaledKV(source="calibrated")
+    return ScaledKV(by_layer=_of_checkpoint(stored, model_config, rank), source="checkpoint")
+
+
+def _of_checkpoint(stored: Mapping[str, Tensor], config: ModelConfig, rank: int) -> dict[int, Tensor]:
+    heads = {i: kv.num_kv_heads for i, kv in enumerate(config.kv_layers) if isinstance(kv, FullKV | WindowKV)}
+    pieces, piece = config.num_ranks // config.kv_copies, rank // config.kv_copies
+    found = {i: torch.zeros(2, count) for i, count in heads.items()}
+    for name, tensor in stored.items():
+        parts = _NAME.search(name)
+        assert parts is not None
+        layer, which = int(parts[1]), parts[2]
+        if layer not in heads:
+            raise ModelLoadError(f"{name}: layer {layer} keeps no keys and values of its own: {_CURE}")
+        if tensor.numel() not in (1, heads[layer] * pieces):
+            raise ModelLoadError(
+                f"{name} has {tensor.numel()} scales, and the layer {heads[layer] * pieces} key-value heads: {_CURE}"
+            )
+        scales = tensor.float().flatten()
+        if not bool((scales.isfinite() & (scales > 0)).all()):
+            raise ModelLoadError(f"{name} has a scale that is no finite number above 0: {_CURE}")
+        own = scales if len(scales) == 1 else scales[piece * heads[layer] :][: heads[layer]]
+        for row in {"k": (0,), "v": (1,), "kv": (0, 1)}[which]:
+            found[layer][row] = own
+    for layer, scales in found.items():
+        for which, row in zip(("k_scale", "v_scale"), scales, strict=True):
+            if not row.all():
+                raise ModelLoadError(
+                    f"the checkpoint has scales of keys and values, but no {which} of layer {layer}: {_CURE}"
+                )
+    return found
+
+
+def measured(setup: RunnerSetup) -> RunnerSetup:
+    """``setup`` with scales that are measured, if they are to be. All ranks that compute a step together call it
+    together."""
+    kept = setup.kv_format
+    if kept.origin != "calibrated":
+        return setup
+    layers: tuple[LayerKV, ...] = setup.model_config.kv_layers
+    if not any(isinstance(kv, FullKV | WindowKV) for kv in layers):
+        return setup
+    config = setup.config.replace(swap_space_bytes=0, speculation="none", enforce_eager=True, max_num_seqs=1)
+    plain = replace(setup, config=config, kv_format=KVFormat(setup.model.weights.formats.dtype))
+    return replace(setup, kv_format=ScaledKV(by_layer=_measure(plain), source="calibrated"))
+
+
+def _measure(setup: RunnerSetup) -> dict[int, Tensor]:
+    groups, vocab_size = setup.kv_layout.groups, setup.model_config.vocab_size
+    length = min(_TOKENS, setup.max_batched, setup.model_config.max_position_embeddings - 1)
+    counts = [-(-length // group.block_size) for group in groups]
+    spans = int32(n for i, count in enumerate(counts) for n in (sum(counts[:i]), count))
+    cache = setup.make_cache(sum(counts), length + 1)
+    runner = setup.make_runner(sum(counts), length + 1, cache=cache)
+    tokens, blocks = int32(i * _STRIDE % vocab_size for i in range(length)), int32(range(sum(counts)))
+    new = NewRequest(0, tokens, length, 0, blocks, block_spans=spans)
+    rows = int32([0])
+    step = SchedulerOutput(0, new_requests=[new], req_idx=rows, num_scheduled_tokens=int32([length]))
+    for out in (step, SchedulerOutput(1, removed=rows)):
+        runner.execute_model(out)
+        answer = runner.sample_tokens(None).get()
+        if answer.errors:
+            raise ModelLoadError(
+                f"kv_cache_dtype='fp8': scales could not be measured: {answer.errors[0].message}; give 'auto'"
+            )
+    scales = {}
+    for index, kept in cache.layers.items():
+        first = sum(counts[: kept.group])
+        own = kept.cache[first : first + counts[kept.group]]
+        scales[index] = _scale_of(own.float().abs().amax((0, 1, 4)))
+    del runner, cache
+    gc.collect()
+    setup.platform.release_cached()
+    return scales
+
+
+def _scale_of(largest: Tensor) -> Tensor:
+    """The power of two that ``largest`` is 112 to 224 times of; 1 where that is 0, infinite or NaN."""
+    _, exponent = torch.frexp(largest * (2 / LARGEST))
+    scale = torch.ldexp(torch.ones_like(largest), exponent)
+    return torch.where(largest.isfinite() & (largest > 0), scale, 1.0)
