@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-__all__ = ["KVFormat", "ScaledKV"]
+__all__ = ["KVFormat", "ScaledKV", "kv_format_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +57,10 @@ class ScaledKV(KVFormat):
     def scales(self, layer: int, num_kv_heads: int, device: torch.device) -> Tensor | None:
         found = self.by_layer.get(layer)
         return torch.ones(2, num_kv_heads, device=device) if found is None else found.to(device).contiguous()
+
+
+def kv_format_of(setting: str, dtype: torch.dtype) -> KVFormat:
+    """Return the format that kv_cache_dtype names, with scales of 1, where the model computes in ``dtype``."""
+    if setting == "fp8":
+        return ScaledKV()
+    return KVFormat(dtype if setting == "auto" else getattr(torch, setting))

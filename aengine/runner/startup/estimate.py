@@ -9,6 +9,7 @@ from ...checkpoint.value_reader import damage_explained
 from ...config import EngineConfig
 from ...errors import ModelLoadError
 from ...limits.memory import free_memory
+from ..attention.kv_format import kv_format_of
 from ..attention.torch_attention import DEFAULT_BLOCK_SIZE
 from ..kv_spec import lay_out_kv
 from ..model_config import ModelConfig
@@ -22,7 +23,7 @@ from ..weights.inventory import TensorsOfAKind, inventory, line_of
 from ..weights.sources.gguf_source import GgufMatrices, gguf_types
 from ..weights.sources.loader import check_layers, stored_shapes, tensor_names
 from .heads import DecoderHead
-from .kv_memory import choose_kv_dtype, cpu_budget
+from .kv_memory import cpu_budget
 
 __all__ = ["estimate", "gguf_matrices", "tensors_of"]
 
@@ -67,7 +68,7 @@ def estimate(config: EngineConfig) -> dict[str, Any]:
     layout = lay_out_kv(
         model_config.kv_layers,
         config.block_size or DEFAULT_BLOCK_SIZE,
-        choose_kv_dtype(config.kv_cache_dtype, formats.dtype).itemsize,
+        kv_format_of(config.kv_cache_dtype, formats.dtype).dtype.itemsize,
     )
     weight_bytes = sum(group.bytes for group in groups)
     budget, room = _budget(config, platform, weight_bytes)

@@ -23,7 +23,7 @@ from ...config import EngineConfig
 from ...errors import ModelLoadError
 from ...ipc.messages import NewRequest, SchedulerOutput, int32
 from ...kernels.kv_codes import LARGEST
-from ..attention.kv_format import KVFormat, ScaledKV
+from ..attention.kv_format import KVFormat, ScaledKV, kv_format_of
 from ..kv_spec import FullKV, LayerKV, WindowKV
 from ..model_config import ModelConfig
 from ..weights.sources.safetensors_source import read_matching
@@ -45,10 +45,9 @@ def choose_kv_format(
 
     ``rank``: of those that divide the layers. Raises ModelLoadError: the checkpoint's scales can't be used.
     """
-    if config.kv_cache_dtype != "fp8":
-        return KVFormat(dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype))
-    if config.kv_cache_scales == "one":
-        return ScaledKV()
+    kept = kv_format_of(config.kv_cache_dtype, dtype)
+    if not kept.origin or config.kv_cache_scales == "one":
+        return kept
     stored: Mapping[str, Tensor] = {}
     if config.kv_cache_scales == "auto" and source.format == "safetensors":
         stored = read_matching(Path(source.path), _NAME)
@@ -104,7 +103,7 @@ def _measure(setup: RunnerSetup) -> dict[int, Tensor]:
     groups, vocab_size = setup.kv_layout.groups, setup.model_config.vocab_size
     length = min(_TOKENS, setup.max_batched, setup.model_config.max_position_embeddings - 1)
     counts = [-(-length // group.block_size) for group in groups]
-    spans = int32(n for i, count in enumerate(counts) for n in (sum(counts[:i]), count))
+    spans = int32(n for count in counts for n in (0, count))
     cache = setup.make_cache(sum(counts), length + 1)
     runner = setup.make_runner(sum(counts), length + 1, cache=cache)
     tokens, blocks = int32(i * _STRIDE % vocab_size for i in range(length)), int32(range(sum(counts)))
