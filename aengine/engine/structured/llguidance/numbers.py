@@ -51,9 +51,11 @@ def unusable_bound(part: dict[str, Any], keyword: str) -> str:
     if not _is_number(value):
         return ""  # the library reports what is wrong with it
     if keyword == "multipleOf":
-        digits = repr(value).partition("e")[0].replace(".", "").strip("-")
+        if value <= 0:
+            return "it is not above 0"
+        digits = repr(value).partition("e")[0].replace(".", "")
         number = int(digits.rstrip("0") if isinstance(value, float) else digits or "0") if digits.isdecimal() else 0
-        return "it has too many digits" if number > _MOST_DIVISOR or abs(value) > _MOST_DIVISOR else ""
+        return "it has too many digits" if number > _MOST_DIVISOR or value > _MOST_DIVISOR else ""
     if not _is_exact(value) or (keyword.startswith("exclusive") and abs(value) >= _MOST_EXACT):
         return "it has too many digits"
     is_away = value > 0 if keyword in _LOWER else value < 0
