@@ -12,16 +12,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import has_fp8
+from .launch import has_fp8, has_pdl, is_interpreted
 
 __all__ = ["as_known", "kept_number", "numbers_of", "store_kept", "times_scale"]
 
 
 def as_known(kv_cache: Tensor, kv_scales: Tensor | None) -> Tensor:
-    """The cache as the GPU reads it: codes as float8_e4m3fn where it knows that type, else as int8."""
+    """The cache as the GPU reads it: codes as float8_e4m3fn where it converts that type to bfloat16 (9.0 and
+    later: Triton 3.6 has no code for it on 8.9), else as int8."""
     if kv_scales is None:
         return kv_cache
-    return kv_cache.view(torch.float8_e4m3fn if has_fp8() else torch.int8)
+    return kv_cache.view(torch.float8_e4m3fn if has_fp8() and (is_interpreted or has_pdl()) else torch.int8)
 
 
 @triton.jit
