@@ -23,6 +23,7 @@ from aengine.runner.weights.quantised import fp8
 from aengine.runner.weights.quantised.fp8 import Fp8Format, MadeFp8Experts, MadeFp8Format, quantised
 from aengine.runner.weights.quantised.grouped import GroupedWeight
 from aengine.runner.weights.quantised.scaled import ScaledWeight
+from aengine.runner.weights.quantised.unpacked import DequantisedExperts
 
 FP8 = torch.float8_e4m3fn
 TOKENS = list(range(40, 70))
@@ -204,3 +205,19 @@ def test_settings() -> None:
         stored.of("a").tensors(12, 32, False)
     with pytest.raises(ModelLoadError, match="quantised"):
         choose_formats("bfloat16", gpu, {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}})
+
+
+@pytest.mark.parametrize("kind", ["blocks", "tensor"])
+def test_experts_that_a_gpu_does_not_multiply_become_numbers(kind: str) -> None:
+    what, name, config = KINDS[kind]
+    formats = choose_formats("float32", torch.device("cuda"), {"quantization_config": config}, dequantises=True)
+    form = formats.of("model.layers.0.mlp.experts.0.up_proj")
+    assert isinstance(form, Fp8Format)
+    stored = [one._replace(shape=one.shape or (64, 1)) for one in form.tensors(64, 96, False)]
+    experts = form.make_experts(1, stored, torch.device("meta"))
+    assert isinstance(experts, DequantisedExperts)
+    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(1))
+    scale, whole = scale_of(weight, what)
+    codes = (weight / whole).to(FP8)
+    made = form._numbers({"weight": codes, name: scale.expand(64, 1) if scale.dim() == 0 else scale})
+    torch.testing.assert_close(made, codes.float() * whole)

@@ -183,10 +183,11 @@ def _format_of(asked: Asked, group: ValueReader, kind: str, key: str) -> WeightF
             return GroupFormat(*base, bits, is_packed, sizes[strategy], not is_symmetric, is_ordered)
     elif numbers == "float" and is_symmetric:
         if bits == 8 and kind in ("float-quantized", "naive-quantized") and strategy in ("channel", "tensor"):
-            return Fp8Format(asked.plain, of_rows=strategy == "channel")
+            return Fp8Format(asked.plain, of_rows=strategy == "channel", dequantises=asked.dequantises)
         block = weights.integers("block_structure") if strategy == "block" else []
         if bits == 8 and kind == "float-quantized" and len(block) == 2 and min(block) > 0:
-            return Fp8Format(asked.plain, of_rows=False, block=(block[0], block[1]))
+            sizes_of_block = (block[0], block[1])
+            return Fp8Format(asked.plain, of_rows=False, block=sizes_of_block, dequantises=asked.dequantises)
         if bits == 4 and kind == "nvfp4-pack-quantized" and size in (None, 16):
             return Fp4Format(*base, "nvfp4", matrix_scale="weight_global_scale", divides=True)
         if bits == 4 and kind == "mxfp4-pack-quantized" and size in (None, 32):

@@ -16,7 +16,7 @@ from.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from ..weight import ExpertWeights, StoredTensor, Weight, WeightFormat
 from .grouped import GroupedCodes, fits, grouped_weight
 from .matrices import AllButIgnored, Asked, ignored_matrices
 from .scaled import ScaledExperts, ScaledWeight
+from .unpacked import DequantisedExperts, log_dequantised
 
 __all__ = ["Fp8Format", "MadeFp8Format", "read_fp8_matrices"]
 
@@ -44,6 +45,7 @@ class Fp8Format:
     scale: str = "weight_scale"  # name of the scale's tensor
     of_rows: bool = True  # a scale a row; else one a matrix, or with ``block`` one a block
     block: tuple[int, int] | None = None  # rows and columns that share a scale
+    dequantises: bool = False  # experts that a GPU can't multiply become plain numbers; else that is an error
     name: str = "fp8"
 
     def tensors(self, out_features: int, in_features: int, has_bias: bool) -> list[StoredTensor]:
@@ -77,18 +79,28 @@ class Fp8Format:
         if self.block is not None and fits("e4m3", codes.shape[1], self.block[1]):
             made = GroupedCodes("e4m3", codes, scale.contiguous(), self.block[1], rows=self.block[0])
             return grouped_weight(made, bias, self.plain)
-        if self.block is not None:
-            scale = scale.repeat_interleave(self.block[0], 0).repeat_interleave(self.block[1], 1)[:, : codes.shape[1]]
-        numbers = {"weight": codes.float().mul_(scale)}
+        numbers = {"weight": self._numbers(tensors)}
         return self.plain.make(numbers if bias is None else {**numbers, "bias": bias})
 
+    def _numbers(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """float32 [N, K]."""
+        codes, scale = tensors["weight"], tensors[self.scale].float()
+        if self.block is not None:
+            scale = scale.repeat_interleave(self.block[0], 0).repeat_interleave(self.block[1], 1)[:, : codes.shape[1]]
+        return codes.float().mul_(scale)
+
     def make_experts(self, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device) -> ExpertWeights:
-        """Raises ModelLoadError: on a GPU, where the scales are not of rows."""
+        """Raises ModelLoadError: on a GPU, where the scales are not of rows, and may not become plain numbers."""
         if device.type == "cpu":
             return SeparateExperts(self.make, tensors)
-        if not self.of_rows:
-            raise ModelLoadError("quantization_config: experts in FP8 need a scale a row on a GPU; give 16 bits")
-        return ScaledExperts(num_experts, tensors, device)
+        if self.of_rows:
+            return ScaledExperts(num_experts, tensors, device)
+        problem = "experts in FP8 need a scale a row on a GPU"
+        if not self.dequantises:
+            cure = "use on_unsupported_format='dequantise', or give 16 bits"
+            raise ModelLoadError(f"quantization_config: {problem}; {cure}")
+        log_dequantised("experts in fp8", problem)
+        return DequantisedExperts(self._numbers, self.plain, num_experts, tensors, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +169,9 @@ def read_fp8_matrices(asked: Asked) -> AllButIgnored | None:
     """Return what a quantization_config describes; None if it is none of these. (compressed.py reads
     compressed-tensors'.)"""
     found = _read_fp8(asked.config, asked.plain)
-    return None if found is None else AllButIgnored(found, ignored_matrices(asked))
+    if found is None:
+        return None
+    return AllButIgnored(replace(found, dequantises=asked.dequantises), ignored_matrices(asked))
 
 
 def _read_fp8(config: Mapping[str, Any], plain: WeightFormat) -> Fp8Format | None:
