@@ -40,11 +40,16 @@ SHARED, RAY = "shared experts", '`executor="ray"`'
 DIVISIONS = (TENSOR, PIPELINE, REPLICAS, SHARED, RAY)
 SWAPPED = "`swap_space_bytes`"
 LOOKUP, FOUND = '`speculation="ngram"`', '`speculation="ngram_worker"`'
-SETTINGS = (SWAPPED, LOOKUP, FOUND)
+KV_CODES = '`kv_cache_dtype="fp8"`'
+SETTINGS = (SWAPPED, LOOKUP, FOUND, KV_CODES)
 WALKED = (*FAMILIES[:-1], *FORMATS[1:], TENSOR)
 """What tests/parallel/test_composition.py walks with requests for each pair of features."""
+WALKED_IN_CODES = (*FAMILIES[:3], FOREIGN, TENSOR)
+"""What it walks so with keys and values in FP8."""
 
 WALK = "tests/parallel/test_composition.py::test_requests"
+WALK_IN_CODES = "tests/parallel/test_composition.py::test_requests_of_fp8_keys_and_values"
+DIVIDED_CODES = "tests/parallel/test_swapped_workers.py::test_fp8_keys_and_values"
 OF_PIPELINES = "tests/parallel/test_pipeline_engine.py::test_any_request"
 OF_REPLICAS = "tests/parallel/test_replicas_engine.py::test_any_request"
 OF_SHARED = "tests/parallel/test_shared_experts.py::test_any_request"
@@ -79,6 +84,7 @@ DRAFTED_STAGES = "tests/parallel/test_pipeline_engine.py::test_drafts"
 SETTINGS_OF_SHARED = "tests/parallel/test_shared_experts.py::test_drafts_and_swapped_requests"
 NO_KV = "there are neither tokens to be drafted nor KV to be kept"
 NO_DRAFTS = "nothing is drafted"
+APART = "what weights are made of changes nothing in how keys and values are kept"
 NO_EXPERTS = "without experts the setting changes nothing"
 
 
@@ -134,9 +140,12 @@ def of_divisions(row: str, column: str) -> Cell:
 
 
 def of_settings(row: str, column: str) -> Cell:
-    """A setting that changes when requests are computed, not what, with a model, a format or a division."""
+    """A setting that changes when requests are computed, or what keys and values are kept in, with a model, a format or
+    a division."""
     if column == ENCODERS:
         return Cell(row, column, ("tests/models/test_encoders.py::test_poolings",), note=NO_KV)
+    if row == KV_CODES:
+        return of_codes(column)
     if column == SHARED:
         return Cell(row, column, (SETTINGS_OF_SHARED,))
     if column in (PIPELINE, REPLICAS, RAY) and row == SWAPPED:
@@ -148,6 +157,17 @@ def of_settings(row: str, column: str) -> Cell:
     if row == SWAPPED:
         return Cell(row, column, (WALK, "tests/models/test_swap_space.py::test_every_scenario"))
     return Cell(row, column, (WALK,), note=NO_DRAFTS if column == STATES else "")
+
+
+def of_codes(column: str) -> Cell:
+    """Keys and values in FP8, with drafts and swapped requests, against themselves."""
+    if column in (PIPELINE, REPLICAS):
+        return Cell(KV_CODES, column, (DIVIDED_CODES,))
+    if column in ("experts", SHARED):
+        return Cell(KV_CODES, column, ("tests/parallel/test_shared_experts.py::test_fp8_keys_and_values",))
+    if column == RAY:
+        return Cell(KV_CODES, column, (DIVIDED_CODES,), note="as without Ray")
+    return Cell(KV_CODES, column, (WALK_IN_CODES,), note=APART if column in FORMATS else "")
 
 
 def of_divided_families(row: str, column: str) -> Cell:

@@ -111,8 +111,6 @@ class Compiler:
         self._seen: set[tuple] = set()
 
     def __call__(self, kernel: Any, grid: tuple, *args: Any, **options: Any) -> None:
-        if "PDL" in options:
-            options["PDL"] = self.capability >= 90
         values = dict(zip(kernel.arg_names, args)) | {k: v for k, v in options.items() if k not in OPTIONS}
         signature, constants, attributes = {}, {}, {}
         for i, param in enumerate(kernel.params):
@@ -163,6 +161,7 @@ class Compiler:
                 "max_shared_memory": lambda: LIMITS[self.capability],
                 "is_hopper": lambda: self.capability == 90,
                 "has_fp8": lambda: self.capability >= 89,
+                "has_pdl": lambda: self.capability >= 90,
             }
             for name, value in replaced.items():
                 if name in vars(module) and not inspect.ismodule(getattr(module, name)):

@@ -58,7 +58,7 @@ def real_texts(source: ModelSource, length: int) -> list[list[int]]:
     """Tokens of the README, the licence and two pages."""
     tokenizer = Tokenizer.load(source)
     files = ["README.md", "LICENSE", "docs/memory.md", "docs/internals/scheduling.md"]
-    return [list(tokenizer.encode((ROOT / name).read_text()))[:length] for name in files]
+    return [list(tokenizer.encode((ROOT / name).read_text()[: 8 * length]))[:length] for name in files]
 
 
 def test_scales_are_measured_the_same_again(tiny_model: TinyModel) -> None:
@@ -133,6 +133,24 @@ def test_scales_of_the_checkpoint(tiny_model: TinyModel, tmp_path: Path, names: 
     assert not choose_kv_format(engine.replace(kv_cache_dtype="auto"), config, torch.float32, many, 0).origin
 
 
+@pytest.mark.parametrize(
+    "asked", [{"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, {"kv_cache_quant_algo": "FP8"}], ids=str
+)
+def test_a_checkpoint_that_is_made_for_fp8(
+    tiny_model: TinyModel, caplog: pytest.LogCaptureFixture, asked: dict[str, Any]
+) -> None:
+    """It is kept in the dtype of the computation, unless the setting says otherwise; one line says so."""
+    source = source_of(tiny_model("llama"))
+    model, _ = load(source)
+    with caplog.at_level("INFO", "aengine"):
+        for config, dtype in (({}, "auto"), (asked, "fp8"), (asked, "bfloat16"), (asked, "auto")):
+            assert not caplog.records
+            made = replace(source, hf_config={**source.hf_config, "quantization_config": config})
+            kept = setup_of(made, model, kv_cache_dtype=dtype).kv_format
+    (record,) = caplog.records
+    assert kept == KVFormat(torch.float32) and "kv_cache_dtype='fp8' keeps them so" in record.getMessage()
+
+
 WRONG: dict[str, tuple[dict[str, Tensor], str]] = {
     "zero": ({"model.layers.1.self_attn.k_scale": torch.zeros(1)}, "layers.1.self_attn.k_scale has a scale that is no"),
     "negative": ({"model.layers.0.self_attn.v_scale": torch.tensor([-1.0])}, "v_scale has a scale that is no finite"),
@@ -180,13 +198,13 @@ def test_predictions_of_a_tiny_model(tiny_model: TinyModel, rng: random.Random, 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.extended  # of the real model: test_predictions_of_a_tiny_model is what make test has of it
 def test_perplexity_of_smollm2(rng: random.Random) -> None:
     """On real text, within 1% of what keys and values in 32 bits give."""
     source = source_of("smollm2-135m")
     model, _ = load(source)
     with torch.no_grad():
-        texts = real_texts(source, 1500)
+        texts = real_texts(source, 300)
         plain = perplexity(model, KVFormat(torch.float32), texts, rng)
         for scales in ("auto", "one"):
             kept = measured(setup_of(source, model, kv_cache_scales=scales)).kv_format

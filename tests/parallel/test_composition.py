@@ -236,21 +236,34 @@ def model_of(kind: str, tiny_model: TinyModel, folder: Path) -> tuple[Path, dict
 KEPT = "full attention", "recurrent states", "experts", "GGUF", "`tensor_parallel_size`"
 
 
-@pytest.mark.parametrize("kind", some(composition.WALKED, *KEPT))
-def test_requests(kind: str, tiny_model: TinyModel, tmp_path: Path, rng: random.Random) -> None:
-    """Every pair of features, in every kind of model: beside all others, with drafts, and after deaths and preemptions
-    the tokens are those that the request has alone."""
+def check_walk(kind: str, model: tuple[Path, dict[str, Any], type[Engine]], rng: random.Random, most: float) -> None:
+    """``most``: by how much log-probabilities may differ."""
+    folder, settings, engine_class = model
     with settings_of_torch_kept(), states_kept_often():
-        model, settings, engine_class = model_of(kind, tiny_model, tmp_path)
-        engine = engine_class(model, swap_space_bytes=1 << 20, **settings)
+        engine = engine_class(folder, swap_space_bytes=1 << 20, **settings)
         walk = Walk(engine, rng)
         alone = walk.alone()
         together, num_accepted = walk.together(alone)
     for fields, expected, found in zip(walk.asked, alone, together, strict=True):
         assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected], fields
         for one, other in zip(expected, found, strict=True):
-            assert other.numbers == pytest.approx(one.numbers, abs=1e-3)
+            assert other.numbers == pytest.approx(one.numbers, abs=most)
     assert (num_accepted > 0) == (kind != "recurrent states")
+
+
+@pytest.mark.parametrize("kind", some(composition.WALKED, *KEPT))
+def test_requests(kind: str, tiny_model: TinyModel, tmp_path: Path, rng: random.Random) -> None:
+    """Every pair of features, in every kind of model: beside all others, with drafts, and after deaths and preemptions
+    the tokens are those that the request has alone."""
+    check_walk(kind, model_of(kind, tiny_model, tmp_path), rng, 1e-3)
+
+
+@pytest.mark.parametrize("kind", some(composition.WALKED_IN_CODES, "sliding windows", "`tensor_parallel_size`"))
+def test_requests_of_fp8_keys_and_values(kind: str, tiny_model: TinyModel, tmp_path: Path, rng: random.Random) -> None:
+    """The same of keys and values in FP8. One that is next to the middle between two codes, but for rounding, may be
+    kept as either, by which log-probabilities differ more than by the rounding itself."""
+    folder, settings, engine_class = model_of(kind, tiny_model, tmp_path)
+    check_walk(kind, (folder, {**settings, "kv_cache_dtype": "fp8"}, engine_class), rng, 1e-2)
 
 
 @pytest.mark.parametrize("kind", composition.FORMATS)

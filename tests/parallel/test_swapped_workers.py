@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from conftest_api import core_of, settled
-from test_pipeline_engine import SETTINGS, essence, work
+from test_pipeline_engine import SETTINGS, essence, repeating, tokens, work
 
 from aengine import AsyncLLM
 from aengine.engine.scheduler.swapped_requests import SwappedRequests
@@ -68,3 +68,29 @@ async def test_any_request(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatc
             await settled(engine)
             assert kept_by(engine).num_kept == 0
         assert num_restored[-1] > 0 or num_bytes < 1 << 20
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        {"pipeline_parallel_size": 2, "kv_cache_memory_bytes": 1 << 15},
+        {"data_parallel_size": 2, "kv_cache_memory_bytes": 1 << 16},
+    ],
+    ids=str,
+)
+async def test_fp8_keys_and_values(tiny_model: TinyModel, ranks: dict[str, int]) -> None:
+    """Swapped, drafted for and on processes of their own: the tokens of one that has room for all, by the same scales,
+    which a worker that takes the place of another measures again."""
+    model = tiny_model("qwen3", seed=3, num_hidden_layers=5)
+    async with AsyncLLM(model, kv_cache_dtype="fp8", **SETTINGS) as engine:
+        assert engine.describe()["kv_cache_scales"] == "calibrated"
+        expected = [tokens(completion) for completion in await asyncio.gather(*repeating(engine, 1))]
+    settings = {"kv_cache_dtype": "fp8", "swap_space_bytes": 1 << 20, "speculation": "ngram_worker"}
+    async with AsyncLLM(model, **SMALL | ranks | settings) as engine:
+        tasks = repeating(engine, 1)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        os.kill(core_of(engine).replicas[0].worker.executor.workers[-1].pid, signal.SIGKILL)
+        assert [tokens(await task) for task in tasks] == expected
+        statistics = engine.statistics()
+        assert statistics.num_preemptions and statistics.accepted_tokens and statistics.num_restarts == 1
+        await settled(engine)

@@ -10,10 +10,12 @@ that takes the place of another the same ones.
 from __future__ import annotations
 
 import gc
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +33,8 @@ from .setup import RunnerSetup
 
 __all__ = ["choose_kv_format", "measured"]
 
+logger = logging.getLogger("aengine.runner")
+
 _TOKENS = 256
 _STRIDE = 7919  # a prime: the fixed tokens are its multiples
 _NAME = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.\w+\.(?:(?:k_proj|v_proj|qkv_proj|attn)\.)?(k|v|kv)_scale$")
@@ -46,6 +50,12 @@ def choose_kv_format(
     ``rank``: of those that divide the layers. Raises ModelLoadError: the checkpoint's scales can't be used.
     """
     kept = kv_format_of(config.kv_cache_dtype, dtype)
+    if config.kv_cache_dtype == "auto" and _asks_for_fp8(source.hf_config):
+        logger.info(
+            "the checkpoint is made for keys and values in FP8: kv_cache_dtype='fp8' keeps them so, by its scales; "
+            "'auto' keeps them in %s, nearer to the model that it was made from",
+            kept.name,
+        )
     if not kept.origin or config.kv_cache_scales == "one":
         return kept
     stored: Mapping[str, Tensor] = {}
@@ -54,6 +64,13 @@ def choose_kv_format(
     if not stored:
         return ScaledKV(source="calibrated")
     return ScaledKV(by_layer=_of_checkpoint(stored, model_config, rank), source="checkpoint")
+
+
+def _asks_for_fp8(hf_config: Mapping[str, Any]) -> bool:
+    asked = hf_config.get("quantization_config") or hf_config.get("compression_config")
+    if not isinstance(asked, Mapping):
+        return False
+    return asked.get("kv_cache_scheme") is not None or asked.get("kv_cache_quant_algo") == "FP8"
 
 
 def _of_checkpoint(stored: Mapping[str, Tensor], config: ModelConfig, rank: int) -> dict[int, Tensor]:
@@ -106,8 +123,9 @@ def _measure(setup: RunnerSetup) -> dict[int, Tensor]:
     spans = int32(n for count in counts for n in (0, count))
     cache = setup.make_cache(sum(counts), length + 1)
     runner = setup.make_runner(sum(counts), length + 1, cache=cache)
-    tokens, blocks = int32(i * _STRIDE % vocab_size for i in range(length)), int32(range(sum(counts)))
-    new = NewRequest(0, tokens, length, 0, blocks, block_spans=spans)
+    # The prompt has one token more, so that nothing is sampled: the first pipeline stage would get it with later steps.
+    tokens, blocks = int32(i * _STRIDE % vocab_size for i in range(length + 1)), int32(range(sum(counts)))
+    new = NewRequest(0, tokens, length + 1, 0, blocks, block_spans=spans)
     rows = int32([0])
     step = SchedulerOutput(0, new_requests=[new], req_idx=rows, num_scheduled_tokens=int32([length]))
     for out in (step, SchedulerOutput(1, removed=rows)):
@@ -117,6 +135,7 @@ def _measure(setup: RunnerSetup) -> dict[int, Tensor]:
             raise ModelLoadError(
                 f"kv_cache_dtype='fp8': scales could not be measured: {answer.errors[0].message}; give 'auto'"
             )
+    setup.platform.synchronize()
     scales = {}
     for index, kept in cache.layers.items():
         first = sum(counts[: kept.group])

@@ -9,12 +9,11 @@
     nvfp4-, mxfp4-pack-     4 bits, groups of 16, 32         Fp4Format (fp4.py)
       quantized
 
-What of a recipe is about activations or the KV cache is not read.
+What of a recipe is about activations is not read; startup/kv_scales.py heeds what is about the KV cache.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -33,7 +32,6 @@ from .unpacked import UnpackedCodes, UnpackedFormat, checked_scale, codes_of_wor
 
 __all__ = ["GroupFormat", "GroupedMatrices", "read_compressed"]
 
-logger = logging.getLogger("aengine.runner")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +140,6 @@ def read_compressed(asked: Asked) -> GroupedMatrices | None:
         raise asked.refusal("transform_config rotates the activations")
     if values.mapping("sparsity_config").get("format", "dense") != "dense":
         raise asked.refusal("sparsity_config has weights that are sparse")
-    if values.raw("kv_cache_scheme") is not None:
-        logger.info("%s: kv_cache_scheme is left out: kv_cache_dtype says what the cache is kept in", asked.where)
     names: dict[str, WeightFormat] = {}
     patterns: dict[str, WeightFormat] = {}
     others = None
