@@ -19,7 +19,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import InvalidRequestError
 from .limits.cgroups import num_usable_cpus
-from .params import check_choices, choices_of, nearest, not_valid, refuses_unknown_names, shown, unknown_name
+from .params import (
+    check_choices,
+    choices_of,
+    is_unicode,
+    nearest,
+    not_valid,
+    refuses_unknown_names,
+    shown,
+    unknown_name,
+)
 from .settings import described
 
 if TYPE_CHECKING:
@@ -297,6 +306,10 @@ class EngineConfig:
         for name in ("revision", "gguf_file", "tokenizer", "ray_address"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
                 raise not_valid(name, getattr(self, name), "a string, or None")
+        for name in ("model", "revision", "gguf_file", "tokenizer", "ray_address"):
+            if not is_unicode(getattr(self, name) or ""):
+                wanted = "valid Unicode: it has a lone surrogate, as a path that is not UTF-8 has; rename such a file"
+                raise not_valid(name, getattr(self, name), wanted)
         _check_device(self.device, self.num_ranks * self.data_parallel_size)
         if self.executor == "ray" and ":" in self.device:
             raise not_valid(

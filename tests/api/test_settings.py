@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import pydoc
 from collections.abc import Callable
 from dataclasses import fields
@@ -75,6 +76,15 @@ def test_the_name_of_a_model(tmp_path: Path) -> None:
         ("/", "/"),
     ):
         assert EngineConfig(model=model).model_name == name
+
+
+@pytest.mark.parametrize("name", ["model", "revision", "gguf_file", "tokenizer", "ray_address"])
+def test_text_that_no_worker_can_be_sent_is_refused(name: str) -> None:
+    path = os.fsdecode(b"/models/m\xffdel.gguf")
+    with pytest.raises(InvalidRequestError, match="rename such a file") as caught:
+        EngineConfig(**{"model": "smollm2-135m", name: path})
+    assert caught.value.param == name
+    str(caught.value).encode()  # it can be printed, whatever the value was
 
 
 def test_an_engine_of_a_configuration() -> None:
