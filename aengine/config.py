@@ -81,8 +81,8 @@ class EngineConfig:
     tokenizer: str | None = None
     """Another folder, .gguf file or hub id to take the tokenizer from. None: the model's."""
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
-    """Kind of the weights' files; "auto" looks which there are. "dummy": random weights, no files but config.json read;
-    for benchmarks."""
+    """Kind of the weights' files; "auto" looks which there are. "dummy": random weights, in the format that
+    config.json describes, the only file that is read; for benchmarks."""
     model_impl: Literal["auto", "native", "transformers"] = "auto"
     """Whose code computes the model: "native": aengine's, which is the faster; "transformers": that of the package
     (aengine-llm[transformers]). "auto": native where there is a family for it, else transformers."""

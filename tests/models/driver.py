@@ -52,9 +52,8 @@ def build(
     dequantises: bool = False,
 ) -> CausalLM:
     """The model without its weights."""
-    hf_config = None if source.format == "dummy" else source.hf_config
     names = tensor_names(source)
-    formats = choose_formats(dtype, device, hf_config, policy, packed, stored=names, dequantises=dequantises)
+    formats = choose_formats(dtype, device, source.hf_config, policy, packed, stored=names, dequantises=dequantises)
     return build_model(read_config(source.hf_config), formats)
 
 

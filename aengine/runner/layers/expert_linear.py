@@ -128,7 +128,15 @@ class ExpertLinear:
                 room: Callable[[], Tensor] = partial(self.weights.room, place, stored.suffix, own)
                 if stored.turned:
                     room = turned(room)
-                scope.want(*what, partial(self._put_one, place), stored.num_parameters, part, room, kept=stored.kept)
+                scope.want(
+                    *what,
+                    partial(self._put_one, place),
+                    stored.num_parameters,
+                    part,
+                    room,
+                    kept=stored.kept,
+                    drawn=stored.drawn,
+                )
 
     def _put_one(self, expert: int, tensor: Tensor) -> None:
         with self._lock:
@@ -161,7 +169,7 @@ class ExpertLinear:
                 continue
             part = part_of((experts,), 0, experts.total) or self._part_of_packed(stored, rows, columns)
             put = partial(self._put_packed, kept, stored.suffix, num_wanted, layout)
-            scope.want(*what, put, stored.num_parameters, part, on_host=True)
+            scope.want(*what, put, stored.num_parameters, part, on_host=True, drawn=stored.drawn)
 
     def _part_of_packed(self, stored: StoredTensor, rows: Sequence[Share], columns: Sequence[Share]) -> Part | None:
         """Return the part of a tensor of all experts; None, with ``_cut`` set, where ranks' columns meet within its

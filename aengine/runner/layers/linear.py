@@ -117,7 +117,7 @@ class Linear:
                 if room is not None and stored.turned:
                     room = turned(room)
                 put = partial(self._put, piece, stored)
-                scope.want(*what, put, stored.num_parameters, part, room, kept=stored.kept)
+                scope.want(*what, put, stored.num_parameters, part, room, kept=stored.kept, drawn=stored.drawn)
                 piece.num_tensors += 1
 
     def _put(self, piece: _Piece, stored: StoredTensor, tensor: Tensor) -> None:

@@ -63,8 +63,7 @@ def load_encoder(config: EngineConfig, source: Mapping[str, Any], rank: Rank, pr
     # A batch has many tokens: its products are not bound by reading weights, which float16 is for on a CPU.
     setting = "float32" if config.dtype == "auto" and not platform.is_accelerator else config.dtype
     dtype = platform.choose_dtype(setting, model_config.checkpoint_dtype)
-    is_dummy = checkpoint.format == "dummy"
-    formats = choose_formats(dtype, platform.device, None if is_dummy else checkpoint.hf_config)
+    formats = choose_formats(dtype, platform.device, checkpoint.hf_config)
     model = build_encoder(model_config, formats)
     if checkpoint.format == "safetensors":
         adapt_names(model, set(stored_names(Path(checkpoint.path))))

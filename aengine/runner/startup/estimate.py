@@ -42,9 +42,6 @@ def estimate(config: EngineConfig) -> dict[str, Any]:
         head = DecoderHead.of(source)
         folder = None if source.format == "gguf" else source.path
         hf = head.settings(source.hf_config)
-        if source.format == "dummy":  # random weights are never quantised
-            hf.pop("quantization_config", None)
-            hf.pop("compression_config", None)
         how: dict[str, Any] = {"model_impl": config.model_impl, "trust_remote_code": config.trust_remote_code}
         model_config = read_config(hf, folder=folder, **how)
         if model_config.implementation == "native":

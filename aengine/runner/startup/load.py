@@ -75,9 +75,6 @@ def _load(
     torch.set_grad_enabled(False)
     checkpoint = ModelSource.from_wire(source)
     hf = head.settings(checkpoint.hf_config)
-    if checkpoint.format == "dummy":  # random weights are never quantised
-        hf.pop("quantization_config", None)
-        hf.pop("compression_config", None)
     model_config = read_config(
         hf,
         model_impl=config.model_impl,

@@ -16,7 +16,6 @@ To add a format of a quantization_config, write its file and name it in `_QUANTI
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,7 +31,7 @@ from .quantised.compressed import read_compressed
 from .quantised.fp4 import read_modelopt_fp4
 from .quantised.fp8 import MadeFp8Format, read_fp8_matrices
 from .quantised.gptq import read_gptq
-from .quantised.matrices import UNQUANTISED, Asked, QuantisedMatrices
+from .quantised.matrices import NEVER_QUANTISED, UNQUANTISED, Asked, QuantisedMatrices
 from .step_rows import ROWS_UNSEEN, StepRows
 from .weight import WeightFormat
 
@@ -48,8 +47,6 @@ _QUANTISED: tuple[Callable[[Asked], QuantisedMatrices | None], ...] = (
     read_fp8_matrices,
 )
 """Each reads a quantization_config: the matrices that it describes, or None if it is of another method."""
-_NEVER_QUANTISED = re.compile(r"(^|\.)(lm_head|embed_tokens|router|gate|shared_expert_gate)$")
-"""Matrices that `quantization="fp8"` leaves plain: the head, and those that choose experts."""
 
 
 class MadeFp8(NamedTuple):
@@ -62,7 +59,7 @@ class MadeFp8(NamedTuple):
         return self.format.name
 
     def of(self, name: str) -> WeightFormat | None:
-        return None if _NEVER_QUANTISED.search(name) else self.format
+        return None if NEVER_QUANTISED.search(name) else self.format
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +91,7 @@ def choose_formats(
     policy: KernelPolicy = FASTEST,
     packed: QuantisedMatrices | None = None,
     quantization: str = "auto",
-    stored: Collection[str] = (),
+    stored: Collection[str] | None = (),
     dequantises: bool = False,
 ) -> WeightFormats:
     """Return the formats for the setting ``dtype`` on a device, see the table above.
@@ -104,7 +101,7 @@ def choose_formats(
         hf_config: the content of config.json, for its quantization_config; None: nothing is quantised by it
         packed: the matrices that are kept in a GGUF file's own formats
         quantization: "fp8": matrices that the checkpoint keeps as plain numbers become FP8 as they are loaded
-        stored: names of the tensors in the files, as transformers spells them
+        stored: names of the tensors in the files, as transformers spells them; None: there are no files
         dequantises: what a GPU can't multiply becomes plain numbers, else it is an error
 
     Raises:

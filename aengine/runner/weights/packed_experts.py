@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .weight import StoredTensor
+from .weight import RANDOM_EXPONENTS, StoredTensor
 
 __all__ = ["Mxfp4Experts", "TransposedExperts"]
 
@@ -43,7 +43,7 @@ class Mxfp4Experts:
         shape = (num_experts, out_features, in_features // 32)
         return [
             StoredTensor("_blocks", (*shape, 16), torch.uint8, num_experts * out_features * in_features, 1, 2),
-            StoredTensor("_scales", shape, torch.uint8, 0, 1, 2),
+            StoredTensor("_scales", shape, torch.uint8, 0, 1, 2, drawn=RANDOM_EXPONENTS),
             *_bias(num_experts, out_features, has_bias, dtype),
         ]
 

@@ -20,7 +20,7 @@ from ..distributed.shares import Part, Share, VocabularyShare
 from ..distributed.stage import WHOLE, PipelineStage
 from .formats import WeightFormats
 from .quantised.matrices import UNQUANTISED
-from .weight import NotMultiplied, RowTiledFormat, StoredTensor, WeightFormat
+from .weight import Drawn, NotMultiplied, RowTiledFormat, StoredTensor, WeightFormat
 
 __all__ = ["CheckpointNames", "Place", "WeightScope"]
 
@@ -43,6 +43,7 @@ class Place(NamedTuple):
     room: Callable[[], Tensor] | None = None  # gives the memory that it is copied to; None: it gets its own
     on_host: bool = False  # `put` takes it where it was read, and copies it to the device itself
     kept: torch.dtype | None = None  # dtype in which `put` keeps its parameters, if that is another one
+    drawn: Drawn | None = None  # see `StoredTensor`
 
     @property
     def own_shape(self) -> tuple[int, ...]:
@@ -162,11 +163,12 @@ class WeightScope:
         room: Callable[[], Tensor] | None = None,
         on_host: bool = False,
         kept: torch.dtype | None = None,
+        drawn: Drawn | None = None,
     ) -> None:
         """Request the tensor ``name``, which the loader passes to ``put``: all of it, or that ``part``; see `Place`.
         ``num_parameters``: None: its elements."""
         if len(self.places) >= _MOST_TENSORS:
             raise ModelLoadError(f"config.json: its layers and experts have more than {_MOST_TENSORS} tensors")
         count = prod(shape) if num_parameters is None else num_parameters
-        place = Place(self._prefix + name, shape, dtype, count, put, part, room, on_host, kept)
+        place = Place(self._prefix + name, shape, dtype, count, put, part, room, on_host, kept, drawn)
         self.places.setdefault(place.name, []).append(place)

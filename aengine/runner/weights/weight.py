@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from ...kernels.policy import KernelPolicy
 from ...kernels.rms_norm import add_rms_norm, rms_norm
 
 __all__ = [
+    "RANDOM_EXPONENTS",
+    "RANDOM_WEIGHT",
+    "Drawn",
     "ExpertWeights",
     "JoinedTensors",
     "Norm",
@@ -36,7 +39,25 @@ __all__ = [
     "WeightFormat",
     "WeightsBelow",
     "put_into",
+    "random_scales",
 ]
+
+
+RANDOM_WEIGHT = 0.04
+"""The largest of random weights: activations keep their size through any number of layers."""
+
+Drawn: TypeAlias = tuple[float, float] | Callable[[], Tensor]
+"""What a tensor of random weights has: numbers between two, rounded to bfloat16, or what a function makes."""
+
+
+RANDOM_EXPONENTS = (119.0, 121.0)
+"""Of scales 2^(exponent - 127) of codes in FP4, the largest of which is 6."""
+
+
+def random_scales(largest_code: float) -> tuple[float, float]:
+    """Return scales by which codes become numbers as large as other random weights."""
+    most = RANDOM_WEIGHT / largest_code
+    return most / 2, most
 
 
 class Norm(Protocol):
@@ -163,6 +184,7 @@ class StoredTensor(NamedTuple):
     in_dim: int | None = None  # dimension of the matrix's input features; None: it has none
     kept: torch.dtype | None = None  # dtype in which its parameters are kept in memory, if that is another one
     turned: bool = False  # the checkpoint has it as [in, out], memory as [out, in]
+    drawn: Drawn | None = None  # if weights are random; None: small numbers, or any codes of the dtype
 
 
 class WeightFormat(Protocol):

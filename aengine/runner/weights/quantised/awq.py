@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..weight import StoredTensor
+from ..weight import StoredTensor, random_scales
 from .matrices import Asked, StoredMatrices
 from .unpacked import UnpackedCodes, UnpackedFormat, checked_scale, codes_of_words
 
@@ -45,7 +45,9 @@ class AwqFormat(UnpackedFormat):
         return [
             StoredTensor("qweight", (in_features, num_words), torch.int32, count, 1, 0, turned=True),
             StoredTensor("qzeros", (num_groups, num_words), torch.int32, 0, 1, in_dim, turned=True),
-            StoredTensor("scales", (num_groups, out_features), torch.float32, 0, 1, in_dim, turned=True),
+            StoredTensor(
+                "scales", (num_groups, out_features), torch.float32, 0, 1, in_dim, None, True, random_scales(8)
+            ),
         ]
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> UnpackedCodes:

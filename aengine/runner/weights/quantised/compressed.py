@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -23,12 +24,12 @@ from torch import Tensor
 
 from ....checkpoint.name_patterns import NamePatterns
 from ....checkpoint.value_reader import ValueReader
-from ..weight import StoredTensor, WeightFormat
+from ..weight import StoredTensor, WeightFormat, random_scales
 from .fp4 import Fp4Format
 from .fp8 import Fp8Format
 from .int8 import Int8Format
 from .matrices import Asked, Rules, ignored_matrices
-from .unpacked import UnpackedCodes, UnpackedFormat, checked_scale, codes_of_words, order_of_columns
+from .unpacked import UnpackedCodes, UnpackedFormat, checked_scale, codes_of_words, order_of_columns, random_g_idx
 
 __all__ = ["GroupFormat", "GroupedMatrices", "read_compressed"]
 
@@ -75,14 +76,16 @@ class GroupFormat(UnpackedFormat):
         num_groups = in_features // group
         in_dim = 1 if self.group_size and num_groups > 1 and not self.is_ordered else None
         scales = ((), None, None) if self.group_size == 0 else ((out_features, num_groups), 0, in_dim)
-        found = [codes, StoredTensor("weight_scale", scales[0], torch.float32, 0, *scales[1:])]
+        drawn = random_scales(1 << self.bits - 1)
+        found = [codes, StoredTensor("weight_scale", scales[0], torch.float32, 0, scales[1], scales[2], drawn=drawn)]
         if self.has_zeros and self.is_packed:
             words = (out_features // per_word, num_groups)
             found.append(StoredTensor("weight_zero_point", words, torch.int32, 0, 0, in_dim))
         elif self.has_zeros:
             found.append(StoredTensor("weight_zero_point", scales[0], torch.int8, 0, *scales[1:]))
         if self.is_ordered:
-            found.append(StoredTensor("weight_g_idx", (in_features,), torch.int32, 0, None, 0))
+            g_idx = partial(random_g_idx, in_features, group, True)
+            found.append(StoredTensor("weight_g_idx", (in_features,), torch.int32, 0, None, 0, drawn=g_idx))
         return found
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> UnpackedCodes:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..weight import StoredTensor
+from ..weight import RANDOM_EXPONENTS, StoredTensor, random_scales
 from .matrices import AllButIgnored, Asked, ignored_matrices
 from .unpacked import UnpackedCodes, UnpackedFormat, checked_scale, codes_of_bytes
 
@@ -46,13 +46,16 @@ class Fp4Format(UnpackedFormat):
             )
         dtype = torch.float8_e4m3fn if self.name == "nvfp4" else torch.uint8
         groups = (out_features, in_features // self._group)
+        scales = (224, 448) if self.name == "nvfp4" else RANDOM_EXPONENTS
         count = out_features * in_features
         found = [
             StoredTensor(self.weight, (out_features, in_features // 2), torch.uint8, count, in_dim=1),
-            StoredTensor("weight_scale", groups, dtype, 0, in_dim=1),
+            StoredTensor("weight_scale", groups, dtype, 0, in_dim=1, drawn=scales),
         ]
         if self.matrix_scale is not None:
-            found.append(StoredTensor(self.matrix_scale, (), torch.float32, 0, None))
+            whole = random_scales(6 * 448)
+            whole = (1 / whole[1], 1 / whole[0]) if self.divides else whole
+            found.append(StoredTensor(self.matrix_scale, (), torch.float32, 0, None, drawn=whole))
         return found
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> UnpackedCodes:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ....errors import ModelLoadError
 from ..expert_weights import SeparateExperts
-from ..weight import ExpertWeights, StoredTensor, Weight, WeightFormat
+from ..weight import ExpertWeights, StoredTensor, Weight, WeightFormat, random_scales
 from .grouped import GroupedCodes, fits, grouped_weight
 from .matrices import AllButIgnored, Asked, ignored_matrices
 from .scaled import ScaledExperts, ScaledWeight
@@ -54,15 +54,15 @@ class Fp8Format:
             raise ModelLoadError(
                 f"weight_block_size of config.json: {out_features} rows of a matrix are no multiple of {self.block[0]}"
             )
-        shape = (out_features, in_features)
+        shape, scales = (out_features, in_features), random_scales(_LARGEST)
         found = [StoredTensor("weight", shape, torch.float8_e4m3fn, out_features * in_features, in_dim=1)]
         if self.block is not None:
             blocks = (out_features // self.block[0], -(-in_features // self.block[1]))
-            found.append(StoredTensor(self.scale, blocks, torch.float32, 0, in_dim=1))
+            found.append(StoredTensor(self.scale, blocks, torch.float32, 0, in_dim=1, drawn=scales))
         elif self.of_rows:
-            found.append(StoredTensor(self.scale, (out_features, 1), torch.float32, 0))
+            found.append(StoredTensor(self.scale, (out_features, 1), torch.float32, 0, drawn=scales))
         else:
-            found.append(StoredTensor(self.scale, (), torch.float32, 0, None))
+            found.append(StoredTensor(self.scale, (), torch.float32, 0, None, drawn=scales))
         if has_bias:
             found.append(StoredTensor("bias", (out_features,), torch.float32, out_features))
         return found

@@ -14,15 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....checkpoint.value_reader import ValueReader
-from ..weight import StoredTensor
+from ..weight import StoredTensor, random_scales
 from .matrices import Asked, StoredMatrices
-from .unpacked import UnpackedCodes, UnpackedFormat, checked_scale, codes_of_words, order_of_columns
+from .unpacked import UnpackedCodes, UnpackedFormat, checked_scale, codes_of_words, order_of_columns, random_g_idx
 
 __all__ = ["GptqFormat", "read_gptq"]
 
@@ -48,11 +49,12 @@ class GptqFormat(UnpackedFormat):
         num_groups = in_features // group
         of_groups = None if self.is_ordered or num_groups == 1 else 0  # the dimension that is divided with the inputs
         words, count = out_features // per_word, out_features * in_features
+        scales, g_idx = random_scales(1 << self.bits - 1), partial(random_g_idx, in_features, group, self.is_ordered)
         return [
             StoredTensor("qweight", (in_features // per_word, out_features), torch.int32, count, 1, 0, turned=True),
             StoredTensor("qzeros", (num_groups, words), torch.int32, 0, 1, of_groups, turned=True),
-            StoredTensor("scales", (num_groups, out_features), torch.float32, 0, 1, of_groups, turned=True),
-            StoredTensor("g_idx", (in_features,), torch.int32, 0, None, 0),
+            StoredTensor("scales", (num_groups, out_features), torch.float32, 0, 1, of_groups, None, True, scales),
+            StoredTensor("g_idx", (in_features,), torch.int32, 0, None, 0, drawn=g_idx),
         ]
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> UnpackedCodes:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ....kernels.expert_types import ExpertMatrices
 from ..expert_weights import SeparateExperts
-from ..weight import ExpertWeights, StoredTensor, Weight
+from ..weight import ExpertWeights, StoredTensor, Weight, random_scales
 from .scaled import ScaledExperts, ScaledWeight
 from .unpacked import checked_scale
 
@@ -42,7 +42,7 @@ class Int8Format:
         else:
             found = [StoredTensor("weight", (out_features, in_features), torch.int8, count, in_dim=1)]
         shape, out_dim = ((out_features, 1), 0) if self.of_rows else ((), None)
-        found.append(StoredTensor("weight_scale", shape, torch.float32, 0, out_dim))
+        found.append(StoredTensor("weight_scale", shape, torch.float32, 0, out_dim, drawn=random_scales(128)))
         if has_bias:
             found.append(StoredTensor("bias", (out_features,), torch.float32, out_features))
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -13,6 +14,7 @@ from ....errors import ModelLoadError
 from ..weight import WeightFormat
 
 __all__ = [
+    "NEVER_QUANTISED",
     "UNQUANTISED",
     "AllButIgnored",
     "Asked",
@@ -26,6 +28,8 @@ T = TypeVar("T")
 
 UNQUANTISED = "give the checkpoint in 16 or 32 bits that they were made from, or a .gguf file of the model"
 """The cure where weights can't be read as they are."""
+NEVER_QUANTISED = re.compile(r"(^|\.)(lm_head|embed_tokens|router|gate|shared_expert_gate)$")
+"""Matrices that are plain where nothing says which are quantised: the head, and those that choose experts."""
 _IGNORED = ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules")
 """Keys of a quantization_config for the names of matrices that are left plain."""
 _MOST_RULES = 256
@@ -62,10 +66,12 @@ class StoredMatrices(NamedTuple):
     """`QuantisedMatrices` by the files: those that have a tensor "qweight"."""
 
     name: str
-    stored: Collection[str]  # names of the tensors in the files
+    stored: Collection[str] | None  # names of the tensors in the files; None: there are no files
     format_of: Callable[[str], WeightFormat | None]  # the format of the matrix of a name, if it is quantised
 
     def of(self, name: str) -> WeightFormat | None:
+        if self.stored is None:
+            return None if NEVER_QUANTISED.search(name) else self.format_of(name)
         return self.format_of(name) if f"{name}.qweight" in self.stored else None
 
 
@@ -80,7 +86,7 @@ class Asked(NamedTuple):
     where: str  # for messages: "config.json: quantization_config"
     plain: WeightFormat  # the format of what becomes plain numbers
     device: torch.device
-    stored: Collection[str] = ()  # names of the tensors in the files, as transformers spells them
+    stored: Collection[str] | None = ()  # names of the tensors in the files, as transformers spells them; or no files
     dequantises: bool = False  # what the device can't multiply becomes plain numbers; else it is an error
 
     @property

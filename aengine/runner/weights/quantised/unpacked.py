@@ -37,6 +37,7 @@ __all__ = [
     "log_dequantised",
     "numbers",
     "order_of_columns",
+    "random_g_idx",
 ]
 
 logger = logging.getLogger("aengine.runner")
@@ -98,6 +99,13 @@ def order_of_columns(g_idx: Tensor, in_features: int, num_groups: int, group: in
         raise ValueError(f"{name} names a group that is none of the {num_groups}")
     in_order = torch.arange(in_features, device=first.device) // group
     return None if torch.equal(first, in_order) else first
+
+
+def random_g_idx(in_features: int, group: int, is_ordered: bool) -> Tensor:
+    """int32 [K]: the group of each column, for random weights: of all matrices with as many columns the same, as those
+    that are multiplied together have it. ``is_ordered``: act-order has mixed the columns."""
+    g_idx = torch.arange(in_features, dtype=torch.int32) // group
+    return g_idx[torch.randperm(in_features, generator=torch.Generator().manual_seed(0))] if is_ordered else g_idx
 
 
 def numbers(unpacked: UnpackedCodes, dtype: torch.dtype) -> Tensor:

@@ -136,11 +136,11 @@ def check_layers(source: ModelSource, num_layers: int) -> None:
         raise ModelLoadError(f"{source.path}: by config.json there are {num_layers} layers, and the files have {found}")
 
 
-def tensor_names(source: ModelSource) -> frozenset[str]:
-    """Return the names of the tensors in safetensors files, as transformers spells them; of other files none. Raises
+def tensor_names(source: ModelSource) -> frozenset[str] | None:
+    """Return the names of the tensors in safetensors files, as transformers spells them; None: there are none. Raises
     ModelLoadError as `stored_names`."""
     if source.format != "safetensors":
-        return frozenset()
+        return None
     return frozenset(text_name(name) for name in stored_names(Path(source.path)))
 
 
