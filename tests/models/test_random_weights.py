@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +26,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     **{f"fp8, {kind}": {**config, "ignore": PLAIN} for kind, (_, _, config) in test_fp8_weights.KINDS.items()},
 }
 TOKENS = list(range(40, 70))
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "engine_bench.py"
+
+
+def engine_bench() -> Any:
+    spec = importlib.util.spec_from_file_location("engine_bench", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def check(folder: Path, seed: int = 1) -> torch.Tensor:
@@ -52,6 +63,20 @@ def test_experts_in_mxfp4(tiny_model: Callable[..., Path], tmp_path: Path) -> No
     plain = check(tmp_path)
     set_config(tmp_path, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
     assert not torch.equal(check(tmp_path), plain)
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny-moe", "tiny-gpt-oss"])
+def test_formats_of_the_benchmark(shape: str, tmp_path: Path) -> None:
+    """engine_bench.py --quant."""
+    script = engine_bench()
+    config, path = script.SHAPES[shape], tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    plain, sizes = check(tmp_path), [script.decode_bytes(config, "")]
+    for name in ["mxfp4"] if shape == "tiny-gpt-oss" else script.QUANT:
+        path.write_text(json.dumps(config | {"quantization_config": script.QUANT[name][0](config)}))
+        assert not torch.equal(check(tmp_path), plain), name
+        sizes.append(script.decode_bytes(config, name))
+    assert max(sizes[1:]) < sizes[0] and min(sizes) > sizes[0] / 4
 
 
 @pytest.mark.parametrize(
