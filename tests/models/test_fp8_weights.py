@@ -131,10 +131,40 @@ def test_what_is_no_number_is_refused_by_name(copied: Callable[..., Path]) -> No
         r"layers\.1\.mlp\.down_proj\.\w+, or .*: weight_scale",
     )
     refused(lambda tensors: tensors[name].view(torch.uint8).fill_(0xFF), r"layers\.1\.mlp\.down_proj\..* is no number")
-    refused(lambda tensors: tensors.pop(f"{name}_scale"), r"lacks a tensor of the model: .*down_proj\.weight_scale")
+    refused(lambda tensors: tensors[f"{name}_scale"].neg_(), r"weight_scale has a scale that is negative")
+    refused(lambda tensors: tensors.pop(f"{name}_scale"), r"down_proj\.weight is stored as F8_E4M3.* scale is missing")
     refused(lambda tensors: tensors.update({name: tensors[name].float()}), r"stored as F32, .* it is F8_E4M3")
     refused(lambda tensors: tensors.update({f"{name}_scale": torch.ones(3, 1)}), r"has the shape \[3, 1\]")
     refused(lambda tensors: tensors.update({f"{name}_scale": torch.ones(2)}), r"has the shape \[2\]", "tensor")
+
+
+@pytest.mark.parametrize("kind", ["channel", "modelopt", "blocks"])
+def test_numbers_without_a_scale_are_no_codes(kind: str, copied: Callable[..., Path]) -> None:
+    """The head, which transformers never lists, and what is below a module that the list names as a whole."""
+    folder, plain = copied("llama", tie_word_embeddings=False), copied("llama", tie_word_embeddings=False)
+    before = load_file(plain / "model.safetensors")
+
+    def below_attention(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if "layers.0.self_attn" in name]:
+            whole = before.get(name)
+            tensors.pop(name) if whole is None else tensors.update({name: whole})
+
+    exact = write_quantised(folder, kind, below_attention)
+    save_file(exact | {k: v for k, v in before.items() if "layers.0.self_attn" in k}, plain / "model.safetensors")
+    settings = json.loads((folder / "config.json").read_text())
+    for key in ("ignore", "modules_to_not_convert"):
+        if key in settings["quantization_config"]:
+            settings["quantization_config"][key] = ["model.layers.0.self_attn"]
+    (folder / "config.json").write_text(json.dumps(settings))
+    check_near(logits(folder), logits(plain))
+
+
+def test_blocks_wider_than_a_matrix() -> None:
+    """What config.json says of them takes no memory."""
+    form = Fp8Format(PLAIN, of_rows=False, block=(4, 1 << 62))
+    codes, scale = torch.ones(8, 20).to(FP8), torch.tensor([[2.0], [3.0]])
+    made = form.make({"weight": codes, "weight_scale": scale})
+    assert torch.equal(made.multiply(torch.ones(1, 20)), torch.tensor([[40.0] * 4 + [60.0] * 4]))
 
 
 @pytest.mark.parametrize("rows", [1, 16, 40])
@@ -201,7 +231,7 @@ def test_settings() -> None:
     assert stored.of("a") == Fp8Format(PlainFormat(torch.bfloat16), "weight_scale_inv", False, (8, 32))
     with pytest.raises(ModelLoadError, match="experts in FP8 need a scale a row on a GPU"):
         stored.of("a").make_experts(2, [], gpu)
-    with pytest.raises(ModelLoadError, match="12 rows of a matrix are no multiple of 8"):
+    with pytest.raises(ValueError, match="its 12 rows are no multiple of the 8 of a block"):
         stored.of("a").tensors(12, 32, False)
     with pytest.raises(ModelLoadError, match="quantised"):
         choose_formats("bfloat16", gpu, {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}})

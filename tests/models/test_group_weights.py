@@ -497,7 +497,7 @@ def test_wrong_tensors_are_refused_by_name(what: str, copied: Callable[..., Path
 )
 def test_what_no_format_reads_is_refused(config: dict[str, Any], message: str, copied: Callable[..., Path]) -> None:
     folder = copied()
-    kind = {"awq": "awq", "gptq": "gptq"}.get(config["quant_method"])
+    kind = {"awq": "awq", "gptq": "gptq", "compressed-tensors": "int4"}.get(config["quant_method"])
     if kind is None:
         set_config(folder, config)
     else:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from driver import build, load, source_of
+from driver import CPU, build, load, source_of
 from gguf import GGMLQuantizationType as Q
 from test_expert_layers import mxfp4
 from test_fp8_weights import write_quantised
@@ -20,7 +20,8 @@ from tiny import make_tiny_model
 
 from aengine.runner.startup.estimate import tensors_of
 from aengine.runner.weights.float16_cpu import float16_plan, has_fbgemm
-from aengine.runner.weights.inventory import TensorsOfAKind, _tensors, line_of
+from aengine.runner.weights.formats import choose_formats
+from aengine.runner.weights.inventory import TensorsOfAKind, _bytes_of_codes, _tensors, line_of
 from aengine.runner.weights.sources.gguf_source import GgufMatrices
 
 TinyModel = Callable[..., Path]
@@ -84,6 +85,17 @@ def test_quantised(
     assert all(0 < group.bytes_per_step < group.bytes for group in experts)
     if arch == "llama":
         check_bytes(load(source)[0], groups)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"quant_method": "gptq", "group_size": 24}, {"quant_method": "fp8", "weight_block_size": [24, 24]}],
+    ids=["gptq", "fp8"],
+)
+def test_groups_that_divide_no_power_of_two(config: dict[str, Any]) -> None:
+    formats = choose_formats("float32", CPU, {"quantization_config": config}, stored=["a.qweight"])
+    assert formats.of("a") != formats.plain
+    assert _bytes_of_codes(formats.of("a"), False, formats) == float("inf")
 
 
 def test_a_gguf(tmp_path: Path) -> None:

@@ -127,8 +127,12 @@ def _plain(formats: WeightFormats) -> _Kept:
 
 
 def _bytes_of_codes(form: WeightFormat, is_experts: bool, formats: WeightFormats) -> float:
-    """Bytes a parameter that a small matrix takes; infinite: the format makes something that has no tensors."""
-    stored = [one._replace(shape=one.shape or (_ROWS, 1)) for one in form.tensors(_ROWS, _COLUMNS, False)]
+    """Bytes a parameter that a small matrix takes; infinite: it becomes plain numbers, or what has no tensors."""
+    try:
+        stored = form.tensors(_ROWS, _COLUMNS, False)
+    except ValueError:  # nothing keeps groups as codes that do not divide a power of two
+        return float("inf")
+    stored = [one._replace(shape=one.shape or (_ROWS, 1)) for one in stored]
     if any(one.kept in NUMBERS for one in stored):
         return float("inf")
     stored = [one._replace(shape=one.shape[::-1]) if one.turned else one for one in stored]

@@ -22,17 +22,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....checkpoint.name_patterns import NamePatterns
 from ....checkpoint.value_reader import ValueReader
 from ..weight import StoredTensor, WeightFormat, random_scales
 from .fp4 import Fp4Format
 from .fp8 import Fp8Format
 from .int8 import Int8Format
-from .matrices import Asked, Rules, ignored_matrices
+from .matrices import Asked, PlainMatrices, Rules, ignored_matrices
 from .unpacked import UnpackedCodes, UnpackedFormat, checked_scale, codes_of_words, order_of_columns, random_g_idx
 
 __all__ = ["GroupFormat", "GroupedMatrices", "read_compressed"]
-
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +117,7 @@ class GroupedMatrices(NamedTuple):
     names: Mapping[str, WeightFormat]
     patterns: Rules[WeightFormat]
     others: WeightFormat | None
-    ignored: NamePatterns
+    ignored: PlainMatrices
 
     @property
     def name(self) -> str:

@@ -28,7 +28,7 @@ from ..weight import ExpertWeights, StoredTensor, Weight, WeightFormat, random_s
 from .grouped import GroupedCodes, fits, grouped_weight
 from .matrices import AllButIgnored, Asked, ignored_matrices
 from .scaled import ScaledExperts, ScaledWeight
-from .unpacked import DequantisedExperts, log_dequantised
+from .unpacked import DequantisedExperts, checked_scale, log_dequantised
 
 __all__ = ["Fp8Format", "MadeFp8Format", "read_fp8_matrices"]
 
@@ -49,11 +49,9 @@ class Fp8Format:
     name: str = "fp8"
 
     def tensors(self, out_features: int, in_features: int, has_bias: bool) -> list[StoredTensor]:
-        """Raises ModelLoadError: a block would reach beyond the matrix, into the one that is joined below it."""
+        """Raises ValueError: a block would reach beyond the matrix, into the one that is joined below it."""
         if self.block is not None and out_features % self.block[0]:
-            raise ModelLoadError(
-                f"weight_block_size of config.json: {out_features} rows of a matrix are no multiple of {self.block[0]}"
-            )
+            raise ValueError(f"its {out_features} rows are no multiple of the {self.block[0]} of a block")
         shape, scales = (out_features, in_features), random_scales(_LARGEST)
         found = [StoredTensor("weight", shape, torch.float8_e4m3fn, out_features * in_features, in_dim=1)]
         if self.block is not None:
@@ -68,11 +66,11 @@ class Fp8Format:
         return found
 
     def make(self, tensors: Mapping[str, Tensor]) -> Weight:
-        """Raises ValueError: a scale or a code is no number."""
+        """Raises ValueError: a code is no number, or a scale negative or none."""
         codes, bias = tensors["weight"], tensors.get("bias")
-        scale = tensors[self.scale].float()
-        if not bool(scale.isfinite().all()) or bool((codes.view(torch.uint8) & 0x7F == 0x7F).any()):
-            raise ValueError(f"{self.scale}, or a code in FP8, is no number")
+        scale = checked_scale(tensors[self.scale].float(), self.scale)
+        if bool((codes.view(torch.uint8) & 0x7F == 0x7F).any()):
+            raise ValueError("a code in FP8 is no number")
         if codes.device.type != "cpu" and self.block is None:
             rows = scale.expand(len(codes), 1).flatten().contiguous()
             return ScaledWeight(codes, rows, None if bias is None else bias.float())
@@ -86,7 +84,8 @@ class Fp8Format:
         """float32 [N, K]."""
         codes, scale = tensors["weight"], tensors[self.scale].float()
         if self.block is not None:
-            scale = scale.repeat_interleave(self.block[0], 0).repeat_interleave(self.block[1], 1)[:, : codes.shape[1]]
+            (rows, columns), k = self.block, codes.shape[1]
+            scale = scale.repeat_interleave(rows, 0).repeat_interleave(min(columns, k), 1)[:, :k]
         return codes.float().mul_(scale)
 
     def make_experts(self, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device) -> ExpertWeights:

@@ -18,6 +18,7 @@ __all__ = [
     "UNQUANTISED",
     "AllButIgnored",
     "Asked",
+    "PlainMatrices",
     "QuantisedMatrices",
     "Rules",
     "StoredMatrices",
@@ -32,6 +33,7 @@ NEVER_QUANTISED = re.compile(r"(^|\.)(lm_head|embed_tokens|router|gate|shared_ex
 """Matrices that are plain where nothing says which are quantised: the head, and those that choose experts."""
 _IGNORED = ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules")
 """Keys of a quantization_config for the names of matrices that are left plain."""
+_SCALES = ("weight_scale", "weight_scale_inv")
 _MOST_RULES = 256
 """Each is an automaton of its own, which takes some 10 ms to make."""
 
@@ -48,11 +50,29 @@ class QuantisedMatrices(Protocol):
         numbers."""
 
 
+class PlainMatrices(NamedTuple):
+    """The names of the matrices that are left plain.
+
+    Those are in the list, and those of which the files have a "weight" without a scale, whatever the list says: some
+    writers (transformers' FP8) never quantise the head or the routers, and list neither, or list a module for all that
+    is below it.
+    """
+
+    listed: NamePatterns
+    stored: Collection[str] | None  # names of the tensors in the files; None: there are no files
+
+    def __contains__(self, name: object) -> bool:
+        stored = self.stored or ()
+        if f"{name}.weight" in stored and not any(f"{name}.{scale}" in stored for scale in _SCALES):
+            return True
+        return str(name) in self.listed
+
+
 class AllButIgnored(NamedTuple):
     """`QuantisedMatrices` by a quantization_config: one format, and the names of those that are left plain."""
 
     format: WeightFormat
-    ignored: NamePatterns
+    ignored: PlainMatrices
 
     @property
     def name(self) -> str:
@@ -106,13 +126,13 @@ class Asked(NamedTuple):
         return ModelLoadError(f"{self.where}: {problem:.300}, which aengine does not read: {UNQUANTISED}")
 
 
-def ignored_matrices(asked: Asked) -> NamePatterns:
+def ignored_matrices(asked: Asked) -> PlainMatrices:
     """Return the names that are left plain. In ModelOpt's, a star stands for any letters. Raises ModelLoadError."""
     key = next((name for name in _IGNORED if asked.config.get(name)), "ignore")
     names = asked.values.texts(key)
     if asked.config.get("quant_method") == "modelopt":
         names = [_of_stars(name) for name in names]
-    return NamePatterns(names, f"{asked.where}: {key}")
+    return PlainMatrices(NamePatterns(names, f"{asked.where}: {key}"), asked.stored)
 
 
 def _of_stars(name: str) -> str:

@@ -151,9 +151,9 @@ def _check_dtype(path: Path, name: str, stored_as: str, wanted: torch.dtype) -> 
     dtype = _DTYPES.get(stored_as)
     if wanted in NUMBERS and dtype not in NUMBERS and dtype != torch.float64:
         raise ModelLoadError(
-            f"{path}: {name} is stored as {stored_as}, the codes of a quantised checkpoint, and config.json has no "
-            f"quantization_config that says what they mean: give the checkpoint in 16 or 32 bits that it was made "
-            f"from, or a .gguf file of the model"
+            f"{path}: {name} is stored as {stored_as}, the codes of a quantised checkpoint, and what they mean is not "
+            f"known: config.json has no quantization_config that says so of it, or its scale is missing: give the "
+            f"checkpoint in 16 or 32 bits that it was made from, or a .gguf file of the model"
         )
     if wanted not in NUMBERS and dtype != wanted:
         expected = next(key for key, value in _DTYPES.items() if value == wanted)
