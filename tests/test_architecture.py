@@ -475,7 +475,7 @@ BUDGETS = {
     "ipc": 2225,
     "kernels": 10200,
     "limits": 392,
-    "remote": 1640,
+    "remote": 1665,
     "runner": 20200,
     "server": 5916,
     "telemetry": 1116,
