@@ -22,13 +22,14 @@ from ..engine.threads.loop_ownership import other_loop, running_loop
 from ..engine.threads.pools import run_in_thread
 from ..errors import ContextLengthError, EngineClosedError, EngineError, InvalidRequestError
 from ..limits.checks import check_num_characters, check_num_messages, check_num_values
-from ..params import ChatOptions, SamplingParams, chat_options, check_options, check_params
+from ..params import ChatOptions, SamplingParams, chat_options, check_options, check_params, not_valid
 from ..telemetry.listeners import Listeners
 from ..telemetry.metrics import Statistics
 from ..telemetry.trace_context import current_trace
 from .connection import Connection
 from .mailbox import RemoteChatStream, RemoteTokenStream
 from .tokenizer import RemoteTokenizer
+from .unix_socket import socket_path
 from .wire import first_not_plain, from_wire, params_to_wire, plain_options, pooled_from_wire, to_wire
 
 if TYPE_CHECKING:
@@ -50,9 +51,14 @@ def connect(path: str | os.PathLike[str], *, timeout: float = 60.0) -> AsyncLLM:
     and nothing of others. It belongs to the event loop that starts it.
 
     Args:
-        timeout: seconds that the other process may take to serve it.
+        timeout: seconds that the other process may take to serve it; infinity is for ever.
+
+    Raises:
+        InvalidRequestError: an argument is no path, or no number of seconds.
     """
-    return AsyncLLM._held_by(RemoteHandle(os.fspath(path), timeout))
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:  # nor NaN
+        raise not_valid("timeout", timeout, "a number of seconds, 0 or more")
+    return AsyncLLM._held_by(RemoteHandle(socket_path(path), timeout))
 
 
 class _NoListeners(Listeners):

@@ -13,17 +13,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..__version__ import __version__
+from ..async_llm import AsyncLLM
 from ..engine.threads.pools import run_in_thread
 from ..engine.tokenizer.async_tokenizer import CALLS
 from ..errors import AEngineError, EngineClosedError, InternalError, InvalidRequestError
 from ..outputs import Choice, Completion
 from ..telemetry.trace_context import trace_of
 from .message_stream import MessageStream
-from .unix_socket import bind_unix
+from .unix_socket import bind_unix, socket_path
 from .wire import delta_to_wire, error_to_wire, params_from_wire, pooled_to_wire, pooling_from_wire, to_wire
 
 if TYPE_CHECKING:
-    from ..async_llm import AsyncLLM
     from ..engine.streams.chat_stream import ChatStream
     from ..engine.streams.token_stream import TokenStream
     from ..engine.tokenizer_view import TokenizerView
@@ -52,8 +52,11 @@ async def serve_engine(engine: AsyncLLM, path: str | os.PathLike[str], *, admin:
 
     Raises:
         EngineError: another program listens at ``path``, or it can't be made.
+        InvalidRequestError: an argument is no engine, or no path.
     """
-    place = os.fspath(path)
+    if not isinstance(engine, AsyncLLM):
+        raise InvalidRequestError(f"engine must be an AsyncLLM, not {engine!r:.80}", param="engine")
+    place = socket_path(path)
     served = _ServedEngine(engine, admin=admin)
     listener = bind_unix(place, 0o600)
     server = await asyncio.start_unix_server(served.connected, sock=listener)

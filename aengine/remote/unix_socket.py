@@ -1,4 +1,4 @@
-"""`bind_unix`: a Unix socket to listen on."""
+"""Unix sockets: their paths, and one to listen on."""
 
 from __future__ import annotations
 
@@ -7,8 +7,20 @@ import socket
 import stat
 
 from ..errors import EngineError
+from ..params import not_valid
 
-__all__ = ["bind_unix"]
+__all__ = ["bind_unix", "socket_path"]
+
+
+def socket_path(path: str | os.PathLike[str]) -> str:
+    """Return the path as a text. Raises InvalidRequestError for what names no file."""
+    try:
+        place = os.fsdecode(path)
+        if os.fsencode(place) and "\0" not in place:
+            return place
+    except (TypeError, UnicodeEncodeError):  # no path; a lone surrogate
+        pass
+    raise not_valid("path", path, "the path of a Unix socket")
 
 
 def bind_unix(path: str, mode: int) -> socket.socket:

@@ -398,6 +398,28 @@ async def test_a_path_that_no_program_can_serve_is_tried_once(tmp_path: Path) ->
         await asyncio.wait_for(connect(tmp_path / ("x" * 200)).start(), 20)
 
 
+@pytest.mark.parametrize("path", ["", "a\0b", "\ud800", None, 3, ["x"]])
+async def test_what_is_no_path_is_refused_at_once(path: Any) -> None:
+    async with FakeAsyncLLM("yes") as engine:
+        for call in (lambda: connect(path).start(), lambda: serve_engine(engine, path).__aenter__()):
+            with pytest.raises(InvalidRequestError, match="the path of a Unix socket") as caught:
+                await call()
+            assert caught.value.param == "path"
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), -1, "1", None, True])
+def test_a_timeout_is_a_number_of_seconds(tmp_path: Path, timeout: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="a number of seconds"):
+        connect(tmp_path / "engine", timeout=timeout)
+
+
+@pytest.mark.parametrize("engine", [None, "smollm2-135m"])
+async def test_what_is_no_engine_is_not_served(tmp_path: Path, engine: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="an AsyncLLM"):
+        await serve_engine(engine, tmp_path / "engine").__aenter__()
+    assert not list(tmp_path.iterdir())
+
+
 async def test_the_socket_is_this_users_alone(tmp_path: Path) -> None:
     async with both(tmp_path, "yes"):
         assert (tmp_path / "engine").stat().st_mode & 0o777 == 0o600
