@@ -3,11 +3,13 @@
     python benchmarks/gpu_linear.py          # JSON lines: microseconds a layer, and of reading its weights
     python benchmarks/gpu_linear.py --tune   # tries tilings, and writes the best into kernels/linear_tilings.json
     python benchmarks/gpu_linear.py --fp8    # either, of weights in FP8; torch's are of 16 bits all the same
+    python benchmarks/gpu_linear.py --grouped    # each product by weights in 4 and 8 bits, beside a copy's bandwidth
     TRITON_INTERPRET=1 python benchmarks/gpu_linear.py --check    # that both compute the same; also without a GPU
 
 Time: a CUDA graph of 28 layers of Qwen3-0.6B's shape (or 32 of Llama-3.1-8B's), each with weights of its own, median of
 replays. The attention between the products is left out. Tilings are tried one product at a time, in a graph of as many
-as have more weights than the L2 cache holds.
+as have more weights than the L2 cache holds; so are --grouped's, whose "share" is that of a copy's bandwidth, read and
+written, in the same run.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from torch import Tensor
 from aengine.kernels import linear_tilings
 from aengine.kernels.activation import act_and_mul
 from aengine.kernels.dispatch import triton_everywhere
+from aengine.kernels.grouped_codes import CodeKind, GroupedCodes
 from aengine.kernels.linear import add_linear, norm_gated_linear, norm_linear
 from aengine.kernels.linear_tilings import LinearShape, StreamedTiling
 from aengine.kernels.scaled_product import product
@@ -43,6 +46,7 @@ SHAPES = {  # hidden, q, qkv, inner, layers
     "llama-3.1-8b": (4096, 4096, 6144, 14336, 32),
 }
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+GROUPED_ROWS = (1, 8, 64, 256)
 TUNED_ROWS = (8, 16, 32, 64, 128, 256, 512, 1024)
 BYTES_PER_US = 4.3e6  # a device-to-device copy on an H200, bytes read and written
 BYTES_OF_A_GRAPH = 150e6  # more than any L2 cache holds
@@ -79,7 +83,7 @@ def torchs(layers: Layers, norm: Tensor, residual: Tensor, attended: Tensor) -> 
         residual.add_(F.linear(F.silu(gate) * up, w_down))
 
 
-def microseconds(step: partial[None]) -> float:
+def microseconds(step: partial[Any]) -> float:
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -199,6 +203,117 @@ def tune_all(shape: tuple[int, ...], is_fp8: bool) -> None:
             print(json.dumps(result | {"tiling": best}), flush=True)
 
 
+# -- codes in 4 and 8 bits
+
+
+def random_codes(kind: CodeKind, n: int, k: int, group: int, device: str, **more: Any) -> GroupedCodes:
+    """Of all values. ``more``: "scale": its dtype; "zero", "offset", "row_scale": whether there is one; "rows"."""
+    has_4_bits, rows = kind in ("int4", "uint4", "e2m1"), more.get("rows", 1)
+    width, groups = k // 2 if has_4_bits else k, (-(-n // rows), -(-k // group))
+    if kind == "e4m3":
+        codes = torch.empty(n, width, device=device).uniform_(-448, 448).to(torch.float8_e4m3fn)
+    else:
+        codes = torch.randint(0, 256, (n, width), dtype=torch.uint8, device=device)
+    row_scale = None
+    if more.get("row_scale"):
+        row_scale = torch.full((n,), 2**-8, device=device)
+    size = 1.0 if row_scale is not None else 2**-14 if kind == "e4m3" else 2**-8
+    scale = torch.empty(groups, device=device).uniform_(size / 2, size)
+    zero = torch.randint(0, 16, groups, dtype=torch.uint8, device=device) if more.get("zero") else None
+    offset = (scale * -8).half() if more.get("offset") else None
+    return GroupedCodes(kind, codes, scale.to(more["scale"]), group, zero, offset, row_scale, rows)
+
+
+Weight = tuple[Tensor | GroupedCodes, Tensor | None]
+"""And its scale if it is in FP8 with a scale a row."""
+
+
+def plain_weight(n: int, k: int, device: str, dtype: torch.dtype) -> Tensor:
+    return torch.randn(n, k, device=device, dtype=dtype) * 0.02
+
+
+def with_groups(kind: CodeKind, group: int, **more: Any) -> Callable[[int, int, str, torch.dtype], Weight]:
+    return lambda n, k, device, dtype: (random_codes(kind, n, k, group, device, **more), None)
+
+
+WEIGHTS: dict[str, Callable[[int, int, str, torch.dtype], Weight]] = {
+    "16 bits": lambda *args: (plain_weight(*args), None),
+    "fp8, a row": lambda *args: quantised(plain_weight(*args)),
+    "fp8, 128 x 128": with_groups("e4m3", 128, rows=128, scale=torch.float32),
+    "int4, 128": with_groups("int4", 128, scale=torch.float16),  # W4A16
+    "uint4 and zero, 128": with_groups("uint4", 128, zero=True, scale=torch.float16),  # AWQ
+    "e2m1, 16": with_groups("e2m1", 16, row_scale=True, scale=torch.float8_e4m3fn),  # NVFP4
+    "uint4 and offset, 32": with_groups("uint4", 32, offset=True, row_scale=True, scale=torch.float16),  # Q4_K
+}
+
+
+def bytes_of(weight: Tensor | GroupedCodes, scale: Tensor | None) -> int:
+    tensors = list(weight.tensors().values()) if isinstance(weight, GroupedCodes) else [weight]
+    return sum(tensor.nbytes for tensor in [*tensors, *([] if scale is None else [scale])])
+
+
+def run_verb(verb: str, weights: list[Weight], x: Tensor, norm: Tensor, out: Tensor) -> Tensor:
+    """Multiply by each weight; returns what the last one gave. ``out``: the residual that "add" adds to."""
+    made = out
+    for weight, scale in weights:
+        if verb == "norm":
+            made = norm_linear(x, norm, EPS, weight, scale=scale)
+        elif verb == "gated":
+            made = norm_gated_linear(x, norm, EPS, weight, scale=scale)
+        else:
+            add_linear(out, x, weight, scale=scale)
+    return made
+
+
+def copy_bandwidth(num_bytes: int = 2**30) -> float:
+    """Bytes a microsecond, read and written, of a copy on the GPU."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * num_bytes / microseconds(partial(target.copy_, source))
+
+
+def measure_grouped(
+    name: str,
+    shape: tuple[int, ...],
+    bandwidth: float,
+    *,
+    time: Callable[[partial[Any]], float] = microseconds,
+    device: str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+    graph_bytes: float = BYTES_OF_A_GRAPH,
+) -> Iterator[dict[str, Any]]:
+    """One result a kind of weight, product and number of rows, and of a layer's four products together."""
+    hidden, q, qkv, inner, _ = shape
+    products = {"qkv": ("norm", qkv, hidden), "o": ("add", hidden, q)}
+    products |= {"gate_up": ("gated", 2 * inner, hidden), "down": ("add", hidden, inner)}
+    for kind, make in WEIGHTS.items():
+        of_layer = dict.fromkeys(GROUPED_ROWS, (0, 0.0))
+        for product_name, (verb, n, k) in products.items():
+            first = make(n, k, device, dtype)
+            size = bytes_of(*first)
+            weights = [first, *(make(n, k, device, dtype) for _ in range(max(2, math.ceil(graph_bytes / size)) - 1))]
+            steps = {}
+            for rows in GROUPED_ROWS:
+                x, residual = (torch.randn(rows, width, device=device, dtype=dtype) for width in (k, n))
+                norm = torch.rand(k, device=device, dtype=dtype) + 0.5
+                steps[rows] = partial(run_verb, verb, weights, x, norm, residual)
+            if device == "cuda":
+                with compiling(os.cpu_count() or 1):
+                    for step in steps.values():
+                        run_verb(verb, weights[:1], *step.args[2:])
+            for rows, step in steps.items():
+                us = time(step) / len(weights)
+                of_layer[rows] = of_layer[rows][0] + size, of_layer[rows][1] + us
+                result = {"shape": name, "kind": kind, "product": product_name, "rows": rows}
+                yield result | figures(size, us, bandwidth)
+        for rows, (size, us) in of_layer.items():
+            yield {"shape": name, "kind": kind, "product": "layer", "rows": rows} | figures(size, us, bandwidth)
+
+
+def figures(size: int, us: float, bandwidth: float) -> dict[str, Any]:
+    return {"mb": round(size / 1e6, 2), "us": round(us, 2), "share": round(size / us / bandwidth, 3)}
+
+
 def check() -> None:
     layers, norm = make_layers((128, 64, 192, 128, 2)), torch.rand(128) + 0.5
     for batch in (1, 3, 40):
@@ -229,12 +344,21 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--fp8", action="store_true")
+    parser.add_argument("--grouped", action="store_true")
     parser.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES))
     args = parser.parse_args()
     if args.check:
         return check()
     if not torch.cuda.is_available():
         sys.exit(f"{__doc__}\nTimes need an NVIDIA GPU and a torch with CUDA.")
+    if args.grouped:
+        bandwidth = copy_bandwidth()
+        device = torch.cuda.get_device_name()
+        print(json.dumps({"device": device, "copy_tb_s": round(bandwidth / 1e6, 3)}), flush=True)
+        for name in args.shape:
+            for result in measure_grouped(name, SHAPES[name], bandwidth):
+                print(json.dumps(result), flush=True)
+        return None
     for name in args.shape:
         if args.tune:
             tune_all(SHAPES[name], args.fp8)
