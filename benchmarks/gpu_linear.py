@@ -311,7 +311,7 @@ def measure_grouped(
 
 
 def figures(size: int, us: float, bandwidth: float) -> dict[str, Any]:
-    return {"mb": round(size / 1e6, 2), "us": round(us, 2), "share": round(size / us / bandwidth, 3)}
+    return {"bytes": size, "us": round(us, 2), "share": round(size / us / bandwidth, 3)}
 
 
 def check() -> None:
