@@ -12,6 +12,7 @@ from torch import Tensor
 from aengine.kernels.decode_attention import DecodeWorkspace, decode_step_attention, plan_decode
 from aengine.kernels.dispatch import torch_reference
 from aengine.kernels.kv_codes import kept_kv, kv_numbers
+from aengine.kernels.paged_attention import Scores
 from aengine.kernels.varlen_attention import plan_prompts, varlen_attention
 from aengine.kernels.write_qkv import apply_rope_and_write_kv
 
@@ -83,6 +84,30 @@ def test_kernels_write_the_same_codes(gen: torch.Generator, triton_device: torch
         assert (off > 0).float().mean() < 0.01
         assert torch.equal(written[numbers.isnan()] & 0x7F, torch.full_like(written[numbers.isnan()], 0x7F))
         assert (cache.flatten(0, 1)[tokens:] == 99).all()
+
+
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_kernels_read_every_code(triton_device: torch.device, dtype: torch.dtype) -> None:
+    """As values, of which the attention of the first token has one."""
+    from aengine.kernels.triton import kv_codes
+
+    if kv_codes.is_interpreted and dtype == torch.bfloat16:
+        pytest.skip("numpy, with which the interpreter multiplies, has no bfloat16")
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    cache = torch.zeros(16, 2, 1, 16, 16, dtype=torch.uint8)
+    cache[:, 1, 0, 0] = codes
+    cache = cache.to(triton_device).permute(0, 3, 1, 2, 4)
+    rows, lens = (torch.arange(16, device=triton_device), torch.ones(16, dtype=torch.int32, device=triton_device))
+    workspace = DecodeWorkspace(16, 1, 1, 16, triton_device)
+    how = (None, None, 1, Scores(1.0, None), plan_decode(rows, lens, workspace, None), workspace)
+    qkv, scales = torch.zeros(16, 3 * 16, dtype=dtype, device=triton_device), torch.ones(2, 1, device=triton_device)
+    table = rows[:, None].int()
+    out = decode_step_attention(qkv, cache, table, *how, is_raw=False, kv_scales=scales).cpu().view(16, 16)
+    wanted = codes.view(torch.float8_e4m3fn).to(dtype)
+    if kv_codes.is_interpreted and kv_codes.as_known(cache, scales).dtype != torch.int8:
+        out[wanted.isnan()] = NAN  # the interpreter reads the NaN of float8_e4m3fn as 480
+    torch.testing.assert_close(out, wanted, rtol=0, atol=0, equal_nan=True)
 
 
 class Fp8Case:
@@ -204,11 +229,39 @@ def test_scales_are_factors(rng: random.Random, gen: torch.Generator, triton_dev
         kept.scales *= torch.tensor([2.0 ** -(power // 2), 2.0**-power])[:, None]
 
 
-def test_a_nan_stays_with_its_sequence(gen: torch.Generator, triton_device: torch.device) -> None:
+@pytest.mark.usefixtures("known")
+@pytest.mark.parametrize("place", [4 * 16, 6 * 16], ids=["key", "value"])
+@pytest.mark.parametrize("number", [NAN, torch.inf, -1e30, 0.0])
+def test_a_number_stays_with_its_sequence(
+    gen: torch.Generator, triton_device: torch.device, number: float, place: int
+) -> None:
+    """A NaN makes one of the query heads of its key, or of its place in the value; what is too large saturates, and no
+    number changes a bit of another sequence."""
     case = Case(4, 2, 16, 4, None, [9, 12, 5], [1, 1, 1], torch.float32, gen, with_norm=False)
-    case.qkv[1, 4 * 16] = NAN  # of the key
     kept = Fp8Case(case, gen)
-    cache = kept.cache_on(triton_device)
-    out = kept.decode(triton_device, case.qkv.clone().to(triton_device), cache, is_raw=True).cpu()
-    assert out[1, :32].isnan().all() and not out[[0, 2]].isnan().any()
-    assert ((kept.new_of(cache)[1, 0, 0] & 0x7F) == 0x7F).any()
+
+    def outs() -> list[Tensor]:
+        cache = kept.cache_on(triton_device)
+        decoded = kept.decode(triton_device, case.qkv.clone().to(triton_device), cache, is_raw=True)
+        codes.append(kept.new_of(cache)[1])
+        cache = kept.cache_on(triton_device)
+        prompt = kept.prompts(triton_device, kept.write(triton_device, cache), cache)
+        return [out.cpu().view(3, 4, 16) for out in (decoded, prompt)]
+
+    codes: list[Tensor] = []
+    before = outs()
+    case.qkv[1, place] = number
+    from aengine.kernels.triton import kv_codes
+
+    found = outs()
+    if number != number and kv_codes.as_known(kept.cache, kept.scales).dtype != torch.int8 and kv_codes.is_interpreted:
+        found.pop()  # the interpreter reads the NaN of float8_e4m3fn as 480
+    for out, clean in zip(found, before, strict=False):
+        assert torch.equal(out[[0, 2]], clean[[0, 2]]) and torch.equal(out[1, 2:], clean[1, 2:])
+        is_nan = torch.zeros(2, 16, dtype=torch.bool)
+        if number != number:
+            is_nan[:, slice(None) if place == 4 * 16 else 0] = True
+        assert torch.equal(out[1, :2].isnan(), is_nan) and not torch.equal(out[1, :2], clean[1, :2])
+        assert bool(out[1, :2][~is_nan].isfinite().all())
+    own = codes[1][place // (6 * 16), 0, 0] & 0x7F
+    assert own == 0x7F if number != number else own == (0x7E if number else own)

