@@ -157,7 +157,7 @@ async def test_leaving_and_aborting(kind: str, tmp_path: Path, how: str, is_chat
             with pytest.raises(StopAsyncIteration):
                 await anext(stream)
         else:
-            assert not engine.abort("another") and not engine.abort(3)
+            assert not any(map(engine.abort, ("another", 3, None, ["a"])))
             assert engine.abort("a") if how == "abort" else engine.abort_all() == 1
             text += "".join([item.text async for item in stream])
         if how != "drop":

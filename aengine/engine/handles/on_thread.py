@@ -124,7 +124,9 @@ class ThreadHandle(ThreadLife, CoreHandle):
         """See `AsyncLLM.abort`. Whether it was running when this was called; the engine ends it at its next turn."""
         core, thread = self._running()
         admission = core.admission
-        if request_id in self._leaving or not (request_id in self._arriving or admission.has(request_id)):
+        if not isinstance(request_id, str) or request_id in self._leaving:
+            return False
+        if request_id not in self._arriving and not admission.has(request_id):
             return False
 
         def abort() -> None:
