@@ -506,6 +506,20 @@ def test_what_no_format_reads_is_refused(config: dict[str, Any], message: str, c
         load(source_of(folder))
 
 
+@pytest.mark.parametrize("below", ["language_model.model", "model.language_model"])
+def test_names_of_a_model_for_images_and_text(below: str) -> None:
+    """Its config has what the text model's matrices are called in the whole."""
+    name, escaped = f"{below}.layers.0.mlp.down_proj", below.replace(".", r"\.")
+    config = {**compressed(PACK), "ignore": [rf"re:{escaped}\.layers\.2\..*"]}
+    config["config_groups"]["group_0"]["targets"] = [name, rf"re:{escaped}\.layers\.[12]\."]
+    formats = choose_formats("float32", CPU, {"quantization_config": config})
+    found = [formats.of(f"model.layers.{i}.mlp.down_proj").name for i in range(4)]
+    assert found == ["int4", "int4", "float32", "float32"]
+    gptq = of_gptq(dynamic={rf"-:{escaped}\..*down_proj": {}})
+    formats = choose_formats("float32", CPU, {"quantization_config": gptq}, stored=[f"{DOWN}.qweight", f"{UP}.qweight"])
+    assert [formats.of(name).name for name in (DOWN, UP)] == ["float32", "gptq"]
+
+
 def test_nothing_is_made_of_a_matrix_that_is_too_large(copied: Callable[..., Path]) -> None:
     """What the numbers take is known before one is read."""
     folder, plain = copied(), copied()

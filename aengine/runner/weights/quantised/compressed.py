@@ -27,7 +27,7 @@ from ..weight import StoredTensor, WeightFormat, random_scales
 from .fp4 import Fp4Format
 from .fp8 import Fp8Format
 from .int8 import Int8Format
-from .matrices import Asked, PlainMatrices, Rules, ignored_matrices
+from .matrices import Asked, PlainMatrices, Rules, first_rule, ignored_matrices, whole_names
 from .unpacked import UnpackedCodes, UnpackedFormat, checked_scale, codes_of_words, order_of_columns, random_g_idx
 
 __all__ = ["GroupFormat", "GroupedMatrices", "read_compressed"]
@@ -127,9 +127,8 @@ class GroupedMatrices(NamedTuple):
     def of(self, name: str) -> WeightFormat | None:
         if name in self.ignored:
             return None
-        if name in self.names:
-            return self.names[name]
-        return next((form for pattern, form in self.patterns if name in pattern), self.others)
+        named = next((self.names[own] for own in whole_names(name) if own in self.names), None)
+        return named or first_rule(self.patterns, name, self.others)
 
 
 def read_compressed(asked: Asked) -> GroupedMatrices | None:

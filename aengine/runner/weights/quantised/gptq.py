@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ....checkpoint.value_reader import ValueReader
 from ..weight import StoredTensor, random_scales
-from .matrices import Asked, StoredMatrices
+from .matrices import Asked, StoredMatrices, first_rule
 from .unpacked import UnpackedCodes, UnpackedFormat, checked_scale, codes_of_words, order_of_columns, random_g_idx
 
 __all__ = ["GptqFormat", "read_gptq"]
@@ -86,10 +86,7 @@ def read_gptq(asked: Asked) -> StoredMatrices | None:
     patterns = {key.removeprefix("+:").removeprefix("-:"): form for key, form in own.items()}
     rules = asked.rules("dynamic", patterns)
 
-    def of(name: str) -> GptqFormat | None:
-        return next((form for pattern, form in rules if name in pattern), whole)
-
-    return StoredMatrices(whole.name, asked.stored, of)
+    return StoredMatrices(whole.name, asked.stored, lambda name: first_rule(rules, name, whole))
 
 
 def _format_of(asked: Asked, values: ValueReader, others: Mapping[str, Any]) -> GptqFormat:

@@ -22,10 +22,13 @@ __all__ = [
     "QuantisedMatrices",
     "Rules",
     "StoredMatrices",
+    "first_rule",
     "ignored_matrices",
+    "whole_names",
 ]
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 UNQUANTISED = "give the checkpoint in 16 or 32 bits that they were made from, or a .gguf file of the model"
 """The cure where weights can't be read as they are."""
@@ -65,7 +68,7 @@ class PlainMatrices(NamedTuple):
         stored = self.stored or ()
         if f"{name}.weight" in stored and not any(f"{name}.{scale}" in stored for scale in _SCALES):
             return True
-        return str(name) in self.listed
+        return any(own in self.listed for own in whole_names(str(name)))
 
 
 class AllButIgnored(NamedTuple):
@@ -124,6 +127,18 @@ class Asked(NamedTuple):
     def refusal(self, problem: str) -> ModelLoadError:
         """Return the error of weights that no format reads."""
         return ModelLoadError(f"{self.where}: {problem:.300}, which aengine does not read: {UNQUANTISED}")
+
+
+def whole_names(name: str) -> tuple[str, ...]:
+    """Return a matrix' name, and what it is called in a model for images and text, as its quantization_config has it
+    (the opposite of `text_name`)."""
+    return name, f"language_model.{name}", f"model.language_model.{name.removeprefix('model.')}"
+
+
+def first_rule(rules: Rules[T], name: str, otherwise: U) -> T | U:
+    """Return what is for the matrix of this name by the first pattern that has it."""
+    names = whole_names(name)
+    return next((value for patterns, value in rules if any(own in patterns for own in names)), otherwise)
 
 
 def ignored_matrices(asked: Asked) -> PlainMatrices:
