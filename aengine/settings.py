@@ -119,8 +119,8 @@ class Settings(TypedDict, total=False):
     tokenizer: str | None
     """Another folder, .gguf file or hub id to take the tokenizer from. None: the model's. Default: None."""
     load_format: Literal["auto", "safetensors", "gguf", "dummy"]
-    """Kind of the weights' files; "auto" looks which there are. "dummy": random weights, in the format that
-    config.json describes, the only file that is read; for benchmarks. Default: "auto"."""
+    """Kind of the weights' files; "auto" looks which there are. "dummy": random weights, in the format that config.json
+    describes, the only file that is read; for benchmarks. Default: "auto"."""
     model_impl: Literal["auto", "native", "transformers"]
     """Whose code computes the model: "native": aengine's, which is the faster; "transformers": that of the package
     (aengine-llm[transformers]). "auto": native where there is a family for it, else transformers. Default: "auto"."""

@@ -127,17 +127,6 @@ def odd_special_token(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text('{"bos_token": [1]}')
 
 
-def exploding_patterns(folder: Path) -> None:
-    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
-    how = {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "config_groups": {"all": {"targets": ["Linear"], "weights": weights}},
-        "ignore": ["re:([a-z0-9_.]+)+!", "re:(((([a-z0-9_.]*)*)*)*)*!"],
-    }
-    edit_config(folder, quantization_config=how)
-
-
 def intact(folder: Path) -> None:
     pass
 
@@ -153,7 +142,6 @@ BAD: dict[str, tuple[Callable[[Path], None], dict[str, Any], str]] = {
     "config no JSON": (config_that_is_no_json, {}, r"config\.json is not valid JSON"),
     "architecture": (unknown_architecture, {}, r"'perceptron' is not supported: .*`aengine models` lists what runs"),
     "truncated": (truncated, {}, r"model\.safetensors is truncated or corrupt: .*fetch it again"),
-    "patterns": (exploding_patterns, {}, r"is stored as F32, but by the quantization_config of config\.json it is I8"),
     "endless tokenizer": (
         endless_tokenizer,
         {},

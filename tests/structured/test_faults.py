@@ -43,7 +43,6 @@ DEFS = {"$defs": {"a": {"type": "string"}, "b/c d~": {"type": "strong"}, "l": {"
         ({"items": {"minLength": -1}}, "$.items.minLength"),
         ({"maxItems": 1.5}, "$.maxItems"),
         ({"exclusiveMinimum": "1"}, "$.exclusiveMinimum"),
-        ({"multipleOf": 0}, ""),
         ({"anyOf": {}}, "$.anyOf"),
         ({"format": 1}, "$.format"),
         ({"pattern": "(a"}, "$.pattern"),

@@ -35,6 +35,7 @@ def _compile(schema: Any, **options: Any) -> Any:
         ({"type": "number", "maximum": 1e20}, "$.maximum"),
         ({"type": "number", "minimum": 1e-100}, "$.minimum"),
         ({"type": "integer", "multipleOf": 10**10}, "$.multipleOf"),
+        ({"multipleOf": 0}, "$.multipleOf"),
         (json.loads(OutputType.of(Literal[1, 1234567890123456789]).schema_text), "$.enum[1]"),
     ],
 )
