@@ -230,6 +230,14 @@ KINDS: dict[str, tuple[Writer, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("method", ["modelopt", "modelopt_fp4"])
+def test_stars_of_modelopt_stand_for_letters(method: str) -> None:
+    config = {"quant_method": method, "quant_algo": "NVFP4", "ignore": ["lm_head", "*.mlp.gate"]}
+    matrices = choose_formats("float32", torch.device("cpu"), {"quantization_config": config}, stored=None).quantised
+    assert matrices is not None
+    assert matrices.of("model.layers.3.mlp.gate") is None and matrices.of("model.layers.3.mlp.gate_proj") is not None
+
+
 def is_quantised(name: str) -> bool:
     return name.endswith("proj.weight")
 

@@ -145,7 +145,7 @@ def ignored_matrices(asked: Asked) -> PlainMatrices:
     """Return the names that are left plain. In ModelOpt's, a star stands for any letters. Raises ModelLoadError."""
     key = next((name for name in _IGNORED if asked.config.get(name)), "ignore")
     names = asked.values.texts(key)
-    if asked.config.get("quant_method") == "modelopt":
+    if asked.config.get("quant_method") in ("modelopt", "modelopt_fp4"):
         names = [_of_stars(name) for name in names]
     return PlainMatrices(NamePatterns(names, f"{asked.where}: {key}"), asked.stored)
 
