@@ -130,8 +130,7 @@ class KVCacheGroup:
         return tuple(KVCacheGroup(*group) for group in groups)
 
     def most_blocks(self, num_tokens: int, step_tokens: int) -> int:
-        """Return the most blocks of a sequence of ``num_tokens`` that is computed by at most ``step_tokens`` in a
-        step."""
+        """Return the most blocks of a sequence of ``num_tokens``, of which a step computes at most ``step_tokens``."""
         needed = -(-num_tokens // self.block_size)
         if not self.window:
             return needed

@@ -19,14 +19,13 @@ of one code a byte.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, fields
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-__all__ = ["CodeKind", "GroupedCodes", "numbers", "pack", "unpack"]
+__all__ = ["CodeKind", "GroupedCodes", "numbers", "pack", "unpack", "values"]
 
 CodeKind = Literal["int4", "uint4", "e2m1", "iq4_nl", "int8", "uint8", "e4m3"]
 
@@ -43,7 +42,7 @@ _SCALES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, to
 
 @dataclass(frozen=True, slots=True)
 class GroupedCodes:
-    """A matrix [N, K]; stacked, with one more dimension in front of all its tensors. All are contiguous.
+    """A matrix [N, K]. All tensors are contiguous.
 
     Raises ValueError: the tensors do not fit each other, or the shape is none that can be kept so: K must be a multiple
     of 32 (4 bits) or 16 (8 bits), ``group`` a power of two from 16 on, or K or more (one group a row).
@@ -59,20 +58,19 @@ class GroupedCodes:
     rows: int = 1  # neighbouring rows that share a scale: 128 of FP8 in blocks
 
     def __post_init__(self) -> None:
-        *stacked, n, _ = self.codes.shape
-        k, least = self.shape[-1], 32 if self.has_4_bits else 16
+        n, k, least = len(self.codes), self.shape[1], 32 if self.has_4_bits else 16
         if self.codes.dtype != _DTYPES.get(self.kind, torch.uint8):
             raise ValueError(f"codes of kind {self.kind} in {self.codes.dtype}")
         if k % least:
             raise ValueError(f"{k} columns of codes in {4 if self.has_4_bits else 8} bits are no multiple of {least}")
         if self.group < k and (self.group < 16 or self.group & (self.group - 1)):
             raise ValueError(f"groups of {self.group} columns: they must be a power of two, 16 or more, or whole rows")
-        of_groups = (*stacked, -(-n // self.rows), -(-k // self.group))
+        of_groups = (-(-n // self.rows), -(-k // self.group))
         for name, tensor, shape, dtypes in (
             ("scale", self.scale, of_groups, _SCALES),
             ("zero", self.zero, of_groups, (torch.uint8,)),
             ("offset", self.offset, of_groups, _SCALES[:3]),
-            ("row_scale", self.row_scale, (*stacked, n), (torch.float32,)),
+            ("row_scale", self.row_scale, (n,), (torch.float32,)),
         ):
             if tensor is not None and (tuple(tensor.shape) != shape or tensor.dtype not in dtypes):
                 raise ValueError(f"a {name} of {tensor.dtype} {tuple(tensor.shape)} where {shape} is needed")
@@ -82,10 +80,10 @@ class GroupedCodes:
         return self.kind in _TABLES
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """(N, K), after the stack's size if there is one."""
-        *before, width = self.codes.shape
-        return (*before, width * 2 if self.has_4_bits else width)
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        n, width = self.codes.shape
+        return n, width * 2 if self.has_4_bits else width
 
     @property
     def device(self) -> torch.device:
@@ -96,22 +94,10 @@ class GroupedCodes:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
-    def stacked(self, count: int) -> GroupedCodes:
-        """Return memory for ``count`` of such matrices."""
-        return self._each(lambda tensor: tensor.new_empty(count, *tensor.shape))
-
-    def at(self, index: int) -> GroupedCodes:
-        """Return one of the stacked matrices, in the same memory."""
-        return self._each(lambda tensor: tensor[index])
-
     def copy_from(self, other: GroupedCodes) -> None:
         """Take over what codes of the same shape are, into the memory that these have."""
         for name, tensor in self.tensors().items():
             tensor.copy_(getattr(other, name))
-
-    def _each(self, change: Callable[[Tensor], Tensor]) -> GroupedCodes:
-        named: dict[str, Any] = {name: change(tensor) for name, tensor in self.tensors().items()}
-        return replace(self, **named)
 
 
 def pack(codes: Tensor) -> Tensor:
@@ -126,23 +112,26 @@ def unpack(codes: Tensor) -> Tensor:
     return torch.cat((both & 15, both >> 4), -2).flatten(-3)
 
 
+def values(kind: CodeKind, codes: Tensor) -> Tensor:
+    """Return the values of codes, one an element, of any shape: float32."""
+    if kind not in _TABLES:
+        return codes.float()
+    return torch.tensor(_TABLES[kind], dtype=torch.float32, device=codes.device)[codes.int()]
+
+
 def numbers(codes: GroupedCodes) -> Tensor:
     """Return float32 [N, K]: what the codes mean, by the definition above."""
-    n, k = codes.shape[-2:]
-    if codes.has_4_bits:
-        table = torch.tensor(_TABLES[codes.kind], dtype=torch.float32, device=codes.device)
-        out = table[unpack(codes.codes).int()]
-    else:
-        out = codes.codes.float()
+    n, k = codes.shape
+    out = values(codes.kind, unpack(codes.codes) if codes.has_4_bits else codes.codes)
     if codes.zero is not None:
         out -= _spread(codes, codes.zero, n, k)
     out *= _spread(codes, codes.scale, n, k)
     if codes.offset is not None:
         out += _spread(codes, codes.offset, n, k)
-    return out if codes.row_scale is None else out.mul_(codes.row_scale[..., None])
+    return out if codes.row_scale is None else out.mul_(codes.row_scale[:, None])
 
 
 def _spread(codes: GroupedCodes, of_groups: Tensor, n: int, k: int) -> Tensor:
     """Return float32 [N, K] of a number a group."""
-    rows = of_groups.float().repeat_interleave(codes.rows, -2)[..., :n, :]
-    return rows.repeat_interleave(min(codes.group, k), -1)[..., :k]
+    rows = of_groups.float().repeat_interleave(codes.rows, 0)[:n]
+    return rows.repeat_interleave(min(codes.group, k), 1)[:, :k]

@@ -80,16 +80,6 @@ def test_packed_codes_come_back(gen: torch.Generator) -> None:
     assert torch.equal(unpack(pack(codes)), codes)
 
 
-def test_stacked_codes_are_each_their_own(gen: torch.Generator, rng: random.Random) -> None:
-    one, other = (draw_codes(gen, rng, "e2m1", 4, 64, 32) for _ in range(2))
-    one = GroupedCodes("e2m1", one.codes, one.scale.to(torch.float16), 32, row_scale=one.row_scale)
-    other = GroupedCodes("e2m1", other.codes, other.scale.to(torch.float16), 32, row_scale=other.row_scale)
-    both = one.stacked(2)
-    both.at(0).copy_from(one)
-    both.at(1).copy_from(other)
-    assert torch.equal(numbers(both), torch.stack([numbers(one), numbers(other)]))
-
-
 def test_on_a_cpu_a_weight_is_the_plain_format_s(gen: torch.Generator, rng: random.Random) -> None:
     codes, x = draw_codes(gen, rng, "uint4", 24, 64, 32), torch.randn(3, 64, generator=gen)
     bias, order = torch.randn(24, generator=gen), torch.randperm(64, generator=gen)

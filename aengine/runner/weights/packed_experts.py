@@ -16,12 +16,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ...kernels.grouped_codes import values
 from .weight import RANDOM_EXPONENTS, StoredTensor
 
 __all__ = ["Mxfp4Experts", "TransposedExperts"]
-
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The value of each code below 8; those from 8 on are the same, negative."""
 
 
 class TransposedExperts:
@@ -50,8 +48,7 @@ class Mxfp4Experts:
     def expert(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
         blocks, scales = tensors["_blocks"], tensors["_scales"]
         codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)  # [out_features, in_features / 32, 32]
-        values = torch.tensor((*_E2M1, *(-value for value in _E2M1)), device=blocks.device)[codes.int()]
-        weight = torch.ldexp(values, scales.int()[..., None] - 127).flatten(-2).to(dtype)
+        weight = torch.ldexp(values("e2m1", codes), scales.int()[..., None] - 127).flatten(-2).to(dtype)
         return {"weight": weight, **_bias_of(tensors)}
 
 

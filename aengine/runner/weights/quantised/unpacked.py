@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ....errors import ModelLoadError
 from ....kernels.expert_types import ExpertGate, ExpertPlan
+from ....kernels.grouped_codes import values
 from ..expert_weights import SeparateExperts
 from ..weight import ExpertWeights, Norm, NotMultiplied, StoredTensor, Weight, WeightFormat
 from .grouped import CodeKind, GroupedCodes, fits, grouped_experts, grouped_weight, pack
@@ -45,7 +46,6 @@ logger = logging.getLogger("aengine.runner")
 _DEQUANTISE = "use on_unsupported_format='dequantise' (16 bits), or a CPU"
 _NUMBERS_AT_ONCE = 2**22
 """Codes that become numbers at once: 16 MiB of float32, and some tensors of as much."""
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class UnpackedCodes(NamedTuple):
@@ -77,8 +77,8 @@ def codes_of_bytes(pairs: Tensor) -> Tensor:
 
 def checked_scale(scale: Tensor, name: str) -> Tensor:
     """Return the scale. Raises ValueError: one is negative or no number."""
-    values = scale.float()
-    if not bool(((values >= 0) & (values < torch.inf)).all()):
+    size = scale.float()
+    if not bool(((size >= 0) & (size < torch.inf)).all()):
         raise ValueError(f"{name} has a scale that is negative, infinite or no number")
     return scale
 
@@ -117,21 +117,14 @@ def numbers(unpacked: UnpackedCodes, dtype: torch.dtype) -> Tensor:
         of_column = torch.arange(k, device=out.device) // unpacked.group
     for begin in range(0, n, step := max(1, _NUMBERS_AT_ONCE // max(k, 1))):
         own = slice(begin, begin + step)
-        values = _values(unpacked.kind, unpacked.codes[own])
+        own_values = values(unpacked.kind, unpacked.codes[own])
         if unpacked.zero is not None:
-            values -= unpacked.zero[own].float().index_select(1, of_column)
+            own_values -= unpacked.zero[own].float().index_select(1, of_column)
         scale = unpacked.scale[own].float()
         if unpacked.row_scale is not None:
             scale = scale * unpacked.row_scale[own, None]
-        out[own] = values.mul_(scale.index_select(1, of_column))
+        out[own] = own_values.mul_(scale.index_select(1, of_column))
     return out
-
-
-def _values(kind: CodeKind, codes: Tensor) -> Tensor:
-    if kind == "e2m1":
-        return torch.tensor((*_E2M1, *(-value for value in _E2M1)), device=codes.device)[codes.int()]
-    values = codes.float()
-    return values.sub_(8) if kind == "int4" else values
 
 
 @dataclass(frozen=True, slots=True)
