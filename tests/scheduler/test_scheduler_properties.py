@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -254,25 +256,40 @@ def play(rng: random.Random, model: str, *, num_requests: int, aborts: float) ->
     return driver
 
 
+def live_until_seen(live: Callable[[], dict[str, int]], wanted: dict[str, int], *, least: int) -> None:
+    """At least ``least`` lives, and more until what they count sums up to what is ``wanted`` of each kind, or more.
+
+    One life has the rarest of these with a chance of a seventh: 200 lives miss it once in 10**12 runs.
+    """
+    seen: Counter[str] = Counter()
+    for num_lives in range(1, 201):
+        seen.update(live())
+        missing = {kind: seen[kind] for kind, number in wanted.items() if seen[kind] < number}
+        if num_lives >= least and not missing:
+            return
+    pytest.fail(f"hardly or never seen in {num_lives} lives: {missing}")
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_random_lives(rng: random.Random, model: str) -> None:
-    preemptions = hits = drafted = accepted = paused = awaited = pinned = refused = 0
-    for _ in range(25):
+    wanted = {"prefixes found": 1, "prefixes awaited": 1, "preemptions": 1, "pauses": 1, "pins": 1, "pins refused": 1}
+    if model != "hybrid":  # a state can't go back to before a rejected draft
+        wanted |= {"drafts accepted": 61, "drafts rejected": 1}
+
+    def live() -> dict[str, int]:
         driver = play(rng, model, num_requests=25, aborts=0.03)
-        preemptions += driver.scheduler.rows.num_preemptions
-        hits += driver.scheduler.prefix_cache_hits
-        drafted += driver.num_drafted
-        accepted += driver.worker.num_accepted
-        paused += driver.num_paused
-        awaited += driver.num_awaited
-        pinned += driver.num_pinned
-        refused += driver.num_refused_pins
-    assert hits and awaited, "no prefix was found, or awaited"
-    assert 60 < accepted < drafted or model == "hybrid", "no drafts were made"
-    assert preemptions or model == "window", "nobody was short of a block"  # a window keeps few blocks
-    assert paused, "nobody was paused"
-    assert pinned, "nothing was pinned"
-    assert refused or model == "hybrid", "never too much was pinned"  # its prefixes are found less often
+        return {
+            "prefixes found": driver.scheduler.prefix_cache_hits,
+            "prefixes awaited": driver.num_awaited,
+            "preemptions": driver.scheduler.rows.num_preemptions,
+            "pauses": driver.num_paused,
+            "pins": driver.num_pinned,
+            "pins refused": driver.num_refused_pins,
+            "drafts accepted": driver.worker.num_accepted,
+            "drafts rejected": driver.num_drafted - driver.worker.num_accepted,
+        }
+
+    live_until_seen(live, wanted, least=25)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -287,8 +304,8 @@ def test_nothing_is_lost_without_aborts(rng: random.Random, model: str) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_steps_far_ahead_are_taken_back(rng: random.Random, model: str) -> None:
     """Few requests at a time, so that most steps may be leased; what comes and goes revokes those not begun."""
-    revoked = 0
-    for _ in range(20):
+
+    def live() -> dict[str, int]:
         block_size = rng.choice([1, 2, 4, 16])
         driver = Driver(
             depth=24,
@@ -318,8 +335,9 @@ def test_steps_far_ahead_are_taken_back(rng: random.Random, model: str) -> None:
             if rng.random() < 0.02:
                 driver.restart()
         driver.drain(rng)
-        revoked += driver.num_revoked
-    assert revoked > 200, "hardly a step was taken back"
+        return {"steps taken back": driver.num_revoked}
+
+    live_until_seen(live, {"steps taken back": 201}, least=20)
 
 
 def test_only_leased_steps_are_taken_back() -> None:
