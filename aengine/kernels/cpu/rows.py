@@ -1,0 +1,76 @@
+"""Kernels that compute each row by itself: norms, codes of activations, gates, sums.
+
+Rows are float32, [rows, size] one after another. A chunk is a row.
+"""
+
+from __future__ import annotations
+
+from .emit import F32, I8, I32, Function, Value
+from .target import Target, WriteKernel
+
+__all__ = ["GROUP", "KERNELS"]
+
+GROUP = 32
+"""Activations that share a scale."""
+LANES = 16
+
+
+def rms_scale(f: Function, x: Value, size: Value, eps: Value) -> Value:
+    """1 / sqrt(mean(x^2) + eps) of a row of ``size`` (int64) float32, which LANES divides."""
+    total = f.variable(F32 * LANES, 0.0)
+    with f.loop(0, size, LANES) as i:
+        part = f.load(F32 * LANES, x + i * 4)
+        total.set(f.fma(part, part, total.get()))
+    mean = f.sum_lanes(total.get()) / f.float32(size)
+    return f.like(mean, 1.0) / f.sqrt(mean + eps)
+
+
+def store_codes(f: Function, parts: list[Value], codes: Value, meta: Value) -> None:
+    """Store a group of activations, two vectors of LANES, as int8 with a scale.
+
+    The largest is 127. ``meta``: float32 scale, float32 scale times the sum of codes, int32 sum of codes, and nothing.
+    """
+    magnitudes = [f.absolute(part) for part in parts]
+    largest = f.max_lanes(f.larger(*magnitudes))
+    scale = largest / 127.0
+    inverse = f.choose(largest > 0.0, f.like(largest, 127.0) / largest, 0.0)
+    whole = [f.to_int(f.nearest(part * inverse), I32 * LANES) for part in parts]
+    for i, numbers in enumerate(whole):
+        f.store(f.narrowed(numbers, I8 * LANES), codes + LANES * i)
+    total = f.sum_lanes(whole[0] + whole[1])
+    f.store(scale, meta)
+    f.store(scale * f.float32(total), meta + 4)
+    f.store(total, meta + 8)
+
+
+def _quantise(f: Function, target: Target) -> None:
+    """words: x, codes int8 [rows, size], meta [rows, size / GROUP, 4], size."""
+    size = f.word(f.words, 3)
+    x = f.address(f.words, 0) + f.chunk * size * 4
+    codes = f.address(f.words, 1) + f.chunk * size
+    meta = f.address(f.words, 2) + f.chunk * (size >> 1)
+    with f.loop(0, size, GROUP) as i:
+        parts = [f.load(F32 * LANES, x + (i * 4 + 64 * j)) for j in range(2)]
+        store_codes(f, parts, codes + i, meta + (i >> 1))
+
+
+def _norm_quantise(f: Function, target: Target) -> None:
+    """words: as of `quantise`, then weight float32 [size], eps."""
+    size = f.word(f.words, 3)
+    x = f.address(f.words, 0) + f.chunk * size * 4
+    codes = f.address(f.words, 1) + f.chunk * size
+    meta = f.address(f.words, 2) + f.chunk * (size >> 1)
+    weight, eps = f.address(f.words, 4), f.load(F32, f.words + 40)
+    scale = rms_scale(f, x, size, eps)
+    with f.loop(0, size, GROUP) as i:
+        parts = []
+        for j in range(2):
+            place = i * 4 + 64 * j
+            parts.append(f.load(F32 * LANES, x + place) * scale * f.load(F32 * LANES, weight + place))
+        store_codes(f, parts, codes + i, meta + (i >> 1))
+
+
+KERNELS: dict[str, WriteKernel] = {
+    "quantise": _quantise,
+    "norm_quantise": _norm_quantise,
+}

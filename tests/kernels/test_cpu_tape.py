@@ -1,0 +1,73 @@
+"""Tapes of compiled ops on a CPU: recorded once, run over any number of rows, by threads that come and go."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("llvmlite")
+
+from aengine.kernels.cpu import tape
+from aengine.kernels.cpu.rows import GROUP
+
+
+def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    rows, size = x.shape
+    codes, meta = tape.empty(rows, size, torch.int8), tape.empty(rows, size // GROUP * 4, torch.float32)
+    tape.launch("quantise", [x, codes, meta, size], rows)
+    return codes, meta
+
+
+def numbers(codes: Tensor, meta: Tensor) -> Tensor:
+    scales = meta.view(len(meta), -1, 4)[:, :, :1]
+    return (codes.unflatten(1, (-1, GROUP)).float() * scales).flatten(1)
+
+
+def test_activations_as_codes() -> None:
+    x = torch.randn(5, 96) * torch.logspace(-3, 3, 96)
+    x[3] = 0
+    codes, meta = quantised(x)
+    largest = x.unflatten(1, (-1, GROUP)).abs().amax(2)
+    bound = (largest / 127 * 0.501)[:, :, None].expand(-1, -1, GROUP).flatten(1)
+    assert ((numbers(codes, meta) - x).abs() <= bound).all()
+    sums = codes.unflatten(1, (-1, GROUP)).int().sum(2)
+    own = meta.view(5, -1, 4)
+    assert torch.equal(own[:, :, 2].contiguous().view(torch.int32), sums)
+    torch.testing.assert_close(own[:, :, 1], own[:, :, 0] * sums)
+
+
+def test_a_tape_runs_over_as_many_rows_as_are_said() -> None:
+    x = torch.randn(8, 64)
+    with tape.record(rows=8) as recorded:
+        codes, meta = quantised(x)
+        again, _ = quantised(x)
+    assert len(recorded) == 2
+    for rows in (3, 0, 8):
+        x.copy_(torch.randn(8, 64))
+        codes.zero_(), again.zero_()
+        recorded.run(rows)
+        alone, _ = quantised(x)
+        assert torch.equal(codes[:rows], alone[:rows]) and not codes[rows:].any()
+        assert torch.equal(again, codes)
+
+
+def test_what_torch_computes_is_not_recorded() -> None:
+    x = torch.randn(4, 32)
+    with pytest.raises(tape.NotRecorded, match="mul"), tape.record(rows=4):
+        quantised(x * 2)
+    assert not tape.is_recording()
+
+
+def test_memory_of_a_recording_is_used_again_once_no_view_is_left() -> None:
+    with tape.record(rows=4):
+        first = tape.empty(4, 32, torch.float32)
+        place, view = first.data_ptr(), first.view(8, 16)
+        del first
+        gc.collect()
+        second = tape.empty(4, 32, torch.float32)
+        assert second.data_ptr() != place
+        del view
+        assert tape.empty(4, 32, torch.float32).data_ptr() == place
