@@ -7,13 +7,14 @@ file of kernels names them in its ``KERNELS``: what writes each into a module, f
 from __future__ import annotations
 
 import platform
+import threading
 from collections.abc import Callable, Iterable
 from functools import cache
 
 from .compiled import LoadedCode, compile_module
 from .emit import I64, POINTER, Module
 from .target import Target, WriteKernel, host
-from .team import Team, write_team
+from .team import COUNTER_WORDS, OP_WORDS, Team, aligned_words, write_team
 
 __all__ = ["Library", "library", "set_num_threads"]
 
@@ -32,6 +33,9 @@ class Library:
         self._addresses: dict[str, int] = {}
         self._loaded: list[LoadedCode] = []
         team = self._load("team", lambda module: write_team(module, platform.machine()))
+        self._op, self._counters = aligned_words(OP_WORDS), aligned_words(COUNTER_WORDS)
+        self._op_address = self._op.ctypes.data
+        self._lock = threading.Lock()
         self.team = Team(num_threads, team.address("team_run"), team.address("team_thread"))
 
     def addresses(self, names: Iterable[str]) -> dict[str, int]:
@@ -48,6 +52,13 @@ class Library:
             code = self._load(" ".join(missing), write)
             self._addresses |= {name: code.address(name) for name in missing}
         return self._addresses
+
+    def run_once(self, kernel: str, words: list[int], rows: int) -> None:
+        """Run one op, which is laid down as a `Tape` does; returns when it is done."""
+        words[0] = self._addresses.get(kernel) or self.addresses([kernel])[kernel]
+        with self._lock:
+            self._op[: len(words)] = words
+            self.team.run(self._op_address, 1, rows, self._counters)
 
     def _load(self, key: str, write: Callable[[Module], None]) -> LoadedCode:
         module = Module(key)

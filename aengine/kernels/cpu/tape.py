@@ -164,7 +164,4 @@ def launch(kernel: str, arguments: Sequence[Argument], rows: int, factor: int = 
     if _now.tape is not None:
         _now.tape.append(kernel, arguments, factor, grain)
         return
-    tape = Tape()
-    tape.append(kernel, arguments, factor, grain)
-    tape.finish()
-    tape.run(rows)
+    library().run_once(kernel, [0, factor, grain, 0, *map(_word, arguments)], rows)
