@@ -12,7 +12,7 @@ signed. Nothing is reassociated or fused: a sum has the order in which it is wri
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -398,6 +398,18 @@ class Function(_Memory):
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"the function has no argument {name!r}")
 
+    def hide(self) -> None:
+        """Make this a function that only others of its module call, and that is not inlined."""
+        self._function.linkage = "internal"
+        self._function.attributes.add("noinline")
+
+    def memory(self, num_bytes: int) -> Value:
+        """The address of memory that lives as long as the call, aligned to a cache line."""
+        with self.builder.goto_entry_block():
+            place = self.builder.alloca(I8.llvm, num_bytes)
+        place.align = 64
+        return Value(self, place)
+
     def variable(self, type_: Type, value: Value | float) -> Variable:
         return Variable(self, type_, value)
 
@@ -460,6 +472,13 @@ class Module:
         f = Function(self, name, arguments)
         yield f
         f.finish()
+
+    def shared(self, name: str, write: Callable[[Function], None], **arguments: Type) -> None:
+        """Write a function that others of this module call, unless it is there. It is not inlined."""
+        if name not in self.llvm.globals:
+            with self.function(name, **arguments) as f:
+                f.hide()
+                write(f)
 
     def declared(self, name: str, kind: ir.FunctionType) -> ir.Function:
         if name in self.llvm.globals:

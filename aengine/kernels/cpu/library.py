@@ -20,9 +20,9 @@ __all__ = ["Library", "library", "set_num_threads"]
 
 
 def _kernels() -> dict[str, WriteKernel]:
-    from . import rows
+    from . import products, rows
 
-    return {**rows.KERNELS}
+    return {**rows.KERNELS, **products.KERNELS}
 
 
 class Library:
