@@ -15,7 +15,7 @@ import pytest
 import torch
 from driver import Driver, check_near, load, source_of
 from test_scenarios import KEPT, MODELS
-from tiny import VOCAB_SIZE, load_reference
+from tiny import VOCAB_SIZE, load_reference, tokens_and_logits
 from torch import Tensor
 
 LLAMA3 = {
@@ -104,8 +104,7 @@ def test_whole_chunked_and_decoded(variant: str, tiny_model: TinyModel, rng: ran
     arch, overrides = VARIANTS[variant]
     folder = tiny_model(arch, seed=7, **overrides)
     model, _ = load(source_of(folder))
-    tokens = some_tokens(rng, 45)
-    wanted = expected(folder, arch, tokens)
+    tokens, wanted = tokens_and_logits(load_reference(folder, arch), rng, 45)
     driver = Driver(model, rng)
     check_near(driver.step({"whole": tokens})["whole"], wanted, "the whole prompt")
     parts, done = [], 0

@@ -19,7 +19,7 @@ from driver import CPU, Driver, build, check_near, load, source_of
 from gguf import GGMLQuantizationType as Q
 from pairs import some
 from scenarios import Engine, settings_of_torch_kept, some_prompts
-from tiny import VOCAB_SIZE, make_tiny_model, write_tiny_model
+from tiny import VOCAB_SIZE, make_tiny_model, tokens_and_logits, write_tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from aengine.checkpoint.gguf_file import GgufFile
@@ -234,9 +234,7 @@ def test_against_transformers(
     assert source.hf_config["gguf_architecture"] == gguf.MODEL_ARCH_NAMES[ARCHS[arch]]
     model, loaded = load(source)
     assert loaded.num_parameters == sum(p.numel() for p in reference.parameters())
-    tokens = [rng.randrange(VOCAB_SIZE) for _ in range(20)]
-    with torch.inference_mode():
-        wanted = reference(torch.tensor([tokens]), use_cache=False).logits[0]
+    tokens, wanted = tokens_and_logits(reference, rng, 20)
     logits = Driver(model, rng).step({"a": tokens})["a"]
     check_near(logits, wanted)
 

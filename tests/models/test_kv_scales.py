@@ -182,15 +182,15 @@ def test_misspelt_settings() -> None:
 
 @pytest.mark.parametrize("arch", ["llama", "mistral", "gpt_oss"])
 def test_predictions_of_a_tiny_model(tiny_model: TinyModel, rng: random.Random, arch: str) -> None:
-    """They are near those of 32 bits, not the same; a chunk reads of the cache what a whole prompt has of itself."""
-    source = source_of(tiny_model(arch))
+    """They are near those of 32 bits, not the same; a chunk reads of the cache what a whole prompt has of itself. Each
+    token has all experts: which of some it had would depend on the last bit of keys and values."""
+    source = source_of(tiny_model(arch, **({"num_experts_per_tok": 5} if arch == "gpt_oss" else {})))
     model, _ = load(source)
     kept = measured(setup_of(source, model)).kv_format
     with torch.no_grad():
         texts = [[rng.randrange(model.config.vocab_size) for _ in range(150)]]
         whole, fp8 = (perplexity(model, how, texts, rng) for how in (KVFormat(torch.float32), kept))
-        # Random weights: far more than a trained model's, and a token may get other experts.
-        assert whole != fp8 and abs(fp8 / whole - 1) < (0.5 if arch == "gpt_oss" else 0.1)
+        assert whole != fp8 and abs(fp8 / whole - 1) < 0.1  # random weights: far more than a trained model's
         ids = texts[0]
         once = Driver(model, rng, num_blocks=64, block_size=16, kv_format=kept).step({"a": ids})["a"]
         driver = Driver(model, rng, num_blocks=64, block_size=16, kv_format=kept)

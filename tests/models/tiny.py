@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import random
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import (
     Cohere2Config,
     Cohere2ForCausalLM,
@@ -165,6 +169,35 @@ def load_reference(folder: Path, arch: str) -> PreTrainedModel:
     return _quietly(
         lambda: model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     )
+
+
+class ClosestChoice(TorchFunctionMode):
+    """Notes the least ``gap`` between a score that torch.topk takes and one that it leaves: routers of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gap = math.inf
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        taken = func(*args, **(kwargs or {}))
+        if func in (torch.topk, Tensor.topk):
+            scores, k = args[0], taken.values.shape[-1]
+            if k < scores.shape[-1]:
+                last, next_ = scores.topk(k + 1).values[..., -2:].unbind(-1)
+                self.gap = min(self.gap, float((last - next_).min()))
+        return taken
+
+
+@torch.inference_mode()
+def tokens_and_logits(reference: PreTrainedModel, rng: random.Random, count: int) -> tuple[list[int], Tensor]:
+    """Random tokens, and the reference's logits, float32 [count, vocab_size]. In another order of summation a token for
+    which two experts are as good as each other gets the other one, and other logits: none of these is such a token."""
+    while True:
+        tokens = [rng.randrange(VOCAB_SIZE) for _ in range(count)]
+        with ClosestChoice() as choice:
+            logits = reference(torch.tensor([tokens]), use_cache=False).logits[0]
+        if choice.gap > 5e-5:
+            return tokens, logits
 
 
 def write_tiny_tokenizer(folder: Path) -> None:
