@@ -71,6 +71,7 @@ ALSO: dict[str, set[str]] = {
     "engine.replicas.joint": {"workers"},
     "cli.serve": {"remote"},
     "cli.diagnosis": {"ipc"},
+    "kernels.cpu.code_cache": {"config", "__version__"},  # where compiled code is kept, and whose it is
 }
 HEAVY = {"torch", "numpy", "transformers", "tokenizers", "jinja2", "huggingface_hub", "gguf", "llguidance"}
 TORCH_ROOMS = {"kernels", "runner", "workers.distributed"}

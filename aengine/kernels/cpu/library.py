@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import platform
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
+from .code_cache import CodeCache, code_cache, code_key
 from .compiled import LoadedCode, compile_module
 from .emit import I64, POINTER, Module
 from .target import Target, WriteKernel, host
@@ -28,11 +29,12 @@ def _kernels() -> dict[str, WriteKernel]:
 class Library:
     """Kernels that have been compiled, by name, and a team."""
 
-    def __init__(self, target: Target, num_threads: int) -> None:
+    def __init__(self, target: Target, num_threads: int, cache: CodeCache) -> None:
         self._target = target
+        self._cache = cache
         self._addresses: dict[str, int] = {}
         self._loaded: list[LoadedCode] = []
-        team = self._load("team", lambda module: write_team(module, platform.machine()))
+        team = self._load(["team"], lambda module: write_team(module, platform.machine()))
         self._op, self._counters = aligned_words(OP_WORDS), aligned_words(COUNTER_WORDS)
         self._op_address = self._op.ctypes.data
         self._lock = threading.Lock()
@@ -42,14 +44,14 @@ class Library:
         """Return the addresses of kernels by name; what is missing is compiled, together."""
         missing = sorted(set(names) - self._addresses.keys())
         if missing:
-            writers = _kernels()
 
             def write(module: Module) -> None:
+                writers = _kernels()
                 for name in missing:
                     with module.function(name, words=POINTER, rows=I64, chunk=I64, thread=I64) as f:
                         writers[name](f, self._target)
 
-            code = self._load(" ".join(missing), write)
+            code = self._load(missing, write)
             self._addresses |= {name: code.address(name) for name in missing}
         return self._addresses
 
@@ -60,12 +62,18 @@ class Library:
             self._op[: len(words)] = words
             self.team.run(self._op_address, 1, rows, self._counters)
 
-    def _load(self, key: str, write: Callable[[Module], None]) -> LoadedCode:
-        module = Module(key)
-        write(module)
-        code = LoadedCode(compile_module(module, self._target), self._target)
-        self._loaded.append(code)
-        return code
+    def _load(self, names: Sequence[str], write: Callable[[Module], None]) -> LoadedCode:
+        """Load functions. ``write``: writes them into a module, if they are not in the cache."""
+        key = code_key(names, self._target)
+        code = self._cache.read(key)
+        if code is None:
+            module = Module(names[0])
+            write(module)
+            code = compile_module(module, self._target)
+            self._cache.write(key, code)
+        loaded = LoadedCode(code, self._target)
+        self._loaded.append(loaded)
+        return loaded
 
 
 _num_threads = 1
@@ -80,4 +88,4 @@ def set_num_threads(count: int) -> None:
 @cache
 def library() -> Library:
     """The kernels of this process."""
-    return Library(host(), _num_threads)
+    return Library(host(), _num_threads, code_cache())

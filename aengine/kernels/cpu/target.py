@@ -1,18 +1,24 @@
-"""The processor that kernels are compiled for: its vectors and its dot products."""
+"""The processor that kernels are compiled for: its vectors and its dot products, and whether they can be compiled."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import platform
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import llvmlite
-import llvmlite.binding as llvm
+if TYPE_CHECKING:
+    from .emit import Function
 
-from .emit import Function
+__all__ = ["Target", "WriteKernel", "host", "unavailable"]
 
-__all__ = ["Target", "WriteKernel", "host"]
+_OLDEST_LLVMLITE = (0, 45)
+"""Its LLVM 20 is the first whose pointers have no types. Vectors of int32 as operands of dot products (of 4 bytes, or 2
+bfloat16, a lane) are understood by all since: LLVM 22 has others, and takes these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,24 +33,70 @@ class Target:
     @property
     def key(self) -> str:
         """What compiled code depends on, the code's own text aside."""
-        return f"{self.triple} {self.cpu} {self.features} llvmlite {llvmlite.__version__}"
+        import llvmlite
+
+        return f"{' '.join(map(str, astuple(self)))} llvmlite {llvmlite.__version__}"
 
     def machine(self) -> Any:
         """LLVM's compiler for this processor."""
+        import llvmlite.binding as llvm
+
         return llvm.Target.from_triple(self.triple).create_target_machine(
             cpu=self.cpu, features=self.features, opt=2, reloc="default", codemodel="jitdefault", jit=True
         )
 
 
-WriteKernel = Callable[[Function, Target], None]
+WriteKernel = Callable[["Function", Target], None]
 """Writes the body of a kernel, see library.py."""
 
 
 @cache
 def host() -> Target:
-    """This machine's processor. LLVM asks it itself: under an emulator, what the emulator says."""
+    """This machine's processor, as LLVM finds it by asking the processor itself, and the system whether it saves the
+    registers of AVX and AVX-512: under an emulator, or where the system switches some off, what is really there."""
+    import llvmlite.binding as llvm
+
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     features = llvm.get_host_cpu_features()
     has_vnni = all(features.get(name, False) for name in ("avx512f", "avx512bw", "avx512vl", "avx512vnni"))
     return Target(llvm.get_process_triple(), llvm.get_host_cpu_name(), features.flatten(), has_vnni)
+
+
+@cache
+def unavailable() -> str | None:
+    """Why no kernel can be compiled and run here, with the cure, for a log line; None: they can be."""
+    machine = platform.machine()
+    if platform.system() != "Linux" or machine not in ("x86_64", "aarch64"):
+        return f"they are for Linux on x86-64 and arm64, and this is {platform.system()} on {machine}"
+    try:
+        import llvmlite
+        import llvmlite.binding
+    except ImportError:
+        return "llvmlite is not installed: pip install 'aengine-llm[cpu]'"
+    except Exception as error:  # its library is missing, or needs a newer C library
+        return f"llvmlite can't be loaded ({error}): pip install --force-reinstall llvmlite"
+    found = re.match(r"(\d+)\.(\d+)", llvmlite.__version__)
+    if found is None or tuple(map(int, found.groups())) < _OLDEST_LLVMLITE:
+        oldest = ".".join(map(str, _OLDEST_LLVMLITE))
+        return f"llvmlite {llvmlite.__version__} is too old: pip install 'llvmlite>={oldest}'"
+    missing = [name for name in ("avx2", "fma", "f16c") if f"+{name}" not in host().features.split(",")]
+    if machine == "x86_64" and missing:
+        return f"this processor has no {', '.join(missing).upper()}: use a machine that has"
+    if not _may_execute():
+        return (
+            "the system lets no process execute what it has written to memory: allow it "
+            "(MemoryDenyWriteExecute=no in a systemd unit; SELinux's execmem)"
+        )
+    return None
+
+
+def _may_execute() -> bool:
+    """Whether memory that can be written may become code: LLVM's loader does not ask, and crashes."""
+    libc = ctypes.CDLL(None)
+    with mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        first = ctypes.c_char.from_buffer(memory)
+        address, size = ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(mmap.PAGESIZE)
+        is_allowed: bool = libc.mprotect(address, size, mmap.PROT_READ | mmap.PROT_EXEC) == 0
+        del first
+    return is_allowed
