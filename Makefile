@@ -55,8 +55,9 @@ test-fast: $(TESTS) ## the units of the host half: no workers, no servers, no mo
 test-all: $(TESTS) ## all cases of the tests, with those that `make test` leaves out
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m ""
 
-# Else each process of the tests, of which there are hundreds, would compile the frameworks that it imports.
-test test-fast test-all: export PYTHONDONTWRITEBYTECODE =
+# Else each start would compile our own files, and each process of the tests, of which there are hundreds, the
+# frameworks that it imports.
+run chat test test-fast test-all: export PYTHONDONTWRITEBYTECODE =
 
 check: $(TESTS) ## lint, types, architecture, and that every Python can install it
 	$(BIN)/ruff check .

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     import openai
 
     from .engine.chat.messages import ChatCompletion
-    from .engine.core import EngineCore
     from .engine.executor import Executor
     from .engine.handles.handle import Handle
+    from .engine.handles.start import EngineStart
     from .engine.handles.sync_llm import SyncLLM
     from .engine.pooling.requests import PoolingRequest, PoolingResult
     from .engine.streams.chat_stream import ChatStream
@@ -342,10 +342,10 @@ class AsyncLLM(ImmediateCalls, WorkerCalls, PoolingCalls):
 
     # -- seams, for tests and for executors of other kinds
 
-    def _core_class(self) -> type[EngineCore]:
-        from .engine.core import EngineCore
+    def _start_class(self) -> type[EngineStart]:
+        from .engine.handles.start import EngineStart
 
-        return EngineCore
+        return EngineStart
 
     def _make_executor(self, config: EngineConfig) -> Executor:
         from .engine.executor import new_executor

@@ -68,6 +68,7 @@ ROOMS: dict[str, set[str]] = {
 # Files that may import more than their room.
 ALSO: dict[str, set[str]] = {
     "engine.executor": {"workers"},
+    "engine.handles.start": {"checkpoint"},
     "engine.replicas.joint": {"workers"},
     "cli.serve": {"remote"},
     "cli.diagnosis": {"ipc"},
@@ -642,6 +643,65 @@ def test_the_host_half_is_light_too() -> None:
     )
     loaded = {name.split(".")[0] for name in json.loads(out)}
     assert not loaded & HEAVY
+
+
+def test_workers_begin_before_the_rest_of_the_host_is_imported() -> None:
+    """They take longest to start; what follows is the host's work while they do."""
+    out = run_python("""
+import asyncio, json, sys, tempfile
+from pathlib import Path
+from aengine import AsyncLLM, ModelLoadError
+
+class Early(AsyncLLM):
+    def _make_executor(self, config):
+        print(json.dumps(sorted(sys.modules)))
+        raise ModelLoadError("seen")
+
+async def main():
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text('{"model_type": "llama"}')
+        try:
+            await Early(folder, load_format="dummy").start()
+        except ModelLoadError as error:
+            assert str(error) == "seen"
+
+asyncio.run(main())
+""")
+    loaded = set(json.loads(out))
+    late = {"core", "admission", "step_loop", "scheduler.scheduler", "tokenizer.tokenizer", "structured.service"}
+    assert "aengine.engine.replicas.start" in loaded
+    assert not loaded & {f"aengine.engine.{name}" for name in late}
+    assert not {name.split(".")[0] for name in loaded} & HEAVY
+
+
+def test_a_worker_on_a_cpu_imports_no_more_than_torch_does() -> None:
+    """Up to its first step: each of these would add to a start what it takes to import."""
+    out = run_python("""
+import json, sys
+import torch
+torchs_own = set(sys.modules)
+import aengine.workers.worker
+from aengine.checkpoint.source import ModelSource
+from aengine.config import EngineConfig
+from aengine.runner.startup.begin import load_model
+from aengine.runner.startup.kv_memory import profile_run
+from aengine.workers.rank import Rank
+
+hf = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+      "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
+config = EngineConfig(model="tiny", device="cpu", dtype="float32", load_format="dummy")
+source = ModelSource("tiny", "/nowhere", "dummy", hf).to_wire()
+model = load_model(config, source, Rank(), lambda *report: None)
+runner, _ = model.allocate(model.offer)
+profile_run(runner, max_num_seqs=2, max_num_batched_tokens=8, max_model_len=64)
+print(json.dumps([sorted(torchs_own), sorted(sys.modules)]))
+""")
+    torchs_own, loaded = map(set, json.loads(out))
+    added = loaded - torchs_own
+    assert "aengine.runner.model_runner" in added
+    assert not {name for name in added if name.split(".")[0] == "torch"}
+    packages = {name.split(".")[0] for name in added} - {name.split(".")[0] for name in torchs_own}
+    assert not packages & (HEAVY | {"triton", "sympy", "pydantic", "sentencepiece", "yaml", "scipy"})
 
 
 def test_exported_names_are_pinned() -> None:

@@ -6,11 +6,13 @@ import argparse
 import json
 import sys
 import textwrap
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..__version__ import __version__
-from .diagnosis import Diagnosis, diagnose
 from .engine_options import add_engine_options, engine_config
+
+if TYPE_CHECKING:
+    from .diagnosis import Diagnosis
 
 __all__ = ["add_doctor_parser", "doctor"]
 
@@ -30,6 +32,8 @@ def add_doctor_parser(commands: Any) -> None:
 
 
 def doctor(args: argparse.Namespace) -> int:
+    from .diagnosis import diagnose
+
     diagnosis = diagnose(f"aengine {__version__}", engine_config(args) if args.model is not None else None)
     if args.json:
         print(json.dumps(diagnosis.to_json(), indent=2))

@@ -1,4 +1,4 @@
-"""`EngineCore`: one life of an engine, from its start on one event loop to its end.
+"""`EngineCore`: one life of an engine on one event loop, from the moment at which its workers are ready to its end.
 
 AsyncLLM --owns--> EngineCore --owns--> Admission ───────> Replicas ──> Replica: Scheduler, StepLoop, WorkerControl
                                     | Preparation    |         |             |
@@ -13,29 +13,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
 from ..checkpoint.pooling import PoolingConfig
 from ..checkpoint.sampling_defaults import SamplingDefaults
-from ..checkpoint.source import ModelSource, resolve_model
 from ..config import EngineConfig
 from ..errors import EngineClosedError, EngineError, InternalError
-from ..outputs import StartupProgress
 from ..telemetry.listeners import Listeners
 from ..telemetry.metrics import Counters, Statistics
 from ..telemetry.observer import Observer
-from ..telemetry.summary import summary_of
 from .admission import Admission
 from .admission_queue import AdmissionQueue
 from .preparation import Preparation
-from .replicas.replica import Replica, Started
+from .replicas.replica import Replica
 from .replicas.replicas import Replicas
-from .replicas.start import ExecutorFactory, ReplicasStart
+from .replicas.start import Started
 from .structured.service import GrammarService
-from .threads.pools import end_pools, run_in_thread
+from .threads.pools import end_pools
 from .tokenizer.tokenizer import Tokenizer
 from .user_request import Limits
 from .worker_control import NUM_RESTARTS_TOLD
@@ -46,11 +42,10 @@ logger = logging.getLogger("aengine")
 
 _ALIVE = ("running", "draining")
 
-ProgressCallback = Callable[[StartupProgress], None]
-
 
 class EngineCore:
-    """The parts of a started engine, which live as long as it does. Made by `start`."""
+    """The parts of a started engine, which live as long as it does. Made by `EngineStart`
+    (handles/start.py)."""
 
     def __init__(
         self,
@@ -120,75 +115,7 @@ class EngineCore:
             # Dropping an engine warns by itself, and ends the task: asyncio's own warning would add nothing.
             replica.task._log_destroy_pending = False  # type: ignore[attr-defined]
 
-    @classmethod
-    async def start(
-        cls,
-        config: EngineConfig,
-        report: ProgressCallback,
-        make_executor: ExecutorFactory,
-        listeners: Listeners,
-    ) -> EngineCore:
-        """Resolve the model; then load the tokenizer and start the worker side by side. Undone when it fails."""
-        begun = time.monotonic()
-        loop = asyncio.get_running_loop()
-
-        def report_from_thread(progress: StartupProgress) -> None:
-            loop.call_soon_threadsafe(report, progress)
-
-        report(StartupProgress("resolve", detail=config.model))
-        source = await cls._resolve(config, report_from_thread)
-        report(StartupProgress("worker", detail=source.path))
-        start = ReplicasStart(make_executor, report)
-        grammars: GrammarService | None = None
-        try:
-            await start.begin(config, source)
-            tokenizer, eos_token_ids = await cls._load_tokenizer(config, source)
-            if tokenizer is not None and config.preload_grammars:
-                grammars = GrammarService(tokenizer, source.vocab_size or tokenizer.vocab_size)
-                grammars.begin_warm_up()
-            started = await start.ready()
-            sampling = SamplingDefaults(source.generation_config if config.generation_config == "auto" else {})
-            core = cls(
-                config,
-                started,
-                tokenizer,
-                eos_token_ids,
-                grammars,
-                sampling,
-                listeners,
-                PoolingConfig.from_wire(source.pooling),
-            )
-        except BaseException:
-            start.terminate()
-            if grammars is not None:
-                await grammars.aclose()
-            await start.undo()
-            raise
-        seconds = time.monotonic() - begun
-        report(StartupProgress("ready", detail=f"{seconds:.1f} s"))
-        for replica in core.replicas:
-            name = config.model if len(started) == 1 else f"{config.model}, replica {replica.index},"
-            logger.info("%s is ready after %.1f s: %s", name, seconds, summary_of(replica.worker.ready))
-        return core
-
-    # The following methods are overridden by `aengine.testing`.
-
-    @classmethod
-    async def _resolve(cls, config: EngineConfig, report: ProgressCallback) -> ModelSource:
-        """Find the model's files and settings. ``report`` may be called from any thread."""
-        return await run_in_thread("resolve", resolve_model, config, report)
-
-    @classmethod
-    async def _load_tokenizer(
-        cls, config: EngineConfig, source: ModelSource
-    ) -> tuple[Tokenizer | None, frozenset[int]]:
-        """Load the tokenizer, unless the settings skip it. Returns it, and the ids that end a completion."""
-        if not config.skip_tokenizer:
-            tokenizer = await run_in_thread("tokenizer", Tokenizer.load, source, config.tokenizer, config.revision)
-            if config.allow_special_tokens:
-                tokenizer = tokenizer.allowing_special_tokens()
-            return tokenizer, tokenizer.eos_token_ids
-        return None, frozenset(source.eos_token_ids)
+    # The following method is overridden by `aengine.testing`.
 
     def _new_admission(self, **parts: Any) -> Admission:
         return Admission(**parts)

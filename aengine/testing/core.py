@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 from ..chat import Tool, tools_of
 from ..checkpoint.source import ModelSource
-from ..config import EngineConfig
 from ..engine.admission import Admission
 from ..engine.chat.plan import ChatRequest
-from ..engine.core import EngineCore, ProgressCallback
+from ..engine.core import EngineCore
+from ..engine.handles.start import EngineStart
 from ..engine.tokenizer.prompt import MessagesPart, TextPart, TokensPart
 from ..engine.tokenizer.tokenizer import Tokenizer
 from ..engine.user_request import UserRequest
@@ -21,33 +21,34 @@ from .executor import SCRIPT_ERROR, ScriptedExecutor
 from .script import Line, Script, ScriptError
 from .vocabulary import tokenizer
 
-__all__ = ["ReasoningCore", "ScriptedCore"]
+__all__ = ["ReasoningStart", "ScriptedStart"]
+
+
+class ScriptedStart(EngineStart):
+    reasoning: ClassVar[bool] = False
+
+    def _core_class(self) -> type[EngineCore]:
+        return ScriptedCore
+
+    async def _resolve(self) -> ModelSource:
+        return ModelSource(self._config.model, "", "dummy", {})
+
+    async def _load_tokenizer(self, source: ModelSource) -> tuple[Tokenizer | None, frozenset[int]]:
+        known = tokenizer(self.reasoning)
+        if self._config.allow_special_tokens:
+            known = known.allowing_special_tokens()
+        return None if self._config.skip_tokenizer else known, known.eos_token_ids
+
+
+class ReasoningStart(ScriptedStart):
+    reasoning = True
 
 
 class ScriptedCore(EngineCore):
-    reasoning: ClassVar[bool] = False
-
-    @classmethod
-    async def _resolve(cls, config: EngineConfig, report: ProgressCallback) -> ModelSource:
-        return ModelSource(config.model, "", "dummy", {})
-
-    @classmethod
-    async def _load_tokenizer(
-        cls, config: EngineConfig, source: ModelSource
-    ) -> tuple[Tokenizer | None, frozenset[int]]:
-        known = tokenizer(cls.reasoning)
-        if config.allow_special_tokens:
-            known = known.allowing_special_tokens()
-        return None if config.skip_tokenizer else known, known.eos_token_ids
-
     def _new_admission(self, **parts: Any) -> Admission:
         executor = self.replicas[0].worker.executor
         assert isinstance(executor, ScriptedExecutor)
         return ScriptedAdmission(executor.script, **parts)
-
-
-class ReasoningCore(ScriptedCore):
-    reasoning = True
 
 
 class ScriptedAdmission(Admission):

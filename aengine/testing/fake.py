@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from os import PathLike
     from typing import Unpack
 
-    from ..engine.core import EngineCore
+    from ..engine.handles.start import EngineStart
     from ..settings import Settings
     from .executor import ScriptedExecutor
 
@@ -52,10 +52,10 @@ class FakeAsyncLLM(AsyncLLM):
         """The completions that were asked for so far, in order; without those that were refused."""
         return self._script.requests
 
-    def _core_class(self) -> type[EngineCore]:
-        from .core import ReasoningCore, ScriptedCore
+    def _start_class(self) -> type[EngineStart]:
+        from .core import ReasoningStart, ScriptedStart
 
-        return ReasoningCore if self._reasoning else ScriptedCore
+        return ReasoningStart if self._reasoning else ScriptedStart
 
     def _make_executor(self, config: EngineConfig) -> ScriptedExecutor:
         from .executor import ScriptedExecutor

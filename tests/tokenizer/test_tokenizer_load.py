@@ -22,8 +22,9 @@ from tokenizers import models, pre_tokenizers, processors
 from aengine.checkpoint import ModelSource
 from aengine.checkpoint.source import resolve_model
 from aengine.config import EngineConfig
-from aengine.engine.core import EngineCore
-from aengine.engine.tokenizer import pooled_texts
+from aengine.engine.executor import new_executor
+from aengine.engine.handles.start import EngineStart
+from aengine.engine.tokenizer import pooled_texts, template_environment
 from aengine.engine.tokenizer.messages import checked_messages
 from aengine.engine.tokenizer.pooled_texts import EncodedText, encode_texts
 from aengine.engine.tokenizer.tokenizer import Tokenizer
@@ -65,8 +66,25 @@ async def test_ends_are_tokens_of_the_model(tmp_path: Path, skip: bool) -> None:
     source = make_folder(tmp_path, tokenizer_config__json={"eos_token": "<|endoftext|>"})
     source = replace(source, generation_config={"eos_token_id": [5, 2**40, -5, True, 49152]})
     config = EngineConfig(model=str(tmp_path), skip_tokenizer=skip)
-    tokenizer, ends = await EngineCore._load_tokenizer(config, source)
+    tokenizer, ends = await EngineStart(config, print, new_executor)._load_tokenizer(source)
     assert (tokenizer is None) == skip and ends - {0, 2} == {5}
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0].content }}", "{% if %}"])
+async def test_templates_are_compiled_by_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    """The first chat does not wait for it; a faulty one is its chats' error, as before, and not the start's."""
+    source = make_folder(tmp_path, tokenizer_config__json={"chat_template": template})
+    start = EngineStart(EngineConfig(model=str(tmp_path)), print, new_executor)
+    tokenizer, _ = await start._load_tokenizer(source)
+    assert tokenizer is not None
+    if template == "{% if %}":
+        with pytest.raises(InvalidRequestError, match="chat template"):
+            tokenizer.apply_chat_template(MESSAGES)
+        return
+    monkeypatch.setattr(template_environment, "TemplateEnvironment", None)
+    assert tokenizer.apply_chat_template(MESSAGES) == "Be brief."
 
 
 class PanicException(BaseException):

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..core import EngineCore
     from ..executor import Executor
     from ..streams.token_stream import TokenStream
+    from .start import EngineStart
 
 __all__ = ["LocalHandle", "Owner", "StartAdvice"]
 
@@ -37,8 +38,8 @@ T = TypeVar("T")
 class Owner(Protocol):
     """Interface of the user's object that has a handle: the seams for tests and for executors of other kinds."""
 
-    def _core_class(self) -> type[EngineCore]:
-        """Import its class of cores. Called by each start, in a thread."""
+    def _start_class(self) -> type[EngineStart]:
+        """Import the class of its starts. Called by each start, in a thread."""
         ...
 
     def _make_executor(self, config: EngineConfig) -> Executor: ...
@@ -119,7 +120,7 @@ class LocalHandle(CoreHandle):
     async def _begin(self) -> None:
         from ..threads.pools import run_in_thread
 
-        core_class = await run_in_thread("import", self.owner()._core_class)  # takes 0.1 s, which would block the loop
+        start_class = await run_in_thread("import", self.owner()._start_class)  # takes long enough to block the loop
         owner, config = self._owner, self.config
 
         def make_executor(config: EngineConfig) -> Executor:
@@ -139,7 +140,7 @@ class LocalHandle(CoreHandle):
                     logger.exception("the setting progress, a function of yours, failed; it is not called again")
 
         try:
-            self.core = await core_class.start(config, report, make_executor, self.listeners)
+            self.core = await start_class(config, report, make_executor).run(self.listeners)
         except (OSError, RuntimeError, MemoryError) as error:  # a limit of the shell (ulimit) is reached
             hint = limit_hint(str(error)) or (memory_ulimit_hint() if is_out_of_memory(error) else "")
             if not hint:

@@ -17,7 +17,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..core import EngineCore
 from ..streams.cross_thread_stream import CrossThreadStream
 from ..streams.token_stream import Buffer, Mailbox
 from ..structured.output_type import with_output_type
@@ -28,6 +27,7 @@ from .thread_life import ThreadLife
 
 if TYPE_CHECKING:
     from ...config import EngineConfig
+    from ..core import EngineCore
 
 __all__ = ["ThreadHandle"]
 

@@ -8,19 +8,17 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...config import EngineConfig
 from ...errors import EngineError
 from ...ipc.messages import KVCacheGroup
 from ...telemetry.metrics import Counters, ReplicaStatistics
 from ...telemetry.observer import Observer
-from ..executor import Executor
 from ..grammar_gate import ALWAYS, IN_SMALL_BATCHES
 from ..pacing.multi_step import MultiStep
 from ..pacing.step_time import StepTime
 from ..pacing.steps_in_flight import StepsInFlight
-from ..pacing.turns import Turn
 from ..recovery import RestartBudget
 from ..scheduler.rows import forget_prefixes
 from ..scheduler.scheduler import Scheduler
@@ -28,9 +26,10 @@ from ..scheduler.swapped_requests import SwappedRequests
 from ..speculation.drafts import Drafts, Speculation
 from ..step_loop import StepLoop
 from ..structured.service import GrammarService
-from ..worker_control import Restart, WorkerControl
+from ..worker_control import WorkerControl
+from .start import Started
 
-__all__ = ["Replica", "Started"]
+__all__ = ["Replica"]
 
 _GPU_PATIENCE = 30.0
 """Seconds that a step may take on a GPU, whatever those before took: some kernels are compiled at first use."""
@@ -38,16 +37,6 @@ _GPU_PATIENCE = 30.0
 _MOST_ROWS_ON_GPU = 64
 _MOST_ROWS_ON_CPU = 16
 """Rows of logits in a step, drafts included, beyond which no tokens are drafted by lookup."""
-
-
-class Started(NamedTuple):
-    """An executor that is ready, and what goes with it."""
-
-    executor: Executor
-    work: asyncio.Event  # event that is set when the executor, or one started in its place, fails
-    ready: dict[str, Any]  # the READY message that its workers have agreed on
-    restart: Restart
-    turn: Turn
 
 
 class Replica:

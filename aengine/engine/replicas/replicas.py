@@ -30,7 +30,8 @@ from ..user_request import UserRequest
 from ..worker_control import check_arguments
 from .load_balancer import LoadBalancer, OnlyReplica
 from .moving import can_move, is_untouched, take_out, waits_for_room
-from .replica import Replica, Started
+from .replica import Replica
+from .start import Started
 
 __all__ = ["Replicas"]
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...checkpoint.source import ModelSource
 from ...config import EngineConfig, num_worker_threads
@@ -17,14 +17,26 @@ from ..executor import Executor, ProcessExecutor
 from ..pacing.turns import OwnTurn, Turn
 from ..threads.pools import run_in_thread
 from .joint import Joint, shares_experts
-from .replica import Started
 
-__all__ = ["ReplicasStart", "replica_configs"]
+if TYPE_CHECKING:
+    from ..worker_control import Restart
+
+__all__ = ["ReplicasStart", "Started", "replica_configs"]
 
 logger = logging.getLogger("aengine")
 
 ProgressCallback = Callable[[StartupProgress], None]
 ExecutorFactory = Callable[[EngineConfig], Executor]
+
+
+class Started(NamedTuple):
+    """An executor that is ready, and what goes with it."""
+
+    executor: Executor
+    work: asyncio.Event  # event that is set when the executor, or one started in its place, fails
+    ready: dict[str, Any]  # the READY message that its workers have agreed on
+    restart: Restart
+    turn: Turn
 
 
 class ReplicasStart:

@@ -32,7 +32,7 @@ _ROLE = re.compile(r"[\w.-]*")
 
 
 class ChatTemplate:
-    """One template. Compiled at its first use; may be rendered from several threads."""
+    """One template. Compiled at its first use, or by `compile`; may be rendered from several threads."""
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], hides: Callable[[str], bool] | None = None
@@ -91,6 +91,11 @@ class ChatTemplate:
         if continue_final_message:
             text = _up_to_continued(text)
         return text if trace else TracedText(text.plain())
+
+    def compile(self) -> None:
+        """Compile ahead of the first use, which raises what there is to raise."""
+        with suppress(Exception):
+            _ = self._compiled
 
     @cached_property
     def _compiled(self) -> jinja2.Template:

@@ -203,6 +203,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._chat_templates)
 
+    def compile_chat_templates(self) -> None:
+        """Import Jinja and compile the templates, ahead of the first chat. Blocking: some 0.03 s."""
+        for template in self._chat_templates.values():
+            template.compile()
+
     def apply_chat_template(
         self,
         messages: Messages,
