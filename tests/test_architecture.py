@@ -473,7 +473,7 @@ BUDGETS = {
     "root": 2670,
     "checkpoint": 2210,
     "cli": 1570,
-    "engine": 24720,
+    "engine": 24770,
     "integrations": 2538,
     "ipc": 2225,
     "kernels": 12800,
