@@ -9,13 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..activation import Activation
-from .layouts import BLOCK, ROWS
-from .packing import PackedMatrix, pack
+from .layouts import BLOCK, LAYOUTS, NUMBERS, ROWS
+from .packing import SOURCES
 from .products import ROWS_OF_CHUNK
-from .tape import empty, launch
+from .tape import Argument, empty, launch
 
 __all__ = ["Activations", "PackedMatrix", "activations", "add_to", "can_gate", "gated", "multiply", "pack"]
 
@@ -25,24 +26,69 @@ _CHUNKS = 8, 128
 
 
 @dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    kind: str  # a name of LAYOUTS or NUMBERS
+    out_features: int
+    in_features: int
+    memory: Tensor  # uint8 [tiles, bytes of a tile]
+
+
+def pack(kind: str, weight: Tensor, scale: Tensor | None = None) -> PackedMatrix:
+    """Pack a matrix.
+
+    ``kind``: of GGUF's types, as "q4_1": ``weight`` uint8 [out_features, blocks of a row, bytes of a block]. "int8":
+    int8 [out_features, in_features], and ``scale`` float32 [out_features]. "float16", "bfloat16", "float32": numbers
+    [out_features, in_features].
+    """
+    out_features = len(weight)
+    if kind in NUMBERS:
+        units = in_features = weight.shape[1]
+        tile_bytes = ROWS * NUMBERS[kind] * in_features
+    else:
+        source, layout = SOURCES[kind], LAYOUTS[kind]
+        units = weight[0].nbytes // source.num_bytes
+        in_features = units * source.num_blocks * BLOCK
+        tile_bytes = layout.tile_bytes(in_features)
+    memory = torch.empty(-(-out_features // ROWS), tile_bytes, dtype=torch.uint8)
+    stored = weight.contiguous().view(torch.uint8).view(out_features, -1)
+    whole = out_features // ROWS
+    for begin, rows in ((0, stored[: whole * ROWS]), (whole, stored[whole * ROWS :])):
+        if len(rows):
+            rows = F.pad(rows, (0, 0, 0, -len(rows) % ROWS)) if len(rows) % ROWS else rows
+            words: list[Argument] = [rows, memory[begin:], units, rows.shape[1], tile_bytes]
+            launch(f"pack_{kind}", words, len(rows) // ROWS)
+    if scale is not None:
+        scales = F.pad(scale.float(), (0, -out_features % ROWS))
+        memory[:, : 4 * ROWS].view(torch.float32).copy_(scales.view(-1, ROWS))
+    return PackedMatrix(kind, out_features, in_features, memory)
+
+
+@dataclass(frozen=True, slots=True)
 class Activations:
-    """What matrices are multiplied with: rows as codes."""
+    """What matrices are multiplied with: codes, or the numbers themselves."""
 
-    x: Tensor  # int8 [rows, size]
-    meta: Tensor  # [rows, size / 32, 4], see `store_codes`
+    x: Tensor  # int8 or float32 [rows, size]
+    meta: Tensor | None  # [rows, size / 32, 4] beside codes, see `store_codes`
 
 
-def activations(x: Tensor, norm: tuple[Tensor, float] | None = None) -> Activations:
-    """Return the codes of ``x`` float32 [rows, size], after RMSNorm by ``norm``: weight float32 [size], eps."""
+def activations(x: Tensor, norm: tuple[Tensor, float] | None = None, *, as_codes: bool = True) -> Activations:
+    """Return ``x`` float32 [rows, size], after RMSNorm by ``norm``: weight float32 [size], eps.
+
+    ``as_codes``: as int8 with a scale for each 32, which matrices of codes can be multiplied with. Else as they are.
+    """
     rows, size = x.shape
     assert x.dtype == torch.float32 and x.is_contiguous()
-    codes = empty(rows, size, torch.int8)
-    meta = empty(rows, size // BLOCK * 4, torch.float32)
+    words: tuple[Argument, ...] = norm or ()
+    if as_codes:
+        codes = empty(rows, size, torch.int8)
+        meta = empty(rows, size // BLOCK * 4, torch.float32)
+        launch("norm_quantise" if norm else "quantise", [x, codes, meta, size, *words], rows)
+        return Activations(codes, meta)
     if norm is None:
-        launch("quantise", [x, codes, meta, size], rows)
-    else:
-        launch("norm_quantise", [x, codes, meta, size, *norm], rows)
-    return Activations(codes, meta)
+        return Activations(x, None)
+    out = empty(rows, size, torch.float32)
+    launch("norm", [x, out, size, *words], rows)
+    return Activations(out, None)
 
 
 def multiply(packed: PackedMatrix, of: Activations, bias: Tensor | None = None) -> Tensor:
@@ -83,11 +129,12 @@ def _launch(
     wanted = max(least, min(most, tiles * tile_bytes // _BYTES_OF_CHUNK))
     of_chunk = max(1, tiles // wanted)
     chunks = -(-tiles // of_chunk)
+    size = packed.in_features if packed.kind in NUMBERS else packed.in_features // BLOCK
     launch(
-        f"product_{packed.kind}_int8_{end}",
+        f"product_{packed.kind}_{'float32' if of.meta is None else 'int8'}_{end}",
         [
             *(of.x, of.meta, packed.memory, out, out.stride(0), bias, scale, out.shape[1]),
-            *(packed.in_features // BLOCK, tile_bytes, tiles, of_chunk, chunks),
+            *(size, tile_bytes, tiles, of_chunk, chunks),
         ],
         len(of.x),
         chunks,

@@ -278,6 +278,10 @@ class _Maths(_Casts):
     def absolute(self, value: Value) -> Value:
         return self.intrinsic("llvm.fabs", value)
 
+    def magnitude(self, value: Value) -> Value:
+        """The absolute value of integers."""
+        return self.choose(value < 0, self.like(value, 0) - value, value)
+
     def sqrt(self, value: Value) -> Value:
         return self.intrinsic("llvm.sqrt", value)
 

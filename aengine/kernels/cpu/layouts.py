@@ -1,19 +1,23 @@
-"""How packed matrices lie in memory: what products read, as the stream that it is read as.
+"""How packed matrices lie in memory, as the stream that products read; codes in registers, unpacked and multiplied.
 
 A matrix is divided into tiles of 16 output features, beginning at multiples of 16; rows that the last one lacks are
-zeros. A tile is one block after another along the input features, each 32 columns of 16 rows:
+zeros. Weights of 16 and of 32 bits lie as [in_features, 16] of each tile. Codes lie in blocks of 32 columns, one after
+another along the input features:
 
     codes     8 bits: 8 vectors of 64 bytes. Vector g has columns 4g to 4g + 3: those of row 0, of row 1, and so on
               4 bits: 4 vectors, whose low halves are vectors 0 to 3 of these, and whose high halves are 4 to 7
               5 bits: these, and a vector whose bit g is the highest one of vector g's codes
-              6 bits: these, and 2 vectors: the highest two of vectors 0 to 3, and of 4 to 7, lowest bits first
-    scales    one a row, or two: of the first 16 columns, and of the others
+              6 bits: these, and two vectors: bits 2i and 2i + 1 of the first are the highest of vector i's codes, those
+              of the second the highest of vector i + 4's
+    scales    one a row, or one of a row's first 16 columns, and one of the others
     minima    one a row, if there are any
 
-What is of several blocks lies before these, 16 numbers each: a row's scale before all of its blocks; d and dmin, by
-which integers are multiplied, before each 8. A weight is scale * (code - zero), or scale * code + minimum.
+A head lies before the blocks that share it: of 8 blocks, float16 factors of scales and of minima; of all blocks of a
+tile, the scales. A weight is scale * (code - zero), or scale * code + minimum.
 
-Weights of 16 and of 32 bits are tiles [in_features, 16].
+The product of a block's codes with int8 activations is an integer, the same on each processor: by VNNI; by AVX2's
+products of pairs of bytes, where codes of 8 bits go as magnitudes whose signs are the activations'; by arm64's dot
+products; or number by number.
 """
 
 from __future__ import annotations
@@ -21,7 +25,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["LAYOUTS", "NUMBERS", "ROWS", "Layout"]
+from .emit import I8, I16, I32, Function, Type, Value
+from .target import Target
+
+__all__ = ["BLOCK", "LAYOUTS", "NUMBERS", "ROWS", "Layout", "dot", "rows_at_once", "unpacked"]
 
 ROWS = 16
 """Rows of a tile."""
@@ -31,28 +38,42 @@ BLOCK = 32
 
 @dataclass(frozen=True, slots=True)
 class Layout:
+    """``scale``: "float16"; "integer", int8 that a head's factor is multiplied by; "exponent", 2 ^ (uint8 - 128);
+    "row", a head's float32. ``values``: what codes stand for, less ``zero``."""
+
     bits: Literal[4, 5, 6, 8]
-    scale: Literal["float16", "float32 of a row"] = "float16"
+    scale: Literal["float16", "integer", "exponent", "row"] = "float16"
     zero: int = 0
     has_minimum: bool = False
+    num_scales: int = 1
+    values: tuple[int, ...] | None = None
 
     @property
     def code_bytes(self) -> int:
-        return 64 * self.bits
+        return ROWS * BLOCK // 8 * self.bits
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a scale, or of a minimum, of all rows."""
+        return {"float16": 2 * ROWS, "integer": ROWS, "exponent": ROWS, "row": 0}[self.scale]
 
     @property
     def block_bytes(self) -> int:
-        scales = 32 if self.scale == "float16" else 0
-        return self.code_bytes + scales + 32 * self.has_minimum
+        return self.code_bytes + self.scale_bytes * (self.num_scales + self.has_minimum)
 
     @property
     def head_bytes(self) -> int:
-        return 64 if self.scale == "float32 of a row" else 0
+        return {"integer": 2 * ROWS * (1 + self.has_minimum), "row": 4 * ROWS}.get(self.scale, 0)
 
     @property
     def blocks_of_head(self) -> int:
         """Blocks after each head; 0: all of a tile."""
-        return 0 if self.scale == "float32 of a row" else 1
+        return {"integer": 8, "row": 0}.get(self.scale, 1)
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether codes have 8 bits as they are multiplied, whose zero is then 128."""
+        return self.zero == 128
 
     def tile_bytes(self, in_features: int) -> int:
         blocks = in_features // BLOCK
@@ -60,9 +81,155 @@ class Layout:
         return heads * self.head_bytes + blocks * self.block_bytes
 
 
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
 LAYOUTS: dict[str, Layout] = {
+    "q4_0": Layout(4, zero=8),
     "q4_1": Layout(4, has_minimum=True),
+    "q5_0": Layout(5, zero=16),
+    "q5_1": Layout(5, has_minimum=True),
     "q8_0": Layout(8, zero=128),
+    "q4_k": Layout(4, "integer", has_minimum=True),
+    "q5_k": Layout(5, "integer", has_minimum=True),
+    "q6_k": Layout(6, "integer", zero=32, num_scales=2),
+    "iq4_nl": Layout(4, zero=128, values=_IQ4),
+    "iq4_xs": Layout(4, "integer", zero=128, values=_IQ4),
+    "mxfp4": Layout(4, "exponent", zero=128, values=_E2M1_DOUBLED),
+    "int8": Layout(8, "row", zero=128),
 }
 NUMBERS = {"float16": 2, "bfloat16": 2, "float32": 4}
 """Bytes of weights that are no codes."""
+
+_WORDS = I32 * ROWS
+_LARGEST_PAIR = 2 * 127
+_FLIP = -0x7F7F7F80  # 0x80 in each byte of an int32
+
+
+def _has(target: Target, feature: str) -> bool:
+    return f"+{feature}" in target.features.split(",")
+
+
+def rows_at_once(target: Target, most: int) -> int:
+    """How many rows to multiply at once, if ``most`` with AVX-512's registers."""
+    return most if _has(target, "avx512f") else max(1, most // 4)
+
+
+def unpacked(f: Function, target: Target, layout: Layout, block: Value) -> list[Value]:
+    """The codes of a block, 8 vectors of 16 words: four bytes each, of a row's columns 4g to 4g + 3."""
+    if layout.bits == 8:
+        return [f.load(_WORDS, block + 64 * i) for i in range(8)]
+    packed = [f.load(_WORDS, block + 64 * i) for i in range(4)]
+    codes = [part & 0x0F0F0F0F for part in packed] + [(part >> 4) & 0x0F0F0F0F for part in packed]
+    if layout.values is not None:
+        table = [value + layout.zero for value in layout.values]
+        return [_looked_up(f, target, table, four) for four in codes]
+    if layout.bits == 4:
+        return codes
+    high_bits, per_vector = layout.bits - 4, 8 // (layout.bits - 4)
+    mask = 0x10101010 * (2**high_bits - 1)
+    high = [f.load(_WORDS, block + (256 + 64 * i)) for i in range(high_bits)]
+    for g, four in enumerate(codes):
+        shift = high_bits * (g % per_vector) - 4
+        own = high[g // per_vector]
+        codes[g] = four | ((own >> shift if shift >= 0 else own << -shift) & mask)
+    return codes
+
+
+def _looked_up(f: Function, target: Target, table: list[int], four: Value) -> Value:
+    """Bytes of a table of 16, by the codes in 16 words."""
+    codes = f.cast(four, I8 * 64)
+    for feature, lanes, name in (
+        ("avx512bw", 64, "llvm.x86.avx512.pshuf.b.512"),
+        ("avx2", 32, "llvm.x86.avx2.pshuf.b"),
+        ("ssse3", 16, "llvm.x86.ssse3.pshuf.b.128"),
+        ("neon", 16, "llvm.aarch64.neon.tbl1.v16i8"),
+    ):
+        if _has(target, feature):
+            own = f.numbers(I8 * lanes, table * (lanes // 16))
+            parts = [f.call(name, I8 * lanes, own, part) for part in _parts(f, codes, 64, lanes)]
+            return f.cast(_joined(f, parts, lanes), _WORDS)
+    found = f.number(I8 * 64, 0)
+    for code, value in enumerate(table):
+        found = f.choose(codes.equals(code), f.number(I8 * 64, value), found)
+    return f.cast(found, _WORDS)
+
+
+def dot(f: Function, target: Target, layout: Layout, codes: list[Value], x: Value, total: Value) -> Value:
+    """int32 of each row: codes less their zero, times the int8 at ``x``, added. ``total``: of those int8."""
+    own = [f.load(I32, x + 4 * i) for i in range(len(codes))]
+    if layout.is_wide and (_has(target, "avx2") or _has(target, "dotprod")) and not _vnni_lanes(target):
+        codes = [four ^ _FLIP for four in codes]
+        sums = f.number(_WORDS, 0)
+    elif layout.zero:
+        sums = f.splat(total * -layout.zero, ROWS)
+    else:
+        sums = f.number(_WORDS, 0)
+    if lanes := _vnni_lanes(target):
+        return _by_quads(f, f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", lanes, sums, codes, own, I32 * lanes)
+    if _has(target, "avx2"):
+        return sums + _by_pairs(f, layout, codes, own)
+    if _has(target, "dotprod"):
+        return _by_quads(f, "llvm.aarch64.neon.sdot.v4i32.v16i8", 4, sums, codes, own, I8 * 16)
+    for i, four in enumerate(codes):
+        for j in range(4):
+            sums = sums + (four >> 8 * j & 0xFF) * f.widened(f.load(I8, x + (4 * i + j)), I32)
+    return sums
+
+
+def _vnni_lanes(target: Target) -> int:
+    if target.has_vnni:
+        return 16
+    return 8 if _has(target, "avxvnni") else 0
+
+
+def _by_quads(
+    f: Function, name: str, lanes: int, sums: Value, codes: list[Value], own: list[Value], operand: Type
+) -> Value:
+    """By an instruction that adds four products to each of ``lanes`` sums. ``operand``: the type of its bytes."""
+    parts = _parts(f, sums, ROWS, lanes)
+    for four, quad in zip(codes, own, strict=True):
+        x = f.cast(f.splat(quad, lanes), operand)
+        for i, part in enumerate(_parts(f, four, ROWS, lanes)):
+            parts[i] = f.call(name, I32 * lanes, parts[i], f.cast(part, operand), x)
+    return _joined(f, parts, lanes)
+
+
+def _by_pairs(f: Function, layout: Layout, codes: list[Value], own: list[Value]) -> Value:
+    """By AVX2's sums of two products in 16 bits, of which as many are added as can't be too large."""
+    largest = 128 if layout.is_wide else 2**layout.bits - 1
+    at_once = max(1, 32767 // (largest * _LARGEST_PAIR))
+    ones = f.number(I16 * 16, 1)
+    sums = [f.number(I32 * 8, 0)] * 2
+    for begin in range(0, len(codes), at_once):
+        part: list[Value | None] = [None, None]
+        for four, quad in zip(codes[begin : begin + at_once], own[begin : begin + at_once], strict=True):
+            x = f.cast(f.splat(quad, 8), I8 * 32)
+            for i, half in enumerate(_parts(f, four, ROWS, 8)):
+                operands = [f.cast(half, I8 * 32), x]
+                if layout.is_wide:
+                    signed = f.call("llvm.x86.avx2.psign.b", I8 * 32, x, operands[0])
+                    operands = [f.magnitude(operands[0]), signed]
+                pairs = f.call("llvm.x86.avx2.pmadd.ub.sw", I16 * 16, *operands)
+                before = part[i]
+                part[i] = pairs if before is None else before + pairs
+        for i, pairs_of_half in enumerate(part):
+            assert pairs_of_half is not None
+            sums[i] = sums[i] + f.call("llvm.x86.avx2.pmadd.wd", I32 * 8, pairs_of_half, ones)
+    return _joined(f, sums, 8)
+
+
+def _parts(f: Function, value: Value, lanes: int, each: int) -> list[Value]:
+    """A vector of ``lanes`` as vectors of ``each``."""
+    if lanes == each:
+        return [value]
+    return [f.shuffle(value, value, range(i, i + each)) for i in range(0, lanes, each)]
+
+
+def _joined(f: Function, parts: list[Value], lanes: int) -> Value:
+    """Vectors of ``lanes``, a power of two of them, as one."""
+    while len(parts) > 1:
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        parts = [f.shuffle(a, b, range(2 * lanes)) for a, b in pairs]
+        lanes *= 2
+    return parts[0]

@@ -21,9 +21,9 @@ __all__ = ["Library", "library", "set_num_threads"]
 
 
 def _kernels() -> dict[str, WriteKernel]:
-    from . import products, rows
+    from . import packing, products, rows
 
-    return {**rows.KERNELS, **products.KERNELS}
+    return {**rows.KERNELS, **products.KERNELS, **packing.KERNELS}
 
 
 class Library:

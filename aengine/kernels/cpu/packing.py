@@ -1,78 +1,216 @@
-"""Makes packed matrices, see layouts.py, of what checkpoints store."""
+"""Makes packed matrices, see layouts.py, of what checkpoints store.
+
+Kernels are named "pack" and the kind. A chunk is a tile. Of GGUF's types, each has a function that reads the codes of
+32 columns of a row, and one that moves what is of a row's block beside these; turning 16 rows into vectors is the same
+for all.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from .emit import I8, I16, I32, Function, Type, Value
+from .layouts import BLOCK, LAYOUTS, NUMBERS, ROWS, Layout
+from .target import Target, WriteKernel
 
-from .layouts import BLOCK, LAYOUTS, ROWS, Layout
+__all__ = ["KERNELS", "SOURCES", "Source"]
 
-__all__ = ["PackedMatrix", "pack"]
+_BYTES = I8 * BLOCK
 
-_BYTES_AT_ONCE = 2**22
+
+# -- GGUF's types
 
 
 @dataclass(frozen=True, slots=True)
-class PackedMatrix:
-    kind: str  # a name of LAYOUTS
-    out_features: int
-    in_features: int
-    memory: Tensor  # uint8 [tiles, bytes of a tile]
+class Source:
+    """A stored block: ``num_bytes``, codes of ``num_blocks`` blocks of 32 columns."""
 
-    @property
-    def num_tiles(self) -> int:
-        return len(self.memory)
-
-
-def pack(kind: str, blocks: Tensor) -> PackedMatrix:
-    """Pack blocks of a GGUF file, uint8 [out_features, blocks of a row, bytes of a block]. ``kind``: as "q4_1"."""
-    layout, (out_features, count, num_bytes) = LAYOUTS[kind], blocks.shape
-    in_features = count * BLOCK
-    tile_bytes = layout.tile_bytes(in_features)
-    memory = torch.empty(-(-out_features // ROWS), tile_bytes, dtype=torch.uint8)
-    at_once = max(1, _BYTES_AT_ONCE // (ROWS * count * num_bytes))
-    for begin in range(0, len(memory), at_once):
-        part = blocks[begin * ROWS : (begin + at_once) * ROWS].contiguous()
-        if len(part) % ROWS:
-            part = F.pad(part, (0, 0, 0, 0, 0, -len(part) % ROWS))
-        tiles = memory[begin : begin + at_once].view(-1, count, layout.block_bytes)
-        _PACKERS[kind](part.unflatten(0, (-1, ROWS)), tiles, layout)
-    return PackedMatrix(kind, out_features, in_features, memory)
+    num_bytes: int
+    num_blocks: int
+    codes: Callable[[Function, Value, Value], Value]
+    """Reads unsigned codes of 32 columns: of a stored block at an address, the one of an index (int64)."""
+    move: Callable[[Function, Layout, Value, Value, Value], None]
+    """Moves what a row's block has beside codes: from its address to a head, in whose tile it has a row (int64)."""
 
 
-# Each takes blocks uint8 [tiles, 16, blocks of a row, bytes], and writes to [tiles, blocks of a row, bytes].
+def _low_high(f: Function, nibbles: Value) -> Value:
+    """32 codes of 16 bytes: lower halves, then higher ones."""
+    return f.shuffle(nibbles & 15, nibbles >> 4, range(BLOCK))
 
 
-def _halves(blocks: Tensor, begin: int, tiles: Tensor, end: int) -> None:
-    """Move a float16 of each row's block."""
-    place = tiles[..., end : end + 2 * ROWS].view(torch.int16)
-    place.copy_(blocks[..., begin : begin + 2].view(torch.int16).squeeze(3).transpose(1, 2))
+def _codes_4(f: Function, block: Value, index: Value, *, begin: int) -> Value:
+    return _low_high(f, f.load(I8 * 16, block + (index * 16 + begin)))
 
 
-def _quads(codes: Tensor, tiles: Tensor, width: torch.dtype) -> Tensor:
-    """Move the bytes of each row's block, four of a row beside each other; returns where they are now. ``width``: of
-    numbers that are moved as one, which blocks are multiples of."""
-    place = tiles[..., : ROWS * codes.shape[3]].view(width)
-    words = codes.view(width)
-    place.unflatten(2, (-1, ROWS, 4 // width.itemsize)).copy_(
-        words.unflatten(3, (-1, 4 // width.itemsize)).permute(0, 2, 3, 1, 4)
-    )
-    return place
+def _codes_5(f: Function, block: Value, index: Value, *, begin: int) -> Value:
+    """The 32 highest bits come first."""
+    bits = f.splat(f.load(I32, block + begin), BLOCK) >> f.numbers(I32 * BLOCK, range(BLOCK))
+    high = f.narrowed(bits & 1, _BYTES) << 4
+    return _low_high(f, f.load(I8 * 16, block + (begin + 4))) | high
 
 
-def _q4_1(blocks: Tensor, tiles: Tensor, layout: Layout) -> None:
-    _quads(blocks[..., 4:], tiles, torch.int32)
-    _halves(blocks, 0, tiles, layout.code_bytes)
-    _halves(blocks, 2, tiles, layout.code_bytes + 2 * ROWS)
+def _codes_8(f: Function, block: Value, index: Value, *, begin: int) -> Value:
+    return f.load(_BYTES, block + begin) ^ -128
 
 
-def _q8_0(blocks: Tensor, tiles: Tensor, layout: Layout) -> None:
-    _quads(blocks[..., 2:], tiles, torch.int16).bitwise_xor_(-0x7F80)  # adds 128 to each byte
-    _halves(blocks, 0, tiles, layout.code_bytes)
+def _shifted(f: Function, place: Value, bits: Value) -> Value:
+    """32 bytes, moved to the right by a number of bits (int64)."""
+    return f.load(_BYTES, place) >> f.narrowed(bits, I8)
 
 
-_PACKERS: dict[str, Callable[[Tensor, Tensor, Layout], None]] = {"q4_1": _q4_1, "q8_0": _q8_0}
+def _codes_4_k(f: Function, block: Value, index: Value, *, begin: int) -> Value:
+    return _shifted(f, block + ((index >> 1) * 32 + begin), (index & 1) * 4) & 15
+
+
+def _codes_5_k(f: Function, block: Value, index: Value) -> Value:
+    return _codes_4_k(f, block, index, begin=48) | (_shifted(f, block + 16, index) & 1) << 4
+
+
+def _codes_6_k(f: Function, block: Value, index: Value) -> Value:
+    half, part = index >> 2, index & 3
+    low = _shifted(f, block + (half * 64 + (part & 1) * 32), (part >> 1) * 4) & 15
+    return low | (_shifted(f, block + (half * 32 + 128), part * 2) & 3) << 4
+
+
+def _move(f: Function, type_: Type, source: Value, begin: int, end: Value) -> None:
+    f.store(f.load(type_, source + begin), end)
+
+
+def _move_simple(f: Function, layout: Layout, block: Value, head: Value, row: Value) -> None:
+    """float16 at the beginning: the scale, and the minimum."""
+    for i in range(1 + layout.has_minimum):
+        _move(f, I16, block, 2 * i, head + (row * 2 + (layout.code_bytes + 2 * ROWS * i)))
+
+
+def _move_exponent(f: Function, layout: Layout, block: Value, head: Value, row: Value) -> None:
+    _move(f, I8, block, 0, head + (row + layout.code_bytes))
+
+
+def _move_nothing(f: Function, layout: Layout, block: Value, head: Value, row: Value) -> None:
+    pass
+
+
+def _store_integers(f: Function, layout: Layout, head: Value, row: Value, index: int, numbers: list[Value]) -> None:
+    """Store a block's scales and minima of a row, int8."""
+    begin = layout.head_bytes + layout.block_bytes * index + layout.code_bytes
+    for i, number in enumerate(numbers):
+        f.store(number, head + (row + (begin + ROWS * i)))
+
+
+def _move_k(f: Function, layout: Layout, block: Value, head: Value, row: Value) -> None:
+    """d, dmin, whose sign changes, and 12 bytes: scales and minima of 6 bits, see quantised/gguf.py."""
+    _move(f, I16, block, 0, head + row * 2)
+    f.store(f.load(I16, block + 2) ^ -(2**15), head + (row * 2 + 2 * ROWS))
+    packed = [f.load(I8, block + (4 + i)) for i in range(12)]
+    for i in range(4):
+        scale, minimum, low = packed[i], packed[i + 4], packed[i + 8]
+        _store_integers(f, layout, head, row, i, [scale & 63, minimum & 63])
+        last = [low & 15 | (scale >> 6) << 4, low >> 4 | (minimum >> 6) << 4]
+        _store_integers(f, layout, head, row, i + 4, last)
+
+
+def _move_6_k(f: Function, layout: Layout, block: Value, head: Value, row: Value) -> None:
+    _move(f, I16, block, 208, head + row * 2)
+    for i in range(8):
+        _store_integers(f, layout, head, row, i, [f.load(I8, block + (192 + 2 * i + j)) for j in range(2)])
+
+
+def _move_iq4_xs(f: Function, layout: Layout, block: Value, head: Value, row: Value) -> None:
+    _move(f, I16, block, 0, head + row * 2)
+    top = f.load(I16, block + 2)
+    for i in range(8):
+        low = f.load(I8, block + (4 + i // 2)) >> 4 * (i % 2) & 15
+        high = f.narrowed(top >> 2 * i & 3, I8)
+        _store_integers(f, layout, head, row, i, [(low | high << 4) - 32])
+
+
+SOURCES = {
+    "q4_0": Source(18, 1, partial(_codes_4, begin=2), _move_simple),
+    "q4_1": Source(20, 1, partial(_codes_4, begin=4), _move_simple),
+    "q5_0": Source(22, 1, partial(_codes_5, begin=2), _move_simple),
+    "q5_1": Source(24, 1, partial(_codes_5, begin=4), _move_simple),
+    "q8_0": Source(34, 1, partial(_codes_8, begin=2), _move_simple),
+    "q4_k": Source(144, 8, partial(_codes_4_k, begin=16), _move_k),
+    "q5_k": Source(176, 8, _codes_5_k, _move_k),
+    "q6_k": Source(210, 8, _codes_6_k, _move_6_k),
+    "iq4_nl": Source(18, 1, partial(_codes_4, begin=2), _move_simple),
+    "iq4_xs": Source(136, 8, partial(_codes_4, begin=8), _move_iq4_xs),
+    "mxfp4": Source(17, 1, partial(_codes_4, begin=1), _move_exponent),
+    "int8": Source(32, 1, partial(_codes_8, begin=0), _move_nothing),
+}
+
+
+# -- Kernels
+
+
+def _transposed(f: Function, rows: list[Value], lanes: int) -> list[Value]:
+    """Vectors of ``lanes`` whose numbers, one after another, are those of 16 rows column by column. ``rows``: as many
+    vectors of ``lanes``, whose numbers are those of row 0, of row 1, and so on."""
+    for _ in range(4):
+        half = len(rows) // 2
+        pairs = zip(rows[:half], rows[half:], strict=True)
+        low = [lane for i in range(lanes // 2) for lane in (i, lanes + i)]
+        rows = [f.shuffle(a, b, [lane + part for lane in low]) for a, b in pairs for part in (0, lanes // 2)]
+    return rows
+
+
+def _store_codes(f: Function, layout: Layout, rows: list[Value], block: Value) -> None:
+    """Store the codes of 16 rows, each 32 bytes, as those of a block."""
+    words = [f.cast(row, I32 * 8) for row in rows]
+    vectors = _transposed(f, [f.shuffle(a, b, range(16)) for a, b in zip(words[::2], words[1::2], strict=True)], 16)
+    if layout.bits == 8:
+        packed = vectors
+    else:
+        low = [vector & 0x0F0F0F0F for vector in vectors]
+        packed = [a | b << 4 for a, b in zip(low[:4], low[4:], strict=True)]
+        width = layout.bits - 4
+        for begin in range(0, 8 * width, 8):  # a plane: the high bits of 8 / width vectors
+            own = vectors[begin // width : (begin + 8) // width] if width else []
+            parts = [(vector >> 4 & 0x01010101 * (2**width - 1)) << width * i for i, vector in enumerate(own)]
+            plane = parts[0]
+            for part in parts[1:]:
+                plane = plane | part
+            packed.append(plane)
+    for i, vector in enumerate(packed):
+        f.store(vector, block + 64 * i)
+
+
+def _pack_codes(f: Function, target: Target, *, source: Source, layout: Layout) -> None:
+    """words: stored blocks, packed matrix, stored blocks of a row, bytes of a row, bytes of a tile."""
+    row_bytes = f.word(f.words, 3)
+    stored = f.address(f.words, 0) + f.chunk * row_bytes * ROWS
+    tile = f.address(f.words, 1) + f.chunk * f.word(f.words, 4)
+    shared = layout.head_bytes if layout.blocks_of_head else 0  # the head of a tile is written by `pack`
+    first = layout.head_bytes
+    with f.loop(0, f.word(f.words, 2)) as i:
+        own = stored + i * source.num_bytes
+        head = tile + i * (shared + layout.block_bytes * source.num_blocks)
+        with f.loop(0, source.num_blocks) as j:
+            rows = [source.codes(f, own + row_bytes * row, j) for row in range(ROWS)]
+            _store_codes(f, layout, rows, head + (j * layout.block_bytes + first))
+        with f.loop(0, ROWS) as row:
+            source.move(f, layout, own + row_bytes * row, head, row)
+
+
+def _pack_numbers(f: Function, target: Target, *, size: int) -> None:
+    """words: numbers, packed matrix, numbers of a row, bytes of a row, bytes of a tile."""
+    type_ = {2: I16, 4: I32}[size]
+    count, row_bytes = f.word(f.words, 2), f.word(f.words, 3)
+    stored = f.address(f.words, 0) + f.chunk * row_bytes * ROWS
+    tile = f.address(f.words, 1) + f.chunk * f.word(f.words, 4)
+    whole = count - count % 16
+    with f.loop(0, whole, 16) as i:
+        rows = [f.load(type_ * 16, stored + (row_bytes * row + i * size)) for row in range(ROWS)]
+        for column, vector in enumerate(_transposed(f, rows, 16)):
+            f.store(vector, tile + ((i + column) * (size * ROWS)))
+    with f.loop(whole, count) as i, f.loop(0, ROWS) as row:
+        place = tile + (i * ROWS + row) * size
+        f.store(f.load(type_, stored + (row_bytes * row + i * size)), place)
+
+
+KERNELS: dict[str, WriteKernel] = {
+    **{f"pack_{kind}": partial(_pack_codes, source=SOURCES[kind], layout=LAYOUTS[kind]) for kind in LAYOUTS},
+    **{f"pack_{kind}": partial(_pack_numbers, size=size) for kind, size in NUMBERS.items()},
+}

@@ -7,6 +7,7 @@ each of these: a row's result does not depend on the rows beside it.
 Kernels are named "product", the weights' kind, what activations are, and what becomes of the product:
 
     int8      activations are codes of `quantise`, multiplied as integers within a block; blocks are added in order
+    float32   weights become float32 as they are read; products of even columns are one sum, those of odd ones another
 
     store     out = product + bias
     add       out += scale * (product + bias)
@@ -23,9 +24,8 @@ from functools import partial
 from typing import get_args
 
 from ..activation import Activation
-from .dots import dot, unpacked
-from .emit import F16, F32, I32, I64, POINTER, Function, Value, Variable
-from .layouts import BLOCK, LAYOUTS, ROWS, Layout
+from .emit import BF16, F16, F32, I8, I32, I64, POINTER, Function, Value
+from .layouts import BLOCK, LAYOUTS, NUMBERS, ROWS, Layout, dot, rows_at_once, unpacked
 from .target import Target, WriteKernel
 
 __all__ = ["KERNELS", "ROWS_OF_CHUNK"]
@@ -34,6 +34,7 @@ ROWS_OF_CHUNK = 64
 _FLOATS = F32 * ROWS
 _PREFETCHED = 1600  # bytes ahead of what is read for one row
 _META = 16  # bytes of the meta of a block
+_COLUMNS = 8  # columns of numbers that are read at once
 
 (_X, _META_OF_X, _WEIGHT, _OUT, _STRIDE, _BIAS, _SCALE, _FEATURES, _SIZE, _TILE_BYTES, _TILES, _OF_CHUNK, _CHUNKS) = (
     range(13)
@@ -53,7 +54,7 @@ class _Operands:
     size: Value
 
 
-_WriteRows = Callable[[Function, Target, _Operands, int], list[Variable]]
+_WriteRows = Callable[[Function, Target, _Operands, int], list[Value]]
 """Writes the product of a number of rows with a tile: sums [16] of each."""
 
 
@@ -61,7 +62,7 @@ _WriteRows = Callable[[Function, Target, _Operands, int], list[Variable]]
 def _blocks(f: Function, layout: Layout, of: _Operands) -> Iterator[tuple[Value, Value, Value]]:
     """Run the body for each block of a tile: its number, its address, and that of its head."""
     each, size = layout.blocks_of_head, layout.block_bytes
-    if each:
+    if each > 1:
         with f.loop(0, of.size / each) as i:
             head = of.tile + i * (layout.head_bytes + each * size)
             with f.loop(0, each) as j:
@@ -72,58 +73,111 @@ def _blocks(f: Function, layout: Layout, of: _Operands) -> Iterator[tuple[Value,
 
 
 def _scales(f: Function, layout: Layout, block: Value, head: Value) -> tuple[list[Value], Value | None]:
-    """The scales of a block's rows, and their minima."""
-    if layout.scale == "float32 of a row":
+    """The scales of a block's rows, one or two, and their minima, float32."""
+    if layout.scale == "row":
         return [f.load(_FLOATS, head)], None
-    place = block + layout.code_bytes
-    scale = f.float32(f.load(F16 * ROWS, place))
-    return [scale], f.float32(f.load(F16 * ROWS, place + 2 * ROWS)) if layout.has_minimum else None
+    numbers, size = [], layout.scale_bytes
+    for i in range(layout.num_scales + layout.has_minimum):
+        place = block + (layout.code_bytes + size * i)
+        if layout.scale == "float16":
+            numbers.append(f.float32(f.load(F16 * ROWS, place)))
+        elif layout.scale == "integer":
+            factor = f.float32(f.load(F16 * ROWS, head + 2 * ROWS * (i if layout.has_minimum else 0)))
+            numbers.append(factor * f.float32(f.widened(f.load(I8 * ROWS, place), I32 * ROWS)))
+        else:
+            exponent = f.widened(f.load(I8 * ROWS, place), I32 * ROWS, signed=False)
+            numbers.append(f.cast(exponent << 23, _FLOATS) * 0.5)
+    return numbers[: layout.num_scales], numbers[-1] if layout.has_minimum else None
 
 
-def _int8_rows(f: Function, target: Target, of: _Operands, rows: int, *, layout: Layout) -> list[Variable]:
+def _prefetch(f: Function, place: Value, num_bytes: int) -> None:
+    for ahead in range(0, num_bytes, 64):
+        f.prefetch(place + (_PREFETCHED + ahead))
+
+
+def _int8_rows(f: Function, target: Target, of: _Operands, rows: int, *, layout: Layout) -> list[Value]:
     sums = [f.variable(_FLOATS, 0.0) for _ in range(rows)]
     with _blocks(f, layout, of) as (i, block, head):
         if rows == 1:
-            for ahead in range(0, layout.block_bytes, 64):
-                f.prefetch(block + (_PREFETCHED + ahead))
-        codes = unpacked(f, layout, block)
+            _prefetch(f, block, layout.block_bytes)
+        codes = unpacked(f, target, layout, block)
         scales, minimum = _scales(f, layout, block, head)
         part = len(codes) // len(scales)
         for row, total in enumerate(sums):
             x = of.x + (i * BLOCK + of.size * (BLOCK * row))
             meta = of.meta + (i * _META + of.size * (_META * row))
             own_scale = f.load(F32, meta)
+            sums_of_x = [f.load(I32, meta + 8)]
+            if len(scales) == 2:
+                first = f.load(I32, meta + 12)
+                sums_of_x = [first, sums_of_x[0] - first]
             for j, scale in enumerate(scales):
-                begin = f.number(I32 * ROWS, 0)
-                if layout.zero:
-                    begin = f.splat(f.load(I32, meta + 8) * -layout.zero, ROWS)
-                whole = dot(f, target, begin, codes[j * part : (j + 1) * part], x + 4 * part * j)
+                own_codes = codes[j * part : (j + 1) * part]
+                whole = dot(f, target, layout, own_codes, x + 4 * part * j, sums_of_x[j])
                 total.set(f.fma(f.float32(whole) * own_scale, scale, total.get()))
             if minimum is not None:
                 total.set(f.fma(minimum, f.load(F32, meta + 4), total.get()))
-    return sums
+    return [total.get() for total in sums]
 
 
-def _tile(f: Function, target: Target, write: _WriteRows, x_bytes: int, most: int) -> None:
-    """Multiply f.rows rows at f.x, f.meta by the tile at f.tile, to f.out [rows, 16]. ``x_bytes``: of a row's x, for
-    each of f.size."""
-    done = f.variable(I64, 0)
+class _TwoSums:
+    """A row's sums: one of even columns, one of odd ones, so that each waits less for the one before."""
 
-    def multiply(rows: int) -> None:
-        begin = done.get()
-        place = begin * f.size
-        of = _Operands(f.x + place * x_bytes, f.meta + place * _META, f.tile, f.size)
-        for i, total in enumerate(write(f, target, of, rows)):
-            f.store(total.get(), f.out + (begin * (4 * ROWS) + 4 * ROWS * i))
-        done.set(begin + rows)
+    def __init__(self, f: Function) -> None:
+        self._f = f
+        self._sums = [f.variable(_FLOATS, 0.0) for _ in range(2)]
 
-    with f.repeat() as few_left:
-        f.leave(few_left, f.rows - done.get() < most)
-        multiply(most)
-    while most > 1:
-        most //= 2
-        with f.when(f.rows - done.get() >= most):
-            multiply(most)
+    def add(self, column: int, weights: Value, x: Value) -> None:
+        own = self._sums[column % 2]
+        own.set(self._f.fma(weights, self._f.load(F32, x + 4 * column), own.get()))
+
+    def get(self) -> Value:
+        return self._sums[0].get() + self._sums[1].get()
+
+
+def _float32_rows(f: Function, target: Target, of: _Operands, rows: int, *, layout: Layout) -> list[Value]:
+    sums = [_TwoSums(f) for _ in range(rows)]
+    with _blocks(f, layout, of) as (i, block, head):
+        if rows == 1:
+            _prefetch(f, block, layout.block_bytes)
+        scales, minimum = _scales(f, layout, block, head)
+        offsets = [minimum] if minimum is not None else [scale * float(-layout.zero) for scale in scales]
+        own_x = [of.x + (i * 4 * BLOCK + of.size * (4 * BLOCK * row)) for row in range(rows)]
+        for g, four in enumerate(unpacked(f, target, layout, block)):
+            part = g * len(scales) // (BLOCK // 4)
+            for j in range(4):
+                weights = f.fma(f.float32(four >> 8 * j & 0xFF), scales[part], offsets[part])
+                for total, x in zip(sums, own_x, strict=True):
+                    total.add(4 * g + j, weights, x)
+    return [total.get() for total in sums]
+
+
+def _number_rows(f: Function, target: Target, of: _Operands, rows: int, *, kind: str) -> list[Value]:
+    sums = [_TwoSums(f) for _ in range(rows)]
+    row_bytes = ROWS * NUMBERS[kind]
+
+    def multiply(i: Value, columns: int) -> None:
+        place = of.tile + i * row_bytes
+        if rows == 1:
+            _prefetch(f, place, columns * row_bytes)
+        own_x = [of.x + (i * 4 + of.size * (4 * row)) for row in range(rows)]
+        for column in range(columns):
+            weights = _numbers(f, kind, place + row_bytes * column)
+            for total, x in zip(sums, own_x, strict=True):
+                total.add(column, weights, x)
+
+    whole = of.size - of.size % _COLUMNS
+    with f.loop(0, whole, _COLUMNS) as i:
+        multiply(i, _COLUMNS)
+    with f.loop(whole, of.size) as i:
+        multiply(i, 1)
+    return [total.get() for total in sums]
+
+
+def _numbers(f: Function, kind: str, place: Value) -> Value:
+    if kind == "float16":
+        return f.float32(f.load(F16 * ROWS, place))
+    return f.wide(f.load(BF16 * ROWS, place)) if kind == "bfloat16" else f.load(_FLOATS, place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +187,29 @@ class _Multiply:
     name: str
     write: _WriteRows
     x_bytes: int  # a row's activations of a block, or of a column
-    most_rows: int = 8
+    most_rows: int  # at once, with 32 vector registers of 16 float32
+
+
+def _tile(f: Function, target: Target, multiply: _Multiply) -> None:
+    """Multiply f.rows rows at f.x, f.meta by the tile at f.tile, to f.out [rows, 16]."""
+    done = f.variable(I64, 0)
+
+    def multiply_rows(count: int) -> None:
+        begin = done.get()
+        place = begin * f.size
+        of = _Operands(f.x + place * multiply.x_bytes, f.meta + place * _META, f.tile, f.size)
+        for i, total in enumerate(multiply.write(f, target, of, count)):
+            f.store(total, f.out + (begin * (4 * ROWS) + 4 * ROWS * i))
+        done.set(begin + count)
+
+    count = rows_at_once(target, multiply.most_rows)
+    with f.repeat() as few_left:
+        f.leave(few_left, f.rows - done.get() < count)
+        multiply_rows(count)
+    while count > 1:
+        count //= 2
+        with f.when(f.rows - done.get() >= count):
+            multiply_rows(count)
 
 
 def _sigmoid(f: Function, x: Value) -> Value:
@@ -164,7 +240,7 @@ def _product(f: Function, target: Target, *, multiply: _Multiply, end: str) -> N
     words = f.words
 
     def write(tile: Function) -> None:
-        _tile(tile, target, multiply.write, multiply.x_bytes, multiply.most_rows)
+        _tile(tile, target, multiply)
 
     arguments = {"x": POINTER, "meta": POINTER, "tile": POINTER, "size": I64, "rows": I64, "out": POINTER}
     f.module.shared(f"multiply_{multiply.name}", write, **arguments)
@@ -205,7 +281,10 @@ def _product(f: Function, target: Target, *, multiply: _Multiply, end: str) -> N
 
 def _multiplies() -> Iterator[_Multiply]:
     for name, layout in LAYOUTS.items():
-        yield _Multiply(f"{name}_int8", partial(_int8_rows, layout=layout), BLOCK)
+        yield _Multiply(f"{name}_int8", partial(_int8_rows, layout=layout), BLOCK, 8)
+        yield _Multiply(f"{name}_float32", partial(_float32_rows, layout=layout), 4 * BLOCK, 4)
+    for kind in NUMBERS:
+        yield _Multiply(f"{kind}_float32", partial(_number_rows, kind=kind), 4, 8)
 
 
 ENDS = ("store", "add", *get_args(Activation))

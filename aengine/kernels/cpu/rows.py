@@ -28,7 +28,8 @@ def rms_scale(f: Function, x: Value, size: Value, eps: Value) -> Value:
 def store_codes(f: Function, parts: list[Value], codes: Value, meta: Value) -> None:
     """Store a group of activations, two vectors of LANES, as int8 with a scale.
 
-    The largest is 127. ``meta``: float32 scale, float32 scale times the sum of codes, int32 sum of codes, and nothing.
+    The largest is 127. ``meta``: float32 scale, float32 scale times the sum of codes, int32 sum of codes, and int32 sum
+    of the first LANES.
     """
     magnitudes = [f.absolute(part) for part in parts]
     largest = f.max_lanes(f.larger(*magnitudes))
@@ -37,10 +38,12 @@ def store_codes(f: Function, parts: list[Value], codes: Value, meta: Value) -> N
     whole = [f.to_int(f.nearest(part * inverse), I32 * LANES) for part in parts]
     for i, numbers in enumerate(whole):
         f.store(f.narrowed(numbers, I8 * LANES), codes + LANES * i)
-    total = f.sum_lanes(whole[0] + whole[1])
+    first = f.sum_lanes(whole[0])
+    total = first + f.sum_lanes(whole[1])
     f.store(scale, meta)
     f.store(scale * f.float32(total), meta + 4)
     f.store(total, meta + 8)
+    f.store(first, meta + 12)
 
 
 def _quantise(f: Function, target: Target) -> None:
@@ -70,7 +73,18 @@ def _norm_quantise(f: Function, target: Target) -> None:
         store_codes(f, parts, codes + i, meta + (i >> 1))
 
 
+def _norm(f: Function, target: Target) -> None:
+    """words: x, out float32 [rows, size], size, weight float32 [size], eps."""
+    size = f.word(f.words, 2)
+    x, out = (f.address(f.words, i) + f.chunk * size * 4 for i in range(2))
+    weight, eps = f.address(f.words, 3), f.load(F32, f.words + 32)
+    scale = rms_scale(f, x, size, eps)
+    with f.loop(0, size * 4, 4 * LANES) as place:
+        f.store(f.load(F32 * LANES, x + place) * scale * f.load(F32 * LANES, weight + place), out + place)
+
+
 KERNELS: dict[str, WriteKernel] = {
+    "norm": _norm,
     "quantise": _quantise,
     "norm_quantise": _norm_quantise,
 }
