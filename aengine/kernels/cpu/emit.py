@@ -328,6 +328,18 @@ class _Maths(_Casts):
     def _half(self, value: Value) -> Value:
         return Value(self, self.builder.ashr(value.llvm, self.like(value, 1).llvm))
 
+    def tanh(self, x: Value) -> Value:
+        """tanh of float32, off by some units in the last place: Cephes' polynomial up to 0.625, by e^2x beyond."""
+        square = x * x
+        p = self.like(x, -5.70498872745e-3)
+        for coefficient in (2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1):
+            p = self.fma(p, square, self.like(x, coefficient))
+        small = self.fma(p * square, x, x)
+        size = self.absolute(x)
+        large = self.like(x, 1.0) - self.like(x, 2.0) / (self.exp(self.smaller(size, 10.0) * 2.0) + 1.0)
+        large = self.intrinsic("llvm.copysign", large, x)
+        return self.choose(size < 0.625, small, large)
+
 
 class _Memory(_Maths):
     """Loads, stores and atomic operations."""
@@ -337,6 +349,26 @@ class _Memory(_Maths):
 
     def store(self, value: Value, place: Value, align: int = 1) -> None:
         self.builder.store(value.llvm, place.llvm, align=align)
+
+    def load_as_float32(self, dtype: str, lanes: int, place: Value) -> Value:
+        """A vector of "float32", "float16" or "bfloat16" numbers."""
+        if dtype == "float32":
+            return self.load(F32 * lanes, place)
+        if dtype == "float16":
+            return self.float32(self.load(F16 * lanes, place))
+        return self.wide(self.load(BF16 * lanes, place))
+
+    def store_float32_as(self, dtype: str, value: Value, place: Value) -> None:
+        """Store a vector as numbers of a dtype, the nearest, ties to even."""
+        if dtype == "float16":
+            value = self.to_half(value, F16 * _lanes(value.llvm.type))
+        elif dtype == "bfloat16":
+            lanes = _lanes(value.llvm.type)
+            bits = self.cast(value, I32 * lanes)
+            rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+            rounded = self.choose(value.equals(value), rounded, 0x7FC0)
+            value = self.narrowed(rounded, BF16 * lanes)
+        self.store(value, place)
 
     def word(self, place: Value, index: int) -> Value:
         """The int64 at an index of an array."""
@@ -416,6 +448,13 @@ class Function(_Memory):
 
     def variable(self, type_: Type, value: Value | float) -> Variable:
         return Variable(self, type_, value)
+
+    def scratch(self, size: int) -> Value:
+        """The address of ``size`` bytes of the stack, at a cache line, which are not cleared."""
+        with self.builder.goto_entry_block():
+            place = self.builder.alloca(ir.ArrayType(I8.llvm, size))
+        place.align, place.type = 64, POINTER.llvm
+        return Value(self, place)
 
     @contextmanager
     def loop(self, start: Value | int, stop: Value | int, step: int = 1) -> Iterator[Value]:

@@ -1,7 +1,8 @@
 """The compiled kernels of this process, and the threads that run them.
 
 A kernel is ``void (words, rows, chunk, thread)``: ``words`` are its arguments in memory, as `Tape` lays them down. Each
-file of kernels names them in its ``KERNELS``: what writes each into a module, for a processor.
+file of kernels names them in its ``KERNELS``: what writes each into a module, for a processor. A name may go on with
+what the code is made for: "attend.64.3.float32" is "attend", written with "64", "3" and "float32".
 """
 
 from __future__ import annotations
@@ -17,13 +18,23 @@ from .emit import I64, POINTER, Module
 from .target import Target, WriteKernel, host
 from .team import COUNTER_WORDS, OP_WORDS, Team, aligned_words, write_team
 
-__all__ = ["Library", "library", "set_num_threads"]
+__all__ = ["Library", "library", "set_num_threads", "write_kernels"]
 
 
 def _kernels() -> dict[str, WriteKernel]:
-    from . import packing, products, rows
+    from . import attention, packing, products, rotary, rows
 
-    return {**rows.KERNELS, **products.KERNELS, **packing.KERNELS}
+    modules = rows, products, packing, rotary, attention
+    return {name: writer for module in modules for name, writer in module.KERNELS.items()}
+
+
+def write_kernels(module: Module, names: Iterable[str], target: Target) -> None:
+    """Write kernels into a module, for a processor."""
+    writers = _kernels()
+    for name in names:
+        with module.function(name, words=POINTER, rows=I64, chunk=I64, thread=I64) as f:
+            writer, *parameters = name.split(".")
+            writers[writer](f, target, *parameters)
 
 
 class Library:
@@ -44,14 +55,7 @@ class Library:
         """Return the addresses of kernels by name; what is missing is compiled, together."""
         missing = sorted(set(names) - self._addresses.keys())
         if missing:
-
-            def write(module: Module) -> None:
-                writers = _kernels()
-                for name in missing:
-                    with module.function(name, words=POINTER, rows=I64, chunk=I64, thread=I64) as f:
-                        writers[name](f, self._target)
-
-            code = self._load(missing, write)
+            code = self._load(missing, lambda module: write_kernels(module, missing, self._target))
             self._addresses |= {name: code.address(name) for name in missing}
         return self._addresses
 

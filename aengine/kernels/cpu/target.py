@@ -9,10 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .emit import Function
+from typing import Any
 
 __all__ = ["Target", "WriteKernel", "host", "unavailable"]
 
@@ -46,8 +43,8 @@ class Target:
         )
 
 
-WriteKernel = Callable[["Function", Target], None]
-"""Writes the body of a kernel, see library.py."""
+WriteKernel = Callable[..., None]
+"""Writes the body of a kernel, given a Function, a Target and what its name says beyond the first dot (library.py)."""
 
 
 @cache

@@ -1,0 +1,277 @@
+"""Attention of a step's tokens over the paged KV cache: decodes and prompts alike. A chunk is a token and a KV head.
+
+As kernels/paged_attention.py, which is the reference, over float32 rows. Keys are taken by blocks of 16, counted from
+position 0, with a softmax that goes on from block to block: a token's sums have an order of their own, whatever is
+beside it in the batch. Consecutive tokens of a request are a tile: the chunk of its first token computes all of them,
+those of the others nothing, so that keys and values are read once for the tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from .emit import F32, I32, I64, Function, Value, Variable
+from .target import Target, WriteKernel
+
+__all__ = ["KERNELS"]
+
+KEYS = 16
+"""Keys of a block, which are the lanes of a vector."""
+_MOST_ROWS = 32
+"""Query heads of a tile, those of all of its tokens together."""
+_LOWEST = -1e30
+"""Below all scores, where there is none yet."""
+
+
+class _Attend:
+    """The kernel for heads of a size, of which a KV head has so many."""
+
+    def __init__(self, f: Function, target: Target, head_dim: int, group: int, dtype: str) -> None:
+        self.f, self.head_dim, self.group, self.dtype = f, head_dim, group, dtype
+        self.tokens = 1 << (min(KEYS, _MOST_ROWS // group).bit_length() - 1)  # a tile holds as many
+        wide = "+avx512f" in target.features
+        self.most_sums = 24 if wide else 6  # vectors of KEYS in registers
+        self.abreast = max(1, self.most_sums // 2 // group)  # tokens whose products are computed together
+        rows, size = self.tokens * group, 4 * head_dim
+        self.queries, self.sums = f.scratch(rows * size), f.scratch(rows * size)  # [rows, head_dim]
+        self.keys = f.scratch(KEYS * size)  # [head_dim, KEYS]
+        self.scores, self.weight_sums = f.scratch(rows * 4 * KEYS), f.scratch(rows * 4 * KEYS)  # [rows, KEYS]
+        self.largest = f.scratch(rows * 4)
+        self.places = f.scratch(KEYS * 8)  # addresses of keys
+
+    def write(self) -> None:
+        """words: as `attend` in ops.py lays them down."""
+        f = self.f
+        num_kv_heads = f.word(f.words, 13)
+        row, self.kv_head = f.chunk // num_kv_heads, f.chunk % num_kv_heads
+        positions, table_rows = (f.address(f.words, i) + row * 8 for i in (3, 4))
+        first, own = f.word(positions, 0), f.word(table_rows, 0)
+        before = f.choose(row > 0, f.number(I64, -8), 0)
+        follows = (f.word(positions + before, 0) + 1).equals(first) & f.word(table_rows + before, 0).equals(own)
+        with f.when((follows ^ 1) | (first % self.tokens).equals(0)):
+            count = f.variable(I64, 1)
+            most = f.smaller(f.rows - row, f.like(first, self.tokens) - first % self.tokens)
+            with f.repeat() as ended:
+                n = count.get()
+                f.leave(ended, n >= most)
+                f.leave(ended, f.word(table_rows + n * 8, 0).differs(own))
+                f.leave(ended, f.word(positions + n * 8, 0).differs(first + n))
+                count.add(f.number(I64, 1))
+            self._tile(row, first, own, count.get())
+
+    def _tile(self, row: Value, first: Value, table_row: Value, count: Value) -> None:
+        """``count`` tokens from a row on, which are at positions from ``first`` on."""
+        f = self.f
+        self.first, self.count, self.last = first, count, first + count - 1
+        self.table = f.address(f.words, 5) + table_row * f.word(f.words, 6)
+        self.window = f.word(f.words, 14)
+        self.lowest = f.larger(first - self.window + 1, 0)  # position that any of the tokens looks at
+        self._begin(row)
+        with f.loop(self.lowest // KEYS * KEYS, self.last + 1, KEYS) as block:
+            self._find_keys(block)
+            self._turn_keys()
+            self._each(self._multiply)
+            self._softmax(block)
+            self._each(self._add_values)
+        self._finish(row)
+
+    def _rows_of(self, row: Value, place: Value, row_size: Value) -> Value:
+        """Where a token's heads of this KV head begin."""
+        return place + row * row_size + self.kv_head * (self.group * self.head_dim * 4)
+
+    def _begin(self, row: Value) -> None:
+        """Queries times the scale, sums of nothing."""
+        f, size, vector = self.f, self.head_dim * 4, F32 * KEYS
+        scale, sinks = f.load(F32, f.words + 8 * 15), f.address(f.words, 17)
+        nothing = f.number(vector, 0.0)
+        with f.loop(0, self.count) as token:
+            q = self._rows_of(row + token, f.address(f.words, 0), f.word(f.words, 1))
+            own = token * (self.group * size)
+            with f.loop(0, self.group * size, 4 * KEYS) as at:
+                f.store(f.load(vector, q + at) * scale, self.queries + own + at)
+                f.store(nothing, self.sums + own + at)
+            with f.loop(0, self.group) as i:
+                r = token * self.group + i
+                f.store(f.number(F32, _LOWEST), self.largest + r * 4)
+                f.store(nothing, self.weight_sums + r * (4 * KEYS))
+                with f.when(f.word(f.words, 17).differs(0)):
+                    sink = f.load(F32, sinks + (self.kv_head * self.group + i) * 4)
+                    f.store(sink, self.largest + r * 4)
+                    f.store(f.number(F32, 1.0), self.weight_sums + r * (4 * KEYS))
+
+    def _find_keys(self, block: Value) -> None:
+        """Addresses of a block's keys. In place of one that no token looks at, its neighbour's."""
+        f = self.f
+        size, token_stride = f.word(f.words, 8), f.word(f.words, 10)
+        begin = f.larger(block, self.lowest)
+        page, offset = f.variable(I64, begin // size), f.variable(I64, begin % size)
+        head = f.address(f.words, 7) + self.kv_head * f.word(f.words, 12)
+
+        def start() -> Value:
+            number = f.widened(f.load(I32, self.table + page.get() * 4), I64)
+            return number * f.word(f.words, 9) + offset.get() * token_stride
+
+        place = f.variable(I64, start())
+        with f.loop(0, KEYS) as i:
+            f.store(head + place.get(), self.places + i * 8)
+            position = block + i
+            with f.when((position >= self.lowest) & (position < self.last)):
+                offset.add(f.number(I64, 1))
+                place.add(token_stride)
+                with f.when(offset.get().equals(size)):
+                    offset.set(0)
+                    page.add(f.number(I64, 1))
+                    place.set(start())
+
+    def _turn_keys(self) -> None:
+        """Keys as [head_dim, KEYS]."""
+        f = self.f
+        size = 4 if self.dtype == "float32" else 2
+        places = [f.address(self.places, i) for i in range(KEYS)]
+        with f.loop(0, self.head_dim, KEYS) as i:
+            square = [f.load_as_float32(self.dtype, KEYS, place + i * size) for place in places]
+            for j, column in enumerate(transposed(f, square)):
+                f.store(column, self.keys + i * (4 * KEYS) + 4 * KEYS * j)
+
+    def _each(self, compute: Callable[[Value, int], None]) -> None:
+        """Compute with all rows of the tile, several tokens abreast as long as there are so many."""
+        f = self.f
+        whole = self.count // self.abreast * self.abreast
+        if self.abreast > 1:
+            with f.loop(0, whole, self.abreast) as token:
+                compute(token * self.group, self.abreast * self.group)
+            with f.loop(whole, self.count) as token:
+                compute(token * self.group, self.group)
+        else:
+            with f.loop(0, self.count) as token:
+                compute(token * self.group, self.group)
+
+    def _multiply(self, row: Value, count: int) -> None:
+        """Products of rows and all keys of the block: a sum over each half of a head's elements."""
+        f, size, half = self.f, self.head_dim * 4, self.head_dim // 2
+        for begin, end in _parts(count, max(1, self.most_sums // 2)):
+            queries = self.queries + (row + begin) * size
+            sums = [[f.variable(F32 * KEYS, 0.0) for _ in range(2)] for _ in range(begin, end)]
+            with f.loop(0, half) as i:
+                for j in range(2):
+                    keys = f.load(F32 * KEYS, self.keys + i * (4 * KEYS) + half * 4 * KEYS * j)
+                    for r, own in enumerate(sums):
+                        element = f.load(F32, queries + i * 4 + (size * r + half * 4 * j))
+                        _fma(f, own[j], keys, element)
+            for r, (low, high) in enumerate(sums):
+                f.store(low.get() + high.get(), self.scores + (row + (begin + r)) * (4 * KEYS))
+
+    def _softmax(self, block: Value) -> None:
+        """Scores become weights, by the largest score so far; when that grows, the sums so far shrink."""
+        f, vector = self.f, F32 * KEYS
+        softcap = f.load(F32, f.words + 8 * 16)
+        lanes = f.numbers(I32 * KEYS, range(KEYS))
+        with f.loop(0, self.count) as token:
+            last = self.first + token - block
+            first = f.larger(last - self.window, -1)
+            last, first = (f.narrowed(f.smaller(x, KEYS), I32) for x in (last, first))
+            mask = (lanes <= last) & (lanes > first)
+            with f.loop(token * self.group, (token + 1) * self.group) as r:
+                scores, weight_sums = self.scores + r * (4 * KEYS), self.weight_sums + r * (4 * KEYS)
+                with f.when(softcap > 0.0):
+                    capped = f.tanh(f.load(vector, scores) / softcap) * softcap
+                    f.store(capped, scores)
+                own = f.choose(mask, f.load(vector, scores), _LOWEST)
+                before = f.load(F32, self.largest + r * 4)
+                largest = f.larger(before, f.max_lanes(own))
+                with f.when(largest > before):
+                    f.store(largest, self.largest + r * 4)
+                    factor = f.exp(before - largest)
+                    f.store(f.load(vector, weight_sums) * factor, weight_sums)
+                    sums = self.sums + r * (self.head_dim * 4)
+                    for i in range(0, self.head_dim * 4, 4 * KEYS):
+                        f.store(f.load(vector, sums + i) * factor, sums + i)
+                weights = f.choose(mask, f.exp(own - largest), 0.0)
+                f.store(weights, scores)
+                f.store(f.load(vector, weight_sums) + weights, weight_sums)
+
+    def _add_values(self, row: Value, count: int) -> None:
+        """Add the block's values times the weights to the sums of rows."""
+        f, vectors = self.f, self.head_dim // KEYS
+        size = 4 if self.dtype == "float32" else 2
+        values = f.word(f.words, 11)
+        for low, high in _parts(vectors, 4 if self.most_sums > 12 else 2):
+            for begin, end in _parts(count, self.most_sums // (high - low)):
+                own = self.sums + (row + begin) * (self.head_dim * 4)
+                places = [
+                    [own + 4 * (r * self.head_dim + KEYS * i) for i in range(low, high)] for r in range(end - begin)
+                ]
+                sums = [[f.variable(F32 * KEYS, f.load(F32 * KEYS, place)) for place in of_row] for of_row in places]
+                weights = self.scores + (row + begin) * (4 * KEYS)
+                with f.loop(0, KEYS) as key:
+                    place = f.address(self.places + key * 8, 0) + values
+                    parts = [f.load_as_float32(self.dtype, KEYS, place + KEYS * size * i) for i in range(low, high)]
+                    for r, of_row in enumerate(sums):
+                        weight = f.load(F32, weights + key * 4 + 4 * KEYS * r)
+                        for part, total in zip(parts, of_row, strict=True):
+                            _fma(f, total, part, weight)
+                for own_places, of_row in zip(places, sums, strict=True):
+                    for at, total in zip(own_places, of_row, strict=True):
+                        f.store(total.get(), at)
+
+    def _finish(self, row: Value) -> None:
+        f, size = self.f, self.head_dim * 4
+        num_heads = f.word(f.words, 13) * self.group
+        with f.loop(0, self.count) as token:
+            out = self._rows_of(row + token, f.address(f.words, 2), num_heads * size)
+            with f.loop(0, self.group) as i:
+                r = token * self.group + i
+                total = f.sum_lanes(f.load(F32 * KEYS, self.weight_sums + r * (4 * KEYS)))
+                inverse = f.like(total, 1.0) / total
+                with f.loop(0, size, 4 * KEYS) as at:
+                    f.store(f.load(F32 * KEYS, self.sums + r * size + at) * inverse, out + i * size + at)
+
+
+def _fma(f: Function, total: Variable, a: Value, b: Value) -> None:
+    total.set(f.fma(a, b, total.get()))
+
+
+def _parts(count: int, most: int) -> Iterator[tuple[int, int]]:
+    """(begin, end) of the parts of a range, as few as can be and about as large as each other."""
+    parts = -(-count // most)
+    for i in range(parts):
+        yield count * i // parts, count * (i + 1) // parts
+
+
+def transposed(f: Function, square: Sequence[Value]) -> list[Value]:
+    """The columns of a square of 16 vectors: steps that leave quarters of a vector in their place, then quarters."""
+
+    def quarters(a: Value, b: Value, lanes: Sequence[int]) -> Value:
+        """Of each four lanes of ``a`` (0 to 3) and of ``b`` (4 to 7), four."""
+        return f.shuffle(a, b, [4 * q + lane + (12 if lane > 3 else 0) for q in range(4) for lane in lanes])
+
+    def pairs(vectors: Sequence[Value], step: int, low: Sequence[int], high: Sequence[int]) -> list[Value]:
+        """Each vector whose index has no bit ``step``, joined with that which has it."""
+        out = list(vectors)
+        for i in range(KEYS):
+            if not i & step:
+                a, b = vectors[i], vectors[i + step]
+                out[i], out[i + step] = quarters(a, b, low), quarters(a, b, high)
+        return out
+
+    whole = pairs(square, 1, (0, 4, 1, 5), (2, 6, 3, 7))
+    whole = pairs(whole, 2, (0, 1, 4, 5), (2, 3, 6, 7))
+    # Now vector 4 r + (0, 2, 1, 3)[c] has, in quarter q, rows 4 r to 4 r + 3 of column 4 q + c.
+    columns: dict[int, Value] = {}
+    for c, at in enumerate((0, 2, 1, 3)):
+        rows = [whole[4 * r + at] for r in range(4)]
+        halves = []
+        for half in (0, 8):
+            lanes = [*range(half, half + 8), *range(half + 16, half + 24)]
+            halves += [f.shuffle(rows[r], rows[r + 1], lanes) for r in (0, 2)]
+        for q in range(4):
+            picked = [begin + 4 * (q % 2) + lane for begin in (0, 8, 16, 24) for lane in range(4)]
+            columns[4 * q + c] = f.shuffle(halves[q // 2 * 2], halves[q // 2 * 2 + 1], picked)
+    return [columns[i] for i in range(KEYS)]
+
+
+def _attend(f: Function, target: Target, head_dim: str, group: str, dtype: str) -> None:
+    _Attend(f, target, int(head_dim), int(group), dtype).write()
+
+
+KERNELS: dict[str, WriteKernel] = {"attend": _attend}

@@ -1,0 +1,86 @@
+"""Compiled ops as functions of tensors, which run at once or are recorded (tape.py)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..paged_attention import Scores
+from ..rotary import HeadNorms, Rope
+from .tape import empty, launch
+
+__all__ = ["attend", "write_qkv"]
+
+
+def write_qkv(
+    qkv: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    rope: Rope | None,
+    norms: HeadNorms | None,
+    num_heads: int,
+    kv_cache: Tensor,
+) -> None:
+    """Change q and k of ``qkv`` in place, head by head: the norms, if there are any, then rotary; write k and v.
+
+    Args:
+        qkv: float32 [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], head_dim a multiple of 16
+        positions, slots: int64 [num_tokens]; slot -1: nothing is written
+        rope: by ``positions``, which have the rows' shifts in them already; None: q and k are not rotated
+        norms: float32 weights
+        kv_cache: [num_blocks, block_size, 2, num_kv_heads, head_dim] of float32, float16 or bfloat16, any strides but
+            the last
+    """
+    num_kv_heads, head_dim = kv_cache.shape[3:]
+    assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim and qkv.is_contiguous() and head_dim % 16 == 0
+    assert positions.is_contiguous() and slots.is_contiguous() and kv_cache.stride(4) == 1
+    q_norm, k_norm, eps = norms or (None, None, 0.0)
+    table, interleaved, query_scale = (None, False, None) if rope is None else rope[:3]
+    half = 0 if table is None else table.shape[1] // 2
+    assert table is None or table.is_contiguous()
+    size = kv_cache.element_size()
+    strides = [stride * size for stride in kv_cache.stride()[:4]]
+    tensors = qkv, positions, slots, num_heads, num_kv_heads, head_dim
+    turns = table, half, query_scale, q_norm, k_norm, float(eps)
+    launch(
+        f"write_qkv.{'interleaved' if interleaved else 'halves'}.{_name(kv_cache)}",
+        [*tensors, *turns, kv_cache, kv_cache.shape[1], *strides],
+        qkv.shape[0],
+    )
+
+
+def attend(
+    qkv: Tensor, positions: Tensor, table_rows: Tensor, block_table: Tensor, kv_cache: Tensor, how: Scores
+) -> Tensor:
+    """Return float32 [num_tokens, num_heads * head_dim]: what each token finds in its request's tokens up to itself.
+
+    Args:
+        qkv: float32 [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], of which q is read; head_dim a multiple
+            of 16, at most 16 query heads a KV head
+        positions: int64 [num_tokens]
+        table_rows: int64 [num_tokens]: the row of each token's request in the block table
+        block_table: int32 [max_num_seqs, width]
+        kv_cache: [num_blocks, block_size, 2, num_kv_heads, head_dim] of float32, float16 or bfloat16, any strides but
+            the last; the tokens' own keys and values are in it
+        how: sinks in float32
+    """
+    num_kv_heads, head_dim = kv_cache.shape[3:]
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    group = num_heads // num_kv_heads
+    assert qkv.is_contiguous() and head_dim % 16 == 0 and num_heads == group * num_kv_heads and group <= 16
+    assert positions.is_contiguous() and table_rows.is_contiguous() and block_table.stride(1) == kv_cache.stride(4) == 1
+    out = empty(qkv.shape[0], num_heads * head_dim, qkv.dtype)
+    strides = [stride * kv_cache.element_size() for stride in kv_cache.stride()[:4]]
+    scale, window, softcap, sinks = how
+    tensors = qkv, qkv.shape[1] * 4, out, positions, table_rows, block_table, block_table.stride(0) * 4
+    numbers = 1 << 62 if window is None else window, float(scale), float(softcap)
+    launch(
+        f"attend.{head_dim}.{group}.{_name(kv_cache)}",
+        [*tensors, kv_cache, kv_cache.shape[1], *strides, num_kv_heads, *numbers, sinks],
+        qkv.shape[0],
+        num_kv_heads,
+    )
+    return out
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,205 @@
+"""Compiled attention on a CPU against torch's, for batches of decodes and prompts in a cache that is NaN elsewhere."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("llvmlite")
+
+import llvmlite.binding as llvm
+
+from aengine.kernels import write_qkv as reference
+from aengine.kernels.cpu import tape
+from aengine.kernels.cpu.code_cache import CodeCache
+from aengine.kernels.cpu.compiled import compile_module
+from aengine.kernels.cpu.emit import Module
+from aengine.kernels.cpu.library import Library, write_kernels
+from aengine.kernels.cpu.ops import attend, write_qkv
+from aengine.kernels.cpu.target import Target, host
+from aengine.kernels.paged_attention import Scores, prefill_attention
+from aengine.kernels.rotary import HeadNorms, Rope, apply_rotary, rotary_rows
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+class Shape(NamedTuple):
+    heads: int
+    kv_heads: int
+    dim: int
+
+    @classmethod
+    def random(cls, rng: random.Random, most: int = 16) -> Shape:
+        kv_heads = rng.randint(1, 3)
+        return cls(kv_heads * rng.randint(1, most), kv_heads, 16 * rng.randint(1, 6))
+
+
+class Batch:
+    """Tokens of several requests, and a cache in which what they may look at lies in scattered blocks."""
+
+    def __init__(
+        self, rng: random.Random, gen: torch.Generator, shape: Shape, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.shape, self.size = shape, rng.choice((1, 3, 16, 24, 32))
+        self.lens = [(rng.choice((1, rng.randint(2, 40))), rng.choice((0, rng.randint(1, 60)))) for _ in range(5)]
+        heads, kv_heads, dim = shape
+        blocks = [-(-(new + old) // self.size) for new, old in self.lens]
+        width = max(blocks) + 2
+        pages = torch.full((sum(blocks) + 4, self.size * 2 * kv_heads * dim + 32), torch.nan, dtype=dtype)
+        self.cache = pages[:, 16:-16].unflatten(1, (self.size, 2, kv_heads, dim))
+        free = list(range(1, len(pages)))
+        rng.shuffle(free)
+        self.table = torch.zeros(9, width, dtype=torch.int32)
+        self.rows = rng.sample(range(9), 5)
+        positions, table_rows = [], []
+        for row, count, (new, old) in zip(self.rows, blocks, self.lens, strict=True):
+            self.table[row, :count] = torch.tensor([free.pop() for _ in range(count)])
+            for place in range(old):
+                block = int(self.table[row, place // self.size])
+                self.cache[block, place % self.size] = torch.randn(2, kv_heads, dim, generator=gen)
+            positions += range(old, old + new)
+            table_rows += [row] * new
+        self.positions, self.table_rows = torch.tensor(positions), torch.tensor(table_rows)
+        blocks_of = self.table[self.table_rows, self.positions // self.size].long()
+        self.slots = blocks_of * self.size + self.positions % self.size
+        self.qkv = torch.randn(len(positions), (heads + 2 * kv_heads) * dim, generator=gen)
+
+    def forget(self, window: int) -> None:
+        """Blocks that the window has passed have other owners."""
+        for row, (_, old) in zip(self.rows, self.lens, strict=True):
+            self.table[row, : max(0, old - window + 1) // self.size] = 0
+
+    def wanted(self, how: Scores) -> Tensor:
+        """What torch's ops attend to."""
+        heads, kv_heads, _ = self.shape
+        parts, begin = [], 0
+        for row, (new, old) in zip(self.rows, self.lens, strict=True):
+            own = self.qkv[begin : begin + new].view(new, heads + 2 * kv_heads, -1)
+            q, kv = own[:, :heads], own[:, heads:].unflatten(1, (2, kv_heads))
+            blocks = self.table[row, : -(-(new + old) // self.size)]
+            cache = self.cache.float().nan_to_num(0.0)
+            parts.append(prefill_attention(q, kv, cache, blocks, new + old, how))
+            begin += new
+        return torch.cat(parts)
+
+
+def scores(rng: random.Random, gen: torch.Generator, heads: int) -> Scores:
+    sinks = torch.randn(heads, generator=gen) * 2
+    window = rng.choice((None, 1, rng.randint(2, 60)))
+    return Scores(rng.uniform(0.1, 0.4), window, rng.choice((0.0, 5.0)), rng.choice((None, sinks)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attend(rng: random.Random, gen: torch.Generator, dtype: torch.dtype) -> None:
+    shape = Shape.random(rng)
+    for _ in range(6):
+        batch = Batch(rng, gen, shape, dtype)
+        how = scores(rng, gen, shape.heads)
+        write_qkv(batch.qkv, batch.positions, batch.slots, None, None, shape.heads, batch.cache)
+        if dtype != torch.float32:  # the reference takes tokens of a request without a past as they are
+            kv = batch.qkv.view(len(batch.qkv), -1, shape.dim)[:, shape.heads :]
+            kv.copy_(kv.to(dtype))
+        wanted = batch.wanted(how)
+        if how.window is not None:
+            batch.forget(how.window)
+        out = attend(batch.qkv, batch.positions, batch.table_rows, batch.table, batch.cache, how)
+        torch.testing.assert_close(out, wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("group", [1, 3, 16])
+def test_a_token_has_the_same_bits_in_any_batch(rng: random.Random, gen: torch.Generator, group: int) -> None:
+    """Alone as a decode, or anywhere in a prompt, of which any part may be computed together."""
+    batch = Batch(rng, gen, Shape(2 * group, 2, 32))
+    how = scores(rng, gen, 2 * group)
+    write_qkv(batch.qkv, batch.positions, batch.slots, None, None, 2 * group, batch.cache)
+
+    def of(begin: int, end: int) -> Tensor:
+        own = (x[begin:end].contiguous() for x in (batch.qkv, batch.positions, batch.table_rows))
+        return attend(*own, batch.table, batch.cache, how)
+
+    count = len(batch.qkv)
+    whole = of(0, count)
+    assert torch.equal(torch.cat([of(i, i + 1) for i in range(count)]), whole)
+    for _ in range(5):
+        begin, end = sorted(rng.sample(range(count + 1), 2))
+        assert torch.equal(of(begin, end), whole[begin:end])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_write_qkv(rng: random.Random, gen: torch.Generator, interleaved: bool, dtype: torch.dtype) -> None:
+    for _ in range(6):
+        shape = Shape.random(rng, 4)
+        batch = Batch(rng, gen, shape, dtype)
+        batch.slots[rng.randrange(len(batch.slots))] = -1
+        half = rng.randint(1, shape.dim // 2)
+        table = torch.randn(100, 2 * half, generator=gen)
+        query_scale = rng.choice((None, torch.rand(100, generator=gen)))
+        rope = rng.choice((None, Rope(table, interleaved, query_scale)))
+        weights = torch.randn(2, shape.dim, generator=gen)
+        norms = rng.choice((None, HeadNorms(weights[0], weights[1], 1e-5)))
+        qkv, cache = batch.qkv.clone(), batch.cache.clone()
+        where = batch.positions, batch.slots, rope, norms, shape.heads
+        reference.apply_rope_and_write_kv(qkv, *where, cache)
+        write_qkv(batch.qkv, *where, batch.cache)
+        torch.testing.assert_close(batch.qkv, qkv, rtol=2e-6, atol=2e-6)
+        again = batch.qkv.clone()
+        reference.apply_rope_and_write_kv(again, *where[:2], None, None, shape.heads, cache)
+        assert torch.equal(batch.cache.nan_to_num(7.0), cache.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_has_the_bits_of_torch(gen: torch.Generator, interleaved: bool) -> None:
+    positions = torch.randint(0, 500, (7,), generator=gen)
+    inv_freq = torch.rand(24, generator=gen)
+    cos, sin = rotary_rows(torch.arange(500), inv_freq, 1.3)
+    table = torch.cat((cos[:, 0, :24], sin[:, 0, 24:]), 1)
+    qkv = torch.randn(7, 5 * 64, generator=gen)
+    wanted = qkv.clone()
+    rotated = rotary_rows(positions, inv_freq, 1.3, interleaved=interleaved)
+    apply_rotary(wanted.view(7, 5, 64)[:, :4], *rotated, interleaved=interleaved)
+    cache = torch.zeros(1, 7, 2, 1, 64)
+    write_qkv(qkv, positions, torch.arange(7), Rope(table, interleaved), None, 3, cache)
+    assert torch.equal(qkv, wanted)
+    assert torch.equal(cache[0].flatten(1), wanted[:, 3 * 64 :])
+
+
+def test_both_are_recorded(rng: random.Random, gen: torch.Generator) -> None:
+    shape = Shape(3, 1, 16)
+    batch = Batch(rng, gen, shape)
+    qkv, how = batch.qkv.clone(), Scores(0.3)
+    with tape.record(rows=len(qkv)) as recorded:
+        write_qkv(qkv, batch.positions, batch.slots, None, None, shape.heads, batch.cache)
+        out = attend(qkv, batch.positions, batch.table_rows, batch.table, batch.cache, how)
+    recorded.run(len(qkv))
+    torch.testing.assert_close(out, batch.wanted(how), rtol=2e-5, atol=2e-5)
+
+
+NAMES = ["attend.48.3.float32", "attend.32.1.bfloat16", "write_qkv.halves.float32", "write_qkv.interleaved.float16"]
+PLAIN = Target("x86_64-unknown-linux-gnu", "x86-64", "")
+ARM = Target("aarch64-unknown-linux-gnu", "generic", "+neon")
+
+
+@pytest.mark.parametrize("target", [PLAIN, ARM], ids=["sse2", "neon"])
+def test_they_compile_for(target: Target) -> None:
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    module = Module("attention")
+    write_kernels(module, NAMES, target)
+    assert len(compile_module(module, target)) > 10_000
+
+
+@pytest.mark.skipif("+avx2" not in host().features, reason="a processor with AVX2")
+def test_with_avx2_alone(
+    rng: random.Random, gen: torch.Generator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    avx2 = Library(Target(host().triple, "haswell", "+avx2,+fma,+f16c"), 1, CodeCache(tmp_path))
+    monkeypatch.setattr(tape, "library", lambda: avx2)
+    test_write_qkv(rng, gen, interleaved=True, dtype=torch.float16)
+    test_attend(rng, gen, torch.bfloat16)
+    test_a_token_has_the_same_bits_in_any_batch(rng, gen, 2)
