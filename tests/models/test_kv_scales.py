@@ -42,16 +42,24 @@ def scales_of(kept: KVFormat, model: CausalLM) -> dict[int, Tensor]:
     return {i: scales for i, scales in found.items() if scales is not None}
 
 
-def perplexity(model: CausalLM, kept: KVFormat, texts: list[list[int]], rng: random.Random) -> float:
-    """Of texts that are computed in chunks, and their last tokens one by one: all that is behind the first chunk reads
+def logits_of(model: CausalLM, kept: KVFormat, ids: list[int], rng: random.Random) -> Tensor:
+    """Of a text that is computed in chunks, and its last tokens one by one: all that is behind the first chunk reads
     keys and values out of the cache."""
+    driver = Driver(model, rng, num_blocks=4 * (len(ids) // 16 + 1), block_size=16, kv_format=kept)
+    cuts = [*range(0, len(ids) - 8, 64), *range(len(ids) - 8, len(ids) + 1)]
+    return torch.cat([driver.step({"a": ids[a:b]})["a"] for a, b in zip(cuts, cuts[1:], strict=False)])
+
+
+def perplexity(model: CausalLM, kept: KVFormat, texts: list[list[int]], rng: random.Random) -> float:
     losses = []
     for ids in texts:
-        driver = Driver(model, rng, num_blocks=4 * (len(ids) // 16 + 1), block_size=16, kv_format=kept)
-        cuts = [*range(0, len(ids) - 8, 64), *range(len(ids) - 8, len(ids) + 1)]
-        logits = torch.cat([driver.step({"a": ids[a:b]})["a"] for a, b in zip(cuts, cuts[1:], strict=False)])
+        logits = logits_of(model, kept, ids, rng)
         losses.append(torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none"))
     return float(torch.cat(losses).mean().exp())
+
+
+def distance(logits: Tensor, wanted: Tensor) -> float:
+    return float((logits - wanted).norm() / wanted.norm())
 
 
 def real_texts(source: ModelSource, length: int) -> list[list[int]]:
@@ -182,20 +190,21 @@ def test_misspelt_settings() -> None:
 
 @pytest.mark.parametrize("arch", ["llama", "mistral", "gpt_oss"])
 def test_predictions_of_a_tiny_model(tiny_model: TinyModel, rng: random.Random, arch: str) -> None:
-    """They are near those of 32 bits, not the same; a chunk reads of the cache what a whole prompt has of itself. Each
-    token has all experts: which of some it had would depend on the last bit of keys and values."""
+    """Logits are near those of 32 bits, and not the same; a chunk reads of the cache what a whole prompt has of itself.
+    Each token has all experts: which of some it had would depend on the last bit of keys and values."""
     source = source_of(tiny_model(arch, **({"num_experts_per_tok": 5} if arch == "gpt_oss" else {})))
     model, _ = load(source)
     kept = measured(setup_of(source, model)).kv_format
     with torch.no_grad():
-        texts = [[rng.randrange(model.config.vocab_size) for _ in range(150)]]
-        whole, fp8 = (perplexity(model, how, texts, rng) for how in (KVFormat(torch.float32), kept))
-        assert whole != fp8 and abs(fp8 / whole - 1) < 0.1  # random weights: far more than a trained model's
-        ids = texts[0]
+        ids = [rng.randrange(model.config.vocab_size) for _ in range(150)]
+        whole, fp8 = (logits_of(model, how, ids, rng) for how in (KVFormat(torch.float32), kept))
+        # Random weights: far more than a trained model's; some 0.12, and gpt_oss' 0.24.
+        assert 0 < (off := distance(fp8, whole)) < (0.4 if arch == "gpt_oss" else 0.25)
         once = Driver(model, rng, num_blocks=64, block_size=16, kv_format=kept).step({"a": ids})["a"]
         driver = Driver(model, rng, num_blocks=64, block_size=16, kv_format=kept)
         parts = torch.cat([driver.step({"a": ids[:70]})["a"], driver.step({"a": ids[70:]})["a"]])
-        assert float((once - parts).abs().max()) < 1e-4 * float(once.abs().max())
+        # A number in the middle between two codes, but for rounding, is kept as either: in one text of some fifty.
+        assert distance(parts, once) < off / 20
 
 
 @pytest.mark.slow
