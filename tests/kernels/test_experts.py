@@ -306,7 +306,9 @@ def test_routing(rule: RoutingRule, rng: random.Random, gen: torch.Generator, tr
                 bound = sorted(sums)[-rule.top_groups]
                 size = num_experts // rule.num_groups
                 choice = torch.stack([c if sums[e // size] >= bound else c - 1e9 for e, c in enumerate(choice)])
-            assert own == choice.argsort(descending=True)[: rule.top_k].tolist()
+            assert len({*own}) == rule.top_k  # of scores that differ by rounding alone, either may be the higher
+            best = choice.sort(descending=True).values[: rule.top_k]
+            torch.testing.assert_close(choice[own], best, rtol=0, atol=1e-6)
             wanted = scores[own]
             if rule.renormalise:
                 wanted = wanted / wanted.sum()

@@ -86,10 +86,12 @@ def test_min_p_and_greedy_rows(gen: torch.Generator) -> None:
     min_p = torch.tensor([0.0, 0.1, 0.5, 1.0, 0.5])
     temperature = torch.tensor([1.0, 2.0, 0.3, 1.0, 0.0])
     probs = torch.softmax(logits.double() / temperature[:, None], 1)
-    kept = probs >= min_p[:, None].double() * probs.amax(1, keepdim=True) * (1 - 1e-6)
-    kept[4] = True
+    limit = min_p[:, None].double() * probs.amax(1, keepdim=True)
+    limit[4] = 0
     cutoff = find_cutoff(logits, temperature, torch.zeros(5, dtype=torch.int32), torch.ones(5), min_p)
-    assert torch.equal(logits >= cutoff[:, None], kept)
+    kept = logits >= cutoff[:, None]
+    assert kept[probs >= limit * (1 + 1e-6)].all() and not kept[probs < limit * (1 - 1e-6)].any()
+    assert kept[torch.arange(5), logits.argmax(1)].all()
 
 
 def test_nan_stays_to_be_found() -> None:
