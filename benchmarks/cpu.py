@@ -259,6 +259,7 @@ def main() -> None:
     if args.engine:
         print("RESULT " + json.dumps(ENGINES[args.engine](args)))
         return
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each start would compile our files anew; `make run` drops it too
     results: dict[str, list[dict[str, Any]]] = {}
     common = ["--threads", str(args.threads), "--streams", *map(str, args.streams)]
     with tempfile.TemporaryDirectory() as folder:
