@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,11 +12,16 @@ from torch import Tensor
 
 pytest.importorskip("llvmlite")
 
+import llvmlite.binding as llvm
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from aengine.kernels.cpu import codes, tape
+from aengine.kernels.cpu.code_cache import CodeCache
 from aengine.kernels.cpu.codes import Activations, PackedMatrix
+from aengine.kernels.cpu.emit import Module
+from aengine.kernels.cpu.library import Library, write_kernels
+from aengine.kernels.cpu.target import Target, host
 
 FLOAT16_AT: dict[str, tuple[int, ...]] = {
     "q4_0": (0,),
@@ -125,3 +133,43 @@ def test_a_recorded_product_has_a_norm_before_it(as_codes: bool) -> None:
     close(out[:4].double(), numbers(of)[:4] @ meaning.double().T)
     normed = F.rms_norm(x, (96,), weight, 1e-5)
     assert ((numbers(of) - normed).abs() <= normed.abs().amax() / (127 if as_codes else 1e6))[:4].all()
+
+
+def other(features: str, tmp_path: Path) -> Library:
+    """Kernels for a processor that has less than this one may have."""
+    return Library(Target(host().triple, "x86-64", features), 1, CodeCache(tmp_path))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="what AVX lacks is compared with what it has")
+@pytest.mark.parametrize("features", ["+avx,+fma,+f16c", "+avx,+fma,+f16c,+avx2"])
+def test_processors_compute_the_same(features: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of integers, and of float32 in the same order."""
+    lesser = other(features, tmp_path)
+    for kind, as_codes in (("q4_1", True), ("q8_0", True), ("q6_k", True), ("iq4_nl", True), ("float16", False)):
+        packed, _ = matrix(kind, 40, 256)
+        of = codes.activations(torch.randn(7, 256), as_codes=as_codes)
+        own = codes.multiply(packed, of)
+        with monkeypatch.context() as context:
+            context.setattr(tape, "library", lambda: lesser)
+            assert torch.equal(codes.multiply(packed, of), own)
+
+
+@pytest.mark.parametrize(
+    ("triple", "features", "instruction"),
+    [
+        ("aarch64-unknown-linux-gnu", "+neon,+dotprod", "sdot"),
+        ("x86_64-unknown-linux-gnu", "+avx2,+fma,+f16c,+avxvnni", "{vex}\tvpdpbusd"),
+    ],
+)
+def test_dot_products_of_other_processors(triple: str, features: str, instruction: str) -> None:
+    """They are compiled, not run."""
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    target = Target(triple, "generic" if "aarch64" in triple else "x86-64", features)
+    module = Module("products")
+    names = ["product_q4_1_int8_add", "product_iq4_xs_int8_store", "product_q8_0_int8_gelu", "pack_q4_k"]
+    write_kernels(module, names, target)
+    parsed = llvm.parse_assembly(str(module.llvm))
+    parsed.triple = triple
+    assembly = target.machine().emit_assembly(parsed)
+    assert assembly.count(instruction) >= 3 * 7 * 8

@@ -28,7 +28,7 @@ from typing import Literal
 from .emit import I8, I16, I32, Function, Type, Value
 from .target import Target
 
-__all__ = ["BLOCK", "LAYOUTS", "NUMBERS", "ROWS", "Layout", "dot", "rows_at_once", "unpacked"]
+__all__ = ["BLOCK", "LAYOUTS", "NUMBERS", "ROWS", "Layout", "dot", "unpacked"]
 
 ROWS = 16
 """Rows of a tile."""
@@ -106,15 +106,6 @@ _LARGEST_PAIR = 2 * 127
 _FLIP = -0x7F7F7F80  # 0x80 in each byte of an int32
 
 
-def _has(target: Target, feature: str) -> bool:
-    return f"+{feature}" in target.features.split(",")
-
-
-def rows_at_once(target: Target, most: int) -> int:
-    """How many rows to multiply at once, if ``most`` with AVX-512's registers."""
-    return most if _has(target, "avx512f") else max(1, most // 4)
-
-
 def unpacked(f: Function, target: Target, layout: Layout, block: Value) -> list[Value]:
     """The codes of a block, 8 vectors of 16 words: four bytes each, of a row's columns 4g to 4g + 3."""
     if layout.bits == 8:
@@ -145,7 +136,7 @@ def _looked_up(f: Function, target: Target, table: list[int], four: Value) -> Va
         ("ssse3", 16, "llvm.x86.ssse3.pshuf.b.128"),
         ("neon", 16, "llvm.aarch64.neon.tbl1.v16i8"),
     ):
-        if _has(target, feature):
+        if target.has(feature):
             own = f.numbers(I8 * lanes, table * (lanes // 16))
             parts = [f.call(name, I8 * lanes, own, part) for part in _parts(f, codes, 64, lanes)]
             return f.cast(_joined(f, parts, lanes), _WORDS)
@@ -158,7 +149,7 @@ def _looked_up(f: Function, target: Target, table: list[int], four: Value) -> Va
 def dot(f: Function, target: Target, layout: Layout, codes: list[Value], x: Value, total: Value) -> Value:
     """int32 of each row: codes less their zero, times the int8 at ``x``, added. ``total``: of those int8."""
     own = [f.load(I32, x + 4 * i) for i in range(len(codes))]
-    if layout.is_wide and (_has(target, "avx2") or _has(target, "dotprod")) and not _vnni_lanes(target):
+    if layout.is_wide and (target.has("avx2") or target.has("dotprod")) and not _vnni_lanes(target):
         codes = [four ^ _FLIP for four in codes]
         sums = f.number(_WORDS, 0)
     elif layout.zero:
@@ -167,9 +158,9 @@ def dot(f: Function, target: Target, layout: Layout, codes: list[Value], x: Valu
         sums = f.number(_WORDS, 0)
     if lanes := _vnni_lanes(target):
         return _by_quads(f, f"llvm.x86.avx512.vpdpbusd.{32 * lanes}", lanes, sums, codes, own, I32 * lanes)
-    if _has(target, "avx2"):
+    if target.has("avx2"):
         return sums + _by_pairs(f, layout, codes, own)
-    if _has(target, "dotprod"):
+    if target.has("dotprod"):
         return _by_quads(f, "llvm.aarch64.neon.sdot.v4i32.v16i8", 4, sums, codes, own, I8 * 16)
     for i, four in enumerate(codes):
         for j in range(4):
@@ -180,7 +171,7 @@ def dot(f: Function, target: Target, layout: Layout, codes: list[Value], x: Valu
 def _vnni_lanes(target: Target) -> int:
     if target.has_vnni:
         return 16
-    return 8 if _has(target, "avxvnni") else 0
+    return 8 if target.has("avxvnni") else 0
 
 
 def _by_quads(

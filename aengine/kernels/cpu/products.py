@@ -25,14 +25,14 @@ from typing import get_args
 
 from ..activation import Activation
 from .emit import BF16, F16, F32, I8, I32, I64, POINTER, Function, Value
-from .layouts import BLOCK, LAYOUTS, NUMBERS, ROWS, Layout, dot, rows_at_once, unpacked
+from .layouts import BLOCK, LAYOUTS, NUMBERS, ROWS, Layout, dot, unpacked
 from .target import Target, WriteKernel
 
 __all__ = ["KERNELS", "ROWS_OF_CHUNK"]
 
 ROWS_OF_CHUNK = 64
 _FLOATS = F32 * ROWS
-_PREFETCHED = 1600  # bytes ahead of what is read for one row
+_PREFETCHED = 2560  # bytes ahead of what is read
 _META = 16  # bytes of the meta of a block
 _COLUMNS = 8  # columns of numbers that are read at once
 
@@ -98,8 +98,7 @@ def _prefetch(f: Function, place: Value, num_bytes: int) -> None:
 def _int8_rows(f: Function, target: Target, of: _Operands, rows: int, *, layout: Layout) -> list[Value]:
     sums = [f.variable(_FLOATS, 0.0) for _ in range(rows)]
     with _blocks(f, layout, of) as (i, block, head):
-        if rows == 1:
-            _prefetch(f, block, layout.block_bytes)
+        _prefetch(f, block, layout.block_bytes)
         codes = unpacked(f, target, layout, block)
         scales, minimum = _scales(f, layout, block, head)
         part = len(codes) // len(scales)
@@ -138,8 +137,7 @@ class _TwoSums:
 def _float32_rows(f: Function, target: Target, of: _Operands, rows: int, *, layout: Layout) -> list[Value]:
     sums = [_TwoSums(f) for _ in range(rows)]
     with _blocks(f, layout, of) as (i, block, head):
-        if rows == 1:
-            _prefetch(f, block, layout.block_bytes)
+        _prefetch(f, block, layout.block_bytes)
         scales, minimum = _scales(f, layout, block, head)
         offsets = [minimum] if minimum is not None else [scale * float(-layout.zero) for scale in scales]
         own_x = [of.x + (i * 4 * BLOCK + of.size * (4 * BLOCK * row)) for row in range(rows)]
@@ -158,8 +156,7 @@ def _number_rows(f: Function, target: Target, of: _Operands, rows: int, *, kind:
 
     def multiply(i: Value, columns: int) -> None:
         place = of.tile + i * row_bytes
-        if rows == 1:
-            _prefetch(f, place, columns * row_bytes)
+        _prefetch(f, place, columns * row_bytes)
         own_x = [of.x + (i * 4 + of.size * (4 * row)) for row in range(rows)]
         for column in range(columns):
             weights = _numbers(f, kind, place + row_bytes * column)
@@ -187,7 +184,7 @@ class _Multiply:
     name: str
     write: _WriteRows
     x_bytes: int  # a row's activations of a block, or of a column
-    most_rows: int  # at once, with 32 vector registers of 16 float32
+    most_rows: tuple[int, int]  # at once: by 32 registers of 16 float32, and by fewer ones
 
 
 def _tile(f: Function, target: Target, multiply: _Multiply) -> None:
@@ -202,7 +199,8 @@ def _tile(f: Function, target: Target, multiply: _Multiply) -> None:
             f.store(total, f.out + (begin * (4 * ROWS) + 4 * ROWS * i))
         done.set(begin + count)
 
-    count = rows_at_once(target, multiply.most_rows)
+    wide, narrow = multiply.most_rows
+    count = wide if target.has("avx512f") else narrow
     with f.repeat() as few_left:
         f.leave(few_left, f.rows - done.get() < count)
         multiply_rows(count)
@@ -281,10 +279,10 @@ def _product(f: Function, target: Target, *, multiply: _Multiply, end: str) -> N
 
 def _multiplies() -> Iterator[_Multiply]:
     for name, layout in LAYOUTS.items():
-        yield _Multiply(f"{name}_int8", partial(_int8_rows, layout=layout), BLOCK, 8)
-        yield _Multiply(f"{name}_float32", partial(_float32_rows, layout=layout), 4 * BLOCK, 4)
+        yield _Multiply(f"{name}_int8", partial(_int8_rows, layout=layout), BLOCK, (8, 4))
+        yield _Multiply(f"{name}_float32", partial(_float32_rows, layout=layout), 4 * BLOCK, (4, 2))
     for kind in NUMBERS:
-        yield _Multiply(f"{kind}_float32", partial(_number_rows, kind=kind), 4, 8)
+        yield _Multiply(f"{kind}_float32", partial(_number_rows, kind=kind), 4, (8, 2))
 
 
 ENDS = ("store", "add", *get_args(Activation))

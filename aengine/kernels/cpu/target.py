@@ -34,6 +34,9 @@ class Target:
 
         return f"{' '.join(map(str, astuple(self)))} llvmlite {llvmlite.__version__}"
 
+    def has(self, feature: str) -> bool:
+        return f"+{feature}" in self.features.split(",")
+
     def machine(self) -> Any:
         """LLVM's compiler for this processor."""
         import llvmlite.binding as llvm
