@@ -28,6 +28,7 @@ class _Attend:
 
     def __init__(self, f: Function, target: Target, head_dim: int, group: int, dtype: str) -> None:
         self.f, self.head_dim, self.group, self.dtype = f, head_dim, group, dtype
+        self.size = 4 if dtype == "float32" else 2
         self.tokens = 1 << (min(KEYS, _MOST_ROWS // group).bit_length() - 1)  # a tile holds as many
         wide = "+avx512f" in target.features
         self.most_sums = 24 if wide else 6  # vectors of KEYS in registers
@@ -37,7 +38,7 @@ class _Attend:
         self.keys = f.scratch(KEYS * size)  # [head_dim, KEYS]
         self.scores, self.weight_sums = f.scratch(rows * 4 * KEYS), f.scratch(rows * 4 * KEYS)  # [rows, KEYS]
         self.largest = f.scratch(rows * 4)
-        self.places = f.scratch(KEYS * 8)  # addresses of keys
+        self.places, self.next_places = f.scratch(KEYS * 8), f.scratch(KEYS * 8)  # addresses of keys
 
     def write(self) -> None:
         """words: as `attend` in ops.py lays them down."""
@@ -67,8 +68,13 @@ class _Attend:
         self.window = f.word(f.words, 14)
         self.lowest = f.larger(first - self.window + 1, 0)  # position that any of the tokens looks at
         self._begin(row)
-        with f.loop(self.lowest // KEYS * KEYS, self.last + 1, KEYS) as block:
-            self._find_keys(block)
+        begin = self.lowest // KEYS * KEYS
+        self._find_keys(begin)
+        with f.loop(begin, self.last + 1, KEYS) as block:
+            for half in range(0, KEYS * 8, KEYS * 4):
+                f.store(f.load(I64 * (KEYS // 2), self.next_places + half), self.places + half)
+            with f.when(block + KEYS <= self.last):
+                self._find_keys(block + KEYS)
             self._turn_keys()
             self._each(self._multiply)
             self._softmax(block)
@@ -100,7 +106,7 @@ class _Attend:
                     f.store(f.number(F32, 1.0), self.weight_sums + r * (4 * KEYS))
 
     def _find_keys(self, block: Value) -> None:
-        """Addresses of a block's keys. In place of one that no token looks at, its neighbour's."""
+        """Addresses of a block's keys, which are fetched. In place of one that no token looks at, its neighbour's."""
         f = self.f
         size, token_stride = f.word(f.words, 8), f.word(f.words, 10)
         begin = f.larger(block, self.lowest)
@@ -113,7 +119,7 @@ class _Attend:
 
         place = f.variable(I64, start())
         with f.loop(0, KEYS) as i:
-            f.store(head + place.get(), self.places + i * 8)
+            f.store(head + place.get(), self.next_places + i * 8)
             position = block + i
             with f.when((position >= self.lowest) & (position < self.last)):
                 offset.add(f.number(I64, 1))
@@ -126,10 +132,14 @@ class _Attend:
     def _turn_keys(self) -> None:
         """Keys as [head_dim, KEYS]."""
         f = self.f
-        size = 4 if self.dtype == "float32" else 2
         places = [f.address(self.places, i) for i in range(KEYS)]
+        values = f.word(f.words, 11)
         with f.loop(0, self.head_dim, KEYS) as i:
-            square = [f.load_as_float32(self.dtype, KEYS, place + i * size) for place in places]
+            for key in range(KEYS):
+                next_key = f.address(self.next_places, key) + i * self.size
+                f.prefetch(next_key, 2)
+                f.prefetch(next_key + values, 2)
+            square = [f.load_as_float32(self.dtype, KEYS, place + i * self.size) for place in places]
             for j, column in enumerate(transposed(f, square)):
                 f.store(column, self.keys + i * (4 * KEYS) + 4 * KEYS * j)
 
@@ -193,7 +203,6 @@ class _Attend:
     def _add_values(self, row: Value, count: int) -> None:
         """Add the block's values times the weights to the sums of rows."""
         f, vectors = self.f, self.head_dim // KEYS
-        size = 4 if self.dtype == "float32" else 2
         values = f.word(f.words, 11)
         for low, high in _parts(vectors, 4 if self.most_sums > 12 else 2):
             for begin, end in _parts(count, self.most_sums // (high - low)):
@@ -205,7 +214,9 @@ class _Attend:
                 weights = self.scores + (row + begin) * (4 * KEYS)
                 with f.loop(0, KEYS) as key:
                     place = f.address(self.places + key * 8, 0) + values
-                    parts = [f.load_as_float32(self.dtype, KEYS, place + KEYS * size * i) for i in range(low, high)]
+                    parts = [
+                        f.load_as_float32(self.dtype, KEYS, place + KEYS * self.size * i) for i in range(low, high)
+                    ]
                     for r, of_row in enumerate(sums):
                         weight = f.load(F32, weights + key * 4 + 4 * KEYS * r)
                         for part, total in zip(parts, of_row, strict=True):

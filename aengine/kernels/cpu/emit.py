@@ -396,9 +396,10 @@ class _Memory(_Maths):
         scalar = {"half": "f16", "float": "f32"}.get(str(type_.element), str(type_.element))
         return f"v{type_.count}{scalar}"
 
-    def prefetch(self, place: Value) -> None:
-        """Fetch the cache line of an address, to be read."""
-        self.call("llvm.prefetch.p0", None, place, I32.llvm(0), I32.llvm(3), I32.llvm(1))
+    def prefetch(self, place: Value, level: int = 1) -> None:
+        """Fetch the cache line of an address, to be read, into the cache of a level (1 to 3). The second has room for
+        twice as many that are on their way."""
+        self.call("llvm.prefetch.p0", None, place, I32.llvm(0), I32.llvm(4 - level), I32.llvm(1))
 
     def fetch_add(self, place: Value, value: int, type_: Type = I64) -> Value:
         """Add to a number in memory; returns what it was."""
