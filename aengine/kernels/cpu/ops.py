@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from ..activation import Activation
 from ..paged_attention import Scores
 from ..rotary import HeadNorms, Rope
 from .tape import empty, launch
 
-__all__ = ["attend", "write_qkv"]
+__all__ = ["act_and_mul", "add_norm", "attend", "embed", "write_qkv"]
 
 
 def write_qkv(
@@ -79,6 +81,32 @@ def attend(
         qkv.shape[0],
         num_kv_heads,
     )
+    return out
+
+
+def embed(table: Tensor, ids: Tensor, scale: float = 1.0) -> Tensor:
+    """Return scale * table[ids], float32 [n, size], for int64 [n] ids and a table [vocabulary, size] of float32,
+    float16 or bfloat16; size is a multiple of 16, as in all of these."""
+    size = table.shape[1]
+    assert table.is_contiguous() and ids.is_contiguous() and size % 16 == 0
+    out = empty(ids.shape[0], size, torch.float32)
+    launch(f"embed.{_name(table)}", [ids, table, out, size, float(scale)], ids.shape[0])
+    return out
+
+
+def add_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+    """Add rms_norm(x) * weight to ``residual``, float32 [n, size] as ``x``, for float32 [size] weights."""
+    rows, size = x.shape
+    assert residual.is_contiguous() and x.is_contiguous() and residual.shape == x.shape and size % 16 == 0
+    launch("add_norm", [residual, x, size, weight, float(eps)], rows)
+
+
+def act_and_mul(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
+    """Return activation(gate) * up, float32 [n, size], for float32 [n, 2 * size]: the gate's half comes first."""
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    assert gate_up.is_contiguous() and size % 16 == 0
+    out = empty(rows, size, torch.float32)
+    launch(f"act_and_mul.{activation}", [gate_up, out, size], rows)
     return out
 
 

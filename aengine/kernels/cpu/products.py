@@ -28,7 +28,7 @@ from .emit import BF16, F16, F32, I8, I32, I64, POINTER, Function, Value
 from .layouts import BLOCK, LAYOUTS, NUMBERS, ROWS, Layout, dot, unpacked
 from .target import Target, WriteKernel
 
-__all__ = ["KERNELS", "ROWS_OF_CHUNK"]
+__all__ = ["KERNELS", "ROWS_OF_CHUNK", "activated"]
 
 ROWS_OF_CHUNK = 64
 _FLOATS = F32 * ROWS
@@ -225,7 +225,8 @@ def _erf(f: Function, x: Value) -> Value:
     return f.choose(x < 0.0, erf * -1.0, erf)
 
 
-def _activated(f: Function, x: Value, activation: str) -> Value:
+def activated(f: Function, x: Value, activation: str) -> Value:
+    """An `Activation` of float32."""
     if activation == "silu":
         return x * _sigmoid(f, x)
     if activation == "gelu":
@@ -273,7 +274,7 @@ def _product(f: Function, target: Target, *, multiply: _Multiply, end: str) -> N
             elif end == "add":
                 result = f.fma(values[0], scale, f.load_lanes(_FLOATS, place, mask))
             else:
-                result = _activated(f, values[0], end) * values[1]
+                result = activated(f, values[0], end) * values[1]
             f.store_lanes(result, place, mask)
 
 

@@ -1,0 +1,47 @@
+"""Rows of float32 between products, for layers of which no product does it: embeddings, norms that are added, gates.
+
+As kernels/embed_rows.py, rms_norm.py and activation.py. A chunk is a row, whose size LANES divides.
+"""
+
+from __future__ import annotations
+
+from .emit import F32, Function
+from .products import activated
+from .rows import LANES, rms_scale
+from .target import Target, WriteKernel
+
+__all__ = ["KERNELS"]
+
+
+def _embed(f: Function, target: Target, dtype: str) -> None:
+    """words: ids int64 [rows], table of ``dtype`` [vocabulary, size], out float32 [rows, size], size, scale."""
+    size, scale = f.word(f.words, 3), f.load(F32, f.words + 32)
+    number = f.word(f.address(f.words, 0) + f.chunk * 8, 0)
+    number_bytes = 4 if dtype == "float32" else 2
+    row = f.address(f.words, 1) + number * size * number_bytes
+    out = f.address(f.words, 2) + f.chunk * size * 4
+    with f.loop(0, size, LANES) as i:
+        f.store(f.load_as_float32(dtype, LANES, row + i * number_bytes) * scale, out + i * 4)
+
+
+def _add_norm(f: Function, target: Target) -> None:
+    """words: residual, which changes, and x, float32 [rows, size], size, weight float32 [size], eps."""
+    size = f.word(f.words, 2)
+    residual, x = (f.address(f.words, i) + f.chunk * size * 4 for i in range(2))
+    weight, scale = f.address(f.words, 3), rms_scale(f, x, size, f.load(F32, f.words + 32))
+    with f.loop(0, size * 4, 4 * LANES) as place:
+        normed = f.load(F32 * LANES, x + place) * scale * f.load(F32 * LANES, weight + place)
+        f.store(f.load(F32 * LANES, residual + place) + normed, residual + place)
+
+
+def _act_and_mul(f: Function, target: Target, activation: str) -> None:
+    """words: gate and up float32 [rows, 2 * size], out float32 [rows, size], size."""
+    size = f.word(f.words, 2)
+    gate, out = f.address(f.words, 0) + f.chunk * size * 8, f.address(f.words, 1) + f.chunk * size * 4
+    up = gate + size * 4
+    with f.loop(0, size * 4, 4 * LANES) as place:
+        own = activated(f, f.load(F32 * LANES, gate + place), activation)
+        f.store(own * f.load(F32 * LANES, up + place), out + place)
+
+
+KERNELS: dict[str, WriteKernel] = {"embed": _embed, "add_norm": _add_norm, "act_and_mul": _act_and_mul}

@@ -1,0 +1,39 @@
+"""Embeddings, added norms and gates that are compiled for a CPU, against torch's."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("llvmlite")
+
+from aengine.kernels import activation, rms_norm
+from aengine.kernels.activation import Activation
+from aengine.kernels.cpu import ops
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_embed(rng: random.Random, gen: torch.Generator, dtype: torch.dtype) -> None:
+    size, scale = 16 * rng.randint(1, 9), rng.choice((1.0, 7.5))
+    table = torch.randn(50, size, generator=gen).to(dtype)
+    ids = torch.randint(0, 50, (rng.randint(1, 9),), generator=gen)
+    assert torch.equal(ops.embed(table, ids, scale), table[ids].float() * scale)
+
+
+def test_add_norm(rng: random.Random, gen: torch.Generator) -> None:
+    rows, size = rng.randint(1, 9), 16 * rng.randint(1, 40)
+    residual, x = torch.randn(2, rows, size, generator=gen) * 10
+    weight = torch.randn(size, generator=gen)
+    wanted = residual.clone()
+    rms_norm.add_rms_norm(wanted, x, weight, 1e-5)
+    ops.add_norm(residual, x, weight, 1e-5)
+    torch.testing.assert_close(residual, wanted, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
+def test_act_and_mul(rng: random.Random, gen: torch.Generator, kind: Activation) -> None:
+    gate_up = torch.randn(rng.randint(1, 9), 32 * rng.randint(1, 9), generator=gen) * 4
+    wanted = activation.act_and_mul(gate_up.clone(), kind)
+    torch.testing.assert_close(ops.act_and_mul(gate_up, kind), wanted, rtol=2e-6, atol=4e-6)
