@@ -66,8 +66,8 @@ def seconds(work: Callable[[], None], clock: Callable[[], float]) -> float:
 def measure(kind: str, as_codes: bool, args: argparse.Namespace) -> None:
     first = matrix(kind, *args.shape)
     count = max(2, -(-args.megabytes * 2**20 // first.memory.nbytes))
-    memory = torch.empty(count, *first.memory.shape, dtype=torch.uint8)
-    packed = [replace(first, memory=place.copy_(first.memory)) for place in memory]
+    memory = codes.large_memory(count, first.memory.nbytes)
+    packed = [replace(first, memory=place.view_as(first.memory).copy_(first.memory)) for place in memory]
     sums = torch.zeros(args.threads, 8, dtype=torch.int64)
     chunks = memory.nbytes // _CHUNK
     clock = time.thread_time if args.threads == 1 else time.perf_counter

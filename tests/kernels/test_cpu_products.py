@@ -173,3 +173,12 @@ def test_dot_products_of_other_processors(triple: str, features: str, instructio
     parsed.triple = triple
     assembly = target.machine().emit_assembly(parsed)
     assert assembly.count(instruction) >= 3 * 7 * 8
+
+
+def test_matrices_lie_beside_each_other() -> None:
+    """In mappings of at least 64 MiB: pages of 2 MiB are of no use to a matrix that is smaller."""
+    places = [codes.large_memory(*shape) for shape in [(3, 100), (1, 64), (2**13, 2**13 + 4), (5, 7)]]
+    for i, place in enumerate(places):
+        assert place.data_ptr() % 64 == 0
+        place[-1].fill_(i)
+    assert [place[-1].unique().tolist() for place in places] == [[0], [1], [2], [3]]
