@@ -333,7 +333,8 @@ def _devices(report: dict[str, Any]) -> Iterator[Finding]:
         yield Finding("torch", "note", found, advice)
     else:
         yield Finding("torch", "ok", found)
-    gpu = report["gpu"]
+    gpu, problem = report["gpu"], report["compiler_problem"]
+    yield Finding("CPU kernels", "note" if problem and gpu is None else "ok", report["compiler"], problem)
     if gpu is not None:
         memory = f"{gpu['free_memory'] / GIB:.1f} of {gpu['total_memory'] / GIB:.1f} GiB free"
         text = f"{gpu['name']}, compute capability {gpu['capability']}, {memory}, driver {report['driver']}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -31,9 +32,12 @@ REPORT: dict[str, Any] = {
     "gpu_problem": "",
     "triton_problem": "",
     "cpu_problem": "",
+    "compiler": "llvmlite 0.50.0; AVX2",
+    "compiler_problem": "",
     "choices": {"device": "cpu", "threads": 1, "attention": "torch", "kv_cache_bytes": 1 << 30},
 }
 GPU = {"name": "NVIDIA H200", "capability": "9.0", "free_memory": 139 << 30, "total_memory": 140 << 30}
+NO_COMPILER = {"compiler": "torch's", "compiler_problem": "llvmlite is not installed: pip install 'aengine-llm[cpu]'"}
 
 
 def finding(findings: list[Finding], name: str) -> Finding:
@@ -95,6 +99,7 @@ def test_this_machine_and_a_model_in_one_page_and_without_torch_in_the_process(t
         "Python",
         "packages",
         "torch",
+        "CPU kernels",
         "GPU",
         "Triton",
         "C compiler",
@@ -107,6 +112,8 @@ def test_this_machine_and_a_model_in_one_page_and_without_torch_in_the_process(t
         "models",
         "the model",
     ]
+    kernels = told["findings"][names.index("CPU kernels")]
+    assert kernels["status"] == "ok" and re.fullmatch(r"llvmlite [\d.]+; (AVX2|NEON).*", kernels["found"])
     found = told["findings"][-1]["found"]
     assert "attention and MLP: bfloat16, 0.1 MB" in found and "KV 256 bytes a token" in found
     assert not [item for item in told["findings"] if item["status"] == "error" or not item["found"]]
@@ -183,6 +190,9 @@ def test_a_torch_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.Mon
         ({"driver": None}, "torch", "note", "pip install --index-url https://download.pytorch.org/whl/cpu torch"),
         ({"driver": None}, "GPU", "ok", "there is no NVIDIA driver"),
         ({"cpu_problem": "no kernel for this CPU"}, "torch", "error", "no kernel for this CPU"),
+        ({}, "CPU kernels", "ok", "llvmlite 0.50.0; AVX2"),
+        (NO_COMPILER, "CPU kernels", "note", "torch's llvmlite is not installed: pip install 'aengine-llm[cpu]'"),
+        ({"gpu": GPU, **NO_COMPILER}, "CPU kernels", "ok", "torch's llvmlite is not installed"),
     ],
 )
 def test_devices(find: Find, changes: dict[str, Any], name: str, status: str, said: str) -> None:

@@ -11,11 +11,26 @@ from dataclasses import astuple, dataclass
 from functools import cache
 from typing import Any
 
-__all__ = ["Target", "WriteKernel", "host", "unavailable"]
+__all__ = ["Target", "WriteKernel", "host", "instructions", "unavailable"]
 
 _OLDEST_LLVMLITE = (0, 45)
 """Its LLVM 20 is the first whose pointers have no types. Vectors of int32 as operands of dot products (of 4 bytes, or 2
 bfloat16, a lane) are understood by all since: LLVM 22 has others, and takes these."""
+
+
+_INSTRUCTIONS = {
+    "avx2": "AVX2",
+    "avxvnni": "AVX-VNNI",
+    "avx512f": "AVX-512",
+    "avx512vnni": "AVX-512 VNNI",
+    "avx512bf16": "AVX-512 bf16",
+    "amx-int8": "AMX int8",
+    "amx-bf16": "AMX bf16",
+    "neon": "NEON",
+    "dotprod": "NEON dot products",
+    "i8mm": "NEON int8 matrices",
+}
+"""What matters to a model, by LLVM's names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +76,12 @@ def host() -> Target:
     features = llvm.get_host_cpu_features()
     has_vnni = all(features.get(name, False) for name in ("avx512f", "avx512bw", "avx512vl", "avx512vnni"))
     return Target(llvm.get_process_triple(), llvm.get_host_cpu_name(), features.flatten(), has_vnni)
+
+
+def instructions() -> list[str]:
+    """The vector instructions of this processor that matter to a model, by the names that its makers use."""
+    features = host().features.split(",")
+    return [name for feature, name in _INSTRUCTIONS.items() if f"+{feature}" in features]
 
 
 @cache

@@ -6,6 +6,7 @@ never imports torch. All checks are the functions that a worker calls when it st
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import logging
 import sys
@@ -16,6 +17,7 @@ import torch
 
 from ...config import EngineConfig, num_worker_threads
 from ...errors import InvalidRequestError, ModelLoadError
+from ...kernels.cpu.target import instructions, unavailable
 from ...limits.memory import free_memory
 from ..attention.library import choose_library
 from ..startup.estimate import estimate
@@ -31,7 +33,9 @@ __all__ = ["probe"]
 def probe(model: EngineConfig | None = None) -> dict[str, Any]:
     """Return keys as below. ``gpu``: the first one; ``gpu_names``: of all; ``gpus_apart``: the pairs of them, by index,
     of which one can't read the other's memory. ``gpu_problem``, ``triton_problem``, ``cpu_problem``: "" or one line
-    with its cure. ``model``: settings whose model is looked at, too: "model", see `estimate`, or "model_problem"."""
+    with its cure. ``compiler``: what compiles the CPU's kernels, and the instructions that it finds, or "torch's" for
+    ``compiler_problem``. ``model``: settings whose model is looked at, too: "model", see `estimate`, or
+    "model_problem"."""
     config = EngineConfig(model="-")  # the defaults are what is wanted of it
     torch.set_num_threads(num_worker_threads(config))
     report: dict[str, Any] = {
@@ -47,7 +51,11 @@ def probe(model: EngineConfig | None = None) -> dict[str, Any]:
         "gpu_problem": "",
         "triton_problem": "",
         "cpu_problem": "",
+        "compiler": "torch's",
+        "compiler_problem": unavailable() or "",
     }
+    if not report["compiler_problem"]:
+        report["compiler"] = f"llvmlite {importlib.metadata.version('llvmlite')}; {', '.join(instructions())}"
     found = CudaPlatform.find("cuda")
     if isinstance(found, Unavailable):
         report["gpu_problem"] = found.reason
