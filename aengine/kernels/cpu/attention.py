@@ -17,8 +17,9 @@ __all__ = ["KERNELS"]
 
 KEYS = 16
 """Keys of a block, which are the lanes of a vector."""
-_MOST_ROWS = 32
+_MOST_ROWS = 64
 """Query heads of a tile, those of all of its tokens together."""
+_LOG2_E = 1.4426950408889634
 _LOWEST = -1e30
 """Below all scores, where there is none yet."""
 
@@ -29,10 +30,10 @@ class _Attend:
     def __init__(self, f: Function, target: Target, head_dim: int, group: int, dtype: str) -> None:
         self.f, self.head_dim, self.group, self.dtype = f, head_dim, group, dtype
         self.size = 4 if dtype == "float32" else 2
-        self.tokens = 1 << (min(KEYS, _MOST_ROWS // group).bit_length() - 1)  # a tile holds as many
+        self.tokens = _power_of_2(min(KEYS, _MOST_ROWS // group))  # most of a tile
         wide = "+avx512f" in target.features
         self.most_sums = 24 if wide else 6  # vectors of KEYS in registers
-        self.abreast = max(1, self.most_sums // 2 // group)  # tokens whose products are computed together
+        self.abreast = _power_of_2(max(1, self.most_sums // 2 // group))  # tokens whose products are computed together
         rows, size = self.tokens * group, 4 * head_dim
         self.queries, self.sums = f.scratch(rows * size), f.scratch(rows * size)  # [rows, head_dim]
         self.keys = f.scratch(KEYS * size)  # [head_dim, KEYS]
@@ -86,9 +87,10 @@ class _Attend:
         return place + row * row_size + self.kv_head * (self.group * self.head_dim * 4)
 
     def _begin(self, row: Value) -> None:
-        """Queries times the scale, sums of nothing."""
+        """Queries times the scale, sums of nothing. Scores are of base 2."""
         f, size, vector = self.f, self.head_dim * 4, F32 * KEYS
         scale, sinks = f.load(F32, f.words + 8 * 15), f.address(f.words, 17)
+        scale = f.choose(f.load(F32, f.words + 8 * 16) > 0.0, scale, scale * _LOG2_E)
         nothing = f.number(vector, 0.0)
         with f.loop(0, self.count) as token:
             q = self._rows_of(row + token, f.address(f.words, 0), f.word(f.words, 1))
@@ -101,7 +103,7 @@ class _Attend:
                 f.store(f.number(F32, _LOWEST), self.largest + r * 4)
                 f.store(nothing, self.weight_sums + r * (4 * KEYS))
                 with f.when(f.word(f.words, 17).differs(0)):
-                    sink = f.load(F32, sinks + (self.kv_head * self.group + i) * 4)
+                    sink = f.load(F32, sinks + (self.kv_head * self.group + i) * 4) * _LOG2_E
                     f.store(sink, self.largest + r * 4)
                     f.store(f.number(F32, 1.0), self.weight_sums + r * (4 * KEYS))
 
@@ -184,19 +186,19 @@ class _Attend:
             with f.loop(token * self.group, (token + 1) * self.group) as r:
                 scores, weight_sums = self.scores + r * (4 * KEYS), self.weight_sums + r * (4 * KEYS)
                 with f.when(softcap > 0.0):
-                    capped = f.tanh(f.load(vector, scores) / softcap) * softcap
+                    capped = f.tanh(f.load(vector, scores) / softcap) * (softcap * _LOG2_E)
                     f.store(capped, scores)
                 own = f.choose(mask, f.load(vector, scores), _LOWEST)
                 before = f.load(F32, self.largest + r * 4)
-                largest = f.larger(before, f.max_lanes(own))
-                with f.when(largest > before):
+                with f.when(f.any_lane(own > before)):
+                    largest = f.max_lanes(own)
                     f.store(largest, self.largest + r * 4)
-                    factor = f.exp(before - largest)
+                    factor = _exp2(f, f.splat(before - largest, KEYS))
                     f.store(f.load(vector, weight_sums) * factor, weight_sums)
                     sums = self.sums + r * (self.head_dim * 4)
                     for i in range(0, self.head_dim * 4, 4 * KEYS):
                         f.store(f.load(vector, sums + i) * factor, sums + i)
-                weights = f.choose(mask, f.exp(own - largest), 0.0)
+                weights = f.choose(mask, _exp2(f, own - f.load(F32, self.largest + r * 4)), 0.0)
                 f.store(weights, scores)
                 f.store(f.load(vector, weight_sums) + weights, weight_sums)
 
@@ -236,6 +238,24 @@ class _Attend:
                 inverse = f.like(total, 1.0) / total
                 with f.loop(0, size, 4 * KEYS) as at:
                     f.store(f.load(F32 * KEYS, self.sums + r * size + at) * inverse, out + i * size + at)
+
+
+def _power_of_2(most: int) -> int:
+    return 1 << (most.bit_length() - 1)
+
+
+def _exp2(f: Function, x: Value) -> Value:
+    """2^x of KEYS float32 up to 0, off by at most 3 units in the last place; below -126 next to nothing.
+
+    By 2^n * 2^r with |r| <= 1/2. The polynomial for 2^r is the one of degree 5 whose largest relative error is least.
+    """
+    x = f.choose(x < -126.0, f.like(x, -126.0), x)
+    n = f.nearest(x)
+    r = x - n
+    p = f.like(r, 1.326472498e-3)
+    for coefficient in (9.671513923e-3, 5.550733581e-2, 2.402224243e-1, 6.931470037e-1, 1.0):
+        p = f.fma(p, r, f.like(r, coefficient))
+    return f.cast(f.cast(p, I32 * KEYS) + (f.to_int(n, I32 * KEYS) << 23), F32 * KEYS)
 
 
 def _fma(f: Function, total: Variable, a: Value, b: Value) -> None:

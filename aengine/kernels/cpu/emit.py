@@ -296,6 +296,11 @@ class _Maths(_Casts):
     def max_lanes(self, value: Value) -> Value:
         return self._by_halves(value, self.larger)
 
+    def any_lane(self, mask: Value) -> Value:
+        """Whether a lane of a mask is true."""
+        bits = ir.IntType(_lanes(mask.llvm.type))
+        return Value(self, self.builder.bitcast(mask.llvm, bits)).differs(0)
+
     def _by_halves(self, value: Value, join: Any) -> Value:
         lanes = _lanes(value.llvm.type)
         while lanes > 1:
