@@ -22,6 +22,8 @@ from aengine.kernels.cpu.codes import Activations, PackedMatrix
 from aengine.kernels.cpu.emit import Module
 from aengine.kernels.cpu.library import Library, write_kernels
 from aengine.kernels.cpu.target import Target, host
+from aengine.kernels.grouped_codes import CodeKind, GroupedCodes
+from aengine.kernels.grouped_codes import numbers as numbers_of_codes
 
 FLOAT16_AT: dict[str, tuple[int, ...]] = {
     "q4_0": (0,),
@@ -98,6 +100,42 @@ def test_bias_and_scale_of_what_is_added() -> None:
     total = residual + 0.5 * expected
     codes.add_to(residual, packed, of, 0.5, bias)
     close(residual, total)
+
+
+GROUPED: list[tuple[CodeKind, int, str]] = [
+    ("int4", 64, "row_scale"),
+    ("uint4", 32, "zero"),
+    ("uint4", 128, "offset"),
+    ("e2m1", 16, "row_scale"),
+    ("int8", 1024, ""),
+    ("uint8", 512, "zero offset"),
+]
+
+
+@pytest.mark.parametrize(("kind", "group", "parts"), GROUPED)
+def test_codes_with_a_scale_a_group(kind: CodeKind, group: int, parts: str) -> None:
+    of_groups = (41, max(1, 1024 // group))
+    limits = (-128, 128, torch.int8) if kind == "int8" else (0, 256, torch.uint8)
+    width = 1024 if "8" in kind else 512
+    codes_of_matrix = GroupedCodes(
+        kind,
+        torch.randint(*limits[:2], (41, width), dtype=limits[2]),
+        torch.rand(of_groups).half(),
+        group,
+        zero=torch.randint(0, 16, of_groups, dtype=torch.uint8) if "zero" in parts else None,
+        offset=torch.randn(of_groups) if "offset" in parts else None,
+        row_scale=torch.rand(41) if "row_scale" in parts else None,
+    )
+    packed = codes.pack_grouped(codes_of_matrix)
+    assert packed is not None
+    for as_codes in (True, False):
+        of = codes.activations(torch.randn(3, 1024), as_codes=as_codes)
+        close(codes.multiply(packed, of), numbers(of) @ numbers_of_codes(codes_of_matrix).double().T)
+
+
+def test_groups_without_a_layout() -> None:
+    assert codes.pack_grouped(GroupedCodes("uint4", torch.zeros(8, 16).byte(), torch.ones(8, 2), 16)) is None
+    assert codes.pack_grouped(GroupedCodes("int8", torch.zeros(8, 48).char(), torch.ones(8, 1), 48)) is None
 
 
 @pytest.mark.parametrize(("kind", "as_codes"), [("q4_1", True), ("q6_k", True), ("q5_0", False), ("bfloat16", False)])

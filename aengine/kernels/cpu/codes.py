@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..activation import Activation
+from ..grouped_codes import GroupedCodes
 from .layouts import BLOCK, LAYOUTS, NUMBERS, ROWS
 from .packing import SOURCES
 from .products import ROWS_OF_CHUNK
@@ -31,6 +32,7 @@ __all__ = [
     "large_memory",
     "multiply",
     "pack",
+    "pack_grouped",
 ]
 
 _BYTES_OF_CHUNK = 2**14
@@ -99,10 +101,46 @@ def pack(kind: str, weight: Tensor, scale: Tensor | None = None) -> PackedMatrix
             rows = F.pad(rows, (0, 0, 0, -len(rows) % ROWS)) if len(rows) % ROWS else rows
             words: list[Argument] = [rows, memory[begin:], units, rows.shape[1], tile_bytes]
             launch(f"pack_{kind}", words, len(rows) // ROWS)
+    packed = PackedMatrix(kind, out_features, in_features, memory)
     if scale is not None:
-        scales = F.pad(scale.float(), (0, -out_features % ROWS))
-        memory[:, : 4 * ROWS].view(torch.float32).copy_(scales.view(-1, ROWS))
-    return PackedMatrix(kind, out_features, in_features, memory)
+        _fill_heads(packed, [scale[:, None]])
+    return packed
+
+
+def pack_grouped(codes: GroupedCodes) -> PackedMatrix | None:
+    """Pack codes with a scale a group of columns; None: there is no layout for them."""
+    in_features = codes.shape[1]
+    group = 0 if codes.group >= in_features else min(codes.group, 256)
+    kind = f"{codes.kind}_{group}"
+    has_minimum = codes.zero is not None or codes.offset is not None
+    if kind not in LAYOUTS or codes.rows > 1 or in_features % (group or BLOCK) or in_features % BLOCK:
+        return None
+    if has_minimum and not LAYOUTS[kind].has_minimum:
+        return None
+    scale = codes.scale.float()
+    minimum = torch.zeros_like(scale) if codes.zero is None else scale * -codes.zero.float()
+    if codes.offset is not None:
+        minimum += codes.offset.float()
+    if codes.kind == "uint8":
+        minimum += 128 * scale  # codes are multiplied less 128
+    numbers = [scale / 2 if codes.kind == "e2m1" else scale]  # its values are doubled
+    if LAYOUTS[kind].has_minimum:
+        numbers.append(minimum)
+    if codes.row_scale is not None:
+        numbers = [own * codes.row_scale[:, None] for own in numbers]
+    packed = pack(kind, codes.codes)
+    _fill_heads(packed, [own.repeat_interleave(codes.group // group, 1) if group else own for own in numbers])
+    return packed
+
+
+def _fill_heads(packed: PackedMatrix, numbers: list[Tensor]) -> None:
+    """Write what heads have: float32 [out_features, heads], or [out_features, two a head]."""
+    tiles, layout = len(packed.memory), LAYOUTS[packed.kind]
+    heads = packed.in_features // (BLOCK * layout.blocks_of_head) if layout.blocks_of_head else 1
+    place = packed.memory.view(tiles, heads, -1)[..., : layout.head_bytes].view(torch.float32).unflatten(2, (-1, ROWS))
+    both = torch.cat([own.unflatten(1, (heads, -1)) for own in numbers], 2)
+    both = F.pad(both, (0, 0, 0, 0, 0, -len(both) % ROWS))
+    place.copy_(both.unflatten(0, (tiles, ROWS)).permute(0, 2, 3, 1))
 
 
 @dataclass(frozen=True, slots=True)

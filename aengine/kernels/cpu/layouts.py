@@ -12,8 +12,8 @@ another along the input features:
     scales    one a row, or one of a row's first 16 columns, and one of the others
     minima    one a row, if there are any
 
-A head lies before the blocks that share it: of 8 blocks, float16 factors of scales and of minima; of all blocks of a
-tile, the scales. A weight is scale * (code - zero), or scale * code + minimum.
+A head lies before the blocks that share it, and has float16 factors of their scales and minima, or these themselves, of
+one or more blocks, or of all of a tile. A weight is scale * (code - zero) + minimum.
 
 The product of a block's codes with int8 activations is an integer, the same on each processor: by VNNI; by AVX2's
 products of pairs of bytes, where codes of 8 bits go as magnitudes whose signs are the activations'; by arm64's dot
@@ -22,7 +22,7 @@ products; or number by number.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from .emit import I8, I16, I32, Function, Type, Value
@@ -39,14 +39,16 @@ BLOCK = 32
 @dataclass(frozen=True, slots=True)
 class Layout:
     """``scale``: "float16"; "integer", int8 that a head's factor is multiplied by; "exponent", 2 ^ (uint8 - 128);
-    "row", a head's float32. ``values``: what codes stand for, less ``zero``."""
+    "head", a head's float32. ``values``: what codes stand for, less ``zero``."""
 
     bits: Literal[4, 5, 6, 8]
-    scale: Literal["float16", "integer", "exponent", "row"] = "float16"
+    scale: Literal["float16", "integer", "exponent", "head"] = "float16"
     zero: int = 0
     has_minimum: bool = False
     num_scales: int = 1
     values: tuple[int, ...] | None = None
+    blocks_of_head: int = 1
+    """Blocks after each head; 0: all of a tile."""
 
     @property
     def code_bytes(self) -> int:
@@ -55,7 +57,7 @@ class Layout:
     @property
     def scale_bytes(self) -> int:
         """Bytes of a scale, or of a minimum, of all rows."""
-        return {"float16": 2 * ROWS, "integer": ROWS, "exponent": ROWS, "row": 0}[self.scale]
+        return {"float16": 2 * ROWS, "integer": ROWS, "exponent": ROWS, "head": 0}[self.scale]
 
     @property
     def block_bytes(self) -> int:
@@ -63,12 +65,9 @@ class Layout:
 
     @property
     def head_bytes(self) -> int:
-        return {"integer": 2 * ROWS * (1 + self.has_minimum), "row": 4 * ROWS}.get(self.scale, 0)
-
-    @property
-    def blocks_of_head(self) -> int:
-        """Blocks after each head; 0: all of a tile."""
-        return {"integer": 8, "row": 0}.get(self.scale, 1)
+        if self.scale == "head":
+            return 4 * ROWS * (self.num_scales + self.has_minimum)
+        return 2 * ROWS * (1 + self.has_minimum) if self.scale == "integer" else 0
 
     @property
     def is_wide(self) -> bool:
@@ -84,19 +83,35 @@ class Layout:
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
+_GROUPED = {
+    "int4": Layout(4, "head", zero=8),
+    "uint4": Layout(4, "head", has_minimum=True),
+    "e2m1": Layout(4, "head", zero=128, values=_E2M1_DOUBLED),
+    "int8": Layout(8, "head", zero=128),
+    "uint8": Layout(8, "head", zero=128, has_minimum=True),
+}
+
+
+def _grouped(kind: str, layout: Layout) -> dict[str, Layout]:
+    """Layouts of a kind of `GroupedCodes`, by kind and columns of a group; 0: all columns."""
+    found = {f"{kind}_{group}": replace(layout, blocks_of_head=group // BLOCK) for group in (0, 32, 64, 128, 256)}
+    return found if layout.has_minimum else {**found, f"{kind}_16": replace(layout, num_scales=2)}
+
+
 LAYOUTS: dict[str, Layout] = {
     "q4_0": Layout(4, zero=8),
     "q4_1": Layout(4, has_minimum=True),
     "q5_0": Layout(5, zero=16),
     "q5_1": Layout(5, has_minimum=True),
     "q8_0": Layout(8, zero=128),
-    "q4_k": Layout(4, "integer", has_minimum=True),
-    "q5_k": Layout(5, "integer", has_minimum=True),
-    "q6_k": Layout(6, "integer", zero=32, num_scales=2),
+    "q4_k": Layout(4, "integer", has_minimum=True, blocks_of_head=8),
+    "q5_k": Layout(5, "integer", has_minimum=True, blocks_of_head=8),
+    "q6_k": Layout(6, "integer", zero=32, num_scales=2, blocks_of_head=8),
     "iq4_nl": Layout(4, zero=128, values=_IQ4),
-    "iq4_xs": Layout(4, "integer", zero=128, values=_IQ4),
+    "iq4_xs": Layout(4, "integer", zero=128, values=_IQ4, blocks_of_head=8),
     "mxfp4": Layout(4, "exponent", zero=128, values=_E2M1_DOUBLED),
-    "int8": Layout(8, "row", zero=128),
+    "int8": Layout(8, "head", zero=128, blocks_of_head=0),
+    **{name: own for kind, layout in _GROUPED.items() for name, own in _grouped(kind, layout).items()},
 }
 NUMBERS = {"float16": 2, "bfloat16": 2, "float32": 4}
 """Bytes of weights that are no codes."""

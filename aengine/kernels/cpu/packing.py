@@ -55,6 +55,10 @@ def _codes_8(f: Function, block: Value, index: Value, *, begin: int) -> Value:
     return f.load(_BYTES, block + begin) ^ -128
 
 
+def _codes_uint8(f: Function, block: Value, index: Value) -> Value:
+    return f.load(_BYTES, block)
+
+
 def _shifted(f: Function, place: Value, bits: Value) -> Value:
     """32 bytes, moved to the right by a number of bits (int64)."""
     return f.load(_BYTES, place) >> f.narrowed(bits, I8)
@@ -126,7 +130,7 @@ def _move_iq4_xs(f: Function, layout: Layout, block: Value, head: Value, row: Va
         _store_integers(f, layout, head, row, i, [(low | high << 4) - 32])
 
 
-SOURCES = {
+_GGUF = {
     "q4_0": Source(18, 1, partial(_codes_4, begin=2), _move_simple),
     "q4_1": Source(20, 1, partial(_codes_4, begin=4), _move_simple),
     "q5_0": Source(22, 1, partial(_codes_5, begin=2), _move_simple),
@@ -138,8 +142,13 @@ SOURCES = {
     "iq4_nl": Source(18, 1, partial(_codes_4, begin=2), _move_simple),
     "iq4_xs": Source(136, 8, partial(_codes_4, begin=8), _move_iq4_xs),
     "mxfp4": Source(17, 1, partial(_codes_4, begin=1), _move_exponent),
-    "int8": Source(32, 1, partial(_codes_8, begin=0), _move_nothing),
 }
+_GROUPED = {
+    **dict.fromkeys(("int4", "uint4", "e2m1"), Source(16, 1, partial(_codes_4, begin=0), _move_nothing)),
+    "int8": Source(32, 1, partial(_codes_8, begin=0), _move_nothing),
+    "uint8": Source(32, 1, _codes_uint8, _move_nothing),
+}
+SOURCES = _GGUF | {kind: _GROUPED[kind.partition("_")[0]] for kind in LAYOUTS.keys() - _GGUF.keys()}
 
 
 # -- Kernels
@@ -178,18 +187,20 @@ def _store_codes(f: Function, layout: Layout, rows: list[Value], block: Value) -
 
 
 def _pack_codes(f: Function, target: Target, *, source: Source, layout: Layout) -> None:
-    """words: stored blocks, packed matrix, stored blocks of a row, bytes of a row, bytes of a tile."""
+    """words: stored blocks, packed matrix, stored blocks of a row, bytes of a row, bytes of a tile. float32 of heads
+    are written elsewhere."""
     row_bytes = f.word(f.words, 3)
     stored = f.address(f.words, 0) + f.chunk * row_bytes * ROWS
     tile = f.address(f.words, 1) + f.chunk * f.word(f.words, 4)
-    shared = layout.head_bytes if layout.blocks_of_head else 0  # the head of a tile is written by `pack`
-    first = layout.head_bytes
+    each = layout.blocks_of_head
     with f.loop(0, f.word(f.words, 2)) as i:
         own = stored + i * source.num_bytes
-        head = tile + i * (shared + layout.block_bytes * source.num_blocks)
+        number = i * source.num_blocks
+        head = tile + number / each * (layout.head_bytes + each * layout.block_bytes) if each else tile
+        first = number % each if each else number
         with f.loop(0, source.num_blocks) as j:
             rows = [source.codes(f, own + row_bytes * row, j) for row in range(ROWS)]
-            _store_codes(f, layout, rows, head + (j * layout.block_bytes + first))
+            _store_codes(f, layout, rows, head + ((first + j) * layout.block_bytes + layout.head_bytes))
         with f.loop(0, ROWS) as row:
             source.move(f, layout, own + row_bytes * row, head, row)
 

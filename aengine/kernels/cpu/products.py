@@ -68,18 +68,20 @@ def _blocks(f: Function, layout: Layout, of: _Operands) -> Iterator[tuple[Value,
             with f.loop(0, each) as j:
                 yield i * each + j, head + (j * size + layout.head_bytes), head
     else:
+        stride = size + layout.head_bytes * each
         with f.loop(0, of.size) as i:
-            yield i, of.tile + (i * size + layout.head_bytes), of.tile
+            head = of.tile + i * stride
+            yield i, head + layout.head_bytes, head if each else of.tile
 
 
 def _scales(f: Function, layout: Layout, block: Value, head: Value) -> tuple[list[Value], Value | None]:
     """The scales of a block's rows, one or two, and their minima, float32."""
-    if layout.scale == "row":
-        return [f.load(_FLOATS, head)], None
     numbers, size = [], layout.scale_bytes
     for i in range(layout.num_scales + layout.has_minimum):
         place = block + (layout.code_bytes + size * i)
-        if layout.scale == "float16":
+        if layout.scale == "head":
+            numbers.append(f.load(_FLOATS, head + 4 * ROWS * i))
+        elif layout.scale == "float16":
             numbers.append(f.float32(f.load(F16 * ROWS, place)))
         elif layout.scale == "integer":
             factor = f.float32(f.load(F16 * ROWS, head + 2 * ROWS * (i if layout.has_minimum else 0)))
@@ -139,7 +141,9 @@ def _float32_rows(f: Function, target: Target, of: _Operands, rows: int, *, layo
     with _blocks(f, layout, of) as (i, block, head):
         _prefetch(f, block, layout.block_bytes)
         scales, minimum = _scales(f, layout, block, head)
-        offsets = [minimum] if minimum is not None else [scale * float(-layout.zero) for scale in scales]
+        offsets = [scale * float(-layout.zero) for scale in scales]
+        if minimum is not None:
+            offsets = [offset + minimum for offset in offsets] if layout.zero else [minimum]
         own_x = [of.x + (i * 4 * BLOCK + of.size * (4 * BLOCK * row)) for row in range(rows)]
         for g, four in enumerate(unpacked(f, target, layout, block)):
             part = g * len(scales) // (BLOCK // 4)
