@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ..errors import InternalError
 from ..ipc.messages import GrammarOutput, KVCacheGroup, SchedulerOutput
-from ..kernels.dispatch import uses_triton
 from ..kernels.input_prep import PreparedInputs, gather_block_table, prepare_inputs
 from .block_tables import BlockTables
 from .request_state import RequestState, Scalars
@@ -164,8 +163,20 @@ class InputBatch:
     plan: BatchPlan
     idx_mapping: Tensor  # int64 [num_reqs]: row of each request
     inputs: PreparedInputs
-    block_table: Tensor  # int32 [num_groups, max_num_seqs, max_blocks_per_seq], the persistent one, by idx_mapping
-    groups: list[GroupBatch]  # one for each KV group; empty where Triton kernels run, which read block_table themselves
+    tables: BlockTables
+
+    @property
+    def block_table(self) -> Tensor:
+        """int32 [num_groups, max_num_seqs, max_blocks_per_seq], the persistent one, by idx_mapping: kernels read it."""
+        return self.tables.table
+
+    def groups(self) -> list[GroupBatch]:
+        """Gather the blocks of each KV group, for attention by ops of torch."""
+        tables, seq_lens = self.tables, self.inputs.seq_lens
+        return [
+            GroupBatch.gather(self.plan, group, table, self.idx_mapping, seq_lens)
+            for group, table in zip(tables.groups, tables.of_group, strict=True)
+        ]
 
     @property
     def num_reqs(self) -> int:
@@ -185,17 +196,7 @@ class InputBatch:
             tables.block_sizes,
             plan.num_tokens,
         )
-        groups: list[GroupBatch] = []
-        if not uses_triton(tables.table):
-            for group, table in zip(tables.groups, tables.of_group, strict=True):
-                groups.append(GroupBatch.gather(plan, group, table, idx_mapping, inputs.seq_lens))
-        return cls(
-            plan=plan,
-            idx_mapping=idx_mapping,
-            inputs=inputs,
-            block_table=tables.table,
-            groups=groups,
-        )
+        return cls(plan=plan, idx_mapping=idx_mapping, inputs=inputs, tables=tables)
 
 
 def _check(rows: Rows, query_lens: Rows, requests: RequestState) -> None:

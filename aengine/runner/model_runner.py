@@ -149,22 +149,21 @@ class ModelRunner:
         exchange: StepExchange | None = None,
         page_copies: PageCopies | None = None,
         step_rows: StepRows | None = None,
+        compiled: Callable[[Tensor], Model] | None = None,
     ) -> None:
         """``graph_sizes``: batch sizes of decode steps that run as one launch; None: all steps run op by op.
-        ``max_graph_tokens``: most tokens of a step with prompts whose layers run as one launch.
-        ``position_sizes``: the same of decode steps in which rows have several positions, counted by these; empty: they
-        run as steps with prompts do.
+        ``max_graph_tokens``: most tokens of a step with prompts whose layers run as one launch. ``position_sizes``: as
+        graph_sizes, of rows with several positions, counted by these; empty: they run as steps with prompts do.
         ``vectors``: how a request that is pooled gets its vector; None: as its last hidden state.
         ``vocabulary``: the tokens of which the model has the logits on this rank; None: all.
         ``exchange``: what this rank exchanges of each step with others; None: nothing, and there are no others. A rank
-        that is alone decides by itself what to leave out of a step that it has no memory for; else that is an
-        InternalError, as the others are in the step already.
+        that is alone decides by itself what to leave out of a step that it has no memory for; else that is an error.
         ``page_copies``: how pages are copied beyond the pool; ``step_rows``: what is told whose tokens a step has.
+        ``compiled``: makes what runs in place of the model, of the persistent block tables (`BlockTables.table`).
 
         Ranks exchange tensors within a step, so all of them must do the same: what a step exchanges follows from the
         SchedulerOutputs alone. Whether it runs as a graph or op by op is each rank's own matter."""
         self._exchange, self._step_rows = exchange or StepExchange(), step_rows or StepRows()
-        self.model = model
         self.kv_memory, self._page_copies = kv_memory, page_copies or PageCopies()
         self.vocab_size = vocab_size
         self.platform = platform
@@ -181,6 +180,7 @@ class ModelRunner:
         self._exchange.attach(self.requests, has_graphs=bool(graph_sizes))
         self.samples = self._exchange.samples  # whether this rank has the head, and samples
         self.tables = BlockTables(self._arena, num_blocks=num_blocks, groups=kv_groups)
+        self.model: Model = model if compiled is None else compiled(self.tables.table)
         self._side_outputs = DecoderPooling(model, self.requests, vectors or VectorLayers("last"), vocab_size)
         self._extras = EXTRAS | {self._side_outputs.extra}  # the names of the extras that some feature reads
         self._bitmasks = HostBitmasks(4 * ((vocab_size + 31) // 32))

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ..checkpoint.value_reader import ValueReader
 from ..errors import ModelLoadError
+from ..kernels.rotary import Rope
 
-__all__ = ["LongRope", "RopeConfig"]
+__all__ = ["LongRope", "RopeConfig", "rope_tables"]
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 _NUMBERS = {
@@ -204,3 +205,19 @@ class RopeConfig:
         if scaling.get("mscale") and scaling.get("mscale_all_dim"):
             return mscale(float(scaling["mscale"])) / mscale(float(scaling["mscale_all_dim"]))
         return mscale(1.0)
+
+
+def rope_tables(config: RopeConfig, num_positions: int, device: torch.device) -> Rope:
+    """Return the cosines and sines of position times each frequency, times the factor.
+
+    With longrope the positions of short requests come first, ``border`` of them, then those of long ones; the rows'
+    shifts are the step's.
+    """
+    inv_freq, factor = config.inv_freq()
+    positions, long = torch.arange(num_positions, dtype=torch.float32, device=device), config.long()
+    angles = positions[:, None] * inv_freq.to(device)
+    if long is not None:
+        angles = torch.cat((angles[: long.border], positions[:, None] * long.inv_freq.to(device)))
+        positions = torch.cat((positions[: long.border], positions))
+    table = torch.cat((angles.cos(), angles.sin()), dim=1).mul_(factor)
+    return Rope(table, config.interleaved, config.query_scale(positions))

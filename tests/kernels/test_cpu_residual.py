@@ -1,4 +1,4 @@
-"""Embeddings, added norms and gates that are compiled for a CPU, against torch's."""
+"""Added norms and gates that are compiled for a CPU, against torch's."""
 
 from __future__ import annotations
 
@@ -12,14 +12,6 @@ pytest.importorskip("llvmlite")
 from aengine.kernels import activation, rms_norm
 from aengine.kernels.activation import Activation
 from aengine.kernels.cpu import ops
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_embed(rng: random.Random, gen: torch.Generator, dtype: torch.dtype) -> None:
-    size, scale = 16 * rng.randint(1, 9), rng.choice((1.0, 7.5))
-    table = torch.randn(50, size, generator=gen).to(dtype)
-    ids = torch.randint(0, 50, (rng.randint(1, 9),), generator=gen)
-    assert torch.equal(ops.embed(table, ids, scale), table[ids].float() * scale)
 
 
 def test_add_norm(rng: random.Random, gen: torch.Generator) -> None:

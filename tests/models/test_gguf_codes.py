@@ -121,7 +121,7 @@ def test_a_model_of_codes(
     with torch.no_grad():
         write_gguf(tmp_path / "tiny.gguf", reference, arch, kinds)
     source = source_of(tmp_path / "tiny.gguf")
-    packed = GgufMatrices.of_file(source.path, build(source).gguf, as_codes=True)
+    packed = GgufMatrices.of_file(source.path, build(source).gguf, CODED_TYPES)
     assert {form.name for form in packed.formats.values()} == {kind.name.lower() for kind in kinds}
     model, _ = load(source, packed=packed)
     assert isinstance(model.layers[0].attention.o.weight, GroupedWeight)  # type: ignore[attr-defined]
@@ -137,7 +137,7 @@ def test_a_type_without_codes_becomes_numbers(tmp_path: Path) -> None:
         write_gguf(tmp_path / "tiny.gguf", make_tiny_model("llama", **SIZES), "llama", [Q.TQ2_0, Q.Q4_0])
     source = source_of(tmp_path / "tiny.gguf")
     names = build(source).gguf
-    assert GgufMatrices.of_file(source.path, names, as_codes=True).name == "q4_0"
+    assert GgufMatrices.of_file(source.path, names, CODED_TYPES).name == "q4_0"
     assert GgufMatrices.of_file(source.path, names).name == "q4_0, tq2_0"
 
 
@@ -151,6 +151,6 @@ def test_damaged_blocks_are_told_with_the_matrix(tmp_path: Path, triton: None) -
     data = bytearray(path.read_bytes())
     data[begin : begin + 2] = b"\xff\xff"
     path.write_bytes(data)
-    packed = GgufMatrices.of_file(source.path, build(source).gguf, as_codes=True)
+    packed = GgufMatrices.of_file(source.path, build(source).gguf, CODED_TYPES)
     with pytest.raises(ModelLoadError, match=r"layers\.0\.mlp\.down_proj\.weight.*Q4_0, is no number; fetch the model"):
         load(source, packed=packed)

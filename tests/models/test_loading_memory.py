@@ -25,6 +25,7 @@ from aengine.runner.models import build_model, gguf_names, read_config
 from aengine.runner.weights.formats import choose_formats
 from aengine.runner.weights.quantised import fp8, int8
 from aengine.runner.weights.quantised import gguf as kept_gguf
+from aengine.runner.weights.quantised.gguf import CODED_TYPES
 from aengine.runner.weights.sources import random_source
 from aengine.runner.weights.sources.gguf_source import GgufMatrices
 from aengine.runner.weights.sources.loader import load_weights
@@ -66,7 +67,7 @@ def load_counted(
     with counted(monkeypatch) as memory:
         packed = None
         if quantization == "gguf":
-            packed = GgufMatrices.of_file(source.path, gguf_names(config), as_codes=True)
+            packed = GgufMatrices.of_file(source.path, gguf_names(config), CODED_TYPES)
         formats = choose_formats("bfloat16", META, stored, packed=packed, quantization=quantization)
         model = build_model(config, formats, group, stage)
         load_weights(model, source, 0, no_progress)

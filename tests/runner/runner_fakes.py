@@ -47,7 +47,7 @@ class FakeModel:
         """Nothing of others where a masked gather would read: own blocks only, clean past the own tokens."""
         if self.has_drafts:
             return
-        for table, seq_len in zip(attn.groups[0].block_table.tolist(), attn.inputs.seq_lens.tolist()):
+        for table, seq_len in zip(attn.groups()[0].block_table.tolist(), attn.inputs.seq_lens.tolist()):
             own = -(-seq_len // self.block_size)
             assert set(table[own:]) <= {table[0]}
             begin = table[own - 1] * self.block_size
@@ -61,7 +61,7 @@ class FakeModel:
         for i in range(attn.num_reqs):
             slots = torch.arange(int(attn.inputs.seq_lens[i]))
             slots = (
-                attn.groups[0].block_table[i].long()[slots // self.block_size] * self.block_size
+                attn.groups()[0].block_table[i].long()[slots // self.block_size] * self.block_size
                 + slots % self.block_size
             )
             begin, end = int(attn.inputs.query_start_loc[i]), int(attn.inputs.query_start_loc[i + 1])

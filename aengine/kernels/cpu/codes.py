@@ -28,6 +28,7 @@ __all__ = [
     "activations",
     "add_to",
     "can_gate",
+    "embed",
     "gated",
     "large_memory",
     "multiply",
@@ -35,10 +36,10 @@ __all__ = [
     "pack_grouped",
 ]
 
-_BYTES_OF_CHUNK = 2**14
+_BYTES_OF_CHUNK = 2**17
 _BYTES_MAPPED = 2**26
 _LINE = 64
-_CHUNKS = 8, 128
+_CHUNKS = 4, 128
 """Least and most chunks of a row's product, where there are as many tiles."""
 
 
@@ -220,3 +221,11 @@ def _launch(
         chunks,
         ROWS_OF_CHUNK,
     )
+
+
+def embed(packed: PackedMatrix, ids: Tensor, scale: float) -> Tensor:
+    """Return ``scale`` times the rows ``ids`` (int64 [n]) of a matrix, float32 [n, in_features]."""
+    out = empty(len(ids), packed.in_features, torch.float32)
+    sizes = packed.in_features, packed.memory.shape[1]
+    launch(f"embed_{packed.kind}", [ids, packed.memory, out, *sizes, float(scale)], len(ids))
+    return out

@@ -182,6 +182,10 @@ class _Casts:
         """A constant vector."""
         return Value(self, ir.Constant(type_.llvm, list(values)))
 
+    def lane(self, value: Value, index: Value) -> Value:
+        """The lane of a vector at an index that is computed."""
+        return Value(self, self.builder.extract_element(value.llvm, index.llvm))
+
     def null(self) -> Value:
         """The address that is none."""
         return Value(self, ir.Constant(POINTER.llvm, None))

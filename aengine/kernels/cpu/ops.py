@@ -10,7 +10,7 @@ from ..paged_attention import Scores
 from ..rotary import HeadNorms, Rope
 from .tape import empty, launch
 
-__all__ = ["act_and_mul", "add_norm", "attend", "embed", "write_qkv"]
+__all__ = ["act_and_mul", "add_norm", "attend", "write_qkv"]
 
 
 def write_qkv(
@@ -81,16 +81,6 @@ def attend(
         qkv.shape[0],
         num_kv_heads,
     )
-    return out
-
-
-def embed(table: Tensor, ids: Tensor, scale: float = 1.0) -> Tensor:
-    """Return scale * table[ids], float32 [n, size], for int64 [n] ids and a table [vocabulary, size] of float32,
-    float16 or bfloat16; size is a multiple of 16, as in all of these."""
-    size = table.shape[1]
-    assert table.is_contiguous() and ids.is_contiguous() and size % 16 == 0
-    out = empty(ids.shape[0], size, torch.float32)
-    launch(f"embed.{_name(table)}", [ids, table, out, size, float(scale)], ids.shape[0])
     return out
 
 

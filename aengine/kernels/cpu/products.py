@@ -28,7 +28,7 @@ from .emit import BF16, F16, F32, I8, I32, I64, POINTER, Function, Value
 from .layouts import BLOCK, LAYOUTS, NUMBERS, ROWS, Layout, dot, unpacked
 from .target import Target, WriteKernel
 
-__all__ = ["KERNELS", "ROWS_OF_CHUNK", "activated"]
+__all__ = ["KERNELS", "ROWS_OF_CHUNK", "Operands", "activated", "blocks", "read_number", "read_scales"]
 
 ROWS_OF_CHUNK = 64
 _FLOATS = F32 * ROWS
@@ -45,7 +45,7 @@ tiles of a chunk, chunks of a block of rows."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Operands:
+class Operands:
     """What some rows are multiplied with: ``size`` blocks, or columns, of a tile."""
 
     x: Value
@@ -54,12 +54,12 @@ class _Operands:
     size: Value
 
 
-_WriteRows = Callable[[Function, Target, _Operands, int], list[Value]]
+_WriteRows = Callable[[Function, Target, Operands, int], list[Value]]
 """Writes the product of a number of rows with a tile: sums [16] of each."""
 
 
 @contextmanager
-def _blocks(f: Function, layout: Layout, of: _Operands) -> Iterator[tuple[Value, Value, Value]]:
+def blocks(f: Function, layout: Layout, of: Operands) -> Iterator[tuple[Value, Value, Value]]:
     """Run the body for each block of a tile: its number, its address, and that of its head."""
     each, size = layout.blocks_of_head, layout.block_bytes
     if each > 1:
@@ -74,7 +74,7 @@ def _blocks(f: Function, layout: Layout, of: _Operands) -> Iterator[tuple[Value,
             yield i, head + layout.head_bytes, head if each else of.tile
 
 
-def _scales(f: Function, layout: Layout, block: Value, head: Value) -> tuple[list[Value], Value | None]:
+def read_scales(f: Function, layout: Layout, block: Value, head: Value) -> tuple[list[Value], Value | None]:
     """The scales of a block's rows, one or two, and their minima, float32."""
     numbers, size = [], layout.scale_bytes
     for i in range(layout.num_scales + layout.has_minimum):
@@ -97,12 +97,12 @@ def _prefetch(f: Function, place: Value, num_bytes: int) -> None:
         f.prefetch(place + (_PREFETCHED + ahead))
 
 
-def _int8_rows(f: Function, target: Target, of: _Operands, rows: int, *, layout: Layout) -> list[Value]:
+def _int8_rows(f: Function, target: Target, of: Operands, rows: int, *, layout: Layout) -> list[Value]:
     sums = [f.variable(_FLOATS, 0.0) for _ in range(rows)]
-    with _blocks(f, layout, of) as (i, block, head):
+    with blocks(f, layout, of) as (i, block, head):
         _prefetch(f, block, layout.block_bytes)
         codes = unpacked(f, target, layout, block)
-        scales, minimum = _scales(f, layout, block, head)
+        scales, minimum = read_scales(f, layout, block, head)
         part = len(codes) // len(scales)
         for row, total in enumerate(sums):
             x = of.x + (i * BLOCK + of.size * (BLOCK * row))
@@ -136,11 +136,11 @@ class _TwoSums:
         return self._sums[0].get() + self._sums[1].get()
 
 
-def _float32_rows(f: Function, target: Target, of: _Operands, rows: int, *, layout: Layout) -> list[Value]:
+def _float32_rows(f: Function, target: Target, of: Operands, rows: int, *, layout: Layout) -> list[Value]:
     sums = [_TwoSums(f) for _ in range(rows)]
-    with _blocks(f, layout, of) as (i, block, head):
+    with blocks(f, layout, of) as (i, block, head):
         _prefetch(f, block, layout.block_bytes)
-        scales, minimum = _scales(f, layout, block, head)
+        scales, minimum = read_scales(f, layout, block, head)
         offsets = [scale * float(-layout.zero) for scale in scales]
         if minimum is not None:
             offsets = [offset + minimum for offset in offsets] if layout.zero else [minimum]
@@ -154,7 +154,7 @@ def _float32_rows(f: Function, target: Target, of: _Operands, rows: int, *, layo
     return [total.get() for total in sums]
 
 
-def _number_rows(f: Function, target: Target, of: _Operands, rows: int, *, kind: str) -> list[Value]:
+def _number_rows(f: Function, target: Target, of: Operands, rows: int, *, kind: str) -> list[Value]:
     sums = [_TwoSums(f) for _ in range(rows)]
     row_bytes = ROWS * NUMBERS[kind]
 
@@ -181,6 +181,13 @@ def _numbers(f: Function, kind: str, place: Value) -> Value:
     return f.wide(f.load(BF16 * ROWS, place)) if kind == "bfloat16" else f.load(_FLOATS, place)
 
 
+def read_number(f: Function, kind: str, place: Value) -> Value:
+    """One number, as float32."""
+    if kind == "float16":
+        return f.float32(f.load(F16, place))
+    return f.wide(f.load(BF16, place)) if kind == "bfloat16" else f.load(F32, place)
+
+
 @dataclass(frozen=True, slots=True)
 class _Multiply:
     """How rows are multiplied by a tile."""
@@ -198,7 +205,7 @@ def _tile(f: Function, target: Target, multiply: _Multiply) -> None:
     def multiply_rows(count: int) -> None:
         begin = done.get()
         place = begin * f.size
-        of = _Operands(f.x + place * multiply.x_bytes, f.meta + place * _META, f.tile, f.size)
+        of = Operands(f.x + place * multiply.x_bytes, f.meta + place * _META, f.tile, f.size)
         for i, total in enumerate(multiply.write(f, target, of, count)):
             f.store(total, f.out + (begin * (4 * ROWS) + 4 * ROWS * i))
         done.set(begin + count)

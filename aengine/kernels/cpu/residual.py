@@ -1,6 +1,6 @@
-"""Rows of float32 between products, for layers of which no product does it: embeddings, norms that are added, gates.
+"""Rows of float32 between products, for layers of which no product does it: norms that are added, gates.
 
-As kernels/embed_rows.py, rms_norm.py and activation.py. A chunk is a row, whose size LANES divides.
+As kernels/rms_norm.py and activation.py. A chunk is a row, whose size LANES divides.
 """
 
 from __future__ import annotations
@@ -11,17 +11,6 @@ from .rows import LANES, rms_scale
 from .target import Target, WriteKernel
 
 __all__ = ["KERNELS"]
-
-
-def _embed(f: Function, target: Target, dtype: str) -> None:
-    """words: ids int64 [rows], table of ``dtype`` [vocabulary, size], out float32 [rows, size], size, scale."""
-    size, scale = f.word(f.words, 3), f.load(F32, f.words + 32)
-    number = f.word(f.address(f.words, 0) + f.chunk * 8, 0)
-    number_bytes = 4 if dtype == "float32" else 2
-    row = f.address(f.words, 1) + number * size * number_bytes
-    out = f.address(f.words, 2) + f.chunk * size * 4
-    with f.loop(0, size, LANES) as i:
-        f.store(f.load_as_float32(dtype, LANES, row + i * number_bytes) * scale, out + i * 4)
 
 
 def _add_norm(f: Function, target: Target) -> None:
@@ -44,4 +33,4 @@ def _act_and_mul(f: Function, target: Target, activation: str) -> None:
         f.store(own * f.load(F32 * LANES, up + place), out + place)
 
 
-KERNELS: dict[str, WriteKernel] = {"embed": _embed, "add_norm": _add_norm, "act_and_mul": _act_and_mul}
+KERNELS: dict[str, WriteKernel] = {"add_norm": _add_norm, "act_and_mul": _act_and_mul}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -46,16 +46,20 @@ class KvCache:
         self.dtype = spec.dtype
         self.ropes = [StepRope(config) for config in spec.config.ropes]
         self._first_lens: Tensor | None = None
+        self.is_taped = False  # steps are run by a tape
 
     def watch_rows(self, first_lens: Tensor) -> None:
         """See `KvMemory`."""
         self._first_lens = first_lens
 
-    def bind(self, batch: InputBatch) -> Attention:
-        """Return the attention of one step."""
+    def bind(self, batch: InputBatch) -> Any:
+        """Return the attention of one step; for a tape, see `TapeStep`."""
+        return TapeStep(batch, self._bind) if self.is_taped else self._bind(batch)
+
+    def _bind(self, batch: InputBatch) -> Attention:
         groups = [
             GroupMetadata(group.seq_lens, group.block_table, slots)
-            for group, slots in zip(batch.groups, batch.inputs.slot_mapping.unbind(0), strict=True)
+            for group, slots in zip(batch.groups(), batch.inputs.slot_mapping.unbind(0), strict=True)
         ]
         first_lens = None
         if self._first_lens is not None and any(rope.long is not None for rope in self.ropes):
@@ -81,6 +85,13 @@ class KvCache:
     def copy_blocks(self, pairs: Sequence[int]) -> None:
         """See `KvMemory`."""
         self.pages.copy(pairs)
+
+
+class TapeStep(NamedTuple):
+    """A step of a tape, which reads the batch itself; and the attention of a step that is too large for it."""
+
+    batch: InputBatch
+    bind: Callable[[InputBatch], Attention]
 
 
 class StepRope:

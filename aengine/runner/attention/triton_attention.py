@@ -25,7 +25,7 @@ from ...kernels.write_qkv import apply_rope_and_write_kv
 from ..input_batch import BatchPlan, InputBatch
 from ..layers.attention import AttentionLayer
 from ..layers.states import LayerStates, StateRows, state_rows_of_batch, state_rows_of_decodes
-from ..rope import RopeConfig
+from ..rope import rope_tables
 from .kv_pages import AttentionLayerKV, KvCacheSpec
 from .prefill import PrefillBackend, PrefillMetadata
 
@@ -108,22 +108,6 @@ class GpuKvCache:
     def copy_blocks(self, pairs: Sequence[int]) -> None:
         """See `KvMemory`."""
         self.pages.copy(pairs)
-
-
-def rope_tables(config: RopeConfig, num_positions: int, device: torch.device) -> Rope:
-    """Return the cosines and sines of position times each frequency, times the factor.
-
-    With longrope the positions of short requests come first, ``border`` of them, then those of long ones; the rows'
-    shifts are the step's.
-    """
-    inv_freq, factor = config.inv_freq()
-    positions, long = torch.arange(num_positions, dtype=torch.float32, device=device), config.long()
-    angles = positions[:, None] * inv_freq.to(device)
-    if long is not None:
-        angles = torch.cat((angles[: long.border], positions[:, None] * long.inv_freq.to(device)))
-        positions = torch.cat((positions[: long.border], positions))
-    table = torch.cat((angles.cos(), angles.sin()), dim=1).mul_(factor)
-    return Rope(table, config.interleaved, config.query_scale(positions))
 
 
 class DecodeAttention:

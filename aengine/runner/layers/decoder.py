@@ -22,7 +22,7 @@ from torch import Tensor
 from ..model_config import ModelConfig
 from ..weights.scope import WeightScope
 from .attention import AttentionCall, AttentionLayer, Sinks
-from .embedding import Embedding
+from .embedding import Embedding, WeightRows
 from .linear import Features, Linear
 from .mlp import GatedMLP
 from .moe import MoE
@@ -127,15 +127,22 @@ class Decoder(Generic[Config]):
         size = config.hidden_size
         self.vocabulary = weights.vocabulary(config.vocab_size)
         stage = weights.stage
-        if stage.is_first:
-            table = weights.at("model.embed_tokens")
-            self.embed = Embedding(table, self.vocabulary, size, config.embedding_scale)
+        tied = "model.embed_tokens"
+        if stage.is_first and weights.gives_rows:
+            self.embed: Embedding | WeightRows = WeightRows(
+                weights, tied, self.vocabulary, size, config.embedding_scale
+            )
+        elif stage.is_first:
+            self.embed = Embedding(weights.at(tied), self.vocabulary, size, config.embedding_scale)
         own = stage.layers(config.num_layers)
         self.layers = [self.make_layer(i, weights.at(f"model.layers.{i}")) for i in own]
         if stage.is_last:
             self.norm = self.make_last_norm(weights.at(self.last_norm))
-            head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
-            self.lm_head = Linear(weights, size, {head: self.vocabulary.share}, self.has_head_bias)
+            head = tied if config.tie_word_embeddings else "lm_head"
+            if head == tied and stage.is_first and isinstance(self.embed, WeightRows) and not self.has_head_bias:
+                self.lm_head = self.embed.matrix
+            else:
+                self.lm_head = Linear(weights, size, {head: self.vocabulary.share}, self.has_head_bias)
 
     def make_layer(self, index: int, weights: WeightScope) -> Callable[[Tensor, AttentionCall], None]:
         """Make layer ``index``, which changes the residual stream [num_tokens, hidden_size] in place."""
@@ -194,7 +201,7 @@ class Decoder(Generic[Config]):
 
     def join(self) -> None:
         """Take part in a round in which this replica has no tokens: with its experts alone (`ExpertsGroup`)."""
-        dtype, device = self.weights.formats.dtype, self.embed.table.device
+        dtype, device = self.weights.formats.dtype, self.weights.formats.device
         nothing = torch.empty((0, self.config.hidden_size), dtype=dtype, device=device)
         for layer in self.layers:
             if isinstance(layer, DecoderLayer):

@@ -8,8 +8,9 @@ from torch import Tensor
 from ..distributed.shares import VocabularyShare, part_of
 from ..weights.scope import WeightScope
 from ..weights.weight import put_into
+from .linear import Linear
 
-__all__ = ["Embedding"]
+__all__ = ["Embedding", "WeightRows"]
 
 
 class Embedding:
@@ -46,3 +47,17 @@ class Embedding:
         rows = self.table.index_select(0, places.clamp_(0, self._num_rows - 1))
         rows.masked_fill_(is_other[:, None], 0.0)
         return self._group.sum(rows)
+
+
+class WeightRows:
+    """Rows of a matrix that is also multiplied, or might be: in the format in which weights are kept."""
+
+    def __init__(
+        self, scope: WeightScope, name: str, vocabulary: VocabularyShare, hidden_size: int, scale: float = 1.0
+    ) -> None:
+        self.matrix = Linear(scope, hidden_size, {name: vocabulary.share})
+        self._scale = torch.tensor(scale, dtype=scope.formats.dtype).item()
+
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        """See `Embedding`."""
+        return self.matrix.weight.rows(input_ids, self._scale)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ...checkpoint.gguf_file import GGML_TYPES
 from ...config import EngineConfig
 from ...errors import InternalError
+from ...kernels.cpu.target import unavailable
 from ...kernels.policy import KernelPolicy
 from ...limits.memory import free_memory
 from ..attention.backend import AttentionBackend, TorchAttention
@@ -38,7 +40,10 @@ class CpuPlatform:
         pass
 
     def open(self) -> None:
-        pass
+        if unavailable() is None:
+            from ...kernels.cpu.library import set_num_threads
+
+            set_num_threads(torch.get_num_threads())
 
     def choose_dtype(self, setting: str, checkpoint_dtype: str) -> str:
         """Return the setting itself, also "auto", which depends on what the CPU's kernels are good at, see
@@ -47,6 +52,14 @@ class CpuPlatform:
 
     def choose_attention(self, config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype) -> AttentionBackend:
         return TorchAttention(KernelPolicy(config.batch_invariant))
+
+    @property
+    def compiled_types(self) -> Collection[str]:
+        if unavailable() is not None:
+            return ()
+        from ...kernels.cpu.layouts import LAYOUTS
+
+        return {kind.upper() for kind in LAYOUTS} & {kind.name for kind in GGML_TYPES.values()}
 
     def memory(self) -> DeviceMemory:
         free = free_memory()

@@ -47,6 +47,7 @@ class CudaPlatform:
     compute_capability: tuple[int, int]
     is_accelerator = True
     pins_memory = True
+    compiled_types = ()
     default_batched_tokens = 8192
     profiler_activities: ClassVar[Sequence[Any]] = (ProfilerActivity.CUDA,)
 

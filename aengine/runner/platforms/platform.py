@@ -6,7 +6,7 @@ names it as an entry point in the group ``aengine.platforms``; the setting ``dev
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
@@ -100,6 +100,11 @@ class Platform(Protocol):
         """Make the device the one that this process computes on. Called once, before the methods below."""
 
     # -- choices
+
+    @property
+    def compiled_types(self) -> Collection[str]:
+        """Types of a GGUF's matrices that a CPU's compiled kernels multiply as they are; empty: it has no such
+        kernels."""
 
     def choose_dtype(self, setting: str, checkpoint_dtype: str) -> str:
         """Return the setting ``dtype``, with "auto" resolved as far as the device decides it. Raises ModelLoadError."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from ...checkpoint.source import ModelSource, resolve_model
 from ...checkpoint.value_reader import damage_explained
@@ -18,8 +18,9 @@ from ..models.causal_lm import CausalLM
 from ..models.encoders import is_encoder
 from ..platforms.choice import choose_platform
 from ..platforms.platform import Platform
-from ..weights.formats import choose_formats
+from ..weights.formats import COMPILED_DTYPES, choose_formats
 from ..weights.inventory import TensorsOfAKind, inventory, line_of
+from ..weights.quantised.gguf import CODED_TYPES
 from ..weights.sources.gguf_source import GgufMatrices, gguf_types
 from ..weights.sources.loader import check_layers, stored_shapes, tensor_names
 from .heads import DecoderHead
@@ -57,6 +58,7 @@ def estimate(config: EngineConfig) -> dict[str, Any]:
             quantization=config.quantization,
             stored=tensor_names(source),
             dequantises=config.on_unsupported_format == "dequantise",
+            is_compiled=model_config.implementation == "native" and bool(platform.compiled_types),
         )
         model = build_model(model_config, formats)
         if model.weights.names is not None:
@@ -94,11 +96,18 @@ def gguf_matrices(
     config: EngineConfig, source: ModelSource, model_config: ModelConfig, platform: Platform
 ) -> GgufMatrices | None:
     """The matrices that are kept in a GGUF file's own formats; None: they become numbers. Raises ModelLoadError."""
-    if config.quantization != "gguf":
-        return None
-    if source.format != "gguf":
+    is_asked = config.quantization == "gguf"
+    if is_asked and source.format != "gguf":
         raise ModelLoadError(f"quantization='gguf': {source.path} is no .gguf file: leave it at 'auto'")
-    return GgufMatrices.of_file(source.path, gguf_names(model_config), as_codes=platform.is_accelerator)
+    compiled = platform.compiled_types if config.dtype in COMPILED_DTYPES else ()
+    by_default = compiled and config.dtype == config.quantization == "auto" and model_config.implementation == "native"
+    if source.format != "gguf" or not (is_asked or by_default):
+        return None
+    types = CODED_TYPES if platform.is_accelerator else compiled or None
+    activations: Literal["int8", "float32"] | None = None
+    if compiled:
+        activations = "int8" if config.dtype == "auto" else "float32"
+    return GgufMatrices.of_file(source.path, gguf_names(model_config), types, activations)
 
 
 def _budget(config: EngineConfig, platform: Platform, weight_bytes: int) -> tuple[int, int]:

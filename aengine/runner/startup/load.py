@@ -102,6 +102,7 @@ def _load(
         config.quantization,
         tensor_names(checkpoint),
         config.on_unsupported_format == "dequantise",
+        is_compiled=model_config.implementation == "native" and bool(platform.compiled_types),
     )
     if model_config.implementation == "transformers" and formats.quantised is not None:
         raise ModelLoadError(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...config import EngineConfig
 from ...errors import ModelLoadError
@@ -147,7 +149,18 @@ class RunnerSetup:
             exchange=exchange,
             page_copies=page_copies,
             step_rows=self.model.weights.formats.step_rows,
+            compiled=self._compiled(cache, exchange, max_model_len),
         )
+
+    def _compiled(self, cache: Any, exchange: StepExchange, max_model_len: int) -> Callable[[Tensor], Any] | None:
+        """What makes the model a tape, if compiled kernels multiply its weights; see `ModelRunner`."""
+        formats, config = self.model.weights.formats, self.config
+        if not formats.is_compiled or config.enforce_eager or not exchange.is_alone:
+            return None
+        from ..graphs.tape_model import taped
+
+        most = min(MAX_GRAPH_TOKENS, self.max_batched)
+        return partial(taped, self.model, cache, max_tokens=most, max_model_len=max_model_len)
 
     @contextmanager
     def errors_explained(self) -> Iterator[None]:

@@ -35,9 +35,11 @@ from .quantised.matrices import NEVER_QUANTISED, UNQUANTISED, Asked, QuantisedMa
 from .step_rows import ROWS_UNSEEN, StepRows
 from .weight import WeightFormat
 
-__all__ = ["WeightFormats", "choose_formats"]
+__all__ = ["COMPILED_DTYPES", "WeightFormats", "choose_formats"]
 
 CPU = torch.device("cpu")
+COMPILED_DTYPES = ("auto", "float16", "float32")
+"""Settings of dtype with which compiled kernels of a CPU multiply."""
 
 _QUANTISED: tuple[Callable[[Asked], QuantisedMatrices | None], ...] = (
     read_compressed,
@@ -73,6 +75,7 @@ class WeightFormats:
     device: torch.device = CPU  # the device of the model
     policy: KernelPolicy = FASTEST  # the policy by which products are computed
     step_rows: StepRows = ROWS_UNSEEN  # what products see of whose tokens they multiply
+    is_compiled: bool = False  # compiled kernels multiply, on a CPU, and weights give rows of their matrices
 
     @property
     def name(self) -> str:
@@ -93,6 +96,7 @@ def choose_formats(
     quantization: str = "auto",
     stored: Collection[str] | None = (),
     dequantises: bool = False,
+    is_compiled: bool = False,
 ) -> WeightFormats:
     """Return the formats for the setting ``dtype`` on a device, see the table above.
 
@@ -103,6 +107,7 @@ def choose_formats(
         quantization: "fp8": matrices that the checkpoint keeps as plain numbers become FP8 as they are loaded
         stored: names of the tensors in the files, as transformers spells them; None: there are no files
         dequantises: what a GPU can't multiply becomes plain numbers, else it is an error
+        is_compiled: the device is a CPU that has compiled kernels, for `COMPILED_DTYPES`
 
     Raises:
         ModelLoadError: the checkpoint is quantised in a way that no format reads, or float16 was asked for on a CPU
@@ -113,6 +118,12 @@ def choose_formats(
     def quantised(plain: WeightFormat) -> QuantisedMatrices | None:
         return packed or _quantised(Asked({}, "", plain, device, stored, dequantises), hf_config or {}, quantization)
 
+    if is_compiled and dtype in COMPILED_DTYPES:
+        from .compiled import CompiledFormat
+
+        kept = torch.float32 if dtype == "float32" else torch.float16
+        plain = CompiledFormat(kept)
+        return WeightFormats(torch.float32, kept, plain, quantised(plain), policy=policy, is_compiled=True)
     if device.type == "cpu" and dtype in ("auto", "float16"):
         if float16_cpu.has_fbgemm():
             float16_cpu.float16_plan()  # now, while nothing else runs that would disturb its measurement

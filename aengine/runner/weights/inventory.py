@@ -83,7 +83,7 @@ def line_of(groups: list[TensorsOfAKind]) -> str:
 
 def _kind(matrix: str, places: list[Place], weights: WeightScope) -> str:
     if "embed" in matrix:
-        if len(places) > 1:
+        if len(places) > 1 or (weights.gives_rows and not any(name.startswith("lm_head.") for name in weights.places)):
             return "embeddings and head"
         return "embeddings" if weights.stage.is_first else "head"
     if matrix.endswith("lm_head"):
@@ -104,7 +104,7 @@ def _kept(
     plain, itemsize = _plain(formats), formats.table_dtype.itemsize
     if len(place.shape) < 2:
         return _Kept("", formats.dtype.itemsize, formats.dtype.itemsize)
-    if kind.startswith("embeddings"):
+    if kind.startswith("embeddings") and not formats.is_compiled:
         is_twice = kind == "embeddings and head" and isinstance(formats.plain, Float16Format)  # it is packed
         return _Kept(str(formats.table_dtype).removeprefix("torch."), itemsize + is_twice * plain.size, itemsize)
     form = formats.of(matrix)
@@ -123,7 +123,8 @@ def _kept(
 def _plain(formats: WeightFormats) -> _Kept:
     if isinstance(formats.plain, Float16Format):  # packed, and once more where that is faster for many rows
         return _Kept(formats.plain.name, 2 if float16_plan().large is None else 4, 2)
-    return _Kept(formats.plain.name, formats.dtype.itemsize, formats.dtype.itemsize)
+    itemsize = formats.table_dtype.itemsize  # that of the matrices, too, where they are plain
+    return _Kept(formats.plain.name, itemsize, itemsize)
 
 
 def _bytes_of_codes(form: WeightFormat, is_experts: bool, formats: WeightFormats) -> float:

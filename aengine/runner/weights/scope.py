@@ -20,6 +20,7 @@ from ..distributed.shares import Part, Share, VocabularyShare
 from ..distributed.stage import WHOLE, PipelineStage
 from .formats import WeightFormats
 from .quantised.matrices import UNQUANTISED
+from .step_rows import ROWS_UNSEEN
 from .weight import Drawn, NotMultiplied, RowTiledFormat, StoredTensor, WeightFormat
 
 __all__ = ["CheckpointNames", "Place", "WeightScope"]
@@ -136,11 +137,20 @@ class WeightScope:
 
     def format_of(self, name: str) -> WeightFormat:
         """The format of the matrix of this name. The table of embeddings is plain, also where it is the output matrix
-        alone, as on a pipeline's last stage."""
+        alone, as on a pipeline's last stage, unless rows can be taken of a weight."""
         full = self._prefix + name
-        form = self.formats.plain if full.endswith("embed_tokens") else self.formats.of(full)
+        form = self.formats.plain
+        if self.gives_rows or not full.endswith("embed_tokens"):
+            form = self.formats.of(full)
         policy = self.formats.policy
-        return self.formats.step_rows.around(full, RowTiledFormat(form, policy) if policy.batch_invariant else form)
+        is_tiled = policy.batch_invariant and not self.formats.is_compiled  # compiled kernels add up row by row
+        return self.formats.step_rows.around(full, RowTiledFormat(form, policy) if is_tiled else form)
+
+    @property
+    def gives_rows(self) -> bool:
+        """Whether weights give rows of their matrices (`Weight.rows`): a table of embeddings is a weight then."""
+        formats = self.formats
+        return formats.is_compiled and formats.step_rows is ROWS_UNSEEN and self.group.size == 1
 
     def tensors_of(
         self, name: str, form: WeightFormat, out_features: int, in_features: int, has_bias: bool

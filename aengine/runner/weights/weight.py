@@ -89,6 +89,10 @@ class Weight(ABC):
             else:
                 setattr(self, name, new)
 
+    def rows(self, ids: Tensor, scale: float) -> Tensor:
+        """``scale`` times the matrix' rows ``ids`` (int64 [n]) as numbers, [n, in_features], a new tensor."""
+        raise InternalError(f"{type(self).__name__} gives no rows")
+
     def after_norm(self, x: Tensor, norm: Norm, out_dtype: torch.dtype | None = None) -> Tensor:
         """The product by norm(x): [n, out_features] in x's dtype or ``out_dtype``, a new tensor."""
         return self.multiply(rms_norm(x, norm.weight, norm.eps)).to(out_dtype or x.dtype)

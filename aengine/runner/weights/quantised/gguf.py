@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -71,9 +71,11 @@ class GgufWeight(Weight):
 
 @dataclass(frozen=True, slots=True)
 class GgufFormat:
-    """Blocks of one of ggml's types; on a GPU one of `CODED_TYPES`."""
+    """Blocks of one of ggml's types; on a GPU one of `CODED_TYPES`. ``compiled``: what activations are for compiled
+    kernels of a CPU, which the type is one of; None: there are none."""
 
     type_code: int
+    compiled: Literal["int8", "float32"] | None = None
 
     @property
     def name(self) -> str:
@@ -91,6 +93,11 @@ class GgufFormat:
         """Raises ValueError: a scale is no number. ModelLoadError: the gguf package can't dequantise the type."""
         blocks, bias = tensors["weight"], tensors.get("bias")
         bias = None if bias is None else bias.float()
+        if self.compiled is not None:
+            from ....kernels.cpu.codes import pack
+            from ..compiled import CompiledWeight
+
+            return CompiledWeight(pack(self.name, blocks), bias, as_codes=self.compiled == "int8")
         if blocks.device.type != "cpu":
             return GroupedWeight(grouped_codes(blocks, self.type_code), bias)
         try:

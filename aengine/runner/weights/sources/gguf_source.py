@@ -3,10 +3,10 @@ blocks of the file, of which `GgufFormat` makes weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from ....checkpoint.gguf_file import GgufFile
 from ....errors import ModelLoadError
 from ..gguf_names import GgufNames
-from ..quantised.gguf import CODED_TYPES, GgufFormat, dequantised
+from ..quantised.gguf import GgufFormat, dequantised
 from .reading import Named, Source, Target, in_threads
 
 __all__ = ["GgufMatrices", "gguf_types", "read_gguf"]
@@ -29,15 +29,22 @@ class GgufMatrices(NamedTuple):
     formats: Mapping[str, GgufFormat]  # the keys are transformers' names
 
     @classmethod
-    def of_file(cls, path: str, names: GgufNames, *, as_codes: bool = False) -> GgufMatrices:
-        """``as_codes``: only those whose types a GPU multiplies as codes; others become numbers."""
+    def of_file(
+        cls,
+        path: str,
+        names: GgufNames,
+        types: Collection[str] | None = None,
+        compiled: Literal["int8", "float32"] | None = None,
+    ) -> GgufMatrices:
+        """``types``: names of those that are kept, others become numbers; None: all that have blocks. ``compiled``: see
+        `GgufFormat`."""
         formats = {}
         with GgufFile(path) as file:
             for tensor in file.tensors.values():
                 hf_name = names.hf_name(tensor.name)
-                is_kept = tensor.type.name in CODED_TYPES if as_codes else tensor.type.block_len > 1
+                is_kept = tensor.type.block_len > 1 and (types is None or tensor.type.name in types)
                 if isinstance(hf_name, str) and len(tensor.shape) == 2 and is_kept:
-                    formats[hf_name.removesuffix(".weight")] = GgufFormat(tensor.type_code)
+                    formats[hf_name.removesuffix(".weight")] = GgufFormat(tensor.type_code, compiled)
         return cls(formats)
 
     @property

@@ -1,0 +1,105 @@
+"""Matrices on a CPU that compiled kernels multiply (kernels/cpu/): packed in tiles, activations in float32.
+
+Of a GGUF's blocks the codes stay what they are, and activations become codes of 8 bits with a scale for each 32, row by
+row: what else is in a batch changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...kernels.activation import Activation, act_and_mul
+from ...kernels.cpu import ops
+from ...kernels.cpu.codes import Activations, PackedMatrix, activations, add_to, can_gate, embed, gated, multiply, pack
+from ...kernels.cpu.layouts import ROWS
+from ...kernels.rms_norm import add_rms_norm, rms_norm
+from .expert_weights import SeparateExperts
+from .float16_cpu import FLOAT16_MAX
+from .plain import plain_tensors
+from .weight import ExpertWeights, Norm, StoredTensor, Weight
+
+__all__ = ["CompiledFormat", "CompiledWeight"]
+
+
+class CompiledWeight(Weight):
+    """A packed matrix. Each verb is one kernel or two, and can be recorded."""
+
+    __slots__ = ("_as_codes", "_packed")
+
+    def __init__(self, packed: PackedMatrix, bias: Tensor | None, *, as_codes: bool) -> None:
+        """``as_codes``: activations become codes of 8 bits, which a matrix of codes can be multiplied with."""
+        self._packed, self._as_codes = packed, as_codes
+        self.bias = bias
+
+    def _activations(self, x: Tensor, norm: Norm | None = None) -> Activations:
+        if norm is not None and x.shape[1] % ROWS:
+            x, norm = rms_norm(x, norm.weight, norm.eps), None
+        own = None if norm is None else (norm.weight, norm.eps)
+        if not x.is_contiguous():
+            x = x.contiguous()
+        return activations(x, own, as_codes=self._as_codes)
+
+    def copy_from(self, other: Weight) -> None:
+        """See `Weight`: tapes hold addresses."""
+        assert isinstance(other, CompiledWeight) and other._packed.kind == self._packed.kind
+        self._packed.memory.copy_(other._packed.memory)
+        if self.bias is not None and other.bias is not None:
+            self.bias.copy_(other.bias)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        return multiply(self._packed, self._activations(x), self.bias)
+
+    def after_norm(self, x: Tensor, norm: Norm, out_dtype: torch.dtype | None = None) -> Tensor:
+        assert out_dtype in (None, torch.float32)
+        return multiply(self._packed, self._activations(x, norm), self.bias)
+
+    def gated_after_norm(self, x: Tensor, norm: Norm, activation: Activation = "silu") -> Tensor:
+        normed = self._activations(x, norm)
+        if can_gate(self._packed):
+            return gated(self._packed, normed, activation, self.bias)
+        gate_up = multiply(self._packed, normed, self.bias)
+        return (act_and_mul if gate_up.shape[1] % (2 * ROWS) else ops.act_and_mul)(gate_up, activation)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        add_to(residual, self._packed, self._activations(x), 1.0, self.bias)
+
+    def add_normed_to(self, residual: Tensor, x: Tensor, norm: Norm) -> None:
+        add_norm = add_rms_norm if residual.shape[1] % ROWS else ops.add_norm
+        add_norm(residual, self.multiply(x), norm.weight, norm.eps)
+
+    def add_scaled_to(self, residual: Tensor, x: Tensor, scale: float) -> None:
+        add_to(residual, self._packed, self._activations(x), scale, self.bias)
+
+    def rows(self, ids: Tensor, scale: float) -> Tensor:
+        """Return scale * the matrix' rows ``ids`` (int64 [n]) as numbers, float32 [n, in_features]."""
+        return embed(self._packed, ids, scale)
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledFormat:
+    """Plain numbers, in ``dtype``; with float16, bfloat16 stays what it is. Activations are numbers, too."""
+
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def tensors(self, out_features: int, in_features: int, has_bias: bool) -> list[StoredTensor]:
+        return plain_tensors(out_features, in_features, has_bias, torch.float32)
+
+    def make(self, tensors: Mapping[str, Tensor]) -> Weight:
+        weight, bias = tensors["weight"], tensors.get("bias")
+        if self.dtype == torch.float32:
+            weight = weight.float()
+        elif weight.dtype == torch.float32:
+            weight = weight.clamp(-FLOAT16_MAX, FLOAT16_MAX).half()
+        packed = pack(str(weight.dtype).removeprefix("torch."), weight)
+        return CompiledWeight(packed, None if bias is None else bias.float().contiguous(), as_codes=False)
+
+    def make_experts(self, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device) -> ExpertWeights:
+        return SeparateExperts(self.make, tensors)

@@ -1,0 +1,69 @@
+"""A decoder that runs as a tape of compiled ops, over a GGUF's own codes, on a CPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from scenarios import Engine
+
+from aengine.runner.graphs.tape_model import TapeModel
+
+pytest.importorskip("llvmlite")
+
+PROMPTS = [list(range(100, 100 + n)) for n in (1, 17, 40, 60)]
+
+
+@pytest.fixture(scope="module")
+def engine(short_model: str) -> Iterator[Engine]:
+    yield Engine(Path(short_model), dtype="auto")
+
+
+def test_a_gguf_runs_as_a_tape(engine: Engine) -> None:
+    engine.begin()
+    assert isinstance(engine.runner.model, TapeModel)
+    assert engine.model.offer["weight_format"] == "q4_1, q8_0"
+
+
+def test_tokens_are_the_same_alone_batched_in_chunks_and_after_a_preemption(engine: Engine) -> None:
+    engine.begin()
+    alone = [engine.generate([prompt])[0] for prompt in PROMPTS]
+    engine.begin()
+    assert engine.generate(PROMPTS) == alone
+    engine.begin(max_num_batched_tokens=7)
+    assert engine.generate(PROMPTS) == alone
+    engine.begin(num_blocks=engine.fewest_blocks(100, 7) + 2, max_num_batched_tokens=7)
+    assert engine.generate(PROMPTS) == alone
+
+
+def test_logits_are_near_those_of_the_numbers(engine: Engine, short_model: str) -> None:
+    """Activations have 8 bits for each 32; what llama.cpp does."""
+    exact = Engine(Path(short_model), dtype="float32", enforce_eager=True)
+    found = []
+    for one in (exact, engine):
+        one.begin()
+        one.generate([PROMPTS[-1]], max_tokens=1)
+        hidden = torch.randn(8, 576, generator=torch.Generator().manual_seed(1))
+        found.append(one.runner.model.compute_logits(hidden))
+    error = (found[0] - found[1]).norm() / found[0].norm()
+    assert error < 0.01
+
+
+def test_what_is_too_large_for_the_tape_runs_op_by_op(short_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Engine(Path(short_model), dtype="auto", max_num_batched_tokens=16)
+    small.begin(max_num_batched_tokens=16)
+    expected = small.generate(PROMPTS)
+    small.begin(max_num_batched_tokens=512)
+    assert small.generate(PROMPTS) == expected
+
+
+def test_why_a_model_runs_op_by_op_is_logged(short_model: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "aengine.runner")
+    engine = Engine(Path(short_model), dtype="auto", kv_cache_dtype="fp8")
+    engine.begin()
+    assert not isinstance(engine.runner.model, TapeModel)
+    assert "the model runs op by op: attention of" in caplog.text
+    assert len(engine.generate(PROMPTS[:2])[0]) > 0
