@@ -90,12 +90,13 @@ class EngineConfig:
     """Run Python code that lies beside the model's weights, where neither aengine nor transformers has the model. Read
     it first: it may do whatever the worker process may."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Number format of weights, activations and KV. "auto": the checkpoint's on a GPU, the fastest lossless enough on a
-    CPU."""
+    """Number format of weights, activations and KV. "auto": the checkpoint's on a GPU; on a CPU 16-bit weights, or a
+    GGUF's own codes with activations of 8 bits where they are multiplied, and the rest in float32."""
     quantization: Literal["auto", "gguf", "fp8"] = "auto"
-    """What matrices are kept in. "auto": as the checkpoint's quantization_config says; those of a GGUF become numbers
-    of dtype as they are loaded. "gguf": a GGUF's matrices stay in their own types, on a CPU as blocks, which is slower,
-    on a GPU as codes: for models that are too large otherwise. "fp8": on a GPU, 16-bit weights become FP8 with a scale
+    """What matrices are kept in. "auto": as the checkpoint's quantization_config says; those of a GGUF stay in their
+    own types on a CPU with compiled kernels and dtype="auto", else they become numbers of dtype as they are loaded.
+    "gguf": they stay in their own types whatever the dtype, on a GPU as codes, on a CPU without compiled kernels as
+    blocks, which is slower. "fp8": on a GPU, 16-bit weights become FP8 with a scale
     a row as they are loaded: half the memory, and faster."""
     on_unsupported_format: Literal["error", "dequantise"] = "error"
     """What happens to a quantised matrix whose codes the GPU can't multiply: "error": a ModelLoadError that names it.
