@@ -84,6 +84,10 @@ WITH_IO_FILES = {
 }
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seed", type=int, help="of the random numbers of `rng`: the one that was printed with a failure")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """In `make test`, workers of models on the CPU are forks of one process that has imported torch."""
     if "not extended" in config.option.markexpr and not HAS_GPU:
@@ -200,9 +204,11 @@ def few_idle_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> random.Random:
-    """Fresh random numbers; the seed is printed with a failure."""
-    seed = random.SystemRandom().getrandbits(32)
-    print(f"seed of {request.node.name}: {seed}")
+    """Fresh random numbers, or those of `pytest --seed`; the seed is printed with a failure."""
+    seed = request.config.getoption("--seed")
+    if seed is None:
+        seed = random.SystemRandom().getrandbits(32)
+    print(f"again: pytest --seed {seed} '{request.node.nodeid}'")
     return random.Random(seed)
 
 
