@@ -17,7 +17,7 @@ Kernels are named "product", the weights' kind, what activations are, and what b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -52,10 +52,11 @@ class Operands:
     meta: Value
     tile: Value
     size: Value
+    rows: Sequence[Value] = ()  # the numbers (int64) of the rows of x, meta
 
 
-_WriteRows = Callable[[Function, Target, Operands, int], list[Value]]
-"""Writes the product of a number of rows with a tile: sums [16] of each."""
+_WriteRows = Callable[[Function, Target, Operands], list[Value]]
+"""Writes the product of some rows with a tile: sums [16] of each."""
 
 
 @contextmanager
@@ -97,16 +98,16 @@ def _prefetch(f: Function, place: Value, num_bytes: int) -> None:
         f.prefetch(place + (_PREFETCHED + ahead))
 
 
-def _int8_rows(f: Function, target: Target, of: Operands, rows: int, *, layout: Layout) -> list[Value]:
-    sums = [f.variable(_FLOATS, 0.0) for _ in range(rows)]
+def _int8_rows(f: Function, target: Target, of: Operands, *, layout: Layout) -> list[Value]:
+    sums = [f.variable(_FLOATS, 0.0) for _ in of.rows]
     with blocks(f, layout, of) as (i, block, head):
         _prefetch(f, block, layout.block_bytes)
         codes = unpacked(f, target, layout, block)
         scales, minimum = read_scales(f, layout, block, head)
         part = len(codes) // len(scales)
-        for row, total in enumerate(sums):
-            x = of.x + (i * BLOCK + of.size * (BLOCK * row))
-            meta = of.meta + (i * _META + of.size * (_META * row))
+        for row, total in zip(of.rows, sums, strict=True):
+            place = row * of.size + i
+            x, meta = of.x + place * BLOCK, of.meta + place * _META
             own_scale = f.load(F32, meta)
             sums_of_x = [f.load(I32, meta + 8)]
             if len(scales) == 2:
@@ -136,15 +137,15 @@ class _TwoSums:
         return self._sums[0].get() + self._sums[1].get()
 
 
-def _float32_rows(f: Function, target: Target, of: Operands, rows: int, *, layout: Layout) -> list[Value]:
-    sums = [_TwoSums(f) for _ in range(rows)]
+def _float32_rows(f: Function, target: Target, of: Operands, *, layout: Layout) -> list[Value]:
+    sums = [_TwoSums(f) for _ in of.rows]
     with blocks(f, layout, of) as (i, block, head):
         _prefetch(f, block, layout.block_bytes)
         scales, minimum = read_scales(f, layout, block, head)
         offsets = [scale * float(-layout.zero) for scale in scales]
         if minimum is not None:
             offsets = [offset + minimum for offset in offsets] if layout.zero else [minimum]
-        own_x = [of.x + (i * 4 * BLOCK + of.size * (4 * BLOCK * row)) for row in range(rows)]
+        own_x = [of.x + (row * of.size + i) * (4 * BLOCK) for row in of.rows]
         for g, four in enumerate(unpacked(f, target, layout, block)):
             part = g * len(scales) // (BLOCK // 4)
             for j in range(4):
@@ -154,14 +155,14 @@ def _float32_rows(f: Function, target: Target, of: Operands, rows: int, *, layou
     return [total.get() for total in sums]
 
 
-def _number_rows(f: Function, target: Target, of: Operands, rows: int, *, kind: str) -> list[Value]:
-    sums = [_TwoSums(f) for _ in range(rows)]
+def _number_rows(f: Function, target: Target, of: Operands, *, kind: str) -> list[Value]:
+    sums = [_TwoSums(f) for _ in of.rows]
     row_bytes = ROWS * NUMBERS[kind]
 
     def multiply(i: Value, columns: int) -> None:
         place = of.tile + i * row_bytes
         _prefetch(f, place, columns * row_bytes)
-        own_x = [of.x + (i * 4 + of.size * (4 * row)) for row in range(rows)]
+        own_x = [of.x + (row * of.size + i) * 4 for row in of.rows]
         for column in range(columns):
             weights = _numbers(f, kind, place + row_bytes * column)
             for total, x in zip(sums, own_x, strict=True):
@@ -204,21 +205,28 @@ def _tile(f: Function, target: Target, multiply: _Multiply) -> None:
 
     def multiply_rows(count: int) -> None:
         begin = done.get()
-        place = begin * f.size
-        of = Operands(f.x + place * multiply.x_bytes, f.meta + place * _META, f.tile, f.size)
-        for i, total in enumerate(multiply.write(f, target, of, count)):
+        rows = [f.smaller(begin + i, f.rows - 1) for i in range(count)]
+        of = Operands(f.x, f.meta, f.tile, f.size, rows)
+        for i, total in enumerate(multiply.write(f, target, of)):
             f.store(total, f.out + (begin * (4 * ROWS) + 4 * ROWS * i))
         done.set(begin + count)
 
     wide, narrow = multiply.most_rows
-    count = wide if target.has("avx512f") else narrow
+    most = wide if target.has("avx512f") else narrow
     with f.repeat() as few_left:
-        f.leave(few_left, f.rows - done.get() < count)
-        multiply_rows(count)
+        f.leave(few_left, f.rows - done.get() < _worth(most))
+        multiply_rows(most)
+    count = most
     while count > 1:
         count //= 2
-        with f.when(f.rows - done.get() >= count):
+        with f.when(f.rows - done.get() >= _worth(count)):
             multiply_rows(count)
+
+
+def _worth(count: int) -> int:
+    """From how many rows on ``count`` are multiplied at once, the last one perhaps twice: that is faster than all but one
+    by fewer at once."""
+    return count - 1 if count > 2 else count
 
 
 def _sigmoid(f: Function, x: Value) -> Value:
