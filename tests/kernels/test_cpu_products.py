@@ -31,6 +31,8 @@ FLOAT16_AT: dict[str, tuple[int, ...]] = {
     "q5_0": (0,),
     "q5_1": (0, 2),
     "q8_0": (0,),
+    "q2_k": (80, 82),
+    "q3_k": (108,),
     "q4_k": (0, 2),
     "q5_k": (0, 2),
     "q6_k": (208,),
@@ -41,7 +43,7 @@ FLOAT16_AT: dict[str, tuple[int, ...]] = {
 """Where blocks of GGUF's types have float16 numbers."""
 KINDS = [*FLOAT16_AT, "int8"]
 NUMBERS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-K_QUANTS = ("q4_k", "q5_k", "q6_k", "iq4_xs")
+K_QUANTS = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_xs")
 
 
 def matrix(kind: str, out_features: int, in_features: int) -> tuple[PackedMatrix, Tensor]:

@@ -25,7 +25,9 @@ def test_rows_of_codes(kind: str) -> None:
         blocks = gguf.quants.quantize(np.random.randn(77, 512).astype(np.float32), type_)
     else:  # random codes with scales of 1
         blocks = np.random.randint(0, 256, (77, 512 // length, num_bytes), np.uint8)
-        for place in {"q6_k": (208,), "iq4_nl": (0,), "iq4_xs": (0,)}.get(kind, (0, 2)):
+        for place in {"q2_k": (80, 82), "q3_k": (108,), "q6_k": (208,), "iq4_nl": (0,), "iq4_xs": (0,)}.get(
+            kind, (0, 2)
+        ):
             blocks[..., place : place + 2] = np.array([1], np.float16).view(np.uint8)
         blocks = blocks.reshape(77, -1)
     stored = torch.from_numpy(blocks).reshape(77, -1, num_bytes)

@@ -4,13 +4,11 @@ A matrix is divided into tiles of 16 output features, beginning at multiples of 
 zeros. Weights of 16 and of 32 bits lie as [in_features, 16] of each tile. Codes lie in blocks of 32 columns, one after
 another along the input features:
 
-    codes     8 bits: 8 vectors of 64 bytes. Vector g has columns 4g to 4g + 3: those of row 0, of row 1, and so on
-              4 bits: 4 vectors, whose low halves are vectors 0 to 3 of these, and whose high halves are 4 to 7
-              5 bits: these, and a vector whose bit g is the highest one of vector g's codes
-              6 bits: these, and two vectors: bits 2i and 2i + 1 of the first are the highest of vector i's codes, those
-              of the second the highest of vector i + 4's
+    codes     8 bits: 8 vectors of 64 bytes. Vector g has columns 4g to 4g + 3: those of row 0, of row 1, and so on.
+              Fewer are divided into planes: the lowest 4 bits, or 2 of 2 and of 3; then what is left. A plane of n bits
+              is n vectors, whose bytes have those of 8 / n vectors after each other, lowest bits first
     scales    one a row, or one of a row's first 16 columns, and one of the others
-    minima    one a row, if there are any
+    minima    as many, if there are any
 
 A head lies before the blocks that share it, and has float16 factors of their scales and minima, or these themselves, of
 one or more blocks, or of all of a tile. A weight is scale * (code - zero) + minimum.
@@ -41,7 +39,7 @@ class Layout:
     """``scale``: "float16"; "integer", int8 that a head's factor is multiplied by; "exponent", 2 ^ (uint8 - 128);
     "head", a head's float32. ``values``: what codes stand for, less ``zero``."""
 
-    bits: Literal[4, 5, 6, 8]
+    bits: Literal[2, 3, 4, 5, 6, 8]
     scale: Literal["float16", "integer", "exponent", "head"] = "float16"
     zero: int = 0
     has_minimum: bool = False
@@ -49,6 +47,11 @@ class Layout:
     values: tuple[int, ...] | None = None
     blocks_of_head: int = 1
     """Blocks after each head; 0: all of a tile."""
+
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """Bits of each plane of codes."""
+        return {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}[self.bits]
 
     @property
     def code_bytes(self) -> int:
@@ -61,12 +64,12 @@ class Layout:
 
     @property
     def block_bytes(self) -> int:
-        return self.code_bytes + self.scale_bytes * (self.num_scales + self.has_minimum)
+        return self.code_bytes + self.scale_bytes * self.num_scales * (1 + self.has_minimum)
 
     @property
     def head_bytes(self) -> int:
         if self.scale == "head":
-            return 4 * ROWS * (self.num_scales + self.has_minimum)
+            return 4 * ROWS * self.num_scales * (1 + self.has_minimum)
         return 2 * ROWS * (1 + self.has_minimum) if self.scale == "integer" else 0
 
     @property
@@ -104,6 +107,8 @@ LAYOUTS: dict[str, Layout] = {
     "q5_0": Layout(5, zero=16),
     "q5_1": Layout(5, has_minimum=True),
     "q8_0": Layout(8, zero=128),
+    "q2_k": Layout(2, "integer", has_minimum=True, num_scales=2, blocks_of_head=8),
+    "q3_k": Layout(3, "integer", zero=4, num_scales=2, blocks_of_head=8),
     "q4_k": Layout(4, "integer", has_minimum=True, blocks_of_head=8),
     "q5_k": Layout(5, "integer", has_minimum=True, blocks_of_head=8),
     "q6_k": Layout(6, "integer", zero=32, num_scales=2, blocks_of_head=8),
@@ -123,23 +128,22 @@ _FLIP = -0x7F7F7F80  # 0x80 in each byte of an int32
 
 def unpacked(f: Function, target: Target, layout: Layout, block: Value) -> list[Value]:
     """The codes of a block, 8 vectors of 16 words: four bytes each, of a row's columns 4g to 4g + 3."""
-    if layout.bits == 8:
-        return [f.load(_WORDS, block + 64 * i) for i in range(8)]
-    packed = [f.load(_WORDS, block + 64 * i) for i in range(4)]
-    codes = [part & 0x0F0F0F0F for part in packed] + [(part >> 4) & 0x0F0F0F0F for part in packed]
-    if layout.values is not None:
-        table = [value + layout.zero for value in layout.values]
-        return [_looked_up(f, target, table, four) for four in codes]
-    if layout.bits == 4:
+    codes: list[Value] = []
+    below = 0
+    for width in layout.planes:
+        plane = [f.load(_WORDS, block + 64 * (below + i)) for i in range(width)]
+        if width == 8:
+            return plane
+        mask = 0x01010101 * (2**width - 1) << below
+        for g in range(8):
+            own, shift = plane[g * width // 8], g * width % 8 - below
+            part = (own >> shift if shift >= 0 else own << -shift) & mask
+            codes[g : g + 1] = [codes[g] | part if below else part]
+        below += width
+    if layout.values is None:
         return codes
-    high_bits, per_vector = layout.bits - 4, 8 // (layout.bits - 4)
-    mask = 0x10101010 * (2**high_bits - 1)
-    high = [f.load(_WORDS, block + (256 + 64 * i)) for i in range(high_bits)]
-    for g, four in enumerate(codes):
-        shift = high_bits * (g % per_vector) - 4
-        own = high[g // per_vector]
-        codes[g] = four | ((own >> shift if shift >= 0 else own << -shift) & mask)
-    return codes
+    table = [value + layout.zero for value in layout.values]
+    return [_looked_up(f, target, table, four) for four in codes]
 
 
 def _looked_up(f: Function, target: Target, table: list[int], four: Value) -> Value:

@@ -64,6 +64,14 @@ def _shifted(f: Function, place: Value, bits: Value) -> Value:
     return f.load(_BYTES, place) >> f.narrowed(bits, I8)
 
 
+def _codes_2_k(f: Function, block: Value, index: Value, *, begin: int = 16) -> Value:
+    return _shifted(f, block + ((index >> 2) * 32 + begin), (index & 3) * 2) & 3
+
+
+def _codes_3_k(f: Function, block: Value, index: Value) -> Value:
+    return _codes_2_k(f, block, index, begin=32) | (_shifted(f, block, index) & 1) << 2
+
+
 def _codes_4_k(f: Function, block: Value, index: Value, *, begin: int) -> Value:
     return _shifted(f, block + ((index >> 1) * 32 + begin), (index & 1) * 4) & 15
 
@@ -96,6 +104,12 @@ def _move_nothing(f: Function, layout: Layout, block: Value, head: Value, row: V
     pass
 
 
+def _move_factors(f: Function, block: Value, begin: int, head: Value, row: Value) -> None:
+    """d, and dmin, whose sign changes."""
+    _move(f, I16, block, begin, head + row * 2)
+    f.store(f.load(I16, block + (begin + 2)) ^ -(2**15), head + (row * 2 + 2 * ROWS))
+
+
 def _store_integers(f: Function, layout: Layout, head: Value, row: Value, index: int, numbers: list[Value]) -> None:
     """Store a block's scales and minima of a row, int8."""
     begin = layout.head_bytes + layout.block_bytes * index + layout.code_bytes
@@ -103,10 +117,30 @@ def _store_integers(f: Function, layout: Layout, head: Value, row: Value, index:
         f.store(number, head + (row + (begin + ROWS * i)))
 
 
+def _move_2_k(f: Function, layout: Layout, block: Value, head: Value, row: Value) -> None:
+    """16 bytes, a scale in the lower half of each and a minimum in the higher one; d, dmin, whose sign changes."""
+    _move_factors(f, block, 80, head, row)
+    for i in range(8):
+        both = [f.load(I8, block + (2 * i + j)) for j in range(2)]
+        _store_integers(f, layout, head, row, i, [own & 15 for own in both] + [own >> 4 for own in both])
+
+
+def _move_3_k(f: Function, layout: Layout, block: Value, head: Value, row: Value) -> None:
+    """16 scales of 6 bits, less 32: 8 bytes of lower halves, and 4 bytes of the highest two bits."""
+    _move(f, I16, block, 108, head + row * 2)
+
+    def scale(i: int) -> Value:
+        low = f.load(I8, block + (96 + i % 8)) >> 4 * (i // 8) & 15
+        high = f.load(I8, block + (104 + i % 4)) >> 2 * (i // 4) & 3
+        return (low | high << 4) - 32
+
+    for i in range(8):
+        _store_integers(f, layout, head, row, i, [scale(2 * i), scale(2 * i + 1)])
+
+
 def _move_k(f: Function, layout: Layout, block: Value, head: Value, row: Value) -> None:
     """d, dmin, whose sign changes, and 12 bytes: scales and minima of 6 bits, see quantised/gguf.py."""
-    _move(f, I16, block, 0, head + row * 2)
-    f.store(f.load(I16, block + 2) ^ -(2**15), head + (row * 2 + 2 * ROWS))
+    _move_factors(f, block, 0, head, row)
     packed = [f.load(I8, block + (4 + i)) for i in range(12)]
     for i in range(4):
         scale, minimum, low = packed[i], packed[i + 4], packed[i + 8]
@@ -136,6 +170,8 @@ _GGUF = {
     "q5_0": Source(22, 1, partial(_codes_5, begin=2), _move_simple),
     "q5_1": Source(24, 1, partial(_codes_5, begin=4), _move_simple),
     "q8_0": Source(34, 1, partial(_codes_8, begin=2), _move_simple),
+    "q2_k": Source(84, 8, _codes_2_k, _move_2_k),
+    "q3_k": Source(110, 8, _codes_3_k, _move_3_k),
     "q4_k": Source(144, 8, partial(_codes_4_k, begin=16), _move_k),
     "q5_k": Source(176, 8, _codes_5_k, _move_k),
     "q6_k": Source(210, 8, _codes_6_k, _move_6_k),
@@ -169,21 +205,18 @@ def _store_codes(f: Function, layout: Layout, rows: list[Value], block: Value) -
     """Store the codes of 16 rows, each 32 bytes, as those of a block."""
     words = [f.cast(row, I32 * 8) for row in rows]
     vectors = _transposed(f, [f.shuffle(a, b, range(16)) for a, b in zip(words[::2], words[1::2], strict=True)], 16)
-    if layout.bits == 8:
-        packed = vectors
-    else:
-        low = [vector & 0x0F0F0F0F for vector in vectors]
-        packed = [a | b << 4 for a, b in zip(low[:4], low[4:], strict=True)]
-        width = layout.bits - 4
-        for begin in range(0, 8 * width, 8):  # a plane: the high bits of 8 / width vectors
-            own = vectors[begin // width : (begin + 8) // width] if width else []
-            parts = [(vector >> 4 & 0x01010101 * (2**width - 1)) << width * i for i, vector in enumerate(own)]
-            plane = parts[0]
-            for part in parts[1:]:
-                plane = plane | part
-            packed.append(plane)
-    for i, vector in enumerate(packed):
-        f.store(vector, block + 64 * i)
+    place, below = block, 0
+    for width in layout.planes:
+        mask, each = 0x01010101 * (2**width - 1), 8 // width
+        for begin in range(0, 8, each):
+            plane = vectors[begin]
+            if width < 8:
+                plane = vectors[begin] >> below & mask
+                for i in range(1, each):
+                    plane = plane | (vectors[begin + i] >> below & mask) << width * i
+            f.store(plane, place)
+            place = place + 64
+        below += width
 
 
 def _pack_codes(f: Function, target: Target, *, source: Source, layout: Layout) -> None:

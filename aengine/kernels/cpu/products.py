@@ -75,22 +75,22 @@ def blocks(f: Function, layout: Layout, of: Operands) -> Iterator[tuple[Value, V
             yield i, head + layout.head_bytes, head if each else of.tile
 
 
-def read_scales(f: Function, layout: Layout, block: Value, head: Value) -> tuple[list[Value], Value | None]:
-    """The scales of a block's rows, one or two, and their minima, float32."""
-    numbers, size = [], layout.scale_bytes
-    for i in range(layout.num_scales + layout.has_minimum):
+def read_scales(f: Function, layout: Layout, block: Value, head: Value) -> tuple[list[Value], list[Value]]:
+    """The scales of a block's rows, one or two, and as many minima, or none; float32."""
+    numbers, size, count = [], layout.scale_bytes, layout.num_scales
+    for i in range(count * (1 + layout.has_minimum)):
         place = block + (layout.code_bytes + size * i)
         if layout.scale == "head":
             numbers.append(f.load(_FLOATS, head + 4 * ROWS * i))
         elif layout.scale == "float16":
             numbers.append(f.float32(f.load(F16 * ROWS, place)))
         elif layout.scale == "integer":
-            factor = f.float32(f.load(F16 * ROWS, head + 2 * ROWS * (i if layout.has_minimum else 0)))
+            factor = f.float32(f.load(F16 * ROWS, head + 2 * ROWS * (i // count)))
             numbers.append(factor * f.float32(f.widened(f.load(I8 * ROWS, place), I32 * ROWS)))
         else:
             exponent = f.widened(f.load(I8 * ROWS, place), I32 * ROWS, signed=False)
             numbers.append(f.cast(exponent << 23, _FLOATS) * 0.5)
-    return numbers[: layout.num_scales], numbers[-1] if layout.has_minimum else None
+    return numbers[:count], numbers[count:]
 
 
 def _prefetch(f: Function, place: Value, num_bytes: int) -> None:
@@ -103,7 +103,7 @@ def _int8_rows(f: Function, target: Target, of: Operands, *, layout: Layout) -> 
     with blocks(f, layout, of) as (i, block, head):
         _prefetch(f, block, layout.block_bytes)
         codes = unpacked(f, target, layout, block)
-        scales, minimum = read_scales(f, layout, block, head)
+        scales, minima = read_scales(f, layout, block, head)
         part = len(codes) // len(scales)
         for row, total in zip(of.rows, sums, strict=True):
             place = row * of.size + i
@@ -117,8 +117,9 @@ def _int8_rows(f: Function, target: Target, of: Operands, *, layout: Layout) -> 
                 own_codes = codes[j * part : (j + 1) * part]
                 whole = dot(f, target, layout, own_codes, x + 4 * part * j, sums_of_x[j])
                 total.set(f.fma(f.float32(whole) * own_scale, scale, total.get()))
-            if minimum is not None:
-                total.set(f.fma(minimum, f.load(F32, meta + 4), total.get()))
+            scaled = [f.load(F32, meta + 4)] if len(minima) == 1 else [f.float32(s) * own_scale for s in sums_of_x]
+            for minimum, sum_of_x in zip(minima, scaled, strict=False):
+                total.set(f.fma(minimum, sum_of_x, total.get()))
     return [total.get() for total in sums]
 
 
@@ -141,10 +142,10 @@ def _float32_rows(f: Function, target: Target, of: Operands, *, layout: Layout) 
     sums = [_TwoSums(f) for _ in of.rows]
     with blocks(f, layout, of) as (i, block, head):
         _prefetch(f, block, layout.block_bytes)
-        scales, minimum = read_scales(f, layout, block, head)
+        scales, minima = read_scales(f, layout, block, head)
         offsets = [scale * float(-layout.zero) for scale in scales]
-        if minimum is not None:
-            offsets = [offset + minimum for offset in offsets] if layout.zero else [minimum]
+        if minima:
+            offsets = [a + b for a, b in zip(offsets, minima, strict=True)] if layout.zero else minima
         own_x = [of.x + (row * of.size + i) * (4 * BLOCK) for row in of.rows]
         for g, four in enumerate(unpacked(f, target, layout, block)):
             part = g * len(scales) // (BLOCK // 4)
@@ -224,8 +225,8 @@ def _tile(f: Function, target: Target, multiply: _Multiply) -> None:
 
 
 def _worth(count: int) -> int:
-    """From how many rows on ``count`` are multiplied at once, the last one perhaps twice: that is faster than all but one
-    by fewer at once."""
+    """From how many rows on ``count`` are multiplied at once, the last one perhaps twice: that is faster than some at
+    once, and then the others."""
     return count - 1 if count > 2 else count
 
 

@@ -22,11 +22,11 @@ def _embed(f: Function, target: Target, *, layout: Layout) -> None:
     of = Operands(out, out, f.address(f.words, 1) + own // ROWS * tile_bytes, size // BLOCK)
     with blocks(f, layout, of) as (i, block, head):
         codes = unpacked(f, target, layout, block)
-        scales, minimum = read_scales(f, layout, block, head)
+        scales, minima = read_scales(f, layout, block, head)
         part = len(codes) // len(scales)
-        add = f.number(F32, 0.0) if minimum is None else f.lane(minimum, lane) * factor
         for g, words in enumerate(codes):
             scale, word = f.lane(scales[g // part], lane) * factor, f.lane(words, lane)
+            add = f.lane(minima[g // part], lane) * factor if minima else f.number(F32, 0.0)
             for j in range(4):
                 code = f.float32(((word >> 8 * j) & 0xFF) - layout.zero)
                 f.store(f.fma(code, scale, add), out + (i * (4 * BLOCK) + 16 * g + 4 * j))
