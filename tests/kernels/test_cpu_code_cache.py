@@ -19,6 +19,7 @@ pytest.importorskip("llvmlite")
 
 from aengine.kernels.cpu import code_cache, library, target
 from aengine.kernels.cpu.code_cache import MOST_FILES, CodeCache, code_key, digest_of_sources
+from aengine.runner.platforms import cpu
 
 KEY, CODE = "a" * 64, bytes(range(256)) * 9
 
@@ -198,6 +199,16 @@ def test_a_processor_without_vectors_says_so(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_system_where_memory_can_not_become_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target.ctypes, "CDLL", lambda name: SimpleNamespace(mprotect=lambda *args: -1))
     assert "MemoryDenyWriteExecute=no" in (reason(monkeypatch) or "")
+
+
+def test_a_worker_without_kernels_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cpu, "unavailable", lambda: "llvmlite is not installed: pip install 'aengine-llm[cpu]'")
+    platform = cpu.CpuPlatform()
+    platform.open()
+    assert not platform.compiled_types
+    assert len(caplog.messages) == 1 and "pip install 'aengine-llm[cpu]'" in caplog.messages[0]
 
 
 def test_asking_what_kernels_are_for_does_not_load_llvm() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,6 +21,8 @@ from ..model_config import ModelConfig
 from .platform import DeviceMemory, Event, Graph, Platform, Unavailable
 
 __all__ = ["CpuPlatform"]
+
+logger = logging.getLogger("aengine.runner")
 
 
 class CpuPlatform:
@@ -40,7 +43,9 @@ class CpuPlatform:
         pass
 
     def open(self) -> None:
-        if unavailable() is None:
+        if reason := unavailable():
+            logger.info("torch computes, as there are no compiled kernels, which are faster: %s", reason)
+        else:
             from ...kernels.cpu.library import set_num_threads
 
             set_num_threads(torch.get_num_threads())

@@ -55,13 +55,14 @@ def probe(model: EngineConfig | None = None) -> dict[str, Any]:
         "compiler_problem": unavailable() or "",
     }
     if not report["compiler_problem"]:
-        report["compiler"] = f"llvmlite {importlib.metadata.version('llvmlite')}; {', '.join(instructions())}"
-    found = CudaPlatform.find("cuda")
-    if isinstance(found, Unavailable):
-        report["gpu_problem"] = found.reason
+        found = f"llvmlite {importlib.metadata.version('llvmlite')}; {', '.join(instructions())}"
+        report["compiler"] = f"{found}: a GGUF's matrices stay its codes, which are fewer bytes than 16 bits"
+    gpu = CudaPlatform.find("cuda")
+    if isinstance(gpu, Unavailable):
+        report["gpu_problem"] = gpu.reason
         report["choices"] = _cpu_choices(config, report)
     else:
-        report["choices"] = _gpu_choices(config, found, report)
+        report["choices"] = _gpu_choices(config, gpu, report)
     if model is not None:
         try:
             report["model"] = estimate(model)
@@ -71,15 +72,16 @@ def probe(model: EngineConfig | None = None) -> dict[str, Any]:
 
 
 def _cpu_choices(config: EngineConfig, report: dict[str, Any]) -> dict[str, Any]:
+    is_compiled = not report["compiler_problem"]
     choices = {
         "device": "cpu",
         "threads": torch.get_num_threads(),
-        "attention": "torch",
+        "attention": "compiled kernels" if is_compiled else "torch",
         "kv_cache_bytes": min(CPU_DEFAULT, report["free_memory"] // 4),
     }
     try:
-        formats = choose_formats(config.dtype, torch.device("cpu"))
-        if formats.name == "float16":
+        formats = choose_formats(config.dtype, torch.device("cpu"), is_compiled=is_compiled)
+        if formats.name == "float16" and not is_compiled:
             report["matrix_units"] = float16_plan().large is not None
     except RuntimeError as error:
         report["cpu_problem"] = str(error).splitlines()[0]
