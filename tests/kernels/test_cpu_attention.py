@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,8 +16,8 @@ pytest.importorskip("llvmlite")
 import llvmlite.binding as llvm
 
 from aengine.kernels import write_qkv as reference
-from aengine.kernels.cpu import tape
-from aengine.kernels.cpu.code_cache import CodeCache
+from aengine.kernels.cpu import ops, tape
+from aengine.kernels.cpu.code_cache import CodeCache, code_cache
 from aengine.kernels.cpu.compiled import compile_module
 from aengine.kernels.cpu.emit import Module
 from aengine.kernels.cpu.library import Library, write_kernels
@@ -46,7 +47,8 @@ class Batch:
         self, rng: random.Random, gen: torch.Generator, shape: Shape, dtype: torch.dtype = torch.float32
     ) -> None:
         self.shape, self.size = shape, rng.choice((1, 3, 16, 24, 32))
-        self.lens = [(rng.choice((1, rng.randint(2, 40))), rng.choice((0, rng.randint(1, 60)))) for _ in range(5)]
+        olds = 0, rng.randint(1, 60), rng.randint(200, 700)
+        self.lens = [(rng.choice((1, rng.randint(2, 40))), rng.choice(olds)) for _ in range(5)]
         heads, kv_heads, dim = shape
         blocks = [-(-(new + old) // self.size) for new, old in self.lens]
         width = max(blocks) + 2
@@ -111,9 +113,19 @@ def test_attend(rng: random.Random, gen: torch.Generator, dtype: torch.dtype) ->
         torch.testing.assert_close(out, wanted, rtol=2e-5, atol=2e-5)
 
 
+@pytest.fixture
+def three_threads() -> Iterator[Library]:
+    """Few tokens' keys are divided among several chunks."""
+    own = Library(host(), 3, code_cache())
+    yield own
+    own.team.close()
+
+
 @pytest.mark.parametrize("group", [1, 3, 16])
-def test_a_token_has_the_same_bits_in_any_batch(rng: random.Random, gen: torch.Generator, group: int) -> None:
-    """Alone as a decode, or anywhere in a prompt, of which any part may be computed together."""
+def test_a_token_has_the_same_bits_in_any_batch(
+    rng: random.Random, gen: torch.Generator, three_threads: Library, monkeypatch: pytest.MonkeyPatch, group: int
+) -> None:
+    """Alone as a decode, or anywhere in a prompt, of which any part may be computed together, by any threads."""
     batch = Batch(rng, gen, Shape(2 * group, 2, 32))
     how = scores(rng, gen, 2 * group)
     write_qkv(batch.qkv, batch.positions, batch.slots, None, None, 2 * group, batch.cache)
@@ -124,10 +136,14 @@ def test_a_token_has_the_same_bits_in_any_batch(rng: random.Random, gen: torch.G
 
     count = len(batch.qkv)
     whole = of(0, count)
-    assert torch.equal(torch.cat([of(i, i + 1) for i in range(count)]), whole)
+    for module in (tape, ops):
+        monkeypatch.setattr(module, "library", lambda: three_threads)
+    for _ in range(2):
+        assert torch.equal(torch.cat([of(i, i + 1) for i in range(count)]), whole)
     for _ in range(5):
         begin, end = sorted(rng.sample(range(count + 1), 2))
         assert torch.equal(of(begin, end), whole[begin:end])
+    assert torch.equal(of(0, min(16, count)), whole[:16])
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -138,8 +154,8 @@ def test_write_qkv(rng: random.Random, gen: torch.Generator, interleaved: bool, 
         batch = Batch(rng, gen, shape, dtype)
         batch.slots[rng.randrange(len(batch.slots))] = -1
         half = rng.randint(1, shape.dim // 2)
-        table = torch.randn(100, 2 * half, generator=gen)
-        query_scale = rng.choice((None, torch.rand(100, generator=gen)))
+        table = torch.randn(750, 2 * half, generator=gen)
+        query_scale = rng.choice((None, torch.rand(750, generator=gen)))
         rope = rng.choice((None, Rope(table, interleaved, query_scale)))
         weights = torch.randn(2, shape.dim, generator=gen)
         norms = rng.choice((None, HeadNorms(weights[0], weights[1], 1e-5)))
@@ -202,4 +218,3 @@ def test_with_avx2_alone(
     monkeypatch.setattr(tape, "library", lambda: avx2)
     test_write_qkv(rng, gen, interleaved=True, dtype=torch.float16)
     test_attend(rng, gen, torch.bfloat16)
-    test_a_token_has_the_same_bits_in_any_batch(rng, gen, 2)

@@ -1,9 +1,11 @@
-"""Attention of a step's tokens over the paged KV cache: decodes and prompts alike. A chunk is a token and a KV head.
+"""Attention of a step's tokens over the paged KV cache: decodes and prompts alike. A chunk is some tokens, a KV head,
+and, where a step has few tokens, a part of their keys.
 
 As kernels/paged_attention.py, which is the reference, over float32 rows. Keys are taken by blocks of 16, counted from
-position 0, with a softmax that goes on from block to block: a token's sums have an order of their own, whatever is
-beside it in the batch. Consecutive tokens of a request are a tile: the chunk of its first token computes all of them,
-those of the others nothing, so that keys and values are read once for the tile.
+position 0, with a softmax that goes on from block to block; each segment of 256 keys has one of its own, and these are
+joined in order. So a token's sums have an order of their own, whatever is beside it in the batch and however many
+chunks compute it. Consecutive tokens of a request are a tile: the chunk of its first token computes all of them, so
+that keys and values are read once for the tile. Of several parts, the one that ends last joins the segments of all.
 """
 
 from __future__ import annotations
@@ -13,10 +15,16 @@ from collections.abc import Callable, Iterator, Sequence
 from .emit import F32, I32, I64, Function, Value, Variable
 from .target import Target, WriteKernel
 
-__all__ = ["KERNELS"]
+__all__ = ["COUNTER_BYTES", "KERNELS", "MOST_SPLIT_ROWS", "ROWS_OF_CHUNK", "SEGMENT", "state_bytes"]
 
 KEYS = 16
 """Keys of a block, which are the lanes of a vector."""
+SEGMENT = 256
+"""Keys of a segment, which has a softmax of its own."""
+ROWS_OF_CHUNK = 4
+MOST_SPLIT_ROWS = 16
+"""Rows of a step, up to which the segments of a token's keys are divided among several chunks."""
+COUNTER_BYTES = 64
 _MOST_ROWS = 64
 """Query heads of a tile, those of all of its tokens together."""
 _LOG2_E = 1.4426950408889634
@@ -35,31 +43,40 @@ class _Attend:
         self.most_sums = 24 if wide else 6  # vectors of KEYS in registers
         self.abreast = _power_of_2(max(1, self.most_sums // 2 // group))  # tokens whose products are computed together
         rows, size = self.tokens * group, 4 * head_dim
-        self.queries, self.sums = f.scratch(rows * size), f.scratch(rows * size)  # [rows, head_dim]
+        self.queries = f.scratch(rows * size)  # [rows, head_dim]
         self.keys = f.scratch(KEYS * size)  # [head_dim, KEYS]
-        self.scores, self.weight_sums = f.scratch(rows * 4 * KEYS), f.scratch(rows * 4 * KEYS)  # [rows, KEYS]
-        self.largest = f.scratch(rows * 4)
+        self.scores = f.scratch(rows * 4 * KEYS)  # [rows, KEYS]
+        # A state of a softmax is, for each row, a sum of values [head_dim], of weights [KEYS], and the largest score.
+        self.weight_sums, self.largest = size, size + 4 * KEYS
+        self.state_bytes = state_bytes(head_dim)
+        self.total, self.own_state = f.scratch(rows * self.state_bytes), f.scratch(rows * self.state_bytes)
         self.places, self.next_places = f.scratch(KEYS * 8), f.scratch(KEYS * 8)  # addresses of keys
 
     def write(self) -> None:
         """words: as `attend` in ops.py lays them down."""
         f = self.f
-        num_kv_heads = f.word(f.words, 13)
-        row, self.kv_head = f.chunk // num_kv_heads, f.chunk % num_kv_heads
-        positions, table_rows = (f.address(f.words, i) + row * 8 for i in (3, 4))
-        first, own = f.word(positions, 0), f.word(table_rows, 0)
-        before = f.choose(row > 0, f.number(I64, -8), 0)
-        follows = (f.word(positions + before, 0) + 1).equals(first) & f.word(table_rows + before, 0).equals(own)
-        with f.when((follows ^ 1) | (first % self.tokens).equals(0)):
-            count = f.variable(I64, 1)
-            most = f.smaller(f.rows - row, f.like(first, self.tokens) - first % self.tokens)
-            with f.repeat() as ended:
-                n = count.get()
-                f.leave(ended, n >= most)
-                f.leave(ended, f.word(table_rows + n * 8, 0).differs(own))
-                f.leave(ended, f.word(positions + n * 8, 0).differs(first + n))
-                count.add(f.number(I64, 1))
-            self._tile(row, first, own, count.get())
+        num_kv_heads, self.parts = f.word(f.words, 13), f.word(f.words, 18)
+        chunks = num_kv_heads * self.parts
+        begin, chunk = f.chunk // chunks * ROWS_OF_CHUNK, f.chunk % chunks
+        self.kv_head, self.part = chunk // self.parts, chunk % self.parts
+        self.is_split = (f.rows <= MOST_SPLIT_ROWS) & (self.parts > 1)
+        positions, table_rows = (f.address(f.words, i) for i in (3, 4))
+        end = f.smaller(begin + ROWS_OF_CHUNK, f.rows)
+        with f.when(self.is_split | self.part.equals(0)), f.loop(begin, end) as row:
+            position, own = positions + row * 8, table_rows + row * 8
+            first, table_row = f.word(position, 0), f.word(own, 0)
+            before = f.choose(row > 0, f.number(I64, -8), 0)
+            follows = (f.word(position + before, 0) + 1).equals(first) & f.word(own + before, 0).equals(table_row)
+            with f.when((follows ^ 1) | (first % self.tokens).equals(0)):
+                count = f.variable(I64, 1)
+                most = f.smaller(f.rows - row, f.like(first, self.tokens) - first % self.tokens)
+                with f.repeat() as ended:
+                    n = count.get()
+                    f.leave(ended, n >= most)
+                    f.leave(ended, f.word(own + n * 8, 0).differs(table_row))
+                    f.leave(ended, f.word(position + n * 8, 0).differs(first + n))
+                    count.add(f.number(I64, 1))
+                self._tile(row, first, table_row, count.get())
 
     def _tile(self, row: Value, first: Value, table_row: Value, count: Value) -> None:
         """``count`` tokens from a row on, which are at positions from ``first`` on."""
@@ -69,43 +86,95 @@ class _Attend:
         self.window = f.word(f.words, 14)
         self.lowest = f.larger(first - self.window + 1, 0)  # position that any of the tokens looks at
         self._begin(row)
-        begin = self.lowest // KEYS * KEYS
-        self._find_keys(begin)
-        with f.loop(begin, self.last + 1, KEYS) as block:
+        begin, end = self.lowest // SEGMENT, self.last // SEGMENT + 1
+        segment = f.variable(I64, begin + self.part)  # the part is 0 if nothing is split
+        step = f.choose(self.is_split, self.parts, 1)
+        with f.when(segment.get() < end):
+            self._find_keys(f.larger(segment.get() * SEGMENT, self.lowest // KEYS * KEYS))
+        with f.repeat() as all_done:
+            own = segment.get()
+            f.leave(all_done, own >= end)
+            self.state = f.choose(self.is_split, self._kept_state(row, own), self.own_state)
+            self._attend_to_segment(own, step)
+            with f.when(self.is_split ^ 1):
+                self._join(self.state)
+            segment.add(step)
+        is_last = f.variable(I64, 1)
+        with f.when(self.is_split):
+            done = f.address(f.words, 19) + (row * f.word(f.words, 13) + self.kv_head) * COUNTER_BYTES
+            is_last.set(f.widened((f.fetch_add(done, 1) + 1).equals(self.parts), I64, signed=False))
+            with f.when(is_last.get().differs(0)):
+                f.store(f.number(I64, 0), done)
+                with f.loop(begin, end) as other:
+                    self._join(self._kept_state(row, other))
+        with f.when(is_last.get().differs(0)):
+            self._finish(row)
+
+    def _kept_state(self, row: Value, segment: Value) -> Value:
+        """The state of the rows of a tile, from a row on, where all parts see it."""
+        f = self.f
+        num_kv_heads, segments = f.word(f.words, 13), f.word(f.words, 20)
+        first = f.address(f.words, 19) + num_kv_heads * (MOST_SPLIT_ROWS * COUNTER_BYTES)
+        place = (self.kv_head * segments + segment) * MOST_SPLIT_ROWS + row
+        return first + place * (self.group * self.state_bytes)
+
+    def _attend_to_segment(self, segment: Value, step: Value) -> None:
+        """Make the state of a segment; the addresses of its first block's keys are found."""
+        f = self.f
+        self._clear(self.state)
+        begin = f.larger(segment * SEGMENT, self.lowest // KEYS * KEYS)
+        end = f.smaller((segment + 1) * SEGMENT, self.last + 1)
+        with f.loop(begin, end, KEYS) as block:
             for half in range(0, KEYS * 8, KEYS * 4):
                 f.store(f.load(I64 * (KEYS // 2), self.next_places + half), self.places + half)
-            with f.when(block + KEYS <= self.last):
-                self._find_keys(block + KEYS)
+            after = f.choose(block + KEYS < end, block + KEYS, (segment + step) * SEGMENT)
+            with f.when(after <= self.last):
+                self._find_keys(after)
             self._turn_keys()
             self._each(self._multiply)
             self._softmax(block)
             self._each(self._add_values)
-        self._finish(row)
+
+    def _clear(self, state: Value) -> None:
+        f = self.f
+        with f.loop(0, self.count * (self.group * self.state_bytes), self.state_bytes) as at:
+            for i in range(0, self.largest, 4 * KEYS):
+                f.store(f.number(F32 * KEYS, 0.0), state + at + i)
+            f.store(f.number(F32, _LOWEST), state + at + self.largest)
+
+    def _join(self, state: Value) -> None:
+        """Add the state of a segment to the total."""
+        f, vector = self.f, F32 * KEYS
+        with f.loop(0, self.count * (self.group * self.state_bytes), self.state_bytes) as at:
+            total, own = self.total + at, state + at
+            before, new = (f.load(F32, x + self.largest) for x in (total, own))
+            largest = f.larger(before, new)
+            old_factor, factor = (_exp2(f, f.splat(x - largest, KEYS)) for x in (before, new))
+            f.store(largest, total + self.largest)
+            for i in range(0, self.largest, 4 * KEYS):
+                shrunk = f.load(vector, total + i) * old_factor
+                f.store(f.fma(f.load(vector, own + i), factor, shrunk), total + i)
 
     def _rows_of(self, row: Value, place: Value, row_size: Value) -> Value:
         """Where a token's heads of this KV head begin."""
         return place + row * row_size + self.kv_head * (self.group * self.head_dim * 4)
 
     def _begin(self, row: Value) -> None:
-        """Queries times the scale, sums of nothing. Scores are of base 2."""
+        """Queries times the scale, a total of nothing but the sinks. Scores are of base 2."""
         f, size, vector = self.f, self.head_dim * 4, F32 * KEYS
         scale, sinks = f.load(F32, f.words + 8 * 15), f.address(f.words, 17)
         scale = f.choose(f.load(F32, f.words + 8 * 16) > 0.0, scale, scale * _LOG2_E)
-        nothing = f.number(vector, 0.0)
+        self._clear(self.total)
         with f.loop(0, self.count) as token:
             q = self._rows_of(row + token, f.address(f.words, 0), f.word(f.words, 1))
             own = token * (self.group * size)
             with f.loop(0, self.group * size, 4 * KEYS) as at:
                 f.store(f.load(vector, q + at) * scale, self.queries + own + at)
-                f.store(nothing, self.sums + own + at)
-            with f.loop(0, self.group) as i:
-                r = token * self.group + i
-                f.store(f.number(F32, _LOWEST), self.largest + r * 4)
-                f.store(nothing, self.weight_sums + r * (4 * KEYS))
-                with f.when(f.word(f.words, 17).differs(0)):
-                    sink = f.load(F32, sinks + (self.kv_head * self.group + i) * 4) * _LOG2_E
-                    f.store(sink, self.largest + r * 4)
-                    f.store(f.number(F32, 1.0), self.weight_sums + r * (4 * KEYS))
+            with f.when(f.word(f.words, 17).differs(0)), f.loop(0, self.group) as i:
+                sink = f.load(F32, sinks + (self.kv_head * self.group + i) * 4) * _LOG2_E
+                total = self.total + (token * self.group + i) * self.state_bytes
+                f.store(sink, total + self.largest)
+                f.store(f.number(F32, 1.0), total + self.weight_sums)
 
     def _find_keys(self, block: Value) -> None:
         """Addresses of a block's keys, which are fetched. In place of one that no token looks at, its neighbour's."""
@@ -184,22 +253,21 @@ class _Attend:
             last, first = (f.narrowed(f.smaller(x, KEYS), I32) for x in (last, first))
             mask = (lanes <= last) & (lanes > first)
             with f.loop(token * self.group, (token + 1) * self.group) as r:
-                scores, weight_sums = self.scores + r * (4 * KEYS), self.weight_sums + r * (4 * KEYS)
+                scores, state = self.scores + r * (4 * KEYS), self.state + r * self.state_bytes
                 with f.when(softcap > 0.0):
                     capped = f.tanh(f.load(vector, scores) / softcap) * (softcap * _LOG2_E)
                     f.store(capped, scores)
                 own = f.choose(mask, f.load(vector, scores), _LOWEST)
-                before = f.load(F32, self.largest + r * 4)
+                before = f.load(F32, state + self.largest)
                 with f.when(f.any_lane(own > before)):
                     largest = f.max_lanes(own)
-                    f.store(largest, self.largest + r * 4)
+                    f.store(largest, state + self.largest)
                     factor = _exp2(f, f.splat(before - largest, KEYS))
-                    f.store(f.load(vector, weight_sums) * factor, weight_sums)
-                    sums = self.sums + r * (self.head_dim * 4)
-                    for i in range(0, self.head_dim * 4, 4 * KEYS):
-                        f.store(f.load(vector, sums + i) * factor, sums + i)
-                weights = f.choose(mask, _exp2(f, own - f.load(F32, self.largest + r * 4)), 0.0)
+                    for i in range(0, self.largest, 4 * KEYS):
+                        f.store(f.load(vector, state + i) * factor, state + i)
+                weights = f.choose(mask, _exp2(f, own - f.load(F32, state + self.largest)), 0.0)
                 f.store(weights, scores)
+                weight_sums = state + self.weight_sums
                 f.store(f.load(vector, weight_sums) + weights, weight_sums)
 
     def _add_values(self, row: Value, count: int) -> None:
@@ -208,9 +276,9 @@ class _Attend:
         values = f.word(f.words, 11)
         for low, high in _parts(vectors, 4 if self.most_sums > 12 else 2):
             for begin, end in _parts(count, self.most_sums // (high - low)):
-                own = self.sums + (row + begin) * (self.head_dim * 4)
+                own = self.state + (row + begin) * self.state_bytes
                 places = [
-                    [own + 4 * (r * self.head_dim + KEYS * i) for i in range(low, high)] for r in range(end - begin)
+                    [own + (r * self.state_bytes + 4 * KEYS * i) for i in range(low, high)] for r in range(end - begin)
                 ]
                 sums = [[f.variable(F32 * KEYS, f.load(F32 * KEYS, place)) for place in of_row] for of_row in places]
                 weights = self.scores + (row + begin) * (4 * KEYS)
@@ -233,11 +301,16 @@ class _Attend:
         with f.loop(0, self.count) as token:
             out = self._rows_of(row + token, f.address(f.words, 2), num_heads * size)
             with f.loop(0, self.group) as i:
-                r = token * self.group + i
-                total = f.sum_lanes(f.load(F32 * KEYS, self.weight_sums + r * (4 * KEYS)))
-                inverse = f.like(total, 1.0) / total
+                total = self.total + (token * self.group + i) * self.state_bytes
+                weight_sum = f.sum_lanes(f.load(F32 * KEYS, total + self.weight_sums))
+                inverse = f.like(weight_sum, 1.0) / weight_sum
                 with f.loop(0, size, 4 * KEYS) as at:
-                    f.store(f.load(F32 * KEYS, self.sums + r * size + at) * inverse, out + i * size + at)
+                    f.store(f.load(F32 * KEYS, total + at) * inverse, out + i * size + at)
+
+
+def state_bytes(head_dim: int) -> int:
+    """Bytes of a row's state of a softmax, see `_Attend`."""
+    return 4 * (head_dim + KEYS + KEYS)
 
 
 def _power_of_2(most: int) -> int:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..activation import Activation
 from ..paged_attention import Scores
 from ..rotary import HeadNorms, Rope
-from .tape import empty, launch
+from .attention import COUNTER_BYTES, MOST_SPLIT_ROWS, ROWS_OF_CHUNK, SEGMENT, state_bytes
+from .library import library
+from .tape import Argument, empty, launch
+from .team import aligned_words
 
 __all__ = ["act_and_mul", "add_norm", "attend", "write_qkv"]
 
@@ -73,15 +80,31 @@ def attend(
     out = empty(qkv.shape[0], num_heads * head_dim, qkv.dtype)
     strides = [stride * kv_cache.element_size() for stride in kv_cache.stride()[:4]]
     scale, window, softcap, sinks = how
+    parts, segments = _parts(num_kv_heads), -(-block_table.shape[1] * kv_cache.shape[1] // SEGMENT)
+    states = MOST_SPLIT_ROWS * num_kv_heads * (COUNTER_BYTES + segments * group * state_bytes(head_dim))
     tensors = qkv, qkv.shape[1] * 4, out, positions, table_rows, block_table, block_table.stride(0) * 4
-    numbers = 1 << 62 if window is None else window, float(scale), float(softcap)
+    cache: list[Argument] = [kv_cache, kv_cache.shape[1], *strides, num_kv_heads]
+    scores: list[Argument] = [1 << 62 if window is None else window, float(scale), float(softcap), sinks]
     launch(
         f"attend.{head_dim}.{group}.{_name(kv_cache)}",
-        [*tensors, kv_cache, kv_cache.shape[1], *strides, num_kv_heads, *numbers, sinks],
+        [*tensors, *cache, *scores, parts, _shared_memory(states).ctypes.data, segments],
         qkv.shape[0],
-        num_kv_heads,
+        num_kv_heads * parts,
+        ROWS_OF_CHUNK,
     )
     return out
+
+
+def _parts(num_kv_heads: int) -> int:
+    """Chunks that share the keys of a KV head, where a step has few tokens: all threads shall have as much to do."""
+    num_threads = library().team.num_threads
+    return 1 if num_kv_heads % num_threads == 0 else -(-2 * num_threads // num_kv_heads)
+
+
+@functools.cache
+def _shared_memory(num_bytes: int) -> NDArray[np.int64]:
+    """Zeros that an op's chunks share. All ops use them, one after another."""
+    return aligned_words(-(-num_bytes // 8))
 
 
 def add_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
