@@ -48,7 +48,8 @@ class Batch:
     ) -> None:
         self.shape, self.size = shape, rng.choice((1, 3, 16, 24, 32))
         olds = 0, rng.randint(1, 60), rng.randint(200, 700)
-        self.lens = [(rng.choice((1, rng.randint(2, 40))), rng.choice(olds)) for _ in range(5)]
+        self.lens = [(rng.choice((1, rng.randint(2, 40))), rng.choice(olds)) for _ in range(3)]
+        self.lens += [(1, olds[1] + i) for i in range(2)]  # at consecutive positions, as tokens of one request are
         heads, kv_heads, dim = shape
         blocks = [-(-(new + old) // self.size) for new, old in self.lens]
         width = max(blocks) + 2
