@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,17 @@ def write_team(module: Module, machine: str) -> None:
         else:
             f.call("llvm.aarch64.hint", None, f.number(I32, 1))
 
+    def wait(f: Function, place: Value, is_over: Callable[[Value], Value]) -> None:
+        """Spin until the number at a place is what is waited for; after a while sleep between looks at it."""
+        spins = f.variable(I64, 0)
+        with f.repeat() as over:
+            number = f.atomic_load(place)
+            f.leave(over, is_over(number))
+            pause(f)
+            spins.add(f.number(I64, 1))
+            with f.when(spins.get() > _SPINS_FOR_CHUNKS):
+                futex(f, place, _WAIT, f.narrowed(number, I32), f.timeout)
+
     with module.function("team_ops", team=POINTER, thread=I64, timeout=POINTER) as f:
         tape, counters = f.load(POINTER, f.team + _TAPE), f.load(POINTER, f.team + _COUNTERS)
         rows = f.load(I64, f.team + _ROWS)
@@ -70,14 +82,7 @@ def write_team(module: Module, machine: str) -> None:
                 f.leave(claimed_all, chunk >= total)
                 f.call_at(address, op + 8 * ARGUMENTS, rows, chunk, f.thread)
                 f.fetch_add(done, 1)
-            spins = f.variable(I64, 0)
-            with f.repeat() as all_done:
-                count = f.atomic_load(done)
-                f.leave(all_done, count >= total)
-                pause(f)
-                spins.add(f.number(I64, 1))
-                with f.when(spins.get() > _SPINS_FOR_CHUNKS):
-                    futex(f, done, _WAIT, f.narrowed(count, I32), f.timeout)
+            wait(f, done, lambda count, total=total: count >= total)
 
     with module.function("team_run", team=POINTER, timeout=POINTER) as f:
         f.atomic_store(f.number(I64, _OPEN), f.team + _GATE)
@@ -86,9 +91,7 @@ def write_team(module: Module, machine: str) -> None:
             futex(f, f.team + _EPOCH, _WAKE, f.number(I32, 1 << 30), f.timeout)
         f.call("team_ops", None, f.team, f.number(I64, 0), f.timeout)
         f.fetch_add(f.team + _GATE, -_OPEN)
-        with f.repeat() as all_left:
-            f.leave(all_left, f.atomic_load(f.team + _GATE).equals(0))
-            pause(f)
+        wait(f, f.team + _GATE, lambda gate: gate.equals(0))  # nobody may look at what the next run changes
 
     with module.function("team_thread", team=POINTER, thread=I64, timeout=POINTER) as f:
         last = f.variable(I64, 0)
