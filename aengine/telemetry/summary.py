@@ -15,7 +15,7 @@ def summary_of(ready: Mapping[str, Any]) -> str:
     shown = {
         "device": f"{device} ({name})" if name else device,
         "dtype": ready.get("dtype"),
-        "weights": ready.get("weight_format"),
+        "weights": (ready.get("weight_format") or "").replace(", ", ",") or None,
         "kv_tokens": ready["num_blocks"] // max(1, len(ready.get("kv_groups", ()))) * ready["block_size"],
         "kv_memory": _kv_memory(ready),
         "max_model_len": ready["max_model_len"],

@@ -38,6 +38,6 @@ async def test_a_start_is_one_line(caplog: pytest.LogCaptureFixture, short_model
     assert re.fullmatch(
         rf"{re.escape(short_model)} is ready after \d+\.\d s: device=cpu dtype=float32 weights=\w+ kv_tokens=\d+ "
         r"kv_memory=[\d.]+GiB\(taken-as-used\) max_model_len=256 "
-        rf"attention=torch graphs=0 threads=1 pid={pid}",
+        rf"attention=(compiled|torch) graphs=0 threads=1 pid={pid}",
         line,
     )

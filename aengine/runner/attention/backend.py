@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...kernels.policy import FASTEST, KernelPolicy
@@ -30,18 +31,23 @@ class AttentionBackend(Protocol):
 
 
 class TorchAttention:
-    """Attention by torch, on a CPU."""
-
-    name = "torch"
+    """Attention on a CPU: by torch, or of a model that is a tape by compiled kernels."""
 
     def __init__(self, policy: KernelPolicy = FASTEST) -> None:
         self._policy = policy
+        self._is_taped: Callable[[], bool] = lambda: False
+
+    @property
+    def name(self) -> str:
+        return "compiled" if self._is_taped() else "torch"
 
     def join(self) -> None:
         pass
 
     def make_cache(self, spec: KvCacheSpec) -> KvCache:
-        return KvCache(spec, self._policy)
+        cache = KvCache(spec, self._policy)
+        self._is_taped = lambda: cache.is_taped
+        return cache
 
 
 class TritonAttention:
