@@ -147,6 +147,17 @@ def test_a_token_has_the_same_bits_in_any_batch(
     assert torch.equal(of(0, min(16, count)), whole[:16])
 
 
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_a_query_that_is_no_number_finds_none(rng: random.Random, gen: torch.Generator, softcap: float) -> None:
+    batch = Batch(rng, gen, Shape(2, 1, 16))
+    write_qkv(batch.qkv, batch.positions, batch.slots, None, None, 2, batch.cache)
+    batch.qkv[3, 5] = torch.nan  # of the first head
+    how = Scores(0.3, None, softcap, None)
+    out = attend(batch.qkv, batch.positions, batch.table_rows, batch.table, batch.cache, how)
+    is_number = out.isfinite().view(-1, 2, 16)
+    assert not is_number[3, 0].any() and int(is_number.sum()) == out.numel() - 16
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_write_qkv(rng: random.Random, gen: torch.Generator, interleaved: bool, dtype: torch.dtype) -> None:

@@ -39,6 +39,14 @@ def test_activations_as_codes() -> None:
     torch.testing.assert_close(own[:, :, 1], own[:, :, 0] * sums)
 
 
+def test_codes_beside_a_number_that_is_none_are_none() -> None:
+    x = torch.randn(3, 64)
+    x[1, 37] = torch.nan
+    x[2, 5] = torch.inf
+    finite = numbers(*quantised(x)).isfinite().unflatten(1, (-1, GROUP)).all(2)
+    assert finite.tolist() == [[True, True], [True, False], [False, True]]
+
+
 def test_a_tape_runs_over_as_many_rows_as_are_said() -> None:
     x = torch.randn(8, 64)
     with tape.record(rows=8) as recorded:

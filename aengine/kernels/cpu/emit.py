@@ -268,10 +268,12 @@ class _Maths(_Casts):
         return Value(self, self.builder.select(condition.llvm, a.llvm, self.like(a, b).llvm))
 
     def smaller(self, a: Value, b: Value | float) -> Value:
-        return self.choose(a < b, a, b)
+        """The smaller of two; ``a`` if one is NaN: a bound leaves NaN what it is."""
+        return self.choose(a > b, self.like(a, b), a)
 
     def larger(self, a: Value, b: Value | float) -> Value:
-        return self.choose(a > b, a, b)
+        """See `smaller`."""
+        return self.choose(a < b, self.like(a, b), a)
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
         """a * b + c, rounded once."""

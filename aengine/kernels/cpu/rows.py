@@ -28,11 +28,11 @@ def rms_scale(f: Function, x: Value, size: Value, eps: Value) -> Value:
 def store_codes(f: Function, parts: list[Value], codes: Value, meta: Value) -> None:
     """Store a group of activations, two vectors of LANES, as int8 with a scale.
 
-    The largest is 127. ``meta``: float32 scale, float32 scale times the sum of codes, int32 sum of codes, and int32 sum
-    of the first LANES.
+    The largest is 127; beside a NaN the scale is NaN. ``meta``: float32 scale, float32 scale times the sum of codes,
+    int32 sum of codes, and int32 sum of the first LANES.
     """
-    magnitudes = [f.absolute(part) for part in parts]
-    largest = f.max_lanes(f.larger(*magnitudes))
+    magnitudes = [f.cast(f.absolute(part), I32 * LANES) for part in parts]  # as integers, in which NaN is the largest
+    largest = f.cast(f.max_lanes(f.larger(*magnitudes)), F32)
     scale = largest / 127.0
     inverse = f.choose(largest > 0.0, f.like(largest, 127.0) / largest, 0.0)
     whole = [f.to_int(f.nearest(part * inverse), I32 * LANES) for part in parts]
