@@ -79,3 +79,15 @@ def test_memory_of_a_recording_is_used_again_once_no_view_is_left() -> None:
         assert second.data_ptr() != place
         del view
         assert tape.empty(4, 32, torch.float32).data_ptr() == place
+
+
+def test_later_ops_of_a_recording_have_the_memory_of_earlier_ones() -> None:
+    x, places = torch.randn(4, 64), set()
+    with tape.record(rows=4) as recorded:
+        for _ in range(9):
+            codes, meta = quantised(x)
+            places.add(codes.data_ptr())
+    assert len(places) == 2  # the last codes live until the next ones are there
+    recorded.run(4)
+    alone = quantised(x)
+    assert torch.equal(codes, alone[0]) and torch.equal(meta.view(torch.int32), alone[1].view(torch.int32))

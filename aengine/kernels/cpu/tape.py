@@ -48,7 +48,7 @@ class Tape:
         assert len(arguments) <= OP_WORDS - ARGUMENTS
         self._kernels.append(kernel)
         self._words.append([0, factor, grain, 0, *map(_word, arguments)])
-        self._kept.extend(argument for argument in arguments if isinstance(argument, Tensor))
+        self._kept.extend(x for x in arguments if isinstance(x, Tensor) and not (_now.arena and _now.arena.owns(x)))
 
     def keep(self, owner: object) -> None:
         """Keep an object as long as the tape."""
@@ -87,7 +87,13 @@ class Arena:
         """``rows``: most rows of a run."""
         self.rows = rows
         self._free: dict[int, list[NDArray[np.uint8]]] = {}
+        self._places: set[int] = set()
         self.num_bytes = 0
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether a tensor's memory is the arena's: the arena keeps it, and a later tensor may have it."""
+        with DisableTorchFunction():
+            return tensor.untyped_storage().data_ptr() in self._places
 
     def empty(self, columns: int, dtype: torch.dtype) -> Tensor:
         """A new tensor [rows, columns]."""
@@ -97,6 +103,7 @@ class Arena:
             memory = free.pop()
         else:
             memory = aligned_words(-(-size // 8)).view(np.uint8)
+            self._places.add(memory.ctypes.data)
             self.num_bytes += size
         lent = memory[:size]  # an object of its own, which lives as long as the tensor's storage
         weakref.finalize(lent, free.append, memory)
