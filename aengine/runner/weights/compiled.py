@@ -14,8 +14,20 @@ from torch import Tensor
 
 from ...kernels.activation import Activation, act_and_mul
 from ...kernels.cpu import ops
-from ...kernels.cpu.codes import Activations, PackedMatrix, activations, add_to, can_gate, embed, gated, multiply, pack
+from ...kernels.cpu.codes import (
+    Activations,
+    PackedMatrix,
+    activations,
+    add_to,
+    can_gate,
+    embed,
+    gated,
+    multiply,
+    pack,
+    pack_grouped,
+)
 from ...kernels.cpu.layouts import ROWS
+from ...kernels.grouped_codes import GroupedCodes
 from ...kernels.rms_norm import add_rms_norm, rms_norm
 from .expert_weights import SeparateExperts
 from .float16_cpu import FLOAT16_MAX
@@ -28,11 +40,11 @@ __all__ = ["CompiledFormat", "CompiledWeight"]
 class CompiledWeight(Weight):
     """A packed matrix. Each verb is one kernel or two, and can be recorded."""
 
-    __slots__ = ("_as_codes", "_packed")
+    __slots__ = ("_as_codes", "packed")
 
     def __init__(self, packed: PackedMatrix, bias: Tensor | None, *, as_codes: bool) -> None:
         """``as_codes``: activations become codes of 8 bits, which a matrix of codes can be multiplied with."""
-        self._packed, self._as_codes = packed, as_codes
+        self.packed, self._as_codes = packed, as_codes
         self.bias = bias
 
     def _activations(self, x: Tensor, norm: Norm | None = None) -> Activations:
@@ -45,38 +57,38 @@ class CompiledWeight(Weight):
 
     def copy_from(self, other: Weight) -> None:
         """See `Weight`: tapes hold addresses."""
-        assert isinstance(other, CompiledWeight) and other._packed.kind == self._packed.kind
-        self._packed.memory.copy_(other._packed.memory)
+        assert isinstance(other, CompiledWeight) and other.packed.kind == self.packed.kind
+        self.packed.memory.copy_(other.packed.memory)
         if self.bias is not None and other.bias is not None:
             self.bias.copy_(other.bias)
 
     def multiply(self, x: Tensor) -> Tensor:
-        return multiply(self._packed, self._activations(x), self.bias)
+        return multiply(self.packed, self._activations(x), self.bias)
 
     def after_norm(self, x: Tensor, norm: Norm, out_dtype: torch.dtype | None = None) -> Tensor:
         assert out_dtype in (None, torch.float32)
-        return multiply(self._packed, self._activations(x, norm), self.bias)
+        return multiply(self.packed, self._activations(x, norm), self.bias)
 
     def gated_after_norm(self, x: Tensor, norm: Norm, activation: Activation = "silu") -> Tensor:
         normed = self._activations(x, norm)
-        if can_gate(self._packed):
-            return gated(self._packed, normed, activation, self.bias)
-        gate_up = multiply(self._packed, normed, self.bias)
+        if can_gate(self.packed):
+            return gated(self.packed, normed, activation, self.bias)
+        gate_up = multiply(self.packed, normed, self.bias)
         return (act_and_mul if gate_up.shape[1] % (2 * ROWS) else ops.act_and_mul)(gate_up, activation)
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
-        add_to(residual, self._packed, self._activations(x), 1.0, self.bias)
+        add_to(residual, self.packed, self._activations(x), 1.0, self.bias)
 
     def add_normed_to(self, residual: Tensor, x: Tensor, norm: Norm) -> None:
         add_norm = add_rms_norm if residual.shape[1] % ROWS else ops.add_norm
         add_norm(residual, self.multiply(x), norm.weight, norm.eps)
 
     def add_scaled_to(self, residual: Tensor, x: Tensor, scale: float) -> None:
-        add_to(residual, self._packed, self._activations(x), scale, self.bias)
+        add_to(residual, self.packed, self._activations(x), scale, self.bias)
 
     def rows(self, ids: Tensor, scale: float) -> Tensor:
         """Return scale * the matrix' rows ``ids`` (int64 [n]) as numbers, float32 [n, in_features]."""
-        return embed(self._packed, ids, scale)
+        return embed(self.packed, ids, scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +111,13 @@ class CompiledFormat:
         elif weight.dtype == torch.float32:
             weight = weight.clamp(-FLOAT16_MAX, FLOAT16_MAX).half()
         packed = pack(str(weight.dtype).removeprefix("torch."), weight)
+        return CompiledWeight(packed, None if bias is None else bias.float().contiguous(), as_codes=False)
+
+    def make_of_codes(self, codes: GroupedCodes, bias: Tensor | None) -> CompiledWeight | None:
+        """Return a matrix that stays codes; None: there is no layout for them. Activations are numbers."""
+        packed = pack_grouped(codes)
+        if packed is None:
+            return None
         return CompiledWeight(packed, None if bias is None else bias.float().contiguous(), as_codes=False)
 
     def make_experts(self, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device) -> ExpertWeights:

@@ -174,7 +174,7 @@ def _format_of(asked: Asked, group: ValueReader, kind: str, key: str) -> WeightF
         is_ordered = grouped and weights.raw("actorder") not in (None, False, "weight", "static")
         if bits == 8 and is_symmetric and not grouped and (is_packed, strategy) != (True, "tensor"):
             if is_packed or kind in ("int-quantized", "naive-quantized"):
-                return Int8Format(is_packed, strategy == "channel")
+                return Int8Format(is_packed, strategy == "channel", asked.plain)
         elif bits in (4, 8) and (is_packed or kind in ("int-quantized", "naive-quantized")):
             return GroupFormat(*base, bits, is_packed, sizes[strategy], not is_symmetric, is_ordered)
     elif numbers == "float" and is_symmetric:

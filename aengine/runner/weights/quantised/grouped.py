@@ -31,21 +31,27 @@ divided.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ....errors import ModelLoadError
 from ....kernels.activation import Activation
+from ....kernels.cpu.target import unavailable
 from ....kernels.grouped_codes import CodeKind, GroupedCodes, numbers, pack, unpack
 from ....kernels.linear import add_linear, norm_gated_linear, norm_linear, plain_linear
 from ..expert_weights import SeparateExperts
 from ..weight import ExpertWeights, Norm, StoredTensor, Weight, WeightFormat
 
+if TYPE_CHECKING:
+    from ..compiled import CompiledFormat
+
 __all__ = [
     "CodeKind",
     "GroupedCodes",
     "GroupedWeight",
+    "compiled_format",
     "fits",
     "grouped_experts",
     "grouped_weight",
@@ -114,6 +120,15 @@ def grouped_weight(
         return plain.make(tensors if bias is None else {**tensors, "bias": bias})
     made = GroupedWeight(codes, None if bias is None else bias.float())
     return made if order is None else OrderedWeight(made, order)
+
+
+def compiled_format(plain: WeightFormat | None) -> CompiledFormat | None:
+    """Return the format of plain numbers, if it is that of a CPU's compiled kernels, which multiply codes as well."""
+    if unavailable() is not None:
+        return None
+    from ..compiled import CompiledFormat
+
+    return plain if isinstance(plain, CompiledFormat) else None
 
 
 def grouped_experts(

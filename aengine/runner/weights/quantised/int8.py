@@ -8,8 +8,9 @@
 Both mean symmetric codes of 8 bits, one scale for each output feature or for all. Activations are not quantised, also
 where the checkpoint's recipe would (W8A8): that is nearer to the model that it was made from.
 
-On a CPU the codes become numbers for each product: half the memory of 16 bits, and slower than they are. torch's own
-product for 8-bit weights is not used: with float32 it is slower still, and some shapes crash it (torch 2.13).
+On a CPU compiled kernels multiply the codes; without them these become numbers for each product: half the memory of 16
+bits, and slower than they are. torch's own product for 8-bit weights is not used: with float32 it is slower still, and
+some shapes crash it (torch 2.13).
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ import torch
 from torch import Tensor
 
 from ....kernels.expert_types import ExpertMatrices
+from ....kernels.grouped_codes import GroupedCodes
 from ..expert_weights import SeparateExperts
-from ..weight import ExpertWeights, StoredTensor, Weight, random_scales
+from ..weight import ExpertWeights, StoredTensor, Weight, WeightFormat, random_scales
+from .grouped import compiled_format
 from .scaled import ScaledExperts, ScaledWeight
 from .unpacked import checked_scale
 
@@ -33,6 +36,7 @@ __all__ = ["Int8Experts", "Int8Format"]
 class Int8Format:
     is_packed: bool
     of_rows: bool = True  # a scale a row; else one a matrix
+    plain: WeightFormat | None = None  # the format of plain numbers
     name: str = "int8"
 
     def tensors(self, out_features: int, in_features: int, has_bias: bool) -> list[StoredTensor]:
@@ -51,8 +55,12 @@ class Int8Format:
         """Raises ValueError: a scale is negative or no number."""
         codes = unpacked(tensors["weight_packed"]) if self.is_packed else tensors["weight"]
         bias = tensors.get("bias")
-        scale = checked_scale(tensors["weight_scale"].float(), "weight_scale").expand(len(codes), 1).flatten()
-        return ScaledWeight(codes, scale, None if bias is None else bias.float())
+        scale = checked_scale(tensors["weight_scale"].float(), "weight_scale").expand(len(codes), 1).contiguous()
+        if (compiled := compiled_format(self.plain)) is not None and codes.shape[1] % 32 == 0:
+            made = compiled.make_of_codes(GroupedCodes("int8", codes.contiguous(), scale, codes.shape[1]), bias)
+            if made is not None:
+                return made
+        return ScaledWeight(codes, scale.flatten(), None if bias is None else bias.float())
 
     def make_experts(self, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device) -> ExpertWeights:
         """On a GPU the codes are stacked, and become numbers as they are multiplied."""

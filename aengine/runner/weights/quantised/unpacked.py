@@ -2,9 +2,10 @@
 
     W[n, k] = (value(code[n, k]) - zero[n, g]) * scale[n, g] * row_scale[n],    g = k // group, or column_group[k]
 
-A format names the checkpoint's tensors and makes `UnpackedCodes` of them (`UnpackedFormat`). On a CPU these become
-plain numbers as they are loaded. On a GPU they stay codes (grouped.py) where that keeps their shape; what it does not
-keep is refused, or becomes plain numbers, as the setting ``on_unsupported_format`` says.
+A format names the checkpoint's tensors and makes `UnpackedCodes` of them (`UnpackedFormat`). On a CPU these stay
+codes where compiled kernels have a layout for them, else they become plain numbers as they are loaded. On a GPU they
+stay codes (grouped.py) where that keeps their shape; what it does not keep is refused, or becomes plain numbers, as the
+setting ``on_unsupported_format`` says.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ....kernels.expert_types import ExpertGate, ExpertPlan
 from ....kernels.grouped_codes import values
 from ..expert_weights import SeparateExperts
 from ..weight import ExpertWeights, Norm, NotMultiplied, StoredTensor, Weight, WeightFormat
-from .grouped import CodeKind, GroupedCodes, fits, grouped_experts, grouped_weight, pack
+from .grouped import CodeKind, GroupedCodes, compiled_format, fits, grouped_experts, grouped_weight, pack
 
 __all__ = [
     "DequantisedExperts",
@@ -157,7 +158,8 @@ class UnpackedFormat(ABC):
         """Raises ValueError, or NotMultiplied: a GPU can't keep them as codes."""
         found = self.codes_tensors(out_features, in_features)
         bits, group = self.sizes(in_features)
-        is_kept = not self.is_cpu and fits("int4" if bits == 4 else "int8", in_features, group)
+        has_kernels = not self.is_cpu or compiled_format(self.plain) is not None
+        is_kept = has_kernels and fits("int4" if bits == 4 else "int8", in_features, group)
         if not is_kept and not self.is_cpu and not self.dequantises:
             raise _unfit(in_features, group)
         if not is_kept:
@@ -182,6 +184,10 @@ class UnpackedFormat(ABC):
                 if not self.dequantises:
                     raise
                 log_dequantised(self.name, str(error))
+        elif (compiled := compiled_format(self.plain)) is not None and unpacked.column_group is None:
+            made = compiled.make_of_codes(grouped_codes(unpacked)[0], bias) if _fit(unpacked) else None
+            if made is not None:
+                return made
         own = {"weight": numbers(unpacked, self._plain_dtype)}
         return self.plain.make(own if bias is None else {**own, "bias": bias})
 
@@ -207,6 +213,10 @@ class UnpackedFormat(ABC):
         return numbers(self.unpack(tensors), self._plain_dtype)
 
 
+def _fit(unpacked: UnpackedCodes) -> bool:
+    return fits(unpacked.kind, unpacked.codes.shape[1], unpacked.group)
+
+
 def _unfit(in_features: int, group: int) -> NotMultiplied:
     return NotMultiplied(f"{in_features} columns in groups of {group} are no codes for GPUs: {_DEQUANTISE}")
 
@@ -217,7 +227,7 @@ def grouped_codes(unpacked: UnpackedCodes) -> tuple[GroupedCodes, Tensor | None]
     Raises NotMultiplied: there is none of this shape.
     """
     codes, scale, zero, order = unpacked.codes, unpacked.scale, unpacked.zero, None
-    if not fits(unpacked.kind, codes.shape[1], unpacked.group):
+    if not _fit(unpacked):
         raise _unfit(codes.shape[1], unpacked.group)
     if unpacked.column_group is not None:
         order = unpacked.column_group.argsort(stable=True)
