@@ -158,6 +158,26 @@ def test_a_query_that_is_no_number_finds_none(rng: random.Random, gen: torch.Gen
     assert not is_number[3, 0].any() and int(is_number.sum()) == out.numel() - 16
 
 
+def test_layers_whose_states_have_one_size_do_not_meet(three_threads: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """5 heads of 16 with 3 segments, and 2 of 32 for 3 each with 2: 51,200 bytes both."""
+
+    def of(shape: Shape, width: int) -> Tensor:
+        heads, kv_heads, dim = shape
+        generator = torch.Generator().manual_seed(width)
+        qkv = torch.randn(16, (heads + 2 * kv_heads) * dim, generator=generator)
+        cache = torch.randn(width, 16, 2, kv_heads, dim, generator=generator)
+        positions, rows = torch.full((16,), width * 16 - 1), torch.arange(16)
+        return attend(qkv, positions, rows, torch.arange(width).int().repeat(16, 1), cache, Scores(0.2))
+
+    layers = (Shape(5, 5, 16), 48), (Shape(6, 2, 32), 32)
+    wanted = [of(*layer) for layer in layers]
+    for module in (tape, ops):
+        monkeypatch.setattr(module, "library", lambda: three_threads)
+    for _ in range(2):
+        for layer, out in zip(layers, wanted, strict=True):
+            assert torch.equal(of(*layer), out)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_write_qkv(rng: random.Random, gen: torch.Generator, interleaved: bool, dtype: torch.dtype) -> None:

@@ -81,13 +81,13 @@ def attend(
     strides = [stride * kv_cache.element_size() for stride in kv_cache.stride()[:4]]
     scale, window, softcap, sinks = how
     parts, segments = _parts(num_kv_heads), -(-block_table.shape[1] * kv_cache.shape[1] // SEGMENT)
-    states = MOST_SPLIT_ROWS * num_kv_heads * (COUNTER_BYTES + segments * group * state_bytes(head_dim))
+    states = _split_states(num_kv_heads, segments * group * state_bytes(head_dim))
     tensors = qkv, qkv.shape[1] * 4, out, positions, table_rows, block_table, block_table.stride(0) * 4
     cache: list[Argument] = [kv_cache, kv_cache.shape[1], *strides, num_kv_heads]
     scores: list[Argument] = [1 << 62 if window is None else window, float(scale), float(softcap), sinks]
     launch(
         f"attend.{head_dim}.{group}.{_name(kv_cache)}",
-        [*tensors, *cache, *scores, parts, _shared_memory(states).ctypes.data, segments],
+        [*tensors, *cache, *scores, parts, states.ctypes.data, segments],
         qkv.shape[0],
         num_kv_heads * parts,
         ROWS_OF_CHUNK,
@@ -102,9 +102,11 @@ def _parts(num_kv_heads: int) -> int:
 
 
 @functools.cache
-def _shared_memory(num_bytes: int) -> NDArray[np.int64]:
-    """Zeros that an op's chunks share. All ops use them, one after another."""
-    return aligned_words(-(-num_bytes // 8))
+def _split_states(num_kv_heads: int, num_bytes: int) -> NDArray[np.int64]:
+    """What the chunks of a token share: for each KV head counters, which all ops leave at zero, then ``num_bytes`` of
+    states. Ops use it one after another, where they have as many heads: else counters would lie where states have lain.
+    """
+    return aligned_words(MOST_SPLIT_ROWS * num_kv_heads * (COUNTER_BYTES + num_bytes) // 8)
 
 
 def add_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
