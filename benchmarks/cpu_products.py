@@ -29,6 +29,8 @@ from aengine.kernels.cpu.layouts import LAYOUTS, NUMBERS
 from aengine.kernels.cpu.target import Target, host
 
 _CHUNK = 2**15
+GROUPED = [kind for kind in LAYOUTS if kind.upper() not in GGMLQuantizationType.__members__ and kind != "int8"]
+KINDS = [kind for kind in LAYOUTS if kind not in GROUPED] + ["int4_128", "uint4_128", *NUMBERS]
 
 
 def _read(f: Function, target: Target) -> None:
@@ -52,6 +54,9 @@ def matrix(kind: str, out_features: int, in_features: int) -> PackedMatrix:
     if kind == "int8":
         weight = torch.randint(-128, 128, (out_features, in_features), dtype=torch.int8)
         return codes.pack(kind, weight, torch.rand(out_features))
+    if kind in GROUPED:
+        width = in_features * LAYOUTS[kind].bits // 8
+        return codes.pack(kind, torch.randint(0, 256, (out_features, width), dtype=torch.uint8))  # scales are zeros
     length, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind.upper()]]
     blocks = torch.randint(40, 60, (out_features, in_features // length, num_bytes), dtype=torch.uint8)
     return codes.pack(kind, blocks)
@@ -95,7 +100,7 @@ def measure(kind: str, as_codes: bool, args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--kinds", nargs="+", default=[*LAYOUTS, *NUMBERS])
+    parser.add_argument("--kinds", nargs="+", default=KINDS)
     parser.add_argument("--shape", nargs=2, type=int, default=(1536, 768), metavar=("OUT", "IN"))
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32, 256])
     parser.add_argument("--megabytes", type=int, default=80)
