@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from scenarios import Engine
+from gguf import GGMLQuantizationType as Q
+from scenarios import Engine, check_scenarios
+from test_gguf_weights import SIZES, write_gguf
+from tiny import make_tiny_model
 
 from aengine.runner.graphs.tape_model import TapeModel
 
 pytest.importorskip("llvmlite")
 
+SIZES_OF_HEADS = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")}
 PROMPTS = [list(range(100, 100 + n)) for n in (1, 17, 40, 60)]
 
 
@@ -67,3 +71,13 @@ def test_why_a_model_runs_op_by_op_is_logged(short_model: str, caplog: pytest.Lo
     assert not isinstance(engine.runner.model, TapeModel)
     assert "the model runs op by op: attention of" in caplog.text
     assert len(engine.generate(PROMPTS[:2])[0]) > 0
+
+
+def test_matrices_of_several_types_that_are_multiplied_together_are_on_the_tape(tmp_path: Path) -> None:
+    """As in most files: v in more bits than q and k."""
+    path, model = tmp_path / "model.gguf", make_tiny_model("qwen2", num_key_value_heads=2, **SIZES_OF_HEADS)
+    write_gguf(path, model, "qwen2", [Q.Q4_0, Q.Q8_0, Q.F16])
+    engine = check_scenarios(path, model.float())
+    assert isinstance(engine.runner.model, TapeModel)
+    engine = check_scenarios(path, model.float(), quantization="gguf")
+    assert isinstance(engine.runner.model, TapeModel)

@@ -172,9 +172,11 @@ def activations(x: Tensor, norm: tuple[Tensor, float] | None = None, *, as_codes
     return Activations(out, None)
 
 
-def multiply(packed: PackedMatrix, of: Activations, bias: Tensor | None = None) -> Tensor:
-    """Return x @ weight.T + bias, float32 [rows, out_features]. ``bias``: float32."""
-    out = empty(len(of.x), packed.out_features, torch.float32)
+def multiply(packed: PackedMatrix, of: Activations, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Return x @ weight.T + bias, float32 [rows, out_features]. ``bias``: float32. ``out``: memory for it, such as some
+    columns of another tensor."""
+    if out is None:
+        out = empty(len(of.x), packed.out_features, torch.float32)
     _launch("store", packed, of, out, bias)
     return out
 

@@ -16,7 +16,7 @@ from ...kernels.activation import Activation
 from ...kernels.rms_norm import add_rms_norm
 from ..distributed.shares import NOTHING, Part, Share, part_of, sizes
 from ..weights.scope import WeightScope
-from ..weights.weight import JoinedTensors, Norm, StoredTensor, Weight, WeightFormat, WeightsBelow
+from ..weights.weight import JoinedTensors, Norm, StoredTensor, Weight, WeightFormat
 
 __all__ = ["Features", "Linear", "drop", "part_of_matrix", "shape_on_rank", "shares_of", "turned"]
 
@@ -137,7 +137,7 @@ class Linear:
             piece.weight = made
             weights = [other.weight for other in self._pieces if other.weight is not None]
             if len(weights) == len(self._pieces):
-                self.weight = weights[0] if len(weights) == 1 else WeightsBelow(weights)
+                self.weight = weights[0] if len(weights) == 1 else weights[0].above(weights[1:])
 
     def multiply(self, x: Tensor) -> Tensor:
         """Return [n, out_features]; where input features are divided, this rank's part of the sum."""

@@ -27,12 +27,13 @@ from ...kernels.cpu.codes import (
     pack_grouped,
 )
 from ...kernels.cpu.layouts import ROWS
+from ...kernels.cpu.tape import empty
 from ...kernels.grouped_codes import GroupedCodes
 from ...kernels.rms_norm import add_rms_norm, rms_norm
 from .expert_weights import SeparateExperts
 from .float16_cpu import FLOAT16_MAX
 from .plain import plain_tensors
-from .weight import ExpertWeights, Norm, StoredTensor, Weight
+from .weight import ExpertWeights, Norm, StoredTensor, Weight, WeightsBelow
 
 __all__ = ["CompiledFormat", "CompiledWeight"]
 
@@ -73,8 +74,11 @@ class CompiledWeight(Weight):
         normed = self._activations(x, norm)
         if can_gate(self.packed):
             return gated(self.packed, normed, activation, self.bias)
-        gate_up = multiply(self.packed, normed, self.bias)
-        return (act_and_mul if gate_up.shape[1] % (2 * ROWS) else ops.act_and_mul)(gate_up, activation)
+        return _gated(multiply(self.packed, normed, self.bias), activation)
+
+    def above(self, others: Sequence[Weight]) -> Weight:
+        parts = [self, *(other for other in others if isinstance(other, CompiledWeight))]
+        return CompiledWeightsBelow(parts) if len(parts) > len(others) else super().above(others)
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         add_to(residual, self.packed, self._activations(x), 1.0, self.bias)
@@ -89,6 +93,36 @@ class CompiledWeight(Weight):
     def rows(self, ids: Tensor, scale: float) -> Tensor:
         """Return scale * the matrix' rows ``ids`` (int64 [n]) as numbers, float32 [n, in_features]."""
         return embed(self.packed, ids, scale)
+
+
+class CompiledWeightsBelow(WeightsBelow):
+    """Matrices of several kinds below each other, as q, k and v of a GGUF: each fills its columns of the product."""
+
+    __slots__ = ()
+    parts: Sequence[CompiledWeight]
+
+    def multiply(self, x: Tensor) -> Tensor:
+        return self._product(x)
+
+    def after_norm(self, x: Tensor, norm: Norm, out_dtype: torch.dtype | None = None) -> Tensor:
+        assert out_dtype in (None, torch.float32)
+        return self._product(x, norm)
+
+    def gated_after_norm(self, x: Tensor, norm: Norm, activation: Activation = "silu") -> Tensor:
+        return _gated(self._product(x, norm), activation)
+
+    def _product(self, x: Tensor, norm: Norm | None = None) -> Tensor:
+        sizes = [part.packed.out_features for part in self.parts]
+        out = empty(x.shape[0], sum(sizes), torch.float32)
+        found = {part._as_codes: part for part in self.parts}
+        of = {as_codes: part._activations(x, norm) for as_codes, part in found.items()}
+        for part, own in zip(self.parts, out.split(sizes, 1), strict=True):
+            multiply(part.packed, of[part._as_codes], part.bias, own)
+        return out
+
+
+def _gated(gate_up: Tensor, activation: Activation) -> Tensor:
+    return (act_and_mul if gate_up.shape[1] % (2 * ROWS) else ops.act_and_mul)(gate_up, activation)
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,10 @@ class Weight(ABC):
         """activation(gate) * up, [n, out_features / 2]: gate and up are the halves of the product by norm(x)."""
         return act_and_mul(self.multiply(rms_norm(x, norm.weight, norm.eps)), activation)
 
+    def above(self, others: Sequence[Weight]) -> Weight:
+        """Return this weight and others, below each other, as one."""
+        return WeightsBelow([self, *others])
+
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         """Add the product by x to ``residual`` [n, out_features], in place."""
         residual.add_(self.multiply(x))
