@@ -479,7 +479,7 @@ BUDGETS = {
     "kernels": 13300,
     "limits": 392,
     "remote": 1665,
-    "runner": 20620,
+    "runner": 20660,
     "server": 5916,
     "telemetry": 1116,
     "testing": 800,
