@@ -27,5 +27,8 @@ def test_add_norm(rng: random.Random, gen: torch.Generator) -> None:
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])
 def test_act_and_mul(rng: random.Random, gen: torch.Generator, kind: Activation) -> None:
     gate_up = torch.randn(rng.randint(1, 9), 32 * rng.randint(1, 9), generator=gen) * 4
+    gate, up = gate_up.clone().chunk(2, -1)
     wanted = activation.act_and_mul(gate_up.clone(), kind)
-    torch.testing.assert_close(ops.act_and_mul(gate_up, kind), wanted, rtol=2e-6, atol=4e-6)
+    off = (ops.act_and_mul(gate_up, kind) - wanted).abs()
+    # 1 + erf(gate) of a gate far below 0 is small, and as rounded as 1.
+    assert bool((off <= 2e-6 * wanted.abs() + 4e-7 * (gate * up).abs()).all())
