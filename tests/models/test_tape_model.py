@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Q
+from safetensors.torch import load_file, save_file
 from scenarios import Engine, check_scenarios
 from test_gguf_weights import SIZES, write_gguf
-from tiny import make_tiny_model
+from tiny import make_tiny_model, write_tiny_model
 
 from aengine.runner.graphs.tape_model import TapeModel
 
@@ -81,3 +84,18 @@ def test_matrices_of_several_types_that_are_multiplied_together_are_on_the_tape(
     assert isinstance(engine.runner.model, TapeModel)
     engine = check_scenarios(path, model.float(), quantization="gguf")
     assert isinstance(engine.runner.model, TapeModel)
+
+
+def test_weights_of_other_numbers_are_loaded_again_into_what_the_tape_reads(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16}
+    first = write_tiny_model(tmp_path / "first", "llama", dtype="bfloat16", **sizes)
+    second = write_tiny_model(tmp_path / "second", "llama", seed=1, dtype="bfloat16", **sizes)
+    same_in_float32 = Path(shutil.copytree(second, tmp_path / "float32")) / "model.safetensors"
+    save_file({name: tensor.float() for name, tensor in load_file(same_in_float32).items()}, same_in_float32)
+    wanted = Engine(second, dtype="auto")
+    wanted.begin()
+    engine = Engine(first, dtype="auto")
+    engine.begin()
+    assert isinstance(engine.runner.model, TapeModel)
+    engine.model.reload_weights(str(same_in_float32.parent))
+    assert engine.generate(PROMPTS) == wanted.generate(PROMPTS)

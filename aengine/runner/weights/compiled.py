@@ -57,9 +57,14 @@ class CompiledWeight(Weight):
         return activations(x, own, as_codes=self._as_codes)
 
     def copy_from(self, other: Weight) -> None:
-        """See `Weight`: tapes hold addresses."""
-        assert isinstance(other, CompiledWeight) and other.packed.kind == self.packed.kind
-        self.packed.memory.copy_(other.packed.memory)
+        """See `Weight`: tapes hold addresses, and kernels of a kind: other numbers of 16 bits become those of this."""
+        assert isinstance(other, CompiledWeight)
+        packed, kind = other.packed, self.packed.kind
+        if packed.kind != kind:
+            numbers = other.rows(torch.arange(packed.out_features), 1.0)
+            most = torch.finfo(getattr(torch, kind)).max
+            packed = pack(kind, numbers.clamp(-most, most).to(getattr(torch, kind)))
+        self.packed.memory.copy_(packed.memory)
         if self.bias is not None and other.bias is not None:
             self.bias.copy_(other.bias)
 
@@ -142,7 +147,7 @@ class CompiledFormat:
         weight, bias = tensors["weight"], tensors.get("bias")
         if self.dtype == torch.float32:
             weight = weight.float()
-        elif weight.dtype == torch.float32:
+        elif weight.dtype not in (torch.float16, torch.bfloat16):
             weight = weight.clamp(-FLOAT16_MAX, FLOAT16_MAX).half()
         packed = pack(str(weight.dtype).removeprefix("torch."), weight)
         return CompiledWeight(packed, None if bias is None else bias.float().contiguous(), as_codes=False)
