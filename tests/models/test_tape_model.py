@@ -17,6 +17,8 @@ from test_gguf_weights import SIZES, write_gguf
 from tiny import make_tiny_model, write_tiny_model
 
 from aengine.runner.graphs.tape_model import TapeModel
+from aengine.runner.models.llama import Llama
+from aengine.runner.startup import setup
 
 pytest.importorskip("llvmlite")
 
@@ -99,3 +101,12 @@ def test_weights_of_other_numbers_are_loaded_again_into_what_the_tape_reads(tmp_
     assert isinstance(engine.runner.model, TapeModel)
     engine.model.reload_weights(str(same_in_float32.parent))
     assert engine.generate(PROMPTS) == wanted.generate(PROMPTS)
+
+
+def test_the_largest_steps_are_the_tapes_too(short_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Op by op attention has other bits: a request's tokens would follow from how its prompt is cut."""
+    monkeypatch.setattr(setup, "MAX_GRAPH_TOKENS", 16)
+    engine = Engine(Path(short_model), dtype="auto", max_num_batched_tokens=64)
+    engine.begin(max_num_batched_tokens=64)
+    monkeypatch.setattr(Llama, "forward", None)
+    assert len(engine.generate(PROMPTS[-1:])[0]) > 0

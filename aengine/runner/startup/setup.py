@@ -159,8 +159,7 @@ class RunnerSetup:
             return None
         from ..graphs.tape_model import taped
 
-        most = min(MAX_GRAPH_TOKENS, self.max_batched)
-        return partial(taped, self.model, cache, max_tokens=most, max_model_len=max_model_len)
+        return partial(taped, self.model, cache, max_tokens=self.max_batched, max_model_len=max_model_len)
 
     @contextmanager
     def errors_explained(self) -> Iterator[None]:
