@@ -82,7 +82,7 @@ def write_team(module: Module, machine: str) -> None:
                 f.leave(claimed_all, chunk >= total)
                 f.call_at(address, op + 8 * ARGUMENTS, rows, chunk, f.thread)
                 f.fetch_add(done, 1)
-            wait(f, done, lambda count, total=total: count >= total)
+            wait(f, done, total.__le__)
 
     with module.function("team_run", team=POINTER, timeout=POINTER) as f:
         f.atomic_store(f.number(I64, _OPEN), f.team + _GATE)
