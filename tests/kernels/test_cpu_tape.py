@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache
 
 import pytest
 import torch
@@ -10,7 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("llvmlite")
 
-from aengine.kernels.cpu import tape
+from aengine.kernels.cpu import library, tape
 from aengine.kernels.cpu.rows import GROUP
 
 
@@ -91,3 +95,20 @@ def test_later_ops_of_a_recording_have_the_memory_of_earlier_ones() -> None:
     recorded.run(4)
     alone = quantised(x)
     assert torch.equal(codes, alone[0]) and torch.equal(meta.view(torch.int32), alone[1].view(torch.int32))
+
+
+def test_threads_that_ask_at_once_have_the_same_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second library would be freed with its code, which its threads are running."""
+    both, made = threading.Barrier(2), []
+
+    def make(*_: object) -> object:
+        made.append(object())
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.2)
+        return made[-1]
+
+    monkeypatch.setattr(library, "Library", make)
+    monkeypatch.setattr(library, "_library", cache(lambda: library.Library()))
+    with ThreadPoolExecutor(2) as threads:
+        found = {threads.submit(library.library), threads.submit(library.library)}
+    assert len({id(one.result()) for one in found}) == len(made) == 1

@@ -48,15 +48,16 @@ class Library:
         team = self._load(["team"], lambda module: write_team(module, platform.machine()))
         self._op, self._counters = aligned_words(OP_WORDS), aligned_words(COUNTER_WORDS)
         self._op_address = self._op.ctypes.data
-        self._lock = threading.Lock()
+        self._lock, self._compiling = threading.Lock(), threading.Lock()
         self.team = Team(num_threads, team.address("team_run"), team.address("team_thread"))
 
     def addresses(self, names: Iterable[str]) -> dict[str, int]:
         """Return the addresses of kernels by name; what is missing is compiled, together."""
-        missing = sorted(set(names) - self._addresses.keys())
-        if missing:
-            code = self._load(missing, lambda module: write_kernels(module, missing, self._target))
-            self._addresses |= {name: code.address(name) for name in missing}
+        with self._compiling:
+            missing = sorted(set(names) - self._addresses.keys())
+            if missing:
+                code = self._load(missing, lambda module: write_kernels(module, missing, self._target))
+                self._addresses |= {name: code.address(name) for name in missing}
         return self._addresses
 
     def run_once(self, kernel: str, words: list[int], rows: int) -> None:
@@ -89,7 +90,15 @@ def set_num_threads(count: int) -> None:
     _num_threads = count
 
 
-@cache
+_making = threading.Lock()
+
+
 def library() -> Library:
-    """The kernels of this process."""
+    """The kernels of this process. Weights are packed by several threads, any of which may be the first to ask."""
+    with _making:
+        return _library()
+
+
+@cache
+def _library() -> Library:
     return Library(host(), _num_threads, code_cache())
