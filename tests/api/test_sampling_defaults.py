@@ -13,7 +13,7 @@ import pytest
 
 from aengine import AsyncLLM, InvalidRequestError, SamplingParams
 from aengine.checkpoint.sampling_defaults import SamplingDefaults
-from aengine.engine import core
+from aengine.engine.handles import start
 from aengine.ipc.messages import NewRequest
 
 Make = Callable[..., AsyncLLM]
@@ -24,11 +24,11 @@ NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetiti
 @pytest.fixture
 def says(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], None]:
     """Let the checkpoint have this generation_config.json."""
-    resolve = core.resolve_model
+    resolve = start.resolve_model
 
     def say(generation_config: dict[str, Any]) -> None:
         monkeypatch.setattr(
-            core,
+            start,
             "resolve_model",
             lambda *args: dataclasses.replace(resolve(*args), generation_config=generation_config),
         )

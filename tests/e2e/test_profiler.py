@@ -55,7 +55,7 @@ async def test_a_trace(engine: AsyncLLM, tmp_path: Path, no_blocking: None) -> N
     await settled(engine)
     assert Path(path).parent == wanted and Path(path).name.startswith("aengine-rank0-") and path.endswith(".json.gz")
     names = {event.get("name", "") for event in events_of(path)}
-    assert any("mm" in name or "linear" in name for name in names), names
+    assert any("mm" in name or "linear" in name or "product" in name for name in names), names
     assert Path(second).parent == Path(again) and Path(again).name.startswith("aengine-profile-")
     assert [path] == [str(p) for p in wanted.iterdir()]
 

@@ -271,7 +271,7 @@ async def test_markdown_code_and_examples(tmp_path: Path) -> None:
             await page.evaluate("document.querySelector('.examples button').click()")
             await page.until("document.querySelectorAll('.facts').length === 1")
             assert await page.evaluate(send) == before
-            assert engine.requests[-1].text == "What is the capital of France?"
+            assert engine.requests[-1].text == "Name the capital of France."
             assert engine.requests[-1].params.temperature == 0  # this model brings no parameters of its own
             text = "document.querySelector('.last')"
             assert await page.evaluate(f"{text}.querySelector('h3').textContent") == "Title"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch._C import DisableTorchFunction
+from torch.autograd.profiler import record_function
 from torch.overrides import TorchFunctionMode
 
 from .library import library
@@ -66,7 +67,8 @@ class Tape:
 
     def run(self, rows: int) -> None:
         """Run all ops over this many rows; returns when they are done."""
-        library().team.run(self._address, len(self._words), rows, self._counters)
+        with _traced("tape"):
+            library().team.run(self._address, len(self._words), rows, self._counters)
 
     def __len__(self) -> int:
         return len(self._words)
@@ -171,4 +173,10 @@ def launch(kernel: str, arguments: Sequence[Argument], rows: int, factor: int = 
     if _now.tape is not None:
         _now.tape.append(kernel, arguments, factor, grain)
         return
-    library().run_once(kernel, [0, factor, grain, 0, *map(_word, arguments)], rows)
+    with _traced(kernel):
+        library().run_once(kernel, [0, factor, grain, 0, *map(_word, arguments)], rows)
+
+
+def _traced(name: str) -> AbstractContextManager[Any]:
+    """Show what runs in torch's profile, while one is recorded."""
+    return record_function(name) if torch.autograd._profiler_enabled() else nullcontext()
