@@ -120,7 +120,9 @@ def test_what_takes_too_much_memory_ends_its_process(
     """Of less memory than it may have otherwise, which this one takes 8 s to fill."""
     assert trial.MAX_BYTES == 1 << 30
     monkeypatch.setattr(trial, "MAX_BYTES", 1 << 27)
-    with pytest.raises(GrammarError, match="compiling it takes more than") as caught:
+    # Where memory ends, the library aborts, seldom overruns its stack, or hangs until its time is over.
+    refused = "compiling it takes more than|its references lead too deep|it takes longer than"
+    with pytest.raises(GrammarError, match=refused) as caught:
         backend.compile(ENDLESS["allOf"])
     assert caught.value.kind == "too_complex"
     backend.compile(ENDS)
