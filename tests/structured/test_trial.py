@@ -117,12 +117,11 @@ def test_what_takes_too_long_is_killed(backend: LLGuidanceBackend, started: list
 def test_what_takes_too_much_memory_ends_its_process(
     backend: LLGuidanceBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of less memory than it may have otherwise, which this one takes 8 s to fill."""
+    """Of less memory than it may have otherwise, which this one takes 8 s to fill. Of much less, glibc can't reserve
+    the 128 MiB of a thread's arena, and each allocation tries that anew: the compile would take minutes."""
     assert trial.MAX_BYTES == 1 << 30
-    monkeypatch.setattr(trial, "MAX_BYTES", 1 << 27)
-    # Where memory ends, the library aborts, seldom overruns its stack, or hangs until its time is over.
-    refused = "compiling it takes more than|its references lead too deep|it takes longer than"
-    with pytest.raises(GrammarError, match=refused) as caught:
+    monkeypatch.setattr(trial, "MAX_BYTES", 1 << 28)
+    with pytest.raises(GrammarError, match="compiling it takes more than") as caught:
         backend.compile(ENDLESS["allOf"])
     assert caught.value.kind == "too_complex"
     backend.compile(ENDS)
