@@ -346,7 +346,7 @@ def transposed(f: Function, square: Sequence[Value]) -> list[Value]:
     """The columns of a square of 16 vectors: steps that leave quarters of a vector in their place, then quarters."""
 
     def quarters(a: Value, b: Value, lanes: Sequence[int]) -> Value:
-        """Take four of each four lanes of ``a`` (0 to 3) and of ``b`` (4 to 7), four."""
+        """Take four of each four lanes of ``a`` (0 to 3) and of ``b`` (4 to 7)."""
         return f.shuffle(a, b, [4 * q + lane + (12 if lane > 3 else 0) for q in range(4) for lane in lanes])
 
     def pairs(vectors: Sequence[Value], step: int, low: Sequence[int], high: Sequence[int]) -> list[Value]:
