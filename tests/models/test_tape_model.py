@@ -61,14 +61,6 @@ def test_logits_are_near_those_of_the_numbers(engine: Engine, short_model: str) 
     assert error < 0.01
 
 
-def test_what_is_too_large_for_the_tape_runs_op_by_op(short_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = Engine(Path(short_model), dtype="auto", max_num_batched_tokens=16)
-    small.begin(max_num_batched_tokens=16)
-    expected = small.generate(PROMPTS)
-    small.begin(max_num_batched_tokens=512)
-    assert small.generate(PROMPTS) == expected
-
-
 def test_why_a_model_runs_op_by_op_is_logged(short_model: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "aengine.runner")
     engine = Engine(Path(short_model), dtype="auto", kv_cache_dtype="fp8")

@@ -53,10 +53,9 @@ class KvCache:
         self._first_lens = first_lens
 
     def bind(self, batch: InputBatch) -> Any:
-        """Return the attention of one step; for a tape, see `TapeStep`."""
-        return TapeStep(batch, self._bind) if self.is_taped else self._bind(batch)
-
-    def _bind(self, batch: InputBatch) -> Attention:
+        """Return the attention of one step; the batch itself for a tape, which has its attention."""
+        if self.is_taped:
+            return batch
         groups = [
             GroupMetadata(group.seq_lens, group.block_table, slots)
             for group, slots in zip(batch.groups(), batch.inputs.slot_mapping.unbind(0), strict=True)
@@ -85,13 +84,6 @@ class KvCache:
     def copy_blocks(self, pairs: Sequence[int]) -> None:
         """See `KvMemory`."""
         self.pages.copy(pairs)
-
-
-class TapeStep(NamedTuple):
-    """A step of a tape, which reads the batch itself; and the attention of a step that is too large for it."""
-
-    batch: InputBatch
-    bind: Callable[[InputBatch], Attention]
 
 
 class StepRope:

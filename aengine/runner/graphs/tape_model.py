@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ...kernels.cpu.tape import NotRecorded, record
 from ..attention.tape_attention import StepMemory, TapeAttention, tape_rope
-from ..attention.torch_attention import KvCache, TapeStep
+from ..attention.torch_attention import KvCache
+from ..input_batch import InputBatch
 
 __all__ = ["TapeModel", "taped"]
 
@@ -29,9 +30,8 @@ class TapeModel:
     """A `Model` over a recorded one."""
 
     def __init__(self, model: Any, cache: KvCache, tables: Tensor, max_tokens: int, max_model_len: int) -> None:
-        """Raises NotRecorded: an op of the model can't be on a tape."""
+        """``max_tokens``: most of a step. Raises NotRecorded: an op of the model can't be on a tape."""
         self._model = model
-        self._max_tokens = max_tokens
         self._memory = StepMemory(max_tokens, tables)
         self._input_ids = torch.zeros(max_tokens, dtype=torch.int64)
         ropes = [tape_rope(rope.config, max_model_len) for rope in cache.ropes]
@@ -44,14 +44,11 @@ class TapeModel:
     def num_ops(self) -> int:
         return len(self._layers)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attn: TapeStep, received: Tensor | None = None) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, batch: InputBatch) -> Tensor:
         """See `Model`. The next step overwrites the result."""
         n = len(input_ids)
-        if n > self._max_tokens:
-            hidden: Tensor = self._model.forward(input_ids, positions, attn.bind(attn.batch))
-            return hidden
         self._input_ids[:n] = input_ids
-        self._memory.fill(attn.batch)
+        self._memory.fill(batch)
         self._layers.run(n)
         return self._hidden[:n]
 
