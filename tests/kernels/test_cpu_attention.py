@@ -158,6 +158,26 @@ def test_a_query_that_is_no_number_finds_none(rng: random.Random, gen: torch.Gen
     assert not is_number[3, 0].any() and int(is_number.sum()) == out.numel() - 16
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_value_that_is_no_number_is_found_by_who_sees_it_alone(
+    rng: random.Random, gen: torch.Generator, value: float
+) -> None:
+    """Not by the tokens of its tile before it, nor by those whose window it has left."""
+    for window in (None, 5):
+        batch = Batch(rng, gen, Shape(6, 2, 16))
+        table = batch.table[batch.table_rows]
+        batch.qkv.view(-1, 10, 16)[rng.sample(range(len(batch.qkv)), 3), -1, 3] = value
+        write_qkv(batch.qkv, batch.positions, batch.slots, None, None, 6, batch.cache)
+        out = attend(batch.qkv, batch.positions, batch.table_rows, batch.table, batch.cache, Scores(0.3, window))
+        for i, end in enumerate((batch.positions + 1).tolist()):
+            places = torch.arange(0 if window is None else max(0, end - window), end)
+            k, v = batch.cache[table[i, places // batch.size].long(), places % batch.size].unbind(1)
+            q = batch.qkv[i].view(10, 16)[:6].view(2, 3, 16)
+            weights = torch.einsum("hgd,nhd->hgn", q, k).mul(0.3).softmax(2)
+            wanted = torch.einsum("hgn,nhd->hgd", weights, v).flatten()
+            torch.testing.assert_close(out[i], wanted, rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
 def test_layers_whose_states_have_one_size_do_not_meet(three_threads: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     """5 heads of 16 with 3 segments, and 2 of 32 for 3 each with 2: 51,200 bytes both."""
 

@@ -11,6 +11,7 @@ that keys and values are read once for the tile. Of several parts, the one that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from .emit import F32, I32, I64, Function, Value, Variable
 from .target import Target, WriteKernel
@@ -131,9 +132,11 @@ class _Attend:
             with f.when(after <= self.last):
                 self._find_keys(after)
             self._turn_keys()
-            self._each(self._multiply)
+            self._each(self.count, self._multiply)
             self._softmax(block)
-            self._each(self._add_values)
+            low, high = self._seen(block, self.count - 1)[0], self._seen(block, 0)[1]
+            see_all = low.equals(0) & high.equals(KEYS)
+            self._each(f.choose(see_all, self.count, 0), partial(self._add_values, block))
 
     def _clear(self, state: Value) -> None:
         f = self.f
@@ -214,23 +217,29 @@ class _Attend:
             for j, column in enumerate(transposed(f, square)):
                 f.store(column, self.keys + i * (4 * KEYS) + 4 * KEYS * j)
 
-    def _each(self, compute: Callable[[Value, int], None]) -> None:
-        """Compute with all rows of the tile, several tokens abreast as long as there are so many."""
+    def _each(self, count: Value, compute: Callable[[Value, int], None]) -> None:
+        """Compute with all tokens of the tile: with several abreast, as long as there are so many among the first
+        ``count``, then one by one."""
         f = self.f
-        whole = self.count // self.abreast * self.abreast
+        whole = count // self.abreast * self.abreast if self.abreast > 1 else f.number(I64, 0)
         if self.abreast > 1:
             with f.loop(0, whole, self.abreast) as token:
-                compute(token * self.group, self.abreast * self.group)
-            with f.loop(whole, self.count) as token:
-                compute(token * self.group, self.group)
-        else:
-            with f.loop(0, self.count) as token:
-                compute(token * self.group, self.group)
+                compute(token, self.abreast)
+        with f.loop(whole, self.count) as token:
+            compute(token, 1)
 
-    def _multiply(self, row: Value, count: int) -> None:
-        """Products of rows and all keys of the block: a sum over each half of a head's elements."""
+    def _seen(self, block: Value, token: Value | int) -> tuple[Value, Value]:
+        """The first key of a block that a token of the tile sees, and one past the last; if it sees none, these are no
+        range."""
+        f = self.f
+        end = self.first + token - block + 1
+        return f.smaller(f.larger(end - self.window, 0), KEYS), f.smaller(end, KEYS)
+
+    def _multiply(self, token: Value, count: int) -> None:
+        """Products of tokens' rows and all keys of the block: a sum over each half of a head's elements."""
         f, size, half = self.f, self.head_dim * 4, self.head_dim // 2
-        for begin, end in _parts(count, max(1, self.most_sums // 2)):
+        row, num_rows = token * self.group, count * self.group
+        for begin, end in _parts(num_rows, max(1, self.most_sums // 2)):
             queries = self.queries + (row + begin) * size
             sums = [[f.variable(F32 * KEYS, 0.0) for _ in range(2)] for _ in range(begin, end)]
             with f.loop(0, half) as i:
@@ -248,10 +257,8 @@ class _Attend:
         softcap = f.load(F32, f.words + 8 * 16)
         lanes = f.numbers(I32 * KEYS, range(KEYS))
         with f.loop(0, self.count) as token:
-            last = self.first + token - block
-            first = f.larger(last - self.window, -1)
-            last, first = (f.narrowed(f.smaller(x, KEYS), I32) for x in (last, first))
-            mask = (lanes <= last) & (lanes > first)
+            begin, end = (f.narrowed(x, I32) for x in self._seen(block, token))
+            mask = (lanes >= begin) & (lanes < end)
             with f.loop(token * self.group, (token + 1) * self.group) as r:
                 scores, state = self.scores + r * (4 * KEYS), self.state + r * self.state_bytes
                 with f.when(softcap > 0.0):
@@ -270,19 +277,21 @@ class _Attend:
                 weight_sums = state + self.weight_sums
                 f.store(f.load(vector, weight_sums) + weights, weight_sums)
 
-    def _add_values(self, row: Value, count: int) -> None:
-        """Add the block's values times the weights to the sums of rows."""
+    def _add_values(self, block: Value, token: Value, count: int) -> None:
+        """Add a block's values times the weights to the sums of tokens' rows. Several tokens see all of it; what
+        one does not see is left out: it may be no number, and times a weight of 0 would be none."""
         f, vectors = self.f, self.head_dim // KEYS
-        values = f.word(f.words, 11)
+        values, row, num_rows = f.word(f.words, 11), token * self.group, count * self.group
+        keys = (0, KEYS) if count > 1 else self._seen(block, token)
         for low, high in _parts(vectors, 4 if self.most_sums > 12 else 2):
-            for begin, end in _parts(count, self.most_sums // (high - low)):
+            for begin, end in _parts(num_rows, self.most_sums // (high - low)):
                 own = self.state + (row + begin) * self.state_bytes
                 places = [
                     [own + (r * self.state_bytes + 4 * KEYS * i) for i in range(low, high)] for r in range(end - begin)
                 ]
                 sums = [[f.variable(F32 * KEYS, f.load(F32 * KEYS, place)) for place in of_row] for of_row in places]
                 weights = self.scores + (row + begin) * (4 * KEYS)
-                with f.loop(0, KEYS) as key:
+                with f.loop(*keys) as key:
                     place = f.address(self.places + key * 8, 0) + values
                     parts = [
                         f.load_as_float32(self.dtype, KEYS, place + KEYS * self.size * i) for i in range(low, high)
