@@ -72,6 +72,8 @@ class GroupedCodes:
             ("offset", self.offset, of_groups, _SCALES[:3]),
             ("row_scale", self.row_scale, (n,), (torch.float32,)),
         ):
+            if tensor is not None and not tensor.is_contiguous():
+                raise ValueError(f"a {name} of strides {tensor.stride()}: kernels read it as contiguous")
             if tensor is not None and (tuple(tensor.shape) != shape or tensor.dtype not in dtypes):
                 raise ValueError(f"a {name} of {tensor.dtype} {tuple(tensor.shape)} where {shape} is needed")
 

@@ -79,10 +79,9 @@ def test_kernels_write_the_same_codes(gen: torch.Generator, triton_device: torch
         apply_rope_and_write_kv(qkv, slots, slots, None, None, 2, cache, scales.to(triton_device))
         written = cache.flatten(0, 1)[:tokens].cpu()
         expected = reference_codes(numbers / scales[:, :, None])
-        off = (written.int() - expected.int()).abs()[~numbers.isnan()]
-        assert off.max() <= (0 if scales[0, 0] == 1 else 1)  # a GPU's quotient may be off by its last bit
-        assert (off > 0).float().mean() < 0.01
-        assert torch.equal(written[numbers.isnan()] & 0x7F, torch.full_like(written[numbers.isnan()], 0x7F))
+        is_number = ~numbers.isnan()
+        assert torch.equal(written[is_number], expected[is_number])
+        assert torch.equal(written[~is_number] & 0x7F, torch.full_like(written[~is_number], 0x7F))
         assert (cache.flatten(0, 1)[tokens:] == 99).all()
 
 

@@ -40,7 +40,7 @@ def kept_number(x, scales, head, is_head, like):
     if scales is None:
         y = x.to(like.dtype.element_ty)
     else:
-        number = x.to(tl.float32) / tl.load(scales + head, mask=is_head, other=1.0)
+        number = tl.div_rn(x.to(tl.float32), tl.load(scales + head, mask=is_head, other=1.0))
         bits = number.to(tl.int32, bitcast=True)
         size = tl.minimum(tl.abs(number), 448.0)
         rounded = size.to(tl.int32, bitcast=True)

@@ -65,7 +65,7 @@ class Fp4Format(UnpackedFormat):
         checked_scale(scale, "weight_scale")
         row_scale = None
         if self.matrix_scale is not None:
-            row_scale = tensors[self.matrix_scale].float().expand(len(codes), 1).flatten()
+            row_scale = tensors[self.matrix_scale].float().expand(len(codes), 1).flatten().contiguous()
             row_scale = checked_scale(row_scale.reciprocal() if self.divides else row_scale, self.matrix_scale)
         return UnpackedCodes("e2m1", codes, scale, self._group, None, row_scale)
 
