@@ -9,6 +9,7 @@ import random
 import signal
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -84,12 +85,30 @@ WITH_IO_FILES = {
 }
 
 
+CACHE = Path(__file__).parent.parent / "build" / "cache"
+"""In place of ~/.cache, also for processes that tests start: there the next run, too, finds the code of compiled
+kernels."""
+
+
+def _use_own_cache() -> None:
+    """Models are still those of the user's cache."""
+    from aengine.config import model_cache
+
+    models, own = model_cache(), CACHE / "aengine" / "models"
+    own.parent.mkdir(parents=True, exist_ok=True)
+    if models != own and models.is_dir():
+        with suppress(FileExistsError):
+            own.symlink_to(models, target_is_directory=True)
+    os.environ["XDG_CACHE_HOME"] = str(CACHE)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, help="of the random numbers of `rng`: the one that was printed with a failure")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """In `make test`, workers of models on the CPU are forks of one process that has imported torch."""
+    _use_own_cache()
     if "not extended" in config.option.markexpr and not HAS_GPU:
         from forked_workers import Forks
 

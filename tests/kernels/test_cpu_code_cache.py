@@ -17,6 +17,7 @@ import pytest
 
 pytest.importorskip("llvmlite")
 
+from aengine.config import model_cache
 from aengine.kernels.cpu import code_cache, library, target
 from aengine.kernels.cpu.code_cache import MOST_FILES, CodeCache, code_key, digest_of_sources
 from aengine.runner.platforms import cpu
@@ -214,3 +215,8 @@ def test_a_worker_without_kernels_says_so_once(
 def test_asking_what_kernels_are_for_does_not_load_llvm() -> None:
     code = "import sys; import aengine.kernels.cpu.target; print('llvmlite' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_tests_keep_their_code_beside_themselves() -> None:
+    """A run leaves nothing in the user's cache, and finds what the one before has compiled."""
+    assert model_cache().is_relative_to(Path(__file__).parents[2] / "build")
