@@ -16,6 +16,7 @@ overturns a maximum. A replay in another batch, whose matrix products round othe
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -83,8 +84,8 @@ def draw_share(
         from .triton import gumbel as triton_op
 
         return triton_op.draw_share(logits, temperature, seeds, positions, first_token, vocab_size)
-    best = logits.max(dim=1)
-    out = torch.stack((best.values.double(), best.indices.double() + first_token, best.values.double()))
+    likeliest, values = _likeliest(logits)
+    out = torch.stack((values.double(), likeliest.double() + first_token, values.double()))
     some = (temperature > 0).nonzero()[:, 0]
     if len(some):
         block = first_token // BLOCK
@@ -112,8 +113,7 @@ def draw_or_greedy(
     """Run the reference: rows of temperature 0 take the likeliest token, and only the others are drawn."""
     is_random = temperature > 0
     if not is_random.any():
-        best = logits.max(dim=1)
-        return best.indices, best.values
+        return _likeliest(logits)
     if is_random.all():
         ids, checks, _ = _draw_scored(logits, temperature, seeds, positions, cutoff)
         return ids, checks
@@ -123,8 +123,16 @@ def draw_or_greedy(
     few = None if cutoff is None else cutoff[some]
     ids[some], checks[some], _ = _draw_scored(logits[some], temperature[some], seeds[some], positions[some], few)
     others = (~is_random).nonzero()[:, 0]
-    checks[others], ids[others] = logits[others].max(dim=1)
+    ids[others], checks[others] = _likeliest(logits[others])
     return ids, checks
+
+
+def _likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first of the largest of each row, or its first NaN, and that number. (By numpy: torch's maximum takes
+    ten times as long.)"""
+    numbers = logits.numpy()
+    ids = numbers.argmax(1)
+    return torch.from_numpy(ids), torch.from_numpy(numbers[np.arange(len(ids)), ids])
 
 
 def _draw_scored(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,29 +53,22 @@ def prepare_inputs(
         return triton_op.prepare_inputs(
             token_ids, num_computed_tokens, block_table, idx_mapping, num_scheduled_tokens, block_sizes, num_tokens
         )
-    num_reqs = idx_mapping.shape[0]
-    first = num_computed_tokens.index_select(0, idx_mapping).long()
-    end = num_scheduled_tokens.cumsum(0)
-    if num_tokens == num_reqs:  # one token each: a pure decode step
-        positions, rows = first, idx_mapping
-    else:
-        request = torch.arange(num_reqs).repeat_interleave(num_scheduled_tokens, output_size=num_tokens)
+    rows, counts = idx_mapping.numpy(), num_scheduled_tokens.numpy()  # of few numbers numpy's ops take less time
+    first = num_computed_tokens.numpy()[rows].astype(np.int64)
+    ends, seq_lens = np.append(0, counts.cumsum()), first + counts
+    positions = first
+    if num_tokens > len(rows):  # else one token each: a pure decode step
         # The token at place t of the batch is the (t - begin of its request)-th from where that request stands.
-        positions = torch.arange(num_tokens) + (first - end + num_scheduled_tokens).index_select(0, request)
-        rows = idx_mapping.index_select(0, request)
-    slots = [
-        table[rows, positions // size].long() * size + positions % size
-        for table, size in zip(block_table.unbind(0), block_sizes.tolist(), strict=True)
-    ]
-    query_start_loc = torch.zeros(num_reqs + 1, dtype=torch.int32)
-    query_start_loc[1:] = end
-    return PreparedInputs(
-        input_ids=token_ids[rows, positions].long(),
-        positions=positions,
-        slot_mapping=torch.stack(slots) if len(slots) > 1 else slots[0].unsqueeze(0),
-        query_start_loc=query_start_loc,
-        seq_lens=(first + num_scheduled_tokens).int(),
-    )
+        positions = np.arange(num_tokens) + (first - ends[:-1]).repeat(counts)
+        rows = rows.repeat(counts)
+    slots = np.empty((len(block_table), num_tokens), np.int64)
+    for own, table, size in zip(slots, block_table.numpy(), block_sizes.tolist(), strict=True):
+        blocks, places = np.divmod(positions, size)
+        own[:] = table[rows, blocks]
+        own *= size
+        own += places
+    columns = token_ids.numpy()[rows, positions].astype(np.int64), positions, slots
+    return PreparedInputs(*map(torch.from_numpy, (*columns, ends.astype(np.int32), seq_lens.astype(np.int32))))
 
 
 def gather_block_table(
@@ -122,9 +116,9 @@ def append_tokens(token_ids: Tensor, num_tokens: Tensor, rows: Tensor, sampled: 
         from .triton import input_prep as triton_op
 
         return triton_op.append_tokens(token_ids, num_tokens, rows, sampled)
-    end = num_tokens.index_select(0, rows)
-    token_ids[rows, end.long()] = sampled.int()
-    num_tokens.index_copy_(0, rows, end + 1)
+    own, lengths = rows.numpy(), num_tokens.numpy()
+    token_ids.numpy()[own, lengths[own]] = sampled.numpy()
+    lengths[own] += 1
     return None
 
 

@@ -22,6 +22,7 @@ One row of ``scalars``, 16 words of 4 bytes, a cache line:
 from __future__ import annotations
 
 import struct
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -43,25 +44,30 @@ _MIN_TEMPERATURE = (
 )
 
 
+def _column(index: int, dtype: torch.dtype) -> cached_property[Tensor]:
+    return cached_property(lambda scalars: scalars.words.view(dtype)[:, index])
+
+
 class Scalars:
-    """Named columns of scalar rows; views, nothing is copied. n: max_num_seqs, or the rows of a batch."""
+    """Named columns [n] of scalar rows: views, made when first read; nothing is copied. n: max_num_seqs, or the rows of
+    a batch."""
 
     def __init__(self, words: Tensor) -> None:
-        numbers = words.view(torch.float32)
         self.words = words  # int32 [n, 16]
-        self.seed = words.view(torch.int64)[:, 0]  # int64 [n]
-        self.temperature = numbers[:, 2]  # float32 [n]; 0: greedy
-        self.top_p = numbers[:, 3]  # float32 [n]
-        self.min_p = numbers[:, 4]  # float32 [n]
-        self.repetition_penalty = numbers[:, 5]  # float32 [n]
-        self.frequency_penalty = numbers[:, 6]  # float32 [n]
-        self.presence_penalty = numbers[:, 7]  # float32 [n]
-        self.top_k = words[:, 8]  # int32 [n]; 0: all
-        self.num_prompt_tokens = words[:, 9]  # int32 [n]
-        self.num_tokens = words[:, 10]  # int32 [n]: prompt and completion so far
-        self.num_computed_tokens = words[:, 11]  # int32 [n]: tokens whose KV is written
-        self.first_len = words[:, 12]  # int32 [n]: num_tokens when the request got its row
-        self.logprobs_asked = words[:, 13]  # int32 [n]: alternatives to each token, plus 1; 0: no log-probabilities
+
+    seed = _column(0, torch.int64)
+    temperature = _column(2, torch.float32)  # 0: greedy
+    top_p = _column(3, torch.float32)
+    min_p = _column(4, torch.float32)
+    repetition_penalty = _column(5, torch.float32)
+    frequency_penalty = _column(6, torch.float32)
+    presence_penalty = _column(7, torch.float32)
+    top_k = _column(8, torch.int32)  # 0: all
+    num_prompt_tokens = _column(9, torch.int32)
+    num_tokens = _column(10, torch.int32)  # prompt and completion so far
+    num_computed_tokens = _column(11, torch.int32)  # tokens whose KV is written
+    first_len = _column(12, torch.int32)  # num_tokens when the request got its row
+    logprobs_asked = _column(13, torch.int32)  # alternatives to each token, plus 1; 0: no log-probabilities
 
     def select(self, rows: Tensor) -> Scalars:
         """Return a copy of the rows int64 [m]."""
@@ -149,7 +155,10 @@ class RequestState:
     def advance_device(self, rows: Tensor, seq_lens: Tensor) -> None:
         """Note on the device that the rows' tokens up to the lengths are computed: rows int64 [n], seq_lens int32
         [n]."""
-        self.scalars.num_computed_tokens.index_copy_(0, rows, seq_lens)
+        if rows.is_cpu:
+            self.scalars.num_computed_tokens.numpy()[rows.numpy()] = seq_lens.numpy()
+        else:
+            self.scalars.num_computed_tokens.index_copy_(0, rows, seq_lens)
 
     def settle(self, rows: npt.NDArray[np.int64], num_missing: npt.NDArray[np.int64]) -> None:
         """Subtract on the host the tokens that an answered step of each of the rows did not bring (the device never
