@@ -112,9 +112,10 @@ def draw_or_greedy(
 ) -> tuple[Tensor, Tensor]:
     """Run the reference: rows of temperature 0 take the likeliest token, and only the others are drawn."""
     is_random = temperature > 0
-    if not is_random.any():
+    count = np.count_nonzero(is_random.numpy())
+    if count == 0:
         return _likeliest(logits)
-    if is_random.all():
+    if count == len(logits):
         ids, checks, _ = _draw_scored(logits, temperature, seeds, positions, cutoff)
         return ids, checks
     ids = torch.empty(len(logits), dtype=torch.int64)

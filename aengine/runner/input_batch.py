@@ -214,10 +214,8 @@ class SampleBatch:
 
     rows: Rows  # host int64 [n]: row of the request
     batch_idx: Rows  # host int64 [n]: position of the request in the SchedulerOutput
-    num_generated: Rows  # host int64 [n]: tokens of the completion before each row of logits
     rows_device: Tensor  # int64 [n]: `rows` on the device
     scalars: Scalars  # columns of [n]; num_tokens counts those before each row of logits
-    max_num_tokens: int  # largest num_tokens of these rows
     grammar: GrammarOutput | None
     positions: Verification | None = None  # None: one for each request
 
@@ -226,16 +224,7 @@ class SampleBatch:
         cls, plan: BatchPlan, idx_mapping: Tensor, requests: RequestState, grammar: GrammarOutput | None
     ) -> SampleBatch:
         """``idx_mapping``: int64 [num_reqs], the plan's rows on the device."""
-        rows = plan.rows[plan.sampling]
+        rows, batch_idx = plan.sampled()
         whole = len(rows) == plan.num_reqs
         rows_device = idx_mapping if whole else to_device(rows, idx_mapping.device)
-        num_tokens = requests.num_tokens[rows]
-        return cls(
-            rows=rows,
-            batch_idx=plan.batch_idx[plan.sampling],
-            num_generated=num_tokens - requests.num_prompt_tokens[rows],
-            rows_device=rows_device,
-            scalars=requests.scalars.select(rows_device),
-            max_num_tokens=int(num_tokens.max()),
-            grammar=grammar,
-        )
+        return cls(rows, batch_idx, rows_device, requests.scalars.select(rows_device), grammar)

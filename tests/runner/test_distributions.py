@@ -167,10 +167,7 @@ def new_sampler(
     sampler.apply_staged_writes()
     rows = np.array([new.req_idx for new in requests], dtype=np.int64)
     rows_device = torch.from_numpy(rows).to(device)
-    num_generated = state.num_tokens[rows] - state.num_prompt_tokens[rows]
-    scalars = state.scalars.select(rows_device)
-    batch = SampleBatch(rows, np.arange(n), num_generated, rows_device, scalars, len(PROMPT + GENERATED), None)
-    return sampler, state, batch
+    return sampler, state, SampleBatch(rows, np.arange(n), rows_device, state.scalars.select(rows_device), None)
 
 
 def some_requests(rng: random.Random, count: int, vocab_size: int) -> list[NewRequest]:
@@ -211,7 +208,6 @@ def test_triton_kernels_sample_the_same(rng: random.Random, gen: torch.Generator
             first = sampler.sample(logits.to(device, copy=True), batch)
             state.append_sampled(batch.rows_device, first.token_ids)
             batch.grammar, batch.scalars = None, state.scalars.select(batch.rows_device)
-            batch.num_generated, batch.max_num_tokens = batch.num_generated + 1, batch.max_num_tokens + 1
             return [first, sampler.sample(logits.to(device, copy=True), batch)]
 
     wanted = sampled(torch.device("cpu"), contextlib.nullcontext())

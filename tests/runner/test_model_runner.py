@@ -431,7 +431,7 @@ def test_a_sampler_without_memory_fails_those_that_need_it() -> None:
     runner.sampler._choose = choose
     after = step(runner, {0: 1}, removed=[1, 2])
     assert list(after.token_ids) == [int(expected_logits([1, 2, 3, first], VOCAB).argmax())] and not after.errors
-    runner.sampler._choose = no_memory
+    runner.sampler.sample_plainly = no_memory
     with pytest.raises(torch.OutOfMemoryError):  # nobody is to blame
         step(runner, {0: 1})
 

@@ -139,10 +139,9 @@ class Sampler:
         """Sample one token for each row of this rank's logits float32 [n, share], which are overwritten."""
         rows, rows_device, scalars = batch.rows, batch.rows_device, batch.scalars
         asks = self.asks(rows)
-        if self.vocabulary.is_divided:
-            if batch.grammar is None and asks is Sampling.PLAIN:
-                return self.sample_plainly(logits, batch)
-            logits = self.vocabulary.whole(logits)
+        if batch.grammar is None and asks is Sampling.PLAIN:
+            return self.sample_plainly(logits, batch)
+        logits = self.vocabulary.whole(logits)
         most = int(self._num_logprobs[rows].max())
         kept = keep_logits(logits, scalars.logprobs_asked) if most >= 0 else None
         features: list[SamplingFeature] = []

@@ -107,10 +107,7 @@ class Drafts(Speculation):
         scalars = requests.scalars.select(rows_device)
         scalars.num_tokens.add_(verified.places_device)
         rows, batch_idx = plan.sampled()
-        num_tokens = requests.num_tokens[rows] + verified.places
-        num_generated = num_tokens - requests.num_prompt_tokens[rows]
-        most = int(num_tokens.max())
-        return SampleBatch(rows, batch_idx, num_generated, rows_device, scalars, most, grammar, verified)
+        return SampleBatch(rows, batch_idx, rows_device, scalars, grammar, verified)
 
     def append(self, batch: SampleBatch, token_ids: Tensor) -> Mapping[str, Tensor]:
         """Append to each row its tokens up to the first that is not what was drafted. The host is told how many each

@@ -53,7 +53,7 @@ class Speculation:
 
     def note_sampled(self, plan: BatchPlan) -> None:
         """Note on the host that the step has sampled."""
-        self._requests.append(plan.rows[plan.sampling])
+        self._requests.append(plan.sampled()[0])
 
     def answer(self, plan: BatchPlan | None, *answer: Any, side: SideOutput) -> AsyncOutput:
         """Return the step's answer, made of the arguments of `AsyncOutput`. ``plan``: None if nothing was run."""
