@@ -61,6 +61,16 @@ def test_logits_are_near_those_of_the_numbers(engine: Engine, short_model: str) 
     assert error < 0.01
 
 
+def test_the_head_is_on_a_tape_and_has_the_same_bits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.begin()
+    model = engine.runner.model
+    hidden = torch.randn(engine.config.max_num_seqs + 1, 576)
+    more = model.compute_logits(hidden)  # than a step without drafts has: op by op
+    monkeypatch.setattr(Llama, "compute_logits", None)
+    for n in (3, 1):
+        assert torch.equal(model.compute_logits(hidden[:n]), more[:n])
+
+
 def test_why_a_model_runs_op_by_op_is_logged(short_model: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "aengine.runner")
     engine = Engine(Path(short_model), dtype="auto", kv_cache_dtype="fp8")

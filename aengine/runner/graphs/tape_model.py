@@ -2,6 +2,7 @@
 
     model.forward ──recorded once, over memory of its own──> Tape
     a step        ──ids, positions, slots, rows──> that memory, then Tape.run(tokens) ──> hidden
+    the head      ──the same, over the tokens that sample──> logits
 
 One tape serves every batch, of prompts and decodes alike: its ops are told how many tokens a step has. A model that has
 an op which no tape holds runs op by op, as before.
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.cpu.tape import NotRecorded, record
+from ...kernels.cpu.tape import NotRecorded, Tape, record
 from ..attention.tape_attention import StepMemory, TapeAttention, tape_rope
 from ..attention.torch_attention import KvCache
 from ..input_batch import InputBatch
@@ -38,7 +39,14 @@ class TapeModel:
         with record(max_tokens) as self._layers:
             attn = TapeAttention(cache, self._memory, ropes)
             self._hidden = model.forward(self._input_ids, self._memory.positions, attn)
-        model.compute_logits(torch.zeros_like(self._hidden[:1]))  # compiles what it launches
+        self._last = torch.zeros(tables.shape[1], self._hidden.shape[1])  # the tokens of a step that sample
+        self._head: Tape | None = None
+        try:
+            with record(len(self._last)) as head:
+                self._logits = model.compute_logits(self._last)
+            self._head = head
+        except NotRecorded:  # torch scales the logits
+            model.compute_logits(self._last[:1])  # compiles what it launches
 
     @property
     def num_ops(self) -> int:
@@ -53,9 +61,14 @@ class TapeModel:
         return self._hidden[:n]
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """See `Model`."""
-        logits: Tensor = self._model.compute_logits(hidden)
-        return logits
+        """See `Model`. The next step overwrites the result."""
+        n = len(hidden)
+        if self._head is None or n > len(self._last):
+            logits: Tensor = self._model.compute_logits(hidden)
+            return logits
+        self._last[:n] = hidden
+        self._head.run(n)
+        return self._logits[:n]
 
     def final_hidden(self, hidden: Tensor) -> Tensor:
         """See `Model`."""
