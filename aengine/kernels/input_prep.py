@@ -53,11 +53,11 @@ def prepare_inputs(
         return triton_op.prepare_inputs(
             token_ids, num_computed_tokens, block_table, idx_mapping, num_scheduled_tokens, block_sizes, num_tokens
         )
-    rows, counts = idx_mapping.numpy(), num_scheduled_tokens.numpy()  # of few numbers numpy's ops take less time
+    rows, counts = idx_mapping.numpy(), num_scheduled_tokens.numpy()  # torch's ops take twice as long
     first = num_computed_tokens.numpy()[rows].astype(np.int64)
     ends, seq_lens = np.append(0, counts.cumsum()), first + counts
     positions = first
-    if num_tokens > len(rows):  # else one token each: a pure decode step
+    if num_tokens > len(rows):  # not a pure decode step
         # The token at place t of the batch is the (t - begin of its request)-th from where that request stands.
         positions = np.arange(num_tokens) + (first - ends[:-1]).repeat(counts)
         rows = rows.repeat(counts)
