@@ -23,7 +23,7 @@ from torch import Tensor
 from .dispatch import uses_triton
 from .philox import philox4x32
 
-__all__ = ["BLOCK", "best_of_shares", "draw_or_greedy", "draw_share", "gumbel_noise", "gumbel_sample"]
+__all__ = ["BLOCK", "best_of_shares", "draw_or_greedy", "draw_share", "gumbel_noise", "gumbel_sample", "likeliest"]
 
 BLOCK = 256
 _PIECE = 2**19  # logits that are scaled at a time on the CPU, so that the copy stays in the cache
@@ -84,8 +84,8 @@ def draw_share(
         from .triton import gumbel as triton_op
 
         return triton_op.draw_share(logits, temperature, seeds, positions, first_token, vocab_size)
-    likeliest, values = _likeliest(logits)
-    out = torch.stack((values.double(), likeliest.double() + first_token, values.double()))
+    best, values = likeliest(logits)
+    out = torch.stack((values.double(), best.double() + first_token, values.double()))
     some = (temperature > 0).nonzero()[:, 0]
     if len(some):
         block = first_token // BLOCK
@@ -114,7 +114,7 @@ def draw_or_greedy(
     is_random = temperature > 0
     count = np.count_nonzero(is_random.numpy())
     if count == 0:
-        return _likeliest(logits)
+        return likeliest(logits)
     if count == len(logits):
         ids, checks, _ = _draw_scored(logits, temperature, seeds, positions, cutoff)
         return ids, checks
@@ -124,13 +124,13 @@ def draw_or_greedy(
     few = None if cutoff is None else cutoff[some]
     ids[some], checks[some], _ = _draw_scored(logits[some], temperature[some], seeds[some], positions[some], few)
     others = (~is_random).nonzero()[:, 0]
-    ids[others], checks[others] = _likeliest(logits[others])
+    ids[others], checks[others] = likeliest(logits[others])
     return ids, checks
 
 
-def _likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first of the largest of each row, or its first NaN, and that number. (By numpy: torch's maximum takes
-    ten times as long.)"""
+def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `gumbel_sample` does for rows that are all greedy, on the CPU. (Torch's maximum takes ten times as
+    long as numpy's.)"""
     numbers = logits.numpy()
     ids = numbers.argmax(1)
     return torch.from_numpy(ids), torch.from_numpy(numbers[np.arange(len(ids)), ids])

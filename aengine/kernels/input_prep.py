@@ -55,20 +55,18 @@ def prepare_inputs(
         )
     rows, counts = idx_mapping.numpy(), num_scheduled_tokens.numpy()  # torch's ops take twice as long
     first = num_computed_tokens.numpy()[rows].astype(np.int64)
-    ends, seq_lens = np.append(0, counts.cumsum()), first + counts
-    positions = first
+    positions, ends = first, np.zeros(len(rows) + 1, np.int64)
+    counts.cumsum(out=ends[1:])
     if num_tokens > len(rows):  # not a pure decode step
         # The token at place t of the batch is the (t - begin of its request)-th from where that request stands.
         positions = np.arange(num_tokens) + (first - ends[:-1]).repeat(counts)
         rows = rows.repeat(counts)
-    slots = np.empty((len(block_table), num_tokens), np.int64)
-    for own, table, size in zip(slots, block_table.numpy(), block_sizes.tolist(), strict=True):
-        blocks, places = np.divmod(positions, size)
-        own[:] = table[rows, blocks]
-        own *= size
-        own += places
-    columns = token_ids.numpy()[rows, positions].astype(np.int64), positions, slots
-    return PreparedInputs(*map(torch.from_numpy, (*columns, ends.astype(np.int32), seq_lens.astype(np.int32))))
+    sizes = block_sizes.numpy().astype(np.int64)[:, None]
+    blocks, places = np.divmod(positions, sizes)
+    slots = block_table.numpy()[np.arange(len(sizes))[:, None], rows, blocks] * sizes + places
+    of_tokens = token_ids.numpy()[rows, positions].astype(np.int64), positions, slots
+    of_requests = ends.astype(np.int32), (first + counts).astype(np.int32)
+    return PreparedInputs(*map(torch.from_numpy, of_tokens + of_requests))
 
 
 def gather_block_table(

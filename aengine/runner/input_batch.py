@@ -107,7 +107,7 @@ class BatchPlan:
         query_lens = np.array(out.num_scheduled_tokens, dtype=np.int64)
         rows = np.array(out.req_idx, dtype=np.int64)
         is_long = query_lens != 1
-        num_decodes = len(rows) - int(is_long.sum())
+        num_decodes = len(rows) - int(np.count_nonzero(is_long))
         if num_decodes == len(rows):
             batch_idx = np.arange(len(rows))
         else:
@@ -127,7 +127,7 @@ class BatchPlan:
         is_last = seq_lens == num_tokens_of_row
         if requests.num_exempt:
             is_last &= ~requests.is_exempt[rows]
-        sampling = np.flatnonzero(is_last)
+        sampling = is_last.nonzero()[0]
         num_tokens = int(query_lens.sum())
         is_exact = num_decodes == len(rows) or not requests.num_unsettled[rows].any()
         where = (batch_idx, rows, query_lens, seq_lens, sampling, num_tokens, num_decodes)
@@ -185,7 +185,7 @@ class InputBatch:
     @classmethod
     def gather(cls, plan: BatchPlan, requests: RequestState, tables: BlockTables) -> InputBatch:
         device = requests.token_ids.device
-        columns = to_device(np.stack((plan.rows, plan.query_lens)), device)
+        columns = to_device(np.array((plan.rows, plan.query_lens)), device)
         idx_mapping = columns[0]
         inputs = prepare_inputs(
             requests.token_ids,

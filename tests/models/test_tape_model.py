@@ -71,6 +71,17 @@ def test_the_head_is_on_a_tape_and_has_the_same_bits(engine: Engine, monkeypatch
         assert torch.equal(model.compute_logits(hidden[:n]), more[:n])
 
 
+def test_blocks_are_not_cleared_since_nothing_unwritten_is_looked_at(engine: Engine) -> None:
+    engine.begin()
+    expected = engine.generate(PROMPTS)
+    engine.begin()
+    cache: Any = engine.runner.kv_memory
+    for layer in cache.layers.values():
+        layer.cache.fill_(torch.nan)
+    assert engine.generate(PROMPTS) == expected
+    assert not cache.clears_blocks
+
+
 def test_why_a_model_runs_op_by_op_is_logged(short_model: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "aengine.runner")
     engine = Engine(Path(short_model), dtype="auto", kv_cache_dtype="fp8")

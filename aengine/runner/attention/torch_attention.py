@@ -35,8 +35,6 @@ DEFAULT_BLOCK_SIZE = 16
 class KvCache:
     """The paged KV of all layers. On a CPU the memory is taken from the system when a block is first written."""
 
-    clears_blocks = True
-
     def __init__(self, spec: KvCacheSpec, policy: KernelPolicy = FASTEST) -> None:
         self.policy = policy
         self.pages = spec.make_pages()
@@ -47,6 +45,11 @@ class KvCache:
         self.ropes = [StepRope(config) for config in spec.config.ropes]
         self._first_lens: Tensor | None = None
         self.is_taped = False  # steps are run by a tape
+
+    @property
+    def clears_blocks(self) -> bool:
+        """See `KvMemory`: a tape looks at nothing but what its tokens have written."""
+        return not self.is_taped
 
     def watch_rows(self, first_lens: Tensor) -> None:
         """See `KvMemory`."""

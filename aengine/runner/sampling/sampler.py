@@ -23,7 +23,7 @@ from torch import Tensor
 from ...errors import InvalidRequestError
 from ...ipc.messages import MessageError, NewRequest
 from ...kernels.bitmask import apply_bitmask
-from ...kernels.gumbel import gumbel_sample
+from ...kernels.gumbel import gumbel_sample, likeliest
 from ...kernels.logprobs import keep_logits, token_logprobs
 from ...kernels.select_rows import select_rows
 from ...kernels.top_k_top_p import find_cutoff
@@ -84,6 +84,7 @@ class Sampler:
         self._is_op_by_op = np.zeros(max_num_seqs, dtype=bool)  # whether each row uses a feature that no graph holds
         self._num_op_by_op = 0  # number of these rows
         self._asks = np.full(max_num_seqs, Sampling.PLAIN, dtype=np.int8)  # what each row asks for in every step
+        self._asking: set[int] = set()  # rows that ask for more than `PLAIN` in some step
 
     def reserve(self) -> None:
         """Allocate the memory that graphs refer to."""
@@ -110,12 +111,15 @@ class Sampler:
         self._asks[row] = Sampling.CUT if self._cuts[row] else Sampling.PLAIN
         if request.logprobs >= 0 or any(feature.uses[row] for feature in self._features):
             self._asks[row] = Sampling.ANY
+        if self._asks[row] > Sampling.PLAIN or request.min_tokens > 0:
+            self._asking.add(row)
         self._note_op_by_op(row, any(feature.uses[row] for feature in self._features if not feature.is_in_graphs))
         return fault
 
     def remove_request(self, row: int) -> None:
         for feature in self._features:
             feature.remove_request(row)
+        self._asking.discard(row)
         self._note_op_by_op(row, False)
 
     def _note_op_by_op(self, row: int, is_so: bool) -> None:
@@ -129,6 +133,8 @@ class Sampler:
 
     def asks(self, rows: Rows) -> Sampling:
         """Return what these rows ask of the sampler in the next step, apart from bitmasks."""
+        if not self._asking:
+            return Sampling.PLAIN
         return Sampling.ANY if self._is_pending(rows) else Sampling(self._asks[rows].max())
 
     def is_op_by_op(self, rows: Rows) -> bool:
@@ -229,6 +235,8 @@ class Sampler:
     def sample_plainly(self, logits: Tensor, batch: SampleBatch) -> SamplerOutput:
         """Sample by temperature and seed alone: right for rows without other parameters."""
         scalars = batch.scalars
+        if logits.is_cpu and not (self.vocabulary.is_divided or self._requests.is_random[batch.rows].any()):
+            return SamplerOutput(*likeliest(logits), None)
         ids, checks = self.vocabulary.draw(logits, scalars.temperature, scalars.seed, scalars.num_tokens)
         return SamplerOutput(ids, checks, None)
 
