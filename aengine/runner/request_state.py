@@ -52,8 +52,15 @@ class Scalars:
     """Named columns [n] of scalar rows: views, made when first read; nothing is copied. n: max_num_seqs, or the rows of
     a batch."""
 
-    def __init__(self, words: Tensor) -> None:
-        self.words = words  # int32 [n, 16]
+    def __init__(self, words: Tensor, rows: Tensor | None = None) -> None:
+        """``words``: int32 [m, 16]. ``rows``: int64 [n], those that are copied when a column is first read; None: all,
+        in place."""
+        self._all, self._rows = words, rows
+
+    @cached_property
+    def words(self) -> Tensor:
+        """int32 [n, 16]."""
+        return self._all if self._rows is None else self._all.index_select(0, self._rows)
 
     seed = _column(0, torch.int64)
     temperature = _column(2, torch.float32)  # 0: greedy
@@ -70,8 +77,8 @@ class Scalars:
     logprobs_asked = _column(13, torch.int32)  # alternatives to each token, plus 1; 0: no log-probabilities
 
     def select(self, rows: Tensor) -> Scalars:
-        """Return a copy of the rows int64 [m]."""
-        return Scalars(self.words.index_select(0, rows))
+        """Return a copy of the rows int64 [m], made when a column is first read."""
+        return Scalars(self.words, rows)
 
 
 class RequestState:
