@@ -483,7 +483,7 @@ BUDGETS = {
     "server": 5916,
     "telemetry": 1116,
     "testing": 800,
-    "workers": 3036,
+    "workers": 3040,
 }
 """Lines that a wing may have, by ``wc -l``: some more than it had when this was written. Raising one is a commit of its
 own that says why; whoever makes a wing smaller lowers its budget."""
