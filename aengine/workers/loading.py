@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import inspect
 import logging
@@ -69,6 +70,7 @@ class Loading:
             context = WorkerContext(self.config, self.rank, self.model, runner)
             self.extension = Extension(extension_class(self.config.worker_extension), context)
         gc.collect()
+        getattr(ctypes.CDLL(None), "malloc_trim", int)(0)  # glibc keeps what loading has freed: tens of megabytes
         gc.freeze()  # these objects live until the end; scanning them would hold up steps
         seconds = round(time.monotonic() - self._begun, 3)
         self._channel.publish(Kind.READY, 0, pack({**facts, "pid": os.getpid(), "seconds": seconds}))

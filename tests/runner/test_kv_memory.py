@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from runner_fakes import FakeModel, expected_logits, make_runner, request, step
 
 from aengine.config import EngineConfig
 from aengine.errors import ModelLoadError
 from aengine.ipc.messages import KVCacheGroup
 from aengine.limits.memory import free_memory
+from aengine.runner.lazy_zeros import lazy_zeros
 from aengine.runner.startup.kv_memory import (
     GIB,
     KvPlan,
@@ -35,6 +37,18 @@ FULL, WINDOW = KVCacheGroup("full", 16), KVCacheGroup("window", 16, 64)
 def plan(wanted_len: int, budget: int, *, page_bytes: int = 1000, groups: Any = (FULL,), **settings: Any) -> KvPlan:
     sizes: dict[str, Any] = {"wanted_len": wanted_len, "groups": groups, "page_bytes": page_bytes, "budget": budget}
     return plan_kv(config(**settings), step_tokens=32, **sizes)
+
+
+def test_a_few_blocks_of_a_large_pool_take_little_memory() -> None:
+    """No page of 2 MiB for each layer, where the system does not give such pages to all."""
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if setting.exists() and "[always]" in setting.read_text():
+        pytest.skip("each page is one of 2 MiB")
+    slabs = [lazy_zeros((100, 2**18), torch.float32, torch.device("cpu")) for _ in range(8)]
+    before = int(Path("/proc/self/statm").read_text().split()[1])
+    for slab in slabs:
+        slab[50, :1024] = 1.0
+    assert int(Path("/proc/self/statm").read_text().split()[1]) - before < 1024  # pages of 4 KiB, of 4096
 
 
 def test_a_budget_becomes_blocks() -> None:
