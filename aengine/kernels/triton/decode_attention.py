@@ -28,7 +28,7 @@ from .decode_parts import (
     score_scale,
     write_own_kv,
 )
-from .kv_codes import as_known, kept_number, numbers_of, times_scale
+from .kv_codes import as_known, beside_codes, kept_number, numbers_of, times_scale
 from .launch import has_pdl, launch, launch_next, max_shared_memory, wait_for_previous
 
 __all__ = ["decode_step_attention"]
@@ -355,7 +355,7 @@ def _decode_attention(
     old = tl.minimum(end, position) if RAW else end  # raw: the last key is not in the cache yet
     rotation = _rotation(rope, shifts, q_norm, k_norm, row, position, D, DP, ROTARY, INTERLEAVED, NORM)
     qkv += seq.to(tl.int64) * stride_qkv
-    q = tl.zeros((ROWS, DP), qkv.dtype.element_ty)
+    q = beside_codes(tl.zeros((ROWS, DP), qkv.dtype.element_ty), kv_scales)
     top, total, acc = _empty_softmax(ROWS, DP)
     if not RAW:  # the launch before has only just written the last key
         wait_for_previous(PDL)
@@ -367,6 +367,7 @@ def _decode_attention(
             if RAW:
                 wait_for_previous(PDL)
             q = _load_query(qkv, heads, at_head, is_query, rotation, query_scale, eps, D, NORM, ROTARY)
+            q = beside_codes(q, kv_scales)
             if RAW:
                 if end == seq_len:
                     own = (q, qkv + (H + kv_head) * D, kv, position, rotation, eps, scale, kv_scales, kv_head)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .launch import has_fp8, has_pdl, is_interpreted
 
-__all__ = ["as_known", "kept_number", "numbers_of", "store_kept", "times_scale"]
+__all__ = ["as_known", "beside_codes", "kept_number", "numbers_of", "store_kept", "times_scale"]
 
 
 def as_known(kv_cache: Tensor, kv_scales: Tensor | None) -> Tensor:
@@ -51,6 +51,15 @@ def kept_number(x, scales, head, is_head, like):
         code = tl.where(number != number, 0x7F, code)
         y = (code | ((bits >> 24) & 0x80)).to(tl.int8)
     return y
+
+
+@triton.jit
+def beside_codes(q, scales):
+    """Queries in the dtype in which codes are multiplied: float16 in place of bfloat16, since one instruction makes two
+    float16 numbers of codes, and four two of bfloat16. What is beyond float16's range saturates."""
+    if scales is not None and q.dtype == tl.bfloat16:
+        q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
+    return q
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..paged_attention import Scores
 from .decode_parts import capped, score_scale
-from .kv_codes import as_known, numbers_of, times_scale
+from .kv_codes import as_known, beside_codes, numbers_of, times_scale
 from .launch import bucket, has_pdl, launch, launch_next, launch_next_and_wait, max_shared_memory, wait_for_previous
 
 __all__ = ["plan_prompts", "varlen_attention"]
@@ -312,6 +312,7 @@ def _varlen_attention(
         token = (start + m).to(tl.int64)
         at_head = ((head + r % PACK) * D)[:, None] + d[None, :]
         tile = tl.load(q + token[:, None] * stride_q + at_head, mask=is_query, other=0.0)
+        tile = beside_codes(tile, kv_scales)
         top, total = _begin_softmax(sinks, head + r % PACK, BM)
         acc = tl.zeros((BM, DP), tl.float32)
         last = tl.minimum(seq_len, begin + BM // PACK)
