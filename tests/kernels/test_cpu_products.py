@@ -52,6 +52,9 @@ def matrix(kind: str, out_features: int, in_features: int) -> tuple[PackedMatrix
         weight = torch.randint(-128, 128, (out_features, in_features), dtype=torch.int8)
         scale = torch.rand(out_features)
         return codes.pack(kind, weight, scale), weight * scale[:, None]
+    if kind == "int16":
+        weight = torch.randn(out_features, in_features)
+        return codes.pack_int16(weight), numbers(codes.quantise_int16(weight)).float()
     if kind in NUMBERS:
         weight = torch.randn(out_features, in_features).to(NUMBERS[kind])
         return codes.pack(kind, weight), weight.float()
@@ -75,11 +78,17 @@ def numbers(of: Activations) -> Tensor:
     return (of.x.unflatten(1, (-1, 32)).double() * scales).flatten(1)
 
 
+def activations(kind: str, x: Tensor, as_codes: bool) -> Activations:
+    """``x`` as a matrix of a kind is multiplied with it."""
+    return codes.quantise_int16(x) if kind == "int16" else codes.activations(x, as_codes=as_codes)
+
+
 def close(own: Tensor, expected: Tensor) -> None:
     assert (own - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-MODES = [(kind, as_codes) for kind in KINDS for as_codes in (True, False)] + [(kind, False) for kind in NUMBERS]
+MODES = [(kind, as_codes) for kind in KINDS for as_codes in (True, False)]
+MODES += [(kind, False) for kind in NUMBERS] + [("int16", True)]
 
 
 @pytest.mark.parametrize(("kind", "as_codes"), MODES)
@@ -89,8 +98,19 @@ def test_a_product_is_that_of_the_stored_weights(kind: str, as_codes: bool) -> N
         if kind in NUMBERS:
             in_features += 13 - size
         packed, meaning = matrix(kind, out_features, in_features)
-        of = codes.activations(torch.randn(rows, in_features), as_codes=as_codes)
+        of = activations(kind, torch.randn(rows, in_features), as_codes)
         close(codes.multiply(packed, of), numbers(of) @ meaning.double().T)
+
+
+def test_int16_is_as_exact_as_float16_and_never_too_large() -> None:
+    x, weight = torch.randn(9, 96), torch.randn(48, 96)
+    weight[5], x[2] = -3.0, 5.0  # codes are the largest
+    weight[6], x[3] = 0.0, 0.0
+    own = codes.multiply(codes.pack_int16(weight), codes.quantise_int16(x))
+    exact = x.double() @ weight.double().T
+    assert (own - exact).norm() < 2e-4 * exact.norm()
+    torch.testing.assert_close(own[2, 5].double(), exact[2, 5])
+    assert not own[3].any() and not own[:, 6].any()
 
 
 def test_bias_and_scale_of_what_is_added() -> None:
@@ -140,13 +160,15 @@ def test_groups_without_a_layout() -> None:
     assert codes.pack_grouped(GroupedCodes("int8", torch.zeros(8, 48).char(), torch.ones(8, 1), 48)) is None
 
 
-@pytest.mark.parametrize(("kind", "as_codes"), [("q4_1", True), ("q6_k", True), ("q5_0", False), ("bfloat16", False)])
+@pytest.mark.parametrize(
+    ("kind", "as_codes"), [("q4_1", True), ("q6_k", True), ("q5_0", False), ("bfloat16", False), ("int16", True)]
+)
 def test_a_row_does_not_depend_on_those_beside_it(kind: str, as_codes: bool) -> None:
     packed, _ = matrix(kind, 48, 256)
     x = torch.randn(81, 256)
-    together = codes.multiply(packed, codes.activations(x, as_codes=as_codes))
+    together = codes.multiply(packed, activations(kind, x, as_codes))
     for begin, end in ((0, 1), (1, 3), (3, 10), (10, 25), (17, 81)):
-        own = codes.multiply(packed, codes.activations(x[begin:end].contiguous(), as_codes=as_codes))
+        own = codes.multiply(packed, activations(kind, x[begin:end].contiguous(), as_codes))
         assert torch.equal(own, together[begin:end])
 
 
@@ -185,9 +207,10 @@ def other(features: str, tmp_path: Path) -> Library:
 def test_processors_compute_the_same(features: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of integers, and of float32 in the same order."""
     lesser = other(features, tmp_path)
-    for kind, as_codes in (("q4_1", True), ("q8_0", True), ("q6_k", True), ("iq4_nl", True), ("float16", False)):
+    kinds = ("q4_1", "q8_0", "q6_k", "iq4_nl", "int16", "float16")
+    for kind in kinds:
         packed, _ = matrix(kind, 40, 256)
-        of = codes.activations(torch.randn(7, 256), as_codes=as_codes)
+        of = activations(kind, torch.randn(7, 256), kind != "float16")
         own = codes.multiply(packed, of)
         with monkeypatch.context() as context:
             context.setattr(tape, "library", lambda: lesser)

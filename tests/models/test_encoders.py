@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from pathlib import Path
@@ -18,6 +19,7 @@ from aengine.checkpoint.source import resolve_model
 from aengine.config import EngineConfig
 from aengine.errors import ModelLoadError
 from aengine.ipc.messages import NewRequest, SchedulerOutput, int32
+from aengine.kernels.cpu import target
 from aengine.runner.pooling import encoder_runner
 from aengine.runner.pooling.batch import EncoderBatch
 from aengine.runner.startup.encoder import LoadedEncoder
@@ -178,6 +180,19 @@ def test_hidden_states_are_those_of_transformers(tmp_path: Path, variant: str) -
     texts = some_texts(140 if variant == "mpnet" else 70)  # also past the farthest distance that has its own bias
     expected = expected_mean(write(tmp_path, variant), texts)
     assert np.abs(vectors(load(tmp_path), texts) - expected).max() < 1e-5
+
+
+@pytest.mark.parametrize("has_vnni", [True, False])
+def test_16_bits(tmp_path: Path, has_vnni: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Integers, where the processor multiplies them faster, of matrices whose columns 32 divides: not of "down"."""
+    pytest.importorskip("llvmlite")
+    own = dataclasses.replace(target.host(), has_vnni=has_vnni)
+    monkeypatch.setattr(target, "host", lambda: own)
+    texts = some_texts(70)
+    expected = expected_mean(write(tmp_path, "bert"), texts)
+    loaded = load(tmp_path, dtype="float16")
+    assert loaded.offer["weight_format"] == ("int16" if has_vnni else "float16")
+    assert 1e-6 < np.abs(vectors(loaded, texts) - expected).max() < 1e-3 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..activation import Activation
 from ..grouped_codes import GroupedCodes
-from .layouts import BLOCK, LAYOUTS, NUMBERS, ROWS
+from .layouts import BLOCK, INT16_BLOCK_BYTES, LAYOUTS, NUMBERS, ROWS
 from .packing import SOURCES
 from .products import ROWS_OF_CHUNK
 from .tape import Argument, empty, launch
@@ -34,6 +34,8 @@ __all__ = [
     "multiply",
     "pack",
     "pack_grouped",
+    "pack_int16",
+    "quantise_int16",
 ]
 
 _BYTES_OF_CHUNK = 2**17
@@ -134,6 +136,18 @@ def pack_grouped(codes: GroupedCodes) -> PackedMatrix | None:
     return packed
 
 
+def pack_int16(weight: Tensor) -> PackedMatrix:
+    """Pack numbers [out_features, in_features], whose columns BLOCK divides, as codes of `quantise_int16`."""
+    out_features, in_features = weight.shape
+    of = quantise_int16(F.pad(weight.float(), (0, 0, 0, -out_features % ROWS)))
+    assert of.meta is not None
+    pairs = of.x.view(-1, ROWS, in_features // BLOCK, BLOCK // 2, 2).permute(0, 2, 3, 1, 4).flatten(2)
+    scales = of.meta.view(len(pairs), ROWS, -1, 4)[..., 0].transpose(1, 2).contiguous()
+    memory = large_memory(len(pairs), in_features // BLOCK * INT16_BLOCK_BYTES)
+    torch.cat([pairs.view(torch.uint8), scales.view(torch.uint8)], 2, out=memory.view(*pairs.shape[:2], -1))
+    return PackedMatrix("int16", out_features, in_features, memory)
+
+
 def _fill_heads(packed: PackedMatrix, numbers: list[Tensor]) -> None:
     """Write what heads have: float32 [out_features, heads], or [out_features, two a head]."""
     tiles, layout = len(packed.memory), LAYOUTS[packed.kind]
@@ -148,7 +162,7 @@ def _fill_heads(packed: PackedMatrix, numbers: list[Tensor]) -> None:
 class Activations:
     """What matrices are multiplied with: codes, or the numbers themselves."""
 
-    x: Tensor  # int8 or float32 [rows, size]
+    x: Tensor  # int8, int16 or float32 [rows, size]
     meta: Tensor | None  # [rows, size / 32, 4] beside codes, see `store_codes`
 
 
@@ -170,6 +184,15 @@ def activations(x: Tensor, norm: tuple[Tensor, float] | None = None, *, as_codes
     out = empty(rows, size, torch.float32)
     launch("norm", [x, out, size, *words], rows)
     return Activations(out, None)
+
+
+def quantise_int16(x: Tensor) -> Activations:
+    """Return ``x`` float32 [rows, size] as int16 of 14 bits with a scale for each BLOCK."""
+    rows, size = x.shape
+    assert x.dtype == torch.float32 and x.is_contiguous() and size % BLOCK == 0
+    codes, meta = empty(rows, size, torch.int16), empty(rows, size // BLOCK * 4, torch.float32)
+    launch("quantise_int16", [x, codes, meta, size], rows)
+    return Activations(codes, meta)
 
 
 def multiply(packed: PackedMatrix, of: Activations, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -214,7 +237,7 @@ def _launch(
     chunks = -(-tiles // of_chunk)
     size = packed.in_features if packed.kind in NUMBERS else packed.in_features // BLOCK
     launch(
-        f"product_{packed.kind}_{'float32' if of.meta is None else 'int8'}_{end}",
+        f"product_{packed.kind}_{str(of.x.dtype).removeprefix('torch.')}_{end}",
         [
             *(of.x, of.meta, packed.memory, out, out.stride(0), bias, scale, out.shape[1]),
             *(size, tile_bytes, tiles, of_chunk, chunks),

@@ -331,13 +331,14 @@ class _Maths(_Casts):
         lanes = _lanes(x.llvm.type)
         ints, floats = (I32 * lanes, F32 * lanes) if lanes else (I32, F32)
         half = self.to_int(n, ints)
-        first = half // 2 if not lanes else self._half(half)
+        first = half // 2 if not lanes else self.signed_shift(half, 1)
         second = half - first
         power = [self.cast((part + 127) << 23, floats) for part in (first, second)]
         return p * power[0] * power[1]
 
-    def _half(self, value: Value) -> Value:
-        return Value(self, self.builder.ashr(value.llvm, self.like(value, 1).llvm))
+    def signed_shift(self, value: Value, bits: int) -> Value:
+        """Integers shifted to the right; bits that come are the sign."""
+        return Value(self, self.builder.ashr(value.llvm, self.like(value, bits).llvm))
 
     def tanh(self, x: Value) -> Value:
         """tanh of float32, off by some units in the last place: Cephes' polynomial up to 0.625, by e^2x beyond."""

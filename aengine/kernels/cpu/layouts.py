@@ -10,6 +10,9 @@ another along the input features:
     scales    one a row, or one of a row's first 16 columns, and one of the others
     minima    as many, if there are any
 
+Numbers may become int16 of 14 bits with a scale for each block and row: a block has 16 vectors of pairs of columns,
+those of row 0, of row 1, and so on, then the scales, float32.
+
 A head lies before the blocks that share it, and has float16 factors of their scales and minima, or these themselves, of
 one or more blocks, or of all of a tile. A weight is scale * (code - zero) + minimum.
 
@@ -26,7 +29,18 @@ from typing import Literal
 from .emit import I8, I16, I32, Function, Type, Value
 from .target import Target
 
-__all__ = ["BLOCK", "LAYOUTS", "NUMBERS", "ROWS", "Layout", "dot", "unpacked"]
+__all__ = [
+    "BLOCK",
+    "INT16_BLOCK_BYTES",
+    "LARGEST_INT16",
+    "LAYOUTS",
+    "NUMBERS",
+    "ROWS",
+    "Layout",
+    "add_pairs",
+    "dot",
+    "unpacked",
+]
 
 ROWS = 16
 """Rows of a tile."""
@@ -118,6 +132,9 @@ LAYOUTS: dict[str, Layout] = {
     "int8": Layout(8, "head", zero=128, blocks_of_head=0),
     **{name: own for kind, layout in _GROUPED.items() for name, own in _grouped(kind, layout).items()},
 }
+LARGEST_INT16 = 8191
+"""The largest code of 16 bits: the sum of a block's products is an int32."""
+INT16_BLOCK_BYTES = 2 * ROWS * BLOCK + 4 * ROWS
 NUMBERS = {"float16": 2, "bfloat16": 2, "float32": 4}
 """Bytes of weights that are no codes."""
 
@@ -184,6 +201,17 @@ def dot(f: Function, target: Target, layout: Layout, codes: list[Value], x: Valu
     for i, four in enumerate(codes):
         for j in range(4):
             sums = sums + (four >> 8 * j & 0xFF) * f.widened(f.load(I8, x + (4 * i + j)), I32)
+    return sums
+
+
+def add_pairs(f: Function, target: Target, sums: Value, pairs: Value, x: Value) -> Value:
+    """``sums``, int32 of each row, and the products of ``pairs``, a word of two int16 of each row, by ``x``, such a
+    word."""
+    if target.has_vnni:
+        return f.call("llvm.x86.avx512.vpdpwssd.512", _WORDS, sums, pairs, f.splat(x, ROWS))
+    for part in (0, 1):
+        own, of_x = (f.signed_shift(word << 16 if part == 0 else word, 16) for word in (pairs, x))
+        sums = sums + own * of_x
     return sums
 
 

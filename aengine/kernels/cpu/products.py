@@ -7,6 +7,7 @@ each of these: a row's result does not depend on the rows beside it.
 Kernels are named "product", the weights' kind, what activations are, and what becomes of the product:
 
     int8      activations are codes of `quantise`, multiplied as integers within a block; blocks are added in order
+    int16     the same of `quantise_int16`, with weights that are such codes, too
     float32   weights become float32 as they are read; products of even columns are one sum, those of odd ones another
 
     store     out = product + bias
@@ -25,7 +26,7 @@ from typing import get_args
 
 from ..activation import Activation
 from .emit import BF16, F16, F32, I8, I32, I64, POINTER, Function, Value
-from .layouts import BLOCK, LAYOUTS, NUMBERS, ROWS, Layout, dot, unpacked
+from .layouts import BLOCK, INT16_BLOCK_BYTES, LAYOUTS, NUMBERS, ROWS, Layout, add_pairs, dot, unpacked
 from .target import Target, WriteKernel
 
 __all__ = ["KERNELS", "ROWS_OF_CHUNK", "Operands", "activated", "blocks", "read_number", "read_scales"]
@@ -153,6 +154,25 @@ def _float32_rows(f: Function, target: Target, of: Operands, *, layout: Layout) 
                 weights = f.fma(f.float32(four >> 8 * j & 0xFF), scales[part], offsets[part])
                 for total, x in zip(sums, own_x, strict=True):
                     total.add(4 * g + j, weights, x)
+    return [total.get() for total in sums]
+
+
+def _int16_rows(f: Function, target: Target, of: Operands) -> list[Value]:
+    sums = [f.variable(_FLOATS, 0.0) for _ in of.rows]
+    with f.loop(0, of.size) as i:
+        block = of.tile + i * INT16_BLOCK_BYTES
+        _prefetch(f, block, INT16_BLOCK_BYTES)
+        places = [row * of.size + i for row in of.rows]
+        whole = [f.number(I32 * ROWS, 0) for _ in places]
+        for pair in range(BLOCK // 2):
+            weights = f.load(I32 * ROWS, block + 4 * ROWS * pair)
+            for r, place in enumerate(places):
+                x = f.load(I32, of.x + place * (2 * BLOCK) + 4 * pair)
+                whole[r] = add_pairs(f, target, whole[r], weights, x)
+        scale = f.load(_FLOATS, block + 2 * ROWS * BLOCK)
+        for place, own, total in zip(places, whole, sums, strict=True):
+            own_scale = f.load(F32, of.meta + place * _META)
+            total.set(f.fma(f.float32(own) * own_scale, scale, total.get()))
     return [total.get() for total in sums]
 
 
@@ -304,6 +324,7 @@ def _multiplies() -> Iterator[_Multiply]:
         yield _Multiply(f"{name}_float32", partial(_float32_rows, layout=layout), 4 * BLOCK, (4, 2))
     for kind in NUMBERS:
         yield _Multiply(f"{kind}_float32", partial(_number_rows, kind=kind), 4, (8, 2))
+    yield _Multiply("int16_int16", _int16_rows, 2 * BLOCK, (8, 4))
 
 
 ENDS = ("store", "add", *get_args(Activation))

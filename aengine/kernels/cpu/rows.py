@@ -5,7 +5,8 @@ Rows are float32, [rows, size] one after another. A chunk is a row.
 
 from __future__ import annotations
 
-from .emit import F32, I8, I32, Function, Value
+from .emit import F32, I8, I16, I32, Function, Value
+from .layouts import LARGEST_INT16
 from .target import Target, WriteKernel
 
 __all__ = ["GROUP", "KERNELS"]
@@ -25,17 +26,21 @@ def rms_scale(f: Function, x: Value, size: Value, eps: Value) -> Value:
     return f.like(mean, 1.0) / f.sqrt(mean + eps)
 
 
+def _codes(f: Function, parts: list[Value], largest_code: int) -> tuple[Value, list[Value]]:
+    """A scale for two vectors, and int32 codes of them, the largest of which is ``largest_code``."""
+    magnitudes = [f.cast(f.absolute(part), I32 * LANES) for part in parts]  # as integers, in which NaN is the largest
+    largest = f.cast(f.max_lanes(f.larger(*magnitudes)), F32)
+    inverse = f.choose(largest > 0.0, f.like(largest, float(largest_code)) / largest, 0.0)
+    return largest / largest_code, [f.to_int(f.nearest(part * inverse), I32 * LANES) for part in parts]
+
+
 def store_codes(f: Function, parts: list[Value], codes: Value, meta: Value) -> None:
     """Store a group of activations, two vectors of LANES, as int8 with a scale.
 
     The largest is 127; beside a NaN the scale is NaN. ``meta``: float32 scale, float32 scale times the sum of codes,
     int32 sum of codes, and int32 sum of the first LANES.
     """
-    magnitudes = [f.cast(f.absolute(part), I32 * LANES) for part in parts]  # as integers, in which NaN is the largest
-    largest = f.cast(f.max_lanes(f.larger(*magnitudes)), F32)
-    scale = largest / 127.0
-    inverse = f.choose(largest > 0.0, f.like(largest, 127.0) / largest, 0.0)
-    whole = [f.to_int(f.nearest(part * inverse), I32 * LANES) for part in parts]
+    scale, whole = _codes(f, parts, 127)
     for i, numbers in enumerate(whole):
         f.store(f.narrowed(numbers, I8 * LANES), codes + LANES * i)
     first = f.sum_lanes(whole[0])
@@ -55,6 +60,20 @@ def _quantise(f: Function, target: Target) -> None:
     with f.loop(0, size, GROUP) as i:
         parts = [f.load(F32 * LANES, x + (i * 4 + 64 * j)) for j in range(2)]
         store_codes(f, parts, codes + i, meta + (i >> 1))
+
+
+def _quantise_int16(f: Function, target: Target) -> None:
+    """words: as of `quantise`, codes int16; of the meta the scale is written."""
+    size = f.word(f.words, 3)
+    x = f.address(f.words, 0) + f.chunk * size * 4
+    codes = f.address(f.words, 1) + f.chunk * size * 2
+    meta = f.address(f.words, 2) + f.chunk * (size >> 1)
+    with f.loop(0, size, GROUP) as i:
+        parts = [f.load(F32 * LANES, x + (i * 4 + 64 * j)) for j in range(2)]
+        scale, whole = _codes(f, parts, LARGEST_INT16)
+        for j, numbers in enumerate(whole):
+            f.store(f.narrowed(numbers, I16 * LANES), codes + (i * 2 + 2 * LANES * j))
+        f.store(scale, meta + (i >> 1))
 
 
 def _norm_quantise(f: Function, target: Target) -> None:
@@ -86,5 +105,6 @@ def _norm(f: Function, target: Target) -> None:
 KERNELS: dict[str, WriteKernel] = {
     "norm": _norm,
     "quantise": _quantise,
+    "quantise_int16": _quantise_int16,
     "norm_quantise": _norm_quantise,
 }

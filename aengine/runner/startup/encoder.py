@@ -63,7 +63,8 @@ def load_encoder(config: EngineConfig, source: Mapping[str, Any], rank: Rank, pr
     # A batch has many tokens: its products are not bound by reading weights, which float16 is for on a CPU.
     setting = "float32" if config.dtype == "auto" and not platform.is_accelerator else config.dtype
     dtype = platform.choose_dtype(setting, model_config.checkpoint_dtype)
-    formats = choose_formats(dtype, platform.device, checkpoint.hf_config)
+    is_compiled = bool(platform.compiled_types)
+    formats = choose_formats(dtype, platform.device, checkpoint.hf_config, is_compiled=is_compiled, is_encoder=True)
     model = build_encoder(model_config, formats)
     if checkpoint.format == "safetensors":
         adapt_names(model, set(stored_names(Path(checkpoint.path))))

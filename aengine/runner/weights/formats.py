@@ -5,6 +5,8 @@
     bfloat16   bfloat16             bfloat16      dtype="bfloat16"
     float16    float16, twice       float32       on a CPU, dtype="auto" and "float16" (float16_cpu.py)
     float16    float16              float16       on a GPU, dtype="float16"
+    int16      int16, a scale for   int16         an encoder's on a CPU with AVX-512 VNNI, dtype="float16" (compiled.py)
+               each 32 of a row
     int8       int8, a scale a row  as above      the checkpoint's quantization_config says so (quantised/int8.py)
     fp8        FP8, a scale a row   as above      it says so, or quantization="fp8" (quantised/fp8.py)
     int4, ...  codes and groups'    as above      it says so: compressed-tensors, AWQ, GPTQ, NVFP4, MXFP4
@@ -97,6 +99,7 @@ def choose_formats(
     stored: Collection[str] | None = (),
     dequantises: bool = False,
     is_compiled: bool = False,
+    is_encoder: bool = False,
 ) -> WeightFormats:
     """Return the formats for the setting ``dtype`` on a device, see the table above.
 
@@ -108,6 +111,8 @@ def choose_formats(
         stored: names of the tensors in the files, as transformers spells them; None: there are no files
         dequantises: what a GPU can't multiply becomes plain numbers, else it is an error
         is_compiled: the device is a CPU that has compiled kernels, for `COMPILED_DTYPES`
+        is_encoder: a step has many tokens, whose products are bound by computing: of 16 bits, compiled kernels multiply
+            int16 where the processor does that faster
 
     Raises:
         ModelLoadError: the checkpoint is quantised in a way that no format reads, or float16 was asked for on a CPU
@@ -119,10 +124,11 @@ def choose_formats(
         return packed or _quantised(Asked({}, "", plain, device, stored, dequantises), hf_config or {}, quantization)
 
     if is_compiled and dtype in COMPILED_DTYPES:
+        from ...kernels.cpu.target import host
         from .compiled import CompiledFormat
 
         kept = torch.float32 if dtype == "float32" else torch.float16
-        plain = CompiledFormat(kept)
+        plain = CompiledFormat(kept, as_int16=is_encoder and kept == torch.float16 and host().has_vnni)
         return WeightFormats(torch.float32, kept, plain, quantised(plain), policy=policy, is_compiled=True)
     if device.type == "cpu" and dtype in ("auto", "float16"):
         if float16_cpu.has_fbgemm():
