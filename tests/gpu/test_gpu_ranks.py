@@ -22,6 +22,7 @@ from conftest_api import check_beside_cancelled, core_of, settled
 from gpu_models import DEVICE, MIB, SHARED_GPU, Checkpoint
 from one_gpu import MEETING_PORT
 from test_gpu_engine import GREEDY, LENGTH, all_at_once, running, some_prompts
+from test_gpu_group_weights import pair
 from tiny import VOCAB_SIZE
 
 from aengine import AsyncLLM, Completion, SamplingParams, StructuredOutput
@@ -98,6 +99,18 @@ async def test_whole_experts_on_each_rank(checkpoint: MakeCheckpoint, rng: rando
 async def test_any_request(checkpoint: MakeCheckpoint, two: dict[str, Any]) -> None:
     folder = checkpoint("qwen3").folder
     assert await answers(folder, **two) == await answers(folder)
+
+
+@pytest.mark.parametrize("kind", ["awq", "gptq 8", "int4, zeros", "nvfp4", "mxfp4"])
+async def test_codes_of_weights(kind: str, tmp_path: Path, two: dict[str, Any], rng: random.Random) -> None:
+    """Each rank has whole groups: what one GPU gives."""
+    folder, prompts = pair(tmp_path, "llama", kind)[0], some_prompts(rng)
+    found = []
+    for settings in ({}, two):
+        async with running(folder, **settings) as engine:
+            found.append([essence(completion)[0] for completion in await all_at_once(engine, prompts)])
+    differ = sum(one != other for one, other in zip(*found, strict=True))
+    assert differ <= len(prompts) // 10  # sums in another order may decide what is nearly equal
 
 
 @pytest.mark.parametrize("speculation", ["ngram", "ngram_worker"])
