@@ -5,7 +5,7 @@ Pair ``token * top_k + rank`` is the token's expert of that rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -14,9 +14,11 @@ from torch import Tensor
 
 from .activation import Activation
 from .expert_tilings import ExpertShape, ExpertTiling
+from .grouped_codes import GroupedCodes
 
 __all__ = [
     "ExpertBlocks",
+    "ExpertCodes",
     "ExpertGate",
     "ExpertMatrices",
     "ExpertPlan",
@@ -79,11 +81,37 @@ class ExpertMatrices(NamedTuple):
     bias: Tensor | None = None  # [num_experts, out_features]
     scale: Tensor | None = None  # float32 [num_experts, out_features]
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(num_experts, out_features, in_features)."""
+        num_experts, n, k = self.weight.shape
+        return num_experts, n, k
 
-def can_group(*matrices: ExpertMatrices) -> bool:
+
+class ExpertCodes(NamedTuple):
+    """One matrix of each expert in codes with a scale a group; they lie below each other in one matrix."""
+
+    codes: GroupedCodes  # [num_experts * out_features, in_features]; no two experts share a scale
+    num_experts: int
+    bias: Tensor | None = None  # [num_experts, out_features]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(num_experts, out_features, in_features)."""
+        n, k = self.codes.shape
+        return self.num_experts, n // self.num_experts, k
+
+    def of(self, expert: int) -> GroupedCodes:
+        """Return one expert's, as views."""
+        own = {name: tensor.chunk(self.num_experts)[expert] for name, tensor in self.codes.tensors().items()}
+        return replace(self.codes, **own)
+
+
+def can_group(*matrices: ExpertMatrices | ExpertCodes) -> bool:
     """Return whether torch's grouped product takes them all: numbers of 16 bits, in rows of multiples of 16 bytes."""
     return hasattr(F, "grouped_mm") and all(
-        one.scale is None
+        isinstance(one, ExpertMatrices)
+        and one.scale is None
         and one.weight.dtype in (torch.bfloat16, torch.float16)
         and all(stride % 8 == 0 for stride in one.weight.stride() if stride != 1)
         for one in matrices

@@ -15,14 +15,19 @@ from torch import Tensor
 
 from .dispatch import uses_triton
 from .expert_gate import gate_experts
-from .expert_types import ExpertGate, ExpertMatrices, ExpertPlan, InputNorm
+from .expert_types import ExpertCodes, ExpertGate, ExpertMatrices, ExpertPlan, InputNorm
+from .grouped_codes import numbers
 from .rms_norm import rms_norm
 
 __all__ = ["add_experts", "add_weighted", "expert_product"]
 
 
 def expert_product(
-    x: Tensor, matrices: ExpertMatrices, plan: ExpertPlan, gate: ExpertGate | None = None, norm: InputNorm | None = None
+    x: Tensor,
+    matrices: ExpertMatrices | ExpertCodes,
+    plan: ExpertPlan,
+    gate: ExpertGate | None = None,
+    norm: InputNorm | None = None,
 ) -> Tensor:
     """Return [pairs, out_features], or half as wide with a ``gate``, for x [n, in_features]: in x's dtype, summed in
     float32.
@@ -37,16 +42,16 @@ def expert_product(
         return triton_op.expert_product(x, matrices, plan, gate, norm)
     if norm is not None:
         x = rms_norm(x, norm.weight, norm.eps)
-    out = x.new_zeros(plan.num_pairs, matrices.weight.shape[1])  # an expert that is not here adds nothing
+    out = x.new_zeros(plan.num_pairs, matrices.shape[1])  # an expert that is not here adds nothing
     for expert, pairs in plan.chosen:
         out[pairs] = _multiply(x[pairs // plan.shape.top_k], matrices, expert)
     return out if gate is None else gate_experts(out, gate)
 
 
-def add_experts(residual: Tensor, hidden: Tensor, matrices: ExpertMatrices, plan: ExpertPlan) -> None:
+def add_experts(residual: Tensor, hidden: Tensor, matrices: ExpertMatrices | ExpertCodes, plan: ExpertPlan) -> None:
     """Change ``residual`` [n, out_features] in place, for hidden [pairs, in_features]."""
     _check(hidden, matrices, plan)
-    assert hidden.shape[0] == plan.num_pairs and residual.shape[1] == matrices.weight.shape[1], f"{residual.shape}"
+    assert hidden.shape[0] == plan.num_pairs and residual.shape[1] == matrices.shape[1], f"{residual.shape}"
     if uses_triton(residual):
         from .triton import experts as triton_op
 
@@ -64,15 +69,18 @@ def add_weighted(residual: Tensor, out: Tensor, plan: ExpertPlan) -> None:
     residual.add_(torch.bmm(weights, out.view(len(residual), plan.shape.top_k, -1)).squeeze(1))
 
 
-def _multiply(x: Tensor, matrices: ExpertMatrices, expert: int) -> Tensor:
+def _multiply(x: Tensor, matrices: ExpertMatrices | ExpertCodes, expert: int) -> Tensor:
     bias = None if matrices.bias is None else matrices.bias[expert]
-    if matrices.scale is None:
+    if isinstance(matrices, ExpertCodes):
+        out = F.linear(x.float(), numbers(matrices.of(expert)))
+    elif matrices.scale is None:
         return F.linear(x, matrices.weight[expert], bias)
-    out = F.linear(x.float(), matrices.weight[expert].float()) * matrices.scale[expert]  # codes alone may pass float16
+    else:  # codes alone may pass float16
+        out = F.linear(x.float(), matrices.weight[expert].float()) * matrices.scale[expert]
     return (out if bias is None else out + bias).to(x.dtype)
 
 
-def _check(x: Tensor, matrices: ExpertMatrices, plan: ExpertPlan) -> None:
-    weight, bias = matrices.weight, matrices.bias
-    assert weight.shape[0] == plan.shape.num_experts and x.shape[1] == weight.shape[2], f"{x.shape} x {weight.shape}"
-    assert bias is None or bias.shape == weight.shape[:2], f"a bias of {tuple(bias.shape)} for {tuple(weight.shape)}"
+def _check(x: Tensor, matrices: ExpertMatrices | ExpertCodes, plan: ExpertPlan) -> None:
+    shape, bias = matrices.shape, matrices.bias
+    assert shape[0] == plan.shape.num_experts and x.shape[1] == shape[2], f"{x.shape} x {shape}"
+    assert bias is None or bias.shape == shape[:2], f"a bias of {tuple(bias.shape)} for {shape}"

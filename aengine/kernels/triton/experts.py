@@ -4,6 +4,8 @@ way        norm            first product                second product
 pairs      in the product  expert_pairs, a row a pair   expert_pairs, all experts of a token in one program
 blocks     its own kernel  expert_blocks                expert_blocks, then the weighted sum
 grouped    its own kernel  torch, then the activation   torch, then the weighted sum
+
+Codes with a scale a group are multiplied by expert_code_pairs and expert_code_blocks likewise.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..expert_gate import gate_experts
-from ..expert_types import ExpertGate, ExpertMatrices, ExpertPlan, InputNorm
-from . import rms_norm
+from ..expert_tilings import ProductTile
+from ..expert_types import ExpertCodes, ExpertGate, ExpertMatrices, ExpertPlan, InputNorm
+from . import expert_code_blocks, expert_code_pairs, rms_norm
 from .expert_blocks import multiply_blocks
 from .expert_pairs import add_pairs, multiply_pairs
 from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch, only_compiles
@@ -27,34 +30,58 @@ _BLOCK = 1024
 
 
 def expert_product(
-    x: Tensor, matrices: ExpertMatrices, plan: ExpertPlan, gate: ExpertGate | None, norm: InputNorm | None
+    x: Tensor,
+    matrices: ExpertMatrices | ExpertCodes,
+    plan: ExpertPlan,
+    gate: ExpertGate | None,
+    norm: InputNorm | None,
 ) -> Tensor:
     assert plan.tiling is not None
-    size = matrices.weight.shape[1] // (1 if gate is None else 2)
+    size = matrices.shape[1] // (1 if gate is None else 2)
     if plan.blocks is None:
         out = torch.empty((plan.num_pairs, size), dtype=x.dtype, device=x.device)
-        multiply_pairs(x, matrices, plan, gate, norm, out, plan.tiling.first)
+        if isinstance(matrices, ExpertCodes):
+            expert_code_pairs.multiply_pairs(x, matrices, plan, gate, norm, out, plan.tiling.first)
+        else:
+            multiply_pairs(x, matrices, plan, gate, norm, out, plan.tiling.first)
         return out
     if norm is not None:
         x = rms_norm.rms_norm(x, norm.weight, norm.eps)
     top_k = plan.shape.top_k
-    if _is_grouped(plan):
+    if isinstance(matrices, ExpertMatrices) and _is_grouped(plan):
         out = _grouped(x, matrices, plan, top_k)
         return out if gate is None else gate_experts(out, gate)  # rows are in the order of the slots
     out = torch.empty((plan.num_pairs, size), dtype=x.dtype, device=x.device)
-    multiply_blocks(x, matrices, plan, gate, out, plan.tiling.first, rows_of_x=top_k)
+    _multiply_blocks(x, matrices, plan, gate, out, plan.tiling.first, rows_of_x=top_k)
     return out
 
 
-def add_experts(residual: Tensor, hidden: Tensor, matrices: ExpertMatrices, plan: ExpertPlan) -> None:
+def add_experts(residual: Tensor, hidden: Tensor, matrices: ExpertMatrices | ExpertCodes, plan: ExpertPlan) -> None:
     assert plan.tiling is not None
     if plan.blocks is None:
+        if isinstance(matrices, ExpertCodes):
+            return expert_code_pairs.add_pairs(residual, hidden, matrices, plan, plan.tiling.second)
         return add_pairs(residual, hidden, matrices, plan, plan.tiling.second)
-    if _is_grouped(plan):
+    if isinstance(matrices, ExpertMatrices) and _is_grouped(plan):
         return _add_weighted(residual, _grouped(hidden, matrices, plan), plan, plan.blocks.slots)
     out = torch.empty((plan.num_pairs, residual.shape[1]), dtype=hidden.dtype, device=hidden.device)
-    multiply_blocks(hidden, matrices, plan, None, out, plan.tiling.second, rows_of_x=1)
+    _multiply_blocks(hidden, matrices, plan, None, out, plan.tiling.second, rows_of_x=1)
     return _add_weighted(residual, out, plan, None)
+
+
+def _multiply_blocks(
+    x: Tensor,
+    matrices: ExpertMatrices | ExpertCodes,
+    plan: ExpertPlan,
+    gate: ExpertGate | None,
+    out: Tensor,
+    tile: ProductTile,
+    rows_of_x: int,
+) -> None:
+    if isinstance(matrices, ExpertCodes):
+        expert_code_blocks.multiply_blocks(x, matrices, plan, gate, out, tile, rows_of_x)
+    else:
+        multiply_blocks(x, matrices, plan, gate, out, tile, rows_of_x)
 
 
 def _is_grouped(plan: ExpertPlan) -> bool:

@@ -20,7 +20,7 @@ from ..grouped_codes import GroupedCodes
 from .launch import known
 from .linear_parts import numbers
 
-__all__ = ["UNIT_BYTES", "columns_of", "constants", "group_values", "pointers", "raised"]
+__all__ = ["UNIT_BYTES", "columns_of", "constants", "group_values", "pointers", "raised", "scale_of"]
 
 UNIT_BYTES = 16
 _RAISED_BY = {"int4": 24.0, "uint4": 16.0, "iq4_nl": 384.0, "int8": 384.0, "uint8": 256.0}
@@ -80,6 +80,16 @@ def columns_of(byte, UNIT: tl.constexpr):
 
 
 @triton.jit
+def scale_of(stored):
+    """Scales in float32, as ``stored`` has them in memory."""
+    if stored.dtype == tl.uint8:  # a power of two
+        scale = (stored.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    else:
+        scale = numbers(stored, tl.zeros(stored.shape, tl.float32), True)
+    return scale
+
+
+@triton.jit
 def group_values(
     scale_ptr,
     zero_ptr,
@@ -95,10 +105,7 @@ def group_values(
     broadcast against each other."""
     at = (n // ROWS).to(tl.int64) * GROUPS + group
     s = tl.load(scale_ptr + at, mask=inside, other=0.0)
-    if s.dtype == tl.uint8:  # a power of two
-        scale = (s.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    else:
-        scale = numbers(s, tl.zeros(s.shape, tl.float32), True)
+    scale = scale_of(s)
     zero = tl.full(scale.shape, RAISED, tl.float32)
     if zero_ptr is not None:
         zero += tl.load(zero_ptr + at, mask=inside, other=0).to(tl.float32)

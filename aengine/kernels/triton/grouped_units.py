@@ -9,7 +9,7 @@ import triton.language as tl
 
 from .grouped_parts import group_values, raised
 
-__all__ = ["dot_of_units", "finished", "load_codes", "load_x"]
+__all__ = ["codes_at", "dot_of_units", "finished", "load_codes", "load_x"]
 
 
 @triton.jit
@@ -18,6 +18,27 @@ def load_codes(row, byte, n, N: tl.constexpr, BYTES: tl.constexpr, EVEN: tl.cons
         w = tl.load(row + byte[None, :])
     else:
         w = tl.load(row + byte[None, :], mask=(n < N)[:, None] & (byte < BYTES)[None, :], other=0.0)
+    return w
+
+
+@triton.jit
+def codes_at(
+    u0: tl.constexpr,
+    held,
+    row,
+    byte,
+    n,
+    N: tl.constexpr,
+    BYTES: tl.constexpr,
+    BU: tl.constexpr,
+    HELD: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """The codes of units from ``u0`` on: held in registers, or loaded now."""
+    if u0 < HELD:
+        w = held[u0 // BU]
+    else:
+        w = load_codes(row, u0 * 16 + byte, n, N, BYTES, EVEN)
     return w
 
 

@@ -22,7 +22,7 @@ from ..grouped_codes import GroupedCodes
 from . import rms_norm
 from .activation import activate_and_multiply
 from .grouped_parts import columns_of, constants, group_values, pointers, raised
-from .grouped_units import dot_of_units, finished, load_codes, load_x
+from .grouped_units import codes_at, dot_of_units, finished, load_codes, load_x
 from .launch import (
     gdc_wait,
     has_pdl,
@@ -116,27 +116,6 @@ def _gemv_blocks(n: int, units: int, is_gated: bool) -> tuple[int, int]:
 
 
 @triton.jit
-def _codes_at(
-    u0: tl.constexpr,
-    held,
-    row,
-    byte,
-    n,
-    N: tl.constexpr,
-    BYTES: tl.constexpr,
-    BU: tl.constexpr,
-    HELD: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """The codes of units from ``u0`` on: held in registers, or loaded now."""
-    if u0 < HELD:
-        w = held[u0 // BU]
-    else:
-        w = load_codes(row, u0 * 16 + byte, n, N, BYTES, EVEN)
-    return w
-
-
-@triton.jit
 def _wait(
     w_ptr,
     up,
@@ -206,9 +185,9 @@ def _gemv(
     acc = tl.zeros((BN, BU), tl.float32)
     up = tl.zeros((BN, BU), tl.float32)
     for u0 in tl.static_range(0, K // UNIT, BU):
-        w = _codes_at(u0, ws, row, byte, n, N, BYTES, BU, HELD, EVEN)
+        w = codes_at(u0, ws, row, byte, n, N, BYTES, BU, HELD, EVEN)
         if GATED:
-            u = _codes_at(u0, us, row + N * BYTES, byte, n, N, BYTES, BU, HELD, EVEN)
+            u = codes_at(u0, us, row + N * BYTES, byte, n, N, BYTES, BU, HELD, EVEN)
         at = u0 * UNIT + columns_of(byte, UNIT)
         x_low, squares = load_x(x_ptr, norm_ptr, at, squares, K, NORM, EVEN)
         x_high = x_low

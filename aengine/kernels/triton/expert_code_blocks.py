@@ -1,0 +1,272 @@
+"""The product of blocks of slots, each of one expert, by codes with a scale a group: as expert_blocks.py, but codes
+become numbers of 16 bits, for the tensor cores, as they are multiplied.
+
+A scale of a wide group (64 columns or more, so of AWQ and of FP8 in blocks) is applied to sums over the group, in
+float32. That of a narrow one is part of the number, which is rounded to the dtype of x once (of MXFP4 in bfloat16 it is
+exact): there are too many sums otherwise.
+
+Bytes: the codes and scales of each touched expert once for every block of its slots, all but the first out of the L2
+cache; operations: 2 N K for every slot of a block that is used, and some 5 to make a number of a code.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..expert_tilings import ProductTile
+from ..expert_types import ExpertCodes, ExpertGate, ExpertPlan
+from ..grouped_codes import GroupedCodes
+from .expert_gate import gate_constants, gated
+from .grouped_parts import columns_of, constants, pointers, raised, scale_of
+from .launch import has_pdl, launch, launch_next_and_wait, max_shared_memory
+
+__all__ = ["multiply_blocks"]
+
+_WIDE_GROUP = 64
+
+
+def multiply_blocks(
+    x: Tensor,
+    matrices: ExpertCodes,
+    plan: ExpertPlan,
+    gate: ExpertGate | None,
+    out: Tensor,
+    tile: ProductTile,
+    rows_of_x: int,
+) -> None:
+    """Compute out [pairs, size] for x [pairs / rows_of_x, in_features]."""
+    assert plan.tiling is not None and plan.blocks is not None
+    size, given, block_m = out.shape[1], constants(matrices.codes), plan.tiling.block_m
+    sums = _scales_sums(matrices.codes, x.dtype)
+    tile = _fit(tile, size, given["K"], given["GROUP"] if sums else given["K"], given["UNIT"])
+    rows = tile.block_n * (1 if gate is None else 2)
+    while _shared_bytes(tile, block_m, rows, given["UNIT"], x.element_size()) > max_shared_memory():
+        if tile.num_stages > 2:
+            tile = tile._replace(num_stages=tile.num_stages - 1)
+        else:
+            tile = tile._replace(block_k=tile.block_k // 2)
+    launch(
+        _multiply_blocks,
+        (triton.cdiv(size, tile.block_n), len(plan.blocks.experts)),
+        x,
+        *pointers(matrices.codes),
+        out,
+        matrices.bias,
+        plan.blocks.order,
+        plan.blocks.experts,
+        plan.num_pairs,
+        **given,
+        N=size,
+        ALL=matrices.shape[1],
+        PAIRS_A_ROW=rows_of_x,
+        BM=block_m,
+        BN=tile.block_n,
+        BK=tile.block_k,
+        **gate_constants(gate),
+        BIAS=matrices.bias is not None,
+        SUMS=sums,
+        EVEN=size % tile.block_n == 0 and given["K"] % tile.block_k == 0,
+        PDL=has_pdl(),
+        STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+    )
+
+
+def _scales_sums(codes: GroupedCodes, dtype: torch.dtype) -> bool:
+    """Whether scales are applied to sums: where groups are wide, and where a number times a power of two may be none of
+    float16."""
+    if codes.offset is not None:
+        return False
+    return codes.group >= _WIDE_GROUP or (dtype == torch.float16 and codes.scale.dtype == torch.float8_e8m0fnu)
+
+
+def _fit(tile: ProductTile, n: int, k: int, group: int, unit: int) -> ProductTile:
+    """Return the tile cut to the shape. ``group``: columns that a program's block may have at most."""
+    block_k = min(tile.block_k, triton.next_power_of_2(k), group if group < k else tile.block_k)
+    return tile._replace(block_n=min(tile.block_n, max(16, triton.next_power_of_2(n))), block_k=max(unit, 16, block_k))
+
+
+def _shared_bytes(tile: ProductTile, block_m: int, rows: int, unit: int, itemsize: int) -> int:
+    """Shared memory needed at most: codes and inputs of some stages, and numbers; or the outputs on their way."""
+    stage = rows * tile.block_k * 16 // unit + block_m * tile.block_k * itemsize
+    return max(stage * tile.num_stages + rows * tile.block_k * itemsize, 4 * rows * block_m)
+
+
+@triton.jit
+def _load_scales(
+    scale_ptr,
+    zero_ptr,
+    offset_ptr,
+    n,
+    column,
+    inside,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Scales, zeros and offsets as they are in memory; of what there is not, the scales."""
+    at = (n // ROWS).to(tl.int64) * GROUPS + column // GROUP
+    scale = tl.load(scale_ptr + at, mask=inside, other=0.0)
+    zero = scale
+    if zero_ptr is not None:
+        zero = tl.load(zero_ptr + at, mask=inside, other=0)
+    offset = scale
+    if offset_ptr is not None:
+        offset = tl.load(offset_ptr + at, mask=inside, other=0.0)
+    return scale, zero, offset
+
+
+@triton.jit
+def _numbers(
+    w,
+    scale,
+    zero,
+    offset,
+    like,
+    HIGH: tl.constexpr,
+    KIND: tl.constexpr,
+    RAISED: tl.constexpr,
+    ZERO: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SUMS: tl.constexpr,
+):
+    """[rows, columns] in the dtype of ``like``: codes ``w`` [rows, units, 16] less their zeros and, unless SUMS, times
+    their scales."""
+    y = raised(w, tl.zeros(w.shape, tl.float32), HIGH, KIND)
+    if ZERO:
+        y -= zero.to(tl.float32) + RAISED
+    elif RAISED != 0.0:
+        y -= RAISED
+    if not SUMS:
+        y *= scale_of(scale)
+    if OFFSET:
+        y += offset.to(tl.float32)
+    return tl.reshape(y.to(like.dtype), (w.shape[0], w.shape[1] * 16))
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _multiply_blocks(
+    x_ptr,
+    w_ptr,
+    scale_ptr,
+    zero_ptr,
+    offset_ptr,
+    row_scale_ptr,
+    out_ptr,
+    bias_ptr,
+    order_ptr,
+    experts_ptr,
+    num_pairs,
+    K: tl.constexpr,
+    KIND: tl.constexpr,
+    UNIT: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    RAISED: tl.constexpr,
+    N: tl.constexpr,
+    ALL: tl.constexpr,
+    PAIRS_A_ROW: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GATE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BIAS: tl.constexpr,
+    SUMS: tl.constexpr,
+    EVEN: tl.constexpr,
+    PDL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    launch_next_and_wait(PDL)
+    expert = tl.load(experts_ptr + tl.program_id(1)).to(tl.int64)
+    if expert < 0:
+        return
+    # With a gate, the rows of gate and up of a feature are side by side in the tile, as in expert_blocks.py.
+    WIDE: tl.constexpr = 2 * BN if GATE != "" else BN
+    UNITS: tl.constexpr = BK // UNIT
+    BYTES: tl.constexpr = K // UNIT * 16
+    n = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
+    is_row = n < ALL
+    if GATE != "" and not INTERLEAVED:
+        n = n % 2 * N + n // 2
+    pairs = tl.load(order_ptr + tl.program_id(1).to(tl.int64) * BM + tl.arange(0, BM))
+    is_pair = (pairs < num_pairs)[None, :]
+    rows = (pairs // PAIRS_A_ROW).to(tl.int64)
+    unit = tl.arange(0, UNITS)[None, :, None]
+    w_ptrs = w_ptr + expert * (ALL * BYTES) + n[:, None, None].to(tl.int64) * BYTES
+    w_ptrs += unit * 16 + tl.arange(0, 16)[None, None, :]
+    k = columns_of(tl.arange(0, UNITS * 16), UNIT)[:, None]
+    x_ptrs = x_ptr + rows[None, :] * K + k
+    scale_ptr += expert * (ALL // ROWS * GROUPS)
+    if zero_ptr is not None:
+        zero_ptr += expert * (ALL // ROWS * GROUPS)
+    if offset_ptr is not None:
+        offset_ptr += expert * (ALL // ROWS * GROUPS)
+    if SUMS:
+        own, at, is_own = n[:, None], tl.zeros((1, 1), tl.int32), is_row[:, None]
+    else:
+        own, at, is_own = n[:, None, None], unit * UNIT, is_row[:, None, None]
+    PARTS: tl.constexpr = 2 if GROUP == 16 and UNIT == 32 else 1  # groups of a unit
+    # Scales are loaded a round ahead: what is too small for asynchronous copies is not done so by the compiler.
+    scale, zero, offset = _load_scales(scale_ptr, zero_ptr, offset_ptr, own, at, is_own & (at < K), GROUP, GROUPS, ROWS)
+    scale_2, zero_2, offset_2 = scale, zero, offset
+    if PARTS == 2:
+        scale_2, zero_2, offset_2 = _load_scales(
+            scale_ptr, zero_ptr, offset_ptr, own, at + 16, is_own & (at < K), GROUP, GROUPS, ROWS
+        )
+    y = tl.zeros((WIDE, BM), tl.float32)
+    for k0 in tl.range(0, K, BK, num_stages=STAGES):
+        if EVEN:
+            w = tl.load(w_ptrs + k0 // UNIT * 16)
+            x = tl.load(x_ptrs + k0, mask=is_pair, other=0.0)
+        else:
+            w = tl.load(w_ptrs + k0 // UNIT * 16, mask=is_row[:, None, None] & (k0 + unit * UNIT < K), other=0.0)
+            x = tl.load(x_ptrs + k0, mask=is_pair & (k0 + k < K), other=0.0)
+        x_2 = x
+        if UNIT == 32:
+            if EVEN:
+                x_2 = tl.load(x_ptrs + k0 + 16, mask=is_pair, other=0.0)
+            else:
+                x_2 = tl.load(x_ptrs + k0 + 16, mask=is_pair & (k0 + k < K), other=0.0)
+        low = _numbers(
+            w, scale, zero, offset, x, False, KIND, RAISED, zero_ptr is not None, offset_ptr is not None, SUMS
+        )
+        part = y
+        if SUMS:
+            part = tl.zeros((WIDE, BM), tl.float32)
+        part = tl.dot(low, x, part, input_precision="ieee")
+        if UNIT == 32:
+            high = _numbers(
+                w, scale_2, zero_2, offset_2, x, True,
+                KIND, RAISED, zero_ptr is not None, offset_ptr is not None, SUMS,
+            )  # fmt: skip
+            part = tl.dot(high, x_2, part, input_precision="ieee")
+        if SUMS:
+            y += part * scale_of(scale)
+        else:
+            y = part
+        after = k0 + BK + at
+        scale, zero, offset = _load_scales(
+            scale_ptr, zero_ptr, offset_ptr, own, after, is_own & (after < K), GROUP, GROUPS, ROWS
+        )
+        scale_2, zero_2, offset_2 = scale, zero, offset
+        if PARTS == 2:
+            scale_2, zero_2, offset_2 = _load_scales(
+                scale_ptr, zero_ptr, offset_ptr, own, after + 16, is_own & (after < K), GROUP, GROUPS, ROWS
+            )
+    if row_scale_ptr is not None:
+        y *= tl.load(row_scale_ptr + expert * ALL + n, mask=is_row, other=0.0)[:, None]
+    if BIAS:
+        y += tl.load(bias_ptr + expert * ALL + n, mask=is_row, other=0.0).to(tl.float32)[:, None]
+    if GATE != "":
+        g, u = tl.split(tl.permute(tl.reshape(y, (BN, 2, BM)), (0, 2, 1)))
+        y = gated(g, u, GATE, ALPHA, LIMIT)
+    out_n = tl.program_id(0) * BN + tl.arange(0, BN)
+    out_ptrs = out_ptr + pairs[None, :].to(tl.int64) * N + out_n[:, None]
+    tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=is_pair & (out_n < N)[:, None])

@@ -1,0 +1,309 @@
+"""Products of a few tokens by experts in codes with a scale a group: a row at a time, by units of 16 bytes, as `gemv`
+of linear_grouped.py.
+
+multiply_pairs   a pair and BN output features a program; the norm is part of it
+add_pairs        a token and BN output features a program, which sums over all of the token's experts, in their order
+
+Bytes: the codes and scales of each pair's expert; those of an expert that several tokens take out of the L2 cache, if
+at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..expert_tilings import ProductTile
+from ..expert_types import ExpertCodes, ExpertGate, ExpertPlan, InputNorm
+from .expert_gate import gate_constants, gated
+from .grouped_parts import columns_of, constants, pointers
+from .grouped_units import codes_at, dot_of_units, finished, load_codes, load_x
+from .launch import has_pdl, launch, launch_next_and_wait
+
+__all__ = ["add_pairs", "multiply_pairs"]
+
+_HELD = 16
+"""Units of codes that a thread has on their way at once; 4 registers each."""
+
+
+def multiply_pairs(
+    x: Tensor,
+    matrices: ExpertCodes,
+    plan: ExpertPlan,
+    gate: ExpertGate | None,
+    norm: InputNorm | None,
+    out: Tensor,
+    tile: ProductTile,
+) -> None:
+    """Compute out [pairs, size]."""
+    size = out.shape[1]
+    launch(
+        _multiply_pairs,
+        (triton.cdiv(size, tile.block_n), plan.num_pairs),
+        x,
+        *pointers(matrices.codes),
+        out,
+        matrices.bias,
+        plan.routing.expert_ids,
+        None if norm is None else norm.weight,
+        0.0 if norm is None else norm.eps,
+        **gate_constants(gate),
+        NORM=norm is not None,
+        **_constants(matrices, size, plan, tile, 1 if gate is None else 2),
+    )
+
+
+def add_pairs(residual: Tensor, hidden: Tensor, matrices: ExpertCodes, plan: ExpertPlan, tile: ProductTile) -> None:
+    n, size = residual.shape
+    launch(
+        _add_pairs,
+        (triton.cdiv(size, tile.block_n), n),
+        residual,
+        hidden,
+        *pointers(matrices.codes),
+        matrices.bias,
+        plan.routing.expert_ids,
+        plan.routing.weights,
+        **_constants(matrices, size, plan, tile, 1),
+    )
+
+
+def _constants(matrices: ExpertCodes, size: int, plan: ExpertPlan, tile: ProductTile, rows: int) -> dict[str, Any]:
+    """Return the constants that both kernels are compiled for.
+
+    Args:
+        size: number of output features
+        rows: of codes for each
+    """
+    given = constants(matrices.codes)
+    units = given["K"] // given["UNIT"]
+    block_u = min(max(1, tile.block_k // given["UNIT"]), max(2, triton.next_power_of_2(units)))
+    per_thread = max(1, tile.block_n * rows * block_u // (32 * tile.num_warps))
+    return given | {
+        "N": size,
+        "ALL": matrices.shape[1],
+        "TOP_K": plan.shape.top_k,
+        "BN": tile.block_n,
+        "BU": block_u,
+        "HELD": max(1, _HELD // per_thread),
+        "BIAS": matrices.bias is not None,
+        "EVEN": size % tile.block_n == 0 and units % block_u == 0,
+        "NUM_EXPERTS": plan.shape.num_experts if plan.is_partial else 0,
+        "PDL": has_pdl(),
+        "num_warps": tile.num_warps,
+    }
+
+
+@triton.jit
+def _multiply_pairs(
+    x_ptr,
+    w_ptr,
+    scale_ptr,
+    zero_ptr,
+    offset_ptr,
+    row_scale_ptr,
+    out_ptr,
+    bias_ptr,
+    ids_ptr,
+    norm_ptr,
+    eps,
+    K: tl.constexpr,
+    KIND: tl.constexpr,
+    UNIT: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    RAISED: tl.constexpr,
+    N: tl.constexpr,
+    ALL: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BN: tl.constexpr,
+    BU: tl.constexpr,
+    HELD: tl.constexpr,
+    GATE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """ALL: rows of an expert, those of gate and up. HELD: blocks of units that are read at once."""
+    launch_next_and_wait(PDL)
+    pair = tl.program_id(1).to(tl.int64)
+    expert = tl.load(ids_ptr + pair).to(tl.int64)
+    if NUM_EXPERTS:
+        if expert >= NUM_EXPERTS:  # another rank has the expert
+            return
+    BYTES: tl.constexpr = K // UNIT * 16  # bytes of a row
+    out_n = tl.program_id(0) * BN + tl.arange(0, BN)
+    n = out_n  # rows of codes; those of the up product beside
+    up_n = N + out_n
+    if GATE != "" and INTERLEAVED:
+        n = 2 * out_n
+        up_n = 2 * out_n + 1
+    byte = tl.arange(0, BU * 16)
+    w_ptr += expert * (ALL * BYTES)
+    row = w_ptr + n[:, None].to(tl.int64) * BYTES
+    up_row = w_ptr + up_n[:, None].to(tl.int64) * BYTES
+    ws = (load_codes(row, byte, n, ALL, BYTES, EVEN),)
+    us = (load_codes(up_row, byte, up_n, ALL, BYTES, EVEN),) if GATE != "" else ws
+    for u0 in tl.static_range(BU, tl.minimum(HELD * BU, K // UNIT), BU):
+        ws = ws + (load_codes(row, u0 * 16 + byte, n, ALL, BYTES, EVEN),)  # type: ignore[assignment]
+        if GATE != "":
+            us = us + (load_codes(up_row, u0 * 16 + byte, up_n, ALL, BYTES, EVEN),)  # type: ignore[assignment]
+    x_ptr += pair // TOP_K * K
+    scale_ptr += expert * (ALL // ROWS * GROUPS)
+    if zero_ptr is not None:
+        zero_ptr += expert * (ALL // ROWS * GROUPS)
+    if offset_ptr is not None:
+        offset_ptr += expert * (ALL // ROWS * GROUPS)
+    if row_scale_ptr is not None:
+        row_scale_ptr += expert * ALL
+    if BIAS:
+        bias_ptr += expert * ALL
+    squares = tl.zeros((BU * 16,), tl.float32)
+    acc = tl.zeros((BN, BU), tl.float32)
+    up = tl.zeros((BN, BU), tl.float32)
+    for u0 in tl.static_range(0, K // UNIT, BU):
+        at = u0 * UNIT + columns_of(byte, UNIT)
+        x_low, squares = load_x(x_ptr, norm_ptr, at, squares, K, NORM, EVEN)
+        x_high = x_low
+        if UNIT == 32:
+            x_high, squares = load_x(x_ptr, norm_ptr, at + 16, squares, K, NORM, EVEN)
+        column = (u0 + tl.arange(0, BU)) * UNIT
+        w = codes_at(u0, ws, row, byte, n, ALL, BYTES, BU, HELD * BU, EVEN)
+        acc += dot_of_units(
+            w, x_low, x_high, scale_ptr, zero_ptr, offset_ptr, n, column,
+            KIND, UNIT, ALL, K, BN, BU, GROUP, GROUPS, ROWS, RAISED,
+        )  # fmt: skip
+        if GATE != "":
+            u = codes_at(u0, us, up_row, byte, up_n, ALL, BYTES, BU, HELD * BU, EVEN)
+            up += dot_of_units(
+                u, x_low, x_high, scale_ptr, zero_ptr, offset_ptr, up_n, column,
+                KIND, UNIT, ALL, K, BN, BU, GROUP, GROUPS, ROWS, RAISED,
+            )  # fmt: skip
+    y = tl.sum(acc, 1)
+    v = tl.sum(up, 1)
+    if NORM:  # its factor is the same for all of a row
+        factor = 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
+        y *= factor
+        v *= factor
+    y = finished(y, n, n < ALL, row_scale_ptr, bias_ptr, BIAS)
+    if GATE != "":
+        v = finished(v, up_n, up_n < ALL, row_scale_ptr, bias_ptr, BIAS)
+        y = gated(y, v, GATE, ALPHA, LIMIT)
+    tl.store(out_ptr + pair * N + out_n, y.to(out_ptr.dtype.element_ty), mask=out_n < N)
+
+
+@triton.jit
+def _codes_of_pair(
+    index: tl.constexpr,
+    w_ptr,
+    ids_ptr,
+    pair,
+    n,
+    ALL: tl.constexpr,
+    BYTES: tl.constexpr,
+    BU: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    EVEN: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+):
+    """The ``index``-th block of units of the codes of a token's experts, each of which has BLOCKS."""
+    expert = tl.load(ids_ptr + pair + index // BLOCKS).to(tl.int64)
+    if NUM_EXPERTS:  # of an expert that another rank has none are read
+        n = tl.where(expert < NUM_EXPERTS, n, ALL)
+    row = w_ptr + expert * (ALL * BYTES) + n[:, None].to(tl.int64) * BYTES
+    byte = index % BLOCKS * (BU * 16) + tl.arange(0, BU * 16)
+    return load_codes(row, byte, n, ALL, BYTES, EVEN and NUM_EXPERTS == 0)
+
+
+@triton.jit
+def _add_pairs(
+    residual_ptr,
+    x_ptr,
+    w_ptr,
+    scale_ptr,
+    zero_ptr,
+    offset_ptr,
+    row_scale_ptr,
+    bias_ptr,
+    ids_ptr,
+    weights_ptr,
+    K: tl.constexpr,
+    KIND: tl.constexpr,
+    UNIT: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    RAISED: tl.constexpr,
+    N: tl.constexpr,
+    ALL: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BN: tl.constexpr,
+    BU: tl.constexpr,
+    HELD: tl.constexpr,
+    BIAS: tl.constexpr,
+    EVEN: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A pair's weight is a factor of its sums, so that these are added up over threads once for all pairs."""
+    launch_next_and_wait(PDL)
+    BYTES: tl.constexpr = K // UNIT * 16
+    BLOCKS: tl.constexpr = (K // UNIT + BU - 1) // BU
+    token = tl.program_id(1).to(tl.int64)
+    first = token * TOP_K
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    byte = tl.arange(0, BU * 16)
+    ws = (_codes_of_pair(0, w_ptr, ids_ptr, first, n, ALL, BYTES, BU, BLOCKS, EVEN, NUM_EXPERTS),)
+    for i in tl.static_range(1, tl.minimum(HELD, TOP_K * BLOCKS)):
+        w = _codes_of_pair(i, w_ptr, ids_ptr, first, n, ALL, BYTES, BU, BLOCKS, EVEN, NUM_EXPERTS)
+        ws = ws + (w,)  # type: ignore[assignment]
+    total = tl.zeros((BN,), tl.float32)
+    acc = tl.zeros((BN, BU), tl.float32)
+    for i in tl.static_range(TOP_K * BLOCKS):
+        if i < HELD:
+            w = ws[i]
+        else:
+            w = _codes_of_pair(i, w_ptr, ids_ptr, first, n, ALL, BYTES, BU, BLOCKS, EVEN, NUM_EXPERTS)
+        pair = first + i // BLOCKS
+        expert = tl.load(ids_ptr + pair).to(tl.int64)
+        at = i % BLOCKS * (BU * UNIT) + columns_of(byte, UNIT)
+        column = i % BLOCKS * (BU * UNIT) + tl.arange(0, BU) * UNIT
+        own = n  # rows of the expert, if it is here
+        if NUM_EXPERTS:  # nothing was written for an expert of another rank
+            at = tl.where(expert < NUM_EXPERTS, at, K)
+            own = tl.where(expert < NUM_EXPERTS, n, ALL)
+            expert = tl.where(expert < NUM_EXPERTS, expert, 0)
+        IS_EVEN: tl.constexpr = EVEN and NUM_EXPERTS == 0
+        x_low, _ = load_x(x_ptr + pair * K, None, at, 0.0, K, False, IS_EVEN)
+        x_high = x_low
+        if UNIT == 32:
+            x_high, _ = load_x(x_ptr + pair * K, None, at + 16, 0.0, K, False, IS_EVEN)
+        groups = expert * (ALL // ROWS * GROUPS)
+        y = dot_of_units(
+            w,
+            x_low,
+            x_high,
+            scale_ptr + groups,
+            None if zero_ptr is None else zero_ptr + groups,
+            None if offset_ptr is None else offset_ptr + groups,
+            own, column, KIND, UNIT, ALL, K, BN, BU, GROUP, GROUPS, ROWS, RAISED,
+        )  # fmt: skip
+        weight = tl.load(weights_ptr + pair)
+        if row_scale_ptr is not None:
+            y *= tl.load(row_scale_ptr + expert * ALL + n, mask=own < ALL, other=0.0)[:, None]
+        acc += weight * y
+        if BIAS and i % BLOCKS == 0:
+            total += weight * tl.load(bias_ptr + expert * ALL + n, mask=own < ALL, other=0.0).to(tl.float32)
+    total += tl.sum(acc, 1)
+    out_ptrs = residual_ptr + token * N + n
+    total += tl.load(out_ptrs, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, total.to(residual_ptr.dtype.element_ty), mask=n < N)

@@ -1,0 +1,134 @@
+"""Mixtures of experts in codes with a scale a group, against what the codes mean, on the Triton kernels and on torch."""
+
+from __future__ import annotations
+
+import random
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_experts import GATES, close, draw_routing, gated
+from test_grouped_codes import draw_codes
+from torch import Tensor
+
+from aengine.kernels.dispatch import torch_reference
+from aengine.kernels.expert_plan import plan_experts
+from aengine.kernels.expert_tilings import ExpertShape, ExpertTiling, ProductTile
+from aengine.kernels.expert_types import ExpertCodes, ExpertMatrices, InputNorm, Routing, RoutingRule
+from aengine.kernels.experts import add_experts, expert_product
+from aengine.kernels.grouped_codes import CodeKind, GroupedCodes, numbers
+from aengine.kernels.routing import route
+
+TILE = ProductTile(16, 64, 4, 2)
+WAYS = {
+    "torch": None,
+    "pairs": ExpertTiling("pairs", 1, ProductTile(4, 32, 4, 1), ProductTile(4, 64, 4, 1)),
+    "blocks": ExpertTiling("blocks", 16, TILE, TILE),
+}
+KINDS: list[tuple[CodeKind, int, int]] = [  # kind, group, rows that share a scale
+    ("e2m1", 32, 1),
+    ("e2m1", 16, 1),
+    ("int4", 64, 1),
+    ("uint4", 32, 1),
+    ("iq4_nl", 32, 1),
+    ("int8", 16, 1),
+    ("uint8", 32, 1),
+    ("e4m3", 64, 16),
+    ("int4", 512, 1),
+]
+
+
+def moved(codes: ExpertCodes, device: torch.device) -> ExpertCodes:
+    own: dict[str, Any] = {name: tensor.to(device) for name, tensor in codes.codes.tensors().items()}
+    bias = None if codes.bias is None else codes.bias.to(device)
+    return ExpertCodes(replace(codes.codes, **own), codes.num_experts, bias)
+
+
+def draw(gen: torch.Generator, rng: random.Random, kind: Any, shape: tuple[int, int, int], biased: bool) -> ExpertCodes:
+    """Codes of numbers of about in_features^-0.5."""
+    experts, n, k = shape
+    codes = draw_codes(gen, rng, kind[0], experts * n, k, kind[1], kind[2])
+    factor = numbers(codes).square().mean().rsqrt() * k**-0.5
+    row_scale = torch.ones(experts * n) if codes.row_scale is None else codes.row_scale
+    codes = replace(codes, row_scale=row_scale * factor)
+    return ExpertCodes(codes, experts, torch.randn(experts, n, generator=gen) if biased else None)
+
+
+def product(x: Tensor, codes: ExpertCodes, expert: int) -> Tensor:
+    n = codes.shape[1]
+    weight = numbers(codes.codes)[expert * n : expert * n + n].double()
+    return x @ weight.T + (0 if codes.bias is None else codes.bias[expert].double())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind)))
+def test_both_products(
+    kind: Any, way: str, rng: random.Random, gen: torch.Generator, triton_device: torch.device
+) -> None:
+    shape = ExpertShape(rng.choice([4, 7]), *rng.choice([(64, 96), (192, 64)]), rng.choice([1, 3]))
+    gate, biased = rng.choice(GATES), rng.random() < 0.5
+    n = rng.choice([1, 3] if way == "pairs" else [1, 9, 40])
+    dtype = torch.float32
+    first = draw(gen, rng, kind, (shape.num_experts, 2 * shape.intermediate_size, shape.hidden_size), biased)
+    second = draw(gen, rng, kind, (shape.num_experts, shape.hidden_size, shape.intermediate_size), biased)
+    x, norm = torch.randn(n, shape.hidden_size, generator=gen), torch.rand(shape.hidden_size, generator=gen) + 0.5
+    normed = x.double() * norm.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    routing = draw_routing(rng, gen, n, shape)
+    residual = torch.randn(n, shape.hidden_size, generator=gen).to(dtype)
+    hidden, wanted = [], residual.double()
+    for token, ids in enumerate(routing.expert_ids.tolist()):
+        for expert, weight in zip(ids, routing.weights[token].double(), strict=True):
+            hidden.append(gated(product(normed[token, None], first, expert), gate)[0])
+            wanted[token] += weight * product(hidden[-1], second, expert)
+    with torch_reference() if way == "torch" else nullcontext():
+        device = torch.device("cpu") if way == "torch" else triton_device
+        routing, residual = Routing(*(t.to(device) for t in routing)), residual.to(device)
+        plan = plan_experts(routing, shape, WAYS[way])
+        out = expert_product(x.to(device), moved(first, device), plan, gate, InputNorm(norm.to(device), 1e-5))
+        add_experts(residual, out, moved(second, device), plan)
+    close(out, torch.stack(hidden), 4e-6)
+    close(residual, wanted, 4e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_with_some_experts_each_add_up(
+    way: str, rng: random.Random, gen: torch.Generator, triton_device: torch.device
+) -> None:
+    """Nothing that was never written is read."""
+    shape, n, gate, rule = ExpertShape(8, 64, 32, 3), 3 if way == "pairs" else 9, GATES[0], RoutingRule(3)
+    first, second = (draw(gen, rng, ("uint4", 32, 1), sizes, True) for sizes in ((8, 64, 64), (8, 64, 32)))
+    x, logits = torch.randn(n, 64, generator=gen), torch.randn(n, 8, generator=gen)
+    logits[0, 4:] -= 100.0  # this token's are all on the first rank
+    routing = route(logits, rule)
+    wanted = torch.zeros(n, 64, dtype=torch.float64)
+    for token, ids in enumerate(routing.expert_ids.tolist()):
+        for expert, weight in zip(ids, routing.weights[token].double(), strict=True):
+            wanted[token] += weight * product(gated(product(x[token, None].double(), first, expert), gate)[0], second, expert)
+    with torch_reference() if way == "torch" else nullcontext():
+        device = torch.device("cpu") if way == "torch" else triton_device
+        total = torch.zeros(n, 64, device=device)
+        for own in (range(4), range(4, 8)):
+            routing = route(logits.to(device), rule, None, own)
+            plan = plan_experts(routing, shape._replace(num_experts=4), WAYS[way], is_partial=True)
+            parts = [moved(part_of(codes, own), device) for codes in (first, second)]
+            hidden = expert_product(x.to(device), parts[0], plan, gate)
+            hidden[(routing.expert_ids >= 4).flatten()] = torch.nan
+            add_experts(total, hidden, parts[1], plan)
+    close(total, wanted, 4e-6)
+
+
+def part_of(codes: ExpertCodes, own: range) -> ExpertCodes:
+    assert codes.bias is not None
+    parts = [codes.of(expert) for expert in own]
+    joined = {name: torch.cat([part.tensors()[name] for part in parts]) for name in parts[0].tensors()}
+    whole: GroupedCodes = replace(parts[0], **joined)
+    return ExpertCodes(whole, len(own), codes.bias[own.start : own.stop])
+
+
+def test_numbers_are_no_codes(gen: torch.Generator) -> None:
+    """`shape` is that of plain matrices."""
+    codes = draw(gen, random.Random(0), ("int4", 32, 1), (3, 16, 64), False)
+    assert codes.shape == ExpertMatrices(torch.empty(3, 16, 64)).shape
+    assert torch.equal(numbers(codes.of(1)), numbers(codes.codes)[16:32])
