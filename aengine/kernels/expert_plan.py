@@ -9,6 +9,7 @@ from __future__ import annotations
 from .dispatch import uses_triton
 from .expert_tilings import ExpertShape, ExpertTiling
 from .expert_types import ExpertPlan, Routing
+from .grouped_codes import CodeKind
 
 __all__ = ["plan_experts"]
 
@@ -20,6 +21,7 @@ def plan_experts(
     *,
     is_partial: bool = False,
     can_group: bool = False,
+    kind: CodeKind | None = None,
 ) -> ExpertPlan:
     """Return the plan for the products of a layer.
 
@@ -27,12 +29,13 @@ def plan_experts(
         tiling: to be used on a GPU; None: the best known
         is_partial: some of the tokens' experts are not here, see `route`
         can_group: the layer's matrices fit torch's grouped product, see `expert_types.can_group`
+        kind: of its codes, if these have a scale a group
     """
     assert routing.expert_ids.shape == routing.weights.shape and routing.expert_ids.shape[1] == shape.top_k, shape
     if uses_triton(routing.expert_ids):
         from .triton import expert_plan as triton_op
 
-        return triton_op.plan_experts(routing, shape, tiling, is_partial, can_group)
+        return triton_op.plan_experts(routing, shape, tiling, is_partial, can_group, kind)
     order = routing.expert_ids.flatten().argsort(stable=True)
     counts = routing.expert_ids.flatten().bincount(minlength=shape.num_experts).tolist()
     parts = order.split(counts)[: shape.num_experts]

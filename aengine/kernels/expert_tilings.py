@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from .grouped_codes import CodeKind
+
 __all__ = ["ExpertShape", "ExpertTiling", "ProductTile", "choose_tiling", "default_tiling"]
 
 MAX_PAIR_TOKENS = 4
@@ -54,17 +56,24 @@ class ExpertTiling(NamedTuple):
     second: ProductTile
 
 
-def choose_tiling(device: str, shape: ExpertShape, num_tokens: int, can_group: bool) -> ExpertTiling:
-    """Return the tiling for a step. ``device``: its name; ``can_group``: whether torch's grouped product takes the
-    weights."""
-    for entry in _tables().get(device, {}).get(str(shape), ()):
+def choose_tiling(
+    device: str, shape: ExpertShape, num_tokens: int, can_group: bool, kind: CodeKind | None = None
+) -> ExpertTiling:
+    """Return the tiling for a step.
+
+    Args:
+        device: its name
+        can_group: whether torch's grouped product takes the weights
+        kind: of codes with a scale a group; None: the weights are others
+    """
+    for entry in _tables().get(device, {}).get(str(shape) if kind is None else f"{shape} {kind}", ()):
         max_tokens, way, block_m, first, second = entry
         if num_tokens <= max_tokens and (way != "grouped" or can_group):
             return ExpertTiling(way, block_m, ProductTile(*first), ProductTile(*second))
-    return default_tiling(shape, num_tokens, can_group)
+    return default_tiling(shape, num_tokens, can_group, kind)
 
 
-def default_tiling(shape: ExpertShape, num_tokens: int, can_group: bool) -> ExpertTiling:
+def default_tiling(shape: ExpertShape, num_tokens: int, can_group: bool, kind: CodeKind | None = None) -> ExpertTiling:
     """Return the tiling that arithmetic suggests for an expert product that was not measured.
 
     Up to some 64 tokens an expert the time is that of reading weights. So blocks are as narrow as the tensor cores
@@ -73,6 +82,8 @@ def default_tiling(shape: ExpertShape, num_tokens: int, can_group: bool) -> Expe
     large tiles save reads from the L2 cache: from 2048 tokens on, 256 rows of gate and up, or 128 of down, by 128 slots
     were the fastest on an H200, or nearly so.
     """
+    if kind is not None:
+        return _tiling_of_codes(shape, num_tokens, kind in ("int8", "uint8", "e4m3"))
     if num_tokens <= MAX_PAIR_TOKENS:
         return ExpertTiling("pairs", 1, ProductTile(4, 1024, 4, 1), ProductTile(4, 512, 4, 1))
     if can_group and num_tokens >= MIN_GROUPED_TOKENS:
@@ -85,6 +96,30 @@ def default_tiling(shape: ExpertShape, num_tokens: int, can_group: bool) -> Expe
     if average <= 96:
         return ExpertTiling("blocks", 64, ProductTile(64, 64, 4, 4), ProductTile(128, 64, 4, 4))
     return ExpertTiling("blocks", 128, ProductTile(128, 64, 8, 4), ProductTile(128, 64, 8, 4))
+
+
+def _tiling_of_codes(shape: ExpertShape, num_tokens: int, has_8_bits: bool) -> ExpertTiling:
+    """For codes with a scale a group: likewise, but units of 16 bytes are what a thread of `pairs` reads."""
+    if num_tokens <= MAX_PAIR_TOKENS:
+        first, second = (
+            ProductTile(block_n, _units(size, 16 if has_8_bits else 32), 4, 1)
+            for block_n, size in ((8, shape.hidden_size), (4, shape.intermediate_size))
+        )
+        return ExpertTiling("pairs", 1, first, second)
+    average = num_tokens * shape.top_k / shape.num_experts
+    if average <= 16:
+        return ExpertTiling("blocks", 16, ProductTile(64, 64, 4, 3), ProductTile(128, 64, 4, 3))
+    if average <= 32:
+        return ExpertTiling("blocks", 32, ProductTile(64, 64, 4, 3), ProductTile(128, 64, 4, 3))
+    if average <= 96:
+        return ExpertTiling("blocks", 64, ProductTile(64, 64, 4, 3), ProductTile(128, 64, 4, 3))
+    return ExpertTiling("blocks", 128, ProductTile(64, 64, 8, 3), ProductTile(128, 64, 8, 3))
+
+
+def _units(k: int, unit: int) -> int:
+    """Columns that are read at once: so many units that hardly any are beyond the row."""
+    counts = (count for count in (128, 64, 32) if -(-k // (unit * count)) * unit * count <= 1.1 * k)
+    return unit * next(counts, 16)
 
 
 @cache

@@ -59,7 +59,7 @@ from aengine.kernels.decode_plan import BatchSize
 from aengine.kernels.dispatch import triton_everywhere
 from aengine.kernels.exchange_buffers import MAX_PROGRAMS, ExchangeBuffers
 from aengine.kernels.expert_tilings import ExpertShape, default_tiling
-from aengine.kernels.expert_types import ExpertGate, ExpertMatrices, InputNorm, RoutingRule
+from aengine.kernels.expert_types import ExpertCodes, ExpertGate, ExpertMatrices, InputNorm, RoutingRule
 from aengine.kernels.grouped_codes import CodeKind, GroupedCodes
 from aengine.kernels.paged_attention import Scores
 from aengine.kernels.rotary import HeadNorms, Rope
@@ -223,10 +223,7 @@ def of_groups(compiler: Compiler, kind: CodeKind, group: int, rows: int, n: int,
     """As `codes`, with a scale a group of columns. ``more``: "zero", "offset", "row_scale"; "scale" is its dtype."""
     compiler.note = f"{kind} {group} {rows}x{k}x{n}"
     x, norm = torch.zeros(rows, k, dtype=compiler.half), torch.zeros(k, dtype=compiler.half)
-    width = k // 2 if kind in ("int4", "uint4", "e2m1", "iq4_nl") else k
-    dtype = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}.get(kind, torch.uint8)
-    scale = torch.ones(2 * n, -(-k // group)).to(more.pop("scale", torch.float16))
-    weight = GroupedCodes(kind, torch.empty(2 * n, width, dtype=torch.uint8).view(dtype), scale, group, **more)
+    weight = codes_of_groups(kind, group, 2 * n, k, **more)
     linear.norm_gated_linear(x, norm, 1e-6, weight)
     linear.norm_linear(x, norm, 1e-6, weight, torch.zeros(2 * n))
     linear.add_linear(torch.zeros(rows, 2 * n, dtype=compiler.half), x, weight)
@@ -327,6 +324,36 @@ def mixtures(
             torch.empty(num_experts, rows, columns, dtype=torch.int8 if codes else dtype, device="meta"),
             torch.zeros(num_experts, rows, dtype=dtype) if biased else None,
             torch.zeros(num_experts, rows) if codes else None,
+        )
+        for rows, columns in ((2 * inner, hidden), (hidden, inner))
+    )
+    h = experts.expert_product(x, first, plan, gate, norm)
+    experts.add_experts(x, h, second, plan)
+
+
+def codes_of_groups(kind: CodeKind, group: int, n: int, k: int, **more: Any) -> GroupedCodes:
+    """``more``: "zero", "offset", "row_scale", "rows"; "scale" is its dtype."""
+    width = k // 2 if kind in ("int4", "uint4", "e2m1", "iq4_nl") else k
+    dtype = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}.get(kind, torch.uint8)
+    scale = torch.ones(-(-n // more.get("rows", 1)), -(-k // group)).to(more.pop("scale", torch.float16))
+    return GroupedCodes(kind, torch.empty(n, width, dtype=torch.uint8).view(dtype), scale, group, **more)
+
+
+def mixtures_of_groups(
+    compiler: Compiler, n: int, shape: ExpertShape, gate: ExpertGate, kind: CodeKind, group: int, **more: Any
+) -> None:
+    """As `mixtures`, in codes with a scale a group of columns; of few experts."""
+    dtype, (num_experts, hidden, inner, top_k) = compiler.half, shape
+    tiling = default_tiling(shape, n, can_group=False, kind=kind)
+    compiler.note = f"{tiling.way} {tiling.block_m} {gate.kind} {shape} {n} tokens {kind} {group}"
+    chosen = routing.route(torch.zeros(n, num_experts), RoutingRule(top_k), None, None)
+    plan = expert_plan.plan_experts(chosen, shape, tiling)
+    x, norm = torch.zeros(n, hidden, dtype=dtype), InputNorm(torch.zeros(hidden, dtype=dtype), 1e-6)
+    first, second = (
+        ExpertCodes(
+            codes_of_groups(kind, group, num_experts * rows, columns, **more),
+            num_experts,
+            torch.zeros(num_experts, rows, dtype=dtype),
         )
         for rows, columns in ((2 * inner, hidden), (hidden, inner))
     )
@@ -473,6 +500,10 @@ def every_kernel(compiler: Compiler) -> None:
     mixtures(compiler, 8, ExpertShape(6, 72, 40, 2), silu._replace(kind="gelu_tanh"), codes=True)
     for n in (1, 8, 512):
         mixtures(compiler, n, ExpertShape(64, 2048, 768, 8), silu, others=64)
+        mixtures_of_groups(compiler, n, ExpertShape(4, 2048, 768, 4), silu, "e4m3", 128, rows=128, scale=torch.float32)
+        mixtures_of_groups(compiler, n, ExpertShape(4, 2880, 2880, 4), clamped, "e2m1", 32, scale=torch.float8_e8m0fnu)
+        mixtures_of_groups(compiler, n, ExpertShape(4, 2048, 768, 4), silu, "int4", 128)
+    mixtures_of_groups(compiler, 8, ExpertShape(4, 576, 384, 2), silu, "uint4", 32, offset=torch.zeros(3072, 18))
     grouped = RoutingRule(8, "sigmoid", num_groups=8, top_groups=4)
     routing.route(torch.zeros(4, 256), grouped, torch.zeros(256))
     expert_gate.gate_experts(torch.zeros(4, 512, dtype=dtype), clamped)

@@ -1,4 +1,4 @@
-"""Mixtures of experts in codes with a scale a group, against what the codes mean, on the Triton kernels and on torch."""
+"""Mixtures of experts in codes with a scale a group, against what the codes mean: the Triton kernels, and torch."""
 
 from __future__ import annotations
 
@@ -105,7 +105,9 @@ def test_ranks_with_some_experts_each_add_up(
     wanted = torch.zeros(n, 64, dtype=torch.float64)
     for token, ids in enumerate(routing.expert_ids.tolist()):
         for expert, weight in zip(ids, routing.weights[token].double(), strict=True):
-            wanted[token] += weight * product(gated(product(x[token, None].double(), first, expert), gate)[0], second, expert)
+            wanted[token] += weight * product(
+                gated(product(x[token, None].double(), first, expert), gate)[0], second, expert
+            )
     with torch_reference() if way == "torch" else nullcontext():
         device = torch.device("cpu") if way == "torch" else triton_device
         total = torch.zeros(n, 64, device=device)

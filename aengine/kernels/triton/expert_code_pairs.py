@@ -52,7 +52,7 @@ def multiply_pairs(
         0.0 if norm is None else norm.eps,
         **gate_constants(gate),
         NORM=norm is not None,
-        **_constants(matrices, size, plan, tile, 1 if gate is None else 2),
+        **_constants(matrices, size, plan, tile, 1 if gate is None else 2, 1),
     )
 
 
@@ -67,16 +67,19 @@ def add_pairs(residual: Tensor, hidden: Tensor, matrices: ExpertCodes, plan: Exp
         matrices.bias,
         plan.routing.expert_ids,
         plan.routing.weights,
-        **_constants(matrices, size, plan, tile, 1),
+        **_constants(matrices, size, plan, tile, 1, plan.shape.top_k),
     )
 
 
-def _constants(matrices: ExpertCodes, size: int, plan: ExpertPlan, tile: ProductTile, rows: int) -> dict[str, Any]:
+def _constants(
+    matrices: ExpertCodes, size: int, plan: ExpertPlan, tile: ProductTile, rows: int, experts: int
+) -> dict[str, Any]:
     """Return the constants that both kernels are compiled for.
 
     Args:
         size: number of output features
         rows: of codes for each
+        experts: that a program multiplies by
     """
     given = constants(matrices.codes)
     units = given["K"] // given["UNIT"]
@@ -88,7 +91,7 @@ def _constants(matrices: ExpertCodes, size: int, plan: ExpertPlan, tile: Product
         "TOP_K": plan.shape.top_k,
         "BN": tile.block_n,
         "BU": block_u,
-        "HELD": max(1, _HELD // per_thread),
+        "HELD": max(1, min(experts * triton.cdiv(units, block_u), _HELD // per_thread)),
         "BIAS": matrices.bias is not None,
         "EVEN": size % tile.block_n == 0 and units % block_u == 0,
         "NUM_EXPERTS": plan.shape.num_experts if plan.is_partial else 0,
@@ -153,7 +156,7 @@ def _multiply_pairs(
     up_row = w_ptr + up_n[:, None].to(tl.int64) * BYTES
     ws = (load_codes(row, byte, n, ALL, BYTES, EVEN),)
     us = (load_codes(up_row, byte, up_n, ALL, BYTES, EVEN),) if GATE != "" else ws
-    for u0 in tl.static_range(BU, tl.minimum(HELD * BU, K // UNIT), BU):
+    for u0 in tl.static_range(BU, HELD * BU, BU):
         ws = ws + (load_codes(row, u0 * 16 + byte, n, ALL, BYTES, EVEN),)  # type: ignore[assignment]
         if GATE != "":
             us = us + (load_codes(up_row, u0 * 16 + byte, up_n, ALL, BYTES, EVEN),)  # type: ignore[assignment]
@@ -221,7 +224,7 @@ def _codes_of_pair(
         n = tl.where(expert < NUM_EXPERTS, n, ALL)
     row = w_ptr + expert * (ALL * BYTES) + n[:, None].to(tl.int64) * BYTES
     byte = index % BLOCKS * (BU * 16) + tl.arange(0, BU * 16)
-    return load_codes(row, byte, n, ALL, BYTES, EVEN and NUM_EXPERTS == 0)
+    return load_codes(row, byte, n, ALL, BYTES, EVEN)
 
 
 @triton.jit
@@ -258,13 +261,14 @@ def _add_pairs(
     launch_next_and_wait(PDL)
     BYTES: tl.constexpr = K // UNIT * 16
     BLOCKS: tl.constexpr = (K // UNIT + BU - 1) // BU
+    IS_EVEN: tl.constexpr = EVEN and NUM_EXPERTS == 0
     token = tl.program_id(1).to(tl.int64)
     first = token * TOP_K
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     byte = tl.arange(0, BU * 16)
-    ws = (_codes_of_pair(0, w_ptr, ids_ptr, first, n, ALL, BYTES, BU, BLOCKS, EVEN, NUM_EXPERTS),)
-    for i in tl.static_range(1, tl.minimum(HELD, TOP_K * BLOCKS)):
-        w = _codes_of_pair(i, w_ptr, ids_ptr, first, n, ALL, BYTES, BU, BLOCKS, EVEN, NUM_EXPERTS)
+    ws = (_codes_of_pair(0, w_ptr, ids_ptr, first, n, ALL, BYTES, BU, BLOCKS, IS_EVEN, NUM_EXPERTS),)
+    for i in tl.static_range(1, HELD):
+        w = _codes_of_pair(i, w_ptr, ids_ptr, first, n, ALL, BYTES, BU, BLOCKS, IS_EVEN, NUM_EXPERTS)
         ws = ws + (w,)  # type: ignore[assignment]
     total = tl.zeros((BN,), tl.float32)
     acc = tl.zeros((BN, BU), tl.float32)
@@ -272,7 +276,7 @@ def _add_pairs(
         if i < HELD:
             w = ws[i]
         else:
-            w = _codes_of_pair(i, w_ptr, ids_ptr, first, n, ALL, BYTES, BU, BLOCKS, EVEN, NUM_EXPERTS)
+            w = _codes_of_pair(i, w_ptr, ids_ptr, first, n, ALL, BYTES, BU, BLOCKS, IS_EVEN, NUM_EXPERTS)
         pair = first + i // BLOCKS
         expert = tl.load(ids_ptr + pair).to(tl.int64)
         at = i % BLOCKS * (BU * UNIT) + columns_of(byte, UNIT)
@@ -282,7 +286,6 @@ def _add_pairs(
             at = tl.where(expert < NUM_EXPERTS, at, K)
             own = tl.where(expert < NUM_EXPERTS, n, ALL)
             expert = tl.where(expert < NUM_EXPERTS, expert, 0)
-        IS_EVEN: tl.constexpr = EVEN and NUM_EXPERTS == 0
         x_low, _ = load_x(x_ptr + pair * K, None, at, 0.0, K, False, IS_EVEN)
         x_high = x_low
         if UNIT == 32:

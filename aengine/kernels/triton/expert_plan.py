@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..expert_tilings import ExpertShape, ExpertTiling, choose_tiling
 from ..expert_types import ExpertBlocks, ExpertPlan, Routing
+from ..grouped_codes import CodeKind
 from .launch import device_name, gdc_launch_dependents, gdc_wait, has_pdl, launch, only_compiles
 
 __all__ = ["plan_experts"]
@@ -21,11 +22,16 @@ _CHUNKS = (64, 256, 1024)
 
 
 def plan_experts(
-    routing: Routing, shape: ExpertShape, tiling: ExpertTiling | None, is_partial: bool, can_group: bool
+    routing: Routing,
+    shape: ExpertShape,
+    tiling: ExpertTiling | None,
+    is_partial: bool,
+    can_group: bool,
+    kind: CodeKind | None,
 ) -> ExpertPlan:
     ids = routing.expert_ids
     if tiling is None:
-        tiling = choose_tiling(device_name(), shape, ids.shape[0], can_group)
+        tiling = choose_tiling(device_name(), shape, ids.shape[0], can_group, kind)
     blocks = None if tiling.way == "pairs" else _sort(ids, shape.num_experts, tiling.block_m, is_partial)
     return ExpertPlan(routing, shape, [], tiling, blocks, is_partial)
 
