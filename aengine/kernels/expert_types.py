@@ -6,7 +6,7 @@ Pair ``token * top_k + rank`` is the token's expert of that rank.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -103,7 +103,10 @@ class ExpertCodes(NamedTuple):
 
     def of(self, expert: int) -> GroupedCodes:
         """Return one expert's, as views."""
-        own = {name: tensor.chunk(self.num_experts)[expert] for name, tensor in self.codes.tensors().items()}
+        own: dict[str, Any] = {
+            name: tensor.view(self.num_experts, -1, *tensor.shape[1:])[expert]
+            for name, tensor in self.codes.tensors().items()
+        }
         return replace(self.codes, **own)
 
 

@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from aengine.runner.weights.formats import choose_formats
 from aengine.runner.weights.plain import PlainFormat
 from aengine.runner.weights.quantised import fp8
 from aengine.runner.weights.quantised.fp8 import Fp8Format, MadeFp8Experts, MadeFp8Format, quantised
-from aengine.runner.weights.quantised.grouped import GroupedWeight
-from aengine.runner.weights.quantised.scaled import ScaledWeight
+from aengine.runner.weights.quantised.grouped import CodedExperts, GroupedWeight
+from aengine.runner.weights.quantised.scaled import ScaledExperts, ScaledWeight
 from aengine.runner.weights.quantised.unpacked import DequantisedExperts
 
 FP8 = torch.float8_e4m3fn
@@ -229,25 +230,38 @@ def test_settings() -> None:
     assert weight.dtype == torch.bfloat16 and weight.kept == FP8, "what memory is needed is that of FP8"
     stored = choose_formats("bfloat16", gpu, {"quantization_config": KINDS["blocks"][2]}, quantization="fp8")
     assert stored.of("a") == Fp8Format(PlainFormat(torch.bfloat16), "weight_scale_inv", False, (8, 32))
-    with pytest.raises(ModelLoadError, match="experts in FP8 need a scale a row on a GPU"):
-        stored.of("a").make_experts(2, [], gpu)
+    assert isinstance(stored.of("a").make_experts(2, stored.of("a").tensors(16, 64, False), gpu), CodedExperts)
     with pytest.raises(ValueError, match="its 12 rows are no multiple of the 8 of a block"):
         stored.of("a").tensors(12, 32, False)
     with pytest.raises(ModelLoadError, match="quantised"):
         choose_formats("bfloat16", gpu, {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}})
 
 
-@pytest.mark.parametrize("kind", ["blocks", "tensor"])
-def test_experts_that_a_gpu_does_not_multiply_become_numbers(kind: str) -> None:
-    what, name, config = KINDS[kind]
-    formats = choose_formats("float32", torch.device("cuda"), {"quantization_config": config}, dequantises=True)
-    form = formats.of("model.layers.0.mlp.experts.0.up_proj")
-    assert isinstance(form, Fp8Format)
-    stored = [one._replace(shape=one.shape or (64, 1)) for one in form.tensors(64, 96, False)]
-    experts = form.make_experts(1, stored, torch.device("meta"))
+def test_experts_that_a_gpu_does_not_multiply() -> None:
+    """In blocks of 24 columns: an error, or numbers."""
+    name, gen = "weight_scale_inv", torch.Generator().manual_seed(1)
+    form = Fp8Format(PLAIN, name, of_rows=False, block=(8, 24))
+    stored = form.tensors(64, 96, False)
+    with pytest.raises(ModelLoadError, match="blocks of 24 columns .*'dequantise'"):
+        form.make_experts(1, stored, torch.device("meta"))
+    experts = replace(form, dequantises=True).make_experts(1, stored, torch.device("meta"))
     assert isinstance(experts, DequantisedExperts)
-    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(1))
-    scale, whole = scale_of(weight, what)
-    codes = (weight / whole).to(FP8)
-    made = form._numbers({"weight": codes, name: scale.expand(64, 1) if scale.dim() == 0 else scale})
-    torch.testing.assert_close(made, codes.float() * whole)
+    codes, scale = torch.randn(64, 96, generator=gen).to(FP8), torch.rand(8, 4, generator=gen)
+    made = form._numbers({"weight": codes, name: scale})
+    torch.testing.assert_close(made, codes.float() * scale.repeat_interleave(8, 0).repeat_interleave(24, 1))
+
+
+def test_experts_with_a_scale_a_matrix() -> None:
+    """On a GPU: one for each of its rows, so that those of gate and up may differ."""
+    form = Fp8Format(PLAIN, "weight_scale_inv", of_rows=False)
+    stored = [one._replace(shape=one.shape or (8, 1)) for one in form.tensors(8, 32, False)]
+    made = form.make_experts(2, stored, torch.device("meta"))
+    assert isinstance(made, ScaledExperts)
+    experts = ScaledExperts(2, stored, CPU, "weight_scale_inv")
+    for expert in range(2):
+        experts.room(expert, "weight", slice(None)).copy_(torch.ones(8, 32))
+        for half in range(2):
+            experts.room(expert, "weight_scale_inv", slice(4 * half, 4 * half + 4)).copy_(torch.tensor(1.0 + half))
+        experts.finish(expert)
+    assert experts.matrices is not None and experts.matrices.scale is not None
+    assert experts.matrices.scale.tolist() == [[1.0] * 4 + [2.0] * 4] * 2

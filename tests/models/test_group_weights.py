@@ -25,7 +25,8 @@ from aengine.runner.weights.formats import choose_formats
 from aengine.runner.weights.plain import PlainFormat, PlainWeight
 from aengine.runner.weights.quantised import unpacked
 from aengine.runner.weights.quantised.awq import AwqFormat
-from aengine.runner.weights.quantised.grouped import numbers
+from aengine.runner.weights.quantised.gptq import GptqFormat
+from aengine.runner.weights.quantised.grouped import CodedExperts, numbers
 from aengine.runner.weights.quantised.unpacked import DequantisedExperts, UnpackedFormat, grouped_codes
 from aengine.runner.weights.quantised.unpacked import numbers as unpacked_numbers
 from aengine.runner.weights.scope import Place
@@ -373,8 +374,12 @@ def test_experts_of_a_gpu_become_numbers() -> None:
     """Where `on_unsupported_format` says so, and again as they are loaded again."""
     gpu, plain = torch.device("cuda"), PlainFormat(torch.float32)
     form = AwqFormat(plain, False, False, 32)
-    with pytest.raises(ModelLoadError, match=r"experts in awq: .*on_unsupported_format='dequantise'"):
-        form.make_experts(2, form.tensors(64, 64, False), gpu)
+    assert isinstance(form.make_experts(2, form.tensors(64, 64, False), gpu), CodedExperts)
+    ordered = GptqFormat(plain, False, False, 4, 32, True, False)
+    with pytest.raises(ModelLoadError, match=r"experts in gptq: .*desc_act.*on_unsupported_format='dequantise'"):
+        ordered.make_experts(2, ordered.tensors(64, 64, False), gpu)
+    odd = AwqFormat(plain, False, True, 24)
+    assert isinstance(odd.make_experts(2, odd.tensors(64, 96, False), gpu), DequantisedExperts)
     stored = [one._replace(shape=one.shape[::-1]) for one in form.tensors(64, 64, False)]
     experts = DequantisedExperts(form._expert_numbers, plain, 2, stored, CPU)
     for seed in (0, 1):

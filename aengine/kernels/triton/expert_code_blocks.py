@@ -120,6 +120,39 @@ def _load_scales(
 
 
 @triton.jit
+def _scales_of_units(
+    scale_ptr,
+    zero_ptr,
+    offset_ptr,
+    n,
+    column,
+    inside,
+    UNIT: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Those of the low halves, then of the high ones, which have others where a group is half a unit."""
+    scale, zero, offset = _load_scales(scale_ptr, zero_ptr, offset_ptr, n, column, inside, GROUP, GROUPS, ROWS)
+    scale_2, zero_2, offset_2 = scale, zero, offset
+    if GROUP == 16 and UNIT == 32:
+        scale_2, zero_2, offset_2 = _load_scales(
+            scale_ptr, zero_ptr, offset_ptr, n, column + 16, inside, GROUP, GROUPS, ROWS
+        )
+    return scale, zero, offset, scale_2, zero_2, offset_2
+
+
+@triton.jit
+def _load(pointers, mask):
+    """What there is at ``pointers``, and zeros where not ``mask``; None: everywhere."""
+    if mask is None:
+        y = tl.load(pointers)
+    else:
+        y = tl.load(pointers, mask=mask, other=0.0)
+    return y
+
+
+@triton.jit
 def _numbers(
     w,
     scale,
@@ -149,42 +182,15 @@ def _numbers(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _multiply_blocks(
-    x_ptr,
-    w_ptr,
-    scale_ptr,
-    zero_ptr,
-    offset_ptr,
-    row_scale_ptr,
-    out_ptr,
-    bias_ptr,
-    order_ptr,
-    experts_ptr,
-    num_pairs,
-    K: tl.constexpr,
-    KIND: tl.constexpr,
-    UNIT: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    RAISED: tl.constexpr,
-    N: tl.constexpr,
-    ALL: tl.constexpr,
-    PAIRS_A_ROW: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    GATE: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    BIAS: tl.constexpr,
-    SUMS: tl.constexpr,
-    EVEN: tl.constexpr,
-    PDL: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    x_ptr, w_ptr, scale_ptr, zero_ptr, offset_ptr, row_scale_ptr, out_ptr, bias_ptr, order_ptr, experts_ptr,
+    num_pairs, K: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    ROWS: tl.constexpr, RAISED: tl.constexpr, N: tl.constexpr, ALL: tl.constexpr, PAIRS_A_ROW: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, BIAS: tl.constexpr, SUMS: tl.constexpr, EVEN: tl.constexpr,
+    PDL: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     launch_next_and_wait(PDL)
-    expert = tl.load(experts_ptr + tl.program_id(1)).to(tl.int64)
+    expert = tl.load(experts_ptr + tl.program_id(1))
     if expert < 0:
         return
     # With a gate, the rows of gate and up of a feature are side by side in the tile, as in expert_blocks.py.
@@ -199,41 +205,25 @@ def _multiply_blocks(
     is_pair = (pairs < num_pairs)[None, :]
     rows = (pairs // PAIRS_A_ROW).to(tl.int64)
     unit = tl.arange(0, UNITS)[None, :, None]
-    w_ptrs = w_ptr + expert * (ALL * BYTES) + n[:, None, None].to(tl.int64) * BYTES
-    w_ptrs += unit * 16 + tl.arange(0, 16)[None, None, :]
+    n += expert * ALL  # rows of all experts'
+    w_ptrs = w_ptr + n[:, None, None].to(tl.int64) * BYTES + unit * 16 + tl.arange(0, 16)[None, None, :]
     k = columns_of(tl.arange(0, UNITS * 16), UNIT)[:, None]
     x_ptrs = x_ptr + rows[None, :] * K + k
-    scale_ptr += expert * (ALL // ROWS * GROUPS)
-    if zero_ptr is not None:
-        zero_ptr += expert * (ALL // ROWS * GROUPS)
-    if offset_ptr is not None:
-        offset_ptr += expert * (ALL // ROWS * GROUPS)
     if SUMS:
         own, at, is_own = n[:, None], tl.zeros((1, 1), tl.int32), is_row[:, None]
     else:
         own, at, is_own = n[:, None, None], unit * UNIT, is_row[:, None, None]
-    PARTS: tl.constexpr = 2 if GROUP == 16 and UNIT == 32 else 1  # groups of a unit
     # Scales are loaded a round ahead: what is too small for asynchronous copies is not done so by the compiler.
-    scale, zero, offset = _load_scales(scale_ptr, zero_ptr, offset_ptr, own, at, is_own & (at < K), GROUP, GROUPS, ROWS)
-    scale_2, zero_2, offset_2 = scale, zero, offset
-    if PARTS == 2:
-        scale_2, zero_2, offset_2 = _load_scales(
-            scale_ptr, zero_ptr, offset_ptr, own, at + 16, is_own & (at < K), GROUP, GROUPS, ROWS
-        )
+    scale, zero, offset, scale_2, zero_2, offset_2 = _scales_of_units(
+        scale_ptr, zero_ptr, offset_ptr, own, at, is_own & (at < K), UNIT, GROUP, GROUPS, ROWS
+    )
     y = tl.zeros((WIDE, BM), tl.float32)
     for k0 in tl.range(0, K, BK, num_stages=STAGES):
-        if EVEN:
-            w = tl.load(w_ptrs + k0 // UNIT * 16)
-            x = tl.load(x_ptrs + k0, mask=is_pair, other=0.0)
-        else:
-            w = tl.load(w_ptrs + k0 // UNIT * 16, mask=is_row[:, None, None] & (k0 + unit * UNIT < K), other=0.0)
-            x = tl.load(x_ptrs + k0, mask=is_pair & (k0 + k < K), other=0.0)
+        w = _load(w_ptrs + k0 // UNIT * 16, None if EVEN else is_row[:, None, None] & (k0 + unit * UNIT < K))
+        x = _load(x_ptrs + k0, is_pair if EVEN else is_pair & (k0 + k < K))
         x_2 = x
         if UNIT == 32:
-            if EVEN:
-                x_2 = tl.load(x_ptrs + k0 + 16, mask=is_pair, other=0.0)
-            else:
-                x_2 = tl.load(x_ptrs + k0 + 16, mask=is_pair & (k0 + k < K), other=0.0)
+            x_2 = _load(x_ptrs + k0 + 16, is_pair if EVEN else is_pair & (k0 + k < K))
         low = _numbers(
             w, scale, zero, offset, x, False, KIND, RAISED, zero_ptr is not None, offset_ptr is not None, SUMS
         )
@@ -252,18 +242,13 @@ def _multiply_blocks(
         else:
             y = part
         after = k0 + BK + at
-        scale, zero, offset = _load_scales(
-            scale_ptr, zero_ptr, offset_ptr, own, after, is_own & (after < K), GROUP, GROUPS, ROWS
+        scale, zero, offset, scale_2, zero_2, offset_2 = _scales_of_units(
+            scale_ptr, zero_ptr, offset_ptr, own, after, is_own & (after < K), UNIT, GROUP, GROUPS, ROWS
         )
-        scale_2, zero_2, offset_2 = scale, zero, offset
-        if PARTS == 2:
-            scale_2, zero_2, offset_2 = _load_scales(
-                scale_ptr, zero_ptr, offset_ptr, own, after + 16, is_own & (after < K), GROUP, GROUPS, ROWS
-            )
     if row_scale_ptr is not None:
-        y *= tl.load(row_scale_ptr + expert * ALL + n, mask=is_row, other=0.0)[:, None]
+        y *= tl.load(row_scale_ptr + n, mask=is_row, other=0.0)[:, None]
     if BIAS:
-        y += tl.load(bias_ptr + expert * ALL + n, mask=is_row, other=0.0).to(tl.float32)[:, None]
+        y += tl.load(bias_ptr + n, mask=is_row, other=0.0).to(tl.float32)[:, None]
     if GATE != "":
         g, u = tl.split(tl.permute(tl.reshape(y, (BN, 2, BM)), (0, 2, 1)))
         y = gated(g, u, GATE, ALPHA, LIMIT)

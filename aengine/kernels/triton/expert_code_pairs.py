@@ -88,6 +88,7 @@ def _constants(
     return given | {
         "N": size,
         "ALL": matrices.shape[1],
+        "ALL_ROWS": len(matrices.codes.codes),
         "TOP_K": plan.shape.top_k,
         "BN": tile.block_n,
         "BU": block_u,
@@ -102,44 +103,18 @@ def _constants(
 
 @triton.jit
 def _multiply_pairs(
-    x_ptr,
-    w_ptr,
-    scale_ptr,
-    zero_ptr,
-    offset_ptr,
-    row_scale_ptr,
-    out_ptr,
-    bias_ptr,
-    ids_ptr,
-    norm_ptr,
-    eps,
-    K: tl.constexpr,
-    KIND: tl.constexpr,
-    UNIT: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    RAISED: tl.constexpr,
-    N: tl.constexpr,
-    ALL: tl.constexpr,
+    x_ptr, w_ptr, scale_ptr, zero_ptr, offset_ptr, row_scale_ptr, out_ptr, bias_ptr, ids_ptr, norm_ptr, eps,
+    K: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    ROWS: tl.constexpr, RAISED: tl.constexpr, N: tl.constexpr, ALL: tl.constexpr, ALL_ROWS: tl.constexpr,
     TOP_K: tl.constexpr,
-    BN: tl.constexpr,
-    BU: tl.constexpr,
-    HELD: tl.constexpr,
-    GATE: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    NORM: tl.constexpr,
-    BIAS: tl.constexpr,
-    EVEN: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """ALL: rows of an expert, those of gate and up. HELD: blocks of units that are read at once."""
+    BN: tl.constexpr, BU: tl.constexpr, HELD: tl.constexpr, GATE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """ALL: rows of an expert, those of gate and up; ALL_ROWS: of all experts. HELD: blocks of units read at once."""
     launch_next_and_wait(PDL)
     pair = tl.program_id(1).to(tl.int64)
-    expert = tl.load(ids_ptr + pair).to(tl.int64)
+    expert = tl.load(ids_ptr + pair)
     if NUM_EXPERTS:
         if expert >= NUM_EXPERTS:  # another rank has the expert
             return
@@ -151,9 +126,9 @@ def _multiply_pairs(
         n = 2 * out_n
         up_n = 2 * out_n + 1
     byte = tl.arange(0, BU * 16)
-    w_ptr += expert * (ALL * BYTES)
-    row = w_ptr + n[:, None].to(tl.int64) * BYTES
-    up_row = w_ptr + up_n[:, None].to(tl.int64) * BYTES
+    own, own_up = expert * ALL + n, expert * ALL + up_n  # rows of all experts'
+    row = w_ptr + own[:, None].to(tl.int64) * BYTES
+    up_row = w_ptr + own_up[:, None].to(tl.int64) * BYTES
     ws = (load_codes(row, byte, n, ALL, BYTES, EVEN),)
     us = (load_codes(up_row, byte, up_n, ALL, BYTES, EVEN),) if GATE != "" else ws
     for u0 in tl.static_range(BU, HELD * BU, BU):
@@ -161,15 +136,6 @@ def _multiply_pairs(
         if GATE != "":
             us = us + (load_codes(up_row, u0 * 16 + byte, up_n, ALL, BYTES, EVEN),)  # type: ignore[assignment]
     x_ptr += pair // TOP_K * K
-    scale_ptr += expert * (ALL // ROWS * GROUPS)
-    if zero_ptr is not None:
-        zero_ptr += expert * (ALL // ROWS * GROUPS)
-    if offset_ptr is not None:
-        offset_ptr += expert * (ALL // ROWS * GROUPS)
-    if row_scale_ptr is not None:
-        row_scale_ptr += expert * ALL
-    if BIAS:
-        bias_ptr += expert * ALL
     squares = tl.zeros((BU * 16,), tl.float32)
     acc = tl.zeros((BN, BU), tl.float32)
     up = tl.zeros((BN, BU), tl.float32)
@@ -182,14 +148,14 @@ def _multiply_pairs(
         column = (u0 + tl.arange(0, BU)) * UNIT
         w = codes_at(u0, ws, row, byte, n, ALL, BYTES, BU, HELD * BU, EVEN)
         acc += dot_of_units(
-            w, x_low, x_high, scale_ptr, zero_ptr, offset_ptr, n, column,
-            KIND, UNIT, ALL, K, BN, BU, GROUP, GROUPS, ROWS, RAISED,
+            w, x_low, x_high, scale_ptr, zero_ptr, offset_ptr, own, column,
+            KIND, UNIT, ALL_ROWS, K, BN, BU, GROUP, GROUPS, ROWS, RAISED,
         )  # fmt: skip
         if GATE != "":
             u = codes_at(u0, us, up_row, byte, up_n, ALL, BYTES, BU, HELD * BU, EVEN)
             up += dot_of_units(
-                u, x_low, x_high, scale_ptr, zero_ptr, offset_ptr, up_n, column,
-                KIND, UNIT, ALL, K, BN, BU, GROUP, GROUPS, ROWS, RAISED,
+                u, x_low, x_high, scale_ptr, zero_ptr, offset_ptr, own_up, column,
+                KIND, UNIT, ALL_ROWS, K, BN, BU, GROUP, GROUPS, ROWS, RAISED,
             )  # fmt: skip
     y = tl.sum(acc, 1)
     v = tl.sum(up, 1)
@@ -197,9 +163,9 @@ def _multiply_pairs(
         factor = 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
         y *= factor
         v *= factor
-    y = finished(y, n, n < ALL, row_scale_ptr, bias_ptr, BIAS)
+    y = finished(y, own, n < ALL, row_scale_ptr, bias_ptr, BIAS)
     if GATE != "":
-        v = finished(v, up_n, up_n < ALL, row_scale_ptr, bias_ptr, BIAS)
+        v = finished(v, own_up, up_n < ALL, row_scale_ptr, bias_ptr, BIAS)
         y = gated(y, v, GATE, ALPHA, LIMIT)
     tl.store(out_ptr + pair * N + out_n, y.to(out_ptr.dtype.element_ty), mask=out_n < N)
 
@@ -219,44 +185,23 @@ def _codes_of_pair(
     NUM_EXPERTS: tl.constexpr,
 ):
     """The ``index``-th block of units of the codes of a token's experts, each of which has BLOCKS."""
-    expert = tl.load(ids_ptr + pair + index // BLOCKS).to(tl.int64)
-    if NUM_EXPERTS:  # of an expert that another rank has none are read
+    expert = tl.load(ids_ptr + pair + index // BLOCKS)
+    if NUM_EXPERTS:  # none are read of an expert that another rank has
         n = tl.where(expert < NUM_EXPERTS, n, ALL)
-    row = w_ptr + expert * (ALL * BYTES) + n[:, None].to(tl.int64) * BYTES
+    row = w_ptr + (expert * ALL + n[:, None]).to(tl.int64) * BYTES
     byte = index % BLOCKS * (BU * 16) + tl.arange(0, BU * 16)
     return load_codes(row, byte, n, ALL, BYTES, EVEN)
 
 
 @triton.jit
 def _add_pairs(
-    residual_ptr,
-    x_ptr,
-    w_ptr,
-    scale_ptr,
-    zero_ptr,
-    offset_ptr,
-    row_scale_ptr,
-    bias_ptr,
-    ids_ptr,
-    weights_ptr,
-    K: tl.constexpr,
-    KIND: tl.constexpr,
-    UNIT: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    RAISED: tl.constexpr,
-    N: tl.constexpr,
-    ALL: tl.constexpr,
+    residual_ptr, x_ptr, w_ptr, scale_ptr, zero_ptr, offset_ptr, row_scale_ptr, bias_ptr, ids_ptr, weights_ptr,
+    K: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    ROWS: tl.constexpr, RAISED: tl.constexpr, N: tl.constexpr, ALL: tl.constexpr, ALL_ROWS: tl.constexpr,
     TOP_K: tl.constexpr,
-    BN: tl.constexpr,
-    BU: tl.constexpr,
-    HELD: tl.constexpr,
-    BIAS: tl.constexpr,
-    EVEN: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    BN: tl.constexpr, BU: tl.constexpr, HELD: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """A pair's weight is a factor of its sums, so that these are added up over threads once for all pairs."""
     launch_next_and_wait(PDL)
     BYTES: tl.constexpr = K // UNIT * 16
@@ -278,34 +223,27 @@ def _add_pairs(
         else:
             w = _codes_of_pair(i, w_ptr, ids_ptr, first, n, ALL, BYTES, BU, BLOCKS, IS_EVEN, NUM_EXPERTS)
         pair = first + i // BLOCKS
-        expert = tl.load(ids_ptr + pair).to(tl.int64)
+        expert = tl.load(ids_ptr + pair)
         at = i % BLOCKS * (BU * UNIT) + columns_of(byte, UNIT)
         column = i % BLOCKS * (BU * UNIT) + tl.arange(0, BU) * UNIT
-        own = n  # rows of the expert, if it is here
         if NUM_EXPERTS:  # nothing was written for an expert of another rank
             at = tl.where(expert < NUM_EXPERTS, at, K)
-            own = tl.where(expert < NUM_EXPERTS, n, ALL)
-            expert = tl.where(expert < NUM_EXPERTS, expert, 0)
         x_low, _ = load_x(x_ptr + pair * K, None, at, 0.0, K, False, IS_EVEN)
         x_high = x_low
         if UNIT == 32:
             x_high, _ = load_x(x_ptr + pair * K, None, at + 16, 0.0, K, False, IS_EVEN)
-        groups = expert * (ALL // ROWS * GROUPS)
+        own = expert * ALL + n  # rows of all experts'
         y = dot_of_units(
-            w,
-            x_low,
-            x_high,
-            scale_ptr + groups,
-            None if zero_ptr is None else zero_ptr + groups,
-            None if offset_ptr is None else offset_ptr + groups,
-            own, column, KIND, UNIT, ALL, K, BN, BU, GROUP, GROUPS, ROWS, RAISED,
+            w, x_low, x_high, scale_ptr, zero_ptr, offset_ptr, own, column,
+            KIND, UNIT, ALL_ROWS, K, BN, BU, GROUP, GROUPS, ROWS, RAISED,
         )  # fmt: skip
         weight = tl.load(weights_ptr + pair)
+        is_own = own < ALL_ROWS
         if row_scale_ptr is not None:
-            y *= tl.load(row_scale_ptr + expert * ALL + n, mask=own < ALL, other=0.0)[:, None]
+            y *= tl.load(row_scale_ptr + own, mask=is_own, other=0.0)[:, None]
         acc += weight * y
         if BIAS and i % BLOCKS == 0:
-            total += weight * tl.load(bias_ptr + expert * ALL + n, mask=own < ALL, other=0.0).to(tl.float32)
+            total += weight * tl.load(bias_ptr + own, mask=is_own, other=0.0).to(tl.float32)
     total += tl.sum(acc, 1)
     out_ptrs = residual_ptr + token * N + n
     total += tl.load(out_ptrs, mask=n < N, other=0.0).to(tl.float32)

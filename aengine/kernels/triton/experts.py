@@ -19,10 +19,11 @@ from torch import Tensor
 from ..expert_gate import gate_experts
 from ..expert_tilings import ProductTile
 from ..expert_types import ExpertCodes, ExpertGate, ExpertMatrices, ExpertPlan, InputNorm
+from ..grouped_codes import GroupedCodes
 from . import expert_code_blocks, expert_code_pairs, rms_norm
 from .expert_blocks import multiply_blocks
 from .expert_pairs import add_pairs, multiply_pairs
-from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch, only_compiles
+from .launch import gdc_launch_dependents, gdc_wait, has_fp8, has_pdl, launch, only_compiles
 
 __all__ = ["add_experts", "expert_product"]
 
@@ -37,6 +38,7 @@ def expert_product(
     norm: InputNorm | None,
 ) -> Tensor:
     assert plan.tiling is not None
+    matrices = _known(matrices)
     size = matrices.shape[1] // (1 if gate is None else 2)
     if plan.blocks is None:
         out = torch.empty((plan.num_pairs, size), dtype=x.dtype, device=x.device)
@@ -58,6 +60,7 @@ def expert_product(
 
 def add_experts(residual: Tensor, hidden: Tensor, matrices: ExpertMatrices | ExpertCodes, plan: ExpertPlan) -> None:
     assert plan.tiling is not None
+    matrices = _known(matrices)
     if plan.blocks is None:
         if isinstance(matrices, ExpertCodes):
             return expert_code_pairs.add_pairs(residual, hidden, matrices, plan, plan.tiling.second)
@@ -67,6 +70,15 @@ def add_experts(residual: Tensor, hidden: Tensor, matrices: ExpertMatrices | Exp
     out = torch.empty((plan.num_pairs, residual.shape[1]), dtype=hidden.dtype, device=hidden.device)
     _multiply_blocks(hidden, matrices, plan, None, out, plan.tiling.second, rows_of_x=1)
     return _add_weighted(residual, out, plan, None)
+
+
+def _known(matrices: ExpertMatrices | ExpertCodes) -> ExpertMatrices | ExpertCodes:
+    """Codes in FP8 with a scale a row as those of groups, whose kernels know them on any GPU, where others do not."""
+    if has_fp8() or isinstance(matrices, ExpertCodes) or matrices.weight.dtype != torch.float8_e4m3fn:
+        return matrices
+    assert matrices.scale is not None
+    codes = GroupedCodes("e4m3", matrices.weight.flatten(0, 1), matrices.scale.view(-1, 1), matrices.shape[2])
+    return ExpertCodes(codes, len(matrices.weight), matrices.bias)
 
 
 def _multiply_blocks(

@@ -5,33 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from threading import Lock
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ...errors import ModelLoadError
 from ...kernels.expert_types import ExpertGate, ExpertPlan
 from ..distributed.shares import NOTHING, Part, Share, part_of, sizes
 from ..weights.expert_weights import ExpertWeights
+from ..weights.packed_experts import PackedLayout
 from ..weights.scope import WeightScope
-from ..weights.weight import Norm, StoredTensor
+from ..weights.weight import Norm, NotMultiplied, StoredTensor
 from .linear import Features, drop, part_of_matrix, shape_on_rank, shares_of, turned
 
-__all__ = ["ExpertLinear", "PackedLayout"]
-
-
-class PackedLayout(Protocol):
-    """How a checkpoint keeps a matrix of all experts in one tensor, or in a few; in memory it is plain."""
-
-    def tensors(
-        self, num_experts: int, out_features: int, in_features: int, has_bias: bool, dtype: torch.dtype
-    ) -> list[StoredTensor]:
-        """Return the tensors by suffix, which follows the matrix's name immediately."""
-
-    def expert(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
-        """Make an expert's "weight" [out_features, in_features], and "bias" if there is one, of its own of the
-        tensors."""
+__all__ = ["ExpertLinear"]
 
 
 class _Piece(NamedTuple):
@@ -157,8 +144,12 @@ class ExpertLinear:
         ((name, features),) = parts.items()
         rows, (own_columns, in_features) = shares_of(features), sizes(columns)
         own_rows, out_features = sizes(rows)
-        own = scope.formats.plain.tensors(own_rows, own_columns, bias and not self._drops_bias)
-        self.weights = scope.formats.plain.make_experts(experts.size, own, self._device)
+        try:
+            layout = layout.of(scope.formats, own_columns)
+        except NotMultiplied as error:
+            raise ModelLoadError(f"{scope.name_of(name)}: {error}") from error
+        has_bias = bias and not self._drops_bias
+        self.weights = layout.make_experts(experts.size, own_rows, own_columns, has_bias, scope.formats)
         wanted = layout.tensors(experts.total, out_features, in_features, bias, self._dtype)
         kept: dict[str, Tensor] = {}
         num_wanted = len(wanted) - (bias and self._drops_bias)
@@ -169,7 +160,7 @@ class ExpertLinear:
                 continue
             part = part_of((experts,), 0, experts.total) or self._part_of_packed(stored, rows, columns)
             put = partial(self._put_packed, kept, stored.suffix, num_wanted, layout)
-            scope.want(*what, put, stored.num_parameters, part, on_host=True, drawn=stored.drawn)
+            scope.want(*what, put, stored.num_parameters, part, on_host=True, kept=stored.kept, drawn=stored.drawn)
 
     def _part_of_packed(self, stored: StoredTensor, rows: Sequence[Share], columns: Sequence[Share]) -> Part | None:
         """Return the part of a tensor of all experts; None, with ``_cut`` set, where ranks' columns meet within its

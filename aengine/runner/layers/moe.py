@@ -21,9 +21,10 @@ from ...kernels.expert_tilings import ExpertShape
 from ...kernels.expert_types import ExpertGate, ExpertPlan, RoutingRule
 from ...kernels.routing import route
 from ..distributed.experts_group import ExpertsGroup
+from ..weights.packed_experts import PackedLayout
 from ..weights.scope import WeightScope
 from ..weights.weight import put_into
-from .expert_linear import ExpertLinear, PackedLayout
+from .expert_linear import ExpertLinear
 from .linear import Features, Linear
 from .mlp import GatedMLP
 from .norm import RMSNorm
@@ -155,7 +156,13 @@ class MoE:
         hidden_size]."""
         logits = self.router.linear.after_norm(x, norm, torch.float32)
         routing = route(logits, self.router.rule, self.router.correction, self._own)
-        plan = plan_experts(routing, self.shape, is_partial=self._own is not None, can_group=self.experts.can_group)
+        plan = plan_experts(
+            routing,
+            self.shape,
+            is_partial=self._own is not None,
+            can_group=self.experts.can_group,
+            kind=self.experts.gate_up.weights.kind,
+        )
         return self.experts.gate_up.gated_after_norm(x, norm, plan, self.experts.gate), plan
 
     def _add_to(self, residual: Tensor, hidden: Tensor, plan: ExpertPlan, shared: Tensor | None) -> None:

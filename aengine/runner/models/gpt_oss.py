@@ -1,5 +1,5 @@
 """gpt-oss (OpenAI 2025, arXiv:2508.10925): every layer routes, every other one has a window, each head's softmax has a
-sink, everything has biases. The release keeps its experts in MXFP4, which become numbers as they are loaded."""
+sink, everything has biases. The release keeps its experts in MXFP4."""
 
 from __future__ import annotations
 

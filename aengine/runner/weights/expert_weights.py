@@ -4,6 +4,8 @@
                        which experts were chosen, so that a step can be captured
     SeparateExperts    a `Weight` for each, of any format; on a CPU, where the chosen ones are known
 
+Codes with a scale a group are stacked in quantised/grouped.py.
+
 The checkpoint's tensors are copied to their rows of the stack, or of their expert's matrix, as each is read.
 """
 
@@ -21,7 +23,7 @@ from ...kernels.experts import add_experts, add_weighted, expert_product
 from ...kernels.rms_norm import rms_norm
 from .weight import ExpertWeights, Norm, StoredTensor, Weight
 
-__all__ = ["SeparateExperts", "StackedExperts"]
+__all__ = ["GatheredExperts", "SeparateExperts", "StackedExperts"]
 
 
 class StackedExperts(ExpertWeights):
@@ -65,22 +67,33 @@ class StackedExperts(ExpertWeights):
         add_experts(residual, hidden, self.matrices, plan)
 
 
-class SeparateExperts(ExpertWeights):
-    __slots__ = ("_lock", "_make", "_rooms", "_tensors", "_weights")
+class GatheredExperts(ExpertWeights):
+    """Each expert's tensors have memory until all of them have come, and become something else then."""
 
-    def __init__(self, make: Callable[[Mapping[str, Tensor]], Weight], tensors: Sequence[StoredTensor]) -> None:
-        self._make = make
+    __slots__ = ("_device", "_lock", "_rooms", "_tensors")
+
+    def __init__(self, tensors: Sequence[StoredTensor], device: torch.device) -> None:
         self._tensors = {tensor.suffix: tensor for tensor in tensors}
+        self._device = device
         self._rooms: dict[int, dict[str, Tensor]] = {}  # tensors of incomplete experts, by expert and suffix
-        self._weights: dict[int, Weight] = {}
         self._lock = Lock()
 
     def room(self, expert: int, suffix: str, rows: slice) -> Tensor:
         with self._lock:
             own = self._rooms.setdefault(expert, {})
             if suffix not in own:
-                own[suffix] = torch.empty(self._tensors[suffix].shape, dtype=self._tensors[suffix].dtype)
+                shape, dtype = self._tensors[suffix].shape, self._tensors[suffix].dtype
+                own[suffix] = torch.empty(shape, dtype=dtype, device=self._device)
         return own[suffix][rows]
+
+
+class SeparateExperts(GatheredExperts):
+    __slots__ = ("_make", "_weights")
+
+    def __init__(self, make: Callable[[Mapping[str, Tensor]], Weight], tensors: Sequence[StoredTensor]) -> None:
+        super().__init__(tensors, torch.device("cpu"))
+        self._make = make
+        self._weights: dict[int, Weight] = {}
 
     def finish(self, expert: int) -> None:
         made = self._make(self._rooms.pop(expert))

@@ -77,6 +77,7 @@ class WeightFormats:
     device: torch.device = CPU  # the device of the model
     policy: KernelPolicy = FASTEST  # the policy by which products are computed
     step_rows: StepRows = ROWS_UNSEEN  # what products see of whose tokens they multiply
+    dequantises: bool = False  # what a GPU can't multiply becomes plain numbers, else it is an error
     is_compiled: bool = False  # compiled kernels multiply, on a CPU, and weights give rows of their matrices
 
     @property
@@ -143,7 +144,7 @@ def choose_formats(
         dtype = "float32"
     torch_dtype: torch.dtype = getattr(torch, "bfloat16" if dtype == "auto" else dtype)
     plain = PlainFormat(torch_dtype)
-    return WeightFormats(torch_dtype, torch_dtype, plain, quantised(plain), device, policy)
+    return WeightFormats(torch_dtype, torch_dtype, plain, quantised(plain), device, policy, dequantises=dequantises)
 
 
 def _quantised(asked: Asked, hf_config: Mapping[str, Any], quantization: str) -> QuantisedMatrices | None:
@@ -163,7 +164,7 @@ def _read_quantization(asked: Asked, hf_config: Mapping[str, Any]) -> QuantisedM
         if not how:
             continue
         how = how if isinstance(how, Mapping) else {}
-        if how.get("quant_method") == "mxfp4":  # experts alone, which become plain numbers (packed_experts.py)
+        if how.get("quant_method") == "mxfp4":  # experts alone (packed_experts.py)
             continue
         own = asked._replace(config=how, where=f"config.json: {key}")
         for read in _QUANTISED:

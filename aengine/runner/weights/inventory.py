@@ -109,8 +109,11 @@ def _kept(
         return _Kept(str(formats.table_dtype).removeprefix("torch."), itemsize + is_twice * plain.size, itemsize)
     form = formats.of(matrix)
     if form == formats.plain:
-        is_packed = place.dtype == torch.uint8  # gpt-oss' (packed_experts.py)
-        return plain._replace(format=f"mxfp4 -> {plain.format}") if is_packed else plain
+        if place.dtype != torch.uint8:
+            return plain
+        if place.kept is None:  # packed_experts.py
+            return _Kept("mxfp4 as codes", 17 / 32, 17 / 32)
+        return plain._replace(format=f"mxfp4 -> {plain.format}")
     key = form, kind == "experts"
     if key not in seen:
         size = _bytes_of_codes(form, kind == "experts", formats)

@@ -6,23 +6,59 @@ Mxfp4Experts        name_blocks uint8 [num_experts, out_features, in_features / 
                     OCP Microscaling Formats (MX) Specification 1.0, 2023: E2M1 with an E8M0 scale of 32
 both                name_bias [num_experts, out_features]
 
-MXFP4 becomes numbers as it is loaded, one expert at a time; bfloat16 holds them exactly.
+A GPU multiplies the codes of MXFP4 (quantised/grouped.py). On a CPU they become numbers as they are loaded, one expert
+at a time; bfloat16 holds them exactly.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ...kernels.grouped_codes import values
-from .weight import RANDOM_EXPONENTS, StoredTensor
+from ...kernels.grouped_codes import GroupedCodes, pack, values
+from .quantised.grouped import CodedExperts
+from .quantised.unpacked import checked_scale, codes_of_bytes, log_dequantised
+from .weight import RANDOM_EXPONENTS, ExpertWeights, NotMultiplied, StoredTensor
 
-__all__ = ["Mxfp4Experts", "TransposedExperts"]
+if TYPE_CHECKING:
+    from .formats import WeightFormats
+
+__all__ = ["Mxfp4Codes", "Mxfp4Experts", "PackedLayout", "TransposedExperts"]
+
+_GROUP = 32
 
 
-class TransposedExperts:
+class PackedLayout(ABC):
+    """How a checkpoint keeps a matrix of all experts in one tensor, or in a few."""
+
+    def of(self, formats: WeightFormats, in_features: int) -> PackedLayout:
+        """Return the layout to be used for matrices of so many columns on this rank. Raises NotMultiplied."""
+        return self
+
+    @abstractmethod
+    def tensors(
+        self, num_experts: int, out_features: int, in_features: int, has_bias: bool, dtype: torch.dtype
+    ) -> list[StoredTensor]:
+        """Return the tensors by suffix, which follows the matrix's name immediately."""
+
+    def make_experts(
+        self, num_experts: int, out_features: int, in_features: int, has_bias: bool, formats: WeightFormats
+    ) -> ExpertWeights:
+        """Make the weights of a rank's experts, which are yet to be filled; of plain numbers, unless overridden."""
+        stored = formats.plain.tensors(out_features, in_features, has_bias)
+        return formats.plain.make_experts(num_experts, stored, formats.device)
+
+    @abstractmethod
+    def expert(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
+        """Make what `make_experts` has room for, of an expert's own of the tensors: of plain numbers "weight"
+        [out_features, in_features], and "bias" if there is one."""
+
+
+class TransposedExperts(PackedLayout):
     def tensors(
         self, num_experts: int, out_features: int, in_features: int, has_bias: bool, dtype: torch.dtype
     ) -> list[StoredTensor]:
@@ -34,22 +70,65 @@ class TransposedExperts:
         return {"weight": tensors[""].t(), **_bias_of(tensors)}
 
 
-class Mxfp4Experts:
+class Mxfp4Experts(PackedLayout):
+    def kept(self, dtype: torch.dtype) -> torch.dtype | None:
+        """The dtype in which numbers are kept; None: codes are."""
+        return dtype
+
+    def of(self, formats: WeightFormats, in_features: int) -> PackedLayout:
+        """Raises NotMultiplied: a rank's columns on a GPU are not whole groups, and may not become numbers."""
+        if formats.device.type == "cpu":
+            return self
+        if in_features % _GROUP == 0:
+            return Mxfp4Codes()
+        problem = f"{in_features} columns of a rank are no whole groups of {_GROUP}"
+        if not formats.dequantises:
+            cure = "use fewer ranks, enable_expert_parallel=True, or on_unsupported_format='dequantise' (16 bits)"
+            raise NotMultiplied(f"{problem}: {cure}")
+        log_dequantised("experts in mxfp4", problem)
+        return self
+
     def tensors(
         self, num_experts: int, out_features: int, in_features: int, has_bias: bool, dtype: torch.dtype
     ) -> list[StoredTensor]:
-        shape = (num_experts, out_features, in_features // 32)
+        shape, count = (num_experts, out_features, in_features // _GROUP), num_experts * out_features * in_features
         return [
-            StoredTensor("_blocks", (*shape, 16), torch.uint8, num_experts * out_features * in_features, 1, 2),
+            StoredTensor("_blocks", (*shape, 16), torch.uint8, count, 1, 2, kept=self.kept(dtype)),
             StoredTensor("_scales", shape, torch.uint8, 0, 1, 2, drawn=RANDOM_EXPONENTS),
             *_bias(num_experts, out_features, has_bias, dtype),
         ]
 
     def expert(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
         blocks, scales = tensors["_blocks"], tensors["_scales"]
-        codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)  # [out_features, in_features / 32, 32]
-        weight = torch.ldexp(values("e2m1", codes), scales.int()[..., None] - 127).flatten(-2).to(dtype)
+        codes = values("e2m1", codes_of_bytes(blocks.flatten(0, 1))).view(*scales.shape, 32)
+        weight = torch.ldexp(codes, scales.int()[..., None] - 127).flatten(-2).to(dtype)
         return {"weight": weight, **_bias_of(tensors)}
+
+
+class Mxfp4Codes(Mxfp4Experts):
+    """As a GPU multiplies them."""
+
+    def kept(self, dtype: torch.dtype) -> torch.dtype | None:
+        return None
+
+    def make_experts(
+        self, num_experts: int, out_features: int, in_features: int, has_bias: bool, formats: WeightFormats
+    ) -> ExpertWeights:
+        stored = [
+            StoredTensor("codes", (out_features, in_features // 2), torch.uint8, out_features * in_features),
+            StoredTensor("scale", (out_features, in_features // _GROUP), torch.uint8, 0),
+        ]
+        if has_bias:
+            stored.append(StoredTensor("bias", (out_features,), torch.float32, out_features))
+        return CodedExperts(self._codes, num_experts, stored, formats.device)
+
+    def expert(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
+        codes = pack(codes_of_bytes(tensors["_blocks"].flatten(1)))
+        return {"codes": codes, "scale": tensors["_scales"], **_bias_of(tensors)}
+
+    def _codes(self, tensors: Mapping[str, Tensor]) -> GroupedCodes:
+        scale = checked_scale(tensors["scale"].view(torch.float8_e8m0fnu), "scales")
+        return GroupedCodes("e2m1", tensors["codes"], scale, _GROUP)
 
 
 def _bias(num_experts: int, out_features: int, has_bias: bool, dtype: torch.dtype) -> list[StoredTensor]:

@@ -115,6 +115,10 @@ class WeightScope:
         shared = self.places, self.group, self._divides_experts, self.stage, self.experts_group
         return WeightScope(self.formats, prefix, *shared)
 
+    def name_of(self, name: str) -> str:
+        """Return the whole name of what is below this scope."""
+        return self._prefix + name
+
     def share(self, size: int, copies: int = 1) -> Share:
         """This rank's ``size`` elements of a dimension that is divided among the ranks; each piece is on ``copies`` of
         them."""
@@ -138,7 +142,7 @@ class WeightScope:
     def format_of(self, name: str) -> WeightFormat:
         """The format of the matrix of this name. The table of embeddings is plain, also where it is the output matrix
         alone, as on a pipeline's last stage, unless rows can be taken of a weight."""
-        full = self._prefix + name
+        full = self.name_of(name)
         form = self.formats.plain
         if self.gives_rows or not full.endswith("embed_tokens"):
             form = self.formats.of(full)

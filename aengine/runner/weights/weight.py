@@ -21,6 +21,7 @@ from torch import Tensor
 from ...errors import InternalError
 from ...kernels.activation import Activation, act_and_mul
 from ...kernels.expert_types import ExpertGate, ExpertPlan
+from ...kernels.grouped_codes import CodeKind
 from ...kernels.policy import KernelPolicy
 from ...kernels.rms_norm import add_rms_norm, rms_norm
 
@@ -155,6 +156,11 @@ class ExpertWeights(ABC):
     def can_group(self) -> bool:
         """Whether torch's grouped product takes the matrices."""
         return False
+
+    @property
+    def kind(self) -> CodeKind | None:
+        """Kind of the codes that a GPU multiplies, if these have a scale a group."""
+        return None
 
     @abstractmethod
     def room(self, expert: int, suffix: str, rows: slice) -> Tensor:

@@ -55,6 +55,10 @@ class GroupFormat(UnpackedFormat):
     def name(self) -> str:
         return f"int{self.bits}"
 
+    @property
+    def mixes_columns(self) -> bool:
+        return self.is_ordered
+
     def sizes(self, in_features: int) -> tuple[int, int]:
         return self.bits if self.is_packed else 8, self.group_size or in_features
 

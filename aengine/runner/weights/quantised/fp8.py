@@ -25,7 +25,7 @@ from torch import Tensor
 from ....errors import ModelLoadError
 from ..expert_weights import SeparateExperts
 from ..weight import ExpertWeights, StoredTensor, Weight, WeightFormat, random_scales
-from .grouped import GroupedCodes, fits, grouped_weight
+from .grouped import CodedExperts, GroupedCodes, fits, grouped_weight
 from .matrices import AllButIgnored, Asked, ignored_matrices
 from .scaled import ScaledExperts, ScaledWeight
 from .unpacked import DequantisedExperts, checked_scale, log_dequantised
@@ -67,18 +67,26 @@ class Fp8Format:
 
     def make(self, tensors: Mapping[str, Tensor]) -> Weight:
         """Raises ValueError: a code is no number, or a scale negative or none."""
-        codes, bias = tensors["weight"], tensors.get("bias")
-        scale = checked_scale(tensors[self.scale].float(), self.scale)
-        if bool((codes.view(torch.uint8) & 0x7F == 0x7F).any()):
-            raise ValueError("a code in FP8 is no number")
+        codes, bias, scale = tensors["weight"], tensors.get("bias"), self._checked(tensors)
         if codes.device.type != "cpu" and self.block is None:
             rows = scale.expand(len(codes), 1).flatten().contiguous()
             return ScaledWeight(codes, rows, None if bias is None else bias.float())
         if self.block is not None and fits("e4m3", codes.shape[1], self.block[1]):
-            made = GroupedCodes("e4m3", codes, scale.contiguous(), self.block[1], rows=self.block[0])
-            return grouped_weight(made, bias, self.plain)
+            return grouped_weight(self._codes(tensors), bias, self.plain)
         numbers = {"weight": self._numbers(tensors)}
         return self.plain.make(numbers if bias is None else {**numbers, "bias": bias})
+
+    def _checked(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the scale in float32. Raises ValueError as `make`."""
+        if bool((tensors["weight"].view(torch.uint8) & 0x7F == 0x7F).any()):
+            raise ValueError("a code in FP8 is no number")
+        return checked_scale(tensors[self.scale].float(), self.scale)
+
+    def _codes(self, tensors: Mapping[str, Tensor]) -> GroupedCodes:
+        """In blocks."""
+        assert self.block is not None
+        rows, columns = self.block
+        return GroupedCodes("e4m3", tensors["weight"], self._checked(tensors).contiguous(), columns, rows=rows)
 
     def _numbers(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """float32 [N, K]."""
@@ -89,12 +97,16 @@ class Fp8Format:
         return codes.float().mul_(scale)
 
     def make_experts(self, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device) -> ExpertWeights:
-        """Raises ModelLoadError: on a GPU, where the scales are not of rows, and may not become plain numbers."""
+        """Raises ModelLoadError: on a GPU, for blocks that it does not multiply, and that may not become plain
+        numbers."""
         if device.type == "cpu":
             return SeparateExperts(self.make, tensors)
-        if self.of_rows:
-            return ScaledExperts(num_experts, tensors, device)
-        problem = "experts in FP8 need a scale a row on a GPU"
+        if self.block is None:
+            return ScaledExperts(num_experts, tensors, device, self.scale)
+        (weight,) = (tensor for tensor in tensors if tensor.suffix == "weight")
+        if fits("e4m3", weight.shape[1], self.block[1]):
+            return CodedExperts(self._codes, num_experts, tensors, device)
+        problem = f"experts in FP8 in blocks of {self.block[1]} columns are no codes for GPUs"
         if not self.dequantises:
             cure = "use on_unsupported_format='dequantise', or give 16 bits"
             raise ModelLoadError(f"quantization_config: {problem}; {cure}")

@@ -36,6 +36,10 @@ class GptqFormat(UnpackedFormat):
     zeros_less_one: bool
     name: str = "gptq"
 
+    @property
+    def mixes_columns(self) -> bool:
+        return self.is_ordered
+
     def sizes(self, in_features: int) -> tuple[int, int]:
         return self.bits, in_features if self.group_size < 0 else self.group_size
 

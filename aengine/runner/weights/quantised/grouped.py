@@ -31,17 +31,19 @@ divided.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ....errors import ModelLoadError
 from ....kernels.activation import Activation
 from ....kernels.cpu.target import unavailable
+from ....kernels.expert_types import ExpertCodes, ExpertGate, ExpertPlan, InputNorm
+from ....kernels.experts import add_experts, expert_product
 from ....kernels.grouped_codes import CodeKind, GroupedCodes, numbers, pack, unpack
 from ....kernels.linear import add_linear, norm_gated_linear, norm_linear, plain_linear
-from ..expert_weights import SeparateExperts
+from ..expert_weights import GatheredExperts, SeparateExperts
 from ..weight import ExpertWeights, Norm, StoredTensor, Weight, WeightFormat
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CodeKind",
+    "CodedExperts",
     "GroupedCodes",
     "GroupedWeight",
     "compiled_format",
@@ -131,6 +134,60 @@ def compiled_format(plain: WeightFormat | None) -> CompiledFormat | None:
     return plain if isinstance(plain, CompiledFormat) else None
 
 
+class CodedExperts(GatheredExperts):
+    """Codes of all experts in one tensor, for the ops of kernels/experts.py."""
+
+    __slots__ = ("_codes_of", "_num_come", "_num_experts", "matrices")
+
+    def __init__(
+        self, codes_of: CodesOf, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device
+    ) -> None:
+        super().__init__(tensors, device)
+        self.matrices: ExpertCodes | None = None
+        self._codes_of = codes_of
+        self._num_experts = num_experts
+        self._num_come = 0
+
+    @property
+    def kind(self) -> CodeKind | None:
+        return None if self.matrices is None else self.matrices.codes.kind
+
+    def finish(self, expert: int) -> None:
+        """Raises ValueError: the tensors are no codes."""
+        tensors = self._rooms.pop(expert)
+        codes, bias = self._codes_of(tensors), tensors.get("bias")
+        with self._lock:
+            matrices = self.matrices = self._stack_for(codes, bias)
+            self._num_come += 1
+            matrices.of(expert).copy_from(codes)
+            if matrices.bias is not None and bias is not None:
+                matrices.bias[expert] = bias
+
+    def _stack_for(self, codes: GroupedCodes, bias: Tensor | None) -> ExpertCodes:
+        """Return memory for all experts, which are like one with these codes."""
+        stack = self.matrices
+        if stack is None:
+            room: dict[str, Any] = {
+                name: tensor.new_empty(self._num_experts * len(tensor), *tensor.shape[1:])
+                for name, tensor in codes.tensors().items()
+            }
+            biases = None if bias is None else bias.new_empty(self._num_experts, *bias.shape)
+            return ExpertCodes(replace(codes, **room), self._num_experts, biases)
+        if stack.codes.scale.dtype in (codes.scale.dtype, torch.float32):
+            return stack
+        if self._num_come >= self._num_experts:  # captured graphs have their addresses
+            raise ValueError(f"scales are {codes.scale.dtype} now, and were {stack.codes.scale.dtype}")
+        return stack._replace(codes=replace(stack.codes, scale=stack.codes.scale.float()))
+
+    def gated_after_norm(self, x: Tensor, norm: Norm, plan: ExpertPlan, gate: ExpertGate) -> Tensor:
+        assert self.matrices is not None
+        return expert_product(x, self.matrices, plan, gate, InputNorm(norm.weight, norm.eps))
+
+    def add_to(self, residual: Tensor, hidden: Tensor, plan: ExpertPlan) -> None:
+        assert self.matrices is not None
+        add_experts(residual, hidden, self.matrices, plan)
+
+
 def grouped_experts(
     codes_of: CodesOf,
     num_experts: int,
@@ -138,12 +195,9 @@ def grouped_experts(
     device: torch.device,
     plain: WeightFormat,
 ) -> ExpertWeights:
-    """Return the weights of experts, which are yet to be filled with ``tensors``, those of each.
-
-    Raises ModelLoadError: on a GPU, whose kernels multiply no such experts yet.
-    """
+    """Return the weights of experts, which are yet to be filled with ``tensors``, those of each."""
     if device.type != "cpu":
-        raise ModelLoadError("quantization_config: experts with a scale a group of columns are for CPUs: give 16 bits")
+        return CodedExperts(codes_of, num_experts, tensors, device)
     return SeparateExperts(lambda own: grouped_weight(codes_of(own), own.get("bias"), plain), tensors)
 
 

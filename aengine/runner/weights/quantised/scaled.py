@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from ....kernels.activation import Activation
 from ....kernels.expert_types import ExpertMatrices
 from ....kernels.linear import add_linear, norm_gated_linear, norm_linear, plain_linear
 from ..expert_weights import StackedExperts
-from ..weight import Norm, Weight
+from ..weight import Norm, StoredTensor, Weight
 
 __all__ = ["ScaledExperts", "ScaledWeight"]
 
@@ -40,7 +42,14 @@ class ScaledWeight(Weight):
 class ScaledExperts(StackedExperts):
     """Stacked matrices of experts: "weight" of codes, "weight_scale" [num_experts, out_features, 1]."""
 
-    __slots__ = ()
+    __slots__ = ("_scale",)
+
+    def __init__(
+        self, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device, scale: str = "weight_scale"
+    ) -> None:
+        """``scale``: name of the scales' tensor."""
+        super().__init__(num_experts, tensors, device)
+        self._scale = scale
 
     def _matrices(self) -> ExpertMatrices:
-        return ExpertMatrices(self.stacks["weight"], self.stacks.get("bias"), self.stacks["weight_scale"].squeeze(2))
+        return ExpertMatrices(self.stacks["weight"], self.stacks.get("bias"), self.stacks[self._scale].squeeze(2))

@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from threading import Lock
 from typing import NamedTuple
 
 import torch
@@ -24,9 +23,9 @@ from torch import Tensor
 from ....errors import ModelLoadError
 from ....kernels.expert_types import ExpertGate, ExpertPlan
 from ....kernels.grouped_codes import values
-from ..expert_weights import SeparateExperts
+from ..expert_weights import GatheredExperts, SeparateExperts
 from ..weight import ExpertWeights, Norm, NotMultiplied, StoredTensor, Weight, WeightFormat
-from .grouped import CodeKind, GroupedCodes, compiled_format, fits, grouped_experts, grouped_weight, pack
+from .grouped import CodedExperts, CodeKind, GroupedCodes, compiled_format, fits, grouped_weight, pack
 
 __all__ = [
     "DequantisedExperts",
@@ -145,6 +144,11 @@ class UnpackedFormat(ABC):
     def sizes(self, in_features: int) -> tuple[int, int]:
         """Return bits of a code, and columns that share a scale."""
 
+    @property
+    def mixes_columns(self) -> bool:
+        """Whether columns are in another order than their groups."""
+        return False
+
     @abstractmethod
     def codes_tensors(self, out_features: int, in_features: int) -> list[StoredTensor]:
         """Return the tensors in which the checkpoint keeps one matrix, but for its bias. Raises ValueError: it can't
@@ -195,19 +199,14 @@ class UnpackedFormat(ABC):
         """Raises ModelLoadError: a GPU does not multiply such experts."""
         if self.is_cpu:
             return SeparateExperts(self.make, tensors)
-        try:
-            return grouped_experts(self._codes_in_order, num_experts, tensors, device, self.plain)
-        except ModelLoadError as error:
-            if not self.dequantises:
-                raise ModelLoadError(f"experts in {self.name}: {error}; {_DEQUANTISE}") from error
-            log_dequantised(f"experts in {self.name}", str(error))
+        is_kept = all(tensor.kept is None for tensor in tensors)
+        if is_kept and not self.mixes_columns:
+            return CodedExperts(lambda own: grouped_codes(self.unpack(own))[0], num_experts, tensors, device)
+        problem = "their columns have an order (desc_act)" if is_kept else "a GPU keeps no codes in groups of this size"
+        if not self.dequantises:
+            raise ModelLoadError(f"experts in {self.name}: {problem}: {_DEQUANTISE}")
+        log_dequantised(f"experts in {self.name}", problem)
         return DequantisedExperts(self._expert_numbers, self.plain, num_experts, tensors, device)
-
-    def _codes_in_order(self, tensors: Mapping[str, Tensor]) -> GroupedCodes:
-        codes, order = grouped_codes(self.unpack(tensors))
-        if order is not None:
-            raise NotMultiplied(f"experts whose columns have an order (desc_act): {_DEQUANTISE}")
-        return codes
 
     def _expert_numbers(self, tensors: Mapping[str, Tensor]) -> Tensor:
         return numbers(self.unpack(tensors), self._plain_dtype)
@@ -257,10 +256,10 @@ def log_dequantised(what: str, why: str) -> None:
     logger.warning("%s: become 16 bits as they are loaded: %s", what, why)
 
 
-class DequantisedExperts(ExpertWeights):
-    """Experts on a GPU that are kept as plain numbers. Each one's codes have memory until all of them have come."""
+class DequantisedExperts(GatheredExperts):
+    """Experts on a GPU that are kept as plain numbers."""
 
-    __slots__ = ("_device", "_inner", "_lock", "_num_experts", "_numbers", "_plain", "_rooms", "_tensors")
+    __slots__ = ("_inner", "_num_experts", "_numbers", "_plain")
 
     def __init__(
         self,
@@ -271,26 +270,15 @@ class DequantisedExperts(ExpertWeights):
         device: torch.device,
     ) -> None:
         """``numbers_of``: makes [N, K] of an expert's tensors."""
+        super().__init__(tensors, device)
         self._numbers = numbers_of
         self._plain = plain
         self._num_experts = num_experts
-        self._tensors = {tensor.suffix: tensor for tensor in tensors}
-        self._device = device
-        self._rooms: dict[int, dict[str, Tensor]] = {}  # tensors of incomplete experts, by expert and suffix
         self._inner: ExpertWeights | None = None
-        self._lock = Lock()
 
     @property
     def can_group(self) -> bool:
         return self._inner is not None and self._inner.can_group
-
-    def room(self, expert: int, suffix: str, rows: slice) -> Tensor:
-        with self._lock:
-            own = self._rooms.setdefault(expert, {})
-            if suffix not in own:
-                shape, dtype = self._tensors[suffix].shape, self._tensors[suffix].dtype
-                own[suffix] = torch.empty(shape, dtype=dtype, device=self._device)
-        return own[suffix][rows]
 
     def finish(self, expert: int) -> None:
         tensors = self._rooms.pop(expert)
