@@ -15,7 +15,10 @@ from torch import Tensor
 pytest.importorskip("llvmlite")
 
 from aengine.kernels.cpu import library, tape
-from aengine.kernels.cpu.rows import GROUP
+from aengine.kernels.cpu.code_cache import code_cache
+from aengine.kernels.cpu.emit import Function
+from aengine.kernels.cpu.rows import GROUP, KERNELS
+from aengine.kernels.cpu.target import Target, host
 
 
 def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,6 +67,21 @@ def test_a_tape_runs_over_as_many_rows_as_are_said() -> None:
         alone, _ = quantised(x)
         assert torch.equal(codes[:rows], alone[:rows]) and not codes[rows:].any()
         assert torch.equal(again, codes)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_each_chunk_is_computed_once(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def count(f: Function, target: Target) -> None:
+        """words: how often each chunk was computed."""
+        f.fetch_add(f.address(f.words, 0) + f.chunk * 8, 1)
+
+    monkeypatch.setitem(KERNELS, "count_chunks", count)
+    own = library.Library(host(), num_threads, code_cache())
+    for total in (*range(14), 100):
+        counts = torch.zeros(101, dtype=torch.int64)
+        own.run_once("count_chunks", [0, 1, 1, 0, counts.data_ptr()], total)
+        assert counts.tolist() == [1] * total + [0] * (101 - total)
+    own.team.close()
 
 
 def test_what_torch_computes_is_not_recorded() -> None:

@@ -413,9 +413,10 @@ class _Memory(_Maths):
         twice as many that are on their way."""
         self.call("llvm.prefetch.p0", None, place, I32.llvm(0), I32.llvm(4 - level), I32.llvm(1))
 
-    def fetch_add(self, place: Value, value: int, type_: Type = I64) -> Value:
+    def fetch_add(self, place: Value, value: Value | int, type_: Type = I64) -> Value:
         """Add to a number in memory; returns what it was."""
-        return Value(self, self.builder.atomic_rmw("add", place.llvm, type_.llvm(value), "acq_rel"))
+        number = self.number(type_, value) if isinstance(value, int) else value
+        return Value(self, self.builder.atomic_rmw("add", place.llvm, number.llvm, "acq_rel"))
 
     def exchange(self, place: Value, expected: Value, value: Value) -> Value:
         """Set an int64 in memory if it is what is expected; returns whether it was."""

@@ -1,16 +1,16 @@
 """The threads that run a tape: those of the process, which wait for each other op by op.
 
-Each op of a tape is divided into chunks, which threads claim one by one; an op is done when all of its chunks are, and
-the next one begins then. Nobody waits for a thread that has claimed nothing: one that the system has put aside, as
-another process has its core, or that still sleeps, is not missed. Threads wait by spinning some microseconds, then
-asleep. They are pinned to nothing.
+Each op of a tape is divided into chunks, which threads claim: first a run each, which a core reads faster than as many
+chunks far apart, then one by one. An op is done when all of its chunks are, and the next one begins then. Nobody waits
+for a thread that has claimed nothing: one that the system has put aside, as another process has its core, or that still
+sleeps, is not missed. Threads wait by spinning some microseconds, then asleep. They are pinned to nothing.
 
 A team's memory, int64 words, each in a cache line of its own where several threads write it:
 
     0  gate       number of threads within the tape; the bit `_OPEN` while it is being run
     8  epoch      number of runs so far; threads sleep on its lower half
     16 sleepers   threads that may sleep on the epoch
-    24 tape, number of ops, rows, counters; -1 ops: threads end
+    24 tape, number of ops, rows, counters, number of threads; -1 ops: threads end
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ COUNTER_WORDS = 16
 """Words of an op's counters: chunks that were claimed, and, a cache line later, chunks that are done."""
 
 _OPEN = 1 << 31
-_GATE, _EPOCH, _SLEEPERS, _TAPE, _NUM_OPS, _ROWS, _COUNTERS = 0, 64, 128, 192, 200, 208, 216
+_GATE, _EPOCH, _SLEEPERS, _TAPE, _NUM_OPS, _ROWS, _COUNTERS, _NUM_THREADS = 0, 64, 128, 192, 200, 208, 216, 224
+_IN_RUNS = 3, 4  # share of an op's chunks that is claimed in runs
 _SPINS_FOR_CHUNKS = 2000  # some 40 us
 _SPINS_FOR_RUN = 1000
 _SYS_FUTEX = {"x86_64": 202, "aarch64": 98}
@@ -70,18 +71,23 @@ def write_team(module: Module, machine: str) -> None:
 
     with module.function("team_ops", team=POINTER, thread=I64, timeout=POINTER) as f:
         tape, counters = f.load(POINTER, f.team + _TAPE), f.load(POINTER, f.team + _COUNTERS)
-        rows = f.load(I64, f.team + _ROWS)
+        rows, threads = f.load(I64, f.team + _ROWS), f.load(I64, f.team + _NUM_THREADS)
         with f.loop(0, f.load(I64, f.team + _NUM_OPS)) as i:
             op, counter = tape + i * (8 * OP_WORDS), counters + i * (8 * COUNTER_WORDS)
             grain = f.word(op, 2)
             total = (rows + grain - 1) // grain * f.word(op, 1)
             address = f.word(op, 0)
             done = counter + 64
+            run = f.larger(total * _IN_RUNS[0] // (threads * _IN_RUNS[1]), 1)
             with f.repeat() as claimed_all:
-                chunk = f.fetch_add(counter, 1)
-                f.leave(claimed_all, chunk >= total)
-                f.call_at(address, op + 8 * ARGUMENTS, rows, chunk, f.thread)
-                f.fetch_add(done, 1)
+                claim = f.fetch_add(counter, 1)
+                single = claim - threads
+                begin = f.choose(single < 0, claim * run, threads * run + single)
+                f.leave(claimed_all, begin >= total)
+                count = f.choose(single < 0, run, 1)
+                with f.loop(begin, begin + count) as chunk:
+                    f.call_at(address, op + 8 * ARGUMENTS, rows, chunk, f.thread)
+                f.fetch_add(done, count)
             wait(f, done, total.__le__)
 
     with module.function("team_run", team=POINTER, timeout=POINTER) as f:
@@ -132,6 +138,7 @@ class Team:
         """``run_address``, ``thread_address``: of the functions that `write_team` writes."""
         self.num_threads = num_threads
         self._words = aligned_words(32)
+        self._words[28] = num_threads
         self._nap = np.array([0, _NAP], np.int64)
         arguments = ctypes.c_void_p, ctypes.c_void_p
         self._run = ctypes.CFUNCTYPE(None, *arguments)(run_address)
