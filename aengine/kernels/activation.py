@@ -1,4 +1,4 @@
-"""Gated activations of feed-forward layers. Shazeer 2020, https://arxiv.org/abs/2002.05202.
+"""Activations of feed-forward layers; gated ones: Shazeer 2020, https://arxiv.org/abs/2002.05202.
 
 silu        x / (1 + exp(-x))
 gelu        x (1 + erf(x / sqrt(2))) / 2                              Hendrycks and Gimpel 2016, arXiv:1606.08415
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .dispatch import uses_triton
 
-__all__ = ["Activation", "act_and_mul"]
+__all__ = ["Activation", "act_and_mul", "activate"]
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -27,6 +27,11 @@ def act_and_mul(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
 
         return triton_op.act_and_mul(gate_up, activation)
     gate, up = gate_up.chunk(2, -1)
+    return activate(gate, activation).mul_(up)
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """Return activation(x), a new tensor, by torch."""
     if activation == "silu":
-        return F.silu(gate).mul_(up)
-    return F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none").mul_(up)
+        return F.silu(x)
+    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 pytest.importorskip("llvmlite")
@@ -21,7 +22,7 @@ from aengine.kernels.cpu.code_cache import CodeCache, code_cache
 from aengine.kernels.cpu.compiled import compile_module
 from aengine.kernels.cpu.emit import Module
 from aengine.kernels.cpu.library import Library, write_kernels
-from aengine.kernels.cpu.ops import attend, write_qkv
+from aengine.kernels.cpu.ops import attend, attend_both_sides, write_qkv
 from aengine.kernels.cpu.target import Target, host
 from aengine.kernels.paged_attention import Scores, prefill_attention
 from aengine.kernels.rotary import HeadNorms, Rope, apply_rotary, rotary_rows
@@ -176,6 +177,29 @@ def test_a_value_that_is_no_number_is_found_by_who_sees_it_alone(
             weights = torch.einsum("hgd,nhd->hgn", q, k).mul(0.3).softmax(2)
             wanted = torch.einsum("hgn,nhd->hgd", weights, v).flatten()
             torch.testing.assert_close(out[i], wanted, rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_attend_both_sides(rng: random.Random, gen: torch.Generator, group: int) -> None:
+    """Whole texts of a batch, whose tokens lie one after the other; each has the bits that it has alone."""
+    for reach in (None, 0, rng.randint(1, 40)):
+        heads, dim = rng.randint(1, 3), 16 * rng.randint(1, 5)
+        lens = torch.tensor([rng.choice((1, rng.randint(2, 40), rng.randint(200, 400))) for _ in range(4)])
+        begins, count = lens.cumsum(0) - lens, int(lens.sum())
+        texts = torch.arange(4).repeat_interleave(lens)
+        positions = torch.arange(count) - begins[texts]
+        heads_of_token = torch.randn(count, (group + 2) * heads, dim, generator=gen)
+        q, k, v = heads_of_token.split([group * heads, heads, heads], 1)
+        out = attend_both_sides(q, k, v, positions, texts, begins.int()[:, None], lens, reach)
+        for begin, n in zip(begins.tolist(), lens.tolist(), strict=True):
+            own = [x[begin : begin + n] for x in (q, k, v)]
+            far = (torch.arange(n)[:, None] - torch.arange(n)).abs() > (n if reach is None else reach)
+            bias = torch.zeros(n, n).masked_fill_(far, -torch.inf)
+            wanted = F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in own), bias, enable_gqa=True)
+            torch.testing.assert_close(out[begin : begin + n], wanted.transpose(0, 1).flatten(1), rtol=2e-5, atol=2e-5)
+            zero = torch.zeros(n, dtype=torch.int64)
+            alone = attend_both_sides(*own, torch.arange(n), zero, zero.int()[:1, None], lens.new_tensor([n]), reach)
+            assert torch.equal(alone, out[begin : begin + n])
 
 
 def test_layers_whose_states_have_one_size_do_not_meet(three_threads: Library, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,6 +181,7 @@ def test_gates(activation: codes.Activation) -> None:
     approximate = "tanh" if activation == "gelu_tanh" else "none"
     exact = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate=approximate)
     close(codes.gated(packed, of, activation, bias), exact * up)
+    close(codes.activated(packed, of, activation, bias)[:, :48], exact)
     assert not codes.can_gate(matrix("q4_1", 48, 32)[0])
 
 

@@ -1,4 +1,4 @@
-"""Added norms and gates that are compiled for a CPU, against torch's."""
+"""Norms and gates that are compiled for a CPU, against torch's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("llvmlite")
 
@@ -22,6 +23,19 @@ def test_add_norm(rng: random.Random, gen: torch.Generator) -> None:
     rms_norm.add_rms_norm(wanted, x, weight, 1e-5)
     ops.add_norm(residual, x, weight, 1e-5)
     torch.testing.assert_close(residual, wanted, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_layer_norm(rng: random.Random, gen: torch.Generator, has_bias: bool) -> None:
+    rows, size = rng.randint(1, 9), 16 * rng.randint(1, 40)
+    x = torch.randn(rows, size, generator=gen) * 10 + 50
+    weight, bias = torch.randn(2, size, generator=gen)
+    own = bias if has_bias else None
+    own_64 = None if own is None else own.double()
+    wanted = F.layer_norm(x.double(), (size,), weight.double(), own_64, 1e-5)
+    out = ops.layer_norm(x, weight, own, 1e-5)
+    torch.testing.assert_close(out, wanted.float(), rtol=2e-6, atol=2e-5)
+    assert torch.equal(ops.layer_norm(x[-1:], weight, own, 1e-5), out[-1:])
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh"])

@@ -1,5 +1,5 @@
-"""Attention of a step's tokens over the paged KV cache: decodes and prompts alike. A chunk is some tokens, a KV head,
-and, where a step has few tokens, a part of their keys.
+"""Attention of a step's tokens over the paged KV cache: decodes and prompts alike; and to both sides, within the texts
+of an encoder. A chunk is some tokens, a KV head, and, where a step has few tokens, a part of their keys.
 
 As kernels/paged_attention.py, which is the reference, over float32 rows. Keys are taken by blocks of 16, counted from
 position 0, with a softmax that goes on from block to block; each segment of 256 keys has one of its own, and these are
@@ -34,10 +34,13 @@ _LOWEST = -1e30
 
 
 class _Attend:
-    """The kernel for heads of a size, of which a KV head has so many."""
+    """The kernel for heads of a size, of which a KV head has so many. ``both_sides``: a token sees those behind it,
+    too."""
 
-    def __init__(self, f: Function, target: Target, head_dim: int, group: int, dtype: str) -> None:
-        self.f, self.head_dim, self.group, self.dtype = f, head_dim, group, dtype
+    def __init__(
+        self, f: Function, target: Target, head_dim: int, group: int, dtype: str, *, both_sides: bool = False
+    ) -> None:
+        self.f, self.head_dim, self.group, self.dtype, self.both_sides = f, head_dim, group, dtype, both_sides
         self.size = 4 if dtype == "float32" else 2
         self.tokens = _power_of_2(min(KEYS, _MOST_ROWS // group))  # most of a tile
         wide = "+avx512f" in target.features
@@ -82,9 +85,11 @@ class _Attend:
     def _tile(self, row: Value, first: Value, table_row: Value, count: Value) -> None:
         """``count`` tokens from a row on, which are at positions from ``first`` on."""
         f = self.f
-        self.first, self.count, self.last = first, count, first + count - 1
+        self.first, self.count = first, count
         self.table = f.address(f.words, 5) + table_row * f.word(f.words, 6)
         self.window = f.word(f.words, 14)
+        self.length = f.word(f.address(f.words, 21) + table_row * 8, 0) if self.both_sides else None
+        self.last = self._end(count - 1) - 1
         self.lowest = f.larger(first - self.window + 1, 0)  # position that any of the tokens looks at
         self._begin(row)
         begin, end = self.lowest // SEGMENT, self.last // SEGMENT + 1
@@ -232,8 +237,13 @@ class _Attend:
         """The first key of a block that a token of the tile sees, and one past the last; if it sees none, these are no
         range."""
         f = self.f
-        end = self.first + token - block + 1
-        return f.smaller(f.larger(end - self.window, 0), KEYS), f.smaller(end, KEYS)
+        begin = self.first + token - block - self.window + 1
+        return f.smaller(f.larger(begin, 0), KEYS), f.smaller(self._end(token) - block, KEYS)
+
+    def _end(self, token: Value | int) -> Value:
+        """One past the last position that a token of the tile sees."""
+        own = self.first + token
+        return own + 1 if self.length is None else self.f.smaller(own + self.window, self.length)
 
     def _multiply(self, token: Value, count: int) -> None:
         """Products of tokens' rows and all keys of the block: a sum over each half of a head's elements."""
@@ -387,4 +397,9 @@ def _attend(f: Function, target: Target, head_dim: str, group: str, dtype: str) 
     _Attend(f, target, int(head_dim), int(group), dtype).write()
 
 
-KERNELS: dict[str, WriteKernel] = {"attend": _attend}
+def _attend_both_sides(f: Function, target: Target, head_dim: str, group: str) -> None:
+    """words: as of `attend`, then the length of each request, int64. ``window``: to either side."""
+    _Attend(f, target, int(head_dim), int(group), "float32", both_sides=True).write()
+
+
+KERNELS: dict[str, WriteKernel] = {"attend": _attend, "attend_both_sides": _attend_both_sides}

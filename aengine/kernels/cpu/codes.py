@@ -19,12 +19,13 @@ from ..activation import Activation
 from ..grouped_codes import GroupedCodes
 from .layouts import BLOCK, INT16_BLOCK_BYTES, LAYOUTS, NUMBERS, ROWS
 from .packing import SOURCES
-from .products import ROWS_OF_CHUNK
+from .products import ALONE, GATES, ROWS_OF_CHUNK
 from .tape import Argument, empty, launch
 
 __all__ = [
     "Activations",
     "PackedMatrix",
+    "activated",
     "activations",
     "add_to",
     "can_gate",
@@ -224,12 +225,19 @@ def gated(packed: PackedMatrix, of: Activations, activation: Activation, bias: T
     return out
 
 
+def activated(packed: PackedMatrix, of: Activations, activation: Activation, bias: Tensor | None = None) -> Tensor:
+    """Return activation(x @ weight.T + bias)."""
+    out = empty(len(of.x), packed.out_features, torch.float32)
+    _launch(f"{activation}{ALONE}", packed, of, out, bias)
+    return out
+
+
 def _launch(
     end: str, packed: PackedMatrix, of: Activations, out: Tensor, bias: Tensor | None, scale: float = 1.0
 ) -> None:
     assert of.x.shape[1] == packed.in_features and out.stride(1) == 1
     tiles, tile_bytes = packed.memory.shape
-    if end not in ("store", "add"):
+    if end in GATES:
         tiles //= 2
     least, most = _CHUNKS
     wanted = max(least, min(most, tiles * tile_bytes // _BYTES_OF_CHUNK))

@@ -17,7 +17,10 @@ from .library import library
 from .tape import Argument, empty, launch
 from .team import aligned_words
 
-__all__ = ["act_and_mul", "add_norm", "attend", "write_qkv"]
+__all__ = ["act_and_mul", "add_norm", "attend", "attend_both_sides", "layer_norm", "write_qkv"]
+
+_ENDLESS = 1 << 40
+"""Beyond all positions."""
 
 
 def write_qkv(
@@ -84,7 +87,7 @@ def attend(
     states = _split_states(num_kv_heads, segments * group * state_bytes(head_dim))
     tensors = qkv, qkv.shape[1] * 4, out, positions, table_rows, block_table, block_table.stride(0) * 4
     cache: list[Argument] = [kv_cache, kv_cache.shape[1], *strides, num_kv_heads]
-    scores: list[Argument] = [1 << 62 if window is None else window, float(scale), float(softcap), sinks]
+    scores: list[Argument] = [_ENDLESS if window is None else window, float(scale), float(softcap), sinks]
     launch(
         f"attend.{head_dim}.{group}.{_name(kv_cache)}",
         [*tensors, *cache, *scores, parts, states.ctypes.data, segments],
@@ -92,6 +95,40 @@ def attend(
         num_kv_heads * parts,
         ROWS_OF_CHUNK,
     )
+    return out
+
+
+def attend_both_sides(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    texts: Tensor,
+    begins: Tensor,
+    lengths: Tensor,
+    reach: int | None,
+) -> Tensor:
+    """Return float32 [num_tokens, num_heads * head_dim]: what each token finds in its text, scaled by head_dim ** -0.5.
+
+    Args:
+        q: float32 [num_tokens, num_heads, head_dim], head_dim a multiple of 16; the heads of a token lie side by side
+        k, v: float32 [num_tokens, num_kv_heads, head_dim] of the same strides, at most 16 query heads a KV head
+        positions, texts: int64 [num_tokens]: the place in its text, and which text that is
+        begins: int32 [num_texts, 1]: a text's first token; lengths: int64 [num_texts]
+        reach: how many tokens to either side one sees; None: all
+    """
+    (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]
+    group = num_heads // num_kv_heads
+    assert q.dtype == k.dtype == v.dtype == torch.float32 and head_dim % 16 == 0
+    assert num_heads == group * num_kv_heads and group <= 16
+    assert q.stride()[1:] == (head_dim, 1) and k.stride() == v.stride() and k.stride(2) == 1
+    out = empty(num_tokens, num_heads * head_dim, torch.float32)
+    token, head = k.stride(0) * 4, k.stride(1) * 4
+    tensors = q, q.stride(0) * 4, out, positions, texts, begins, begins.stride(0) * 4
+    cache = k, _ENDLESS, token, token, v.data_ptr() - k.data_ptr(), head, num_kv_heads  # a text is a page
+    scores = _ENDLESS if reach is None else reach + 1, float(head_dim**-0.5), 0.0, None
+    words: list[Argument] = [*tensors, *cache, *scores, 1, None, 0, lengths]
+    launch(f"attend_both_sides.{head_dim}.{group}", words, num_tokens, num_kv_heads, ROWS_OF_CHUNK)
     return out
 
 
@@ -114,6 +151,15 @@ def add_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
     rows, size = x.shape
     assert residual.is_contiguous() and x.is_contiguous() and residual.shape == x.shape and size % 16 == 0
     launch("add_norm", [residual, x, size, weight, float(eps)], rows)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Return (x - mean) / sqrt(variance + eps) * weight + bias, float32 [n, size] as x, for float32 [size] weights."""
+    rows, size = x.shape
+    assert x.is_contiguous() and size % 16 == 0
+    out = empty(rows, size, torch.float32)
+    launch("layer_norm", [x, out, size, weight, bias, float(eps)], rows)
+    return out
 
 
 def act_and_mul(gate_up: Tensor, activation: Activation = "silu") -> Tensor:

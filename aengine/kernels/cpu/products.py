@@ -14,6 +14,8 @@ Kernels are named "product", the weights' kind, what activations are, and what b
     add       out += scale * (product + bias)
     silu, gelu, gelu_tanh
               out = activation(gate) * up, of a matrix whose first half of rows are the gate's
+    silu_alone, ...
+              out = activation(product + bias)
 """
 
 from __future__ import annotations
@@ -29,7 +31,17 @@ from .emit import BF16, F16, F32, I8, I32, I64, POINTER, Function, Value
 from .layouts import BLOCK, INT16_BLOCK_BYTES, LAYOUTS, NUMBERS, ROWS, Layout, add_pairs, dot, unpacked
 from .target import Target, WriteKernel
 
-__all__ = ["KERNELS", "ROWS_OF_CHUNK", "Operands", "activated", "blocks", "read_number", "read_scales"]
+__all__ = [
+    "ALONE",
+    "GATES",
+    "KERNELS",
+    "ROWS_OF_CHUNK",
+    "Operands",
+    "activated",
+    "blocks",
+    "read_number",
+    "read_scales",
+]
 
 ROWS_OF_CHUNK = 64
 _FLOATS = F32 * ROWS
@@ -290,7 +302,7 @@ def _product(f: Function, target: Target, *, multiply: _Multiply, end: str) -> N
     x = f.address(words, _X) + first_row * size * multiply.x_bytes
     meta = f.address(words, _META_OF_X) + first_row * size * _META
     stride, bias, scale = f.word(words, _STRIDE) * 4, f.address(words, _BIAS), f.load(F32, words + 8 * _SCALE)
-    products = [f.memory(ROWS_OF_CHUNK * ROWS * 4) for _ in range(1 if end in ("store", "add") else 2)]
+    products = [f.memory(ROWS_OF_CHUNK * ROWS * 4) for _ in range(2 if end in GATES else 1)]
     first_tile = f.chunk % chunks * of_chunk
     with f.loop(first_tile, f.smaller(first_tile + of_chunk, tiles)) as tile:
         mask = f.lane_mask(features - tile * ROWS, ROWS)
@@ -313,8 +325,10 @@ def _product(f: Function, target: Target, *, multiply: _Multiply, end: str) -> N
                 result = values[0]
             elif end == "add":
                 result = f.fma(values[0], scale, f.load_lanes(_FLOATS, place, mask))
-            else:
+            elif end in GATES:
                 result = activated(f, values[0], end) * values[1]
+            else:
+                result = activated(f, values[0], end.removesuffix(ALONE))
             f.store_lanes(result, place, mask)
 
 
@@ -327,7 +341,9 @@ def _multiplies() -> Iterator[_Multiply]:
     yield _Multiply("int16_int16", _int16_rows, 2 * BLOCK, (8, 4))
 
 
-ENDS = ("store", "add", *get_args(Activation))
+GATES = get_args(Activation)
+ALONE = "_alone"
+ENDS = ("store", "add", *GATES, *(f"{activation}{ALONE}" for activation in GATES))
 KERNELS: dict[str, WriteKernel] = {
     f"product_{multiply.name}_{end}": partial(_product, multiply=multiply, end=end)
     for multiply in _multiplies()

@@ -102,7 +102,28 @@ def _norm(f: Function, target: Target) -> None:
         f.store(f.load(F32 * LANES, x + place) * scale * f.load(F32 * LANES, weight + place), out + place)
 
 
+def _layer_norm(f: Function, target: Target) -> None:
+    """words: x, out float32 [rows, size], size, weight, bias float32 [size] or none, eps."""
+    size = f.word(f.words, 2)
+    x, out = (f.address(f.words, i) + f.chunk * size * 4 for i in range(2))
+    weight, bias, eps = f.address(f.words, 3), f.address(f.words, 4), f.load(F32, f.words + 40)
+    total, squares = (f.variable(F32 * LANES, 0.0) for _ in range(2))
+    with f.loop(0, size * 4, 4 * LANES) as place:
+        total.add(f.load(F32 * LANES, x + place))
+    mean = f.sum_lanes(total.get()) / f.float32(size)
+    with f.loop(0, size * 4, 4 * LANES) as place:
+        off = f.load(F32 * LANES, x + place) - mean
+        squares.set(f.fma(off, off, squares.get()))
+    scale = f.like(mean, 1.0) / f.sqrt(f.sum_lanes(squares.get()) / f.float32(size) + eps)
+    with f.loop(0, size * 4, 4 * LANES) as place:
+        normed = (f.load(F32 * LANES, x + place) - mean) * scale * f.load(F32 * LANES, weight + place)
+        f.store(normed, out + place)
+        with f.when(f.word(f.words, 4).differs(0)):
+            f.store(normed + f.load(F32 * LANES, bias + place), out + place)
+
+
 KERNELS: dict[str, WriteKernel] = {
+    "layer_norm": _layer_norm,
     "norm": _norm,
     "quantise": _quantise,
     "quantise_int16": _quantise_int16,

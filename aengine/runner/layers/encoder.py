@@ -8,6 +8,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..model_config import ACTIVATIONS as _OF_PRODUCTS
 from ..pooling.attention import attend
 from ..pooling.batch import EncoderBatch
 from .linear import Linear
@@ -41,7 +42,7 @@ class PostNormLayer:
         norm: LayerNorm,
     ) -> None:
         self._num_heads = num_heads
-        self._activation = ACTIVATIONS[activation]
+        self._activation = activation
         self._qkv = qkv
         self._attention_out = attention_out
         self._attention_norm = attention_norm
@@ -56,6 +57,10 @@ class PostNormLayer:
         attended = attend(q, k, v, batch, biases=biases)
         self._attention_out.add_to(x, attended)
         x = self._attention_norm(x)
-        inner = self._activation(self._up.multiply(x))
-        self._down.add_to(x, inner)
+        self._down.add_to(x, self._inner(x))
         return self._norm(x)
+
+    def _inner(self, x: Tensor) -> Tensor:
+        if (own := _OF_PRODUCTS.get(self._activation)) is not None:
+            return self._up.activated(x, own)
+        return ACTIVATIONS[self._activation](self._up.multiply(x))

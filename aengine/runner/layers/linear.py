@@ -149,6 +149,9 @@ class Linear:
     def gated_after_norm(self, x: Tensor, norm: Norm, activation: Activation = "silu") -> Tensor:
         return self.weight.gated_after_norm(x, norm, activation)
 
+    def activated(self, x: Tensor, activation: Activation) -> Tensor:
+        return self.weight.activated(x, activation)
+
     def add_to(self, residual: Tensor, x: Tensor, post_norm: Norm | None = None, scale: float = 1.0) -> None:
         """Add norm(product by x), if ``post_norm`` is given, or ``scale`` times the product to ``residual``, in
         place."""

@@ -28,6 +28,10 @@ def attend(
     ``reach``: how many tokens to either side a query sees; None: all. ``biases``: of each group, float
     [num_heads, length, length], added to the scores.
     """
+    if batch.is_compiled and biases is None and q.shape[2] % 16 == 0:
+        from ...kernels.cpu.ops import attend_both_sides
+
+        return attend_both_sides(q, k, v, batch.positions, batch.texts, batch.begins, batch.token_counts, reach)
     parts = []
     for i, group in enumerate(batch.groups):
         mask = _mask(group, q.device, reach, None if biases is None else biases[i].to(q.dtype))

@@ -37,7 +37,8 @@ class PaddedTexts:
 class EncoderBatch:
     """``texts``: token ids of each, the longest first; ``num_first_tokens``: as `AskedPooling`'s.
 
-    ``tolerance``: the share of the longest that the shortest of a group must have.
+    ``tolerance``: the share of the longest that the shortest of a group must have. ``is_compiled``: a CPU's compiled
+    kernels attend to all texts in one call.
     """
 
     def __init__(
@@ -46,6 +47,8 @@ class EncoderBatch:
         num_first_tokens: Sequence[int],
         device: torch.device,
         tolerance: float = 1.0,
+        *,
+        is_compiled: bool = False,
     ) -> None:
         lengths = np.array([len(text) for text in texts], dtype=np.int64)
         self.lengths = lengths  # host [num_texts]
@@ -65,6 +68,11 @@ class EncoderBatch:
         self._ends = to_device(np.stack((begins, ends - 1, lengths)), device)
         self.device = device
         self.groups = list(_groups(lengths.tolist(), device, tolerance))
+        self.is_compiled = is_compiled
+        if is_compiled:
+            self.texts = torch.from_numpy(np.repeat(np.arange(len(texts)), lengths))  # int64 [num_tokens]
+            self.begins = self._ends[0].int()[:, None]  # int32 [num_texts, 1]
+            self.token_counts = self._ends[2]  # int64 [num_texts]
 
     def first(self, hidden: Tensor) -> Tensor:
         """Return [num_texts, hidden_size]: of each text's first token."""

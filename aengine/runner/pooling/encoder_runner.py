@@ -72,6 +72,7 @@ class EncoderRunner:
             [AskedPooling.of(request).num_first_tokens for request in requests],
             self._platform.device,
             _TOLERANCE_ON_A_GPU if self._platform.is_accelerator else 1.0,
+            is_compiled=self._model.weights.formats.is_compiled,
         )
         hidden = self._model.forward(batch)
         if self._vectors is None:

@@ -17,6 +17,7 @@ from ...kernels.cpu import ops
 from ...kernels.cpu.codes import (
     Activations,
     PackedMatrix,
+    activated,
     activations,
     add_to,
     can_gate,
@@ -88,6 +89,9 @@ class CompiledWeight(Weight):
         if can_gate(self.packed):
             return gated(self.packed, normed, activation, self.bias)
         return _gated(multiply(self.packed, normed, self.bias), activation)
+
+    def activated(self, x: Tensor, activation: Activation) -> Tensor:
+        return activated(self.packed, self._activations(x), activation, self.bias)
 
     def above(self, others: Sequence[Weight]) -> Weight:
         parts = [self, *(other for other in others if isinstance(other, CompiledWeight))]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InternalError
-from ...kernels.activation import Activation, act_and_mul
+from ...kernels.activation import Activation, act_and_mul, activate
 from ...kernels.expert_types import ExpertGate, ExpertPlan
 from ...kernels.grouped_codes import CodeKind
 from ...kernels.policy import KernelPolicy
@@ -101,6 +101,10 @@ class Weight(ABC):
     def gated_after_norm(self, x: Tensor, norm: Norm, activation: Activation = "silu") -> Tensor:
         """activation(gate) * up, [n, out_features / 2]: gate and up are the halves of the product by norm(x)."""
         return act_and_mul(self.multiply(rms_norm(x, norm.weight, norm.eps)), activation)
+
+    def activated(self, x: Tensor, activation: Activation) -> Tensor:
+        """activation(the product by x), [n, out_features]."""
+        return activate(self.multiply(x), activation)
 
     def above(self, others: Sequence[Weight]) -> Weight:
         """Return this weight and others, below each other, as one."""
