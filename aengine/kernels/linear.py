@@ -6,7 +6,10 @@
     add_linear           residual += x W^T + b
 
 W is of x's dtype, or of 8 bits (float8_e4m3fn, int8) with a scale a row, W = scale * codes, or `GroupedCodes` of 4 or 8
-bits with a scale a group of columns. Codes become numbers as they are multiplied; x is not quantised.
+bits with a scale a group of columns. Codes become numbers as they are multiplied.
+
+``quantises_x`` says that x may be rounded to FP8, with a scale a row of its largest number: then FP8 tensor cores
+multiply many rows of x by W in FP8. Otherwise, and of few rows, x is as exact as its dtype.
 
 At small batches the time is that of reading the weights once (2 N K bytes in 16 bit; 2 M N K operations are far below
 the arithmetic limit) plus that of starting kernels, so on the GPU they are one launch each (M = 1) or two.
@@ -27,14 +30,18 @@ __all__ = ["add_linear", "norm_gated_linear", "norm_linear", "plain_linear"]
 
 
 def plain_linear(
-    x: Tensor, weight: Tensor | GroupedCodes, bias: Tensor | None = None, scale: Tensor | None = None
+    x: Tensor,
+    weight: Tensor | GroupedCodes,
+    bias: Tensor | None = None,
+    scale: Tensor | None = None,
+    quantises_x: bool = False,
 ) -> Tensor:
     """Return [n, out_features] in x's dtype, for x [n, in_features] and a weight [out_features, in_features]."""
     _check(x, weight, bias, scale)
     if uses_triton(x):
         from .triton import linear as triton_op
 
-        return triton_op.plain_linear(x, weight, bias, scale)
+        return triton_op.plain_linear(x, weight, bias, scale, quantises_x)
     return product(x, weight, bias, scale)
 
 
@@ -46,6 +53,7 @@ def norm_linear(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     scale: Tensor | None = None,
+    quantises_x: bool = False,
 ) -> Tensor:
     """Return [n, out_features], in x's dtype or ``out_dtype``, summed in float32.
 
@@ -59,7 +67,7 @@ def norm_linear(
     if uses_triton(x):
         from .triton import linear as triton_op
 
-        return triton_op.norm_linear(x, norm_weight, eps, weight, bias, scale, out_dtype or x.dtype)
+        return triton_op.norm_linear(x, norm_weight, eps, weight, bias, scale, out_dtype or x.dtype, quantises_x)
     return product(rms_norm(x, norm_weight, eps), weight, bias, scale).to(out_dtype or x.dtype)
 
 
@@ -71,13 +79,14 @@ def norm_gated_linear(
     bias: Tensor | None = None,
     activation: Activation = "silu",
     scale: Tensor | None = None,
+    quantises_x: bool = False,
 ) -> Tensor:
     """Return [n, size]; weight is [2 * size, in_features], the gate's rows first, bias and scale [2 * size]."""
     _check(x, weight, bias, scale)
     if uses_triton(x):
         from .triton import linear as triton_op
 
-        return triton_op.norm_gated_linear(x, norm_weight, eps, weight, bias, scale, activation)
+        return triton_op.norm_gated_linear(x, norm_weight, eps, weight, bias, scale, activation, quantises_x)
     return act_and_mul(product(rms_norm(x, norm_weight, eps), weight, bias, scale), activation)
 
 
@@ -87,6 +96,7 @@ def add_linear(
     weight: Tensor | GroupedCodes,
     bias: Tensor | None = None,
     scale: Tensor | None = None,
+    quantises_x: bool = False,
 ) -> None:
     """Change ``residual`` [n, out_features] in place, for x [n, in_features]."""
     _check(x, weight, bias, scale)
@@ -94,7 +104,7 @@ def add_linear(
     if uses_triton(x):
         from .triton import linear as triton_op
 
-        triton_op.add_linear(residual, x, weight, bias, scale)
+        triton_op.add_linear(residual, x, weight, bias, scale, quantises_x)
     else:
         residual.add_(product(x, weight, bias, scale))
 

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 __all__ = ["LinearShape", "StreamedTiling", "choose_tiling", "measured_tilings"]
 
 _SHARED_BYTES = 231_000  # shared memory for the stages of a program; it may have 232,448 bytes on Hopper
+_MULTIPROCESSORS = 132  # of an H100 or an H200
 
 
 class LinearShape(NamedTuple):
@@ -27,9 +28,12 @@ class LinearShape(NamedTuple):
     out_features: int  # rows of W; with a gate W has twice as many
     in_features: int
     weight_bytes: int = 2  # bytes of an element of W; 1: in FP8
+    x_bytes: int = 2  # bytes of an element of x; 1: rounded to FP8
+    in_blocks: bool = False  # blocks of 128 x 128 share a scale
 
     def __str__(self) -> str:
-        return f"{self.kind}{'' if self.weight_bytes == 2 else ' fp8'} {self.out_features}x{self.in_features}"
+        parts = [self.kind, *(["fp8"] if self.weight_bytes == 1 else []), *(["rounded"] if self.x_bytes == 1 else [])]
+        return " ".join([*parts, *(["blocks"] if self.in_blocks else []), f"{self.out_features}x{self.in_features}"])
 
 
 class StreamedTiling(NamedTuple):
@@ -41,9 +45,9 @@ class StreamedTiling(NamedTuple):
     num_warps: int
     num_stages: int
 
-    def shared_bytes(self, is_gated: bool, weight_bytes: int = 2) -> int:
-        """Shared memory needed at most: a stretch of W and x, the latter of 16 bit, a stage, and its barriers."""
-        row = self.block_n * (2 if is_gated else 1) * weight_bytes + self.block_m * 2
+    def shared_bytes(self, is_gated: bool, weight_bytes: int = 2, x_bytes: int = 2) -> int:
+        """Shared memory needed at most: a stretch of W and x a stage, and its barriers."""
+        row = self.block_n * (2 if is_gated else 1) * weight_bytes + self.block_m * x_bytes
         return (row * self.block_k + 64) * self.num_stages
 
 
@@ -59,8 +63,10 @@ def measured_tilings() -> Iterator[tuple[LinearShape, int, StreamedTiling]]:
     """Return every tiling that was measured: (shape, most rows, tiling)."""
     for table in _tables().values():
         for name, entries in table.items():
-            kind, *width, size = name.split(" ")
-            shape = LinearShape(kind, *map(int, size.split("x")), 1 if width else 2)  # type: ignore[arg-type, call-arg]
+            kind, *more, size = name.split(" ")
+            n, k = map(int, size.split("x"))
+            widths = (1 if "fp8" in more else 2, 1 if "rounded" in more else 2)
+            shape = LinearShape(kind, n, k, *widths, "blocks" in more)  # type: ignore[arg-type]
             yield from ((shape, rows, StreamedTiling(*tiling)) for rows, *tiling in entries if tiling != [None])
 
 
@@ -95,6 +101,8 @@ def _default_of_fp8(shape: LinearShape, num_rows: int) -> StreamedTiling | None:
     so, for Llama-3.1-8B's shapes on an H100. Up to 64 rows a program has as many as leave some 100 programs, and as
     much on its way as shared memory holds; for more there is no room in its registers."""
     is_gated = shape.kind == "gated"
+    if shape.x_bytes == 1:
+        return _default_of_rounded(shape, num_rows)
     if num_rows > 512:
         return None
     if num_rows > 64 and is_gated:
@@ -105,9 +113,22 @@ def _default_of_fp8(shape: LinearShape, num_rows: int) -> StreamedTiling | None:
     columns = ceil(shape.out_features / 64)
     while block_m > 16 and columns * ceil(num_rows / block_m) < 96:
         block_m //= 2
-    one = StreamedTiling(64, block_m, 128 if is_gated and block_m == 64 else 256, 4, 1)
-    room = _SHARED_BYTES // (2 if columns * ceil(num_rows / block_m) > 132 else 1)
+    is_one_each = columns * ceil(num_rows / block_m) <= _MULTIPROCESSORS
+    block_k = 128 if is_gated and block_m == 64 else 512 if is_one_each and block_m <= 16 and not is_gated else 256
+    one = StreamedTiling(64, block_m, block_k, 4, 1)
+    room = _SHARED_BYTES // (1 if is_one_each else 2)
     return one._replace(num_stages=max(3, min(9, room // one.shared_bytes(is_gated, 1))))
+
+
+def _default_of_rounded(shape: LinearShape, num_rows: int) -> StreamedTiling:
+    """`_default_of_fp8` of x rounded to FP8: the smallest tiles of which a multiprocessor has one at most; else large
+    ones, which read less."""
+    if shape.kind == "gated":
+        return StreamedTiling(64, 128, 128, 4, 3) if num_rows <= 128 else StreamedTiling(128, 128, 128, 8, 4)
+    for tiling in (StreamedTiling(64, 128, 256, 4, 4), StreamedTiling(128, 128, 128, 4, 6)):
+        if ceil(shape.out_features / tiling.block_n) * ceil(num_rows / tiling.block_m) <= _MULTIPROCESSORS:
+            return tiling
+    return StreamedTiling(128, 256, 128, 8, 4)
 
 
 @cache

@@ -1,19 +1,28 @@
-"""Weights in FP8 on a GPU: as near to the dequantised model in float32 as transformers' bfloat16 of that is."""
+"""Weights in FP8 on a GPU: as near to the dequantised model in float32 as transformers' bfloat16 of that is, with
+activations rounded to FP8 where ours are."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from gpu_models import DEVICE, MIB, Batch, Checkpoint, make_runner
 from test_gpu_logits import random_prompts, relative_error
 
+from aengine.kernels.grouped_codes import GroupedCodes, numbers
 from aengine.runner.weights.quantised.fp8 import quantised
+from aengine.runner.weights.quantised.grouped import GroupedWeight
+from aengine.runner.weights.quantised.scaled import ScaledWeight
 
 pytestmark = pytest.mark.gpu
 NUM_DECODES = 8
+LEAST_ROUNDED = 128
+"""Fewest rows whose activations are rounded."""
 
 
 def dequantise(model: torch.nn.Module) -> None:
@@ -24,6 +33,25 @@ def dequantise(model: torch.nn.Module) -> None:
                 continue
             codes, scale = quantised(weight.bfloat16().flatten(0, -2))
             weight.copy_((codes.float() * scale[:, None]).view(weight.shape))
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """x in FP8 with a scale a row of its largest number, as recipes have activations; in x's dtype."""
+    numbers = x.flatten(0, -2).double()
+    scale = numbers.abs().amax(1, keepdim=True).clamp_(min=1e-12) / 448
+    return ((numbers / scale).to(torch.float8_e4m3fn).double() * scale).to(x.dtype).view(x.shape)
+
+
+@contextmanager
+def rounded_activations(model: torch.nn.Module, rounds: bool) -> Iterator[None]:
+    """Each quantised matrix is given rounded activations, if ``rounds``."""
+    matrices = [m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and name != "lm_head"]
+    hooks = [m.register_forward_pre_hook(lambda _, x: (rounded(x[0]),)) for m in matrices if rounds]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3_moe"])
@@ -44,7 +72,9 @@ def test_fp8_made_as_it_is_loaded(tmp_path: Path, arch: str, size: str, rng: ran
         for dtype in ("float32", "bfloat16"):
             dequantise(model.reference(dtype))
         pairs = list(zip(prompts[-count:], tokens, strict=True))
-        wanted, theirs = ([model.logits(p, t, dtype) for p, t in pairs] for dtype in ("float32", "bfloat16"))
+        wanted = [model.logits(p, t) for p, t in pairs]
+        with rounded_activations(model.reference("bfloat16"), sum(map(len, prompts[-count:])) >= LEAST_ROUNDED):
+            theirs = [model.logits(p, t, "bfloat16") for p, t in pairs]
         ours, theirs_off = relative_error(list(logits), wanted), relative_error(theirs, wanted)
         print(f"{arch} {size}, {count} requests: relative error {ours:.2e}, of transformers {theirs_off:.2e}")
         assert ours <= 1.4 * theirs_off
@@ -55,8 +85,6 @@ def test_fp8_made_as_it_is_loaded(tmp_path: Path, arch: str, size: str, rng: ran
 @pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.int8])
 def test_products_of_large_matrices(rows: int, codes: torch.dtype) -> None:
     """Sums of thousands of numbers, of which the tensor cores add up few bits; and of rows with one large number."""
-    from aengine.runner.weights.quantised.scaled import ScaledWeight
-
     if DEVICE == "cpu":
         pytest.skip("the kernels are compared with a reference in tests/kernels")
     weight = torch.randn(4096, 14336, device=DEVICE) * 14336**-0.5
@@ -71,3 +99,41 @@ def test_products_of_large_matrices(rows: int, codes: torch.dtype) -> None:
     exact += residual.double()
     made.add_to(residual, x)
     assert float((residual.double() - exact).norm() / exact.norm()) < 4e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("in_blocks", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 9, 64, 127, 128, 200, 512, 513, 2051])
+def test_products_with_rounded_activations(rows: int, in_blocks: bool, dtype: torch.dtype) -> None:
+    """As exact as x is for few rows; for many off by what rounding each row of x costs, and by little more. Of rows
+    with one large number, and of all verbs."""
+    if DEVICE == "cpu":
+        pytest.skip("the kernels are compared with a reference in tests/kernels")
+    n, k = 4096, 14336
+    codes, scale = quantised(torch.randn(n, k, device=DEVICE) * k**-0.5)
+    bias, norm = torch.randn(n, device=DEVICE), SimpleNamespace(weight=torch.rand(k, device=DEVICE) + 0.5, eps=1e-6)
+    made: ScaledWeight | GroupedWeight = ScaledWeight(codes, scale, bias, quantises_x=True)
+    matrix = codes.double() * scale.double()[:, None]
+    if in_blocks:
+        blocks = (torch.rand(n // 128, k // 128, device=DEVICE) + 0.5) * scale.mean()
+        made = GroupedWeight(GroupedCodes("e4m3", codes, blocks, 128, rows=128), bias, quantises_x=True)
+        matrix = numbers(made.codes).double()
+    x, residual = (torch.randn(rows, width, device=DEVICE, dtype=dtype) for width in (k, n))
+    x[:, 77] *= 300
+    exact_norm = torch.rms_norm(x.double(), (k,), norm.weight.double(), norm.eps)
+    of_x, of_norm, before = x.double() @ matrix.t() + bias, exact_norm @ matrix.t() + bias, residual.double()
+    added = residual.clone()
+    made.add_to(added, x)
+    gate, up = of_norm.chunk(2, 1)
+    rounds = rows >= LEAST_ROUNDED
+    least = rounded(exact_norm) @ matrix.t() + bias
+    of_rounding = float((least - of_norm).norm() / of_norm.norm()) if rounds else 0.0
+    for verb, out, wanted in (
+        ("product", made.multiply(x), of_x),
+        ("into residual", added, before + of_x),
+        ("of norm", made.after_norm(x, norm, torch.float32), of_norm),
+        ("gated", made.gated_after_norm(x, norm), torch.nn.functional.silu(gate) * up),
+    ):
+        off = float((out.double() - wanted).norm() / wanted.norm())
+        most = 1.3 * of_rounding + 4e-3
+        assert off < most * (1.6 if verb == "gated" else 1), f"{verb}: off by {off:.2e}, {of_rounding:.2e} of rounding"

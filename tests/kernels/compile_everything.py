@@ -214,19 +214,23 @@ def codes(compiler: Compiler, dtype: torch.dtype, rows: int, n: int, k: int) -> 
     compiler.note = f"{dtype} {rows}x{k}x{n}"
     x, norm = torch.zeros(rows, k, dtype=compiler.half), torch.zeros(k, dtype=compiler.half)
     weight, scale = torch.empty(2 * n, k, dtype=torch.int8).view(dtype), torch.zeros(2 * n)
-    linear.norm_gated_linear(x, norm, 1e-6, weight, scale=scale)
-    linear.norm_linear(x, norm, 1e-6, weight, torch.zeros(2 * n, dtype=compiler.half), scale=scale)
-    linear.add_linear(torch.zeros(rows, 2 * n, dtype=compiler.half), x, weight, scale=scale)
+    for rounds in (False, True) if dtype == torch.float8_e4m3fn else (False,):
+        linear.norm_gated_linear(x, norm, 1e-6, weight, scale=scale, quantises_x=rounds)
+        bias = torch.zeros(2 * n, dtype=compiler.half)
+        linear.norm_linear(x, norm, 1e-6, weight, bias, scale=scale, quantises_x=rounds)
+        linear.add_linear(torch.zeros(rows, 2 * n, dtype=compiler.half), x, weight, scale=scale, quantises_x=rounds)
 
 
 def of_groups(compiler: Compiler, kind: CodeKind, group: int, rows: int, n: int, k: int, **more: Any) -> None:
-    """As `codes`, with a scale a group of columns. ``more``: "zero", "offset", "row_scale"; "scale" is its dtype."""
+    """As `codes`, with a scale a group of columns. ``more``: "zero", "offset", "row_scale"; "scale" is its dtype,
+    "block" how many rows share one."""
     compiler.note = f"{kind} {group} {rows}x{k}x{n}"
     x, norm = torch.zeros(rows, k, dtype=compiler.half), torch.zeros(k, dtype=compiler.half)
-    weight = codes_of_groups(kind, group, 2 * n, k, **more)
-    linear.norm_gated_linear(x, norm, 1e-6, weight)
-    linear.norm_linear(x, norm, 1e-6, weight, torch.zeros(2 * n))
-    linear.add_linear(torch.zeros(rows, 2 * n, dtype=compiler.half), x, weight)
+    weight = codes_of_groups(kind, group, 2 * n, k, rows=more.pop("block", 1), **more)
+    for rounds in (False, True) if kind == "e4m3" else (False,):
+        linear.norm_gated_linear(x, norm, 1e-6, weight, quantises_x=rounds)
+        linear.norm_linear(x, norm, 1e-6, weight, torch.zeros(2 * n), quantises_x=rounds)
+        linear.add_linear(torch.zeros(rows, 2 * n, dtype=compiler.half), x, weight, quantises_x=rounds)
 
 
 Heads = tuple[int, int, int]  # query heads, key-value heads, size
@@ -472,6 +476,7 @@ def every_kernel(compiler: Compiler) -> None:
         of_groups(compiler, "int4", 128, rows, 1024, 2048)
         of_groups(compiler, "e2m1", 16, rows, 1024, 2048, scale=torch.float8_e4m3fn, row_scale=torch.zeros(2048))
         of_groups(compiler, "uint4", 32, rows, 1001, 576, offset=torch.zeros(2002, 18))
+        of_groups(compiler, "e4m3", 128, rows, 1024, 2048, scale=torch.float32, block=128)
     products(compiler, 1, 1023, 576, "gated")
     products(compiler, 1, 1001, 4864, "gated")
     compiler.note = ""

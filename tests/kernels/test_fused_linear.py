@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from pairs import some
 
 from aengine.kernels.activation import Activation, act_and_mul
+from aengine.kernels.grouped_codes import GroupedCodes
 from aengine.kernels.linear import add_linear, norm_gated_linear, norm_linear, plain_linear
 from aengine.kernels.linear_tilings import StreamedTiling
 from aengine.kernels.rms_norm import add_rms_norm, rms_norm
@@ -161,6 +162,49 @@ def test_streamed_tiles(
             linear_fp8.stream(tiling, linear_fp8.split(on[0]), *on[1:], out[1:-1], **how)
         assert relative_error(out[1:-1], reference) < 2 * TOLERANCE[dtype], tiling
         assert torch.equal(out[[0, -1]].cpu(), whole[[0, -1]])
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """x in FP8 with a scale a row of its largest number, as recipes of checkpoints have it."""
+    scale = x.float().abs().amax(1, keepdim=True) / 448
+    return (x.float() / scale).to(torch.float8_e4m3fn).double() * scale.double()
+
+
+@pytest.mark.parametrize(("rows", "quantises_x"), [(1, True), (5, True), (130, False), (130, True)])
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_weights_in_fp8(
+    rng: random.Random, gen: torch.Generator, triton_device: torch.device, in_blocks: bool, rows: int, quantises_x: bool
+) -> None:
+    """With a scale a row, or a block of 128 x 128; activations are rounded of many rows, and where they may be."""
+    k, n = rng.choice([256, 320] if in_blocks else [272, 320]), 256
+    codes = torch.randn(n, k, generator=gen).to(torch.float8_e4m3fn)
+    if in_blocks:
+        scale = (torch.rand(n // 128, -(-k // 128), generator=gen) + 0.5) / 16
+        numbers = codes.double() * scale.double().repeat_interleave(128, 0).repeat_interleave(128, 1)[:, :k]
+        on_device = moved(triton_device, codes, scale)
+        matrix: list = [GroupedCodes("e4m3", *on_device, 128, rows=128), None, None]
+    else:
+        scale = (torch.rand(n, generator=gen) + 0.5) / 16
+        numbers = codes.double() * scale.double()[:, None]
+        matrix = [codes.to(triton_device), None, scale.to(triton_device)]
+    x, residual = torch.randn(rows, k, generator=gen).half(), torch.randn(rows, n, generator=gen).half()
+    x[rows // 2, 7] *= 30
+    norm, bias = torch.rand(k, generator=gen) + 0.5, torch.randn(n, generator=gen)
+    takes = rounded if quantises_x and rows >= linear_fp8.LEAST_ROUNDED else torch.Tensor.double
+    of_x, of_norm = takes(x) @ numbers.t(), takes(normed(x, norm, 1e-6)) @ numbers.t()
+    on = moved(triton_device, x, norm, residual, bias)
+    weight, _, scales = matrix
+    gate, up = of_norm.chunk(2, -1)
+    added = on[2].clone()
+    add_linear(added, on[0], weight, on[3], scales, quantises_x)
+    made = {
+        "plain": (plain_linear(on[0], weight, None, scales, quantises_x), of_x),
+        "norm": (norm_linear(on[0], on[1], 1e-6, weight, on[3], None, scales, quantises_x), of_norm + bias),
+        "gated": (norm_gated_linear(on[0], on[1], 1e-6, weight, None, "silu", scales, quantises_x), F.silu(gate) * up),
+        "add": (added, residual + of_x + bias),
+    }
+    for verb, (out, wanted) in made.items():
+        assert relative_error(out, wanted) < 2e-3, verb
 
 
 def test_a_row_depends_on_no_other(gen: torch.Generator, triton_device: torch.device) -> None:

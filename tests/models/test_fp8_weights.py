@@ -185,7 +185,7 @@ def test_products(rows: int, dtype: torch.dtype, rng: random.Random) -> None:
 
 def test_blocks_are_kept_as_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU; the last block of a row may be smaller."""
-    monkeypatch.setattr(fp8, "grouped_weight", lambda codes, bias, plain: GroupedWeight(codes, bias))
+    monkeypatch.setattr(fp8, "grouped_weight", lambda codes, bias, plain, **how: GroupedWeight(codes, bias, **how))
     gen = torch.Generator().manual_seed(1)
     codes, scale = torch.randn(16, 80, generator=gen).to(FP8), torch.rand(2, 3, generator=gen)
     form = Fp8Format(PLAIN, "weight_scale_inv", of_rows=False, block=(8, 32))
@@ -229,12 +229,38 @@ def test_settings() -> None:
     (weight,) = made.of("a").tensors(8, 4, False)
     assert weight.dtype == torch.bfloat16 and weight.kept == FP8, "what memory is needed is that of FP8"
     stored = choose_formats("bfloat16", gpu, {"quantization_config": KINDS["blocks"][2]}, quantization="fp8")
-    assert stored.of("a") == Fp8Format(PlainFormat(torch.bfloat16), "weight_scale_inv", False, (8, 32))
+    assert stored.of("a") == Fp8Format(PlainFormat(torch.bfloat16), "weight_scale_inv", False, (8, 32), True)
     assert isinstance(stored.of("a").make_experts(2, stored.of("a").tensors(16, 64, False), gpu), CodedExperts)
     with pytest.raises(ValueError, match="its 12 rows are no multiple of the 8 of a block"):
         stored.of("a").tensors(12, 32, False)
     with pytest.raises(ModelLoadError, match="quantised"):
         choose_formats("bfloat16", gpu, {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}})
+
+
+@pytest.mark.parametrize(
+    ("x", "rounds"),
+    [
+        (None, False),
+        ({"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}, True),
+        ({"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}, True),
+        ({"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}, False),
+    ],
+    ids=["weights alone", "dynamic", "static", "integers"],
+)
+@pytest.mark.parametrize("kind", ["channel", "block"])
+def test_activations_are_rounded_where_the_recipe_does(
+    kind: str, x: dict[str, Any] | None, rounds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """compressed-tensors says so; the other methods do it always."""
+    config = compressed(kind)
+    config["config_groups"]["group_0"] |= {"input_activations": x}
+    config["config_groups"]["group_0"]["weights"] |= {"block_structure": [8, 32]} if kind == "block" else {}
+    form = choose_formats("bfloat16", torch.device("cuda"), {"quantization_config": config}).of("a")
+    monkeypatch.setattr(fp8, "grouped_weight", lambda codes, bias, plain, **how: GroupedWeight(codes, bias, **how))
+    scale = torch.ones(2, 2) if kind == "block" else torch.ones(16, 1)
+    assert isinstance(form, Fp8Format) and form.quantises_x == rounds
+    made = form.make({"weight": torch.ones(16, 64).to(FP8), "weight_scale": scale})
+    assert kind != "block" or (isinstance(made, GroupedWeight) and made.quantises_x == rounds)
 
 
 def test_experts_that_a_gpu_does_not_multiply() -> None:

@@ -37,9 +37,11 @@ MAX_TILED = 128
 _SMALL_WEIGHT = 2**23  # elements; a larger one takes so long to read that cuBLAS' slower start does not show
 
 
-def plain_linear(x: Tensor, weight: Tensor | GroupedCodes, bias: Tensor | None, scale: Tensor | None) -> Tensor:
-    out = _own(x, None, 0.0, weight, bias, scale, x.dtype)
-    return product(x, weight, bias, scale) if out is None else out
+def plain_linear(
+    x: Tensor, weight: Tensor | GroupedCodes, bias: Tensor | None, scale: Tensor | None, quantises_x: bool = False
+) -> Tensor:
+    out = _own(x, None, 0.0, weight, bias, scale, x.dtype, quantises_x)
+    return _by_library(x, None, 0.0, weight, bias, scale, x.dtype, quantises_x) if out is None else out
 
 
 def norm_linear(
@@ -50,10 +52,11 @@ def norm_linear(
     bias: Tensor | None,
     scale: Tensor | None,
     out_dtype: torch.dtype,
+    quantises_x: bool = False,
 ) -> Tensor:
-    out = _own(x, norm_weight, eps, weight, bias, scale, out_dtype)
+    out = _own(x, norm_weight, eps, weight, bias, scale, out_dtype, quantises_x)
     if out is None:
-        out = product(rms_norm.rms_norm(x, norm_weight, eps), weight, bias, scale, out_dtype)
+        out = _by_library(x, norm_weight, eps, weight, bias, scale, out_dtype, quantises_x)
     return out
 
 
@@ -65,28 +68,53 @@ def norm_gated_linear(
     bias: Tensor | None,
     scale: Tensor | None,
     activation: str,
+    quantises_x: bool = False,
 ) -> Tensor:
-    out = _own(x, norm_weight, eps, weight, bias, scale, x.dtype, activation)
+    out = _own(x, norm_weight, eps, weight, bias, scale, x.dtype, quantises_x, activation)
     if out is None:
-        normed = rms_norm.rms_norm(x, norm_weight, eps)
-        out = act_and_mul(product(normed, weight, bias, scale), activation)
+        out = act_and_mul(_by_library(x, norm_weight, eps, weight, bias, scale, x.dtype, quantises_x), activation)
     return out
 
 
 def add_linear(
-    residual: Tensor, x: Tensor, weight: Tensor | GroupedCodes, bias: Tensor | None, scale: Tensor | None
+    residual: Tensor,
+    x: Tensor,
+    weight: Tensor | GroupedCodes,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    quantises_x: bool = False,
 ) -> None:
+    weight, scale = linear_fp8.unwrapped(x, weight, scale, quantises_x)
     if isinstance(weight, GroupedCodes):
         if not linear_grouped.multiply(x, weight, bias, residual, add=True):
             residual.add_(product(x, weight, bias))
     elif x.shape[0] == 1:
         gemv(x, weight, bias, scale, residual, None, 0.0, add=True)
-    elif (tiling := _tiling(x, weight, gated=False, add=True)) is not None:
-        _run(tiling, x, None, 0.0, weight, bias, scale, residual, add=True)
+    elif (tiling := _tiling(x, weight, scale, quantises_x, gated=False, add=True)) is not None:
+        _run(tiling, x, None, 0.0, weight, bias, scale, residual, quantises_x, add=True)
     elif bias is None and scale is None:
         torch.addmm(residual, x, weight.t(), out=residual)
     else:  # the bias joins the product first: added to the residual it would round that once more
-        residual.add_(product(x, weight, bias, scale))
+        residual.add_(_by_library(x, None, 0.0, weight, bias, scale, x.dtype, quantises_x))
+
+
+def _by_library(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    weight: Tensor | GroupedCodes,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    out_dtype: torch.dtype,
+    quantises_x: bool,
+) -> Tensor:
+    """Return the product by x, or by its norm."""
+    codes, scales = linear_fp8.unwrapped(x, weight, scale, quantises_x)
+    if isinstance(codes, Tensor) and scales is not None:
+        if linear_fp8.by_library(x.shape[0], codes, scales.dim() == 2, quantises_x):
+            return linear_fp8.product(x, norm_weight, eps, codes, bias, scales, out_dtype)
+    x = x if norm_weight is None else rms_norm.rms_norm(x, norm_weight, eps)
+    return product(x, weight, bias, scale, out_dtype)
 
 
 def _own(
@@ -97,23 +125,25 @@ def _own(
     bias: Tensor | None,
     scale: Tensor | None,
     out_dtype: torch.dtype,
+    quantises_x: bool,
     activation: str | None = None,
 ) -> Tensor | None:
     """Compute the product by x or its norm, gated if there is an ``activation``, with our own kernel; None: cuBLAS is
     faster."""
     gated = activation is not None
+    weight, scale = linear_fp8.unwrapped(x, weight, scale, quantises_x, gated)
     if isinstance(weight, GroupedCodes):
         out = torch.empty((x.shape[0], weight.shape[0] // (2 if gated else 1)), dtype=out_dtype, device=x.device)
         norm = None if norm_weight is None else (norm_weight, eps)
         return out if linear_grouped.multiply(x, weight, bias, out, norm, add=False, activation=activation) else None
-    tiling = None if x.shape[0] == 1 else _tiling(x, weight, gated=gated, add=False)
+    tiling = None if x.shape[0] == 1 else _tiling(x, weight, scale, quantises_x, gated=gated, add=False)
     if x.shape[0] > 1 and tiling is None:
         return None
     out = torch.empty((x.shape[0], weight.shape[0] // (2 if gated else 1)), dtype=out_dtype, device=x.device)
     if tiling is None:
         gemv(x, weight, bias, scale, out, norm_weight, eps, add=False, activation=activation)
     else:
-        _run(tiling, x, norm_weight, eps, weight, bias, scale, out, add=False, activation=activation)
+        _run(tiling, x, norm_weight, eps, weight, bias, scale, out, quantises_x, add=False, activation=activation)
     return out
 
 
@@ -126,13 +156,14 @@ def _run(
     bias: Tensor | None,
     scale: Tensor | None,
     out: Tensor,
+    quantises_x: bool,
     *,
     add: bool,
     activation: str | None = None,
 ) -> None:
     """out [M, N] = the product by x or its norm, or is added to."""
     if isinstance(tiling, StreamedTiling) and scale is not None:
-        terms = linear_fp8.split(x, norm_weight, eps)
+        terms = linear_fp8.split(x, norm_weight, eps, linear_fp8.num_terms(x.shape[0], quantises_x))
         linear_fp8.stream(tiling, terms, weight, bias, scale, out, add=add, activation=activation)
         return
     x = x if norm_weight is None else rms_norm.rms_norm(x, norm_weight, eps)
@@ -168,16 +199,22 @@ def _run(
     )
 
 
-def _tiling(x: Tensor, weight: Tensor, *, gated: bool, add: bool) -> StreamedTiling | SkinnyTiling | TiledTiling | None:
+def _tiling(
+    x: Tensor, weight: Tensor, scale: Tensor | None, quantises_x: bool, *, gated: bool, add: bool
+) -> StreamedTiling | SkinnyTiling | TiledTiling | None:
     """Return the tiling of our kernel for a product of two or more rows; None: cuBLAS is faster, or the shape unfit."""
     if x.dtype == torch.float32 and not is_interpreted:
         return None
     rows, (n, k), has_codes = x.shape[0], weight.shape, weight.dtype != x.dtype
     size = n // 2 if gated else n
     if is_hopper() and x.dtype != torch.float32 and weight.dtype != torch.int8 and k * weight.element_size() % 16 == 0:
-        shape = LinearShape("gated" if gated else "add" if add else "plain", size, k, weight.element_size())
+        widths = weight.element_size(), linear_fp8.num_terms(rows, quantises_x) if has_codes else 2
+        in_blocks = scale is not None and scale.dim() == 2
+        if linear_fp8.by_library(rows, weight, in_blocks, quantises_x):
+            return None
+        shape = LinearShape("gated" if gated else "add" if add else "plain", size, k, *widths, in_blocks)
         if (streamed := choose_tiling(device_name(), shape, rows)) is not None:
-            return linear_streamed.fit(streamed, gated, weight.element_size())
+            return linear_streamed.fit(streamed, gated, *widths)
     if has_codes:  # torch would write them as numbers first
         choice = _choose(rows, 0, gated)
     else:

@@ -12,57 +12,143 @@ Bytes: W once for every BM rows; terms once for every BN columns, mostly out of 
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..grouped_codes import GroupedCodes
 from ..linear_tilings import StreamedTiling
-from .launch import has_pdl, launch, launch_next, wait_for_previous
+from .launch import has_pdl, is_hopper, is_interpreted, launch, launch_next, wait_for_previous
 from .linear_parts import prefetch_rows, store_product
 
-__all__ = ["Terms", "split", "stream"]
+__all__ = ["BLOCK", "Fp8Rows", "split", "stream"]
 
-Terms = tuple[Tensor, Tensor]
-"""float8_e4m3fn [16 * ceil(M / 8), K], float32 [M]: row i of x is the sum of row 16 * (i // 8) + i % 8 and of the
-eighth row after that, times the scale of row i."""
 _LARGEST = tl.constexpr(448.0)  # the largest number of float8_e4m3fn
+BLOCK = 128
+"""Rows and columns of W that share a scale, of weights in blocks."""
+_BESIDE = 8
+"""Most tiles of x that are multiplied beside each other, so that what they read of W and x stays in the L2 cache."""
+LEAST_ROUNDED = 128
+"""Fewest rows of x that are rounded to FP8, if they may be."""
+LEAST_OF_LIBRARY = 192
+"""Fewest rows of x, rounded, that the library multiplies by a weight in blocks."""
+MOST_EXACT = 512
+"""Most rows of x that are multiplied as two terms; of more, W is written as numbers for the library."""
 
 
-def split(x: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0) -> Terms:
-    """Return the terms of x [M, K], or of its norm."""
+class Fp8Rows(NamedTuple):
+    """x [M, K] in FP8, with a scale a row. Of two terms, row i of x is the sum of the codes' row 16 * (i // 8) + i % 8
+    and of the eighth row after that, times the scale of row i."""
+
+    codes: Tensor  # float8_e4m3fn [M, K]; of two terms [16 * ceil(M / 8), K]; in groups [4 * ceil(M / 4), K]
+    scale: Tensor  # float32 [M, 1]; in groups of 128 columns [4 * ceil(M / 4), ceil(K / 128)], a column in one piece
+    num_terms: int  # 1: rounded to FP8; 2: exact enough for 16 bits
+
+
+def num_terms(rows: int, quantises_x: bool) -> int:
+    """Return in how many terms x is multiplied."""
+    return 1 if quantises_x and rows >= LEAST_ROUNDED else 2
+
+
+def by_library(rows: int, weight: Tensor, in_blocks: bool, quantises_x: bool) -> bool:
+    """Return whether `product` is faster than `stream`, and can multiply."""
+    can = in_blocks and weight.shape[1] % (4 * BLOCK) == 0 and weight.shape[0] % BLOCK == 0 and _library_has_blocks()
+    return can and quantises_x and rows >= LEAST_OF_LIBRARY
+
+
+@functools.cache
+def _library_has_blocks() -> bool:
+    """Return whether torch is built for CUDA 12.9 or later, and runs on it."""
+    version = torch.version.cuda
+    return version is not None and not is_interpreted and tuple(map(int, version.split(".")[:2])) >= (12, 9)
+
+
+def unwrapped(
+    x: Tensor, weight: Tensor | GroupedCodes, scale: Tensor | None, quantises_x: bool, gated: bool = False
+) -> tuple[Tensor | GroupedCodes, Tensor | None]:
+    """Return the codes and scales [N / 128, K / 128] of a weight in blocks that is for `stream` or for `gemv`; what is
+    given, of others."""
+    if not isinstance(weight, GroupedCodes) or weight.kind != "e4m3" or not weight.rows == weight.group == BLOCK:
+        return weight, scale
+    rows, (n, k) = x.shape[0], weight.shape
+    streams = is_hopper() and x.dtype != torch.float32 and (quantises_x or rows <= MOST_EXACT)
+    if (rows > 1 and not streams) or k < BLOCK or (gated and n % (2 * BLOCK)) or weight.scale.dtype != torch.float32:
+        return weight, scale
+    return weight.codes, weight.scale
+
+
+def product(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: Tensor,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The product by x, or its norm, rounded to FP8, by the library: [M, N] in ``out_dtype``. In blocks, 128 columns of
+    a row of x have a scale as well: the library has no other kernel for them."""
+    in_blocks = scale.dim() == 2
+    codes, x_scale, _ = split(x, norm_weight, eps, 1, in_groups=in_blocks)
+    made = torch._scaled_mm(
+        codes,
+        weight.t(),
+        x_scale,
+        scale.t() if in_blocks else scale[None],
+        out_dtype=out_dtype,
+        use_fast_accum=not in_blocks,
+    )[: x.shape[0]]
+    return made if bias is None else made.add_(bias)
+
+
+def split(
+    x: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0, num_terms: int = 2, *, in_groups: bool = False
+) -> Fp8Rows:
+    """Return x [M, K], or its norm, in so many terms; one term in groups of 128 columns, or as a whole."""
     rows, k = x.shape
-    terms = torch.empty((16 * triton.cdiv(rows, 8), k), dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+    num_rows = 16 * triton.cdiv(rows, 8) if num_terms == 2 else 4 * triton.cdiv(rows, 4) if in_groups else rows
+    codes = torch.empty((num_rows, k), dtype=torch.float8_e4m3fn, device=x.device)
+    shape = (triton.cdiv(k, BLOCK), num_rows) if in_groups else (1, rows)
+    scale = torch.empty(shape, dtype=torch.float32, device=x.device).t()
     block = triton.next_power_of_2(k)
     launch(
         _split,
         (rows,),
         x,
         norm_weight,
-        terms,
+        codes,
         scale,
         eps,
+        num_rows,
         K=k,
         BLOCK=block,
+        GROUP=BLOCK if in_groups else block,
         NORM=norm_weight is not None,
+        TERMS=num_terms,
         PDL=has_pdl(),
         num_warps=min(16, max(4, block // 1024)),
     )
-    return terms, scale
+    return Fp8Rows(codes, scale, num_terms)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _split(
     x_ptr,
     norm_ptr,
-    terms_ptr,
+    codes_ptr,
     scale_ptr,
     eps,
+    num_rows,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
     NORM: tl.constexpr,
+    TERMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     launch_next(PDL)
@@ -74,15 +160,24 @@ def _split(
     x = tl.load(x_ptr + row.to(tl.int64) * K + i, mask=i < K, other=0.0).to(tl.float32)
     if NORM:
         x = x * w / tl.sqrt(tl.sum(x * x, 0) / K + eps)
-    largest = tl.maximum(tl.max(tl.abs(x), 0), 1e-30)
-    x = x * (_LARGEST / largest)
+    if GROUP == BLOCK:
+        largest = tl.maximum(tl.max(tl.abs(x), 0), 1e-30)
+        x = x * (_LARGEST / largest)
+        # NaN if some x is none or infinite: its bits may have been rounded to those of a number.
+        tl.store(scale_ptr + row, largest / _LARGEST + tl.sum(x * 0.0, 0))
+    else:
+        groups = tl.reshape(x, (BLOCK // GROUP, GROUP))
+        largest = tl.maximum(tl.max(tl.abs(groups), 1), 1e-30)
+        groups = groups * (_LARGEST / largest[:, None])
+        group = tl.arange(0, BLOCK // GROUP)
+        scale = largest / _LARGEST + tl.sum(groups * 0.0, 1)
+        tl.store(scale_ptr + group * num_rows + row, scale, mask=group < tl.cdiv(K, GROUP))
+        x = tl.reshape(groups, (BLOCK,))
     first = _of_four_bits(x)
-    second = _of_four_bits(x - first)
-    at = terms_ptr + (row // 8 * 16 + row % 8).to(tl.int64) * K + i
+    at = codes_ptr + (row if TERMS == 1 else row // 8 * 16 + row % 8).to(tl.int64) * K + i
     tl.store(at, first.to(tl.float8e4nv), mask=i < K)
-    tl.store(at + 8 * K, second.to(tl.float8e4nv), mask=i < K)
-    # NaN if some x is none or infinite: its bits may have been rounded to those of a number.
-    tl.store(scale_ptr + row, largest / _LARGEST + tl.sum(x * 0.0, 0))
+    if TERMS == 2:
+        tl.store(at + 8 * K, _of_four_bits(x - first).to(tl.float8e4nv), mask=i < K)
 
 
 @triton.jit
@@ -98,7 +193,7 @@ def _of_four_bits(x):
 
 def stream(
     tiling: StreamedTiling,
-    x: Terms,
+    x: Fp8Rows,
     weight: Tensor,
     bias: Tensor | None,
     scale: Tensor,
@@ -107,25 +202,32 @@ def stream(
     add: bool,
     activation: str | None = None,
 ) -> None:
-    """Set out [M, N] to the product, or add it to out; rows of W are multiples of 16 bytes."""
+    """Set out [M, N] to the product, or add it to out; rows of W are multiples of 16 bytes. ``scale``: float32, [N] or
+    of blocks [N / 128, ceil(K / 128)]; then a tile's columns are a multiple of 128, and its rows divide 128."""
     rows, size = out.shape
-    terms, x_scale = x
+    in_blocks = scale.dim() == 2
+    columns = BLOCK if in_blocks else tiling.block_k
+    assert not in_blocks or (tiling.block_k % BLOCK == 0 and BLOCK % tiling.block_n == 0)
+    num_m = triton.cdiv(rows, tiling.block_m)
+    groups = triton.cdiv(num_m, _BESIDE)
     launch(
         _streamed,
-        (triton.cdiv(rows, tiling.block_m), triton.cdiv(size, tiling.block_n)),
-        TensorDescriptor.from_tensor(terms, [2 * tiling.block_m, tiling.block_k]),
-        TensorDescriptor.from_tensor(weight, [tiling.block_n, tiling.block_k]),
+        (triton.cdiv(num_m, groups), triton.cdiv(size, tiling.block_n), groups),
+        TensorDescriptor.from_tensor(x.codes, [x.num_terms * tiling.block_m, columns]),
+        TensorDescriptor.from_tensor(weight, [tiling.block_n, columns]),
         weight,
         out,
         bias,
         scale,
-        x_scale,
+        x.scale,
         rows,
         size,
         weight.shape[1],
         BN=tiling.block_n,
         BM=tiling.block_m,
         BK=tiling.block_k,
+        TERMS=x.num_terms,
+        BLOCKS=in_blocks,
         BIAS=bias is not None,
         ADD=add,
         GATED=activation is not None,
@@ -151,6 +253,8 @@ def _streamed(
     BN: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
+    TERMS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     BIAS: tl.constexpr,
     ADD: tl.constexpr,
     GATED: tl.constexpr,
@@ -158,33 +262,56 @@ def _streamed(
     PDL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    m0 = tl.program_id(0) * BM
+    m0 = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * BM
     n0 = tl.program_id(1) * BN
     m = m0 + tl.arange(0, BM)
     n = n0 + tl.arange(0, BN)
     launch_next(PDL)
+    if m0 >= M:
+        return
     if PDL:
         prefetch_rows(w_ptr, n, N, K)
         if GATED:
             prefetch_rows(w_ptr, N + n, 2 * N, K)
     wait_for_previous(PDL)
-    y = tl.zeros((BN, 2 * BM), tl.float32)
-    v = tl.zeros((BN, 2 * BM), tl.float32)
+    y = tl.zeros((BN, TERMS * BM), tl.float32)
+    v = tl.zeros((BN, TERMS * BM), tl.float32)
+    if BLOCKS:
+        block_ptr = scale_ptr + n0 // 128 * tl.cdiv(K, 128)
+        up_ptr = scale_ptr + (N + n0) // 128 * tl.cdiv(K, 128)
     for k0 in tl.range(0, K, BK, num_stages=STAGES):  # TMA copies zeros for what lies outside of x and W
-        x = x_tiles.load([2 * m0, k0]).T
-        y += tl.dot(w_tiles.load([n0, k0]), x)
-        if GATED:
-            v += tl.dot(w_tiles.load([N + n0, k0]), x)
-    y = _of_terms(y, x_scale_ptr, m, M, BN, BM)
+        if BLOCKS:
+            for k in tl.static_range(0, BK, 128):
+                x = x_tiles.load([TERMS * m0, k0 + k]).T
+                y += tl.dot(w_tiles.load([n0, k0 + k]), x) * _scale_of(block_ptr, k0 + k, K)
+                if GATED:
+                    v += tl.dot(w_tiles.load([N + n0, k0 + k]), x) * _scale_of(up_ptr, k0 + k, K)
+        else:
+            x = x_tiles.load([TERMS * m0, k0]).T
+            if TERMS == 1:  # as exact as rounded x is
+                y = tl.dot(w_tiles.load([n0, k0]), x, y)
+                if GATED:
+                    v = tl.dot(w_tiles.load([N + n0, k0]), x, v)
+            else:
+                y += tl.dot(w_tiles.load([n0, k0]), x)
+                if GATED:
+                    v += tl.dot(w_tiles.load([N + n0, k0]), x)
+    y = _of_terms(y, x_scale_ptr, m, M, BN, BM, TERMS)
     if GATED:
-        v = _of_terms(v, x_scale_ptr, m, M, BN, BM)
+        v = _of_terms(v, x_scale_ptr, m, M, BN, BM, TERMS)
     out_ptrs = out_ptr + m[None, :].to(tl.int64) * N + n[:, None]
     is_inside = (n < N)[:, None] & (m < M)[None, :]
-    store_product(y, v, bias_ptr, scale_ptr, n, out_ptrs, is_inside, N, 1, BIAS, True, ADD, GATED, ACTIVATION)
+    store_product(y, v, bias_ptr, scale_ptr, n, out_ptrs, is_inside, N, 1, BIAS, not BLOCKS, ADD, GATED, ACTIVATION)
 
 
 @triton.jit
-def _of_terms(y, x_scale_ptr, m, M, BN: tl.constexpr, BM: tl.constexpr):
-    """[BN, BM]: the sums over both terms of each row, times its scale."""
-    both = tl.reshape(tl.sum(tl.reshape(y, (BN, BM // 8, 2, 8)), 2), (BN, BM))
-    return both * tl.load(x_scale_ptr + m, mask=m < M, other=0.0)[None, :]
+def _scale_of(block_ptr, k, K):
+    return tl.load(block_ptr + k // 128, mask=k < K, other=0.0)
+
+
+@triton.jit
+def _of_terms(y, x_scale_ptr, m, M, BN: tl.constexpr, BM: tl.constexpr, TERMS: tl.constexpr):
+    """[BN, BM]: the sums over the terms of each row, times its scale."""
+    if TERMS == 2:
+        y = tl.reshape(tl.sum(tl.reshape(y, (BN, BM // 8, 2, 8)), 2), (BN, BM))
+    return y * tl.load(x_scale_ptr + m, mask=m < M, other=0.0)[None, :]

@@ -31,8 +31,10 @@ def gemv(
     activation: str | None = None,
 ) -> None:
     """Set out [1, N] to the product, or add it to out; ``norm_weight``: None if x is not to be normalised;
-    ``activation``: that of the gate, None if there is none."""
+    ``activation``: that of the gate, None if there is none; ``scale``: float32 [N], or [N / 128, ceil(K / 128)] of
+    blocks of rows and columns, with K of 128 or more and, with a gate, N a multiple of 128."""
     size, k = out.shape[1], weight.shape[1]
+    is_of_blocks = scale is not None and scale.dim() == 2
     choose = _gemv_blocks if scale is None else _gemv_blocks_of_codes
     block_n, block_k, held, num_warps = choose(size, k, activation is not None)
     launch(
@@ -52,7 +54,8 @@ def gemv(
         HELD=min(k, block_k * held),
         NORM=norm_weight is not None,
         BIAS=bias is not None,
-        SCALED=scale is not None,
+        SCALED=scale is not None and not is_of_blocks,
+        BLOCK=128 if is_of_blocks else 0,
         FP8=weight.dtype == torch.float8_e4m3fn,
         ADD=add,
         GATED=activation is not None,
@@ -122,6 +125,20 @@ def _load_row(at, inside, EVEN: tl.constexpr):
 
 
 @triton.jit
+def _products(w, x, scale_ptr, row, k0: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr):
+    """w [BN, BK] times x [BK], the columns from ``k0`` on; with BLOCK summed up over the blocks, and times their scales
+    in ``row`` of W, which all rows of a program share: [BN, BK / BLOCK]."""
+    y = numbers(w, x, FP8) * x[None, :]
+    if BLOCK:
+        COUNT: tl.constexpr = w.shape[1] // BLOCK
+        y = tl.sum(tl.reshape(y, (w.shape[0], COUNT, BLOCK)), 2)
+        block = k0 // BLOCK + tl.arange(0, COUNT)
+        at = scale_ptr + row // BLOCK * tl.cdiv(K, BLOCK) + block
+        y *= tl.load(at, mask=block < tl.cdiv(K, BLOCK), other=0.0)[None, :]
+    return y
+
+
+@triton.jit
 def _scaled_and_biased(y, rows, inside, scale_ptr, bias_ptr, SCALED: tl.constexpr, BIAS: tl.constexpr):
     """The sums ``y`` by rows of W, times their scales and with their biases."""
     if SCALED:
@@ -148,6 +165,7 @@ def _gemv(
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
     SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
     FP8: tl.constexpr,
     ADD: tl.constexpr,
     GATED: tl.constexpr,
@@ -188,14 +206,15 @@ def _gemv(
             x = x * _load_row(norm_ptr + k0 + k, k0 + k < K, EVEN)
             if x_ptr.dtype.element_ty == tl.bfloat16:  # float16 could overflow here, before the norm is applied
                 x = x.to(tl.bfloat16).to(tl.float32)  # rounded as the product of larger batches rounds it
+        row0 = tl.program_id(0) * BN
         if k0 == 0:  # the first products start the sum: added to zeros they would take one instruction more
-            acc = numbers(w, x, FP8) * x[None, :]
+            acc = _products(w, x, scale_ptr, row0, k0, K, BLOCK, FP8)
             if GATED:
-                up = numbers(u, x, FP8) * x[None, :]
+                up = _products(u, x, scale_ptr, N + row0, k0, K, BLOCK, FP8)
         else:
-            acc += numbers(w, x, FP8) * x[None, :]
+            acc += _products(w, x, scale_ptr, row0, k0, K, BLOCK, FP8)
             if GATED:
-                up += numbers(u, x, FP8) * x[None, :]
+                up += _products(u, x, scale_ptr, N + row0, k0, K, BLOCK, FP8)
     y = tl.sum(acc, 1)
     if GATED:  # a sum of zeros is not free
         v = tl.sum(up, 1)

@@ -21,9 +21,9 @@ from .linear_parts import prefetch_rows, store_product
 __all__ = ["fit", "stream"]
 
 
-def fit(tiling: StreamedTiling, is_gated: bool, weight_bytes: int = 2) -> StreamedTiling:
+def fit(tiling: StreamedTiling, is_gated: bool, weight_bytes: int = 2, x_bytes: int = 2) -> StreamedTiling:
     """Return the tiling with fewer stages, and shorter stretches of K, if the GPU's shared memory demands it."""
-    while tiling.shared_bytes(is_gated, weight_bytes) > max_shared_memory():
+    while tiling.shared_bytes(is_gated, weight_bytes, x_bytes) > max_shared_memory():
         if tiling.num_stages > 2:
             tiling = tiling._replace(num_stages=tiling.num_stages - 1)
         else:

@@ -9,13 +9,14 @@
     nvfp4-, mxfp4-pack-     4 bits, groups of 16, 32         Fp4Format (fp4.py)
       quantized
 
-What of a recipe is about activations is not read; startup/kv_scales.py heeds what is about the KV cache.
+Of what a recipe says of activations, only that they are quantised to FP8 is heeded, of weights in FP8;
+startup/kv_scales.py heeds what is about the KV cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -183,11 +184,14 @@ def _format_of(asked: Asked, group: ValueReader, kind: str, key: str) -> WeightF
             return GroupFormat(*base, bits, is_packed, sizes[strategy], not is_symmetric, is_ordered)
     elif numbers == "float" and is_symmetric:
         if bits == 8 and kind in ("float-quantized", "naive-quantized") and strategy in ("channel", "tensor"):
-            return Fp8Format(asked.plain, of_rows=strategy == "channel", dequantises=asked.dequantises)
+            of_rows = strategy == "channel"
+            return Fp8Format(
+                asked.plain, of_rows=of_rows, quantises_x=_quantises_x(group), dequantises=asked.dequantises
+            )
         block = weights.integers("block_structure") if strategy == "block" else []
         if bits == 8 and kind == "float-quantized" and len(block) == 2 and min(block) > 0:
-            sizes_of_block = (block[0], block[1])
-            return Fp8Format(asked.plain, of_rows=False, block=sizes_of_block, dequantises=asked.dequantises)
+            of_blocks = Fp8Format(asked.plain, of_rows=False, block=(block[0], block[1]), dequantises=asked.dequantises)
+            return replace(of_blocks, quantises_x=_quantises_x(group))
         if bits == 4 and kind == "nvfp4-pack-quantized" and size in (None, 16):
             return Fp4Format(*base, "nvfp4", matrix_scale="weight_global_scale", divides=True)
         if bits == 4 and kind == "mxfp4-pack-quantized" and size in (None, 32):
@@ -196,3 +200,9 @@ def _format_of(asked: Asked, group: ValueReader, kind: str, key: str) -> WeightF
         f"config_groups: {key:.40}: format {kind!r:.40}, {numbers:.20} weights in {bits} bits, strategy "
         f"{strategy!r:.40}{'' if is_symmetric else ', asymmetric'}"
     )
+
+
+def _quantises_x(group: ValueReader) -> bool:
+    """Return whether the recipe quantises activations to FP8."""
+    x = group.at("input_activations")
+    return x.integer("num_bits", 16) == 8 and x.text("type", "int") == "float"

@@ -9,8 +9,10 @@
 
 W = scale * codes. A GPU multiplies the codes: with a scale a row or a matrix as `ScaledWeight`, with a scale a block as
 `GroupedWeight`. On a CPU, and in blocks whose width is no power of two, they become plain numbers as they are loaded.
-Activations are not quantised, also where the checkpoint's recipe would: that is nearer to the model that it was made
-from.
+
+Recipes of checkpoints quantise activations, too, but for compressed-tensors' without input_activations. So may kernels
+then, and those of what is made here, where that is faster: with a scale a row of its largest number, also where the
+checkpoint has a static one, or a recipe with a scale a block.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ class Fp8Format:
     scale: str = "weight_scale"  # name of the scale's tensor
     of_rows: bool = True  # a scale a row; else one a matrix, or with ``block`` one a block
     block: tuple[int, int] | None = None  # rows and columns that share a scale
+    quantises_x: bool = False  # activations may be quantised, as the checkpoint's recipe does
     dequantises: bool = False  # experts that a GPU can't multiply become plain numbers; else that is an error
     name: str = "fp8"
 
@@ -70,9 +73,9 @@ class Fp8Format:
         codes, bias, scale = tensors["weight"], tensors.get("bias"), self._checked(tensors)
         if codes.device.type != "cpu" and self.block is None:
             rows = scale.expand(len(codes), 1).flatten().contiguous()
-            return ScaledWeight(codes, rows, None if bias is None else bias.float())
+            return ScaledWeight(codes, rows, None if bias is None else bias.float(), self.quantises_x)
         if self.block is not None and fits("e4m3", codes.shape[1], self.block[1]):
-            return grouped_weight(self._codes(tensors), bias, self.plain)
+            return grouped_weight(self._codes(tensors), bias, self.plain, quantises_x=self.quantises_x)
         numbers = {"weight": self._numbers(tensors)}
         return self.plain.make(numbers if bias is None else {**numbers, "bias": bias})
 
@@ -128,7 +131,7 @@ class MadeFp8Format:
     def make(self, tensors: Mapping[str, Tensor]) -> Weight:
         codes, scale = quantised(tensors["weight"])
         bias = tensors.get("bias")
-        return ScaledWeight(codes, scale, None if bias is None else bias.float())
+        return ScaledWeight(codes, scale, None if bias is None else bias.float(), quantises_x=True)
 
     def make_experts(self, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device) -> ExpertWeights:
         return MadeFp8Experts(num_experts, tensors, device)
@@ -182,7 +185,7 @@ def read_fp8_matrices(asked: Asked) -> AllButIgnored | None:
     found = _read_fp8(asked.config, asked.plain)
     if found is None:
         return None
-    return AllButIgnored(replace(found, dequantises=asked.dequantises), ignored_matrices(asked))
+    return AllButIgnored(replace(found, quantises_x=True, dequantises=asked.dequantises), ignored_matrices(asked))
 
 
 def _read_fp8(config: Mapping[str, Any], plain: WeightFormat) -> Fp8Format | None:

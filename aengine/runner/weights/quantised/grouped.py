@@ -68,13 +68,14 @@ CodesOf = Callable[[Mapping[str, Tensor]], GroupedCodes]
 
 
 class GroupedWeight(Weight):
-    """A product reads the codes; x is not quantised."""
+    """A product reads the codes. ``quantises_x``: see kernels/linear.py; of FP8 in blocks."""
 
-    __slots__ = ("codes",)
+    __slots__ = ("codes", "quantises_x")
 
-    def __init__(self, codes: GroupedCodes, bias: Tensor | None) -> None:
+    def __init__(self, codes: GroupedCodes, bias: Tensor | None, quantises_x: bool = False) -> None:
         self.codes = codes
         self.bias = bias
+        self.quantises_x = quantises_x
 
     def copy_from(self, other: Weight) -> None:
         assert isinstance(other, GroupedWeight)
@@ -83,16 +84,16 @@ class GroupedWeight(Weight):
             self.bias.copy_(other.bias)
 
     def multiply(self, x: Tensor) -> Tensor:
-        return plain_linear(x, self.codes, self.bias)
+        return plain_linear(x, self.codes, self.bias, None, self.quantises_x)
 
     def after_norm(self, x: Tensor, norm: Norm, out_dtype: torch.dtype | None = None) -> Tensor:
-        return norm_linear(x, norm.weight, norm.eps, self.codes, self.bias, out_dtype)
+        return norm_linear(x, norm.weight, norm.eps, self.codes, self.bias, out_dtype, None, self.quantises_x)
 
     def gated_after_norm(self, x: Tensor, norm: Norm, activation: Activation = "silu") -> Tensor:
-        return norm_gated_linear(x, norm.weight, norm.eps, self.codes, self.bias, activation)
+        return norm_gated_linear(x, norm.weight, norm.eps, self.codes, self.bias, activation, None, self.quantises_x)
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
-        add_linear(residual, x, self.codes, self.bias)
+        add_linear(residual, x, self.codes, self.bias, None, self.quantises_x)
 
 
 class OrderedWeight(Weight):
@@ -110,7 +111,11 @@ class OrderedWeight(Weight):
 
 
 def grouped_weight(
-    codes: GroupedCodes, bias: Tensor | None, plain: WeightFormat, order: Tensor | None = None
+    codes: GroupedCodes,
+    bias: Tensor | None,
+    plain: WeightFormat,
+    order: Tensor | None = None,
+    quantises_x: bool = False,
 ) -> Weight:
     """Return a weight that multiplies the codes on a GPU; on a CPU they become numbers of the format ``plain``.
 
@@ -121,7 +126,7 @@ def grouped_weight(
         if order is not None:
             tensors["weight"] = tensors["weight"].index_select(1, order.argsort())
         return plain.make(tensors if bias is None else {**tensors, "bias": bias})
-    made = GroupedWeight(codes, None if bias is None else bias.float())
+    made = GroupedWeight(codes, None if bias is None else bias.float(), quantises_x)
     return made if order is None else OrderedWeight(made, order)
 
 

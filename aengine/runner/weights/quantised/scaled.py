@@ -1,4 +1,4 @@
-"""Weights of 8-bit codes with a scale a row: W = scale * codes. A product reads the codes; x is not quantised."""
+"""Weights of 8-bit codes with a scale a row: W = scale * codes. A product reads the codes."""
 
 from __future__ import annotations
 
@@ -17,26 +17,30 @@ __all__ = ["ScaledExperts", "ScaledWeight"]
 
 
 class ScaledWeight(Weight):
-    """codes int8 or float8_e4m3fn [out_features, in_features]; scale float32 [out_features]."""
+    """codes int8 or float8_e4m3fn [out_features, in_features]; scale float32 [out_features]. ``quantises_x``: see
+    kernels/linear.py."""
 
-    __slots__ = ("codes", "scale")
+    __slots__ = ("codes", "quantises_x", "scale")
 
-    def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None, quantises_x: bool = False) -> None:
         self.codes = codes
         self.scale = scale
         self.bias = bias
+        self.quantises_x = quantises_x
 
     def multiply(self, x: Tensor) -> Tensor:
-        return plain_linear(x, self.codes, self.bias, self.scale)
+        return plain_linear(x, self.codes, self.bias, self.scale, self.quantises_x)
 
     def after_norm(self, x: Tensor, norm: Norm, out_dtype: torch.dtype | None = None) -> Tensor:
-        return norm_linear(x, norm.weight, norm.eps, self.codes, self.bias, out_dtype, self.scale)
+        return norm_linear(x, norm.weight, norm.eps, self.codes, self.bias, out_dtype, self.scale, self.quantises_x)
 
     def gated_after_norm(self, x: Tensor, norm: Norm, activation: Activation = "silu") -> Tensor:
-        return norm_gated_linear(x, norm.weight, norm.eps, self.codes, self.bias, activation, self.scale)
+        return norm_gated_linear(
+            x, norm.weight, norm.eps, self.codes, self.bias, activation, self.scale, self.quantises_x
+        )
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
-        add_linear(residual, x, self.codes, self.bias, self.scale)
+        add_linear(residual, x, self.codes, self.bias, self.scale, self.quantises_x)
 
 
 class ScaledExperts(StackedExperts):
