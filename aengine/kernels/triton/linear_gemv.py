@@ -207,14 +207,12 @@ def _gemv(
             if x_ptr.dtype.element_ty == tl.bfloat16:  # float16 could overflow here, before the norm is applied
                 x = x.to(tl.bfloat16).to(tl.float32)  # rounded as the product of larger batches rounds it
         row0 = tl.program_id(0) * BN
-        if k0 == 0:  # the first products start the sum: added to zeros they would take one instruction more
-            acc = _products(w, x, scale_ptr, row0, k0, K, BLOCK, FP8)
-            if GATED:
-                up = _products(u, x, scale_ptr, N + row0, k0, K, BLOCK, FP8)
-        else:
-            acc += _products(w, x, scale_ptr, row0, k0, K, BLOCK, FP8)
-            if GATED:
-                up += _products(u, x, scale_ptr, N + row0, k0, K, BLOCK, FP8)
+        y = _products(w, x, scale_ptr, row0, k0, K, BLOCK, FP8)
+        # Added to zeros the first products would take one instruction more.
+        acc = y if k0 == 0 else acc + y  # type: ignore[has-type]  # noqa: F821
+        if GATED:
+            v = _products(u, x, scale_ptr, N + row0, k0, K, BLOCK, FP8)
+            up = v if k0 == 0 else up + v  # type: ignore[has-type]  # noqa: F821
     y = tl.sum(acc, 1)
     if GATED:  # a sum of zeros is not free
         v = tl.sum(up, 1)
