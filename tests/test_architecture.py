@@ -476,7 +476,7 @@ BUDGETS = {
     "engine": 24770,
     "integrations": 2538,
     "ipc": 2225,
-    "kernels": 14160,
+    "kernels": 14290,
     "limits": 392,
     "remote": 1665,
     "runner": 20950,
