@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 __all__ = ["LinearShape", "StreamedTiling", "choose_tiling", "measured_tilings"]
 
 _SHARED_BYTES = 231_000  # shared memory for the stages of a program; it may have 232,448 bytes on Hopper
-_MULTIPROCESSORS = 132  # of an H100 or an H200
+_MULTIPROCESSORS = 132  # an H100 and an H200 have so many
 
 
 class LinearShape(NamedTuple):
