@@ -5,13 +5,13 @@
     bfloat16   bfloat16             bfloat16      dtype="bfloat16"
     float16    float16, twice       float32       on a CPU, dtype="auto" and "float16" (float16_cpu.py)
     float16    float16              float16       on a GPU, dtype="float16"
-    int16      int16, a scale for   int16         an encoder's on a CPU with AVX-512 VNNI, dtype="float16" (compiled.py)
-               each 32 of a row
     int8       int8, a scale a row  as above      the checkpoint's quantization_config says so (quantised/int8.py)
     fp8        FP8, a scale a row   as above      it says so, or quantization="fp8" (quantised/fp8.py)
     int4, ...  codes and groups'    as above      it says so: compressed-tensors, AWQ, GPTQ, NVFP4, MXFP4
                scales                             (quantised/unpacked.py)
     q4_0, ...  a GGUF's blocks      as above      quantization="gguf", for each tensor its type (quantised/gguf.py)
+    int16      int16, a scale for   int16         an encoder's on a CPU with AVX-512 VNNI, dtype="auto" and "float16"
+               each 32 of a row                   (compiled.py)
 
 To add a format of a quantization_config, write its file and name it in `_QUANTISED`.
 """
