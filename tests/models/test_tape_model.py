@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Q
 from safetensors.torch import load_file, save_file
 from scenarios import Engine, check_scenarios
 from test_gguf_weights import SIZES, write_gguf
-from tiny import make_tiny_model, write_tiny_model
+from tiny import load_reference, make_tiny_model, write_tiny_model
 
 from aengine.runner.graphs.tape_model import TapeModel
 from aengine.runner.models.llama import Llama
@@ -98,6 +98,16 @@ def test_matrices_of_several_types_that_are_multiplied_together_are_on_the_tape(
     engine = check_scenarios(path, model.float())
     assert isinstance(engine.runner.model, TapeModel)
     engine = check_scenarios(path, model.float(), quantization="gguf")
+    assert isinstance(engine.runner.model, TapeModel)
+
+
+@pytest.mark.parametrize(
+    ("arch", "sizes"),
+    [("phi", {"hidden_size": 96}), ("cohere2", {"head_dim": 16, "sliding_window": 9, "sliding_window_pattern": 2})],
+)
+def test_layers_with_norms_that_have_a_mean_are_on_the_tape(arch: str, sizes: dict[str, Any], tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, arch, seed=7, **sizes)
+    engine = check_scenarios(tmp_path, load_reference(tmp_path, arch))
     assert isinstance(engine.runner.model, TapeModel)
 
 

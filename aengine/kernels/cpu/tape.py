@@ -118,15 +118,20 @@ class _OnlyViews(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func))
-        if name not in _NO_OPS:
+        if name not in _NO_OPS and name not in _PERHAPS_NO_OPS:
             raise NotRecorded(name)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if name in _PERHAPS_NO_OPS and result is not args[0]:
+            raise NotRecorded(name)
+        return result
 
 
 _NO_OPS = {
     "__get__", "__len__", "__hash__", "data_ptr", "dim", "is_contiguous", "numel", "size", "storage_offset", "stride",
     "element_size", "split", "unbind", "unflatten", "unsqueeze", "view",
 }  # fmt: skip
+_PERHAPS_NO_OPS = {"contiguous", "float"}
+"""They may return the tensor itself."""
 
 
 class _Recording:

@@ -146,6 +146,9 @@ class Linear:
     def after_norm(self, x: Tensor, norm: Norm, out_dtype: torch.dtype | None = None) -> Tensor:
         return self.weight.after_norm(x, norm, out_dtype)
 
+    def gated(self, x: Tensor, activation: Activation = "silu") -> Tensor:
+        return self.weight.gated(x, activation)
+
     def gated_after_norm(self, x: Tensor, norm: Norm, activation: Activation = "silu") -> Tensor:
         return self.weight.gated_after_norm(x, norm, activation)
 

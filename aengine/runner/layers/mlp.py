@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.activation import Activation, act_and_mul
+from ...kernels.activation import Activation
 from ..weights.scope import WeightScope
 from .linear import Features, Linear
 from .norm import RMSNorm
@@ -51,7 +50,7 @@ class GatedMLP:
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         """Add the layer's output for x to ``residual`` [num_tokens, hidden_size], in place; x may be ``residual``."""
-        gated = act_and_mul(self.gate_up.multiply(x), self.activation)
+        gated = self.gate_up.gated(x, self.activation)
         self.down.add_to(residual, gated, self.post_norm, self.out_scale)
 
 
@@ -76,9 +75,4 @@ class MLP:
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         """Add the layer's output for x to ``residual`` [num_tokens, hidden_size], in place."""
-        up = self.up.multiply(x)
-        if self.activation == "silu":
-            inner = F.silu(up)
-        else:
-            inner = F.gelu(up, approximate="tanh" if self.activation == "gelu_tanh" else "none")
-        self.down.add_to(residual, inner)
+        self.down.add_to(residual, self.up.activated(x, self.activation))

@@ -85,10 +85,15 @@ class CompiledWeight(Weight):
         return multiply(self.packed, self._activations(x, norm), self.bias)
 
     def gated_after_norm(self, x: Tensor, norm: Norm, activation: Activation = "silu") -> Tensor:
-        normed = self._activations(x, norm)
+        return self._gated(self._activations(x, norm), activation)
+
+    def gated(self, x: Tensor, activation: Activation = "silu") -> Tensor:
+        return self._gated(self._activations(x), activation)
+
+    def _gated(self, of: Activations, activation: Activation) -> Tensor:
         if can_gate(self.packed):
-            return gated(self.packed, normed, activation, self.bias)
-        return _gated(multiply(self.packed, normed, self.bias), activation)
+            return gated(self.packed, of, activation, self.bias)
+        return _gated(multiply(self.packed, of, self.bias), activation)
 
     def activated(self, x: Tensor, activation: Activation) -> Tensor:
         return activated(self.packed, self._activations(x), activation, self.bias)
@@ -127,6 +132,9 @@ class CompiledWeightsBelow(WeightsBelow):
 
     def gated_after_norm(self, x: Tensor, norm: Norm, activation: Activation = "silu") -> Tensor:
         return _gated(self._product(x, norm), activation)
+
+    def gated(self, x: Tensor, activation: Activation = "silu") -> Tensor:
+        return _gated(self._product(x), activation)
 
     def _product(self, x: Tensor, norm: Norm | None = None) -> Tensor:
         sizes = [part.packed.out_features for part in self.parts]

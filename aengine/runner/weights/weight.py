@@ -100,7 +100,11 @@ class Weight(ABC):
 
     def gated_after_norm(self, x: Tensor, norm: Norm, activation: Activation = "silu") -> Tensor:
         """activation(gate) * up, [n, out_features / 2]: gate and up are the halves of the product by norm(x)."""
-        return act_and_mul(self.multiply(rms_norm(x, norm.weight, norm.eps)), activation)
+        return self.gated(rms_norm(x, norm.weight, norm.eps), activation)
+
+    def gated(self, x: Tensor, activation: Activation = "silu") -> Tensor:
+        """See `gated_after_norm`: of the product by x."""
+        return act_and_mul(self.multiply(x), activation)
 
     def activated(self, x: Tensor, activation: Activation) -> Tensor:
         """activation(the product by x), [n, out_features]."""
