@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from driver import CPU, check_near, load, source_of
+from driver import CPU, Driver, build, check_near, load, source_of
+from gguf import GGMLQuantizationType as Q
 from safetensors.torch import save_file
-from test_expert_layers import TinyModel, logits, mxfp4
+from test_expert_layers import TOKENS, TinyModel, logits, mxfp4
 from test_fp8_weights import write_quantised
+from test_gguf_weights import SIZES as GGUF_SIZES
+from test_gguf_weights import write_gguf
 from test_group_weights import MOE, write
-from tiny import write_tiny_model
+from tiny import make_tiny_model, write_tiny_model
 from torch import Tensor
 
 from aengine.errors import ModelLoadError
@@ -25,9 +29,11 @@ from aengine.runner.layers.expert_linear import ExpertLinear
 from aengine.runner.weights.formats import choose_formats
 from aengine.runner.weights.packed_experts import Mxfp4Codes, Mxfp4Experts
 from aengine.runner.weights.quantised.fp8 import Fp8Format
+from aengine.runner.weights.quantised.gguf import CODED_TYPES, GgufFormat
 from aengine.runner.weights.quantised.grouped import CodedExperts
 from aengine.runner.weights.quantised.unpacked import UnpackedFormat, grouped_codes
 from aengine.runner.weights.scope import WeightScope
+from aengine.runner.weights.sources.gguf_source import GgufMatrices, gguf_types
 from aengine.runner.weights.weight import StoredTensor
 
 
@@ -37,12 +43,13 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     def coded(form: Any, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device) -> CodedExperts:
         def codes_of(own: Any) -> GroupedCodes:
-            return form._codes(own) if isinstance(form, Fp8Format) else grouped_codes(form.unpack(own))[0]
+            return grouped_codes(form.unpack(own))[0] if isinstance(form, UnpackedFormat) else form._codes(own)
 
         return CodedExperts(codes_of, num_experts, tensors, device)
 
     monkeypatch.setattr(Fp8Format, "make_experts", coded)
     monkeypatch.setattr(UnpackedFormat, "make_experts", coded)
+    monkeypatch.setattr(GgufFormat, "make_experts", coded)
     monkeypatch.setattr(Mxfp4Experts, "of", lambda layout, formats, in_features: Mxfp4Codes())
     with triton_everywhere():
         yield
@@ -72,6 +79,38 @@ def test_codes_of_a_mixture(kind: str, tmp_path: Path, as_on_a_gpu: None) -> Non
     save_file(exact, plain / "model.safetensors")
     assert isinstance(weights_of(own), CodedExperts)
     check_near(logits(own), logits(plain))
+
+
+@pytest.mark.parametrize(
+    ("arch", "overrides", "kinds"),
+    [
+        ("qwen3_moe", {"norm_topk_prob": True, "moe_intermediate_size": 64}, [Q.Q4_0]),
+        ("qwen3_moe", {"norm_topk_prob": True, "moe_intermediate_size": 64}, [Q.Q8_0, Q.Q5_0, Q.Q4_1, Q.Q4_0]),
+        ("gpt_oss", {"sliding_window": 7}, [Q.Q8_0]),
+    ],
+)
+def test_stacks_of_a_gguf(
+    arch: str, overrides: dict[str, Any], kinds: list[Q], tmp_path: Path, as_on_a_gpu: None
+) -> None:
+    """Gate and up of different types become numbers."""
+    reference, path = make_tiny_model(arch, seed=3, **GGUF_SIZES, **overrides), tmp_path / "tiny.gguf"
+    with torch.no_grad():
+        for weight in reference.parameters():
+            if weight.dim() >= 2:
+                weight.mul_(0.3)
+        write_gguf(path, reference, arch, kinds)
+    source = source_of(path)
+    packed = GgufMatrices.of_file(source.path, build(source).gguf, CODED_TYPES, has_stacks=True)
+    model, _ = load(source, packed=packed)
+    experts = [layer.mlp.experts for layer in model.layers]  # type: ignore[attr-defined]
+    stored = gguf_types(source.path, build(source).gguf)
+    for layer, own in enumerate(experts):
+        gate, up = (stored[f"model.layers.{layer}.mlp.experts.0.{part}_proj"] for part in ("gate", "up"))
+        assert isinstance(own.gate_up.weights, CodedExperts) == (gate == up)
+        assert isinstance(own.down.weights, CodedExperts)
+    found = Driver(model, random.Random(0)).step({"a": TOKENS})["a"]
+    with torch.inference_mode():
+        check_near(found, reference(torch.tensor([TOKENS]), use_cache=False).logits[0])
 
 
 def random_mxfp4(gen: torch.Generator, experts: int, rows: int, columns: int) -> dict[str, Tensor]:

@@ -38,7 +38,7 @@ from torch import Tensor
 from ....checkpoint.gguf_file import GGML_TYPES
 from ....errors import InternalError, ModelLoadError
 from ..weight import ExpertWeights, StoredTensor, Weight
-from .grouped import CodeKind, GroupedCodes, GroupedWeight, pack
+from .grouped import CodedExperts, CodeKind, GroupedCodes, GroupedWeight, pack
 
 __all__ = ["CODED_TYPES", "GgufFormat", "GgufWeight", "dequantised", "grouped_codes"]
 
@@ -108,7 +108,12 @@ class GgufFormat:
         return GgufWeight(blocks, self.type_code, bias)
 
     def make_experts(self, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device) -> ExpertWeights:
-        raise InternalError("stacks of experts become numbers as they are read")
+        if device.type == "cpu":
+            raise InternalError("stacks of experts become numbers as they are read")
+        return CodedExperts(self._codes, num_experts, tensors, device)
+
+    def _codes(self, tensors: Mapping[str, Tensor]) -> GroupedCodes:
+        return grouped_codes(tensors["weight"], self.type_code)
 
 
 def dequantised(stored: NDArray[Any], row_size: int, type_code: int) -> NDArray[Any]:

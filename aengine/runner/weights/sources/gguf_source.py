@@ -24,7 +24,7 @@ _MOST_EXPERTS = 2**14
 
 
 class GgufMatrices(NamedTuple):
-    """`QuantisedMatrices` of a GGUF file: those that are not stacks of experts, nor the table of embeddings."""
+    """`QuantisedMatrices` of a GGUF file."""
 
     formats: Mapping[str, GgufFormat]  # the keys are transformers' names
 
@@ -35,16 +35,31 @@ class GgufMatrices(NamedTuple):
         names: GgufNames,
         types: Collection[str] | None = None,
         compiled: Literal["int8", "float32"] | None = None,
+        has_stacks: bool = False,
     ) -> GgufMatrices:
-        """``types``: names of those that are kept, others become numbers; None: all that have blocks. ``compiled``: see
-        `GgufFormat`."""
-        formats = {}
+        """
+        Args:
+            types: names of those that are kept, others become numbers; None: all that have blocks
+            compiled: see `GgufFormat`
+            has_stacks: matrices of experts are kept, too, but for gates and ups of different types
+        """
+        formats: dict[str, GgufFormat] = {}
         with GgufFile(path) as file:
             for tensor in file.tensors.values():
                 hf_name = names.hf_name(tensor.name)
                 is_kept = tensor.type.block_len > 1 and (types is None or tensor.type.name in types)
+                form = GgufFormat(tensor.type_code, compiled)
                 if isinstance(hf_name, str) and len(tensor.shape) == 2 and is_kept:
-                    formats[hf_name.removesuffix(".weight")] = GgufFormat(tensor.type_code, compiled)
+                    formats[hf_name.removesuffix(".weight")] = form
+                elif has_stacks and not isinstance(hf_name, str) and len(tensor.shape) == 3 and is_kept:
+                    before, after = hf_name
+                    for expert in range(min(tensor.shape[0], _MOST_EXPERTS)):
+                        formats[f"{before}{expert}{after.removesuffix('.weight')}"] = form
+        experts = {name.rpartition(".")[0] for name in formats if ".experts." in name}
+        for name in experts:  # gate and up are multiplied together
+            if formats.get(f"{name}.gate_proj") != formats.get(f"{name}.up_proj"):
+                formats.pop(f"{name}.gate_proj", None)
+                formats.pop(f"{name}.up_proj", None)
         return cls(formats)
 
     @property
@@ -85,7 +100,7 @@ def _read(file: GgufFile, names: GgufNames, head_dim: int, target: Target) -> It
         if hf_name not in target.places:
             return Named(hf_name, None)
         is_kept = target.places[hf_name].dtype == torch.uint8
-        tensor = _blocks(file, name) if is_kept else _dequantise(file, name, expert)
+        tensor = _blocks(file, name, expert) if is_kept else _dequantise(file, name, expert)
         if names.is_interleaved(hf_name) and not tensor.shape[0] % head_dim:  # the loader reports another shape
             tensor = _separate_halves(tensor, head_dim)
         if names.is_less_one(hf_name):
@@ -100,7 +115,7 @@ def _read(file: GgufFile, names: GgufNames, head_dim: int, target: Target) -> It
             hf_name = names.hf_name(name)
             if isinstance(hf_name, str):
                 yield partial(read, name, hf_name)
-            else:  # a stack of experts, dequantised one by one
+            else:  # a stack of experts, read one by one
                 before, after = hf_name
                 if tensor.shape[0] > _MOST_EXPERTS:
                     raise ModelLoadError(f"{file.path}: tensor {name} is a stack of {tensor.shape[0]} experts")
@@ -109,9 +124,9 @@ def _read(file: GgufFile, names: GgufNames, head_dim: int, target: Target) -> It
     return in_threads(jobs(), max(1, torch.get_num_threads()))
 
 
-def _blocks(file: GgufFile, name: str) -> Tensor:
-    """uint8 [rows, blocks of a row, bytes of a block], a copy of what the file has."""
-    stored = np.array(file.tensor_data(name))
+def _blocks(file: GgufFile, name: str, expert: int | None = None) -> Tensor:
+    """uint8 [rows, blocks of a row, bytes of a block], a copy of what the file has; ``expert``: of a stack."""
+    stored = np.array(file.tensor_data(name) if expert is None else file.tensor_data(name)[expert])
     return torch.from_numpy(stored.reshape(len(stored), -1, file.tensors[name].type.block_bytes))
 
 
