@@ -46,7 +46,7 @@ SHAPES = {  # hidden, q, qkv, inner, layers
     "llama-3.1-8b": (4096, 4096, 6144, 14336, 32),
 }
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-GROUPED_ROWS = (1, 8, 64, 256)
+GROUPED_ROWS = (1, 8, 64, 256, 2048)
 TUNED_ROWS = (8, 16, 32, 64, 128, 256, 512, 1024)
 BYTES_PER_US = 4.3e6  # a device-to-device copy on an H200, bytes read and written
 BYTES_OF_A_GRAPH = 150e6  # more than any L2 cache holds
@@ -253,15 +253,16 @@ def bytes_of(weight: Tensor | GroupedCodes, scale: Tensor | None) -> int:
 
 
 def run_verb(verb: str, weights: list[Weight], x: Tensor, norm: Tensor, out: Tensor) -> Tensor:
-    """Multiply by each weight; returns what the last one gave. ``out``: the residual that "add" adds to."""
+    """Multiply by each weight; returns what the last one gave. ``out``: the residual that "add" adds to. By weights in
+    FP8 x of many rows is rounded, as by those of `quantization="fp8"`."""
     made = out
     for weight, scale in weights:
         if verb == "norm":
-            made = norm_linear(x, norm, EPS, weight, scale=scale)
+            made = norm_linear(x, norm, EPS, weight, scale=scale, quantises_x=True)
         elif verb == "gated":
-            made = norm_gated_linear(x, norm, EPS, weight, scale=scale)
+            made = norm_gated_linear(x, norm, EPS, weight, scale=scale, quantises_x=True)
         else:
-            add_linear(out, x, weight, scale=scale)
+            add_linear(out, x, weight, scale=scale, quantises_x=True)
     return made
 
 

@@ -114,7 +114,9 @@ def _default_of_fp8(shape: LinearShape, num_rows: int) -> StreamedTiling | None:
     while block_m > 16 and columns * ceil(num_rows / block_m) < 96:
         block_m //= 2
     is_one_each = columns * ceil(num_rows / block_m) <= _MULTIPROCESSORS
-    block_k = 128 if is_gated and block_m == 64 else 512 if is_one_each and block_m <= 16 and not is_gated else 256
+    block_k = 128 if is_gated and block_m == 64 else 256
+    if is_one_each and block_m <= 16 and not (is_gated or shape.in_blocks):
+        block_k = 512
     one = StreamedTiling(64, block_m, block_k, 4, 1)
     room = _SHARED_BYTES // (1 if is_one_each else 2)
     return one._replace(num_stages=max(3, min(9, room // one.shared_bytes(is_gated, 1))))
@@ -122,13 +124,14 @@ def _default_of_fp8(shape: LinearShape, num_rows: int) -> StreamedTiling | None:
 
 def _default_of_rounded(shape: LinearShape, num_rows: int) -> StreamedTiling:
     """`_default_of_fp8` of x rounded to FP8: the smallest tiles of which a multiprocessor has one at most; else large
-    ones, which read less."""
+    ones, which read less. In blocks, whose sums take more registers, the smaller ones."""
     if shape.kind == "gated":
         return StreamedTiling(64, 128, 128, 4, 3) if num_rows <= 128 else StreamedTiling(128, 128, 128, 8, 4)
-    for tiling in (StreamedTiling(64, 128, 256, 4, 4), StreamedTiling(128, 128, 128, 4, 6)):
+    small, large = StreamedTiling(64, 128, 256, 4, 4), StreamedTiling(128, 128, 128, 4, 6)
+    for tiling in (StreamedTiling(64, 64, 256, 4, 4), small) if shape.in_blocks else (small, large):
         if ceil(shape.out_features / tiling.block_n) * ceil(num_rows / tiling.block_m) <= _MULTIPROCESSORS:
             return tiling
-    return StreamedTiling(128, 256, 128, 8, 4)
+    return small if shape.in_blocks else StreamedTiling(128, 256, 128, 8, 4)
 
 
 @cache

@@ -21,8 +21,8 @@ from aengine.runner.weights.quantised.scaled import ScaledWeight
 
 pytestmark = pytest.mark.gpu
 NUM_DECODES = 8
-LEAST_ROUNDED = 128
-"""Fewest rows whose activations are rounded."""
+MOST_UNROUNDED = 64
+"""Most rows whose activations are not rounded."""
 
 
 def dequantise(model: torch.nn.Module) -> None:
@@ -73,7 +73,7 @@ def test_fp8_made_as_it_is_loaded(tmp_path: Path, arch: str, size: str, rng: ran
             dequantise(model.reference(dtype))
         pairs = list(zip(prompts[-count:], tokens, strict=True))
         wanted = [model.logits(p, t) for p, t in pairs]
-        with rounded_activations(model.reference("bfloat16"), sum(map(len, prompts[-count:])) >= LEAST_ROUNDED):
+        with rounded_activations(model.reference("bfloat16"), sum(map(len, prompts[-count:])) > MOST_UNROUNDED):
             theirs = [model.logits(p, t, "bfloat16") for p, t in pairs]
         ours, theirs_off = relative_error(list(logits), wanted), relative_error(theirs, wanted)
         print(f"{arch} {size}, {count} requests: relative error {ours:.2e}, of transformers {theirs_off:.2e}")
@@ -103,7 +103,7 @@ def test_products_of_large_matrices(rows: int, codes: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("in_blocks", [False, True])
-@pytest.mark.parametrize("rows", [1, 2, 9, 64, 127, 128, 200, 512, 513, 2051])
+@pytest.mark.parametrize("rows", [1, 9, 64, 65, 128, 129, 256, 257, 2051])
 def test_products_with_rounded_activations(rows: int, in_blocks: bool, dtype: torch.dtype) -> None:
     """As exact as x is for few rows; for many off by what rounding each row of x costs, and by little more. Of rows
     with one large number, and of all verbs."""
@@ -125,7 +125,7 @@ def test_products_with_rounded_activations(rows: int, in_blocks: bool, dtype: to
     added = residual.clone()
     made.add_to(added, x)
     gate, up = of_norm.chunk(2, 1)
-    rounds = rows >= LEAST_ROUNDED
+    rounds = rows > MOST_UNROUNDED
     least = rounded(exact_norm) @ matrix.t() + bias
     of_rounding = float((least - of_norm).norm() / of_norm.norm()) if rounds else 0.0
     for verb, out, wanted in (

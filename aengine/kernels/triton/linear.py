@@ -10,8 +10,9 @@ M            norm            product
 129 or more  its own kernel  cuBLAS
 
 Of codes in 8 bits with a scale a row the first and the third line hold, and for FP8 on Hopper up to 512 rows
-`linear_fp8`, whose kernel before the product has the norm; for more rows the codes are written as numbers for cuBLAS.
-Of `GroupedCodes` `linear_grouped` multiplies up to 512 rows, and then it is the same.
+`linear_fp8`, whose kernel before the product has the norm; for more rows the codes are written as numbers for cuBLAS,
+unless x may be rounded. Of `GroupedCodes` `linear_grouped` multiplies up to 512 rows, and then it is the same; but FP8
+in blocks of 128 x 128 is multiplied as FP8 with a scale a row is. Of many rounded rows torch's kernels are faster.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def _by_library(
     """Return the product by x, or by its norm."""
     codes, scales = linear_fp8.unwrapped(x, weight, scale, quantises_x)
     if isinstance(codes, Tensor) and scales is not None:
-        if linear_fp8.by_library(x.shape[0], codes, scales.dim() == 2, quantises_x):
+        if linear_fp8.by_library(x, codes, scales, quantises_x):
             return linear_fp8.product(x, norm_weight, eps, codes, bias, scales, out_dtype)
     x = x if norm_weight is None else rms_norm.rms_norm(x, norm_weight, eps)
     return product(x, weight, bias, scale, out_dtype)
@@ -210,7 +211,7 @@ def _tiling(
     if is_hopper() and x.dtype != torch.float32 and weight.dtype != torch.int8 and k * weight.element_size() % 16 == 0:
         widths = weight.element_size(), linear_fp8.num_terms(rows, quantises_x) if has_codes else 2
         in_blocks = scale is not None and scale.dim() == 2
-        if linear_fp8.by_library(rows, weight, in_blocks, quantises_x):
+        if scale is not None and linear_fp8.by_library(x, weight, scale, quantises_x):
             return None
         shape = LinearShape("gated" if gated else "add" if add else "plain", size, k, *widths, in_blocks)
         if (streamed := choose_tiling(device_name(), shape, rows)) is not None:

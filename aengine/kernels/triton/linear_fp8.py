@@ -1,13 +1,16 @@
-"""The product of several rows by a weight in FP8 on Hopper, by its FP8 tensor cores, without rounding x to FP8.
+"""The product of several rows by a weight in FP8 on Hopper, by its FP8 tensor cores.
 
-x becomes the sum of two terms in FP8 with a scale a row: the first has the four leading bits of each number, the second
-four of what is left. So x is off by 6e-4 of its norm, where bfloat16 costs it 1.6e-3, and nothing of W has to become
-numbers of 16 bits. The terms of eight rows lie behind each other, so that both are multiplied by W in one
-instruction, of twice the rows: as many operations as in 16 bits, and half the bytes.
+Of few rows, and where x may not be rounded to FP8, x becomes the sum of two terms in FP8 with a scale a row: the first
+has the four leading bits of each number, the second four of what is left. So x is off by 6e-4 of its norm, where
+bfloat16 costs it 1.6e-3, and nothing of W has to become numbers of 16 bits. The terms of eight rows lie behind each
+other, so that both are multiplied by W in one instruction, of twice the rows: as many operations as in 16 bits, and
+half the bytes. Of many rows x is the first term alone, off by 2.6e-2: half the operations.
 
-The tensor cores add up few bits (some 14): their sums over BK are added up in float32.
+The tensor cores add up few bits (some 14): sums of two terms over BK are added up in float32, those of a block of W
+with its scale. Of rounded x they are chained: that adds 3e-3 to what rounding costs, in quadrature.
 
-Bytes: W once for every BM rows; terms once for every BN columns, mostly out of the L2 cache; operations: 4 M N K.
+Bytes: W once for every BM rows; terms once for every BN columns, mostly out of the L2 cache; operations: 4 M N K of two
+terms, 2 M N K of one.
 """
 
 from __future__ import annotations
@@ -31,12 +34,10 @@ __all__ = ["BLOCK", "Fp8Rows", "split", "stream"]
 _LARGEST = tl.constexpr(448.0)  # the largest number of float8_e4m3fn
 BLOCK = 128
 """Rows and columns of W that share a scale, of weights in blocks."""
-_BESIDE = 8
-"""Most tiles of x that are multiplied beside each other, so that what they read of W and x stays in the L2 cache."""
-LEAST_ROUNDED = 128
-"""Fewest rows of x that are rounded to FP8, if they may be."""
-LEAST_OF_LIBRARY = 192
-"""Fewest rows of x, rounded, that the library multiplies by a weight in blocks."""
+MOST_UNROUNDED = 64
+"""Most rows of x that are not rounded to FP8 where they may be; so many read W once as two terms."""
+MOST_OF_STREAM = 256
+"""Most rows of rounded x that our kernel multiplies, if the library can; in blocks half as many."""
 MOST_EXACT = 512
 """Most rows of x that are multiplied as two terms; of more, W is written as numbers for the library."""
 
@@ -52,18 +53,22 @@ class Fp8Rows(NamedTuple):
 
 def num_terms(rows: int, quantises_x: bool) -> int:
     """Return in how many terms x is multiplied."""
-    return 1 if quantises_x and rows >= LEAST_ROUNDED else 2
+    return 1 if quantises_x and rows > MOST_UNROUNDED else 2
 
 
-def by_library(rows: int, weight: Tensor, in_blocks: bool, quantises_x: bool) -> bool:
+def by_library(x: Tensor, weight: Tensor, scale: Tensor, quantises_x: bool) -> bool:
     """Return whether `product` is faster than `stream`, and can multiply."""
-    can = in_blocks and weight.shape[1] % (4 * BLOCK) == 0 and weight.shape[0] % BLOCK == 0 and _library_has_blocks()
-    return can and quantises_x and rows >= LEAST_OF_LIBRARY
+    (n, k), in_blocks = weight.shape, scale.dim() == 2
+    if not quantises_x or x.shape[0] <= MOST_OF_STREAM // (2 if in_blocks else 1) or weight.dtype == torch.int8:
+        return False
+    fits = n % BLOCK == k % (4 * BLOCK) == 0 if in_blocks else n % 16 == k % 16 == 0
+    return fits and x.dtype != torch.float32 and is_hopper() and _library_has_scales()
 
 
 @functools.cache
-def _library_has_blocks() -> bool:
-    """Return whether torch is built for CUDA 12.9 or later, and runs on it."""
+def _library_has_scales() -> bool:
+    """Return whether torch is built for CUDA 12.9 or later: only then it has products with a scale a block, and in
+    float16 those with a scale a row."""
     version = torch.version.cuda
     return version is not None and not is_interpreted and tuple(map(int, version.split(".")[:2])) >= (12, 9)
 
@@ -208,11 +213,9 @@ def stream(
     in_blocks = scale.dim() == 2
     columns = BLOCK if in_blocks else tiling.block_k
     assert not in_blocks or (tiling.block_k % BLOCK == 0 and BLOCK % tiling.block_n == 0)
-    num_m = triton.cdiv(rows, tiling.block_m)
-    groups = triton.cdiv(num_m, _BESIDE)
     launch(
         _streamed,
-        (triton.cdiv(num_m, groups), triton.cdiv(size, tiling.block_n), groups),
+        (triton.cdiv(rows, tiling.block_m), triton.cdiv(size, tiling.block_n)),
         TensorDescriptor.from_tensor(x.codes, [x.num_terms * tiling.block_m, columns]),
         TensorDescriptor.from_tensor(weight, [tiling.block_n, columns]),
         weight,
@@ -262,13 +265,11 @@ def _streamed(
     PDL: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    m0 = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * BM
+    m0 = tl.program_id(0) * BM
     n0 = tl.program_id(1) * BN
     m = m0 + tl.arange(0, BM)
     n = n0 + tl.arange(0, BN)
     launch_next(PDL)
-    if m0 >= M:
-        return
     if PDL:
         prefetch_rows(w_ptr, n, N, K)
         if GATED:
