@@ -14,10 +14,12 @@ from gguf import GGMLQuantizationType as Q
 from test_expert_layers import mxfp4
 from test_fp8_weights import write_quantised
 from test_gguf_weights import SIZES, write_gguf
+from test_group_weights import KINDS
 from test_group_weights import write as write_groups
 from test_weight_formats import quantise
 from tiny import make_tiny_model
 
+from aengine.kernels.cpu.target import unavailable
 from aengine.runner.startup.estimate import tensors_of
 from aengine.runner.weights.float16_cpu import float16_plan, has_fbgemm
 from aengine.runner.weights.formats import choose_formats
@@ -96,6 +98,23 @@ def test_groups_that_divide_no_power_of_two(config: dict[str, Any]) -> None:
     formats = choose_formats("float32", CPU, {"quantization_config": config}, stored=["a.qweight"])
     assert formats.of("a") != formats.plain
     assert _bytes_of_codes(formats.of("a"), False, formats) == float("inf")
+
+
+@pytest.mark.skipif(unavailable() is not None, reason="no compiled kernels")
+@pytest.mark.parametrize("kind", ["gptq", "gptq, symmetric", "gptq 8", "gptq 8, symmetric", "gptq_v2", "nvfp4", "awq"])
+def test_codes_of_a_cpu_take_the_bytes_that_are_told(kind: str) -> None:
+    """Those of a checkpoint, whose scales and order of columns are not zeros."""
+    write, config = KINDS[kind]
+    settings = {"quantization_config": config}
+    formats = choose_formats("auto", CPU, settings, stored=["a.qweight"], is_compiled=True)
+    form = formats.of("a")
+    tensors, _ = write("a", torch.randn(256, 1024, generator=torch.Generator().manual_seed(0)))
+    own = {}
+    for one in form.tensors(256, 1024, False):
+        tensor = tensors[f"a.{one.suffix}"]
+        own[one.suffix] = tensor.expand(256, 1) if one.shape == () else tensor.t() if one.turned else tensor
+    found = {tensor.data_ptr(): tensor.nbytes for tensor in _tensors(form.make(own))}
+    assert _bytes_of_codes(form, False, formats) * 256 * 1024 == sum(found.values())
 
 
 def test_a_gguf(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from .float16_cpu import Float16Format, float16_plan
 from .formats import WeightFormats
 from .scope import Place, WeightScope
 from .sources.reading import NUMBERS
-from .weight import ExpertWeights, Weight, WeightFormat
+from .weight import ExpertWeights, StoredTensor, Weight, WeightFormat
 
 __all__ = ["TensorsOfAKind", "inventory", "line_of"]
 
@@ -139,8 +139,8 @@ def _bytes_of_codes(form: WeightFormat, is_experts: bool, formats: WeightFormats
     stored = [one._replace(shape=one.shape or (_ROWS, 1)) for one in stored]
     if any(one.kept in NUMBERS for one in stored):
         return float("inf")
+    tensors = {one.suffix: _example(one).to(formats.device) for one in stored}
     stored = [one._replace(shape=one.shape[::-1]) if one.turned else one for one in stored]
-    tensors = {one.suffix: torch.zeros(one.shape, dtype=one.dtype, device=formats.device) for one in stored}
     made: Weight | ExpertWeights
     try:
         if is_experts:
@@ -150,10 +150,21 @@ def _bytes_of_codes(form: WeightFormat, is_experts: bool, formats: WeightFormats
             made.finish(0)
         else:
             made = form.make(tensors)
-    except (ValueError, ModelLoadError):  # it needs more than zeros: what the checkpoint has
+    except (ValueError, ModelLoadError):  # it needs other codes than zeros: what the checkpoint has
         return sum(tensor.nbytes for tensor in tensors.values()) / (_ROWS * _COLUMNS)
     sizes = {tensor.data_ptr(): tensor.nbytes for tensor in _tensors(made)}
     return sum(sizes.values()) / (_ROWS * _COLUMNS) or float("inf")
+
+
+def _example(stored: StoredTensor) -> Tensor:
+    """A tensor as checkpoints have it, as the loader gives it to a format: scales above 0, codes of 0."""
+    if callable(stored.drawn):
+        made = stored.drawn()
+    else:
+        made = torch.zeros(stored.shape, dtype=stored.dtype)
+        if stored.drawn is not None:
+            made.fill_(stored.drawn[1])
+    return made.t().contiguous() if stored.turned else made
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -34,6 +34,7 @@ class GptqFormat(UnpackedFormat):
     group_size: int  # -1: all inputs are a group
     is_ordered: bool  # desc_act: inputs are not in the order of their groups
     zeros_less_one: bool
+    is_symmetric: bool  # random weights have the codes' middle as zeros; what files have is seen there
     name: str = "gptq"
 
     @property
@@ -54,12 +55,18 @@ class GptqFormat(UnpackedFormat):
         of_groups = None if self.is_ordered or num_groups == 1 else 0  # the dimension that is divided with the inputs
         words, count = out_features // per_word, out_features * in_features
         scales, g_idx = random_scales(1 << self.bits - 1), partial(random_g_idx, in_features, group, self.is_ordered)
+        zeros = partial(self._middle_zeros, (num_groups, words)) if self.is_symmetric else None
         return [
             StoredTensor("qweight", (in_features // per_word, out_features), torch.int32, count, 1, 0, turned=True),
-            StoredTensor("qzeros", (num_groups, words), torch.int32, 0, 1, of_groups, turned=True),
+            StoredTensor("qzeros", (num_groups, words), torch.int32, 0, 1, of_groups, None, True, zeros),
             StoredTensor("scales", (num_groups, out_features), torch.float32, 0, 1, of_groups, None, True, scales),
             StoredTensor("g_idx", (in_features,), torch.int32, 0, None, 0, drawn=g_idx),
         ]
+
+    def _middle_zeros(self, shape: tuple[int, int]) -> Tensor:
+        middle = (1 << self.bits - 1) - self.zeros_less_one
+        byte = middle * 17 if self.bits == 4 else middle
+        return torch.full((shape[0], 4 * shape[1]), byte, dtype=torch.uint8).view(torch.int32)
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> UnpackedCodes:
         codes = codes_of_words(tensors["qweight"], self.bits, 1)
@@ -107,4 +114,4 @@ def _format_of(asked: Asked, values: ValueReader, others: Mapping[str, Any]) -> 
         raise merged.error("group_size", "must be -1 or above 0")
     is_ordered = merged.flag("desc_act") and group_size > 0
     base = asked.plain, asked.device.type == "cpu", asked.dequantises
-    return GptqFormat(*base, bits, group_size, is_ordered, form == "gptq")
+    return GptqFormat(*base, bits, group_size, is_ordered, form == "gptq", merged.flag("sym", True))
