@@ -479,7 +479,7 @@ BUDGETS = {
     "kernels": 14290,
     "limits": 392,
     "remote": 1665,
-    "runner": 20950,
+    "runner": 20990,
     "server": 5916,
     "telemetry": 1116,
     "testing": 800,
