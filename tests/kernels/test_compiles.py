@@ -123,10 +123,10 @@ class TestChoices:
 
         for head_bytes in (32, 64, 128, 256, 512, 1024):
             for rows in (16, 32):
-                sizes = [tuple(decode_attention._tiling(size, rows, head_bytes, False)) for size in BatchSize]
+                sizes = [tuple(decode_attention._tiling(size, rows, head_bytes, False, False)) for size in BatchSize]
                 assert sizes == [(64, 4, 2), (32, 2, 3), (32, 1, 2)]
                 keys = {32: 256, 64: 256, 128: 256, 256: 256, 512: 128, 1024: 64}[head_bytes]
-                assert tuple(decode_attention._tiling(BatchSize.SMALL, rows, head_bytes, True)) == (keys, 8, 1)
+                assert tuple(decode_attention._tiling(BatchSize.SMALL, rows, head_bytes, True, False)) == (keys, 8, 1)
         for head_dim in (16, 64, 80, 128, 256):
             large = (64, 32, 4, 2, 2) if head_dim > 128 else (128, 128, 8, 3, 1)
             of_16_bit = [tuple(varlen_attention._tiling(HALF, head_dim, n, 1)) for n in (64, 65, 3071, 3072)]
@@ -141,10 +141,13 @@ class TestChoices:
         self.limit = limit
         for head_bytes in (32, 128, 256, 512):
             for size, is_narrow in itertools.product(BatchSize, (False, True)):
-                tiling = decode_attention._tiling(size, 16, head_bytes, is_narrow)
+                tiling = decode_attention._tiling(size, 16, head_bytes, is_narrow, False)
                 assert tiling.shared_bytes(16, head_bytes) <= limit and tiling.block_n in (16, 32, 64, 128, 256)
         for head_dim in (64, 128, 256):
             for num_tokens in (64, 1024, 3072):
                 attention = varlen_attention._tiling(HALF, head_dim, num_tokens, 1)
                 assert attention.shared_bytes(2 * head_dim) <= limit
+                of_codes = varlen_attention._tiling(HALF, head_dim, num_tokens, 1, is_fp8=True)
+                assert of_codes.shared_bytes(2 * head_dim) <= limit
+                assert (of_codes.block_m, of_codes.max_pack) == (attention.block_m, attention.max_pack)
                 assert attention.block_m % attention.max_pack == 0

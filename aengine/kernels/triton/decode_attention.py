@@ -45,23 +45,23 @@ class _Tiling(NamedTuple):
         return (keys + rows) * head_bytes + 4 * rows * self.block_n + 1024
 
 
-def _tiling(size: BatchSize, rows: int, head_bytes: int, is_narrow: bool) -> _Tiling:
-    """``rows``: query heads of a program, padded; ``head_bytes``: of a key, padded; ``is_narrow``: see
-    `DecodeWorkspace`."""
-    tiling = _measured(size, head_bytes, is_narrow)
+def _tiling(size: BatchSize, rows: int, head_bytes: int, is_narrow: bool, is_fp8: bool) -> _Tiling:
+    """``rows``: query heads of a program, padded; ``head_bytes``: of a key in the queries' dtype, padded;
+    ``is_narrow``: see `DecodeWorkspace`; ``is_fp8``: of the cache."""
+    tiling = _measured(size, head_bytes, is_narrow, is_fp8)
     while tiling.shared_bytes(rows, head_bytes) > max_shared_memory() and tiling.block_n > 16:
         tiling = tiling._replace(block_n=tiling.block_n // 2)
     return tiling
 
 
-def _measured(size: BatchSize, head_bytes: int, is_narrow: bool) -> _Tiling:
-    """Return the tiling that was measured fastest on an H200, between the products of a layer."""
+def _measured(size: BatchSize, head_bytes: int, is_narrow: bool, is_fp8: bool) -> _Tiling:
+    """Return the tiling that was measured fastest on an H200, between the products of a layer; of codes on an H100."""
     if size is BatchSize.SMALL and is_narrow:
         return _Tiling(min(256, 2**16 // head_bytes), 8, 1)  # as many keys as fit the registers
     if size is BatchSize.SMALL:
         return _Tiling(64, 4, 2)
     if size is BatchSize.MIDDLING:
-        return _Tiling(32, 2, 3)
+        return _Tiling(64 if is_fp8 else 32, 2, 3)
     return _Tiling(32, 1, 2)  # one warp needs no barriers, and many small programs hide each other's latency
 
 
@@ -83,7 +83,8 @@ def decode_step_attention(
     block_size, _, num_kv_heads, head_dim = kv_cache.shape[1:]
     padded = max(16, triton.next_power_of_2(head_dim))
     group = triton.next_power_of_2(num_heads // num_kv_heads)
-    tiling = _tiling(workspace.batch_size(n), max(16, group), padded * qkv.itemsize, workspace.is_narrow)
+    size, is_fp8 = workspace.batch_size(n), kv_scales is not None
+    tiling = _tiling(size, max(16, group), padded * qkv.itemsize, workspace.is_narrow, is_fp8)
     out = torch.empty((n, num_heads * head_dim), dtype=qkv.dtype, device=qkv.device) if given is None else given
     turn = rope if is_raw else None
     launch(
