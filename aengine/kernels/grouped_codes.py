@@ -12,9 +12,10 @@
     uint8    uint8 [N, K]                code
     e4m3     float8_e4m3fn [N, K]        code
 
-Order of two codes in a byte: of each 32 columns, byte j of 16 has column j in its low half and column 16 + j in its
-high one, as GGUF's Q4_0 has them. So 16 bytes are what two runs of 16 numbers of x are multiplied by. `pack` makes it
-of one code a byte.
+Order of codes in 4 bits: of each 32 columns, 16-bit number j of 8 (the lower byte first) has columns j, 8 + j, 16 + j
+and 24 + j, from its lowest bits on. So 16 bytes are 32 columns, of which each of four words has columns 2 i, 2 i + 1
+and those 8, 16 and 24 behind: what one thread is to have for the matrix instructions of GPUs. `pack` makes it of one
+code a byte, `pack_halves` of GGUF's order.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["CodeKind", "GroupedCodes", "numbers", "pack", "unpack", "values"]
+__all__ = ["CodeKind", "GroupedCodes", "numbers", "pack", "pack_halves", "unpack", "unpack_halves", "values"]
 
 CodeKind = Literal["int4", "uint4", "e2m1", "iq4_nl", "int8", "uint8", "e4m3"]
 
@@ -104,14 +105,27 @@ class GroupedCodes:
 
 def pack(codes: Tensor) -> Tensor:
     """Return uint8 [..., K / 2] of codes in 4 bits, one a byte: uint8 [..., K] with K a multiple of 32."""
-    halves = codes.unflatten(-1, (-1, 2, 16))
-    return (halves[..., 0, :] | halves[..., 1, :] << 4).flatten(-2)
+    quarters = codes.unflatten(-1, (-1, 2, 2, 8))
+    return (quarters[..., 0, :] | quarters[..., 1, :] << 4).transpose(-1, -2).flatten(-3)
 
 
 def unpack(codes: Tensor) -> Tensor:
     """Return what `pack` was given."""
+    pairs = codes.unflatten(-1, (-1, 8, 2)).transpose(-1, -2)
+    return torch.stack((pairs & 15, pairs >> 4), -2).flatten(-4)
+
+
+def pack_halves(codes: Tensor) -> Tensor:
+    """`pack` of codes uint8 [..., K / 2] in the order of GGUF's Q4_0: of each 32 columns byte j of 16 has column j in
+    its lower half and column 16 + j in its higher one."""
     both = codes.unflatten(-1, (-1, 1, 16))
-    return torch.cat((both & 15, both >> 4), -2).flatten(-3)
+    return pack(torch.cat((both & 15, both >> 4), -2).flatten(-3))
+
+
+def unpack_halves(codes: Tensor) -> Tensor:
+    """Return what `pack_halves` was given."""
+    halves = unpack(codes).unflatten(-1, (-1, 2, 16))
+    return (halves[..., 0, :] | halves[..., 1, :] << 4).flatten(-2)
 
 
 def values(kind: CodeKind, codes: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aengine.kernels.activation import act_and_mul
-from aengine.kernels.grouped_codes import CodeKind, GroupedCodes, numbers, pack, unpack
+from aengine.kernels.grouped_codes import CodeKind, GroupedCodes, numbers, pack, pack_halves, unpack, unpack_halves
 from aengine.kernels.linear import add_linear, norm_gated_linear, norm_linear, plain_linear
 from aengine.runner.weights.plain import PlainFormat
 from aengine.runner.weights.quantised.grouped import GroupedWeight, fits, grouped_weight
@@ -53,8 +53,8 @@ def draw_codes(
 def value_of(codes: GroupedCodes, n: int, k: int) -> float:
     """One number of a matrix, by the definition of its kind."""
     if codes.has_4_bits:
-        byte = int(codes.codes[n, k // 32 * 16 + k % 16])
-        code = byte >> 4 if k % 32 >= 16 else byte & 15
+        byte = int(codes.codes[n, k // 32 * 16 + k % 8 * 2 + k % 32 // 16])
+        code = byte >> 4 if k % 16 >= 8 else byte & 15
         sign, exponent, mantissa = code >> 3, code >> 1 & 3, code & 1
         e2m1 = (-1) ** sign * (2.0 ** (exponent - 1) * (1 + mantissa / 2) if exponent else mantissa / 2)
         iq4_nl = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113][code]
@@ -78,6 +78,8 @@ def test_numbers_are_what_each_kind_means(kind: CodeKind, gen: torch.Generator, 
 def test_packed_codes_come_back(gen: torch.Generator) -> None:
     codes = torch.randint(0, 16, (3, 64), generator=gen, dtype=torch.uint8)
     assert torch.equal(unpack(pack(codes)), codes)
+    halves = torch.cat([half[:, :16] | half[:, 16:] << 4 for half in codes.split(32, 1)], 1)
+    assert torch.equal(pack_halves(halves), pack(codes)) and torch.equal(unpack_halves(pack(codes)), halves)
 
 
 def test_on_a_cpu_a_weight_is_the_plain_format_s(gen: torch.Generator, rng: random.Random) -> None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..activation import Activation
-from ..grouped_codes import GroupedCodes
+from ..grouped_codes import GroupedCodes, unpack_halves
 from .layouts import BLOCK, INT16_BLOCK_BYTES, LAYOUTS, NUMBERS, ROWS
 from .packing import SOURCES
 from .products import ALONE, GATES, ROWS_OF_CHUNK
@@ -132,7 +132,7 @@ def pack_grouped(codes: GroupedCodes) -> PackedMatrix | None:
         numbers.append(minimum)
     if codes.row_scale is not None:
         numbers = [own * codes.row_scale[:, None] for own in numbers]
-    packed = pack(kind, codes.codes)
+    packed = pack(kind, unpack_halves(codes.codes) if codes.has_4_bits else codes.codes)
     _fill_heads(packed, [own.repeat_interleave(codes.group // group, 1) if group else own for own in numbers])
     return packed
 

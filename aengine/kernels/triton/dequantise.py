@@ -8,14 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ..grouped_codes import GroupedCodes
-from .grouped_parts import columns_of, constants, group_values, pointers, raised
+from .grouped_parts import constants, group_values, pointers, raised_columns
 from .launch import has_pdl, known, launch, launch_next_and_wait
 from .linear_parts import numbers
 
 __all__ = ["dequantise", "dequantise_groups"]
 
 _BLOCK = 4096
-_BYTES = 2048
+_UNITS = 128
 
 
 def dequantise(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -52,11 +52,9 @@ def dequantise_groups(codes: GroupedCodes, dtype: torch.dtype) -> Tensor:
     """What the codes mean, [N, K] in ``dtype``."""
     (n, k), given = codes.shape, constants(codes)
     out = torch.empty((n, k), dtype=dtype, device=codes.device)
-    width = k // given["UNIT"] * 16
-    block = min(_BYTES, triton.next_power_of_2(width))
-    launch(
-        _dequantise_groups, (n, triton.cdiv(width, block)), *pointers(codes), out, **given, BLOCK=block, PDL=has_pdl()
-    )
+    units = k // given["UNIT"]
+    block = min(_UNITS, triton.next_power_of_2(units))
+    launch(_dequantise_groups, (n, triton.cdiv(units, block)), *pointers(codes), out, **given, BU=block, PDL=has_pdl())
     return out
 
 
@@ -75,19 +73,18 @@ def _dequantise_groups(
     GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
     RAISED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BU: tl.constexpr,
     PDL: tl.constexpr,
 ):
     launch_next_and_wait(PDL)
     n = tl.program_id(0)
-    byte = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    w = tl.load(w_ptr + n.to(tl.int64) * (K // UNIT * 16) + byte, mask=byte < K // UNIT * 16, other=0.0)
-    for high in tl.static_range(UNIT // 16):
-        at = columns_of(byte, UNIT) + high * 16
-        scale, zero, offset = group_values(
-            scale_ptr, zero_ptr, offset_ptr, n, at // GROUP, at < K, GROUPS, ROWS, RAISED
-        )
-        y = (raised(w, scale, high == 1, KIND) - zero) * scale + offset
-        if row_scale_ptr is not None:
-            y *= tl.load(row_scale_ptr + n)
-        tl.store(out_ptr + n.to(tl.int64) * K + at, y.to(out_ptr.dtype.element_ty), mask=at < K)
+    PER: tl.constexpr = 4 if UNIT == 32 else 16  # elements of a unit
+    element = tl.program_id(1) * (BU * PER) + tl.arange(0, BU * PER)
+    w = tl.load(w_ptr + n.to(tl.int64) * (K // UNIT * PER) + element, mask=element < K // UNIT * PER, other=0.0)
+    at = tl.program_id(1) * (BU * UNIT) + tl.arange(0, BU * UNIT)
+    scale, zero, offset = group_values(scale_ptr, zero_ptr, offset_ptr, n, at // GROUP, at < K, GROUPS, ROWS, RAISED)
+    y = tl.reshape(raised_columns(w[None, :], scale, KIND, UNIT, 1, BU * UNIT), (BU * UNIT,))
+    y = (y - zero) * scale + offset
+    if row_scale_ptr is not None:
+        y *= tl.load(row_scale_ptr + n)
+    tl.store(out_ptr + n.to(tl.int64) * K + at, y.to(out_ptr.dtype.element_ty), mask=at < K)

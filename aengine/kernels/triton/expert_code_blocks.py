@@ -11,16 +11,15 @@ cache; operations: 2 N K for every slot of a block that is used, and some 5 to m
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..expert_tilings import ProductTile
 from ..expert_types import ExpertCodes, ExpertGate, ExpertPlan
-from ..grouped_codes import GroupedCodes
 from .expert_gate import gate_constants, gated
-from .grouped_parts import columns_of, constants, pointers, raised, scale_of
+from .grouped_parts import constants, pointers
+from .grouped_tiles import add_tile, way_of
 from .launch import has_pdl, launch, launch_next_and_wait, max_shared_memory
 
 __all__ = ["multiply_blocks"]
@@ -40,8 +39,8 @@ def multiply_blocks(
     """Compute out [pairs, size] for x [pairs / rows_of_x, in_features]."""
     assert plan.tiling is not None and plan.blocks is not None
     size, given, block_m = out.shape[1], constants(matrices.codes), plan.tiling.block_m
-    sums = _scales_sums(matrices.codes, x.dtype)
-    tile = _fit(tile, size, given["K"], given["GROUP"] if sums else given["K"], given["UNIT"])
+    way = way_of(matrices.codes, x.dtype)
+    tile = _fit(tile, size, given["K"], given["GROUP"] if way == "sums" else given["K"], given["UNIT"])
     rows = tile.block_n * (1 if gate is None else 2)
     while _shared_bytes(tile, block_m, rows, given["UNIT"], x.element_size()) > max_shared_memory():
         if tile.num_stages > 2:
@@ -67,20 +66,12 @@ def multiply_blocks(
         BK=tile.block_k,
         **gate_constants(gate),
         BIAS=matrices.bias is not None,
-        SUMS=sums,
+        WAY=way,
         EVEN=size % tile.block_n == 0 and given["K"] % tile.block_k == 0,
         PDL=has_pdl(),
         STAGES=tile.num_stages,
         num_warps=tile.num_warps,
     )
-
-
-def _scales_sums(codes: GroupedCodes, dtype: torch.dtype) -> bool:
-    """Whether scales are applied to sums: where groups are wide, and where a number times a power of two may be none of
-    float16."""
-    if codes.offset is not None:
-        return False
-    return codes.group >= _WIDE_GROUP or (dtype == torch.float16 and codes.scale.dtype == torch.float8_e8m0fnu)
 
 
 def _fit(tile: ProductTile, n: int, k: int, group: int, unit: int) -> ProductTile:
@@ -96,53 +87,6 @@ def _shared_bytes(tile: ProductTile, block_m: int, rows: int, unit: int, itemsiz
 
 
 @triton.jit
-def _load_scales(
-    scale_ptr,
-    zero_ptr,
-    offset_ptr,
-    n,
-    column,
-    inside,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Scales, zeros and offsets as they are in memory; of what there is not, the scales."""
-    at = (n // ROWS).to(tl.int64) * GROUPS + column // GROUP
-    scale = tl.load(scale_ptr + at, mask=inside, other=0.0)
-    zero = scale
-    if zero_ptr is not None:
-        zero = tl.load(zero_ptr + at, mask=inside, other=0)
-    offset = scale
-    if offset_ptr is not None:
-        offset = tl.load(offset_ptr + at, mask=inside, other=0.0)
-    return scale, zero, offset
-
-
-@triton.jit
-def _scales_of_units(
-    scale_ptr,
-    zero_ptr,
-    offset_ptr,
-    n,
-    column,
-    inside,
-    UNIT: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """Those of the low halves, then of the high ones, which have others where a group is half a unit."""
-    scale, zero, offset = _load_scales(scale_ptr, zero_ptr, offset_ptr, n, column, inside, GROUP, GROUPS, ROWS)
-    scale_2, zero_2, offset_2 = scale, zero, offset
-    if GROUP == 16 and UNIT == 32:
-        scale_2, zero_2, offset_2 = _load_scales(
-            scale_ptr, zero_ptr, offset_ptr, n, column + 16, inside, GROUP, GROUPS, ROWS
-        )
-    return scale, zero, offset, scale_2, zero_2, offset_2
-
-
-@triton.jit
 def _load(pointers, mask):
     """What there is at ``pointers``, and zeros where not ``mask``; None: everywhere."""
     if mask is None:
@@ -152,41 +96,13 @@ def _load(pointers, mask):
     return y
 
 
-@triton.jit
-def _numbers(
-    w,
-    scale,
-    zero,
-    offset,
-    like,
-    HIGH: tl.constexpr,
-    KIND: tl.constexpr,
-    RAISED: tl.constexpr,
-    ZERO: tl.constexpr,
-    OFFSET: tl.constexpr,
-    SUMS: tl.constexpr,
-):
-    """[rows, columns] in the dtype of ``like``: codes ``w`` [rows, units, 16] less their zeros and, unless SUMS, times
-    their scales."""
-    y = raised(w, tl.zeros(w.shape, tl.float32), HIGH, KIND)
-    if ZERO:
-        y -= zero.to(tl.float32) + RAISED
-    elif RAISED != 0.0:
-        y -= RAISED
-    if not SUMS:
-        y *= scale_of(scale)
-    if OFFSET:
-        y += offset.to(tl.float32)
-    return tl.reshape(y.to(like.dtype), (w.shape[0], w.shape[1] * 16))
-
-
 @triton.jit(do_not_specialize=["num_pairs"])
 def _multiply_blocks(
     x_ptr, w_ptr, scale_ptr, zero_ptr, offset_ptr, row_scale_ptr, out_ptr, bias_ptr, order_ptr, experts_ptr,
     num_pairs, K: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     ROWS: tl.constexpr, RAISED: tl.constexpr, N: tl.constexpr, ALL: tl.constexpr, PAIRS_A_ROW: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATE: tl.constexpr, INTERLEAVED: tl.constexpr,
-    ALPHA: tl.constexpr, LIMIT: tl.constexpr, BIAS: tl.constexpr, SUMS: tl.constexpr, EVEN: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, BIAS: tl.constexpr, WAY: tl.constexpr, EVEN: tl.constexpr,
     PDL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     launch_next_and_wait(PDL)
@@ -195,56 +111,29 @@ def _multiply_blocks(
         return
     # With a gate, the rows of gate and up of a feature are side by side in the tile, as in expert_blocks.py.
     WIDE: tl.constexpr = 2 * BN if GATE != "" else BN
-    UNITS: tl.constexpr = BK // UNIT
-    BYTES: tl.constexpr = K // UNIT * 16
+    PER: tl.constexpr = 4 if UNIT == 32 else 16  # elements of a unit
+    WIDTH: tl.constexpr = K // UNIT * PER  # and of a row
     n = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     is_row = n < ALL
     if GATE != "" and not INTERLEAVED:
         n = n % 2 * N + n // 2
     pairs = tl.load(order_ptr + tl.program_id(1).to(tl.int64) * BM + tl.arange(0, BM))
-    is_pair = (pairs < num_pairs)[None, :]
+    is_pair = pairs < num_pairs
     rows = (pairs // PAIRS_A_ROW).to(tl.int64)
-    unit = tl.arange(0, UNITS)[None, :, None]
     n += expert * ALL  # rows of all experts'
-    w_ptrs = w_ptr + n[:, None, None].to(tl.int64) * BYTES + unit * 16 + tl.arange(0, 16)[None, None, :]
-    k = columns_of(tl.arange(0, UNITS * 16), UNIT)[:, None]
-    x_ptrs = x_ptr + rows[None, :] * K + k
-    if SUMS:
-        own, at, is_own = n[:, None], tl.zeros((1, 1), tl.int32), is_row[:, None]
-    else:
-        own, at, is_own = n[:, None, None], unit * UNIT, is_row[:, None, None]
-    # Scales are loaded a round ahead: what is too small for asynchronous copies is not done so by the compiler.
-    scale, zero, offset, scale_2, zero_2, offset_2 = _scales_of_units(
-        scale_ptr, zero_ptr, offset_ptr, own, at, is_own & (at < K), UNIT, GROUP, GROUPS, ROWS
-    )
+    element = tl.arange(0, BK // UNIT * PER)
+    k = tl.arange(0, BK)
+    w_ptrs = w_ptr + n[:, None].to(tl.int64) * WIDTH + element[None, :]
+    x_ptrs = x_ptr + rows[:, None] * K + k[None, :]
     y = tl.zeros((WIDE, BM), tl.float32)
     for k0 in tl.range(0, K, BK, num_stages=STAGES):
-        w = _load(w_ptrs + k0 // UNIT * 16, None if EVEN else is_row[:, None, None] & (k0 + unit * UNIT < K))
-        x = _load(x_ptrs + k0, is_pair if EVEN else is_pair & (k0 + k < K))
-        x_2 = x
-        if UNIT == 32:
-            x_2 = _load(x_ptrs + k0 + 16, is_pair if EVEN else is_pair & (k0 + k < K))
-        low = _numbers(
-            w, scale, zero, offset, x, False, KIND, RAISED, zero_ptr is not None, offset_ptr is not None, SUMS
-        )
-        part = y
-        if SUMS:
-            part = tl.zeros((WIDE, BM), tl.float32)
-        part = tl.dot(low, x, part, input_precision="ieee")
-        if UNIT == 32:
-            high = _numbers(
-                w, scale_2, zero_2, offset_2, x, True,
-                KIND, RAISED, zero_ptr is not None, offset_ptr is not None, SUMS,
-            )  # fmt: skip
-            part = tl.dot(high, x_2, part, input_precision="ieee")
-        if SUMS:
-            y += part * scale_of(scale)
-        else:
-            y = part
-        after = k0 + BK + at
-        scale, zero, offset, scale_2, zero_2, offset_2 = _scales_of_units(
-            scale_ptr, zero_ptr, offset_ptr, own, after, is_own & (after < K), UNIT, GROUP, GROUPS, ROWS
-        )
+        first = k0 // UNIT * PER
+        w = _load(w_ptrs + first, None if EVEN else is_row[:, None] & (first + element < WIDTH)[None, :])
+        x = _load(x_ptrs + k0, is_pair[:, None] if EVEN else is_pair[:, None] & (k0 + k < K)[None, :])
+        y = add_tile(
+            y, w, x.T, scale_ptr, zero_ptr, offset_ptr, n, is_row, k0,
+            KIND, WAY, UNIT, K, GROUP, GROUPS, ROWS, RAISED, WIDE, BK, EVEN,
+        )  # fmt: skip
     if row_scale_ptr is not None:
         y *= tl.load(row_scale_ptr + n, mask=is_row, other=0.0)[:, None]
     if BIAS:
@@ -254,4 +143,4 @@ def _multiply_blocks(
         y = gated(g, u, GATE, ALPHA, LIMIT)
     out_n = tl.program_id(0) * BN + tl.arange(0, BN)
     out_ptrs = out_ptr + pairs[None, :].to(tl.int64) * N + out_n[:, None]
-    tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=is_pair & (out_n < N)[:, None])
+    tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=is_pair[None, :] & (out_n < N)[:, None])

@@ -19,8 +19,8 @@ from torch import Tensor
 from ..expert_tilings import ProductTile
 from ..expert_types import ExpertCodes, ExpertGate, ExpertPlan, InputNorm
 from .expert_gate import gate_constants, gated
-from .grouped_parts import columns_of, constants, pointers
-from .grouped_units import codes_at, dot_of_units, finished, load_codes, load_x
+from .grouped_parts import constants, pointers
+from .grouped_units import codes_at, dot_of_units, finished, load_codes, load_x, places_of
 from .launch import has_pdl, launch, launch_next_and_wait
 
 __all__ = ["add_pairs", "multiply_pairs"]
@@ -118,43 +118,40 @@ def _multiply_pairs(
     if NUM_EXPERTS:
         if expert >= NUM_EXPERTS:  # another rank has the expert
             return
-    BYTES: tl.constexpr = K // UNIT * 16  # bytes of a row
+    PER: tl.constexpr = 4 if UNIT == 32 else 16  # elements of a unit
+    WIDTH: tl.constexpr = K // UNIT * PER  # and of a row
     out_n = tl.program_id(0) * BN + tl.arange(0, BN)
     n = out_n  # rows of codes; those of the up product beside
     up_n = N + out_n
     if GATE != "" and INTERLEAVED:
         n = 2 * out_n
         up_n = 2 * out_n + 1
-    byte = tl.arange(0, BU * 16)
+    element = tl.arange(0, BU * PER)
     own, own_up = expert * ALL + n, expert * ALL + up_n  # rows of all experts'
-    row = w_ptr + own[:, None].to(tl.int64) * BYTES
-    up_row = w_ptr + own_up[:, None].to(tl.int64) * BYTES
-    ws = (load_codes(row, byte, n, ALL, BYTES, EVEN),)
-    us = (load_codes(up_row, byte, up_n, ALL, BYTES, EVEN),) if GATE != "" else ws
+    row = w_ptr + own[:, None].to(tl.int64) * WIDTH
+    up_row = w_ptr + own_up[:, None].to(tl.int64) * WIDTH
+    ws = (load_codes(row, element, n, ALL, WIDTH, EVEN),)
+    us = (load_codes(up_row, element, up_n, ALL, WIDTH, EVEN),) if GATE != "" else ws
     for u0 in tl.static_range(BU, HELD * BU, BU):
-        ws = ws + (load_codes(row, u0 * 16 + byte, n, ALL, BYTES, EVEN),)  # type: ignore[assignment]
+        ws = ws + (load_codes(row, u0 * PER + element, n, ALL, WIDTH, EVEN),)  # type: ignore[assignment]
         if GATE != "":
-            us = us + (load_codes(up_row, u0 * 16 + byte, up_n, ALL, BYTES, EVEN),)  # type: ignore[assignment]
+            us = us + (load_codes(up_row, u0 * PER + element, up_n, ALL, WIDTH, EVEN),)  # type: ignore[assignment]
     x_ptr += pair // TOP_K * K
-    squares = tl.zeros((BU * 16,), tl.float32)
+    squares = tl.zeros((BU * PER,), tl.float32)
     acc = tl.zeros((BN, BU), tl.float32)
     up = tl.zeros((BN, BU), tl.float32)
     for u0 in tl.static_range(0, K // UNIT, BU):
-        at = u0 * UNIT + columns_of(byte, UNIT)
-        x_low, squares = load_x(x_ptr, norm_ptr, at, squares, K, NORM, EVEN)
-        x_high = x_low
-        if UNIT == 32:
-            x_high, squares = load_x(x_ptr, norm_ptr, at + 16, squares, K, NORM, EVEN)
+        xs, squares = load_x(x_ptr, norm_ptr, u0 * 16 + places_of(element, UNIT), squares, K, UNIT, NORM, EVEN)
         column = (u0 + tl.arange(0, BU)) * UNIT
-        w = codes_at(u0, ws, row, byte, n, ALL, BYTES, BU, HELD * BU, EVEN)
+        w = codes_at(u0, ws, row, element, n, ALL, WIDTH, BU, HELD * BU, EVEN)
         acc += dot_of_units(
-            w, x_low, x_high, scale_ptr, zero_ptr, offset_ptr, own, column,
+            w, xs, scale_ptr, zero_ptr, offset_ptr, own, column,
             KIND, UNIT, ALL_ROWS, K, BN, BU, GROUP, GROUPS, ROWS, RAISED,
         )  # fmt: skip
         if GATE != "":
-            u = codes_at(u0, us, up_row, byte, up_n, ALL, BYTES, BU, HELD * BU, EVEN)
+            u = codes_at(u0, us, up_row, element, up_n, ALL, WIDTH, BU, HELD * BU, EVEN)
             up += dot_of_units(
-                u, x_low, x_high, scale_ptr, zero_ptr, offset_ptr, own_up, column,
+                u, xs, scale_ptr, zero_ptr, offset_ptr, own_up, column,
                 KIND, UNIT, ALL_ROWS, K, BN, BU, GROUP, GROUPS, ROWS, RAISED,
             )  # fmt: skip
     y = tl.sum(acc, 1)
@@ -177,9 +174,9 @@ def _codes_of_pair(
     ids_ptr,
     pair,
     n,
+    element,
     ALL: tl.constexpr,
-    BYTES: tl.constexpr,
-    BU: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCKS: tl.constexpr,
     EVEN: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
@@ -188,9 +185,8 @@ def _codes_of_pair(
     expert = tl.load(ids_ptr + pair + index // BLOCKS)
     if NUM_EXPERTS:  # none are read of an expert that another rank has
         n = tl.where(expert < NUM_EXPERTS, n, ALL)
-    row = w_ptr + (expert * ALL + n[:, None]).to(tl.int64) * BYTES
-    byte = index % BLOCKS * (BU * 16) + tl.arange(0, BU * 16)
-    return load_codes(row, byte, n, ALL, BYTES, EVEN)
+    row = w_ptr + (expert * ALL + n[:, None]).to(tl.int64) * WIDTH
+    return load_codes(row, element + index % BLOCKS * element.shape[0], n, ALL, WIDTH, EVEN)
 
 
 @triton.jit
@@ -204,37 +200,36 @@ def _add_pairs(
 ):  # fmt: skip
     """A pair's weight is a factor of its sums, so that these are added up over threads once for all pairs."""
     launch_next_and_wait(PDL)
-    BYTES: tl.constexpr = K // UNIT * 16
+    PER: tl.constexpr = 4 if UNIT == 32 else 16
+    WIDTH: tl.constexpr = K // UNIT * PER
     BLOCKS: tl.constexpr = (K // UNIT + BU - 1) // BU
     IS_EVEN: tl.constexpr = EVEN and NUM_EXPERTS == 0
     token = tl.program_id(1).to(tl.int64)
     first = token * TOP_K
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    byte = tl.arange(0, BU * 16)
-    ws = (_codes_of_pair(0, w_ptr, ids_ptr, first, n, ALL, BYTES, BU, BLOCKS, IS_EVEN, NUM_EXPERTS),)
+    element = tl.arange(0, BU * PER)
+    ws = (_codes_of_pair(0, w_ptr, ids_ptr, first, n, element, ALL, WIDTH, BLOCKS, IS_EVEN, NUM_EXPERTS),)
     for i in tl.static_range(1, HELD):
-        w = _codes_of_pair(i, w_ptr, ids_ptr, first, n, ALL, BYTES, BU, BLOCKS, IS_EVEN, NUM_EXPERTS)
+        w = _codes_of_pair(i, w_ptr, ids_ptr, first, n, element, ALL, WIDTH, BLOCKS, IS_EVEN, NUM_EXPERTS)
         ws = ws + (w,)  # type: ignore[assignment]
     total = tl.zeros((BN,), tl.float32)
+    no_squares = tl.zeros((1,), tl.float32)
     acc = tl.zeros((BN, BU), tl.float32)
     for i in tl.static_range(TOP_K * BLOCKS):
         if i < HELD:
             w = ws[i]
         else:
-            w = _codes_of_pair(i, w_ptr, ids_ptr, first, n, ALL, BYTES, BU, BLOCKS, IS_EVEN, NUM_EXPERTS)
+            w = _codes_of_pair(i, w_ptr, ids_ptr, first, n, element, ALL, WIDTH, BLOCKS, IS_EVEN, NUM_EXPERTS)
         pair = first + i // BLOCKS
         expert = tl.load(ids_ptr + pair)
-        at = i % BLOCKS * (BU * UNIT) + columns_of(byte, UNIT)
+        at = i % BLOCKS * (BU * 16) + places_of(element, UNIT)
         column = i % BLOCKS * (BU * UNIT) + tl.arange(0, BU) * UNIT
         if NUM_EXPERTS:  # nothing was written for an expert of another rank
             at = tl.where(expert < NUM_EXPERTS, at, K)
-        x_low, _ = load_x(x_ptr + pair * K, None, at, 0.0, K, False, IS_EVEN)
-        x_high = x_low
-        if UNIT == 32:
-            x_high, _ = load_x(x_ptr + pair * K, None, at + 16, 0.0, K, False, IS_EVEN)
+        xs, _ = load_x(x_ptr + pair * K, None, at, no_squares, K, UNIT, False, IS_EVEN)
         own = expert * ALL + n  # rows of all experts'
         y = dot_of_units(
-            w, x_low, x_high, scale_ptr, zero_ptr, offset_ptr, own, column,
+            w, xs, scale_ptr, zero_ptr, offset_ptr, own, column,
             KIND, UNIT, ALL_ROWS, K, BN, BU, GROUP, GROUPS, ROWS, RAISED,
         )  # fmt: skip
         weight = tl.load(weights_ptr + pair)

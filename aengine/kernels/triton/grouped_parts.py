@@ -1,7 +1,6 @@
 """What the kernels over `GroupedCodes` share: what codes and scales are in float32.
 
-A unit is 16 bytes of a row's codes, which one thread reads: 32 columns in 4 bits, of which byte j has column j in its
-low half and column 16 + j in its high one; 16 columns in 8 bits.
+A unit is 16 bytes of a row's codes: four words of 32 columns in 4 bits (see grouped_codes.py), or 16 columns in 8 bits.
 
 Codes become float32 by putting their bits into the mantissa of a power of two. That is their value and a constant more,
 which is subtracted together with the zero point: from the codes, or, in a sum of products, as many sums of x.
@@ -17,13 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ..grouped_codes import GroupedCodes
-from .launch import known
+from .launch import is_interpreted, known
 from .linear_parts import numbers
 
-__all__ = ["UNIT_BYTES", "columns_of", "constants", "group_values", "pointers", "raised", "scale_of"]
+__all__ = ["constants", "group_values", "in_columns", "masked_or", "pointers", "raised", "raised_columns"]
 
-UNIT_BYTES = 16
 _RAISED_BY = {"int4": 24.0, "uint4": 16.0, "iq4_nl": 384.0, "int8": 384.0, "uint8": 256.0}
+_HAS_LOP3 = tl.constexpr(not is_interpreted and torch.version.hip is None)
 _IQ4_0 = tl.constexpr(0x3F2D1801)  # llama.cpp's numbers, each plus 128, a byte each
 _IQ4_1 = tl.constexpr(0x766A5D4F)
 _IQ4_2 = tl.constexpr(-0x5966727F)
@@ -31,9 +30,10 @@ _IQ4_3 = tl.constexpr(-0x0E263A4B)
 
 
 def pointers(codes: GroupedCodes) -> tuple[Tensor | None, ...]:
-    """Return what kernels take of the codes: codes, scale, zero, offset, row_scale."""
+    """Return what kernels take of the codes: codes (of 4 bits, words of eight), scale, zero, offset, row_scale."""
     scale = codes.scale.view(torch.uint8) if codes.scale.dtype == torch.float8_e8m0fnu else known(codes.scale)
-    return known(codes.codes), scale, codes.zero, codes.offset, codes.row_scale
+    own = codes.codes.view(torch.int32) if codes.has_4_bits else known(codes.codes)
+    return own, scale, codes.zero, codes.offset, codes.row_scale
 
 
 def constants(codes: GroupedCodes) -> dict[str, Any]:
@@ -50,15 +50,29 @@ def constants(codes: GroupedCodes) -> dict[str, Any]:
 
 
 @triton.jit
-def raised(codes, like, HIGH: tl.constexpr, KIND: tl.constexpr):
-    """Codes' values plus their kind's constant, float32, the dtype of ``like``. HIGH: of the high halves of bytes."""
-    q = codes
-    if KIND != "e4m3":
+def masked_or(words, MASK: tl.constexpr, BITS: tl.constexpr):
+    """words & MASK | BITS, in one instruction, for which the compiler takes two."""
+    if _HAS_LOP3:
+        lop3: tl.constexpr = f"lop3.b32 $0, $1, {MASK}, {BITS}, 0xea;"
+        y = tl.inline_asm_elementwise(lop3, "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        y = words & MASK | BITS
+    return y
+
+
+@triton.jit
+def raised(codes, like, INDEX: tl.constexpr, KIND: tl.constexpr):
+    """Codes' values plus their kind's constant, float32, the dtype of ``like``. INDEX: which eighth of words, of 4
+    bits: columns 8 (INDEX % 4) + INDEX // 4 behind twice the word's place among four."""
+    if KIND == "int8" or KIND == "uint8":
         q = codes.to(tl.int32) & 255
-        if KIND != "int8" and KIND != "uint8":
-            q = q >> 4 if HIGH else q & 15
+    elif KIND == "e4m3":
+        q = codes
+    else:
+        q = codes >> 4 * INDEX
     if KIND == "int4" or KIND == "uint4":
-        y = (q << 19 | 0x41800000).to(tl.float32, bitcast=True)
+        q = codes << 19 - 4 * INDEX if INDEX < 5 else codes >> 4 * INDEX - 19
+        y = masked_or(q, 0x780000, 0x41800000).to(tl.float32, bitcast=True)
     elif KIND == "e2m1":  # sign, exponent and mantissa in their places in float32, whose bias is 126 more
         y = ((q & 7) << 22 | (q & 8) << 28).to(tl.float32, bitcast=True) * 8.507059173023462e37
     elif KIND == "iq4_nl":
@@ -74,19 +88,37 @@ def raised(codes, like, HIGH: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def columns_of(byte, UNIT: tl.constexpr):
-    """The column of each byte of a row's codes: that of its low half, in 4 bits."""
-    return byte // 16 * UNIT + byte % 16
+def in_columns(a, b, c, d, BN: tl.constexpr, BK: tl.constexpr):
+    """[BN, BK]: numbers in the order of their columns. Each of four [BN, BK / 8, 2] has codes INDEX and INDEX + 4 of
+    words. Nothing moves between threads, where they have words as the matrix instruction wants its numbers."""
+    y = tl.join(tl.join(a, b), tl.join(c, d))
+    y = tl.reshape(y, (BN, BK // 32, 4, 2, 2, 2))  # a word of four; + 1 column; + 8; + 16
+    return tl.reshape(tl.permute(y, (0, 1, 5, 4, 2, 3)), (BN, BK))
 
 
 @triton.jit
-def scale_of(stored):
-    """Scales in float32, as ``stored`` has them in memory."""
-    if stored.dtype == tl.uint8:  # a power of two
-        scale = (stored.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+def raised_columns(w, like, KIND: tl.constexpr, UNIT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """[BN, BK]: what `raised` gives for all codes of elements ``w``."""
+    if UNIT == 16:
+        y = raised(w, like, 0, KIND)
     else:
-        scale = numbers(stored, tl.zeros(stored.shape, tl.float32), True)
-    return scale
+        y = in_columns(
+            tl.join(raised(w, like, 0, KIND), raised(w, like, 4, KIND)),
+            tl.join(raised(w, like, 1, KIND), raised(w, like, 5, KIND)),
+            tl.join(raised(w, like, 2, KIND), raised(w, like, 6, KIND)),
+            tl.join(raised(w, like, 3, KIND), raised(w, like, 7, KIND)),
+            BN, BK,
+        )  # fmt: skip
+    return y
+
+
+@triton.jit
+def _load(ptrs, inside):
+    if inside is None:
+        y = tl.load(ptrs)
+    else:
+        y = tl.load(ptrs, mask=inside, other=0.0)
+    return y
 
 
 @triton.jit
@@ -102,14 +134,17 @@ def group_values(
     RAISED: tl.constexpr,
 ):
     """Scale, what is to be subtracted from raised codes, and offset, float32, of each row ``n`` and group, which are
-    broadcast against each other."""
+    broadcast against each other. ``inside``: where there are some; None: everywhere."""
     at = (n // ROWS).to(tl.int64) * GROUPS + group
-    s = tl.load(scale_ptr + at, mask=inside, other=0.0)
-    scale = scale_of(s)
+    s = _load(scale_ptr + at, inside)
+    if s.dtype == tl.uint8:  # a power of two
+        scale = (s.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    else:
+        scale = numbers(s, tl.zeros(s.shape, tl.float32), True)
     zero = tl.full(scale.shape, RAISED, tl.float32)
     if zero_ptr is not None:
-        zero += tl.load(zero_ptr + at, mask=inside, other=0).to(tl.float32)
+        zero += _load(zero_ptr + at, inside).to(tl.float32)
     offset = tl.zeros(scale.shape, tl.float32)
     if offset_ptr is not None:
-        offset = tl.load(offset_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        offset = _load(offset_ptr + at, inside).to(tl.float32)
     return scale, zero, offset

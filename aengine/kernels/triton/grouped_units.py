@@ -1,5 +1,7 @@
 """One row by codes with a scale a group, for the kernels that read units of 16 bytes of several rows of codes: products
 of a unit are summed in the thread that read it, and get their group's scale and zero point once.
+
+A unit is four words, of 32 codes of 4 bits, or 16 codes of 8 bits: PER elements of UNIT columns.
 """
 
 from __future__ import annotations
@@ -9,15 +11,15 @@ import triton.language as tl
 
 from .grouped_parts import group_values, raised
 
-__all__ = ["codes_at", "dot_of_units", "finished", "load_codes", "load_x"]
+__all__ = ["codes_at", "dot_of_units", "finished", "load_codes", "load_x", "places_of"]
 
 
 @triton.jit
-def load_codes(row, byte, n, N: tl.constexpr, BYTES: tl.constexpr, EVEN: tl.constexpr):
+def load_codes(row, element, n, N: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr):
     if EVEN:
-        w = tl.load(row + byte[None, :])
+        w = tl.load(row + element[None, :])
     else:
-        w = tl.load(row + byte[None, :], mask=(n < N)[:, None] & (byte < BYTES)[None, :], other=0.0)
+        w = tl.load(row + element[None, :], mask=(n < N)[:, None] & (element < WIDTH)[None, :], other=0.0)
     return w
 
 
@@ -26,10 +28,10 @@ def codes_at(
     u0: tl.constexpr,
     held,
     row,
-    byte,
+    element,
     n,
     N: tl.constexpr,
-    BYTES: tl.constexpr,
+    WIDTH: tl.constexpr,
     BU: tl.constexpr,
     HELD: tl.constexpr,
     EVEN: tl.constexpr,
@@ -38,13 +40,34 @@ def codes_at(
     if u0 < HELD:
         w = held[u0 // BU]
     else:
-        w = load_codes(row, u0 * 16 + byte, n, N, BYTES, EVEN)
+        w = load_codes(row, element + u0 * (element.shape[0] // BU), n, N, WIDTH, EVEN)
     return w
 
 
 @triton.jit
-def load_x(x_ptr, norm_ptr, at, squares, K: tl.constexpr, NORM: tl.constexpr, EVEN: tl.constexpr):
-    """x at columns ``at``, float32, and its squares added to ``squares``."""
+def places_of(element, UNIT: tl.constexpr):
+    """Where `load_x` begins for each element of a row's codes: the index of a pair of numbers, or of a number."""
+    return element // 4 * 16 + element % 4 if UNIT == 32 else element
+
+
+@triton.jit
+def load_x(x_ptr, norm_ptr, at, squares, K: tl.constexpr, UNIT: tl.constexpr, NORM: tl.constexpr, EVEN: tl.constexpr):
+    """The numbers of x, float32, that elements of codes are multiplied by, of words two for each fourth pair; and their
+    squares added to ``squares``. ``at``: from `places_of`, beyond K where there are none."""
+    if UNIT == 16:
+        x, squares = _load(x_ptr, norm_ptr, at, squares, K, NORM, EVEN)
+        xs = (x,)
+    else:
+        a, b, squares = _load_pairs(x_ptr, norm_ptr, at, squares, K, NORM, EVEN)
+        c, d, squares = _load_pairs(x_ptr, norm_ptr, at + 4, squares, K, NORM, EVEN)
+        e, f, squares = _load_pairs(x_ptr, norm_ptr, at + 8, squares, K, NORM, EVEN)
+        g, h, squares = _load_pairs(x_ptr, norm_ptr, at + 12, squares, K, NORM, EVEN)
+        xs = (a, b, c, d, e, f, g, h)  # type: ignore[assignment]
+    return xs, squares
+
+
+@triton.jit
+def _load(x_ptr, norm_ptr, at, squares, K: tl.constexpr, NORM: tl.constexpr, EVEN: tl.constexpr):
     if EVEN:
         x = tl.load(x_ptr + at).to(tl.float32)
     else:
@@ -55,26 +78,60 @@ def load_x(x_ptr, norm_ptr, at, squares, K: tl.constexpr, NORM: tl.constexpr, EV
             x = x * tl.load(norm_ptr + at).to(tl.float32)
         else:
             x = x * tl.load(norm_ptr + at, mask=at < K, other=0.0).to(tl.float32)
-        if x_ptr.dtype.element_ty == tl.bfloat16:  # as in linear_gemv.py
-            x = x.to(tl.bfloat16).to(tl.float32)
+        x = _rounded(x, x_ptr.dtype.element_ty)
     return x, squares
 
 
 @triton.jit
-def _by_units(y, BN: tl.constexpr, BU: tl.constexpr):
-    """[BN, BU]: the sums of ``y`` [BN, 16 BU] over each unit's bytes, which one thread has."""
-    return tl.sum(tl.reshape(y, (BN, BU, 16)), 2)
+def _load_pairs(x_ptr, norm_ptr, at, squares, K: tl.constexpr, NORM: tl.constexpr, EVEN: tl.constexpr):
+    x, y = _pairs(x_ptr, at, K, EVEN)
+    if NORM:
+        squares += x * x + y * y
+        a, b = _pairs(norm_ptr, at, K, EVEN)
+        x = _rounded(x * a, x_ptr.dtype.element_ty)
+        y = _rounded(y * b, x_ptr.dtype.element_ty)
+    return x, y, squares
 
 
 @triton.jit
-def _beside(x, w, KIND: tl.constexpr):
-    """x for each row of codes ``w``. That no code is negative the compiler finds out after it has chosen which thread
-    has what: so a thread has x where it has codes, and sums of it that are the same for several rows are made once."""
+def _pairs(ptr, at, K: tl.constexpr, EVEN: tl.constexpr):
+    """Numbers 2 at and 2 at + 1, float32: read as one, so that a thread reads those of a unit 16 bytes at a time."""
+    dtype: tl.constexpr = ptr.dtype.element_ty
+    ptrs = ptr.to(tl.pointer_type(tl.int64 if dtype == tl.float32 else tl.int32)) + at
+    if EVEN:
+        both = tl.load(ptrs)
+    else:
+        both = tl.load(ptrs, mask=2 * at < K, other=0)
+    if dtype == tl.float32:
+        x = both.to(tl.int32).to(tl.float32, bitcast=True)
+        y = (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    else:
+        x = both.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        y = (both >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    return x, y
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr):
+    return x.to(tl.bfloat16).to(tl.float32) if dtype == tl.bfloat16 else x  # as in linear_gemv.py
+
+
+@triton.jit
+def _by_units(y, BN: tl.constexpr, BU: tl.constexpr):
+    """[BN, BU]: the sums of ``y`` over each unit's elements, which one thread has."""
+    return tl.sum(tl.reshape(y, (BN, BU, y.shape[1] // BU)), 2)
+
+
+@triton.jit
+def _sums_of_x(x, w, KIND: tl.constexpr, BN: tl.constexpr, BU: tl.constexpr):
+    """[BN, BU]: the sums of x over units, for each row of codes ``w``. That no code is negative the compiler finds out
+    after it has chosen which thread has what: so a thread has x where it has codes, and sums of it that are the same
+    for several rows are made once."""
     if KIND == "e4m3":
         y = x[None, :] + tl.zeros(w.shape, tl.float32)
     else:
         y = tl.where((w.to(tl.int32) & 255) >= 0, x[None, :], 0.0)
-    return y
+    return _by_units(y, BN, BU)
 
 
 @triton.jit
@@ -112,8 +169,7 @@ def _scaled_sums(
 @triton.jit
 def dot_of_units(
     w,
-    x_low,
-    x_high,
+    xs,
     scale_ptr,
     zero_ptr,
     offset_ptr,
@@ -130,24 +186,35 @@ def dot_of_units(
     ROWS: tl.constexpr,
     RAISED: tl.constexpr,
 ):
-    """[BN, BU]: the products of codes w [BN, 16 BU] and x; column: the first of each unit [BU]. Sums of x that are not
-    needed the compiler leaves out."""
-    y = _by_units(raised(w, x_low, False, KIND) * x_low[None, :], BN, BU)
-    total = _by_units(_beside(x_low, w, KIND), BN, BU)
+    """[BN, BU]: the products of codes w [BN, PER * BU] and ``xs`` of `load_x`; column: the first of each unit [BU].
+    Sums of x that are not needed the compiler leaves out."""
+    y = raised(w, xs[0], 0, KIND) * xs[0][None, :]
+    x = xs[0]
     if UNIT == 32:
-        y_high = _by_units(raised(w, x_low, True, KIND) * x_high[None, :], BN, BU)
-        total_high = _by_units(_beside(x_high, w, KIND), BN, BU)
+        y += raised(w, x, 4, KIND) * xs[1][None, :]
+        y += raised(w, x, 1, KIND) * xs[2][None, :]
+        y += raised(w, x, 5, KIND) * xs[3][None, :]
+        x += xs[1] + xs[2] + xs[3]
         if GROUP == 16:
-            y_high = _scaled_sums(
-                y_high, total_high, scale_ptr, zero_ptr, offset_ptr, n, column + 16, N, K, GROUP, GROUPS, ROWS, RAISED
-            )
-        else:
-            y += y_high
-            total += total_high
-    y = _scaled_sums(y, total, scale_ptr, zero_ptr, offset_ptr, n, column, N, K, GROUP, GROUPS, ROWS, RAISED)
+            first = _scaled_sums(
+                _by_units(y, BN, BU), _sums_of_x(x, w, KIND, BN, BU), scale_ptr, zero_ptr, offset_ptr, n, column,
+                N, K, GROUP, GROUPS, ROWS, RAISED,
+            )  # fmt: skip
+            y = tl.zeros(w.shape, tl.float32)
+            x = tl.zeros(x.shape, tl.float32)
+            column += 16
+        y += raised(w, x, 2, KIND) * xs[4][None, :]
+        y += raised(w, x, 6, KIND) * xs[5][None, :]
+        y += raised(w, x, 3, KIND) * xs[6][None, :]
+        y += raised(w, x, 7, KIND) * xs[7][None, :]
+        x += xs[4] + xs[5] + xs[6] + xs[7]
+    z = _scaled_sums(
+        _by_units(y, BN, BU), _sums_of_x(x, w, KIND, BN, BU), scale_ptr, zero_ptr, offset_ptr, n, column,
+        N, K, GROUP, GROUPS, ROWS, RAISED,
+    )  # fmt: skip
     if UNIT == 32 and GROUP == 16:
-        y += y_high
-    return y
+        z += first
+    return z
 
 
 @triton.jit

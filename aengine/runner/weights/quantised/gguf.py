@@ -38,7 +38,7 @@ from torch import Tensor
 from ....checkpoint.gguf_file import GGML_TYPES
 from ....errors import InternalError, ModelLoadError
 from ..weight import ExpertWeights, StoredTensor, Weight
-from .grouped import CodedExperts, CodeKind, GroupedCodes, GroupedWeight, pack
+from .grouped import CodedExperts, CodeKind, GroupedCodes, GroupedWeight, pack, pack_halves
 
 __all__ = ["CODED_TYPES", "GgufFormat", "GgufWeight", "dequantised", "grouped_codes"]
 
@@ -209,16 +209,16 @@ def _rounded(kind: CodeKind, codes: Tensor, group: int, scale: Tensor, offset: T
 
 
 def _q4_0(blocks: Tensor, kind: CodeKind) -> GroupedCodes:
-    return _exact(kind, blocks[..., 2:].flatten(1), _float16(blocks, 0))
+    return _exact(kind, pack_halves(blocks[..., 2:].flatten(1)), _float16(blocks, 0))
 
 
 def _q4_1(blocks: Tensor) -> GroupedCodes:
-    return _exact("uint4", blocks[..., 4:].flatten(1), _float16(blocks, 0), _float16(blocks, 2))
+    return _exact("uint4", pack_halves(blocks[..., 4:].flatten(1)), _float16(blocks, 0), _float16(blocks, 2))
 
 
 def _mxfp4(blocks: Tensor) -> GroupedCodes:
     scale = blocks[..., 0].contiguous().view(torch.float8_e8m0fnu)
-    return GroupedCodes("e2m1", blocks[..., 1:].flatten(1), scale, 32)
+    return GroupedCodes("e2m1", pack_halves(blocks[..., 1:].flatten(1)), scale, 32)
 
 
 def _q5(blocks: Tensor, high: int) -> Tensor:
@@ -288,7 +288,7 @@ def _iq4_xs(blocks: Tensor) -> GroupedCodes:
     low = _bits(blocks[..., 4:8], 4).transpose(-1, -2).flatten(2)
     top = _bits(blocks[..., 2:4], 2).transpose(-1, -2).flatten(2)
     scales = (low | top << 4).float() - 32
-    return _rounded("iq4_nl", blocks[..., 8:].flatten(1), 32, _float16(blocks, 0).float() * scales)
+    return _rounded("iq4_nl", pack_halves(blocks[..., 8:].flatten(1)), 32, _float16(blocks, 0).float() * scales)
 
 
 CODED_TYPES: dict[str, Callable[[Tensor], GroupedCodes]] = {

@@ -11,7 +11,7 @@ kernels/grouped_codes.py defines: kind of codes, order of two in a byte, what ma
 
 What `_codes` must deliver, of the tensors of matrices that are perhaps below each other, on their device:
 
-- Codes by `pack`, but for those that have its order already (GGUF's Q4_0, IQ4_NL). One code a byte is made of one
+- Codes by `pack`, or `pack_halves` (GGUF's Q4_0, IQ4_NL). One code a byte is made of one
   matrix at a time, so a load needs the memory of that beside the result.
 - Zero points as small integers in ``zero``, with kind "uint4" or "uint8" (AWQ; GPTQ, whose older files have them less
   one). A product scale * zero in 16 bits would be too coarse. Minima that are numbers go into ``offset``, with their
@@ -41,7 +41,7 @@ from ....kernels.activation import Activation
 from ....kernels.cpu.target import unavailable
 from ....kernels.expert_types import ExpertCodes, ExpertGate, ExpertPlan, InputNorm
 from ....kernels.experts import add_experts, expert_product
-from ....kernels.grouped_codes import CodeKind, GroupedCodes, numbers, pack, unpack
+from ....kernels.grouped_codes import CodeKind, GroupedCodes, numbers, pack, pack_halves, unpack
 from ....kernels.linear import add_linear, norm_gated_linear, norm_linear, plain_linear
 from ..expert_weights import GatheredExperts, SeparateExperts
 from ..weight import ExpertWeights, Norm, StoredTensor, Weight, WeightFormat
@@ -60,6 +60,7 @@ __all__ = [
     "grouped_weight",
     "numbers",
     "pack",
+    "pack_halves",
     "unpack",
 ]
 
