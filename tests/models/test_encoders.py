@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import random
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,27 @@ def test_a_text_has_the_same_bits_alone_and_in_a_batch(tmp_path: Path, variant: 
     assert np.abs(found - expected).max() < 1e-5
     for text, own in list(zip(texts, found, strict=True))[:4]:
         assert np.array_equal(vectors(loaded, [text])[0], own)
+
+
+@pytest.mark.parametrize(
+    ("variant", "heads", "logged"),
+    [
+        ("bert", 2, "the encoder runs as a tape of 21 ops"),
+        ("bert", 4, "op by op: attention of heads whose size 16 does not divide"),
+        ("mpnet", 2, "op by op: attention with biases of distances"),
+    ],
+)
+def test_layers_are_a_tape(
+    tmp_path: Path, variant: str, heads: int, logged: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("llvmlite")
+    caplog.set_level(logging.INFO, "aengine.runner")
+    write(tmp_path, variant, num_attention_heads=heads)
+    texts = some_texts(70)
+    expected = vectors(load(tmp_path, enforce_eager=True), texts)
+    assert "the encoder runs" not in caplog.text
+    assert np.array_equal(vectors(load(tmp_path), texts), expected)
+    assert logged in caplog.text
 
 
 @pytest.mark.parametrize("has_vnni", [True, False])

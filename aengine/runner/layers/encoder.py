@@ -53,7 +53,7 @@ class PostNormLayer:
     def __call__(self, x: Tensor, batch: EncoderBatch, biases: Sequence[Tensor] | None = None) -> Tensor:
         """Return [num_tokens, hidden_size]. ``biases``: what is added to the scores of each of the batch's groups, see
         `attend`."""
-        q, k, v = self._qkv.multiply(x).view(len(x), 3 * self._num_heads, -1).chunk(3, dim=1)
+        q, k, v = self._qkv.multiply(x).view(len(x), 3 * self._num_heads, -1).split(self._num_heads, 1)
         attended = attend(q, k, v, batch, biases=biases)
         self._attention_out.add_to(x, attended)
         x = self._attention_norm(x)

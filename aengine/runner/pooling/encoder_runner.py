@@ -6,6 +6,7 @@ those of like length are neighbours (`EncoderBatch`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,12 +31,20 @@ _TOLERANCE_ON_A_GPU = 0.75
 
 
 class EncoderRunner:
-    """A `Runner` (workers/loaded.py). ``vectors``: how a text gets its embedding; None: it gets the head's logits."""
+    """A `Runner` (workers/loaded.py). ``vectors``: how a text gets its embedding; None: it gets the head's logits.
+    ``forward``: what runs in place of the model's."""
 
     prepares_after = None
 
-    def __init__(self, model: Encoder[Any], vectors: VectorLayers | None, platform: Platform) -> None:
+    def __init__(
+        self,
+        model: Encoder[Any],
+        vectors: VectorLayers | None,
+        platform: Platform,
+        forward: Callable[[EncoderBatch], Tensor] | None = None,
+    ) -> None:
         self._model = model
+        self._forward = forward or model.forward
         self._vectors = vectors
         self._platform = platform
         self._copy_out = OutputCopier(platform)
@@ -74,7 +83,7 @@ class EncoderRunner:
             _TOLERANCE_ON_A_GPU if self._platform.is_accelerator else 1.0,
             is_compiled=self._model.weights.formats.is_compiled,
         )
-        hidden = self._model.forward(batch)
+        hidden = self._forward(batch)
         if self._vectors is None:
             return self._model.classify(hidden, batch).float()
         pooled = {"mean": batch.mean, "cls": batch.first, "last": batch.last}[self._vectors.mode](hidden)

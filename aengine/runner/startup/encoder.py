@@ -123,7 +123,7 @@ class LoadedEncoder:
                 f"max_num_batched_tokens={most} is less than max_model_len={longest}, and an encoder computes a text "
                 f"in one step: raise the one or lower the other"
             )
-        self._most_tokens = most
+        self._most_tokens, self._enforce_eager = most, config.enforce_eager
         formats = model.weights.formats
         self.offer: dict[str, Any] = {
             "num_blocks": _BLOCKS_PER_ROW * config.max_num_seqs,
@@ -147,8 +147,14 @@ class LoadedEncoder:
         self, plan: Mapping[str, int], bitmasks: memoryview | None = None
     ) -> tuple[EncoderRunner, dict[str, Any]]:
         """See `LoadedModel`. Raises ModelLoadError if the device has no memory for the largest batch."""
-        runner, platform = EncoderRunner(self._model, self._vectors, self._platform), self._platform
+        model, platform = self._model, self._platform
         num_tokens, longest = plan["max_num_batched_tokens"], plan["max_model_len"]
+        forward = None
+        if model.weights.formats.is_compiled and not self._enforce_eager:
+            from ..graphs.encoder_tape import forward_of
+
+            forward = forward_of(model, num_tokens)
+        runner = EncoderRunner(model, self._vectors, platform, forward)
         if platform.is_accelerator:
             _compile_kernels(runner, num_tokens)
         try:

@@ -139,8 +139,11 @@ class Bert(Encoder[Config]):
         """Return what is added to the scores of each of the batch's groups; None: nothing."""
         return None
 
-    def forward(self, batch: EncoderBatch) -> Tensor:
-        x, biases = self.embeddings(batch), self.biases(batch)
+    def embed(self, batch: EncoderBatch) -> Tensor:
+        return self.embeddings(batch)
+
+    def run_layers(self, x: Tensor, batch: EncoderBatch) -> Tensor:
+        biases = self.biases(batch)
         for layer in self.layers:
             x = layer(x, batch, biases)
         return x

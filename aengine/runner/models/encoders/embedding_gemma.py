@@ -110,8 +110,10 @@ class EmbeddingGemma(Encoder[EmbeddingGemmaConfig]):
         if config.labels:
             self.classifier = Linear(weights, size, {"score": len(config.labels)})
 
-    def forward(self, batch: EncoderBatch) -> Tensor:
-        x = self.words(batch.input_ids)
+    def embed(self, batch: EncoderBatch) -> Tensor:
+        return self.words(batch.input_ids)
+
+    def run_layers(self, x: Tensor, batch: EncoderBatch) -> Tensor:
         rows = self._ropes.at(batch.positions, x.dtype)
         for layer in self.layers:
             layer(x, batch, *rows[layer.kind])

@@ -109,9 +109,17 @@ class Encoder(ABC, Generic[Config]):
         self.config = config
         self.weights = weights
 
-    @abstractmethod
     def forward(self, batch: EncoderBatch) -> Tensor:
         """Return [num_tokens, hidden_size]: the hidden states of all texts."""
+        return self.run_layers(self.embed(batch), batch)
+
+    @abstractmethod
+    def embed(self, batch: EncoderBatch) -> Tensor:
+        """Return [num_tokens, hidden_size], a new tensor: what the layers begin with."""
+
+    @abstractmethod
+    def run_layers(self, x: Tensor, batch: EncoderBatch) -> Tensor:
+        """Return [num_tokens, hidden_size] for x, which is used up."""
 
     @abstractmethod
     def classify(self, hidden: Tensor, batch: EncoderBatch) -> Tensor:

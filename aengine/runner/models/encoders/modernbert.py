@@ -110,8 +110,10 @@ class ModernBert(Encoder[ModernBertConfig]):
             self.head_norm = LayerNorm(weights.at("head.norm"), *norm)
             self.classifier = Linear(weights, size, {"classifier": len(config.labels)}, bias=True)
 
-    def forward(self, batch: EncoderBatch) -> Tensor:
-        x = self.norm(self.words(batch.input_ids))
+    def embed(self, batch: EncoderBatch) -> Tensor:
+        return self.norm(self.words(batch.input_ids))
+
+    def run_layers(self, x: Tensor, batch: EncoderBatch) -> Tensor:
         rows = self._ropes.at(batch.positions, x.dtype)
         for layer in self.layers:
             x = layer(x, batch, *rows[layer.kind])

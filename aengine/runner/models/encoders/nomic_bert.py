@@ -122,9 +122,11 @@ class NomicBert(Encoder[NomicBertConfig]):
             classifier = Linear(weights, size, {"classifier": len(config.labels)}, bias=True)
             self.head = ClassificationHead(pooler, classifier)
 
-    def forward(self, batch: EncoderBatch) -> Tensor:
+    def embed(self, batch: EncoderBatch) -> Tensor:
         types = batch.input_ids.new_zeros(1) if batch.type_ids is None else batch.type_ids
-        x = self.norm(self.words(batch.input_ids).add_(self.types(types)))
+        return self.norm(self.words(batch.input_ids).add_(self.types(types)))
+
+    def run_layers(self, x: Tensor, batch: EncoderBatch) -> Tensor:
         rows = self._ropes.at(batch.positions, x.dtype)[""]
         for layer in self.layers:
             x = layer(x, batch, *rows)
