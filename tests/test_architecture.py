@@ -479,7 +479,7 @@ BUDGETS = {
     "kernels": 14470,
     "limits": 392,
     "remote": 1665,
-    "runner": 20990,
+    "runner": 21120,
     "server": 5916,
     "telemetry": 1116,
     "testing": 800,
