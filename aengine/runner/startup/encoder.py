@@ -151,7 +151,7 @@ class LoadedEncoder:
         num_tokens, longest = plan["max_num_batched_tokens"], plan["max_model_len"]
         forward = None
         if model.weights.formats.is_compiled and not self._enforce_eager:
-            from ..graphs.encoder_tape import forward_of
+            from ..pooling.encoder_tape import forward_of
 
             forward = forward_of(model, num_tokens)
         runner = EncoderRunner(model, self._vectors, platform, forward)

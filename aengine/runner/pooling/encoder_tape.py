@@ -1,5 +1,5 @@
-"""An encoder whose layers run as one tape of compiled ops, on a CPU, see tape_model.py: a third of a step of a short
-text would be the launching of ops."""
+"""An encoder whose layers run as one tape of compiled ops, on a CPU, see graphs/tape_model.py: a third of the step of a
+short text would be the launching of ops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...kernels.cpu.tape import NotRecorded, record
 from ..models.encoders.encoder import Encoder
-from ..pooling.batch import EncoderBatch
+from .batch import EncoderBatch
 
 __all__ = ["EncoderTape", "forward_of"]
 
