@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from .dispatch import uses_triton
@@ -29,13 +30,10 @@ BLOCK = 256
 _PIECE = 2**19  # logits that are scaled at a time on the CPU, so that the copy stays in the cache
 
 
-def gumbel_noise(seeds: Tensor, positions: Tensor, num_draws: int) -> Tensor:
-    """Return standard Gumbel noise: float64 [n, num_draws] for seeds, positions int64 [n]. Finite always: 2**-33 <= u <
-    1."""
-    counters = torch.arange((num_draws + 3) // 4, device=seeds.device)
-    words = philox4x32(seeds, counters, positions).flatten(1)[:, :num_draws]
-    uniform = words.double().add_(0.5).mul_(2.0**-32)
-    return uniform.log_().neg_().log_().neg_()
+def gumbel_noise(seeds: NDArray[np.int64], positions: NDArray[np.int64], num_draws: int) -> NDArray[np.float64]:
+    """Return standard Gumbel noise [n, num_draws] for seeds, positions [n]. Finite always: 2**-33 <= u < 1."""
+    words = philox4x32(seeds, np.arange((num_draws + 3) // 4), positions).reshape(len(seeds), -1)[:, :num_draws]
+    return -np.log(-np.log((words + 0.5) * 2.0**-32))
 
 
 def gumbel_sample(
@@ -145,39 +143,38 @@ def _draw_scored(
     first_block: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw one token a row, none of which is greedy, from logits that begin with block ``first_block``; also the noisy
-    mass of its block, float64 [n], by which it was preferred to others."""
-    vocab_size = logits.shape[1]
-    temperature = temperature[:, None]
-    limit = None if cutoff is None else cutoff[:, None]
-    step = max(1, _PIECE // vocab_size)
-    parts = [slice(i, i + step) for i in range(0, len(logits), step)]
-    mass = torch.cat([_block_mass(logits[p], temperature[p], None if limit is None else limit[p]) for p in parts])
-    noise = gumbel_noise(seeds, positions.long(), BLOCK + first_block + mass.shape[1])
-    score, block = (mass + noise[:, BLOCK + first_block :]).max(dim=1, keepdim=True)
-    ids = block * BLOCK + torch.arange(BLOCK)
-    inside = logits.gather(1, ids.clamp(max=vocab_size - 1)).masked_fill_(ids >= vocab_size, -torch.inf)
-    if limit is not None:
-        inside.masked_fill_(inside < limit, -torch.inf)
-    choice = (inside / temperature + noise[:, :BLOCK]).argmax(dim=1, keepdim=True)
-    sampled = (block * BLOCK + choice).clamp_(max=vocab_size - 1)  # a row of NaN may land in the padding
-    return sampled.squeeze(1), mass.amax(dim=1), score.squeeze(1)
+    mass of its block, float64 [n], by which it was preferred to others. (Torch's ops take three times as long.)"""
+    numbers, scale = logits.numpy(), temperature.numpy()[:, None]
+    limit = np.full_like(scale, -np.inf) if cutoff is None else cutoff.numpy()[:, None]
+    n, vocab_size = numbers.shape
+    step, rows = max(1, _PIECE // vocab_size), np.arange(n)
+    parts = [slice(i, i + step) for i in range(0, n, step)]
+    with np.errstate(all="ignore"):
+        mass = np.concatenate([_block_mass(numbers[p], scale[p], limit[p]) for p in parts])
+        noise = gumbel_noise(seeds.numpy(), positions.numpy(), BLOCK + first_block + mass.shape[1])
+        scores = mass + noise[:, BLOCK + first_block :]
+        block = scores.argmax(1)
+        ids = block[:, None] * BLOCK + np.arange(BLOCK)
+        inside = numbers[rows[:, None], np.minimum(ids, vocab_size - 1)]
+        inside[(ids >= vocab_size) | (inside < limit)] = -np.inf
+        choice = (inside / scale + noise[:, :BLOCK]).argmax(1)
+    sampled = np.minimum(block * BLOCK + choice, vocab_size - 1)  # a row of NaN may land in the padding
+    return torch.from_numpy(sampled), torch.from_numpy(mass.max(1)), torch.from_numpy(scores[rows, block])
 
 
-def _block_mass(logits: Tensor, temperature: Tensor, cutoff: Tensor | None) -> Tensor:
-    """Return log-sum-exp of each block of logits / temperature: float32 [n, ceil(vocab_size / BLOCK)]; the others [n,
-    1]."""
-    scaled = logits / temperature
-    if cutoff is not None:
-        scaled.masked_fill_(logits < cutoff, -torch.inf)
-    full = scaled.shape[1] // BLOCK * BLOCK
-    mass = _logsumexp_(scaled[:, :full].unflatten(1, (-1, BLOCK))) if full else scaled[:, :0]
-    if full == scaled.shape[1]:
-        return mass
-    return torch.cat((mass, _logsumexp_(scaled[:, full:])[:, None]), dim=1)
-
-
-def _logsumexp_(x: Tensor) -> Tensor:
-    """Return ``x.logsumexp(-1)`` and overwrite x: without copies it takes half the time."""
-    peak = x.amax(dim=-1, keepdim=True)
-    base = peak.masked_fill(peak.isinf(), 0.0)
-    return x.sub_(base).exp_().sum(dim=-1).log_().add_(base.squeeze(-1))
+def _block_mass(
+    logits: NDArray[np.float32], temperature: NDArray[np.float32], cutoff: NDArray[np.float32]
+) -> NDArray[np.float32]:
+    """Return log-sum-exp of each block of logits / temperature, [n, ceil(vocab_size / BLOCK)], or -inf of one that is
+    smaller than the row's largest logit by a factor of e^87, which is never drawn; the others [n, 1]."""
+    n, vocab_size = logits.shape
+    scaled = np.empty((n, -(-vocab_size // BLOCK) * BLOCK), np.float32)
+    scaled[:, vocab_size:] = -np.inf
+    own = np.divide(logits, temperature, out=scaled[:, :vocab_size])
+    if np.isfinite(cutoff).any():
+        own[logits < cutoff] = -np.inf
+    peak = own.max(1, keepdims=True)
+    peak[np.isinf(peak)] = 0
+    scaled -= peak
+    blocks = np.exp(scaled, out=scaled).reshape(n, -1, BLOCK)
+    return np.log(np.einsum("nbk->nb", blocks)) + peak  # einsum takes half of sum's time

@@ -37,7 +37,7 @@ def test_definition(rng: random.Random, gen: torch.Generator) -> None:
         noise = []
         for j in range(BLOCK + num_blocks):
             counter, key = [j // 4, position, 0, 0], [seed % 2**32, (seed >> 32) % 2**32]
-            words = philox_rounds(torch.tensor(counter).view(4, 1), torch.tensor(key).view(2, 1)).flatten()
+            words = philox_rounds(np.array(counter, np.uint64)[:, None], np.array(key, np.uint64)[:, None]).flatten()
             noise.append(-math.log(-math.log((int(words[j % 4]) + 0.5) / 2**32)))
         x = (logits.double() / temperature).tolist()
         parts = [x[b * BLOCK : (b + 1) * BLOCK] for b in range(num_blocks)]
@@ -50,7 +50,7 @@ def test_definition(rng: random.Random, gen: torch.Generator) -> None:
 
 
 def test_noise_is_standard_gumbel(rng: random.Random) -> None:
-    noise = gumbel_noise(seeds_of(rng, 20), torch.arange(20), 999).flatten().numpy()
+    noise = gumbel_noise(seeds_of(rng, 20).numpy(), np.arange(20), 999).flatten()
     assert np.isfinite(noise).all()
     assert stats.kstest(noise, "gumbel_r").pvalue > P_MIN
 
@@ -167,7 +167,7 @@ def margins(
     padded = torch.full((n, -(-vocab_size // BLOCK) * BLOCK), -torch.inf, dtype=torch.float64)
     padded[:, :vocab_size] = logits.double() / temperature.clamp(min=1e-3)[:, None]
     blocks = padded.unflatten(1, (-1, BLOCK))
-    noise = gumbel_noise(seeds, positions, BLOCK + blocks.shape[1])
+    noise = torch.from_numpy(gumbel_noise(seeds.numpy(), positions.numpy(), BLOCK + blocks.shape[1]))
     outer = blocks.logsumexp(2) + noise[:, BLOCK:]
     inner = blocks[torch.arange(n), outer.argmax(1)] + noise[:, :BLOCK]
     smallest = torch.full((n,), torch.inf, dtype=torch.float64)
