@@ -28,7 +28,7 @@ from .grouped_parts import constants, group_values, in_columns, masked_or, point
 from .launch import has_pdl, is_hopper, launch, launch_next, max_shared_memory, wait_for_previous
 from .linear_parts import prefetch_rows, store_product
 
-__all__ = ["MAX_ROWS", "GroupedTiling", "add_tile", "multiply_tiles", "way_of"]
+__all__ = ["MAX_ROWS", "GroupedTiling", "add_tile", "load_tile", "multiply_tiles", "way_of"]
 
 MAX_ROWS = 512
 """Most rows of x for the kernel: for more, codes are written as numbers for the library."""
@@ -229,7 +229,7 @@ def _exact(
 
 
 @triton.jit
-def _load_codes(
+def load_tile(
     w_tiles,
     w_ptr,
     n0,
@@ -365,13 +365,13 @@ def _tiles(
         for block in tl.static_range(BLOCKS):
             k0 = k1 + block * BK
             x = _load_x(x_tiles, x_ptr, m0, k0, M, K, BM, BK, EVEN)
-            w = _load_codes(w_tiles, w_ptr, n0, k0, ALL, K, UNIT, BN, BK, EVEN)
+            w = load_tile(w_tiles, w_ptr, n0, k0, ALL, K, UNIT, BN, BK, EVEN)
             y = add_tile(
                 y, w, x, scale_ptr, zero_ptr, offset_ptr, n, n < ALL, k0,
                 KIND, WAY, UNIT, K, GROUP, GROUPS, ROWS, RAISED, BN, BK, EVEN,
             )  # fmt: skip
             if GATED:
-                w = _load_codes(w_tiles, w_ptr, N + n0, k0, ALL, K, UNIT, BN, BK, EVEN)
+                w = load_tile(w_tiles, w_ptr, N + n0, k0, ALL, K, UNIT, BN, BK, EVEN)
                 v = add_tile(
                     v, w, x, scale_ptr, zero_ptr, offset_ptr, N + n, N + n < ALL, k0,
                     KIND, WAY, UNIT, K, GROUP, GROUPS, ROWS, RAISED, BN, BK, EVEN,

@@ -167,6 +167,20 @@ def _scaled_sums(
 
 
 @triton.jit
+def _dot_of_pairs(w, x, x_2, INDEX: tl.constexpr, KIND: tl.constexpr):
+    """The products of codes INDEX and INDEX + 4 of words; of kind e2m1 2^-14 of them."""
+    if KIND == "e2m1":  # sign, exponent and mantissa in their places in two numbers of float16
+        SHIFT: tl.constexpr = 9 - 4 * INDEX
+        both = (w << SHIFT if SHIFT > 0 else w >> -SHIFT) & 0x0E000E00 | w << 12 - 4 * INDEX & -0x7FFF8000
+        low = both.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        low = raised(w, x, INDEX, KIND)
+        high = raised(w, x, INDEX + 4, KIND)
+    return low * x[None, :] + high * x_2[None, :]
+
+
+@triton.jit
 def dot_of_units(
     w,
     xs,
@@ -188,28 +202,27 @@ def dot_of_units(
 ):
     """[BN, BU]: the products of codes w [BN, PER * BU] and ``xs`` of `load_x`; column: the first of each unit [BU].
     Sums of x that are not needed the compiler leaves out."""
-    y = raised(w, xs[0], 0, KIND) * xs[0][None, :]
+    FACTOR: tl.constexpr = 16384.0 if KIND == "e2m1" else 1.0
     x = xs[0]
-    if UNIT == 32:
-        y += raised(w, x, 4, KIND) * xs[1][None, :]
-        y += raised(w, x, 1, KIND) * xs[2][None, :]
-        y += raised(w, x, 5, KIND) * xs[3][None, :]
+    if UNIT == 16:
+        y = raised(w, x, 0, KIND) * x[None, :]
+    else:
+        y = _dot_of_pairs(w, x, xs[1], 0, KIND)
+        y += _dot_of_pairs(w, xs[2], xs[3], 1, KIND)
         x += xs[1] + xs[2] + xs[3]
         if GROUP == 16:
             first = _scaled_sums(
-                _by_units(y, BN, BU), _sums_of_x(x, w, KIND, BN, BU), scale_ptr, zero_ptr, offset_ptr, n, column,
-                N, K, GROUP, GROUPS, ROWS, RAISED,
+                _by_units(y, BN, BU) * FACTOR, _sums_of_x(x, w, KIND, BN, BU), scale_ptr, zero_ptr, offset_ptr,
+                n, column, N, K, GROUP, GROUPS, ROWS, RAISED,
             )  # fmt: skip
             y = tl.zeros(w.shape, tl.float32)
             x = tl.zeros(x.shape, tl.float32)
             column += 16
-        y += raised(w, x, 2, KIND) * xs[4][None, :]
-        y += raised(w, x, 6, KIND) * xs[5][None, :]
-        y += raised(w, x, 3, KIND) * xs[6][None, :]
-        y += raised(w, x, 7, KIND) * xs[7][None, :]
+        y += _dot_of_pairs(w, xs[4], xs[5], 2, KIND)
+        y += _dot_of_pairs(w, xs[6], xs[7], 3, KIND)
         x += xs[4] + xs[5] + xs[6] + xs[7]
     z = _scaled_sums(
-        _by_units(y, BN, BU), _sums_of_x(x, w, KIND, BN, BU), scale_ptr, zero_ptr, offset_ptr, n, column,
+        _by_units(y, BN, BU) * FACTOR, _sums_of_x(x, w, KIND, BN, BU), scale_ptr, zero_ptr, offset_ptr, n, column,
         N, K, GROUP, GROUPS, ROWS, RAISED,
     )  # fmt: skip
     if UNIT == 32 and GROUP == 16:
