@@ -476,7 +476,7 @@ BUDGETS = {
     "engine": 24770,
     "integrations": 2538,
     "ipc": 2225,
-    "kernels": 14470,
+    "kernels": 14500,
     "limits": 392,
     "remote": 1665,
     "runner": 21120,
