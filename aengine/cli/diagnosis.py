@@ -282,6 +282,8 @@ def _model(config: EngineConfig, report: dict[str, Any]) -> Finding:
     if told["weight_bytes"] > told["room"]:
         advice = "its weights do not fit: take a smaller model or format, or free memory"
         return Finding("the model", "error", found, advice)
+    if not told["kv_bytes_per_token"]:
+        return Finding("the model", "ok", found)
     found += f"; KV {told['kv_bytes_per_token']} bytes a token: {told['kv_tokens']} tokens fit, activations not counted"
     return Finding("the model", "ok", found)
 

@@ -16,6 +16,7 @@ import pytest
 from aengine.__main__ import main
 from aengine.cli import diagnosis
 from aengine.cli.diagnosis import Finding
+from aengine.config import EngineConfig
 from aengine.errors import EngineError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,12 +116,60 @@ def test_this_machine_and_a_model_in_one_page_and_without_torch_in_the_process(t
     kernels = told["findings"][names.index("CPU kernels")]
     assert kernels["status"] == "ok" and re.match(r"llvmlite [\d.]+; (AVX2|NEON)", kernels["found"])
     assert "a GGUF's matrices stay its codes" in kernels["found"]
-    assert told["choices"]["attention"] == "compiled kernels"
+    assert told["choices"]["attention"] == "torch", "of bfloat16"
     found = told["findings"][-1]["found"]
     assert "attention and MLP: bfloat16, 0.1 MB" in found and "KV 256 bytes a token" in found
     assert not [item for item in told["findings"] if item["status"] == "error" or not item["found"]]
     assert told["choices"]["threads"] >= 1
     assert told["choices"]["kv_cache_bytes"] > 0
+
+
+def estimated(folder: Path, model_type: str = "llama", **settings: Any) -> dict[str, Any]:
+    """What the probe reports of a model with these settings, on a CPU."""
+    sizes = {"vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    norms = {"rms_norm_eps": 1e-5, "layer_norm_eps": 1e-5, "hidden_act": "gelu" if model_type == "bert" else "silu"}
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type, **sizes, **heads, **norms}))
+    asked = {"load_format": "dummy", "device": "cpu", "num_threads": 1, **settings}
+    code = (
+        "import json, sys\n"
+        "from aengine.config import EngineConfig\n"
+        "from aengine.runner.platforms.probe import probe\n"
+        f"print(json.dumps(probe(EngineConfig.create({str(folder)!r}, {asked!r}))))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+def test_what_it_would_choose_is_by_the_settings_of_the_model(tmp_path: Path) -> None:
+    kept: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 20, "kv_cache_dtype": "fp8"}
+    report = estimated(tmp_path, dtype="float32", pipeline_parallel_size=2, **kept)
+    assert report["choices"] == {
+        "device": "cpu",
+        "threads": 1,
+        "attention": "torch",
+        "kv_cache_bytes": 1 << 20,
+        "weights": "float32",
+        "dtype": "float32",
+    }
+    assert report["model"]["kv_tokens"] == 2 * (1 << 20) // report["model"]["kv_bytes_per_token"], "of both ranks"
+
+
+def test_ranks_that_do_not_divide_a_model_are_told(tmp_path: Path) -> None:
+    report = estimated(tmp_path, tensor_parallel_size=3)
+    assert "it can be 1, 2 or 4" in report["model_problem"]
+    assert report["choices"]["attention"] == "compiled kernels"
+
+
+def test_an_encoder_is_no_error(tmp_path: Path) -> None:
+    report = estimated(tmp_path, "bert")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(diagnosis.subprocess, "Popen", lambda *args, **options: Probe(REPORT | report))
+        told = diagnosis.diagnose(model=EngineConfig(model="m"))
+    found = finding(told.findings, "the model")
+    assert found.status == "ok" and found.found.startswith("an encoder") and "KV" not in found.found
+    assert "weights" not in told.choices
 
 
 def test_an_error_is_told_with_its_cure_and_by_the_exit_status(

@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from driver import Driver, build, check_near, load, source_of
+from driver import CPU, Driver, build, check_near, load, source_of
 from gguf import GGMLQuantizationType as Q
 from test_gguf_weights import SIZES, write_gguf
 from tiny import VOCAB_SIZE, make_tiny_model
@@ -20,6 +20,7 @@ from aengine.checkpoint.gguf_file import GgufFile
 from aengine.errors import ModelLoadError
 from aengine.kernels import linear
 from aengine.kernels.grouped_codes import numbers
+from aengine.runner.weights.formats import choose_formats
 from aengine.runner.weights.quantised import gguf as kept
 from aengine.runner.weights.quantised.gguf import CODED_TYPES, GgufFormat, grouped_codes
 from aengine.runner.weights.quantised.grouped import GroupedWeight
@@ -142,6 +143,8 @@ def test_a_type_without_codes_becomes_numbers(tmp_path: Path) -> None:
     names = build(source).gguf
     assert GgufMatrices.of_file(source.path, names, CODED_TYPES).name == "q4_0"
     assert GgufMatrices.of_file(source.path, names).name == "q4_0, tq2_0"
+    none = GgufMatrices.of_file(source.path, names, ())
+    assert choose_formats("float32", CPU, packed=none).name == "float32", "where no type is kept"
 
 
 def test_damaged_blocks_are_told_with_the_matrix(tmp_path: Path, triton: None) -> None:

@@ -23,7 +23,7 @@ from ..attention.library import choose_library
 from ..startup.estimate import estimate
 from ..startup.kv_memory import CPU_DEFAULT
 from ..weights.float16_cpu import float16_plan
-from ..weights.formats import choose_formats
+from ..weights.formats import COMPILED_DTYPES, choose_formats
 from .cuda import CudaPlatform, driver_version
 from .platform import Unavailable
 
@@ -36,7 +36,7 @@ def probe(model: EngineConfig | None = None) -> dict[str, Any]:
     with its cure. ``compiler``: what compiles the CPU's kernels, and the instructions that it finds, or "torch's" for
     ``compiler_problem``. ``model``: settings whose model is looked at, too: "model", see `estimate`, or
     "model_problem"."""
-    config = EngineConfig(model="-")  # the defaults are what is wanted of it
+    config = model or EngineConfig(model="-")  # the defaults are what is wanted of it
     torch.set_num_threads(num_worker_threads(config))
     report: dict[str, Any] = {
         "torch": torch.__version__,
@@ -63,24 +63,28 @@ def probe(model: EngineConfig | None = None) -> dict[str, Any]:
         report["choices"] = _cpu_choices(config, report)
     else:
         report["choices"] = _gpu_choices(config, gpu, report)
+        if config.device == "cpu":
+            report["choices"] = _cpu_choices(config, report)
     if model is not None:
         try:
-            report["model"] = estimate(model)
+            told = report["model"] = estimate(model)
+            others = {key: value for key, value in report["choices"].items() if key not in ("weights", "dtype")}
+            report["choices"] = others | told["formats"]
         except (ModelLoadError, InvalidRequestError) as error:
             report["model_problem"] = str(error)
     return report
 
 
 def _cpu_choices(config: EngineConfig, report: dict[str, Any]) -> dict[str, Any]:
-    is_compiled = not report["compiler_problem"]
+    is_compiled = not report["compiler_problem"] and config.dtype in COMPILED_DTYPES
     choices = {
         "device": "cpu",
         "threads": torch.get_num_threads(),
-        "attention": "compiled kernels" if is_compiled else "torch",
-        "kv_cache_bytes": min(CPU_DEFAULT, report["free_memory"] // 4),
+        "attention": "compiled kernels" if is_compiled and config.kv_cache_dtype != "fp8" else "torch",
+        "kv_cache_bytes": config.kv_cache_memory_bytes or min(CPU_DEFAULT, report["free_memory"] // 4),
     }
     try:
-        formats = choose_formats(config.dtype, torch.device("cpu"), is_compiled=is_compiled)
+        formats = choose_formats("auto", torch.device("cpu"), is_compiled=is_compiled)
         if formats.name == "float16" and not is_compiled:
             report["matrix_units"] = float16_plan().large is not None
     except RuntimeError as error:

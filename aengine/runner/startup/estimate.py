@@ -9,6 +9,7 @@ from ...checkpoint.value_reader import damage_explained
 from ...config import EngineConfig
 from ...errors import ModelLoadError
 from ...limits.memory import free_memory
+from ...workers.rank import check_division
 from ..attention.kv_format import kv_format_of
 from ..attention.torch_attention import DEFAULT_BLOCK_SIZE
 from ..kv_spec import lay_out_kv
@@ -30,16 +31,18 @@ __all__ = ["estimate", "gguf_matrices", "tensors_of"]
 
 
 def estimate(config: EngineConfig) -> dict[str, Any]:
-    """What one rank would take. Keys: "device"; "weights": see `TensorsOfAKind`; "line": the same in words;
-    "weight_bytes"; "room": bytes that are free for them and the KV cache; "kv_bytes_per_token", in layers that keep all
-    tokens or a window of them; "kv_tokens": as many fit beside the weights, activations not counted.
+    """What all ranks of a replica would take together. Keys: "device"; "line": the tensors in words; "formats": of
+    "weights" and activations ("dtype"); "weight_bytes": those that share "room", bytes that are free for them and the
+    KV cache: on a GPU one rank's; "kv_bytes_per_token", in layers that keep all tokens or a window of them;
+    "kv_tokens": as many fit beside the weights, activations not counted. Of an encoder nothing is counted.
 
     Raises ModelLoadError: the model is not here, or can't be loaded.
     """
     source = resolve_model(config)
     with damage_explained(source.path):
+        check_division(config, source.hf_config)
         if is_encoder(source.hf_config):
-            raise ModelLoadError("an encoder keeps no KV, and its matrices are plain numbers: nothing is to be told")
+            return _of_encoder(config)
         head = DecoderHead.of(source)
         folder = None if source.format == "gguf" else source.path
         hf = head.settings(source.hf_config)
@@ -70,16 +73,31 @@ def estimate(config: EngineConfig) -> dict[str, Any]:
         kv_format_of(config.kv_cache_dtype, formats.dtype).dtype.itemsize,
     )
     weight_bytes = sum(group.bytes for group in groups)
+    if platform.is_accelerator:  # a GPU each
+        weight_bytes = -(-weight_bytes // config.num_ranks)
     budget, room = _budget(config, platform, weight_bytes)
     per_token = sum(layout.page_bytes / group.block_size for group in layout.groups if group.kind != "state")
     return {
         "device": str(platform.device),
-        "weights": [group._asdict() for group in groups],
         "line": line_of(groups),
+        "formats": {"weights": formats.name, "dtype": str(formats.dtype).removeprefix("torch.")},
         "weight_bytes": weight_bytes,
         "room": room,
         "kv_bytes_per_token": round(per_token),
-        "kv_tokens": int(max(0, budget) // per_token) if per_token else 0,
+        "kv_tokens": int(max(0, budget) * config.num_ranks // per_token) if per_token else 0,
+    }
+
+
+def _of_encoder(config: EngineConfig) -> dict[str, Any]:
+    platform = choose_platform(config.device)
+    return {
+        "device": str(platform.device),
+        "line": "an encoder, whose matrices are plain numbers and which keeps no keys and values",
+        "formats": {},
+        "weight_bytes": 0,
+        "room": _budget(config, platform, 0)[1],
+        "kv_bytes_per_token": 0,
+        "kv_tokens": 0,
     }
 
 

@@ -82,7 +82,8 @@ class WeightFormats:
 
     @property
     def name(self) -> str:
-        return self.plain.name if self.quantised is None else self.quantised.name
+        own = "" if self.quantised is None else self.quantised.name
+        return own or self.plain.name  # of a GGUF, types may be kept of which it has none
 
     def of(self, name: str) -> WeightFormat:
         """Return the format of the matrix of this name."""
