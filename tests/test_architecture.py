@@ -472,7 +472,7 @@ MOST_METHODS = 20
 BUDGETS = {
     "root": 2670,
     "checkpoint": 2210,
-    "cli": 1570,
+    "cli": 1575,
     "engine": 24770,
     "integrations": 2538,
     "ipc": 2225,
