@@ -83,7 +83,7 @@ class WeightFormats:
     @property
     def name(self) -> str:
         own = "" if self.quantised is None else self.quantised.name
-        return own or self.plain.name  # of a GGUF, types may be kept of which it has none
+        return own or self.plain.name  # a GGUF may have none of the types that are kept
 
     def of(self, name: str) -> WeightFormat:
         """Return the format of the matrix of this name."""
