@@ -505,6 +505,17 @@ def test_wrong_tensors_are_refused_by_name(what: str, copied: Callable[..., Path
         load(source_of(folder))
 
 
+@pytest.mark.parametrize("kind", ["gptq", "int4"])
+def test_codes_without_a_config_are_told(kind: str, copied: Callable[..., Path]) -> None:
+    """As of older files, beside which a quantize_config.json lies."""
+    folder = copied()
+    write(folder, kind, config={})
+    with pytest.raises(
+        ModelLoadError, match=r"lacks 21 tensors .*_proj\.\w+ is of .* no quantization_config .*give the"
+    ):
+        load(source_of(folder))
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

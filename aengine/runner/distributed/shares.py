@@ -95,7 +95,8 @@ def part_of(shares: Sequence[Share], dim: int, length: int) -> Part | None:
 def _scaled(place: int, length: int, total: int) -> int:
     scaled, rest = divmod(place * length, total)
     if rest:
-        raise ValueError(f"element {place} of {total} lies within one of {length}")
+        blocks = "1 block" if length == 1 else f"{length} blocks"
+        raise ValueError(f"{total} numbers are {blocks}, and number {place} is within one")
     return scaled
 
 

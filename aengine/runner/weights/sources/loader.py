@@ -26,6 +26,7 @@ from ....errors import ModelLoadError
 from ...models.causal_lm import CausalLM
 from ...models.encoders.encoder import Encoder
 from ...platforms.platform import DeviceMemory
+from ..quantised.matrices import UNQUANTISED
 from ..scope import Place
 from .gguf_source import read_gguf
 from .random_source import make_random
@@ -53,6 +54,7 @@ _HEADS_OF_ENCODERS = re.compile(
 
 _NUMBER = re.compile(r"\.(\d{1,9})\.")
 """The number of a layer, in the name of a tensor."""
+_CODES = (".qweight", ".weight_packed")
 _OTHER_MODEL = "config.json and the weights are not of one model, or a file is missing: fetch the model again"
 
 
@@ -115,7 +117,10 @@ def load_weights(
     progress("weights", total, total, "bytes")
     if places:
         count = f"{len(places)} tensors" if len(places) > 1 else "a tensor"
-        raise ModelLoadError(f"{source.path} lacks {count} of the model: {_some(sorted(places))}; {_OTHER_MODEL}")
+        codes = next((name for name in unexpected if name.endswith(_CODES)), None)
+        why = f"{codes} is of a quantised one, of which config.json has no quantization_config: {UNQUANTISED}"
+        why = why if codes else _OTHER_MODEL
+        raise ModelLoadError(f"{source.path} lacks {count} of the model: {_some(sorted(places))}; {why}")
     if names is not None:
         names.finish(device)
     if unexpected and stage.size == 1:  # others may be another stage's
