@@ -375,7 +375,7 @@ def test_experts_of_a_gpu_become_numbers() -> None:
     gpu, plain = torch.device("cuda"), PlainFormat(torch.float32)
     form = AwqFormat(plain, False, False, 32)
     assert isinstance(form.make_experts(2, form.tensors(64, 64, False), gpu), CodedExperts)
-    ordered = GptqFormat(plain, False, False, 4, 32, True, False)
+    ordered = GptqFormat(plain, False, False, 4, 32, True, False, True)
     with pytest.raises(ModelLoadError, match=r"experts in gptq: .*desc_act.*on_unsupported_format='dequantise'"):
         ordered.make_experts(2, ordered.tensors(64, 64, False), gpu)
     odd = AwqFormat(plain, False, True, 24)
