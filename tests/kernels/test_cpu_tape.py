@@ -89,6 +89,12 @@ def test_what_torch_computes_is_not_recorded() -> None:
     with pytest.raises(tape.NotRecorded, match="mul"), tape.record(rows=4):
         quantised(x * 2)
     assert not tape.is_recording()
+    halves = x.half()
+    with pytest.raises(tape.NotRecorded, match="float"), tape.record(rows=4):
+        halves.float()
+    with tape.record(rows=4) as recorded:
+        quantised(x.float().contiguous())  # are x itself
+    assert len(recorded) == 1
 
 
 def test_memory_of_a_recording_is_used_again_once_no_view_is_left() -> None:
