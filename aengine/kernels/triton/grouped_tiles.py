@@ -68,7 +68,7 @@ def multiply_tiles(
     (rows, size), given = out.shape, constants(codes)
     k, gated, unit = given["K"], activation is not None, given["UNIT"]
     way = way_of(codes, x.dtype)
-    tiling = tiling or _tiling(rows, size, k, gated)
+    tiling = tiling or _tiling(rows, size, k, way, gated)
     widest = given["GROUP"] if way == "sums" and given["GROUPS"] > 1 else triton.next_power_of_2(k)
     tiling = _fit(tiling, widest, gated, x.element_size(), unit)
     own, *others = pointers(codes)
@@ -125,19 +125,22 @@ def way_of(codes: GroupedCodes, dtype: torch.dtype) -> str:
     return "exact" if codes.kind == "e2m1" and dtype == torch.bfloat16 and has_few_bits else "numbers"
 
 
-def _tiling(rows: int, n: int, k: int, gated: bool) -> GroupedTiling:
-    """Return what was the fastest, or nearly so, for Llama-3.1-8B's shapes on an H100: a program for each of some 250
-    places, of which K is divided among several where it must be."""
+def _tiling(rows: int, n: int, k: int, way: str, gated: bool) -> GroupedTiling:
+    """Return what was the fastest, or nearly so, for Llama-3.1-8B's shapes on an H100. K is divided among programs as
+    long as all of them find a place at once: three a multiprocessor up to 64 rows, two for more."""
     if rows <= 16:
-        one = GroupedTiling(64, 16, 128, 2, 1, 4, 4)
+        one = GroupedTiling(64, 16, 128, 2, 1, 4, 4) if way == "sums" else GroupedTiling(64, 16, 256, 1, 1, 4, 4)
     elif rows <= 64:
         one = GroupedTiling(64, 32 if rows <= 32 else 64, 128, 1, 1, 4, 4)
+    elif gated:  # there are twice the sums
+        one = GroupedTiling(64, 64, 128, 1, 1, 4, 3) if way == "sums" else GroupedTiling(128, 128, 128, 1, 1, 8, 3)
     else:
         one = GroupedTiling(64, 128, 128, 1, 1, 4, 3)
-    tiles = triton.cdiv(n, one.block_n) * triton.cdiv(rows, one.block_m)
-    parts = 1
-    while tiles * parts * 2 <= 264 and k // (parts * 2) >= 8 * one.block_k:
+    tiles, parts = triton.cdiv(n, one.block_n) * triton.cdiv(rows, one.block_m), 1
+    while tiles * parts * 2 <= (264 if rows > 64 else 396) and k // (parts * 2) >= 1024:
         parts *= 2
+    if tiles * parts > 264 and rows > 16:
+        one = one._replace(num_stages=3)
     return one._replace(num_parts=parts)
 
 
