@@ -511,7 +511,7 @@ def test_codes_without_a_config_are_told(kind: str, copied: Callable[..., Path])
     folder = copied()
     write(folder, kind, config={})
     with pytest.raises(
-        ModelLoadError, match=r"lacks 21 tensors .*_proj\.\w+ is of .* no quantization_config .*give the"
+        ModelLoadError, match=r"lacks 21 tensors .*_proj\.\w+ is of .* no quantization_config: give the"
     ):
         load(source_of(folder))
 
