@@ -70,7 +70,7 @@ class TestChoices:
 
         def choice(rows: int, n: int, k: int, kind: str) -> object:
             x, weight = torch.empty(rows, k, dtype=HALF), torch.empty(1, dtype=HALF).expand(n, k)
-            return linear._tiling(x, weight, gated=kind == "gated", add=kind == "add")
+            return linear._tiling(x, weight, None, False, gated=kind == "gated", add=kind == "add")
 
         for device in ("NVIDIA H200", "another"):  # measured there, by arithmetic here
             monkeypatch.setattr(linear, "device_name", lambda device=device: device)
@@ -82,7 +82,7 @@ class TestChoices:
         assert choice(16, 576, 576, "add") == SkinnyTiling(16, 16, 2, 32, 2, 4), "too few programs"
         self.limit = 101_376
         for shape, _, tiling in measured_tilings():
-            what = shape.kind == "gated", shape.weight_bytes
+            what = shape.kind == "gated", shape.weight_bytes, shape.x_bytes
             assert tiling.shared_bytes(*what) <= 232_448
             assert linear_streamed.fit(tiling, *what).shared_bytes(*what) <= 101_376
 
@@ -94,7 +94,7 @@ class TestChoices:
 
         def choice(rows: int, n: int, kind: str, k: int = 2048) -> S | T | None:
             x, weight = torch.empty(rows, k, dtype=HALF), torch.empty(1, dtype=HALF).expand(n, k)
-            return _tiling(x, weight, gated=kind == "gated", add=kind == "add")
+            return _tiling(x, weight, None, False, gated=kind == "gated", add=kind == "add")
 
         monkeypatch.setattr(linear, "is_hopper", lambda: False)
         for rows, plain, gated in (
