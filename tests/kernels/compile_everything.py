@@ -463,6 +463,10 @@ def largest(compiler: Compiler) -> None:
     prompts(compiler, full, (16, 8, 256), 1024)
     for n in (8, 512, 8192):
         mixtures(compiler, n, ExpertShape(128, 2048, 768, 8), ExpertGate())
+    for n in (8, 64, 512):
+        mixtures_of_groups(compiler, n, ExpertShape(4, 2048, 768, 4), ExpertGate(), "e4m3", 128, rows=128)
+        clamped = ExpertGate("clamped_swiglu", is_interleaved=True)
+        mixtures_of_groups(compiler, n, ExpertShape(4, 2880, 2880, 4), clamped, "e2m1", 32, scale=torch.float8_e8m0fnu)
 
 
 def every_kernel(compiler: Compiler) -> None:
