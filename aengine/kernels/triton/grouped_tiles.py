@@ -127,19 +127,22 @@ def way_of(codes: GroupedCodes, dtype: torch.dtype) -> str:
 
 def _tiling(rows: int, n: int, k: int, way: str, gated: bool) -> GroupedTiling:
     """Return what was the fastest, or nearly so, for Llama-3.1-8B's shapes on an H100. K is divided among programs as
-    long as all of them find a place at once: three a multiprocessor up to 64 rows, two for more."""
+    long as all of them find a place at once: two to four a multiprocessor, by their memory."""
+    is_wide, most = way == "sums", 264
     if rows <= 16:
-        one = GroupedTiling(64, 16, 128, 2, 1, 4, 4) if way == "sums" else GroupedTiling(64, 16, 256, 1, 1, 4, 4)
+        one, most = GroupedTiling(64, 16, 256, 1, 1, 4, 4), 264 if gated else 512
     elif rows <= 64:
-        one = GroupedTiling(64, 32 if rows <= 32 else 64, 128, 1, 1, 4, 4)
+        one, most = GroupedTiling(64, 32 if rows <= 32 else 64, 128, 1, 1, 4, 4), 396
     elif gated:  # there are twice the sums
-        one = GroupedTiling(64, 64, 128, 1, 1, 4, 3) if way == "sums" else GroupedTiling(128, 128, 128, 1, 1, 8, 3)
+        one = GroupedTiling(64, 64, 128, 1, 1, 4, 3) if is_wide else GroupedTiling(128, 128, 128, 1, 1, 8, 3)
     else:
         one = GroupedTiling(64, 128, 128, 1, 1, 4, 3)
     tiles, parts = triton.cdiv(n, one.block_n) * triton.cdiv(rows, one.block_m), 1
-    while tiles * parts * 2 <= (264 if rows > 64 else 396) and k // (parts * 2) >= 1024:
+    while tiles * parts * 2 <= most and k // (parts * 2) >= 512:
         parts *= 2
-    if tiles * parts > 264 and rows > 16:
+    if rows <= 16 and is_wide:
+        one = one._replace(block_k=128, num_blocks=4 if parts > 1 else 2, num_stages=2 if parts > 1 else 4)
+    elif tiles * parts > (396 if rows <= 16 else 264) and rows <= 64:
         one = one._replace(num_stages=3)
     return one._replace(num_parts=parts)
 

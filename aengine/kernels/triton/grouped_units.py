@@ -105,6 +105,9 @@ def _pairs(ptr, at, K: tl.constexpr, EVEN: tl.constexpr):
     if dtype == tl.float32:
         x = both.to(tl.int32).to(tl.float32, bitcast=True)
         y = (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    elif dtype == tl.bfloat16:
+        x = (both << 16).to(tl.float32, bitcast=True)
+        y = (both & -65536).to(tl.float32, bitcast=True)
     else:
         x = both.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
         y = (both >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
