@@ -170,8 +170,8 @@ def _scaled_sums(
 
 
 @triton.jit
-def _dot_of_pairs(w, x, x_2, INDEX: tl.constexpr, KIND: tl.constexpr):
-    """The products of codes INDEX and INDEX + 4 of words; of kind e2m1 2^-14 of them."""
+def _add_pairs(y, w, x, x_2, INDEX: tl.constexpr, KIND: tl.constexpr):
+    """y and the products of codes INDEX and INDEX + 4 of words; of kind e2m1 2^-14 of them."""
     if KIND == "e2m1":  # sign, exponent and mantissa in their places in two numbers of float16
         SHIFT: tl.constexpr = 9 - 4 * INDEX
         both = (w << SHIFT if SHIFT > 0 else w >> -SHIFT) & 0x0E000E00 | w << 12 - 4 * INDEX & -0x7FFF8000
@@ -180,7 +180,7 @@ def _dot_of_pairs(w, x, x_2, INDEX: tl.constexpr, KIND: tl.constexpr):
     else:
         low = raised(w, x, INDEX, KIND)
         high = raised(w, x, INDEX + 4, KIND)
-    return low * x[None, :] + high * x_2[None, :]
+    return y + low * x[None, :] + high * x_2[None, :]  # in this order each is one instruction
 
 
 @triton.jit
@@ -210,8 +210,8 @@ def dot_of_units(
     if UNIT == 16:
         y = raised(w, x, 0, KIND) * x[None, :]
     else:
-        y = _dot_of_pairs(w, x, xs[1], 0, KIND)
-        y += _dot_of_pairs(w, xs[2], xs[3], 1, KIND)
+        y = _add_pairs(tl.zeros(w.shape, tl.float32), w, x, xs[1], 0, KIND)
+        y = _add_pairs(y, w, xs[2], xs[3], 1, KIND)
         x += xs[1] + xs[2] + xs[3]
         if GROUP == 16:
             first = _scaled_sums(
@@ -221,8 +221,8 @@ def dot_of_units(
             y = tl.zeros(w.shape, tl.float32)
             x = tl.zeros(x.shape, tl.float32)
             column += 16
-        y += _dot_of_pairs(w, xs[4], xs[5], 2, KIND)
-        y += _dot_of_pairs(w, xs[6], xs[7], 3, KIND)
+        y = _add_pairs(y, w, xs[4], xs[5], 2, KIND)
+        y = _add_pairs(y, w, xs[6], xs[7], 3, KIND)
         x += xs[4] + xs[5] + xs[6] + xs[7]
     z = _scaled_sums(
         _by_units(y, BN, BU) * FACTOR, _sums_of_x(x, w, KIND, BN, BU), scale_ptr, zero_ptr, offset_ptr, n, column,
