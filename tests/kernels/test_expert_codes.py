@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_experts import GATES, close, draw_routing, gated
+from test_experts import GATES, by_definition, close, draw_routing, gated
 from test_grouped_codes import draw_codes
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from aengine.kernels.expert_types import ExpertCodes, ExpertMatrices, InputNorm,
 from aengine.kernels.experts import add_experts, expert_product
 from aengine.kernels.grouped_codes import CodeKind, GroupedCodes, numbers
 from aengine.kernels.routing import route
+from aengine.kernels.triton import experts as triton_experts
 
 TILE = ProductTile(16, 64, 4, 2)
 WAYS = {
@@ -134,3 +135,30 @@ def test_numbers_are_no_codes(gen: torch.Generator) -> None:
     codes = draw(gen, random.Random(0), ("int4", 32, 1), (3, 16, 64), False)
     assert codes.shape == ExpertMatrices(torch.empty(3, 16, 64)).shape
     assert torch.equal(numbers(codes.of(1)), numbers(codes.codes)[16:32])
+
+
+@pytest.mark.parametrize("way", ["pairs", "blocks"])
+def test_fp8_with_a_scale_a_row_on_gpus_that_do_not_know_it(
+    way: str, gen: torch.Generator, triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernels for groups know it: a row is one."""
+    monkeypatch.setattr(triton_experts, "has_fp8", lambda: False)
+    for name in ("multiply_pairs", "add_pairs", "multiply_blocks"):
+        monkeypatch.delattr(triton_experts, name)
+    shape, n = ExpertShape(4, 64, 32, 2), 3
+    first, second = (
+        ExpertMatrices(
+            torch.randn(4, rows, columns, generator=gen).to(torch.float8_e4m3fn),
+            None,
+            torch.rand(4, rows, generator=gen).mul_(columns**-0.5),
+        )
+        for rows, columns in ((64, 64), (64, 32))
+    )
+    routing, x = draw_routing(random.Random(0), gen, n, shape), torch.randn(n, 64, generator=gen)
+    wanted = by_definition(x, first, second, routing, GATES[0])[1]
+    first, second, routing = (
+        type(ts)(*(t if t is None else t.to(triton_device) for t in ts)) for ts in (first, second, routing)
+    )
+    plan, residual = plan_experts(routing, shape, WAYS[way]), torch.zeros(n, 64, device=triton_device)
+    add_experts(residual, expert_product(x.to(triton_device), first, plan, GATES[0]), second, plan)
+    close(residual, wanted, 4e-6)
