@@ -99,6 +99,9 @@ def test_a_scale_that_is_no_number_is_refused(name: str) -> None:
         damaged[2, -1, place : place + 2] = 255
         with pytest.raises(ValueError, match=f"{name}, is no number"):
             grouped_codes(damaged, int(Q[name]))
+        with pytest.raises(ValueError, match=f"{name}, is no number"):
+            GgufFormat(int(Q[name])).make({"weight": damaged})  # on a CPU
+    GgufFormat(int(Q[name])).make({"weight": blocks})
 
 
 def test_rows_without_weights_are_zeros() -> None:

@@ -45,6 +45,13 @@ __all__ = ["CODED_TYPES", "GgufFormat", "GgufWeight", "dequantised", "grouped_co
 _LONG_ROW = 2**14  # numbers
 _NUMBERS_AT_ONCE = 2**20
 """Numbers that a product dequantises at once: 4 MiB of float32, whatever the size of the matrix."""
+_SCALES = {
+    **dict.fromkeys(("q4_1", "q5_1", "q4_k", "q5_k"), (0, 2)),
+    "q2_k": (80, 82),
+    "q3_k": (108,),
+    "q6_k": (208,),
+}
+"""Bytes of a block at which a float16 begins; of other types it is the first."""
 _CODES_AT_ONCE = 2**24
 """Weights whose blocks become codes at once, some bytes each."""
 
@@ -93,6 +100,8 @@ class GgufFormat:
         """Raises ValueError: a scale is no number. ModelLoadError: the gguf package can't dequantise the type."""
         blocks, bias = tensors["weight"], tensors.get("bias")
         bias = None if bias is None else bias.float()
+        if blocks.device.type == "cpu" and self.name.upper() in CODED_TYPES and not _have_numbers(blocks, self.name):
+            raise ValueError(f"a scale of its blocks, {self.name.upper()}, is no number")
         if self.compiled is not None:
             from ....kernels.cpu.codes import pack
             from ..compiled import CompiledWeight
@@ -162,6 +171,13 @@ def grouped_codes(blocks: Tensor, type_code: int) -> GroupedCodes:
             own_tensors[key][begin : begin + num_rows] = tensor
     assert whole is not None
     return whole
+
+
+def _have_numbers(blocks: Tensor, name: str) -> bool:
+    """Whether the scales of blocks on a CPU are finite: of a float16 the higher byte says it."""
+    if name == "mxfp4":
+        return not bool((blocks[..., 0] == 255).any())
+    return not any(bool((blocks[..., place + 1] & 0x7C == 0x7C).any()) for place in _SCALES.get(name, (0,)))
 
 
 def _are_numbers(codes: GroupedCodes) -> bool:
