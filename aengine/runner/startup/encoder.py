@@ -15,7 +15,6 @@ from ...checkpoint.source import ModelSource
 from ...config import EngineConfig, num_worker_threads
 from ...errors import InvalidRequestError, ModelLoadError
 from ...ipc.messages import STATE_BLOCK_SIZE, NewRequest, SchedulerOutput, int32
-from ...kernels.cpu.target import host
 from ...workers.rank import Rank
 from .. import profiler
 from ..models.encoders import build_encoder, read_encoder_config
@@ -62,9 +61,8 @@ def load_encoder(config: EngineConfig, source: Mapping[str, Any], rank: Rank, pr
     platform = choose_platform(rank.device)
     platform.open()
     is_compiled = bool(platform.compiled_types)
-    # A batch has many tokens: its products are bound by computing, which 16 bits make faster as int16 alone on a CPU.
-    is_faster = platform.is_accelerator or (is_compiled and host().has_vnni)
-    setting = config.dtype if is_faster or config.dtype != "auto" else "float32"
+    # A batch has many tokens: its products are not bound by reading weights, which float16 is for on a CPU.
+    setting = "float32" if config.dtype == "auto" and not platform.is_accelerator else config.dtype
     dtype = platform.choose_dtype(setting, model_config.checkpoint_dtype)
     formats = choose_formats(dtype, platform.device, checkpoint.hf_config, is_compiled=is_compiled, is_encoder=True)
     model = build_encoder(model_config, formats)
