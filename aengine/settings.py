@@ -128,8 +128,8 @@ class Settings(TypedDict, total=False):
     """Run Python code that lies beside the model's weights, where neither aengine nor transformers has the model. Read
     it first: it may do whatever the worker process may. Default: False."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
-    """Number format of weights, activations and KV. "auto": the checkpoint's on a GPU; on a CPU 16-bit weights, or the
-    file's own codes with activations of 8 bits where they are multiplied, and the rest in float32. Default: "auto"."""
+    """Number format of weights, activations and KV. "auto": the checkpoint's on a GPU; on a CPU 16-bit weights, or a
+    GGUF's own codes with activations of 8 bits where they are multiplied, and the rest in float32. Default: "auto"."""
     quantization: Literal["auto", "gguf", "fp8"]
     """What matrices are kept in. "auto": as the checkpoint's quantization_config says; those of a GGUF stay in their
     own types on a CPU with compiled kernels and dtype="auto", else they become numbers of dtype as they are loaded.

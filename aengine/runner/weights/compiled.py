@@ -152,8 +152,7 @@ def _gated(gate_up: Tensor, activation: Activation) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class CompiledFormat:
-    """Plain numbers, in ``dtype``; with float16, bfloat16 stays what it is. Activations are numbers, too; those that
-    codes are multiplied with are ones of 8 bits, if ``as_codes``, but for FP4, which loses more by it.
+    """Plain numbers, in ``dtype``; with float16, bfloat16 stays what it is. Activations are numbers, too.
 
     ``as_int16``: both become int16, with a scale for each 32 columns of a row, where these divide it: as exact as
     float16, and multiplied twice as fast. That is for many rows, whose products are bound by computing.
@@ -161,7 +160,6 @@ class CompiledFormat:
 
     dtype: torch.dtype
     as_int16: bool = False
-    as_codes: bool = False
 
     @property
     def name(self) -> str:
@@ -183,12 +181,11 @@ class CompiledFormat:
         return pack(str(weight.dtype).removeprefix("torch."), weight)
 
     def make_of_codes(self, codes: GroupedCodes, bias: Tensor | None) -> CompiledWeight | None:
-        """Return a matrix that stays codes; None: there is no layout for them."""
+        """Return a matrix that stays codes; None: there is no layout for them. Activations are numbers."""
         packed = pack_grouped(codes)
         if packed is None:
             return None
-        as_codes = self.as_codes and codes.kind != "e2m1"
-        return CompiledWeight(packed, None if bias is None else bias.float().contiguous(), as_codes=as_codes)
+        return CompiledWeight(packed, None if bias is None else bias.float().contiguous(), as_codes=False)
 
     def make_experts(self, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device) -> ExpertWeights:
         return SeparateExperts(self.make, tensors)

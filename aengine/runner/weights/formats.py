@@ -130,8 +130,7 @@ def choose_formats(
         from .compiled import CompiledFormat
 
         kept = torch.float32 if dtype == "float32" else torch.float16
-        as_int16 = is_encoder and kept == torch.float16 and host().has_vnni
-        plain = CompiledFormat(kept, as_int16, as_codes=dtype == "auto" and not is_encoder)
+        plain = CompiledFormat(kept, as_int16=is_encoder and kept == torch.float16 and host().has_vnni)
         return WeightFormats(torch.float32, kept, plain, quantised(plain), policy=policy, is_compiled=True)
     if device.type == "cpu" and dtype in ("auto", "float16"):
         if float16_cpu.has_fbgemm():
