@@ -336,10 +336,12 @@ def mixtures(
 
 
 def codes_of_groups(kind: CodeKind, group: int, n: int, k: int, **more: Any) -> GroupedCodes:
-    """``more``: "zero", "offset", "row_scale", "rows"; "scale" is its dtype."""
+    """``more``: "zero", "row_scale", "rows"; "offset" is whether there is one; "scale" is its dtype."""
     width = k // 2 if kind in ("int4", "uint4", "e2m1", "iq4_nl") else k
     dtype = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}.get(kind, torch.uint8)
     scale = torch.ones(-(-n // more.get("rows", 1)), -(-k // group)).to(more.pop("scale", torch.float16))
+    if more.get("offset") is True:
+        more["offset"] = torch.zeros(scale.shape)
     return GroupedCodes(kind, torch.empty(n, width, dtype=torch.uint8).view(dtype), scale, group, **more)
 
 
@@ -479,7 +481,7 @@ def every_kernel(compiler: Compiler) -> None:
     for rows in (1, 16, 64, 600):
         of_groups(compiler, "int4", 128, rows, 1024, 2048)
         of_groups(compiler, "e2m1", 16, rows, 1024, 2048, scale=torch.float8_e4m3fn, row_scale=torch.zeros(2048))
-        of_groups(compiler, "uint4", 32, rows, 1001, 576, offset=torch.zeros(2002, 18))
+        of_groups(compiler, "uint4", 32, rows, 1001, 576, offset=True)
         of_groups(compiler, "e4m3", 128, rows, 1024, 2048, scale=torch.float32, block=128)
     products(compiler, 1, 1023, 576, "gated")
     products(compiler, 1, 1001, 4864, "gated")
@@ -512,7 +514,7 @@ def every_kernel(compiler: Compiler) -> None:
         mixtures_of_groups(compiler, n, ExpertShape(4, 2048, 768, 4), silu, "e4m3", 128, rows=128, scale=torch.float32)
         mixtures_of_groups(compiler, n, ExpertShape(4, 2880, 2880, 4), clamped, "e2m1", 32, scale=torch.float8_e8m0fnu)
         mixtures_of_groups(compiler, n, ExpertShape(4, 2048, 768, 4), silu, "int4", 128)
-    mixtures_of_groups(compiler, 8, ExpertShape(4, 576, 384, 2), silu, "uint4", 32, offset=torch.zeros(3072, 18))
+    mixtures_of_groups(compiler, 8, ExpertShape(4, 576, 384, 2), silu, "uint4", 32, offset=True)
     grouped = RoutingRule(8, "sigmoid", num_groups=8, top_groups=4)
     routing.route(torch.zeros(4, 256), grouped, torch.zeros(256))
     expert_gate.gate_experts(torch.zeros(4, 512, dtype=dtype), clamped)
