@@ -182,8 +182,8 @@ def _workspace(
 
 @triton.jit
 def _pairs_of_exact(w, dtype: tl.constexpr, KIND: tl.constexpr):
-    """Of words four words of two 16-bit numbers each: codes INDEX and INDEX + 4, plus 128 or 1024, or times a power of
-    two."""
+    """Return four int32 words for each word ``w`` of eight codes: the i-th has codes i and i + 4 as 16-bit numbers of
+    ``dtype``, plus 128 (bfloat16) or 1024 (float16); of e2m1 times a power of two instead."""
     HALF: tl.constexpr = dtype == tl.float16
     if KIND == "e2m1":  # sign, exponent and mantissa in their places
         SHIFT: tl.constexpr = 9 if HALF else 6

@@ -106,7 +106,7 @@ class Mxfp4Experts(PackedLayout):
 
 
 class Mxfp4Codes(Mxfp4Experts):
-    """As a GPU multiplies them."""
+    """Layout of MXFP4 whose codes and scales stay as they are, for GPUs, whose kernels multiply them."""
 
     def kept(self, dtype: torch.dtype) -> torch.dtype | None:
         return None

@@ -86,7 +86,7 @@ class Fp8Format:
         return checked_scale(tensors[self.scale].float(), self.scale)
 
     def _codes(self, tensors: Mapping[str, Tensor]) -> GroupedCodes:
-        """In blocks."""
+        """Return the matrix' codes with a scale a block."""
         assert self.block is not None
         rows, columns = self.block
         return GroupedCodes("e4m3", tensors["weight"], self._checked(tensors).contiguous(), columns, rows=rows)
