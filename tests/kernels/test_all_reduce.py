@@ -89,6 +89,25 @@ def test_each_way_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert called == [one.__name__ for one in SUMS]
 
 
+def test_sums_larger_than_the_memory_are_cut(monkeypatch: pytest.MonkeyPatch, gen: torch.Generator) -> None:
+    """By rows, with exchanges that give the rank's own part as the sum."""
+    from aengine.kernels.triton import all_reduce as op
+
+    rows: list[int] = []
+
+    def exchange(out: torch.Tensor, part: torch.Tensor, buffers: ExchangeBuffers, *, add: bool) -> None:
+        assert part.nbytes <= BULK
+        rows.append(len(part))
+        out.copy_(part)
+
+    monkeypatch.setattr(op.exchange_bulk, "sum_in_two_shots", exchange)
+    for n, expected in ((3, [3]), (4, [4]), (9, [4, 4, 1])):
+        part = torch.randn(n, 2048, generator=gen)
+        assert torch.equal(all_reduced(part, Ranks(3).mailboxes[0]), part)
+        assert rows == expected
+        rows.clear()
+
+
 def test_gathers(gen: torch.Generator) -> None:
     ranks = Ranks(3)
     for op, n in ((gather_in_words, 1), (gather_in_words, 777), (gather_in_bulk, 4), (gather_in_bulk, 4196)):

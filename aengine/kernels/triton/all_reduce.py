@@ -25,7 +25,8 @@ def all_reduce(out: Tensor, part: Tensor, buffers: ExchangeBuffers, *, add: bool
         exchange_words.sum_in_words(out, part, buffers, add=add)
         return
     rows = buffers.bulk_per_rank // (part.nbytes // len(part))
-    for some_out, some in zip(out.split(rows), part.split(rows)):
+    is_whole = len(part) <= rows  # to split takes the host nearly as long as a launch
+    for some_out, some in [(out, part)] if is_whole else zip(out.split(rows), part.split(rows)):
         if buffers.size == 2 and some.nbytes <= _MOST_IN_ONE_SHOT:
             exchange_bulk.sum_in_bulk(some_out, some, buffers, add=add)
         else:
