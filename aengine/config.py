@@ -94,9 +94,9 @@ class EngineConfig:
     GGUF's own codes with activations of 8 bits where they are multiplied, and the rest in float32."""
     quantization: Literal["auto", "gguf", "fp8"] = "auto"
     """What matrices are kept in. "auto": as the checkpoint's quantization_config says; those of a GGUF stay in their
-    own types on a CPU with compiled kernels and dtype="auto", else they become numbers of dtype as they are loaded.
-    "gguf": they stay in their own types whatever the dtype, on a GPU as codes, on a CPU without compiled kernels as
-    blocks, which is slower. "fp8": on a GPU, 16-bit weights become FP8 with a scale a row as they are loaded: half the
+    own types on a GPU and on a CPU with compiled kernels if dtype is "auto", else they become numbers of dtype as they
+    are loaded. "gguf": they stay in their own types whatever the dtype, on a CPU without compiled kernels as blocks,
+    which is slower. "fp8": on a GPU, 16-bit weights become FP8 with a scale a row as they are loaded: half the
     memory, and faster; and so do, on Hopper, activations of steps of more than 64 tokens."""
     on_unsupported_format: Literal["error", "dequantise"] = "error"
     """What happens to a quantised matrix whose codes the GPU can't multiply: "error": a ModelLoadError that names it.

@@ -23,7 +23,11 @@ from tiny import VOCAB_SIZE, make_tiny_model, tokens_and_logits, write_tiny_mode
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from aengine.checkpoint.gguf_file import GgufFile
+from aengine.config import EngineConfig
 from aengine.errors import ModelLoadError
+from aengine.runner.models import read_config
+from aengine.runner.platforms.cuda import CudaPlatform
+from aengine.runner.startup.estimate import gguf_matrices
 from aengine.runner.weights.gguf_names import EXPERT_NAMES, GgufNames
 from aengine.runner.weights.quantised import gguf as quantised_gguf
 from aengine.runner.weights.quantised.gguf import GgufFormat, GgufWeight
@@ -298,6 +302,20 @@ def test_the_setting_keeps_them(tmp_path: Path) -> None:
         assert outputs[0] == outputs[1]
         with pytest.raises(ModelLoadError, match=r"quantization='gguf': .* is no \.gguf file"):
             Engine(write_tiny_model(tmp_path / "folder", "llama"), quantization="gguf")
+
+
+def test_a_gpu_keeps_the_types_that_it_multiplies_unless_a_dtype_is_set(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    with settings_of_torch_kept(), torch.no_grad():
+        write_gguf(path, make_tiny_model("llama", **SIZES), "llama", [Q.Q4_0, Q.Q8_0])
+    source, gpu = source_of(path), CudaPlatform(torch.device("cuda", 0), "G", (9, 0))
+
+    def kept(**settings: Any) -> GgufMatrices | None:
+        return gguf_matrices(EngineConfig.create(str(path), settings), source, read_config(source.hf_config), gpu)
+
+    assert (matrices := kept()) is not None and matrices.name == "q4_0, q8_0"
+    assert kept(dtype="bfloat16") is None
+    assert kept(dtype="bfloat16", quantization="gguf") == matrices
 
 
 def test_a_kept_type_that_can_not_be_dequantised_is_named() -> None:

@@ -118,7 +118,8 @@ def gguf_matrices(
     if is_asked and source.format != "gguf":
         raise ModelLoadError(f"quantization='gguf': {source.path} is no .gguf file: leave it at 'auto'")
     compiled = platform.compiled_types if config.dtype in COMPILED_DTYPES else ()
-    by_default = compiled and config.dtype == config.quantization == "auto" and model_config.implementation == "native"
+    is_coded = platform.is_accelerator or compiled
+    by_default = is_coded and config.dtype == config.quantization == "auto" and model_config.implementation == "native"
     if source.format != "gguf" or not (is_asked or by_default):
         return None
     types = CODED_TYPES if platform.is_accelerator else compiled or None

@@ -9,7 +9,7 @@
     fp8        FP8, a scale a row   as above      it says so, or quantization="fp8" (quantised/fp8.py)
     int4, ...  codes and groups'    as above      it says so: compressed-tensors, AWQ, GPTQ, NVFP4, MXFP4
                scales                             (quantised/unpacked.py)
-    q4_0, ...  a GGUF's blocks      as above      quantization="gguf", for each tensor its type (quantised/gguf.py)
+    q4_0, ...  a GGUF's blocks      as above      dtype="auto", each tensor in its type (quantised/gguf.py)
     int16      int16, a scale for   int16         an encoder's on a CPU with AVX-512 VNNI, dtype="float16"
                each 32 of a row                   (compiled.py)
 
