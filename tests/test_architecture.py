@@ -329,9 +329,6 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
             "ipc/messages.py",  # their column
             "kernels/",
             "runner/model_runner.py",  # registers them
-            "runner/sampling/sampler.py",  # asks features by the rows of logits that come after drafts
-            "runner/sampling/features/feature.py",  # says what a feature does there
-            "runner/sampling/features/penalties.py",  # counts the drafts before a row of logits
             "runner/sampling/features/bad_words.py",
             "runner/sampling/features/token_lists.py",
             "runner/speculation/",

@@ -18,7 +18,7 @@ from ..ipc.messages import GrammarOutput, KVCacheGroup, SchedulerOutput
 from ..kernels.input_prep import PreparedInputs, gather_block_table, prepare_inputs
 from .block_tables import BlockTables
 from .request_state import RequestState, Scalars
-from .speculation.positions import Verification, places_in
+from .speculation.positions import ONE_EACH, OneEach, places_in
 from .transfer import to_device
 
 __all__ = ["NO_ROWS", "BatchPlan", "InputBatch", "Rows", "SampleBatch", "to_device"]
@@ -217,7 +217,7 @@ class SampleBatch:
     rows_device: Tensor  # int64 [n]: `rows` on the device
     scalars: Scalars  # columns of [n]; num_tokens counts those before each row of logits
     grammar: GrammarOutput | None
-    positions: Verification | None = None  # None: one for each request
+    around: OneEach = ONE_EACH  # what is verified of several rows of a request
 
     @classmethod
     def gather(

@@ -67,4 +67,5 @@ class AwaitedIds:
         if counts is None:
             self._requests.append_sampled(to_device(rows, token_ids.device), token_ids)
         else:  # the rows have been left as they were: what is verified here is what was verified there
-            Verification.gather(rows, counts - 1, self._requests).commit(token_ids, self._requests)
+            each = to_device(np.repeat(rows, counts), token_ids.device)
+            Verification.gather(rows, counts - 1, self._requests).commit(token_ids, each, self._requests)

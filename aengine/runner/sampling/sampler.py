@@ -31,7 +31,7 @@ from ..distributed.group import ALONE
 from ..distributed.shares import VocabularyShare
 from ..input_batch import NO_ROWS, Rows, SampleBatch, to_device
 from ..request_state import RequestState, Scalars
-from ..speculation.positions import Positions
+from ..speculation.positions import ONE_EACH, OneEach
 from .bitmask_memory import HostBitmasks, MaskMemory
 from .features import FEATURES, SamplingFeature
 from .vocabulary import Vocabulary
@@ -153,19 +153,12 @@ class Sampler:
         features: list[SamplingFeature] = []
         if asks is Sampling.ANY:
             features = [one for one in self._features if one.uses[rows].any() or one.is_pending(rows)]
-        drafted = batch.positions
         for feature in features:
-            if drafted is None:
-                feature.apply(logits, rows, rows_device, scalars)
-            else:
-                feature.apply_drafted(logits, rows, rows_device, scalars, drafted)
+            feature.apply(logits, rows, rows_device, scalars, batch.around)
         self._apply_bitmasks(logits, batch)
         token_ids, checks = self._choose(logits, batch)
         for feature in features:
-            if drafted is None:
-                feature.commit(token_ids, rows_device, scalars)
-            else:
-                feature.commit_drafted(token_ids, rows_device, scalars, drafted)
+            feature.commit(token_ids, rows_device, scalars, batch.around)
         logprobs = None
         if kept is not None:
             logprobs = torch.empty((1, len(rows), 1 + 2 * most), dtype=torch.int32, device=logits.device)
@@ -181,33 +174,26 @@ class Sampler:
         masks: MaskMemory,
         logprobs: Tensor,
         slot: Tensor,
-        drafted: Positions | None = None,
+        around: OneEach = ONE_EACH,
     ) -> tuple[Tensor, Tensor]:
         """Return (ids int64 [n], checks float32 [n]) of logits float32 [n, vocab_size], which are overwritten, with all
         that their rows (int64 [n]; -1: padding) ask for. Asks nothing of the host; `reserve` has been called.
 
         ``masks``: bitmasks of these rows; ``logprobs``, ``slot``: where the log-probabilities go, see
-        `token_logprobs`. ``drafted``: the drafts around the rows, of which a request has several; None: there are none.
+        `token_logprobs`. ``around``: guesses around the rows, of which a request has several then.
         """
         n = len(rows)
         scalars = Scalars(select_rows(self._requests.scalars.words, rows))
-        if drafted is not None:
-            scalars.num_tokens.add_(drafted.places_device)
+        around.count_before(scalars.num_tokens)
         kept = keep_logits(logits, scalars.logprobs_asked)
         for feature in self._in_graphs:
-            if drafted is None:
-                feature.apply(logits, NO_ROWS, rows, scalars)
-            else:
-                feature.apply_drafted(logits, NO_ROWS, rows, scalars, drafted)
+            feature.apply(logits, NO_ROWS, rows, scalars, around)
         apply_bitmask(logits, masks.rows[:n], masks.bits[:n])
         cutoff = find_cutoff(logits, scalars.temperature, scalars.top_k, scalars.top_p, scalars.min_p)
         ids, checks = gumbel_sample(logits, scalars.temperature, scalars.seed, scalars.num_tokens, cutoff)
         token_logprobs(kept, ids, scalars.logprobs_asked, logprobs, slot)
         for feature in self._in_graphs:
-            if drafted is None:
-                feature.commit(ids, rows, scalars)
-            else:
-                feature.commit_drafted(ids, rows, scalars, drafted)
+            feature.commit(ids, rows, scalars, around)
         return ids, checks
 
     def cutoff(self, logits: Tensor, rows: Tensor) -> Tensor:

@@ -105,16 +105,9 @@ class Drafts(Speculation):
         verified = Verification.gather(rows, plan.num_samples[plan.sampling] - 1, requests)
         rows_device = verified.rows.index_select(0, verified.owner)
         scalars = requests.scalars.select(rows_device)
-        scalars.num_tokens.add_(verified.places_device)
+        verified.count_before(scalars.num_tokens)
         rows, batch_idx = plan.sampled()
         return SampleBatch(rows, batch_idx, rows_device, scalars, grammar, verified)
-
-    def append(self, batch: SampleBatch, token_ids: Tensor) -> Mapping[str, Tensor]:
-        """Append to each row its tokens up to the first that is not what was drafted. The host is told how many each
-        gets."""
-        if batch.positions is None:
-            return super().append(batch, token_ids)
-        return {"counts": batch.positions.commit(token_ids, self._requests)}
 
     def note_sampled(self, plan: BatchPlan) -> None:
         if plan.num_samples is None:

@@ -15,7 +15,8 @@ has one row of logits, after the last.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -23,22 +24,62 @@ import torch
 from torch import Tensor
 
 from ...kernels.commit_drafts import following_drafts
+from ...kernels.penalties import PenaltyInputs, count_sampled
 from ..request_state import RequestState
 from ..transfer import to_device
 
-__all__ = ["Positions", "Verification", "places_in"]
+__all__ = ["ONE_EACH", "OneEach", "Positions", "Verification", "places_in"]
 
 Rows = npt.NDArray[np.int64]
 
 
+class OneEach:
+    """Where there are no drafts: each request has one row of logits, and gets what is sampled."""
+
+    def count_before(self, num_tokens: Tensor) -> None:
+        """Add to ``num_tokens``, int32 [n], how many of its request's drafts are before each row of logits."""
+
+    def counted(self, inputs: PenaltyInputs) -> PenaltyInputs:
+        """Return the inputs for the rows of logits, whose counts have the drafts before each of them."""
+        return inputs
+
+    def count_sampled(self, sampled: Tensor, inputs: PenaltyInputs) -> None:
+        """Add those of ``sampled`` (int64 [n]) that the requests get to their counts."""
+        count_sampled(sampled, inputs)
+
+    def commit(self, sampled: Tensor, rows: Tensor, requests: RequestState) -> Mapping[str, Tensor]:
+        """Append to ``rows`` (int64 [n], the row of each row of logits) the tokens that they get. Returns what the host
+        must know beside these, by field of `HostOutput`."""
+        requests.append_sampled(rows, sampled)
+        return {}
+
+
+ONE_EACH = OneEach()
+
+
 @dataclass(slots=True)
-class Positions:
+class Positions(OneEach):
     """The drafts around n rows of logits, those of a request one after the other; int64 on the device."""
 
     draft_ids: Tensor  # [n]: the draft that follows each row of logits; -1: none
     places_device: Tensor  # [n]: number of the request's drafts before each row of logits
     starts_of: Tensor  # [n]: the first row of logits of each one's request
     most: int  # no request has more drafts
+
+    def count_before(self, num_tokens: Tensor) -> None:
+        num_tokens.add_(self.places_device)
+
+    def counted(self, inputs: PenaltyInputs) -> PenaltyInputs:
+        counts = inputs.counts.index_select(0, inputs.rows.clamp(min=0))
+        drafts, is_before = self.drafts_before()
+        counts.scatter_add_(1, drafts, is_before.int())
+        each = torch.arange(len(inputs.rows), device=counts.device).masked_fill_(inputs.rows < 0, -1)
+        return replace(inputs, rows=each, counts=counts)
+
+    def count_sampled(self, sampled: Tensor, inputs: PenaltyInputs) -> None:
+        rows, counts = inputs.rows, inputs.counts
+        place = rows.clamp(min=0) * counts.shape[1] + sampled
+        counts.view(-1).index_add_(0, place, (self.are_accepted(sampled) & (rows >= 0)).int())
 
     def drafts_before(self) -> tuple[Tensor, Tensor]:
         """Return the drafts that each row of logits comes after, int64 [n, most], and which of these there are, bool
@@ -87,18 +128,16 @@ class Verification(Positions):
         """Return how many of ``sampled`` (int64 [n]) each request gets: int64 [s], at least 1."""
         return torch.zeros_like(self.rows).index_add_(0, self.owner, self.are_accepted(sampled).long())
 
-    def commit(self, sampled: Tensor, requests: RequestState) -> Tensor:
-        """Give the rows their tokens of ``sampled`` (int64 [n]) up to the first that is not what was drafted. Returns
-        what `count_accepted` does."""
+    def commit(self, sampled: Tensor, rows: Tensor, requests: RequestState) -> Mapping[str, Tensor]:
+        """Append to each row its tokens up to the first that is not what was drafted; the host is told how many."""
         counts, scalars = self.count_accepted(sampled), requests.scalars
-        row = self.rows.index_select(0, self.owner)
-        end = scalars.num_tokens.index_select(0, row)
+        end = scalars.num_tokens.index_select(0, rows)
         # What was sampled after a rejected draft is written too: it is overwritten before it is read.
-        requests.token_ids.index_put_((row, end + self.places_device), sampled.int())
+        requests.token_ids.index_put_((rows, end + self.places_device), sampled.int())
         scalars.num_tokens.index_add_(0, self.rows, counts.int())
         # All drafts count as computed already.
         scalars.num_computed_tokens.index_add_(0, self.rows, (counts - self.lengths).int())
-        return counts
+        return {"counts": counts}
 
 
 def places_in(counts: Rows) -> tuple[Rows, Rows]:

@@ -17,7 +17,7 @@ from ....errors import InvalidRequestError
 from ....ipc.messages import NewRequest
 from ...input_batch import Rows
 from ...request_state import RequestState, Scalars
-from ...speculation.positions import Positions
+from ...speculation.positions import OneEach
 from ...transfer import to_device
 
 __all__ = ["OpByOpFeature", "SamplingFeature", "check_token_ids"]
@@ -61,24 +61,14 @@ class SamplingFeature:
         """Return whether `apply` acts on some of these rows at their present lengths, beyond those in ``uses``."""
         return False
 
-    def apply(self, logits: Tensor, rows: Rows, rows_device: Tensor, scalars: Scalars) -> None:
+    def apply(self, logits: Tensor, rows: Rows, rows_device: Tensor, scalars: Scalars, around: OneEach) -> None:
         """Change logits float32 [n, vocab_size] in place. ``rows``: int64 [n], the row of each, several times if it has
-        drafts; ``rows_device``: the same on the device, -1 for padding; ``scalars``: of the same rows, where num_tokens
-        counts the drafts before each. What graphs hold may not look at ``rows``, which are empty there."""
+        guesses to be verified, which are ``around`` them; ``rows_device``: the same on the device, -1 for padding;
+        ``scalars``: of the same rows, where num_tokens counts the guesses before each. What graphs hold may not look at
+        ``rows``, which are empty there."""
 
-    def commit(self, sampled: Tensor, rows: Tensor, scalars: Scalars) -> None:
-        """Note the tokens, int64 [n], that the rows (int64 [n], on the device) have got."""
-
-    def apply_drafted(
-        self, logits: Tensor, rows: Rows, rows_device: Tensor, scalars: Scalars, drafted: Positions
-    ) -> None:
-        """Apply as `apply` does, in a step with drafts. A feature for which it matters which tokens are before each row
-        overrides it."""
-        self.apply(logits, rows, rows_device, scalars)
-
-    def commit_drafted(self, sampled: Tensor, rows: Tensor, scalars: Scalars, drafted: Positions) -> None:
-        """Commit as `commit` does, in a step with drafts: the rows get those of ``sampled`` that
-        `Positions.are_accepted`."""
+    def commit(self, sampled: Tensor, rows: Tensor, scalars: Scalars, around: OneEach) -> None:
+        """Note the tokens, int64 [n], that were sampled for the rows (int64 [n], on the device)."""
 
 
 class OpByOpFeature(SamplingFeature):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from ....ipc.messages import NewRequest
-from ....kernels.penalties import PenaltyInputs, apply_penalties, count_sampled, count_tokens
+from ....kernels.penalties import PenaltyInputs, apply_penalties, count_tokens
 from ...input_batch import Rows
 from ...lazy_zeros import lazy_zeros
 from ...request_state import RequestState, Scalars
-from ...speculation.positions import Positions
+from ...speculation.positions import OneEach
 from .feature import SamplingFeature
 
 __all__ = ["Penalties"]
@@ -54,27 +52,11 @@ class Penalties(SamplingFeature):
             return rows
         return []
 
-    def apply(self, logits: Tensor, rows: Rows, rows_device: Tensor, scalars: Scalars) -> None:
-        apply_penalties(logits, self._inputs(rows_device, scalars))
+    def apply(self, logits: Tensor, rows: Rows, rows_device: Tensor, scalars: Scalars, around: OneEach) -> None:
+        apply_penalties(logits, around.counted(self._inputs(rows_device, scalars)))
 
-    def commit(self, sampled: Tensor, rows: Tensor, scalars: Scalars) -> None:
-        count_sampled(sampled, self._inputs(rows, scalars))
-
-    def apply_drafted(
-        self, logits: Tensor, rows: Rows, rows_device: Tensor, scalars: Scalars, drafted: Positions
-    ) -> None:
-        assert self._counts is not None
-        counts = self._counts.index_select(0, rows_device.clamp(min=0))
-        drafts, is_before = drafted.drafts_before()
-        counts.scatter_add_(1, drafts, is_before.int())
-        each = torch.arange(len(logits), device=logits.device).masked_fill_(rows_device < 0, -1)
-        inputs = self._inputs(rows_device, scalars)
-        apply_penalties(logits, replace(inputs, rows=each, counts=counts))
-
-    def commit_drafted(self, sampled: Tensor, rows: Tensor, scalars: Scalars, drafted: Positions) -> None:
-        assert self._counts is not None
-        place = rows.clamp(min=0) * self._vocab_size + sampled
-        self._counts.view(-1).index_add_(0, place, (drafted.are_accepted(sampled) & (rows >= 0)).int())
+    def commit(self, sampled: Tensor, rows: Tensor, scalars: Scalars, around: OneEach) -> None:
+        around.count_sampled(sampled, self._inputs(rows, scalars))
 
     def _inputs(self, rows: Tensor, scalars: Scalars) -> PenaltyInputs:
         assert self._counts is not None
