@@ -7,9 +7,7 @@
 An `AsyncLLM` belongs to the event loop on which it was started, and to no other at the same time. It can be started
 again, on any loop, after `aclose` or after its loop was closed. With ``own_thread=True`` it belongs to none, and has
 blocking calls as well (`AsyncLLM.sync`). It holds the engine by a handle of one kind or another, see
-`engine/handles/handle.py`; that of `aengine.remote.connect` leads to another process. Calls that return at once are in
-`immediate_calls.py` beside it, those of workers in `worker_calls.py`, those for vectors and scores in
-`engine/pooling/requests.py`.
+`engine/handles/handle.py`; that of `aengine.remote.connect` leads to another process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tools, messages and deltas of chats, and what reads and writes them: the public names of `engine/chat/`."""
 
 from .engine.chat.compose import compose
-from .engine.chat.formats import FORMATS, ReasoningFormat, TextTokenId, ToolFormat, detect
+from .engine.chat.formats import FORMATS, ReasoningFormat, ToolFormat, detect
 from .engine.chat.messages import (
     ChatChoice,
     ChatCompletion,
@@ -15,6 +15,7 @@ from .engine.chat.messages import (
     ToolCallStart,
 )
 from .engine.chat.parser import ChatParser
+from .engine.chat.syntax.markers import TextTokenId
 from .engine.chat.tools import Tool, ToolChoice, tools_of
 
 __all__ = [

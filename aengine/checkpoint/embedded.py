@@ -21,8 +21,6 @@ from pathlib import Path
 from ..config import model_cache
 from ..errors import ModelLoadError
 
-__all__ = ["EMBEDDED_MODELS", "EmbeddedModel", "add_model", "cached_file", "find_embedded", "remove_model"]
-
 logger = logging.getLogger("aengine.checkpoint")
 
 _COPY_BYTES = 1 << 20

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from ..errors import ModelLoadError
 
-__all__ = ["FileBytes"]
-
 _FIRST_READ = 1 << 20
 
 

@@ -10,8 +10,6 @@ from fnmatch import fnmatchcase
 from ..errors import ModelLoadError
 from .gguf_file import SHARD_NAME
 
-__all__ = ["GgufChoice", "choose_gguf"]
-
 _SHOWN = 24  # the largest repositories hold about thirty
 
 

@@ -13,8 +13,6 @@ from ..errors import ModelLoadError
 from .gguf_file import GgufFile
 from .value_reader import ValueReader
 
-__all__ = ["OTHER_ARCHITECTURE", "gguf_generation_config", "gguf_hf_config"]
-
 OTHER_ARCHITECTURE = (
     '`aengine models --json` lists the architectures whose GGUF files are read ("gguf"); of another one give the '
     "folder or hub id of the checkpoint that it was made from: of safetensors transformers computes what aengine has "

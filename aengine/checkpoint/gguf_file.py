@@ -34,8 +34,6 @@ from .file_bytes import FileBytes
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["GGML_TYPES", "SHARD_NAME", "GgmlType", "GgufFile", "GgufMetadata", "GgufTensor", "shard_paths"]
-
 
 class GgmlType(NamedTuple):
     """A storage format of tensor elements: blocks of ``block_len`` elements in ``block_bytes`` bytes."""

@@ -20,8 +20,6 @@ from ..errors import ModelLoadError
 from ..outputs import StartupProgress
 from .gguf_choice import GgufChoice, choose_gguf
 
-__all__ = ["fetch", "is_hub_id"]
-
 logger = logging.getLogger("aengine.checkpoint")
 
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(:(?P<quant>[A-Za-z0-9][\w.-]*))?")

@@ -12,8 +12,6 @@ from typing import Any
 
 from ..errors import ModelLoadError
 
-__all__ = ["NamePatterns"]
-
 _MOST_LETTERS = 1 << 14
 """Of all patterns together. Real lists have a few hundred."""
 _MOST_STATES = 20_000

@@ -18,8 +18,6 @@ from ..errors import ModelLoadError
 from .gguf_file import GgufFile
 from .value_reader import ValueReader, inner_path, read_any_json, read_json
 
-__all__ = ["PoolingConfig", "gguf_pooling", "labels_of", "read_pooling"]
-
 _MODES = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
 _OLD_MODES = {"mean_tokens": "mean", "cls_token": "cls"}
 _SWITCH = "pooling_mode_"

@@ -10,8 +10,6 @@ from pathlib import Path
 from ..errors import ModelLoadError
 from .value_reader import inner_path, read_json
 
-__all__ = ["has_safetensors", "safetensors_files", "stored_names"]
-
 _INDEX = "model.safetensors.index.json"
 _MOST_HEADER = 1 << 25
 """Bytes of a file's header: 200,000 tensors."""

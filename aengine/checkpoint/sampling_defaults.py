@@ -9,8 +9,6 @@ from typing import Any
 from ..errors import InvalidRequestError
 from ..params import DEFAULT_TYPES, SamplingParams
 
-__all__ = ["SamplingDefaults"]
-
 logger = logging.getLogger("aengine")
 
 _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

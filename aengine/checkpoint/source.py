@@ -30,8 +30,6 @@ from .safetensors_files import has_safetensors, safetensors_files
 from .text_config import text_config
 from .value_reader import check_nesting, check_settings, damage_explained, read_json
 
-__all__ = ["ModelSource", "locate", "resolve_model", "weights_in"]
-
 logger = logging.getLogger("aengine.checkpoint")
 
 Progress = Callable[[StartupProgress], None]

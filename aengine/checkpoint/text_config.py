@@ -9,8 +9,6 @@ from typing import Any
 from ..errors import ModelLoadError
 from .safetensors_files import stored_names
 
-__all__ = ["text_config"]
-
 _TIED = "tie_word_embeddings"
 
 

@@ -17,19 +17,6 @@ from typing import Any
 
 from ..errors import AEngineError, ModelLoadError
 
-__all__ = [
-    "ValueReader",
-    "check_nesting",
-    "check_settings",
-    "check_size",
-    "damage_explained",
-    "inner_path",
-    "read_any_json",
-    "read_bytes",
-    "read_json",
-    "read_text",
-]
-
 logger = logging.getLogger("aengine.checkpoint")
 
 _MOST_BYTES = 1 << 26

@@ -18,8 +18,6 @@ from ..params import SamplingParams
 from .engine_options import engine_config
 from .progress import tell
 
-__all__ = ["bench", "measure"]
-
 
 async def bench(args: argparse.Namespace) -> int:
     begun = time.monotonic()

@@ -19,8 +19,6 @@ from ..params import SamplingParams
 from .engine_options import engine_config
 from .progress import sampling_params, tell
 
-__all__ = ["chat"]
-
 _HELP = """\
 /clear    forget the conversation so far
 /system T set the instructions to T and start over

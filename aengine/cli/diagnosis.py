@@ -31,8 +31,6 @@ from ..limits.cgroups import cpu_quota, memory_limit, num_usable_cpus, threads_l
 from ..limits.memory import free_memory
 from ..limits.ulimits import memory_ulimit_hint
 
-__all__ = ["Diagnosis", "Finding", "diagnose"]
-
 Status = Literal["ok", "note", "warning", "error"]
 
 GIB = 1024**3

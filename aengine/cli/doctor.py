@@ -14,8 +14,6 @@ from .engine_options import add_engine_options, engine_config
 if TYPE_CHECKING:
     from .diagnosis import Diagnosis
 
-__all__ = ["add_doctor_parser", "doctor"]
-
 _WIDTH = 110
 _MARGIN = 22
 _MARKS = {"ok": "ok", "note": "note", "warning": "WARNING", "error": "ERROR"}

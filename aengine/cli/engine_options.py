@@ -11,8 +11,6 @@ from ..config import EngineConfig, value_of
 from ..errors import InvalidRequestError
 from .progress import StartupLine
 
-__all__ = ["add_engine_options", "engine_config", "engine_settings", "whole_number"]
-
 _FIRST = {
     "dtype": "float32, bfloat16 or float16 (auto)",
     "device": "auto, cpu, cuda, cuda:N, or one for each rank: cuda:0,1 (auto)",

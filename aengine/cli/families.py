@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-__all__ = ["FAMILIES", "Family"]
-
 _SCENARIOS = "every scenario"
 
 

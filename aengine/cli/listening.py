@@ -8,8 +8,6 @@ import socket
 
 from ..errors import EngineError
 
-__all__ = ["bind_tcp", "is_loopback", "url_of"]
-
 
 def bind_tcp(host: str, port: int, count: int = 1) -> list[socket.socket]:
     """Bind ``count`` sockets to one address; several share its connections evenly. Nobody can connect before `listen`.

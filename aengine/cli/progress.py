@@ -11,8 +11,6 @@ from typing import TextIO
 from ..outputs import StartupProgress
 from ..params import SamplingParams
 
-__all__ = ["StartupLine", "sampling_params", "tell"]
-
 _WIDTH = 24
 _STAGES = {
     "resolve": "finding the model",

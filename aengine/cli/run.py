@@ -13,8 +13,6 @@ from ..params import is_unicode
 from .engine_options import engine_config
 from .progress import sampling_params, tell
 
-__all__ = ["run"]
-
 
 async def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)

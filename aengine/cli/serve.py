@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from ..server.serve import StopSignals
 
-__all__ = ["add_serve_arguments", "app_options", "serve"]
-
 T = TypeVar("T")
 
 logger = logging.getLogger("aengine.server")

@@ -47,8 +47,6 @@ from .user_request import Limits, Phase, Prepared, UserRequest, check_request
 if TYPE_CHECKING:
     from .structured.output_type import OutputType
 
-__all__ = ["Admission"]
-
 _FOR_A_RESULT = SamplingParams(max_tokens=1, detokenize=False, seed=0)
 _UNSCHEDULED = (RequestStatus.NEW, RequestStatus.WAITING, RequestStatus.HELD)
 

@@ -13,8 +13,6 @@ from bisect import bisect_left, insort
 from ..errors import EngineOverloadedError
 from ..telemetry.metrics import Counters
 
-__all__ = ["AdmissionQueue"]
-
 _Place = tuple[int, int, str]  # place of a held request: priority, order of arrival, request_id
 
 

@@ -36,8 +36,6 @@ from .tokenizer.tokenizer import Tokenizer
 from .user_request import Limits
 from .worker_control import NUM_RESTARTS_TOLD
 
-__all__ = ["EngineCore"]
-
 logger = logging.getLogger("aengine")
 
 _ALIVE = ("running", "draining")

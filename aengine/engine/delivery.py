@@ -15,8 +15,6 @@ from .scheduler.scheduler import Scheduler
 from .streams.logprobs import TokenLogprobs
 from .structured.bitmasks import Filling
 
-__all__ = ["Delivery", "Logprobs", "Sampled", "logprobs_by_token", "request_error"]
-
 Sampled = list[tuple[Request, int, int]]
 """The tokens of an answer: the request, the id, and the place in the answer of each."""
 Logprobs = dict[int, TokenLogprobs]

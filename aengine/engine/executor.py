@@ -34,8 +34,6 @@ from ..workers.host.handshake import Handshake
 from ..workers.rank import check_division, ranks_of
 from .threads.pools import run_in_thread
 
-__all__ = ["Executor", "ProcessExecutor", "call_ranks", "new_executor"]
-
 logger = logging.getLogger("aengine")
 
 ProgressCallback = Callable[[StartupProgress], None]

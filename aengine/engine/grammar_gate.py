@@ -21,9 +21,6 @@ from .scheduler.step import NOTHING_AHEAD, InFlightStep
 from .structured.bitmasks import Filled, Filling, MaskJob
 from .structured.service import GrammarService
 
-__all__ = ["ALWAYS", "IN_SMALL_BATCHES", "Forcing", "GrammarGate", "Masks"]
-
-
 _LONG_FILLING = 0.05
 """Seconds for which other step loops wait for a bitmask, where they compute steps together; then they go on without the
 step behind it, as many steps as may be in flight."""

@@ -28,8 +28,6 @@ from .tokenizer.tokenizer import Tokenizer
 from .tokenizer_view import TokenizerView
 from .user_request import Limits, Phase, Prepared, UserRequest
 
-__all__ = ["Preparation"]
-
 T = TypeVar("T")
 
 

@@ -17,8 +17,6 @@ from contextlib import contextmanager
 from ..errors import WorkerDiedError
 from ..ipc.vitals import Vitals
 
-__all__ = ["RestartBudget", "Watchdog", "hang_error"]
-
 _FIRST_DELAY = 0.25
 _LONGEST_DELAY = 30.0
 _FIRST_STEP_SECONDS = 120.0

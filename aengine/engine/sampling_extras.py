@@ -14,8 +14,6 @@ from ..limits.bounds import MAX_BAD_WORD_TOKENS
 from ..params import SamplingParams, shown
 from .tokenizer.tokenizer import Tokenizer
 
-__all__ = ["encode_bad_words", "extras_of"]
-
 
 def extras_of(params: SamplingParams, bad_words: Sequence[Sequence[int]] = ()) -> Extras:
     """Return the extras of a request with these parameters, which are checked. ``bad_words``: as `encode_bad_words`

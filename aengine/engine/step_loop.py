@@ -34,8 +34,6 @@ from .speculation.drafts import Speculation
 from .structured.bitmasks import Filled
 from .structured.service import GrammarService
 
-__all__ = ["StepLoop"]
-
 _MOST_SENT_AHEAD = 4
 """Full steps of prompts that are sent while a burst is still being submitted: no stream decodes that would wait."""
 

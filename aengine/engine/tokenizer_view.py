@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from .chat.prompt import ChatPrompt
     from .tokenizer.tokenizer import Tokenizer
 
-__all__ = ["TokenizerView"]
-
 
 class TokenizerView:
     """The model's tokenizer and chat template.

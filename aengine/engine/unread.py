@@ -14,8 +14,6 @@ from ..errors import DeadlineExceededError
 from ..outputs import Token
 from .user_request import UserRequest
 
-__all__ = ["UnreadWatch"]
-
 _LOOKS = 4
 
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from .replicas.replica import Replica
     from .structured.backend import Compiled
 
-__all__ = ["Limits", "Phase", "Prepared", "UserRequest", "check_request"]
-
 
 @dataclass(frozen=True, slots=True)
 class Limits:

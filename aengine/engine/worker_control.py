@@ -21,8 +21,6 @@ from .recovery import RestartBudget
 from .step_loop import StepLoop
 from .threads.futures import error_for_waiter
 
-__all__ = ["NUM_RESTARTS_TOLD", "Restart", "WorkerControl", "check_arguments"]
-
 logger = logging.getLogger("aengine")
 
 NUM_RESTARTS_TOLD = 5

@@ -30,8 +30,6 @@ from .shm import Segment, Ticket, new_name, sweep_stale_names, unusable
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["Frame", "FrameError", "HostChannel", "PeerGoneError", "WorkerChannel"]
-
 Payload = bytes | bytearray | memoryview
 
 MAX_MESSAGE_BYTES = 1024**3

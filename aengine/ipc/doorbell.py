@@ -30,8 +30,6 @@ from collections.abc import Callable
 
 import posix_ipc
 
-__all__ = ["LoopBell", "WorkerBell", "is_weakly_ordered", "new_fence"]
-
 
 def is_weakly_ordered() -> bool:
     """Return whether this processor may reorder stores with stores and loads with loads, which is assumed of all but

@@ -51,8 +51,6 @@ from __future__ import annotations
 
 import struct
 
-__all__ = ["FrameError"]
-
 
 class FrameError(ValueError):
     """The shared memory holds what the other side can't have written: torn, foreign or out of range.

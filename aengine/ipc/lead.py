@@ -14,8 +14,6 @@ from __future__ import annotations
 import mmap
 import os
 
-__all__ = ["Lead", "new_lead"]
-
 _OVER = 2**64 - 1
 _ANSWERS, _NUM_ANSWERS = 256, 256  # slots for checksums of answers; more than there are ever steps in flight
 

@@ -28,8 +28,6 @@ from .channel import MAX_MESSAGE_BYTES
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["SILENCE_SECONDS", "AuthenticationError", "Link", "LinkFrame", "authenticate", "watch_silence"]
-
 SILENCE_SECONDS = 8
 """After so many seconds without a sign of the other machine its connection is lost."""
 

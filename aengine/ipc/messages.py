@@ -44,31 +44,6 @@ from typing import Any
 
 import msgpack
 
-__all__ = [
-    "KV_LOST",
-    "LOG_TEXTS",
-    "PLAN_LIMITS",
-    "STATE_BLOCK_SIZE",
-    "DraftColumns",
-    "Extras",
-    "GrammarOutput",
-    "KVCacheGroup",
-    "Kind",
-    "LogprobColumns",
-    "MessageError",
-    "ModelRunnerOutput",
-    "NewRequest",
-    "ResultColumns",
-    "RowError",
-    "SchedulerOutput",
-    "int32",
-    "int32_of",
-    "kv_capacity",
-    "pack",
-    "unpack",
-]
-
-
 KV_LOST = "KVLost"
 """Type of the `RowError` of a request whose pages did not come back from the host's memory."""
 LOG_TEXTS = ("name", "text", "path", "function", "thread")

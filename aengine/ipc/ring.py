@@ -44,8 +44,6 @@ from .layout import (
     seal_of,
 )
 
-__all__ = ["Assembler", "Consumer", "Frame", "Producer"]
-
 _pack_header = HEADER.pack_into
 _unpack_header = HEADER.unpack_from
 

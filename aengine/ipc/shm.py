@@ -37,8 +37,6 @@ from .layout import (
     segment_bytes,
 )
 
-__all__ = ["Segment", "Ticket", "new_name", "sweep_stale_names", "unusable"]
-
 PREFIX = "aengine-"
 _VOID = b"\xff" * 8  # written over the magic of a label that is not valid any more
 STALE_SECONDS = 60.0

@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 
 from aengine.errors import EngineError, InternalError
 
-__all__ = ["no_thread", "outcome_of", "run_in_thread", "settle", "tell"]
-
 T = TypeVar("T")
 
 

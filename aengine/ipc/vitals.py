@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["Vitals"]
-
 
 class Vitals(NamedTuple):
     """Signs of life of all workers of an executor, taken together."""

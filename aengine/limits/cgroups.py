@@ -15,8 +15,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["cpu_quota", "memory_left", "memory_limit", "num_usable_cpus", "threads_limit"]
-
 _ROOT = Path("/")
 _UNLIMITED = 1 << 62  # version 1 writes the largest multiple of a page instead of a word
 

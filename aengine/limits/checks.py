@@ -8,19 +8,6 @@ from typing import Any
 from ..errors import ContextLengthError, InvalidRequestError
 from .bounds import CHARACTERS_PER_TOKEN, LONG_TEXT, MAX_MESSAGES, MAX_NAME_CHARACTERS, MAX_VALUES
 
-__all__ = [
-    "check_name",
-    "check_num_characters",
-    "check_num_items",
-    "check_num_messages",
-    "check_num_values",
-    "check_size",
-    "is_long",
-    "most_characters",
-    "num_parts_of",
-    "size_of",
-]
-
 _PLAIN = frozenset({str, int, float, bool, type(None)})
 _HOLDERS = (dict, list, tuple, Mapping)
 _NODE = 50  # characters that take as long as a value of a list or a mapping, as a message's role

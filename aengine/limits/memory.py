@@ -6,8 +6,6 @@ from pathlib import Path
 
 from .cgroups import memory_left
 
-__all__ = ["free_memory"]
-
 
 def free_memory(root: Path = Path("/")) -> int:
     """Return the bytes that this process may still use: what the kernel calls available, or what a container leaves."""

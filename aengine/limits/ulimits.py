@@ -12,8 +12,6 @@ import resource
 
 from .cgroups import threads_limit
 
-__all__ = ["is_out_of_files", "is_out_of_memory", "limit_hint", "memory_ulimit_hint", "open_files_hint"]
-
 _NO_FILES = re.compile(r"too many open files|maximum number of files open", re.IGNORECASE)
 _NO_THREADS = re.compile(
     r"can't start new thread|thread creation failed|pthread_create|resource temporarily unavailable", re.IGNORECASE

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from ..engine.structured.output_type import AskedType
     from ..params import SamplingParams
 
-__all__ = ["Connection"]
-
 
 class Connection:
     """Requests and calls under way, by number."""

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from ..engine.tokenizer_view import TokenizerView
     from ..telemetry.listeners import RequestListener
 
-__all__ = ["RemoteHandle", "connect"]
-
 T = TypeVar("T")
 
 

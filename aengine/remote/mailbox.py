@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ..engine.structured.output_type import OutputType
     from ..params import SamplingParams
 
-__all__ = ["WINDOW", "Ends", "RemoteChatStream", "RemoteMailbox", "RemoteTokenStream"]
-
 WINDOW = 64
 """Reads of the engine's stream that may be under way or unread here. More lie in the engine, where its unread_timeout
 counts."""

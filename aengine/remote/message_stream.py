@@ -12,8 +12,6 @@ from typing import Any
 
 from .wire import pack, unpack
 
-__all__ = ["HEAD", "MessageStream"]
-
 HEAD = struct.Struct("<I")
 
 

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ..engine.streams.token_stream import TokenStream
     from ..engine.tokenizer_view import TokenizerView
 
-__all__ = ["serve_engine"]
-
 logger = logging.getLogger("aengine.remote")
 
 _NEWS_SECONDS = 0.5

@@ -16,8 +16,6 @@ from ..errors import EngineClosedError
 from .message_stream import HEAD
 from .wire import error_from_wire, pack, unpack
 
-__all__ = ["RemoteTokenizer"]
-
 _TIMEOUT = 60.0
 
 

@@ -9,8 +9,6 @@ import stat
 from ..errors import EngineError
 from ..params import not_valid
 
-__all__ = ["bind_unix", "socket_path"]
-
 
 def socket_path(path: str | os.PathLike[str]) -> str:
     """Return the path as a text. Raises InvalidRequestError for what names no file."""

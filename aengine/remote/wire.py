@@ -31,25 +31,6 @@ from ..errors import AEngineError, InternalError, InvalidRequestError
 from ..outputs import Completion, FinishReason, Token, Usage
 from ..params import DEFAULT_TYPES, SamplingParams, StructuredOutput
 
-__all__ = [
-    "delta_to_wire",
-    "deltas_from_wire",
-    "error_from_wire",
-    "error_to_wire",
-    "first_not_plain",
-    "from_wire",
-    "pack",
-    "params_from_wire",
-    "params_to_wire",
-    "plain_options",
-    "pooled_from_wire",
-    "pooled_to_wire",
-    "pooling_from_wire",
-    "to_wire",
-    "tokens_from_wire",
-    "unpack",
-]
-
 T = TypeVar("T")
 Decoder = Callable[[Any], Any]
 

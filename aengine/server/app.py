@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 
     from ..async_llm import AsyncLLM
 
-__all__ = ["create_app"]
-
 _ENDPOINTS: list[Entry] = [
     ("GET", "/v1/models", list_models),
     ("GET", "/v1/models/{name:path}", show_model),

@@ -18,8 +18,6 @@ from .app import create_app
 from .logs import log_to_stderr
 from .serve import keep_loaded_objects, serve_app, stop_signals
 
-__all__ = ["main"]
-
 
 def main() -> int:
     settings = json.load(sys.stdin)

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from ..outputs import Choice
     from .openai.requests import Body
 
-__all__ = ["aborted", "check_not_aborted", "http_error", "raised_errors"]
-
 _NO_RETRY = {"x-should-retry": "false"}
 """Heeded by OpenAI's and Anthropic's clients, which try again otherwise, as for any 5xx."""
 

@@ -17,8 +17,6 @@ from starlette.datastructures import Headers
 from ..errors import InvalidRequestError
 from .http import HTTPError
 
-__all__ = ["Guard", "checked_hosts", "checked_origins"]
-
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d*)?", re.ASCII)
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+")
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from ..async_llm import AsyncLLM
     from .service import Service
 
-__all__ = ["Health", "health", "livez", "version"]
-
 _TIMEOUT = 5.0
 """Seconds for the worker to answer a ping."""
 

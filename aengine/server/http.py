@@ -18,24 +18,6 @@ from ..engine.threads.lanes import Lanes
 from ..engine.threads.yield_gil import yield_gil
 from ..limits.bounds import HOLDER_VALUES, MAX_VALUES
 
-__all__ = [
-    "FEW_VALUES",
-    "MANY_VALUES",
-    "ClientLeftError",
-    "CloseAfterTwoLengths",
-    "EventStream",
-    "HTTPError",
-    "JSONAnswer",
-    "Pace",
-    "as_utf8",
-    "begin_events",
-    "dumps",
-    "event",
-    "json_in_pieces",
-    "read_json",
-    "while_connected",
-]
-
 T = TypeVar("T")
 
 Rest = Callable[[float], Awaitable[None]]

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..async_llm import AsyncLLM
 
-__all__ = ["engine_lifespan"]
-
 
 def engine_lifespan(engine: AsyncLLM, *, drain: float = 0.0) -> Callable[[Any], AbstractAsyncContextManager[None]]:
     """Return a lifespan for Starlette and FastAPI: ``FastAPI(lifespan=engine_lifespan(engine))``.

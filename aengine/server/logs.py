@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ..outputs import Usage
     from ..telemetry.metrics import Statistics
 
-__all__ = ["AccessLog", "log_to_stderr", "note_usage", "rates", "reported"]
-
 _PROBES = ("/health", "/livez", "/readyz", "/metrics")
 _ID_HEADERS = (b"x-request-id", b"request-id")
 _RATES = (

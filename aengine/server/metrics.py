@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ..async_llm import AsyncLLM
     from .service import Service
 
-__all__ = ["metrics", "new_registry"]
-
 _OPEN_METRICS_END = b"# EOF\n"
 
 

@@ -15,8 +15,6 @@ from ..__version__ import __version__
 from .http import JSONAnswer
 from .service import Service
 
-__all__ = ["Endpoint", "Entry", "openapi_document", "show_openapi"]
-
 Endpoint = Callable[[Service, Request], Awaitable[Response]]
 Entry = tuple[str, str, Endpoint] | tuple[str, str, Endpoint, type[BaseModel]]
 """Method, path, endpoint, and the model of the body if there is one."""

@@ -27,8 +27,6 @@ from .serve import ShutdownLog, until_stopped
 if TYPE_CHECKING:
     from ..async_llm import AsyncLLM
 
-__all__ = ["serve_processes"]
-
 logger = logging.getLogger("aengine.server")
 
 _MOST_FOLDER_BYTES = 80

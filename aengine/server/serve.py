@@ -24,16 +24,6 @@ from .logs import AccessLog
 if TYPE_CHECKING:
     from ..async_llm import AsyncLLM
 
-__all__ = [
-    "BACKLOG",
-    "ShutdownLog",
-    "StopSignals",
-    "keep_loaded_objects",
-    "serve_app",
-    "stop_signals",
-    "until_stopped",
-]
-
 logger = logging.getLogger("aengine.server")
 
 BACKLOG = 2048

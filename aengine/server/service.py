@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from ..async_llm import AsyncLLM
 
-__all__ = ["Service", "validated"]
-
 B = TypeVar("B", bound=BaseModel)
 T = TypeVar("T")
 

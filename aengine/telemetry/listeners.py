@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ..outputs import RequestEnd, Timings
     from ..params import SamplingParams
 
-__all__ = ["Listeners", "RequestListener", "RequestReports", "RequestStart"]
-
 logger = logging.getLogger("aengine.requests")
 
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ..engine.scheduler.request import Request
     from ..params import SamplingParams
 
-__all__ = ["Kind", "Observer"]
-
 logger = logging.getLogger("aengine.requests")
 
 _ID_CHARACTERS = 200  # characters of a request's id that a log record shows

@@ -7,8 +7,6 @@ from time import perf_counter
 from ..outputs import Timings
 from .listeners import RequestReports
 
-__all__ = ["RequestTimes"]
-
 
 class RequestTimes:
     """The moments of one user call, as of `time.perf_counter`; None: not yet.

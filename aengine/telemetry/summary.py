@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["summary_of"]
-
 
 def summary_of(ready: Mapping[str, Any]) -> str:
     """Format the main facts of a start as ``name=value``; those that a worker does not tell are left out."""

@@ -16,8 +16,6 @@ try:
 except ImportError:
     context = None
 
-__all__ = ["current_trace", "trace_of"]
-
 
 def current_trace() -> dict[str, str]:
     """Return the current span as headers; empty if there is none."""

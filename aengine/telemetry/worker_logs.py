@@ -6,8 +6,6 @@ import asyncio
 import logging
 from typing import Any
 
-__all__ = ["level_for_workers", "log_for_worker"]
-
 
 def level_for_workers() -> int:
     """Return the level from which a new worker sends its log records: the lowest that aengine's loggers here show."""

@@ -25,8 +25,6 @@ from ..ipc.lead import Lead
 from ..ipc.messages import PLAN_LIMITS, ModelRunnerOutput
 from .rank import Rank
 
-__all__ = ["AnswerCheck", "agree", "merge"]
-
 _LEAST = ("num_swap_pages",)
 _SUMS = ("kv_cache_bytes", "device_memory_total_bytes")
 

@@ -20,8 +20,6 @@ from __future__ import annotations
 
 from collections import deque
 
-__all__ = ["AnswerTimes"]
-
 _NUM_STEPS = 8
 _MARGIN = 100e-6  # seconds by which a thread may wake up late
 _LEAST_SLEEP = 50e-6  # seconds; falling asleep and waking up takes a third of it in CPU time

@@ -13,8 +13,6 @@ from .host.answers import NoSuchMethodError
 from .loaded import LoadedModel, WorkerContext
 from .rank import Rank
 
-__all__ = ["CALLS", "Extension", "extension_class"]
-
 
 def ping(rank: Rank, model: LoadedModel | None) -> dict[str, Any]:
     """Return at once. A worker handles calls in order, so its reply says that all steps before were launched."""

@@ -17,8 +17,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-__all__ = ["IDLE", "DeviceWatch", "overdue_seconds"]
-
 IDLE = 2**64 - 1
 """In the place of `DeviceWatch.word`: this rank has no step."""
 

@@ -17,8 +17,6 @@ from ..errors import InvalidRequestError
 from ..ipc.messages import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from .rank import Rank
 
-__all__ = ["Answer", "FixedModel", "JoiningRunner", "LoadedModel", "Progress", "Runner", "WorkerContext"]
-
 Progress = Callable[[str, int, int, str], None]
 """Gets stage, done, total (0: not known) and their unit."""
 

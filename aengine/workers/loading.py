@@ -24,8 +24,6 @@ from .loaded import LoadedModel, Runner, WorkerContext
 from .logs import WorkerLogs
 from .rank import Rank
 
-__all__ = ["Loading"]
-
 _PROGRESS_PERIOD = 0.05  # seconds between two reports of the same stage
 
 

@@ -18,8 +18,6 @@ from collections import deque
 from ..ipc.channel import WorkerChannel
 from ..ipc.messages import Kind, pack
 
-__all__ = ["WorkerLogs"]
-
 BURST = 50
 """Records that may come at once, ..."""
 PER_SECOND = 10.0

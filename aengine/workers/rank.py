@@ -10,8 +10,6 @@ from typing import Any
 from ..config import EngineConfig
 from ..errors import ModelLoadError
 
-__all__ = ["LOOPBACK", "Rank", "check_division", "ranks_of", "sizes_that"]
-
 LOOPBACK = "127.0.0.1"
 _MOST_RANKS = 1024
 

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 from ..ipc.lead import Lead
 from ..ipc.messages import Kind
 
-__all__ = ["Queued", "StepQueue"]
-
 
 class Queued(NamedTuple):
     """A frame in the queue."""

@@ -31,8 +31,6 @@ from .loading import Loading
 from .logs import WorkerLogs
 from .step_queue import Queued, StepQueue
 
-__all__ = ["Worker"]
-
 logger = logging.getLogger("aengine.workers")
 
 _HEARTBEAT_PERIOD = 0.25  # seconds

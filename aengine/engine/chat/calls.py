@@ -21,8 +21,6 @@ from .formats import ID, INDEX, INDEX_DIGITS, ToolFormat
 from .syntax.arguments import JSON_OBJECT
 from .tools import Tool
 
-__all__ = ["Calls"]
-
 _NAME = "the name"
 _ARGUMENTS: dict[str, Any] = {"the arguments": 0}
 

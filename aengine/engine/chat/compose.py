@@ -25,8 +25,6 @@ from .formats import ReasoningFormat, TokenId, ToolFormat, in_vocabulary
 from .syntax import harmony
 from .tools import Tool, ToolChoice
 
-__all__ = ["compose"]
-
 _ORIGINS = {"json_schema": "the schema of the answer", "regex": "the regex of the answer"}
 _FEW_BLANKS = Repeat(Regex(f"[{BLANKS}]{{1,4}}"), most=1)
 """Few, so that no model loops on them."""

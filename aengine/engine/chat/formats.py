@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -23,24 +23,8 @@ from ..structured.parts import BLANKS
 from .syntax import harmony
 from .syntax.arguments import JSON_OBJECT, ArgumentSyntax
 from .syntax.literals import Literals
-from .syntax.markers import NO_MARKERS, Markers, TextTokenId, TokenId
+from .syntax.markers import NO_MARKERS, Markers, TokenId
 from .syntax.parameters import Parameters
-
-__all__ = [
-    "FORMATS",
-    "ID",
-    "INDEX",
-    "INDEX_DIGITS",
-    "NAME",
-    "ReasoningFormat",
-    "TextTokenId",
-    "TokenId",
-    "ToolFormat",
-    "detect",
-    "in_vocabulary",
-    "markers_of",
-]
-
 
 ID = "{id}"
 """Stands for a call's id in a format's strings; no tool's name has braces."""
@@ -433,15 +417,15 @@ _FENCED_IN_TOOL_CALL = "```json"
 _GLM_LINES = re.compile(r"</arg_key>\s*(?:\n|\\n)\s*<arg_value>")
 
 
-def detect(chat_template: str, token_names: Collection[str] = ()) -> tuple[ToolFormat, ReasoningFormat | None]:
-    """Find a model's formats by its chat template; by its special tokens where the template has no sign of them."""
-    tool_format = _tool_format(chat_template, token_names)
+def detect(chat_template: str) -> tuple[ToolFormat, ReasoningFormat | None]:
+    """Find a model's formats by its chat template."""
+    tool_format = _tool_format(chat_template)
     if tool_format is HARMONY:
         return HARMONY, ReasoningFormat(begin=harmony.ANALYSIS, end="<|end|>")
     return tool_format, _reasoning_format(chat_template)
 
 
-def _tool_format(template: str, token_names: Collection[str]) -> ToolFormat:
+def _tool_format(template: str) -> ToolFormat:
     if "<tool_call>" in template and _FENCED_IN_TOOL_CALL not in template:
         if "<arg_key>" in template:
             return GLM if _GLM_LINES.search(template) else GLM_INLINE
@@ -453,8 +437,6 @@ def _tool_format(template: str, token_names: Collection[str]) -> ToolFormat:
         if "[ARGS]" in template:
             return MISTRAL_ARGS
         return MISTRAL_TEKKEN if "[TOOL_CALLS][" in template else MISTRAL
-    if not template and "[TOOL_CALLS]" in token_names:
-        return MISTRAL_ARGS if "[ARGS]" in token_names else MISTRAL
     return JSON
 
 

@@ -24,8 +24,6 @@ from .docstrings import read_docstring
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-__all__ = ["bind", "describe", "name_of"]
-
 _UNUSABLE = {
     inspect.Parameter.POSITIONAL_ONLY: "is positional-only, but arguments come by name: remove the '/'",
     inspect.Parameter.VAR_POSITIONAL: "takes any number of values: take one list instead",

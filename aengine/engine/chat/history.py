@@ -15,8 +15,6 @@ from ..tokenizer.messages import Messages, call_id_of
 from .formats import ToolFormat
 from .syntax.arguments import JSON_OBJECT
 
-__all__ = ["with_calls_in_text", "with_instructions", "with_tools", "written_out"]
-
 
 def with_calls_in_text(messages: Messages, tool_format: ToolFormat) -> Messages:
     """Return the messages with calls as texts; results stay. Raises InvalidRequestError as `written_out`."""

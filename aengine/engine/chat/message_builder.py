@@ -12,8 +12,6 @@ from ..structured.parts import BLANKS
 from .messages import ChatMessage, Delta, ReasoningDelta, TextDelta, ToolCall, ToolCallDelta, ToolCallEnd, ToolCallStart
 from .syntax.scan import without_tokens
 
-__all__ = ["MessageBuilder"]
-
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 

@@ -9,19 +9,6 @@ from typing import Any
 from ...errors import InvalidRequestError
 from ...outputs import Choice, Completion, T_co, Token
 
-__all__ = [
-    "ChatChoice",
-    "ChatCompletion",
-    "ChatMessage",
-    "Delta",
-    "ReasoningDelta",
-    "TextDelta",
-    "ToolCall",
-    "ToolCallDelta",
-    "ToolCallEnd",
-    "ToolCallStart",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Delta:

@@ -30,8 +30,6 @@ from .syntax.arguments import ArgumentReader, Progress
 from .syntax.scan import TOKENS, held_back, length_of, longest_of, squeezed
 from .tools import Tool
 
-__all__ = ["ChatParser"]
-
 _PIECE = 1024
 
 State = Callable[["ChatParser"], bool]

@@ -26,8 +26,6 @@ from .parser import ChatParser
 from .prompt import ChatPrompt, PromptOptions, token_ids_of
 from .tools import Tool, ToolChoice, tools_of
 
-__all__ = ["ChatPlan", "ChatRequest", "plan_chat"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatRequest(PromptPart):

@@ -14,12 +14,10 @@ from ...params import shown
 from ..tokenizer.messages import WRITTEN_BY_MODEL, Messages
 from ..tokenizer.tokenizer import Tokenizer
 from ..tokenizer.traced_text import TracedText
-from .formats import FORMATS, ReasoningFormat, TextTokenId, TokenId, ToolFormat, detect
+from .formats import FORMATS, ReasoningFormat, ToolFormat, detect
 from .history import with_calls_in_text, with_instructions, with_tools, written_out
+from .syntax.markers import TextTokenId, TokenId
 from .tools import tools_of
-
-__all__ = ["ChatPrompt", "PromptOptions", "token_ids_of"]
-
 
 _RESERVED = (
     "messages", "tools", "add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now",

@@ -16,8 +16,6 @@ from ..structured.parts import BLANKS
 from .formats import ID, INDEX, INDEX_DIGITS, NAME, ToolFormat
 from .syntax.scan import ID_LETTER, begins_with, length_of, longest_of, squeezed
 
-__all__ = ["LOOSE", "Head", "Heads", "Spellings"]
-
 _KEYS = ('"arguments": ', '"parameters": ')
 _NAME = "\0"
 """Stands for a tool's name, whose letters are no signs and no blanks either."""

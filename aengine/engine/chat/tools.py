@@ -18,8 +18,6 @@ from ...params import StructuredOutput, shown
 from ..structured.spec import spec_of
 from ..threads.pools import run_in_thread
 
-__all__ = ["Tool", "ToolChoice", "tools_of"]
-
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MODES: dict[str, Literal["none", "auto", "required"]] = {
     "none": "none",

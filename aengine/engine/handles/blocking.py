@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ..streams.token_stream import TokenStream
     from ..tokenizer.prompt import Prompt
 
-__all__ = ["Batch", "ChatIterator", "TokenIterator", "is_list_of_prompts", "one_each", "showing"]
-
 T = TypeVar("T")
 C = TypeVar("C", bound=Completion)
 _SHOW_SECONDS = 0.1

@@ -19,20 +19,6 @@ if TYPE_CHECKING:
     from ..core import EngineCore
     from ..pooling.requests import PoolingRequest, PoolingResult
 
-__all__ = [
-    "ask_tokenizer",
-    "check_health",
-    "collective_rpc",
-    "drain",
-    "pool",
-    "positive_seconds",
-    "reset_prefix_cache",
-    "resume",
-    "seconds",
-    "start_profile",
-    "stop_profile",
-]
-
 _START_PROFILE_SECONDS = 60.0  # seconds; torch prepares CUDA's profiling interface the first time
 _STOP_PROFILE_SECONDS = 600.0  # seconds; a long recording is written as some GB of JSON
 

@@ -8,7 +8,5 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["CLIENTS"]
-
 CLIENTS: dict[str, Callable[..., Any]] = {}
 """Name of a client to the function that makes one: of the engine, what else it needs, and that client's options."""

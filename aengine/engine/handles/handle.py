@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ..tokenizer.prompt import Prompt, PromptPart
     from ..tokenizer_view import TokenizerView
 
-__all__ = ["CoreHandle", "Handle", "Submission"]
-
 T = TypeVar("T")
 
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ..tokenizer_view import TokenizerView
     from .handle import Handle
 
-__all__ = ["ImmediateCalls"]
-
 
 class ImmediateCalls:
     """Calls that need no waiting, of an engine held by a handle."""

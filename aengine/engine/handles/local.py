@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ..streams.token_stream import TokenStream
     from .start import EngineStart
 
-__all__ = ["LocalHandle", "Owner", "StartAdvice"]
-
 logger = logging.getLogger("aengine")
 
 T = TypeVar("T")

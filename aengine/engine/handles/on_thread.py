@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from ...config import EngineConfig
     from ..core import EngineCore
 
-__all__ = ["ThreadHandle"]
-
 T = TypeVar("T")
 S = TypeVar("S", bound=CrossThreadStream)
 

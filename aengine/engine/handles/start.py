@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ..structured.service import GrammarService
     from ..tokenizer.tokenizer import Tokenizer
 
-__all__ = ["EngineStart"]
-
 logger = logging.getLogger("aengine")
 
 

@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from ..tokenizer.prompt import Prompt
 
 
-__all__ = ["SyncLLM"]
-
-
 class SyncLLM(ImmediateCalls, SyncPoolingCalls):
     """An engine's calls for code that awaits nothing. Each blocks its thread until it has what it returns.
 

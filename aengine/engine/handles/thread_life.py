@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ...config import EngineConfig
     from ..core import EngineCore
 
-__all__ = ["ThreadLife"]
-
 _ADVICE = StartAdvice(
     first="use `async with AsyncLLM(...) as engine`, `await engine.start()`, or the blocking `engine.sync.start()`",
     again="`await engine.start()` or `engine.sync.start()` starts it again",

@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
     from .handle import Handle
 
-__all__ = ["WorkerCalls"]
-
 
 class WorkerCalls:
     """Calls of the workers of an engine held by a handle."""

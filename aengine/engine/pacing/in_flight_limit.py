@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ..scheduler.scheduler import Scheduler
 
-__all__ = ["InFlightLimit"]
-
 _LATE = 0.004  # seconds of lateness below which two steps in flight are enough
 _MARGIN = 1.5  # steps leased, as a multiple of those that the lateness takes
 _HALF_LIFE = 2.0  # seconds in which half of a measured lateness is forgotten

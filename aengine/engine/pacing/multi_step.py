@@ -24,8 +24,6 @@ from ..scheduler.step import InFlightStep
 from .in_flight_limit import InFlightLimit
 from .steps_in_flight import StepsInFlight
 
-__all__ = ["MultiStep", "undo_steps"]
-
 
 class MultiStep(StepsInFlight):
     """Steps in flight, of which the newest may be leased: the worker has got them early, and they can be revoked."""

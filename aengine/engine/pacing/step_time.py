@@ -24,8 +24,6 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
-__all__ = ["StepTime"]
-
 _KEPT = 0.9  # factor on the weight of earlier steps with each new one
 _THROUGH_ORIGIN = 0.02
 """Weight of no fixed part at all: what is believed while all steps had about as many tokens, and tell no slope."""

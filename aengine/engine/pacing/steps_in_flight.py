@@ -15,8 +15,6 @@ from ..executor import AnswerFuture, Executor
 from ..recovery import Watchdog
 from ..scheduler.scheduler import Scheduler
 
-__all__ = ["StepsInFlight"]
-
 
 class StepsInFlight:
     """The futures of the steps in flight, oldest first. No step is taken back here."""

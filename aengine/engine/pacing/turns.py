@@ -8,8 +8,6 @@ from typing import Protocol
 from ..recovery import Watchdog
 from ..scheduler.crash_quarantine import CrashQuarantine
 
-__all__ = ["OwnTurn", "Turn"]
-
 
 class Turn(Protocol):
     """Interface of what a step loop asks before each step, and of what is known of its workers among those of other

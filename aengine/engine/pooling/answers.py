@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
     Vectors = NDArray[np.float32]
 
-__all__ = ["answer_pooling"]
-
 _CHUNK = 64
 """Texts that are encoded at once."""
 _LARGE = 1 << 20

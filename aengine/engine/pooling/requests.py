@@ -22,16 +22,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = [
-    "EmbedInput",
-    "PoolingCalls",
-    "PoolingOptions",
-    "PoolingRequest",
-    "PoolingResult",
-    "RankedDocument",
-    "SyncPoolingCalls",
-]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

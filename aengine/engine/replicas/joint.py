@@ -25,8 +25,6 @@ from ..executor import FailureCallback, ProcessExecutor, ProgressCallback, call_
 from ..recovery import Watchdog, hang_error
 from .rounds import ReplicaTurn, Rounds
 
-__all__ = ["Joint", "ReplicaExecutor", "shares_experts"]
-
 
 def shares_experts(config: EngineConfig, hf_config: Mapping[str, Any]) -> bool:
     """Return whether the settings, and config.json, ask for experts that are divided among replicas."""

@@ -19,8 +19,6 @@ from ..scheduler.request import Request
 from ..scheduler.scheduler import Scheduler
 from .moving import num_cached
 
-__all__ = ["LoadBalancer", "OnlyReplica"]
-
 _WAITING_SHARE = 0.5
 """What a prompt token that waits counts: whoever comes waits for it, but it is not computed for him."""
 _RUNNING_TOKENS = 64

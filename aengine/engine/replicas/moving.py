@@ -12,8 +12,6 @@ from collections.abc import Iterable, Sequence
 from ..scheduler.request import Request, RequestStatus
 from ..scheduler.scheduler import Scheduler, name_prefix
 
-__all__ = ["can_move", "is_untouched", "num_cached", "take_out", "waits_for_room"]
-
 _MOVABLE = (RequestStatus.NEW, RequestStatus.WAITING, RequestStatus.WAITING_FOR_PROMPT, RequestStatus.FINISHED)
 
 

@@ -29,8 +29,6 @@ from ..structured.service import GrammarService
 from ..worker_control import WorkerControl
 from .start import Started
 
-__all__ = ["Replica"]
-
 _GPU_PATIENCE = 30.0
 """Seconds that a step may take on a GPU, whatever those before took: some kernels are compiled at first use."""
 

@@ -33,8 +33,6 @@ from .moving import can_move, is_untouched, take_out, waits_for_room
 from .replica import Replica
 from .start import Started
 
-__all__ = ["Replicas"]
-
 logger = logging.getLogger("aengine")
 
 _MOST_LOOKED_AT = 16

@@ -21,8 +21,6 @@ from ...ipc.messages import SchedulerOutput
 from ..recovery import Watchdog
 from ..scheduler.crash_quarantine import CrashQuarantine
 
-__all__ = ["ReplicaTurn", "Rounds"]
-
 
 class Rounds:
     """Puts the steps of replicas that share experts together into rounds: one step of each, perhaps an empty one."""

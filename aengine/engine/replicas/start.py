@@ -21,8 +21,6 @@ from .joint import Joint, shares_experts
 if TYPE_CHECKING:
     from ..worker_control import Restart
 
-__all__ = ["ReplicasStart", "Started", "replica_configs"]
-
 logger = logging.getLogger("aengine")
 
 ProgressCallback = Callable[[StartupProgress], None]

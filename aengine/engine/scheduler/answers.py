@@ -13,8 +13,6 @@ from .request import Request
 from .rows import Rows
 from .step import InFlightStep
 
-__all__ = ["Answers", "StepResult"]
-
 
 class StepResult(NamedTuple):
     """The result of applying an answer."""

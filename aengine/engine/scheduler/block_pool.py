@@ -18,8 +18,6 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable
 
-__all__ = ["BlockPool", "BlockTable", "PinnedBlocks"]
-
 
 class BlockTable:
     """The blocks of one request in one KV group. They hold its tokens up to ``room`` - 1, but for the ``begin`` first

@@ -25,8 +25,6 @@ from collections.abc import Callable
 from .kv_cache_manager import KVCacheManager, extend_hashes
 from .request import Request, RequestStatus
 
-__all__ = ["ComingPrefixes"]
-
 
 class ComingPrefixes:
     """Knows which prefixes the rows are computing, and which requests wait for them: only for ``least`` tokens or more.

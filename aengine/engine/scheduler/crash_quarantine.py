@@ -20,8 +20,6 @@ from collections.abc import Iterable
 
 from .request import Request
 
-__all__ = ["CrashQuarantine"]
-
 _DEATHS_TO_ENTER = 2
 _MOST_DEATHS_ALONE = 4
 _TOKENS_TO_LEAVE = 4

@@ -13,8 +13,6 @@ from itertools import cycle
 from ...ipc.messages import int32
 from .request import Request, RequestStatus
 
-__all__ = ["DecodeBatch", "DecodeBatches"]
-
 
 class DecodeBatch:
     """The requests that are in every step of a batch with one token each, and the columns that say so.

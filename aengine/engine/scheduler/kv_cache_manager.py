@@ -45,19 +45,6 @@ from ...ipc.messages import KVCacheGroup
 from .block_pool import BlockPool, BlockTable, PinnedBlocks
 from .request import CacheKey, Request, RequestStates, StateCopy
 
-__all__ = [
-    "STATE_INTERVAL",
-    "KVCacheManager",
-    "PreemptedKV",
-    "Prefix",
-    "extend_hashes",
-    "first_needed",
-    "long_root",
-    "private_root",
-    "retired_root",
-    "shared_root",
-]
-
 STATE_INTERVAL = 256
 """Least number of tokens from one kept state of a request to the next: a prompt is cut where its state is kept, and a
 copy takes memory (Qwen3-Next's 75 MiB, as its keys and values of 3168 tokens do)."""

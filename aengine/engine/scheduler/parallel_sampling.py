@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from .request import Request, RequestStatus
 
-__all__ = ["ParallelSampling"]
-
 
 class ParallelSampling:
     """Requests that wait for the prompt of their call's index 0."""

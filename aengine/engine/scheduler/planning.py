@@ -15,8 +15,6 @@ from .rows import Rows
 from .step import NOTHING, NOTHING_AHEAD, AheadTokens, InFlightStep
 from .waiting_queue import WaitingQueue
 
-__all__ = ["StepPlan"]
-
 _sort_key = attrgetter("sort_key")
 _MOST_KNOWN_TOKENS = 1 << 18
 """Tokens of the requests that get a row in one step, if they are several. The blocks of each one's prompt are looked up

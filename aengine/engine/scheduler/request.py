@@ -38,8 +38,6 @@ from .block_pool import BlockTable
 if TYPE_CHECKING:
     from ..structured.bitmasks import RequestGrammar
 
-__all__ = ["CacheKey", "PromptTokens", "Request", "RequestStates", "RequestStatus", "StateCopy"]
-
 
 class RequestStatus(Enum):
     NEW = auto()  # it has not been given to the scheduler

@@ -16,8 +16,6 @@ from .kv_cache_manager import KVCacheManager, PreemptedKV, long_root, retired_ro
 from .request import Request, RequestStatus
 from .step import Lookahead, UnansweredSteps
 
-__all__ = ["RopeBorder", "Rows", "forget_prefixes"]
-
 _sort_key = attrgetter("sort_key")
 _CATCHING_UP, _DECODING, _DRAINING = RequestStatus.CATCHING_UP, RequestStatus.DECODING, RequestStatus.DRAINING
 

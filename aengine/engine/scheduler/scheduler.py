@@ -39,8 +39,6 @@ from .rows import Rows
 from .step import InFlightStep
 from .waiting_queue import WaitingQueue
 
-__all__ = ["Scheduler", "StepResult", "name_prefix", "pin_prefix"]
-
 _DECODING = RequestStatus.DECODING
 _PINNED_SHARE = 0.5
 """Share of the pool that may be pinned, if the rest is enough for the largest request."""

@@ -11,9 +11,6 @@ from ...errors import InternalError
 from ...ipc.messages import ModelRunnerOutput, SchedulerOutput, int32
 from .request import Request
 
-__all__ = ["NOTHING", "NOTHING_AHEAD", "AheadTokens", "InFlightStep", "Lookahead", "UnansweredSteps"]
-
-
 NOTHING: array[int] = int32()
 """For columns that are replaced, never changed in place."""
 _NOT_SETTLED = NOTHING, NOTHING

@@ -19,8 +19,6 @@ from .block_pool import BlockTable
 from .kv_cache_manager import PreemptedKV, Prefix, first_needed
 from .request import Request
 
-__all__ = ["SwappedRequests"]
-
 
 class _Swapped(NamedTuple):
     """A request's KV in the host's memory."""

@@ -8,8 +8,6 @@ from operator import attrgetter
 
 from .request import Request, RequestStatus
 
-__all__ = ["WaitingQueue"]
-
 _sort_key = attrgetter("sort_key")
 
 

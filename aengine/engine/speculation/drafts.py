@@ -17,8 +17,6 @@ from ..scheduler.request import Request, RequestStatus
 from ..scheduler.rows import Rows
 from ..scheduler.step import NOTHING_AHEAD, AheadTokens, Lookahead
 
-__all__ = ["Drafts", "Speculation"]
-
 
 class Speculation:
     """Drafts nothing. What does has the same verbs, which the step loop calls."""

@@ -19,8 +19,6 @@ from ..scheduler.request import Request, RequestStatus
 from ..scheduler.scheduler import Scheduler
 from .drafts import Speculation
 
-__all__ = ["DraftHistory", "NGramSpeculation", "TokenHistory"]
-
 _N = 3  # tokens that are looked up
 _FACTORS = 1_540_483_477, 1_812_433_253, 1_664_525_013  # factors of the hash, odd; sums stay below 2**63
 _SHIFT = 16  # bits of the sum that are dropped: in the lowest ones few of a token's bits take part

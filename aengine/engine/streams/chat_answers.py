@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ..structured.output_type import OutputType
     from .token_stream import Mailbox
 
-__all__ = ["Answers", "ParsedAnswers", "ReceivedAnswers", "chat_completion"]
-
 
 class Answers(Protocol):
     """Interface of the answers of one chat, as `ChatStream` uses it."""

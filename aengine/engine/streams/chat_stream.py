@@ -20,8 +20,6 @@ from .token_stream import TokenStream
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["ChatStream"]
-
 
 class ChatStream:
     """The answer of one chat as it comes: an async iterator of deltas.

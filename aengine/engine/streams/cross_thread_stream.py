@@ -29,8 +29,6 @@ from ..threads.loop_ownership import running_loop
 from ..threads.loop_thread import LoopEndedError, LoopThread
 from .token_stream import Buffer, Mailbox, TokenStream, end_call
 
-__all__ = ["BlockingStream", "CrossThreadStream", "run_now"]
-
 T = TypeVar("T")
 
 

@@ -13,8 +13,6 @@ from typing import Any, TypeVar, overload
 
 from ...outputs import Logprob
 
-__all__ = ["LogprobTable", "Logprobs", "TokenLogprobs", "TopLogprobs"]
-
 T_co = TypeVar("T_co", covariant=True)
 
 TokenLogprobs = tuple[float, "array[int]", "array[float]"]

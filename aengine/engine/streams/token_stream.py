@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from ..structured.output_type import OutputType
     from ..tokenizer.detokenizer import Detokenizer
 
-__all__ = ["Buffer", "ChoiceOutput", "Mailbox", "TokenStream", "end_call"]
-
 
 class Buffer(Protocol):
     """Interface of the buffer from which a reader on another thread takes tokens."""

@@ -17,20 +17,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from .spec import GrammarSpec
 
-__all__ = [
-    "Backend",
-    "Bitmask",
-    "Compiled",
-    "Matcher",
-    "MatcherError",
-    "MatcherLimitError",
-    "OnWait",
-    "address_of",
-    "advance_batch",
-    "note_failure",
-    "refused",
-]
-
 OnWait = Callable[[bool], None]
 """Told True when a compile begins to wait for a process to start, and False when it waits no more."""
 

@@ -21,8 +21,6 @@ from ..threads.futures import error_for_waiter
 from .backend import Backend
 from .vocabulary import Vocabulary
 
-__all__ = ["ENTRY_POINTS", "Backends", "Load", "load_backend"]
-
 ENTRY_POINTS = "aengine.grammar_backends"
 _DEFAULT = "llguidance"
 

@@ -27,8 +27,6 @@ from ..threads.pools import ThreadPool, end_pools
 if TYPE_CHECKING:
     from .backend import Compiled, Matcher
 
-__all__ = ["BitmaskFiller", "Filled", "Filling", "MaskJob", "RequestGrammar"]
-
 _FEW_ROWS = 4
 _SHORT_SECONDS = 0.0002
 """Rows that took no longer lately are filled on the loop: a thread's two turns take 100 us and more."""

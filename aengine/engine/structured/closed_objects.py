@@ -34,8 +34,6 @@ from ...errors import GrammarError
 from ..threads.yield_gil import yield_gil
 from .schema_walk import is_pointer, pointed_at, subschemas, walk
 
-__all__ = ["close_objects"]
-
 _PLACES = frozenset(
     ("additionalItems", "additionalProperties", "items", "patternProperties", "prefixItems", "properties")
 )

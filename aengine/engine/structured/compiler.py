@@ -36,8 +36,6 @@ from .backends import Backends, Load, load_backend
 from .spec import GrammarSpec
 from .vocabulary import Vocabulary
 
-__all__ = ["GrammarCompiler"]
-
 logger = logging.getLogger("aengine.structured")
 
 _FAILURE_SECONDS = 30.0

@@ -24,8 +24,6 @@ from ...params import OnUnsupported, SamplingParams, StructuredOutput, shown
 from .partial_json import partial_json
 from .pydantic_schema import adapt, schema_generator
 
-__all__ = ["AskedType", "OutputType", "check_on_unsupported", "constraint_of", "with_output_type"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OutputType:

@@ -19,8 +19,6 @@ from typing import Any
 
 from ...errors import InvalidRequestError
 
-__all__ = ["partial_json"]
-
 
 def partial_json(text: str, *, has_ended: bool = False) -> Any:
     """Read ``text`` from its beginning: 0.1 to 4 microseconds a KB.

@@ -18,8 +18,6 @@ import functools
 import re
 from typing import NoReturn
 
-__all__ = ["UntranslatablePattern", "rust_pattern"]
-
 _MOST_DEPTH = 200
 """Groups within each other. The library refuses 250."""
 _CONTROLS = r"\x00-\x07\x0b\x0e-\x1f\x7f"

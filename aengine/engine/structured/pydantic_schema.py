@@ -28,8 +28,6 @@ from typing import Any
 
 from .schema_walk import pointed_at, walk
 
-__all__ = ["KNOWN_FORMATS", "adapt", "schema_generator"]
-
 KNOWN_FORMATS = frozenset(
     ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid")
 )

@@ -17,8 +17,6 @@ from urllib.parse import unquote
 
 from ..threads.yield_gil import yield_gil
 
-__all__ = ["Path", "is_pointer", "json_path", "pointed_at", "relocated", "subschemas", "walk"]
-
 Path = tuple[str | int, ...]
 
 _ONE = frozenset(

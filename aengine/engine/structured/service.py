@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from .compiler import GrammarCompiler
     from .spec import GrammarSpec
 
-__all__ = ["GrammarService"]
-
-
 T = TypeVar("T")
 _SHORT = 2000  # characters
 

@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ..tokenizer.tokenizer import Tokenizer
 
-__all__ = ["Vocabulary", "in_turns"]
-
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Vocabulary:

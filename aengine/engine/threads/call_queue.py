@@ -17,8 +17,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["CallQueue", "call_queue_of"]
-
 logger = logging.getLogger("aengine")
 
 _PostedCall = tuple[Callable[..., object], tuple[Any, ...]]

@@ -7,8 +7,6 @@ import asyncio
 from ...errors import AEngineError
 from ...ipc.thread_calls import settle
 
-__all__ = ["error_for_waiter", "settle", "wait_at_most"]
-
 
 async def wait_at_most(seconds: float, waiter: asyncio.Future[None]) -> None:
     """Wait until ``waiter`` is done, for at most ``seconds``; it is settled here when the time is over."""

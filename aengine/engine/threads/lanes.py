@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 from .pools import ThreadPool
 
-__all__ = ["Lanes"]
-
 T = TypeVar("T")
 
 

@@ -6,8 +6,6 @@ import asyncio
 
 from ...errors import EngineClosedError, InvalidRequestError
 
-__all__ = ["check_may_block", "foreign_process", "not_copied", "other_loop", "running_loop"]
-
 
 def running_loop() -> asyncio.AbstractEventLoop:
     """Return the event loop that the caller runs on. Raises InvalidRequestError where there is none of asyncio's."""

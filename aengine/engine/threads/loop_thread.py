@@ -28,8 +28,6 @@ from .call_queue import CallQueue, call_queue_of
 from .futures import settle
 from .loop_ownership import foreign_process, running_loop
 
-__all__ = ["LoopEndedError", "LoopThread"]
-
 T = TypeVar("T")
 _EXIT_SECONDS = 5.0  # seconds that the interpreter's exit waits for the thread
 

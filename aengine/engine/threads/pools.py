@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 from ...errors import EngineClosedError, EngineOverloadedError
 from ...ipc.thread_calls import no_thread, outcome_of, run_in_thread, settle, tell
 
-__all__ = ["Job", "ThreadPool", "end_pools", "run_in_thread", "tell"]
-
 T = TypeVar("T")
 Job = Callable[[bool], None]
 """Work for a thread, which tells it whether the pool was closed before it had its turn."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 
-__all__ = ["yield_gil"]
-
 
 def yield_gil() -> None:
     """Let other threads run. Does nothing on a loop's own thread, which would only wait for threads that compute."""

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
 
     from ...params import RenderOptions
 
-__all__ = ["CALLS", "AsyncTokenizer"]
-
 CALLS = ("encode", "decode", "count", "render", "render_ids")
 """Names of the calls that it makes."""
 

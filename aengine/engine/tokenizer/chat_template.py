@@ -25,8 +25,6 @@ from .traced_text import Origin, TracedText, traced
 if TYPE_CHECKING:
     import jinja2
 
-__all__ = ["ChatTemplate"]
-
 _ROLE = re.compile(r"[\w.-]*")
 """A role is the caller's own word, and may be a part of a marker: "<|" + role + "|>". Others are text as any."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from .stop_strings import StopSearch
 from .token_text import IncrementalDecoder
 
-__all__ = ["Detokenizer", "MarkedDetokenizer"]
-
 
 class Detokenizer:
     """One completion's text. The joined answers of `put` and `flush` are the completion.

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     import tokenizers
     from tokenizers import AddedToken
 
-__all__ = ["MessageEncoder"]
-
 OWN_MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 """What an assistant's text may have in it as the tokens they are, if they are no control tokens: the engine hands
 them out as text, so they come back in the model's earlier answers."""

@@ -11,8 +11,6 @@ from ...limits.bounds import MAX_MESSAGES
 from ...limits.checks import num_parts_of
 from ...params import shown
 
-__all__ = ["WRITTEN_BY_MODEL", "Messages", "call_id_of", "checked_messages"]
-
 Messages = list[dict[str, Any]]
 """At least one message, each with a role and a content: a text, a list of text parts, or None for an assistant's."""
 

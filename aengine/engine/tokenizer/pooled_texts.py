@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from .tokenizer import Tokenizer
 
-__all__ = ["EncodedText", "YesNoPrompt", "encode_texts"]
-
 
 class EncodedText(NamedTuple):
     """The tokens of a text, or of a pair of texts."""

@@ -25,16 +25,6 @@ from .messages import Messages, checked_messages
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
-__all__ = [
-    "MessagesPart",
-    "Prompt",
-    "PromptPart",
-    "TextPart",
-    "TokensPart",
-    "check_token_ids",
-    "part_of",
-]
-
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 _WANTED = "a text, a list of token ids, or a list of chat messages such as {'role': 'user', 'content': '...'}"

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-__all__ = ["StopSearch"]
-
 
 class StopSearch:
     """One text that is searched for stop strings.

@@ -21,28 +21,6 @@ from typing import Any, NoReturn
 from jinja2.exceptions import TemplateError
 from jinja2.utils import Namespace
 
-__all__ = [
-    "BOUNDED_METHODS",
-    "CALL_STEPS",
-    "bounded",
-    "check_lengths",
-    "check_number",
-    "check_operation",
-    "check_percent",
-    "check_replace",
-    "check_source",
-    "check_text_method",
-    "counted",
-    "counted_filter",
-    "counted_test",
-    "cut",
-    "spend",
-    "spend_on",
-    "spend_on_call",
-    "spend_on_length",
-    "weighed",
-]
-
 _STEPS = 1 << 20
 _STEPS_A_MESSAGE = 1 << 8
 _LETTERS_A_STEP = 1 << 10

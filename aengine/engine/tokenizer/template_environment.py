@@ -47,8 +47,6 @@ from .template_bounds import (
 )
 from .traced_text import TracedText, concatenated, origin_within, percent, text_of, traced
 
-__all__ = ["TemplateEnvironment", "to_json"]
-
 _TEXT_FILTERS = (
     "capitalize", "center", "e", "escape", "filesizeformat", "forceescape", "format", "indent", "lower", "pprint",
     "safe", "string", "striptags", "title", "truncate", "upper", "urlencode", "urlize", "wordwrap", "xmlattr",

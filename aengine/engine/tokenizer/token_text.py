@@ -25,8 +25,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = ["IncrementalDecoder", "TokenTable", "gpt2_bytes", "token_table"]
-
 Piece = str | bytes | None
 """Whole characters; bytes that need company; nothing (an id that is left out)."""
 

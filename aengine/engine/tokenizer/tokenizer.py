@@ -26,8 +26,6 @@ from .vocabularies.loaded import LoadedTokenizer
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = ["Tokenizer"]
-
 logger = logging.getLogger("aengine.tokenizer")
 
 _ENDS_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|eot|>", "<|eom|>")

@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["Origin", "Span", "TracedText", "concatenated", "origin_within", "percent", "text_of", "traced"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin:

@@ -12,8 +12,6 @@ from ...ipc.messages import GrammarOutput
 from ..input_batch import NO_ROWS, Rows
 from ..platforms.platform import Platform
 
-__all__ = ["HostBitmasks", "MaskMemory"]
-
 
 class HostBitmasks:
     """Bitmasks as a GRAMMAR frame brings them: bytes of its own, or memory shared with the host.

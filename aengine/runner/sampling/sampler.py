@@ -36,8 +36,6 @@ from .bitmask_memory import HostBitmasks, MaskMemory
 from .features import FEATURES, SamplingFeature
 from .vocabulary import Vocabulary
 
-__all__ = ["LogprobRows", "Sampler", "SamplerOutput", "Sampling"]
-
 
 class Sampling(IntEnum):
     """Which work of the sampler a batch needs; each level includes those before it."""

@@ -15,8 +15,6 @@ from ...kernels.gumbel import best_of_shares, draw_share, gumbel_sample
 from ..distributed.group import TensorGroup
 from ..distributed.shares import VocabularyShare
 
-__all__ = ["Vocabulary"]
-
 
 class Vocabulary:
     """The ranks' shares of a vocabulary, seen from one of them."""

@@ -20,8 +20,6 @@ from .graphs import DraftStep
 from .positions import Verification, places_in
 from .speculation import Speculation
 
-__all__ = ["Drafts"]
-
 
 class Drafts(Speculation):
     """A request with drafts gets those that are what is sampled, and one token more."""

@@ -25,8 +25,6 @@ from ..request_state import COLUMNS
 from ..transfer import send
 from .positions import Positions
 
-__all__ = ["DraftStep", "draft_sizes"]
-
 _SIZES = (4, 8, 16, 24, 32, 48, 64)
 
 

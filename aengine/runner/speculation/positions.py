@@ -28,8 +28,6 @@ from ...kernels.penalties import PenaltyInputs, count_sampled
 from ..request_state import RequestState
 from ..transfer import to_device
 
-__all__ = ["ONE_EACH", "OneEach", "Positions", "Verification", "places_in"]
-
 Rows = npt.NDArray[np.int64]
 
 

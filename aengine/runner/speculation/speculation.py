@@ -18,8 +18,6 @@ from ..graphs.cuda_graphs import CudaGraphManager
 from ..input_batch import BatchPlan, Rows, SampleBatch
 from ..request_state import RequestState
 
-__all__ = ["Speculation"]
-
 
 class Speculation:
     """One token each. `ModelRunner` calls the methods in the order in which they stand here."""

@@ -12,8 +12,6 @@ from ...chat import ChatCompletion, ChatMessage, Delta, ReasoningDelta, TextDelt
 from ...outputs import FinishReason, Usage
 from .requests import MessagesBody
 
-__all__ = ["SIGNATURE", "blocks_of", "ending_of", "usage_of"]
-
 SIGNATURE = "aengine"
 """Signature of thoughts. Clients send it back with them, and some leave out thoughts without one; nobody checks it."""
 

@@ -10,8 +10,6 @@ from ...limits.checks import check_num_items
 from ..http import HTTPError
 from .requests import CountBody, Message, TextBlock, ThinkingBlock, ToolResultBlock, ToolUseBlock
 
-__all__ = ["conversation_of"]
-
 Messages = list[dict[str, Any]]
 
 

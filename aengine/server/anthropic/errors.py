@@ -10,8 +10,6 @@ from starlette.responses import Response
 
 from ..http import HTTPError, JSONAnswer
 
-__all__ = ["REQUEST_ID", "THREAD_UNSUPPORTED", "answer_error", "error_body", "is_for_anthropic", "request_id_of"]
-
 REQUEST_ID = "request-id"
 """Name of the header."""
 

@@ -26,8 +26,6 @@ from .requests import MessagesBody
 if TYPE_CHECKING:
     from ...engine.streams.chat_stream import ChatStream
 
-__all__ = ["error_event", "event_chunks"]
-
 
 async def event_chunks(
     request: Request, body: MessagesBody, stream: ChatStream, head: dict[str, Any]

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ...chat import Delta
     from ...engine.streams.chat_stream import ChatStream
 
-__all__ = ["count_tokens", "create_message"]
-
 
 async def create_message(service: Service, request: Request) -> Response:
     """Answer a conversation, whole or as it comes."""

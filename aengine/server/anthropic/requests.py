@@ -16,17 +16,6 @@ from ..http import HTTPError
 from ..openai.requests import Body, Ignored, Many, RequestBody, Text, Variables, at_most
 from .errors import THREAD_UNSUPPORTED
 
-__all__ = [
-    "CountBody",
-    "Message",
-    "MessagesBody",
-    "RedactedThinkingBlock",
-    "TextBlock",
-    "ThinkingBlock",
-    "ToolResultBlock",
-    "ToolUseBlock",
-]
-
 
 class Open(Body):
     """Parent of what may have further fields, which have no effect."""

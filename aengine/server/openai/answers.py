@@ -18,21 +18,6 @@ from ..http import WrittenJSON, dumps
 if TYPE_CHECKING:
     from ...engine.tokenizer_view import TokenizerView
 
-__all__ = [
-    "AnswerId",
-    "EntryWriter",
-    "TokenRow",
-    "answer_id",
-    "dumps",
-    "finish_reason",
-    "headers_of_id",
-    "json_number",
-    "num_values_of",
-    "rows_of",
-    "tokens_at_once",
-    "usage_of",
-]
-
 TokenRow = tuple[int, float | None, Sequence[Logprob]]
 """A token's id, its logprob, and the likeliest alternatives at its place."""
 

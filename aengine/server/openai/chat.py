@@ -47,8 +47,6 @@ from .requests import ChatBody, StreamOptions
 if TYPE_CHECKING:
     from ...engine.streams.chat_stream import ChatStream
 
-__all__ = ["chat_completions"]
-
 
 async def chat_completions(service: Service, request: Request) -> Response:
     """Answer a chat, whole or as it comes."""

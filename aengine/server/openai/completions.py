@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from ...engine.tokenizer.prompt import Prompt
     from ...engine.tokenizer_view import TokenizerView
 
-__all__ = ["completions"]
-
 _FIELDS = "tokens", "token_logprobs", "top_logprobs", "text_offset"
 
 

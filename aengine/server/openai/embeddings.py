@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["EmbeddingBody", "RerankBody", "ScoreBody", "embeddings", "rerank", "score"]
-
 Said = Annotated[Text, Field(min_length=1)]
 
 

@@ -9,8 +9,6 @@ from ..http import HTTPError, event
 from .answers import dumps
 from .requests import Body
 
-__all__ = ["error_body", "error_events"]
-
 
 def error_body(error: HTTPError) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}

@@ -7,8 +7,6 @@ from typing import Any
 
 from ..http import HTTPError
 
-__all__ = ["chat_messages"]
-
 
 def chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the messages; OpenAI's role "developer", which chat templates don't know, becomes "system".

@@ -10,8 +10,6 @@ from starlette.responses import Response
 from ..http import JSONAnswer
 from ..service import Service
 
-__all__ = ["list_models", "show_model"]
-
 
 async def list_models(service: Service, request: Request) -> Response:
     """List the names under which the model is served."""

@@ -18,33 +18,6 @@ from ...limits.bounds import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_PROMPTS, MAX_TOOL
 from ...params import SamplingParams, StructuredOutput, is_unicode
 from ..http import HTTPError
 
-__all__ = [
-    "Body",
-    "ChatBody",
-    "CompletionBody",
-    "Ignored",
-    "JSONSchemaFormat",
-    "Many",
-    "Messages",
-    "Prompts",
-    "Refused",
-    "RequestBody",
-    "ResponseFormat",
-    "SamplingBody",
-    "StreamOptions",
-    "StructuredOutputsBody",
-    "Text",
-    "TokenIds",
-    "Tools",
-    "TopLogprobs",
-    "Variables",
-    "any_strict",
-    "at_most",
-    "structured_output_of",
-    "template_variables",
-    "tool_choice_of",
-]
-
 RequestId = Annotated[str, Field(pattern=r"^[!-~]{1,128}$", description="1 to 128 visible ASCII characters.")]
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]

@@ -14,8 +14,6 @@ from .requests import Body, Ignored, Messages, TokenIds, Tools, Variables
 if TYPE_CHECKING:
     from ...engine.tokenizer.async_tokenizer import AsyncTokenizer
 
-__all__ = ["DetokenizeBody", "TokenizeBody", "detokenize", "tokenize", "tokenizer_info"]
-
 
 class TokenizeBody(Body):
     """A text (``prompt``), or a chat (``messages``) as the model's chat template writes it."""

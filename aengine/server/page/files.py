@@ -12,8 +12,6 @@ from starlette.staticfiles import StaticFiles
 from ..http import HTTPError
 from ..service import Service
 
-__all__ = ["show_file", "show_page"]
-
 # Some installers link each file of a package to their cache (uv's --link-mode=symlink, Bazel).
 _FILES = StaticFiles(directory=Path(__file__).with_name("static"), follow_symlink=True)
 _HEADERS = {

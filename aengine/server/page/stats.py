@@ -12,8 +12,6 @@ from ...telemetry.metrics import Histogram
 from ..http import JSONAnswer
 from ..service import Service
 
-__all__ = ["show_stats"]
-
 _COUNTERS = (
     *("num_running", "num_waiting", "num_blocks", "num_free_blocks", "block_size", "num_steps", "prompt_tokens"),
     *("generated_tokens", "num_requests", "num_finished", "num_aborted", "num_failed", "num_rejected"),

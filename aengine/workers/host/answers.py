@@ -9,8 +9,6 @@ from typing import Any
 from ...errors import AEngineError, EngineError, InternalError, InvalidRequestError, ModelLoadError, WorkerCallError
 from ...ipc.messages import Kind, MessageError, ModelRunnerOutput
 
-__all__ = ["AnswerFuture", "NoSuchMethodError", "PendingAnswers", "PendingCall", "reported_error"]
-
 AnswerFuture = asyncio.Future[ModelRunnerOutput | None]
 """The answer to a step; None: it was revoked."""
 

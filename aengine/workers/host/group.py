@@ -23,8 +23,6 @@ from ..device_watch import overdue_seconds
 from ..rank import Rank
 from .supervisor import WorkerProcess
 
-__all__ = ["OnDeath", "OnFrames", "RankChannel", "RankWorker", "WorkerGroup"]
-
 _BEATS_BEHIND = 4  # heartbeats, of a second, by which a worker may lag behind the others
 
 

@@ -13,8 +13,6 @@ from ...outputs import StartupProgress
 from ..agreement import agree, merge
 from ..rank import Rank
 
-__all__ = ["Handshake"]
-
 logger = logging.getLogger("aengine")
 
 

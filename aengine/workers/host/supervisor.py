@@ -33,8 +33,6 @@ from ...errors import EngineError, WorkerDiedError
 from ...ipc.channel import HostChannel
 from ...limits.ulimits import limit_hint
 
-__all__ = ["WorkerProcess"]
-
 logger = logging.getLogger("aengine.workers")
 
 _ENTRY = PACKAGE_FOLDER / "workers" / "entry.py"

@@ -27,8 +27,6 @@ from ..host.group import OnDeath, OnFrames, WorkerGroup
 from ..rank import Rank
 from .node import DIED, STATUS
 
-__all__ = ["ClusterNodes", "RemoteGroup", "StartedNode"]
-
 _CONNECT_SECONDS = 10.0
 _REAP_SECONDS = 5.0  # seconds that a node may take to end its workers
 _CLOCK_SAMPLES = 120  # samples of a clock's offset that are kept: those of the last 30 seconds

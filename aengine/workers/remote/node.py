@@ -32,8 +32,6 @@ from ...limits.cgroups import num_usable_cpus
 from ..host.group import RankWorker, WorkerGroup
 from ..rank import Rank
 
-__all__ = ["DIED", "STATUS", "Node"]
-
 logger = logging.getLogger("aengine.workers")
 
 STATUS, DIED = 64, 65

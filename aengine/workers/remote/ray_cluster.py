@@ -26,8 +26,6 @@ from .node import Node
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
-__all__ = ["RayNodes", "unfit"]
-
 logger = logging.getLogger("aengine.workers")
 
 _GROWTH_SECONDS = 10.0  # seconds that a cluster which is too small is given for nodes about to join

@@ -18,17 +18,6 @@ from ...structured.spec import spec_of
 from .markers import Markers
 from .scan import ObjectScanner
 
-__all__ = [
-    "JSON_OBJECT",
-    "ArgumentReader",
-    "ArgumentSyntax",
-    "PiecewiseReader",
-    "Progress",
-    "ToolSchema",
-    "closed_schema",
-    "json_arguments",
-]
-
 
 class ToolSchema(Protocol):
     """What is looked at of a `Tool`."""

@@ -19,8 +19,6 @@ from ...structured.parts import FreeText, Part, Repeat, any_of, seq
 if TYPE_CHECKING:
     from .markers import Markers
 
-__all__ = ["ANALYSIS", "END", "FINAL", "MARKERS", "PREAMBLE", "heads", "messages"]
-
 ANALYSIS = "<|channel|>analysis<|message|>"
 PREAMBLE = "<|channel|>commentary<|message|>"
 FINAL = "<|channel|>final<|message|>"

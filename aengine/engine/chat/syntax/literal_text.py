@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-__all__ = ["literal_of", "no_constant"]
-
 _BLANKS = re.compile(r"\s*")
 _WORD = re.compile(r"[^\s,:()\[\]{}]+")
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)

@@ -36,8 +36,6 @@ from .markers import NO_MARKERS, Markers
 from .scan import held_back
 from .schemas import ANY_TYPE, Root, Value, count_of, required_of, string_patterns, values_of
 
-__all__ = ["Literals"]
-
 _PYTHON_QUOTES = ("'", '"')
 _HEX = "[0-9a-fA-F]"
 _ESCAPED = (

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from ...structured.parts import FreeText, Part, Repeat, SpecialToken, Text, TextUpTo, seq
 
-__all__ = ["NO_MARKERS", "Markers", "TextTokenId", "TokenId"]
-
 _TOKEN = re.compile("([\ud800-\udfff])")
 """A control token, as `Markers` writes it."""
 

@@ -22,8 +22,6 @@ from .markers import NO_MARKERS, Markers
 from .scan import TOKENS, begins_with, held_back
 from .schemas import Root, Value, text_patterns, type_of, values_of
 
-__all__ = ["Parameters"]
-
 _LONGEST_NAME = 64
 _NAME = f"[A-Za-z0-9_.-]{{1,{_LONGEST_NAME}}}"
 _BRACKETS = ("[", "{")

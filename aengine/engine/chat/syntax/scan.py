@@ -7,17 +7,6 @@ from collections.abc import Iterable
 
 from ...structured.parts import BLANKS
 
-__all__ = [
-    "ID_LETTER",
-    "ObjectScanner",
-    "begins_with",
-    "held_back",
-    "length_of",
-    "longest_of",
-    "squeezed",
-    "without_tokens",
-]
-
 TOKENS = re.compile("[\ud800-\udfff]")
 """Control tokens, as `aengine.engine.chat.syntax.markers.Markers` writes them."""
 ID_LETTER = "\udfff"

@@ -13,18 +13,6 @@ from ...structured.patterns import UntranslatablePattern, rust_pattern
 from ...structured.schema_walk import pointed_at
 from .arguments import ToolSchema
 
-__all__ = [
-    "ANY_TYPE",
-    "Root",
-    "Value",
-    "count_of",
-    "required_of",
-    "string_patterns",
-    "text_patterns",
-    "type_of",
-    "values_of",
-]
-
 ANY_TYPE = frozenset(("string", "number", "boolean", "null", "array", "object"))
 _TYPES = {name: frozenset((name,)) for name in ANY_TYPE} | {"integer": frozenset(("number",))}
 _ALTERNATIVES = ("anyOf", "oneOf")

@@ -41,8 +41,6 @@ from .matcher import LLGuidanceMatcher, Root, forced_tokens
 from .tokenizer import tokenizer_of
 from .trial import TrialError, Trials
 
-__all__ = ["LLGuidanceBackend", "LLGuidanceCompiled"]
-
 logger = logging.getLogger("aengine.structured")
 
 _MAX_FORCED = 256

@@ -17,8 +17,6 @@ from typing import Any
 from ..parts import Choice, FreeText, Json, Part, Regex, TextUpTo, leaves
 from ..spec import MAX_DEPTH, GrammarSpec, num_levels
 
-__all__ = ["is_quick"]
-
 _MAX_LETTERS = 200_000
 _MAX_WEIGHT = 5_000
 """Letters of a pattern, repeats counted."""

@@ -20,8 +20,6 @@ from ..schema_walk import Path, is_pointer, json_path, pointed_at, relocated, su
 from ..spec import GrammarSpec
 from .json_schema import json_options, readable_text
 
-__all__ = ["grammar_error", "matcher_error", "matcher_message", "place_of_fault", "too_complex"]
-
 ErrorKind = Literal["invalid", "unsupported", "unsatisfiable", "too_complex"]
 
 _KINDS: tuple[tuple[ErrorKind, re.Pattern[str]], ...] = (

@@ -12,8 +12,6 @@ from ..spec import GrammarSpec
 from .json_schema import json_options, readable_text
 from .lark import choice_lark, lark_of
 
-__all__ = ["NO_FORCING", "grammar_of"]
-
 NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 """Ends a caller's own grammar. Before each mask the library writes out what must follow. For `/b+/ "b"`, whose first
 terminal takes every b, that never ends, and takes all memory. Schemas have no such terminals."""

@@ -26,8 +26,6 @@ from ..patterns import UntranslatablePattern, rust_pattern
 from ..schema_walk import Path, is_pointer, json_path, walk
 from .numbers import inexact_value, says_nothing, unusable_bound
 
-__all__ = ["json_options", "left_out_of", "make_readable", "needs_change", "readable_text"]
-
 _TELLING = re.compile(
     r'"(?:x-guidance|exclusiveM(?:in|ax)imum|uniqueItems|propertyNames|pattern(?:Properties)?|multipleOf)"'
     r'|"m(?:in|ax)[LICP][a-z]+": ?[0-9]+[.eE]|[0-9][eE][+-]?[0-9]|[0-9][0-9.]{15}'

@@ -25,8 +25,6 @@ from ..parts import (
 )
 from .json_schema import json_options, readable_text
 
-__all__ = ["choice_lark", "lark_of"]
-
 _ANY = "(?s:.*)"
 _BLANKS = "[" + "".join(f"\\x{ord(letter):02x}" for letter in BLANKS) + "]*"
 _REGEX_ATOM = re.compile(r"\\?.|\\\Z", re.DOTALL)

@@ -14,8 +14,6 @@ from .grammar import NO_FORCING
 if TYPE_CHECKING:
     from .backend import LLGuidanceBackend
 
-__all__ = ["LLGuidanceMatcher", "Root", "forced_tokens"]
-
 _MIN_PARALLEL = 8
 """Fewer rows are filled one by one: handing them to threads takes longer."""
 _MAX_FORCED_BYTES = 4096

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["inexact_value", "says_nothing", "unusable_bound"]
-
 _MOST_EXACT = 2**53
 _LEAST_INT64, _MOST_INT64 = -(2**63), 2**63 - 1
 _MOST_DOUBLE = 1.7976931348623157e308

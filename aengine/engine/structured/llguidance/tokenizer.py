@@ -10,8 +10,6 @@ from ....errors import GrammarError, InvalidRequestError
 from ..vocabulary import Vocabulary, in_turns, name_of
 from .faults import matcher_message
 
-__all__ = ["tokenizer_of"]
-
 _SLICES = [
     r"[\x20\x0A\x0D\x09]+",
     *(rf'[^"\\\x00-\x1F\x7F]{{1,{length}}}' for length in (4, 7, 10, 30)),

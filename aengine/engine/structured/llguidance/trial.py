@@ -30,8 +30,6 @@ from ....config import PACKAGE_FOLDER
 from ..backend import OnWait
 from ..vocabulary import Vocabulary, in_turns
 
-__all__ = ["DONE", "READY", "TrialError", "Trials"]
-
 READY, DONE = b"r", b"d"
 MAX_BYTES = 1 << 30
 """What a compile may take: a grammar that passes takes as much in the host."""

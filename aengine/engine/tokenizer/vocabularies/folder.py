@@ -27,8 +27,6 @@ from .word_piece import word_piece
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = ["has_tokenizer", "read_folder"]
-
 _FILES = ("tokenizer.json", "tekken.json", "tokenizer.model", "spiece.model", "tokenizer.model.v*", "vocab.txt")
 _SENTENCEPIECE_CLASSES = ("Llama", "CodeLlama", "Gemma", "T5", "Mistral", "PreTrained", "Tokenizers", "")
 _BERT_CLASSES = ("Bert", "DistilBert", "Electra", "MobileBert", "PreTrained", "Tokenizers", "")

@@ -27,8 +27,6 @@ from .word_piece import word_piece
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = ["read_gguf_tokenizer"]
-
 logger = logging.getLogger("aengine.tokenizer")
 
 _IDS = {

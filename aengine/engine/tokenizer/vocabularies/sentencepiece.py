@@ -17,19 +17,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = [
-    "BYTE",
-    "CONTROL",
-    "NORMAL",
-    "UNKNOWN",
-    "USER_DEFINED",
-    "SentencePieces",
-    "add_tokens",
-    "check_pieces",
-    "every_merge",
-    "first_ids",
-]
-
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Kinds of pieces, as SentencePiece numbers them, and GGUF after it."""
 _LONGEST_PIECE = 1 << 10

@@ -20,8 +20,6 @@ from ....checkpoint.value_reader import read_bytes
 from ....errors import ModelLoadError
 from .sentencepiece import NORMAL, SentencePieces
 
-__all__ = ["SentencePieceFile", "read_sentencepiece"]
-
 _UNIGRAM, _BPE = 1, 2
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _Value = int | bytes

@@ -20,8 +20,6 @@ from .sentencepiece import check_pieces, every_merge
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = ["read_tekken"]
-
 _OLD_SPECIAL_TOKENS = (
     "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
     "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]",

@@ -10,8 +10,6 @@ from .loaded import put_around
 if TYPE_CHECKING:
     import tokenizers
 
-__all__ = ["word_piece"]
-
 
 def word_piece(
     vocab: Mapping[str, int],

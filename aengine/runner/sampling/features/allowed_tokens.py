@@ -15,8 +15,6 @@ from ...speculation.positions import OneEach
 from ...transfer import to_device
 from .feature import OpByOpFeature, check_token_ids
 
-__all__ = ["AllowedTokens"]
-
 
 class AllowedTokens(OpByOpFeature):
     extra = "allowed_token_ids"  # one column: int32, at least one id

@@ -22,8 +22,6 @@ from ...speculation.positions import OneEach
 from ...transfer import to_device
 from .feature import OpByOpFeature, check_token_ids
 
-__all__ = ["BadWords"]
-
 
 class BadWords(OpByOpFeature):
     extra = "bad_words"  # two columns, int32: how many tokens each sequence has, and these, one after the other

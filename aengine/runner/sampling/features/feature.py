@@ -20,8 +20,6 @@ from ...request_state import RequestState, Scalars
 from ...speculation.positions import OneEach
 from ...transfer import to_device
 
-__all__ = ["OpByOpFeature", "SamplingFeature", "check_token_ids"]
-
 
 class SamplingFeature:
     """A feature that no row uses: what a verb does of which a feature says nothing."""

@@ -13,8 +13,6 @@ from ...request_state import RequestState, Scalars
 from ...speculation.positions import OneEach
 from .feature import SamplingFeature
 
-__all__ = ["Penalties"]
-
 
 class Penalties(SamplingFeature):
     """The table of counts exists from the first request that needs it, or

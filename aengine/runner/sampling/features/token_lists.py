@@ -15,8 +15,6 @@ from ...speculation.positions import OneEach
 from ...staged_writes import StagedArena
 from .feature import SamplingFeature, check_token_ids
 
-__all__ = ["TokenLists"]
-
 
 class TokenLists(SamplingFeature):
     extra = "logit_bias"  # two columns: token ids, int32, and the numbers, float32

@@ -27,8 +27,6 @@ from ..requests import (
 )
 from .tools import ResponseTools
 
-__all__ = ["ResponseBody"]
-
 _LOGPROBS = "message.output_text.logprobs"
 
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from ....chat import ChatCompletion
     from ....engine.streams.chat_stream import ChatStream
 
-__all__ = ["count_input_tokens", "create_response", "delete_response", "show_response"]
-
 
 async def create_response(service: Service, request: Request) -> Response:
     """Answer with a response, whole or as it comes."""

@@ -13,8 +13,6 @@ from ....limits.bounds import MAX_NAME_CHARACTERS
 from ...http import HTTPError, JSONAnswer
 from ...service import Service
 
-__all__ = ["cancel_response", "items_of", "list_input_items"]
-
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fc", "reasoning": "rs"}
 _MOST_ITEMS = 100
 _FIELDS = {

@@ -16,8 +16,6 @@ from ....outputs import Token
 from ...http import as_utf8
 from ..answers import EntryWriter, TokenRow, dumps
 
-__all__ = ["Events", "Items"]
-
 FieldsOfCall = Callable[[str], dict[str, str]]
 
 _LONG = 1 << 20

@@ -14,8 +14,6 @@ from ....limits.checks import check_num_items
 from ...http import HTTPError
 from .tools import name_in_prompt
 
-__all__ = ["messages_of", "with_instructions"]
-
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 

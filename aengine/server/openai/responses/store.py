@@ -13,8 +13,6 @@ from ....engine.threads.yield_gil import yield_gil
 from ...http import HTTPError, as_utf8
 from ..answers import dumps
 
-__all__ = ["ResponseStore", "StoredResponse"]
-
 Messages = Sequence[Mapping[str, Any]]
 
 

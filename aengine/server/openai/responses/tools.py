@@ -14,8 +14,6 @@ from typing import Any
 from ....limits.bounds import MAX_NAME_CHARACTERS, MAX_TOOLS
 from ...http import HTTPError
 
-__all__ = ["ResponseTools", "name_in_prompt"]
-
 _RUN_BY_OPENAI = ("web_search", "file_search", "code_interpreter", "image_generation")
 """How types of tools begin that OpenAI's own server runs, and that a model need not call."""
 
