@@ -123,21 +123,6 @@ class KVCacheManager:
     """Block tables of requests and the prefix cache, over ``num_blocks`` pages that the ``groups`` share. At most
     ``step_tokens`` tokens of a request are in one step."""
 
-    __slots__ = (
-        "_groups",
-        "_states",
-        "_step_tokens",
-        "_strictest_last",
-        "block_size",
-        "has_states",
-        "has_windows",
-        "num_groups",
-        "num_growing",
-        "pins",
-        "pool",
-        "prefix_unit",
-    )
-
     def __init__(self, num_blocks: int, groups: Sequence[KVCacheGroup], step_tokens: int) -> None:
         self.num_groups = len(groups)
         # most blocks that one more token can need, over all groups
@@ -320,17 +305,6 @@ class KVCacheManager:
 class _Group:
     """The rules of one KV group: which blocks a query needs, and how long a prefix hit is."""
 
-    __slots__ = (
-        "_hash_size",
-        "_hashes_per_block",
-        "_suffix",
-        "block_size",
-        "first_needed",
-        "index",
-        "most_blocks",
-        "window",
-    )
-
     def __init__(self, group: KVCacheGroup, index: int, hash_size: int) -> None:
         self.index = index
         self.block_size = group.block_size
@@ -384,8 +358,6 @@ class _Group:
 
 class _KeptStates:
     """The states that are kept at block borders, of all groups that have states."""
-
-    __slots__ = ("_border", "_groups", "_pool")
 
     def __init__(self, pool: BlockPool, groups: list[_Group], border: int) -> None:
         """``border``: states can be kept after each multiple of so many tokens."""

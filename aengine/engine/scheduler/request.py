@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -116,6 +117,7 @@ NO_STATES = RequestStates()
 """The borders of a request without a row, or of a model without states; never changed in place."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """The computation of one completion.
 
@@ -125,119 +127,74 @@ class Request:
     end-of-sequence tokens unless those are ignored. ``sink`` is the caller's; ``grammar`` what its tokens must obey.
     """
 
-    __slots__ = (
-        "arrival_time",
-        "batch_index",
-        "block_hashes",
-        "block_tables",
-        "cache_key",
-        "dependents",
-        "exception_alone",
-        "extras",
-        "finish_reason",
-        "grammar",
-        "history",
-        "index",
-        "is_leading",
-        "is_long",
-        "is_paused",
-        "is_unsettled",
-        "limit",
-        "max_num_tokens",
-        "milestone",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_deaths",
-        "num_deaths_alone",
-        "num_offered_tokens",
-        "num_pauses",
-        "num_prompt_tokens",
-        "num_tokens_at_death",
-        "params",
-        "priority",
-        "prompt",
-        "req_idx",
-        "request_id",
-        "root_hash",
-        "samples",
-        "seed",
-        "sink",
-        "sort_key",
-        "states",
-        "status",
-        "stop_token_ids",
-        "token_ids",
-    )
+    request_id: str
+    prompt_token_ids: InitVar[Iterable[int] | PromptTokens]
+    params: SamplingParams
+    _: KW_ONLY
+    seed: int
+    max_num_tokens: int
+    stop_token_ids: frozenset[int]
+    index: int = 0
+    priority: int = 0
+    arrival_time: float = 0.0
+    cache_key: CacheKey = field(default_factory=CacheKey)
+    sink: Any = None
+    grammar: RequestGrammar | None = None
+    samples: bool = True
+    extras: Extras = field(default_factory=dict)
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt_token_ids: Iterable[int] | PromptTokens,
-        params: SamplingParams,
-        *,
-        seed: int,
-        max_num_tokens: int,
-        stop_token_ids: frozenset[int],
-        index: int = 0,
-        priority: int = 0,
-        arrival_time: float = 0.0,
-        cache_key: CacheKey = CacheKey(),  # noqa: B008 - a tuple, which nobody changes
-        sink: Any = None,
-        grammar: RequestGrammar | None = None,
-        samples: bool = True,
-        extras: Extras | None = None,
-    ) -> None:
-        self.request_id = request_id
-        prompt = prompt_token_ids
+    prompt: PromptTokens = field(init=False)
+    token_ids: list[int] = field(init=False)  # prompt, then the committed output; its own from `begin` on
+    num_prompt_tokens: int = field(init=False)
+    status: RequestStatus = field(default=RequestStatus.NEW, init=False)
+    is_paused: bool = field(default=False, init=False)  # it keeps its row, but is in no step until `Scheduler.resume`
+    is_unsettled: bool = field(default=False, init=False)  # likewise, until `Rows.settle` says how many tokens it has
+    num_pauses: int = field(default=0, init=False)  # number of pauses until now
+    finish_reason: FinishReason | None = field(default=None, init=False)
+    # (priority, arrival time, order of adding); `add_request` sets the last
+    sort_key: tuple[int, float, int] = field(init=False)
+    req_idx: int = field(default=-1, init=False)  # row on the worker; -1: it has none
+    batch_index: int = field(default=0, init=False)  # see `DecodeBatches`, while it has a row
+    # one for each KV group, while it has a row
+    block_tables: list[BlockTable] = field(default_factory=list, init=False)
+    states: RequestStates = field(default=NO_STATES, init=False)
+    num_computed_tokens: int = field(default=0, init=False)  # tokens that all steps made so far compute, at most
+    num_cached_tokens: int = field(default=0, init=False)  # prompt tokens found in the prefix cache at its first step
+    # Two thresholds, so that the loop over all requests compares one number with another:
+    # value of num_computed_tokens at which a DECODING request needs a block or ends
+    limit: int = field(default=0, init=False)
+    # len(token_ids) at which `update` has more to do than append; 0: it has had no step
+    milestone: int = field(default=0, init=False)
+
+    history: Any = field(default=None, init=False)  # what a `Speculation` keeps of the request
+
+    # For crash_quarantine.py: recent deaths of workers that had the request in a step; those of them while it was
+    # the first in quarantine; and its number of tokens at the last of them.
+    num_deaths: int = field(default=0, init=False)
+    num_deaths_alone: int = field(default=0, init=False)
+    # the exception that ended the last worker, if it had no other request in its steps
+    exception_alone: str = field(default="", init=False)
+    num_tokens_at_death: int = field(default=-(1 << 31), init=False)
+
+    # it has had a row with more tokens than the model's rope border, see `Rows.take`
+    is_long: bool = field(default=False, init=False)
+    # root of the hashes of its blocks; None: its blocks are not shared
+    root_hash: bytes | None = field(default=None, init=False)
+    # hashes of its leading full blocks, as many as were needed until now
+    block_hashes: list[bytes] = field(default_factory=list, init=False)
+    # leading tokens whose blocks came from the prefix cache or were offered to it
+    num_offered_tokens: int = field(default=0, init=False)
+    is_leading: bool = field(default=False, init=False)  # others may wait for its prompt, see coming_prefixes.py
+    # completions 1 .. n-1, while they wait for this one's prompt
+    dependents: list[Request] = field(default_factory=list, init=False)
+
+    def __post_init__(self, prompt: Iterable[int] | PromptTokens) -> None:
         self.prompt = prompt if isinstance(prompt, PromptTokens) else PromptTokens(prompt)
-        self.token_ids = self.prompt.token_ids  # prompt, then the committed output; its own from `begin` on
+        self.token_ids = self.prompt.token_ids
         self.num_prompt_tokens = len(self.token_ids)
-        self.params = params
-        self.seed = seed
-        self.max_num_tokens = max_num_tokens
-        self.stop_token_ids = stop_token_ids
-        self.index = index
-        self.priority = priority
-        self.arrival_time = arrival_time
-        self.cache_key = cache_key
-        self.sink = sink
-        self.grammar = grammar
-        self.samples = samples
-        self.extras = extras or {}
-        assert 0 < self.num_prompt_tokens < max_num_tokens, "admission leaves room for one token at least"
-        assert samples or max_num_tokens == self.num_prompt_tokens + 1
-
-        self.status = RequestStatus.NEW
-        self.is_paused = False  # it keeps its row, but no step includes it until `Scheduler.resume`
-        self.is_unsettled = False  # no step includes it either, until `Rows.settle` says how many tokens it has
-        self.num_pauses = 0  # number of pauses until now
-        self.finish_reason: FinishReason | None = None
-        # (priority, arrival time, order of adding); `add_request` sets the last
-        self.sort_key: tuple[int, float, int] = (priority, arrival_time, 0)
-        self.req_idx = -1  # row on the worker; -1: it has none
-        self.batch_index = 0  # see `DecodeBatches`, while it has a row
-        self.block_tables: list[BlockTable] = []  # one for each KV group, while it has a row
-        self.states = NO_STATES
-        self.num_computed_tokens = 0  # tokens that all steps made so far compute, at most
-        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache at its first step
-        # Two thresholds, so that the loop over all requests compares one number with another:
-        self.limit = 0  # value of num_computed_tokens at which a DECODING request needs a block or ends
-        self.milestone = 0  # len(token_ids) at which `update` has more to do than append; 0: it has had no step
-
-        self.history: Any = None  # what a `Speculation` keeps of the request
-
-        # For crash_quarantine.py: recent deaths of workers that had the request in a step; those of them while it was
-        # the first in quarantine; and its number of tokens at the last of them.
-        self.num_deaths = self.num_deaths_alone = 0
-        self.exception_alone = ""  # the exception that ended the last worker, if it had no other request in its steps
-        self.num_tokens_at_death = -(1 << 31)
-
-        self.is_long = False  # it has had a row with more tokens than the model's rope border, see `Rows.take`
-        self.root_hash: bytes | None = None  # root of the hashes of its blocks; None: its blocks are not shared
-        self.block_hashes: list[bytes] = []  # hashes of its leading full blocks, as many as were needed until now
-        self.num_offered_tokens = 0  # leading tokens whose blocks came from the prefix cache or were offered to it
-        self.is_leading = False  # other requests may wait for its prompt, see coming_prefixes.py
-        self.dependents: list[Request] = []  # completions 1 .. n-1, while they wait for this one's prompt
+        self.sort_key = (self.priority, self.arrival_time, 0)
+        assert 0 < self.num_prompt_tokens < self.max_num_tokens, "admission leaves room for one token at least"
+        assert self.samples or self.max_num_tokens == self.num_prompt_tokens + 1
 
     def __repr__(self) -> str:
         return (

@@ -47,26 +47,6 @@ class Buffer(Protocol):
 class Mailbox:
     """Everything that one user call gets: the tokens of its completions as they come, then the end or an error."""
 
-    __slots__ = (
-        "_on_end",
-        "buffer",
-        "cached_tokens",
-        "choices",
-        "end_waiter",
-        "error",
-        "final_only",
-        "is_json",
-        "num_open",
-        "num_prompt_tokens",
-        "output_type",
-        "pending",
-        "plan",
-        "stop_token_ids",
-        "times",
-        "waiter",
-        "warnings",
-    )
-
     def __init__(
         self,
         *,
@@ -170,20 +150,6 @@ class Mailbox:
 
 class ChoiceOutput:
     """One completion under way: the sink of one scheduler `Request`."""
-
-    __slots__ = (
-        "_parsed",
-        "detokenizer",
-        "finish_reason",
-        "index",
-        "logprobs",
-        "mailbox",
-        "numbers",
-        "stop_reason",
-        "texts",
-        "times",
-        "token_ids",
-    )
 
     def __init__(self, mailbox: Mailbox, index: int, want_logprobs: bool) -> None:
         self.mailbox: Mailbox | None = mailbox
