@@ -17,13 +17,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
 from .config import EngineConfig
-from .engine.handles.calls import ask_tokenizer, drain, pool, resume, seconds
+from .engine.handles.calls import ask_tokenizer, seconds
 from .engine.handles.clients import CLIENTS
+from .engine.handles.core_calls import CoreCalls
 from .engine.handles.handle import Submission
 from .engine.handles.immediate_calls import ImmediateCalls
 from .engine.handles.local import LocalHandle
-from .engine.handles.worker_calls import WorkerCalls
-from .engine.pooling.requests import PoolingCalls
 from .errors import InvalidRequestError
 from .params import ChatOptions, RequestOptions, SamplingParams, request_options
 from .settings import described
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from .engine.handles.handle import Handle
     from .engine.handles.start import EngineStart
     from .engine.handles.sync_llm import SyncLLM
-    from .engine.pooling.requests import PoolingRequest, PoolingResult
     from .engine.streams.chat_stream import ChatStream
     from .engine.streams.token_stream import TokenStream
     from .engine.tokenizer.async_tokenizer import AsyncTokenizer
@@ -51,7 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["AsyncLLM"]
 
 
-class AsyncLLM(ImmediateCalls, WorkerCalls, PoolingCalls):
+class AsyncLLM(ImmediateCalls, CoreCalls):
     """An LLM engine inside an asyncio application.
 
     Args:
@@ -138,29 +136,6 @@ class AsyncLLM(ImmediateCalls, WorkerCalls, PoolingCalls):
             EngineClosedError: the engine runs on another event loop; nothing is done.
         """
         await self._handle.aclose(seconds("drain", drain))
-
-    async def drain(self, timeout: float | None = None) -> bool:
-        """Take no new requests, and wait for the running ones to end, a dead worker's replacement included.
-
-        Args:
-            timeout: seconds to wait at most; None: for as long as it takes.
-
-        Returns whether all requests have ended. ``state`` is then "draining" until `aclose` or `resume`: new requests
-        are refused with EngineClosedError, everything else works. After `abort_all` it returns at once.
-
-        Raises:
-            EngineClosedError: the engine is not running.
-        """
-        limit = None if timeout is None else seconds("timeout", timeout)
-        return await self._handle.run(drain, limit)
-
-    async def resume(self) -> None:
-        """Take new requests again after `drain`; a pending `drain` returns False if any still run.
-
-        Raises:
-            EngineClosedError: the engine is not running, or is being closed.
-        """
-        await self._handle.run(resume)
 
     def terminate(self) -> None:
         """Kill the worker at once, also of a start that is under way, which raises EngineClosedError. For when nothing
@@ -310,11 +285,6 @@ class AsyncLLM(ImmediateCalls, WorkerCalls, PoolingCalls):
             ContextLengthError, EngineOverloadedError, DeadlineExceededError, EngineClosedError: as of `stream`.
         """
         return self._handle.submit_chat(messages, params, output_type, options)
-
-    async def pool(self, request: PoolingRequest) -> PoolingResult:
-        """Answer a request for vectors or scores as it is: what `embed`, `score`, `rerank` and `classify` are made of.
-        Errors as of `embed`."""
-        return await self._handle.run(pool, request, self._handle.listeners.context())
 
     @property
     def async_tokenizer(self) -> AsyncTokenizer:

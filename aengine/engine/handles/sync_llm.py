@@ -2,35 +2,77 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 from ...errors import InvalidRequestError
 from ...params import ChatOptions, GenerateOptions, RequestOptions, SamplingParams, generate_options, request_options
-from ..pooling.requests import SyncPoolingCalls
 from ..streams.cross_thread_stream import BlockingStream, run_now
 from ..threads.loop_ownership import check_may_block
-from . import calls
 from .blocking import Batch, ChatIterator, TokenIterator, is_list_of_prompts, one_each, showing
+from .calls import seconds
 from .clients import CLIENTS
+from .core_calls import CoreCalls
 from .handle import Submission
 from .immediate_calls import ImmediateCalls
 from .on_thread import ThreadHandle
 
 if TYPE_CHECKING:
-    from os import PathLike
     from types import TracebackType
     from typing import Self, Unpack
 
     import openai
 
-    from ...outputs import Completion, T
+    from ...outputs import Completion
     from ..chat.messages import ChatCompletion
-    from ..pooling.requests import PoolingRequest, PoolingResult
     from ..tokenizer.prompt import Prompt
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
-class SyncLLM(ImmediateCalls, SyncPoolingCalls):
+
+class _Waiting:
+    """A handle as `CoreCalls` have it, whose `run` blocks."""
+
+    def __init__(self, sync: SyncLLM) -> None:
+        self._sync = sync
+        self.listeners = sync._handle.listeners
+
+    async def run(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        return self._sync._wait(function, *args)
+
+
+def _blocking(call: Callable[Concatenate[CoreCalls, P], Awaitable[T]]) -> Callable[Concatenate[Any, P], T]:
+    """Return a call of `CoreCalls`, none of whose awaits suspends over `_Waiting`, as one that blocks."""
+
+    @functools.wraps(call)
+    def blocking(self: SyncLLM, /, *args: P.args, **options: P.kwargs) -> T:
+        calls = CoreCalls()
+        calls._handle = _Waiting(self)  # type: ignore[assignment]
+        return run_now(call(calls, *args, **options))  # type: ignore[arg-type]
+
+    return blocking
+
+
+class SyncCoreCalls:
+    """`CoreCalls` that block."""
+
+    drain = _blocking(CoreCalls.drain)
+    resume = _blocking(CoreCalls.resume)
+    pool = _blocking(CoreCalls.pool)
+    embed = _blocking(CoreCalls.embed)
+    score = _blocking(CoreCalls.score)
+    rerank = _blocking(CoreCalls.rerank)
+    classify = _blocking(CoreCalls.classify)
+    check_health = _blocking(CoreCalls.check_health)
+    start_profile = _blocking(CoreCalls.start_profile)
+    stop_profile = _blocking(CoreCalls.stop_profile)
+    collective_rpc = _blocking(CoreCalls.collective_rpc)
+    reset_prefix_cache = _blocking(CoreCalls.reset_prefix_cache)
+
+
+class SyncLLM(ImmediateCalls, SyncCoreCalls):
     """An engine's calls for code that awaits nothing. Each blocks its thread until it has what it returns.
 
     Any number of threads may use it at once; their requests are batched together, with those of the `AsyncLLM`.
@@ -59,15 +101,7 @@ class SyncLLM(ImmediateCalls, SyncPoolingCalls):
             drain: seconds that requests of other threads may take to end by themselves; see `AsyncLLM.aclose`.
         """
         self._check()
-        self._handle.close_and_wait(calls.seconds("drain", drain))
-
-    def drain(self, timeout: float | None = None) -> bool:
-        """Take no new requests, and wait for those of other threads to end; see `AsyncLLM.drain`."""
-        return self._wait(calls.drain, None if timeout is None else calls.seconds("timeout", timeout))
-
-    def resume(self) -> None:
-        """Take new requests again after `drain`."""
-        self._wait(calls.resume)
+        self._handle.close_and_wait(seconds("drain", drain))
 
     def __enter__(self) -> Self:
         return self.start()
@@ -208,10 +242,6 @@ class SyncLLM(ImmediateCalls, SyncPoolingCalls):
         stream = self._handle.submit_chat(messages, params, output_type, options, stream_class=BlockingStream)
         return ChatIterator(stream, self._check)
 
-    def pool(self, request: PoolingRequest) -> PoolingResult:
-        """See `AsyncLLM.pool`."""
-        return self._wait(calls.pool, request, self._handle.listeners.context())
-
     def openai_client(self, **options: Any) -> openai.OpenAI:
         """Return OpenAI's own blocking client, whose calls this engine answers: no port, no other process.
 
@@ -225,28 +255,6 @@ class SyncLLM(ImmediateCalls, SyncPoolingCalls):
     def _run(self, function: Callable[[], Awaitable[T]]) -> T:
         """Run a coroutine on the engine's loop, blocking this thread."""
         return self._wait(lambda core: function())
-
-    # -- the worker
-
-    def check_health(self, timeout: float = 10.0) -> float:
-        """Check that the worker answers. Arguments and errors as of `AsyncLLM.check_health`."""
-        return self._wait(calls.check_health, calls.positive_seconds("timeout", timeout))
-
-    def start_profile(self, folder: str | PathLike[str] | None = None) -> str:
-        """See `AsyncLLM.start_profile`."""
-        return self._wait(calls.start_profile, folder)
-
-    def stop_profile(self) -> str:
-        """See `AsyncLLM.stop_profile`."""
-        return self._wait(calls.stop_profile)
-
-    def collective_rpc(self, method: str, *args: Any, timeout: float = 60.0) -> list[Any]:
-        """See `AsyncLLM.collective_rpc`."""
-        return self._wait(calls.collective_rpc, method, args, calls.positive_seconds("timeout", timeout))
-
-    def reset_prefix_cache(self) -> int:
-        """See `AsyncLLM.reset_prefix_cache`."""
-        return self._wait(calls.reset_prefix_cache)
 
     # -- internals
 

@@ -1,15 +1,13 @@
 """Calls that give vectors and scores in place of text: embed, score, rerank, classify.
 
-Each is one `PoolingRequest`, and something to do with its result. `AsyncLLM` and an engine in another process answer
-the request; `PoolingCalls` has the calls for both, `SyncPoolingCalls` for code that awaits nothing.
+Each is one `PoolingRequest`, and something to do with its result.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, NamedTuple, ParamSpec, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 from ...errors import InvalidRequestError
 from ...limits.bounds import MAX_INPUTS
@@ -21,9 +19,6 @@ if TYPE_CHECKING:
 
     import numpy as np
     from numpy.typing import NDArray
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 EmbedInput = str | Sequence[int]
 """A text, or its token ids."""
@@ -187,42 +182,6 @@ class PoolingCalls:
         """Return the logits of the model's classes, float32 [n, num_labels]; the names of these are
         ``describe()["labels"]``. Errors as of `embed`."""
         return (await self.pool(PoolingRequest("classify", _listed(inputs), options=options))).values
-
-
-class _Blocking(PoolingCalls):
-    """The calls, of an engine whose `pool` blocks: they never suspend."""
-
-    def __init__(self, calls: SyncPoolingCalls) -> None:
-        self._calls = calls
-
-    async def pool(self, request: PoolingRequest) -> PoolingResult:
-        return self._calls.pool(request)
-
-
-def _blocking(
-    call: Callable[Concatenate[PoolingCalls, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[SyncPoolingCalls, P], T]:
-    @functools.wraps(call)
-    def blocking(self: SyncPoolingCalls, /, *args: P.args, **options: P.kwargs) -> T:
-        try:
-            call(_Blocking(self), *args, **options).send(None)
-        except StopIteration as end:
-            value: T = end.value
-            return value
-        raise AssertionError("a call that must not suspend did")
-
-    return blocking
-
-
-class SyncPoolingCalls:
-    """`PoolingCalls` that block."""
-
-    pool: Callable[[PoolingRequest], PoolingResult]
-
-    embed = _blocking(PoolingCalls.embed)
-    score = _blocking(PoolingCalls.score)
-    rerank = _blocking(PoolingCalls.rerank)
-    classify = _blocking(PoolingCalls.classify)
 
 
 def _ranked(documents: Sequence[str], result: PoolingResult, top_n: int | None) -> list[RankedDocument]:

@@ -1,21 +1,51 @@
-"""`WorkerCalls`: the calls of an engine's workers that are no requests."""
+"""`CoreCalls`: the calls of an engine's core that are no requests."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .calls import check_health, collective_rpc, positive_seconds, reset_prefix_cache, start_profile, stop_profile
+from ..pooling.requests import PoolingCalls
+from . import calls
 
 if TYPE_CHECKING:
     import os
 
+    from ..pooling.requests import PoolingRequest, PoolingResult
     from .handle import Handle
 
 
-class WorkerCalls:
-    """Calls of the workers of an engine held by a handle."""
+class CoreCalls(PoolingCalls):
+    """Calls of the core of an engine held by a handle, each with one `Handle.run`. See `SyncCoreCalls`."""
 
     _handle: Handle
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """Take no new requests, and wait for the running ones to end, a dead worker's replacement included.
+
+        Args:
+            timeout: seconds to wait at most; None: for as long as it takes.
+
+        Returns whether all requests have ended. ``state`` is then "draining" until `aclose` or `resume`: new requests
+        are refused with EngineClosedError, everything else works. After `abort_all` it returns at once.
+
+        Raises:
+            EngineClosedError: the engine is not running.
+        """
+        limit = None if timeout is None else calls.seconds("timeout", timeout)
+        return await self._handle.run(calls.drain, limit)
+
+    async def resume(self) -> None:
+        """Take new requests again after `drain`; a pending `drain` returns False if any still run.
+
+        Raises:
+            EngineClosedError: the engine is not running, or is being closed.
+        """
+        await self._handle.run(calls.resume)
+
+    async def pool(self, request: PoolingRequest) -> PoolingResult:
+        """Answer a request for vectors or scores as it is: what `embed`, `score`, `rerank` and `classify` are made of.
+        Errors as of `embed`."""
+        return await self._handle.run(calls.pool, request, self._handle.listeners.context())
 
     async def check_health(self, timeout: float = 10.0) -> float:
         """Send a ping the way of a request's steps; the worker answers once it has launched the steps before. Returns
@@ -27,8 +57,8 @@ class WorkerCalls:
             WorkerDiedError: the worker has died and is being started again; requests wait, and will go on.
             InternalError: no answer within ``timeout`` seconds. The engine acts on that by itself, if it has to.
         """
-        limit = positive_seconds("timeout", timeout)
-        return await self._handle.run(check_health, limit)
+        limit = calls.positive_seconds("timeout", timeout)
+        return await self._handle.run(calls.check_health, limit)
 
     async def start_profile(self, folder: str | os.PathLike[str] | None = None) -> str:
         """Record what the worker and its GPU do, until `stop_profile`. For seconds, not minutes: all is kept in memory.
@@ -41,7 +71,7 @@ class WorkerCalls:
         Raises:
             InvalidRequestError: a profile is being recorded already, or the folder can't be written to.
         """
-        return await self._handle.run(start_profile, folder)
+        return await self._handle.run(calls.start_profile, folder)
 
     async def stop_profile(self) -> str:
         """End the recording and write it: a gzipped Chrome trace, for ui.perfetto.dev. Returns the file's path;
@@ -52,7 +82,7 @@ class WorkerCalls:
         Raises:
             InvalidRequestError: no profile is being recorded.
         """
-        return await self._handle.run(stop_profile)
+        return await self._handle.run(calls.stop_profile)
 
     async def collective_rpc(self, method: str, *args: Any, timeout: float = 60.0) -> list[Any]:
         """Call a method of the setting ``worker_extension`` in every worker, between two steps.
@@ -79,8 +109,8 @@ class WorkerCalls:
             WorkerDiedError: a worker died meanwhile, or is being started again.
             EngineClosedError: the engine is not running, or it has failed.
         """
-        limit = positive_seconds("timeout", timeout)
-        return await self._handle.run(collective_rpc, method, args, limit)
+        limit = calls.positive_seconds("timeout", timeout)
+        return await self._handle.run(calls.collective_rpc, method, args, limit)
 
     async def reset_prefix_cache(self) -> int:
         """Forget the KV blocks of all prompts so far, which later ones with the same beginning would take over: for a
@@ -91,4 +121,4 @@ class WorkerCalls:
 
         Raises EngineClosedError: the engine is not running, or it has failed.
         """
-        return await self._handle.run(reset_prefix_cache)
+        return await self._handle.run(calls.reset_prefix_cache)
