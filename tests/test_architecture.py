@@ -467,16 +467,16 @@ MOST_METHODS = 20
 
 
 BUDGETS = {
-    "root": 2670,
+    "root": 2642,
     "checkpoint": 2172,
     "cli": 1550,
-    "engine": 24360,
+    "engine": 24250,
     "integrations": 2538,
     "ipc": 2184,
     "kernels": 14500,
     "limits": 372,
     "remote": 1630,
-    "runner": 21090,
+    "runner": 20836,
     "server": 5772,
     "telemetry": 1093,
     "testing": 800,

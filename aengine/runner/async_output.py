@@ -21,17 +21,6 @@ from .input_batch import Rows
 from .platforms.platform import Event, Platform
 from .sampling.sampler import LogprobRows
 
-__all__ = [
-    "NO_SIDE_OUTPUT",
-    "AsyncOutput",
-    "HostOutput",
-    "OutputCopier",
-    "Published",
-    "SideOutput",
-    "Source",
-    "float_column",
-]
-
 
 class HostOutput(NamedTuple):
     """Sampled tokens on the host. n rows; of the log-probabilities only those of `LogprobRows` are set."""

@@ -18,8 +18,6 @@ from ..errors import InternalError
 from ..ipc.messages import KVCacheGroup, NewRequest
 from .staged_writes import StagedArena
 
-__all__ = ["BlockTables", "table_shape"]
-
 Rows = npt.NDArray[np.int64]
 
 

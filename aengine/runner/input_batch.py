@@ -21,8 +21,6 @@ from .request_state import RequestState, Scalars
 from .speculation.positions import ONE_EACH, OneEach, places_in
 from .transfer import to_device
 
-__all__ = ["NO_ROWS", "BatchPlan", "InputBatch", "Rows", "SampleBatch", "to_device"]
-
 Rows = npt.NDArray[np.int64]
 NO_ROWS: Rows = np.empty(0, dtype=np.int64)
 

@@ -34,19 +34,6 @@ import torch
 
 from ..ipc.messages import STATE_BLOCK_SIZE, KVCacheGroup
 
-__all__ = [
-    "FullKV",
-    "KVLayout",
-    "LatentKV",
-    "LayerKV",
-    "LayerPlace",
-    "SharedKV",
-    "StateKV",
-    "StateTensor",
-    "WindowKV",
-    "lay_out_kv",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class FullKV:

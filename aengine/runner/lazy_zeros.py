@@ -8,8 +8,6 @@ import mmap
 import torch
 from torch import Tensor
 
-__all__ = ["lazy_zeros"]
-
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a tensor of zeros, which begins at a page on the CPU: memory that is never written is never resident.

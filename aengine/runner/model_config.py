@@ -20,8 +20,6 @@ from ..workers.rank import sizes_that
 from .kv_spec import FullKV, LayerKV, SharedKV, WindowKV
 from .rope import RopeConfig
 
-__all__ = ["ConfigReader", "Divisible", "ModelConfig", "NotNativeError"]
-
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",

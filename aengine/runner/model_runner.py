@@ -47,8 +47,6 @@ from .staged_writes import StagedArena
 from .transfer import to_device
 from .weights.step_rows import StepRows
 
-__all__ = ["ExecuteModelState", "KvMemory", "Model", "ModelRunner"]
-
 _IDLE_FOR_GRAPHS = 0.05  # seconds without work before a graph is captured; each part takes a fifth of that
 _IDLE_FOR_LONG_PARTS = 0.25  # seconds without work before a longer part is run
 

@@ -18,8 +18,6 @@ from .input_batch import BatchPlan, SampleBatch
 from .platforms.platform import Platform
 from .sampling.sampler import Sampler, SamplerOutput
 
-__all__ = ["OutOfMemory"]
-
 T = TypeVar("T")
 
 _ON_A_RANK = (

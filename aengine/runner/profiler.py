@@ -14,8 +14,6 @@ from torch.profiler import ProfilerActivity, profile
 from ..errors import InvalidRequestError
 from .platforms.platform import Platform
 
-__all__ = ["start", "stop"]
-
 _running: tuple[profile, str] | None = None  # the profile being recorded, and its folder
 
 

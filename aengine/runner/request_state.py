@@ -34,8 +34,6 @@ from ..ipc.messages import NewRequest
 from ..kernels.input_prep import ScalarColumns, append_tokens
 from .staged_writes import StagedArena
 
-__all__ = ["COLUMNS", "SCALAR_WORDS", "RequestState", "Scalars"]
-
 SCALAR_WORDS = 16
 COLUMNS = ScalarColumns(seed=0, temperature=2, num_tokens=10, num_computed_tokens=11)
 _ROW = struct.Struct("<q6f6i")

@@ -15,8 +15,6 @@ from ..checkpoint.value_reader import ValueReader
 from ..errors import ModelLoadError
 from ..kernels.rotary import Rope
 
-__all__ = ["LongRope", "RopeConfig", "rope_tables"]
-
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 _NUMBERS = {
     "linear": ("factor",),

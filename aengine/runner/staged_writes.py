@@ -27,8 +27,6 @@ from ..kernels.staged_write import apply_staged_writes
 from .lazy_zeros import lazy_zeros
 from .transfer import to_device
 
-__all__ = ["StagedArena"]
-
 
 class StagedArena:
     """The parts named in ``shapes`` (rows, width), zeroed. Untouched rows cost no memory on the CPU."""

@@ -6,8 +6,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["send", "to_device"]
-
 
 def to_device(column: npt.NDArray, device: torch.device) -> Tensor:
     """Return the array on the device. It is copied into pinned memory first, so the caller may write to it again at

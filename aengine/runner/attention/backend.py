@@ -13,8 +13,6 @@ from .triton_attention import GpuKvCache
 if TYPE_CHECKING:
     from .prefill import PrefillBackend
 
-__all__ = ["AttentionBackend", "TorchAttention", "TritonAttention"]
-
 
 class AttentionBackend(Protocol):
     """Interface of an attention backend: it makes the KV cache, whose `bind` computes attention."""

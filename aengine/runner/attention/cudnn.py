@@ -25,8 +25,6 @@ from ..input_batch import Rows
 from .kv_pages import AttentionLayerKV
 from .prefill import PrefillMetadata
 
-__all__ = ["CudnnPrefill", "PromptHeads", "padded_lengths"]
-
 logger = logging.getLogger("aengine.runner")
 
 _SHORTEST = 2048

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-__all__ = ["KVFormat", "ScaledKV", "kv_format_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class KVFormat:

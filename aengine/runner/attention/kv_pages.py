@@ -20,8 +20,6 @@ from ..lazy_zeros import lazy_zeros
 from ..model_config import ModelConfig
 from .kv_format import KVFormat
 
-__all__ = ["AttentionLayerKV", "KVPages", "KvCacheSpec", "LayerStatePlace", "PageCopies"]
-
 Rows = npt.NDArray[np.int64]
 _NONE: frozenset[int] = frozenset()
 

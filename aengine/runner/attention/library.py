@@ -32,8 +32,6 @@ from .cudnn import CudnnPrefill, PromptHeads
 from .kv_pages import AttentionLayerKV
 from .prefill import PrefillBackend, PrefillMetadata, TritonPrefill
 
-__all__ = ["LibraryPrefill", "choose_library", "choose_prefill_backend"]
-
 logger = logging.getLogger("aengine.runner")
 
 

@@ -15,8 +15,6 @@ from ..input_batch import Rows
 from ..transfer import to_device
 from .kv_pages import AttentionLayerKV
 
-__all__ = ["PrefillBackend", "PrefillMetadata", "TritonPrefill"]
-
 
 @dataclass(slots=True)
 class PrefillMetadata:

@@ -25,8 +25,6 @@ from ..platforms.platform import Event, Platform
 from ..transfer import to_device
 from .kv_pages import KVPages, PageCopies
 
-__all__ = ["SwapSpace"]
-
 logger = logging.getLogger("aengine.runner")
 
 _STAGED_BYTES = 32 << 20

@@ -15,9 +15,6 @@ from ..layers.states import LayerStates
 from ..rope import RopeConfig, rope_tables
 from .torch_attention import KvCache
 
-__all__ = ["StepMemory", "TapeAttention", "tape_rope"]
-
-
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

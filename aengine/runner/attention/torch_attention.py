@@ -27,8 +27,6 @@ from ..layers.states import LayerStates, StateRows, state_rows_of_batch
 from ..rope import RopeConfig
 from .kv_pages import KvCacheSpec
 
-__all__ = ["Attention", "AttentionMetadata", "GroupMetadata", "KvCache"]
-
 DEFAULT_BLOCK_SIZE = 16
 
 

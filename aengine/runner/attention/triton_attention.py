@@ -29,8 +29,6 @@ from ..rope import rope_tables
 from .kv_pages import AttentionLayerKV, KvCacheSpec
 from .prefill import PrefillBackend, PrefillMetadata
 
-__all__ = ["BatchAttention", "DecodeAttention", "GpuKvCache", "Heads", "PositionsAttention"]
-
 
 class Heads(NamedTuple):
     """Number and size of a layer's heads."""

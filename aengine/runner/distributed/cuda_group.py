@@ -14,8 +14,6 @@ from ...kernels.all_reduce import EACH_WAY, add_all_reduced, all_gathered, all_r
 from ...kernels.exchange_buffers import MAX_PROGRAMS, ExchangeBuffers
 from .symmetric_memory import SymmetricMemory
 
-__all__ = ["CudaGroup"]
-
 _WORDS_PER_RANK = 2**16
 _BULK_BYTES = 2**27  # bytes of a rank's memory for bulk; tensors larger than its part for one rank are sent in pieces
 

@@ -23,8 +23,6 @@ from .pipeline import BoxedLink, StepSizes
 from .stage import PipelineStage
 from .symmetric_memory import SymmetricMemory
 
-__all__ = ["CudaLink", "StageMemory", "open_cuda_link"]
-
 
 class _Counter(IntEnum):
     """Numbers of messages in the memory of a stage, each set by one other stage."""

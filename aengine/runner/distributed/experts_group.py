@@ -21,8 +21,6 @@ from torch import Tensor
 
 from .group import ALONE, TensorGroup
 
-__all__ = ["ExpertsGroup"]
-
 
 class ExpertsGroup:
     """One rank's view. All ranks `begin` the same rounds in the same order, and exchange in the same layers of each."""

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from ...kernels.all_reduce import sum_of
 
-__all__ = ["GlooGroup"]
-
 _LOOPBACK = "127.0.0.1"
 
 

@@ -12,8 +12,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["ALONE", "Alone", "Peers", "TensorGroup"]
-
 
 class Peers(Protocol):
     """Ranks that exchange tensors in each layer, as graphs of these layers see them."""

@@ -22,8 +22,6 @@ from ..platforms.platform import Event, Platform
 from .pipeline import BoxedLink, StepSizes
 from .stage import PipelineStage
 
-__all__ = ["NcclLink"]
-
 
 class _Box:
     """Messages to or from one other stage."""

@@ -25,8 +25,6 @@ from .pipeline import GlooLink, PipelineLink, StepSizes
 from .stage import PipelineStage
 from .symmetric_memory import NoPeers
 
-__all__ = ["open_device", "open_experts_group", "open_group", "open_link", "stage_of"]
-
 _FOREVER = timedelta(days=365)
 """No wait for another rank ends by itself: the host sees a rank that dies or hangs, and then ends all of them."""
 

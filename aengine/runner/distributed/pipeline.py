@@ -25,8 +25,6 @@ from torch import Tensor
 
 from .stage import PipelineStage
 
-__all__ = ["BoxedLink", "GlooLink", "IntermediateTensors", "NoLink", "PipelineLink", "StepSizes"]
-
 _HIDDEN, _IDS = 0, 1  # tags of messages
 
 

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from ...kernels.gumbel import BLOCK
 
-__all__ = ["NOTHING", "Part", "Share", "VocabularyShare", "part_of", "sizes"]
-
 
 @dataclass(frozen=True, slots=True)
 class Share:

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
-__all__ = ["NoPeers", "SymmetricMemory", "check_writes"]
-
 _numbers = itertools.count()
 _WRITTEN = 2**48  # a value that the memory is unlikely to have held before
 

@@ -12,8 +12,6 @@ from ..request_state import RequestState
 from ..speculation.positions import Verification
 from ..transfer import to_device
 
-__all__ = ["AwaitedIds"]
-
 Rows = npt.NDArray[np.int64]
 
 

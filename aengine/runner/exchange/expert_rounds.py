@@ -25,8 +25,6 @@ from ..distributed.experts_group import ExpertsGroup
 from ..graphs.cuda_graphs import CudaGraphManager
 from .step_exchange import Rows, StepExchange
 
-__all__ = ["ExpertRounds", "RoundShape"]
-
 
 class RoundShape(NamedTuple):
     """How the steps of a round are padded. Both None: each replica exchanges as many rows as it has tokens."""

@@ -13,8 +13,6 @@ from ..request_state import RequestState
 from .awaited_ids import AwaitedIds
 from .step_exchange import Rows, StepExchange
 
-__all__ = ["Relay"]
-
 
 class Relay(StepExchange):
     """One stage's side, of several.

@@ -21,8 +21,6 @@ from ..graphs.batch_graphs import BatchGraphs
 from ..graphs.cuda_graphs import CudaGraphManager
 from ..request_state import RequestState
 
-__all__ = ["StepExchange"]
-
 Rows = npt.NDArray[np.int64]
 
 

@@ -26,8 +26,6 @@ from ..request_state import RequestState
 from ..transfer import send
 from .cuda_graphs import fits
 
-__all__ = ["BatchGraphs", "BatchOutputs", "BatchShape"]
-
 _TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 2304)
 _REQUESTS = (8, 64, 256, 1024)
 _READY_REQUESTS = 64  # shapes up to so many are captured at the start

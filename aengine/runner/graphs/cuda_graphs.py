@@ -44,8 +44,6 @@ from ..sampling.bitmask_memory import HostBitmasks, MaskMemory
 from ..sampling.sampler import Sampler, Sampling
 from ..transfer import to_device
 
-__all__ = ["CudaGraphManager", "DecodeStep", "HalfDone", "PassedOn", "fits", "graph_sizes"]
-
 logger = logging.getLogger("aengine.runner")
 
 _LEAST_SLOTS = 160

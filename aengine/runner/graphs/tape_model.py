@@ -22,8 +22,6 @@ from ..attention.tape_attention import StepMemory, TapeAttention, tape_rope
 from ..attention.torch_attention import KvCache
 from ..input_batch import InputBatch
 
-__all__ = ["TapeModel", "taped"]
-
 logger = logging.getLogger("aengine.runner")
 
 

@@ -12,8 +12,6 @@ from ..model_config import ModelConfig
 from ..weights.gguf_names import GgufNames
 from ..weights.scope import WeightScope
 
-__all__ = ["CausalLM"]
-
 
 class CausalLM(Protocol):
     """A decoder that predicts tokens. It is complete when all ``weights.places`` are filled."""

@@ -18,8 +18,6 @@ from ..model_config import ConfigReader, ModelConfig
 from ..weights.gguf_names import GgufNames
 from ..weights.scope import WeightScope
 
-__all__ = ["Cohere", "CohereConfig"]
-
 _DEFAULTS = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True}
 _DEFAULTS_OF: Mapping[str, Mapping[str, Any]] = {
     "cohere": {**_DEFAULTS, "rope_theta": 500_000.0, "max_position_embeddings": 8192},

@@ -12,8 +12,6 @@ from ..model_config import ConfigReader, ModelConfig
 from ..weights.gguf_names import GgufNames
 from ..weights.scope import WeightScope
 
-__all__ = ["Exaone4", "Exaone4Config"]
-
 _DEFAULTS = {"rms_norm_eps": 1e-5, "num_key_value_heads": 32, "sliding_window": 4096}
 """What config.json may leave out."""
 

@@ -19,8 +19,6 @@ from ..model_config import ConfigReader, ModelConfig
 from ..weights.gguf_names import GgufNames
 from ..weights.scope import WeightScope
 
-__all__ = ["Gemma", "Gemma2", "Gemma3", "GemmaConfig", "gemma3_settings"]
-
 _DEFAULTS = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,

@@ -11,8 +11,6 @@ from ..model_config import ConfigReader, ModelConfig
 from ..weights.gguf_names import PACKED_LAYER, GgufNames
 from ..weights.scope import WeightScope
 
-__all__ = ["Glm4", "Glm4Config"]
-
 _DEFAULTS = {
     "attention_bias": True,
     "partial_rotary_factor": 0.5,

@@ -16,9 +16,6 @@ from ..weights.gguf_names import EXPERT_NAMES, GgufNames
 from ..weights.packed_experts import Mxfp4Experts, TransposedExperts
 from ..weights.scope import WeightScope
 
-__all__ = ["GptOss", "GptOssConfig"]
-
-
 _ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,

@@ -12,8 +12,6 @@ from ..model_config import ConfigReader, ModelConfig
 from ..weights.gguf_names import GgufNames
 from ..weights.scope import WeightScope
 
-__all__ = ["Granite", "GraniteConfig"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraniteConfig(ModelConfig):

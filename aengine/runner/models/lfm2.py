@@ -19,9 +19,6 @@ from ..model_config import ConfigReader, ModelConfig
 from ..weights.gguf_names import GgufNames
 from ..weights.scope import WeightScope
 
-__all__ = ["Lfm2", "Lfm2Config"]
-
-
 _DEFAULTS = {"num_key_value_heads": 8, "rope_theta": 1_000_000.0}
 """What config.json may leave out."""
 _MOST_INNER = 1 << 31

@@ -10,8 +10,6 @@ from ..layers.decoder import Decoder
 from ..model_config import ConfigReader, ModelConfig
 from ..weights.gguf_names import GgufNames
 
-__all__ = ["Llama", "LlamaConfig"]
-
 
 class LlamaConfig(ModelConfig):
     @classmethod

@@ -9,9 +9,6 @@ from ..layers.decoder import Decoder
 from ..model_config import ConfigReader, ModelConfig
 from ..weights.gguf_names import GgufNames
 
-__all__ = ["Mistral", "MistralConfig"]
-
-
 _ROPE = {
     "rope_type": "yarn",
     "factor": 16.0,

@@ -13,9 +13,6 @@ from ..model_config import ConfigReader, ModelConfig
 from ..weights.gguf_names import GgufNames
 from ..weights.scope import WeightScope
 
-__all__ = ["Mixtral", "MixtralConfig"]
-
-
 _DEFAULTS = {"num_experts_per_tok": 2, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0}
 """What config.json may leave out."""
 

@@ -15,8 +15,6 @@ from ..model_config import ConfigReader, ModelConfig
 from ..weights.gguf_names import GgufNames
 from ..weights.scope import WeightScope
 
-__all__ = ["Olmo2", "Olmo2Config"]
-
 _DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
 _DEFAULTS_3 = {**_DEFAULTS, "rope_theta": 500_000.0, "sliding_window": 4096}
 """What config.json may leave out."""

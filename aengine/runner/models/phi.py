@@ -12,8 +12,6 @@ from ..model_config import ConfigReader, ModelConfig, NotNativeError
 from ..weights.gguf_names import GgufNames
 from ..weights.scope import WeightScope
 
-__all__ = ["Phi", "PhiConfig"]
-
 _DEFAULTS = {
     "hidden_act": "gelu_new",
     "layer_norm_eps": 1e-5,

@@ -12,9 +12,6 @@ from ..model_config import ConfigReader, ModelConfig
 from ..weights.gguf_names import PACKED_LAYER, GgufNames
 from ..weights.scope import WeightScope
 
-__all__ = ["Phi3", "Phi3Config"]
-
-
 _DEFAULTS = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}
 """What config.json may leave out."""
 

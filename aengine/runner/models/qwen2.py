@@ -10,8 +10,6 @@ from ..model_config import ConfigReader, ModelConfig
 from ..weights.gguf_names import GgufNames
 from ..weights.scope import WeightScope
 
-__all__ = ["Qwen2", "Qwen2Config"]
-
 
 class Qwen2Config(ModelConfig):
     @classmethod

@@ -10,8 +10,6 @@ from ..model_config import ConfigReader, ModelConfig
 from ..weights.gguf_names import GgufNames
 from ..weights.scope import WeightScope
 
-__all__ = ["Qwen3", "Qwen3Config"]
-
 
 class Qwen3Config(ModelConfig):
     @classmethod

@@ -13,9 +13,6 @@ from ..model_config import ConfigReader, ModelConfig
 from ..weights.gguf_names import EXPERT_NAMES, GgufNames
 from ..weights.scope import WeightScope
 
-__all__ = ["Qwen3Moe", "Qwen3MoeConfig"]
-
-
 _DEFAULTS = {"num_experts_per_tok": 8, "num_key_value_heads": 4, "moe_intermediate_size": 768}
 """What config.json may leave out."""
 

@@ -25,9 +25,6 @@ from ..model_config import ConfigReader, ModelConfig
 from ..weights.gguf_names import GgufNames
 from ..weights.scope import WeightScope
 
-__all__ = ["Qwen3Next", "Qwen3NextConfig", "Qwen35"]
-
-
 _DEFAULTS = {"head_dim": 256, "num_key_value_heads": 2, "partial_rotary_factor": 0.25}
 _DEFAULTS_OF: Mapping[str, Mapping[str, Any]] = {
     "qwen3_next": {

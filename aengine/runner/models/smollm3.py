@@ -9,8 +9,6 @@ from ..layers.decoder import Decoder
 from ..model_config import ConfigReader, ModelConfig
 from ..weights.gguf_names import GgufNames
 
-__all__ = ["SmolLM3", "SmolLM3Config"]
-
 _DEFAULTS = {"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True}
 """What config.json may leave out."""
 

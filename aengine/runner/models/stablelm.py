@@ -12,8 +12,6 @@ from ..model_config import ConfigReader, ModelConfig, NotNativeError
 from ..weights.gguf_names import GgufNames
 from ..weights.scope import WeightScope
 
-__all__ = ["StableLM", "StableLMConfig"]
-
 _DEFAULTS = {
     "layer_norm_eps": 1e-5,
     "max_position_embeddings": 4096,

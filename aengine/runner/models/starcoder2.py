@@ -11,8 +11,6 @@ from ..model_config import ConfigReader, ModelConfig
 from ..weights.gguf_names import GgufNames
 from ..weights.scope import WeightScope
 
-__all__ = ["Starcoder2", "Starcoder2Config"]
-
 _DEFAULTS = {
     "hidden_act": "gelu_pytorch_tanh",
     "max_position_embeddings": 4096,

@@ -11,8 +11,6 @@ from .cpu import CpuPlatform
 from .cuda import CudaPlatform
 from .platform import Platform, Unavailable
 
-__all__ = ["choose_platform"]
-
 logger = logging.getLogger("aengine.runner")
 
 

@@ -20,8 +20,6 @@ from ..attention.backend import AttentionBackend, TorchAttention
 from ..model_config import ModelConfig
 from .platform import DeviceMemory, Event, Graph, Platform, Unavailable
 
-__all__ = ["CpuPlatform"]
-
 logger = logging.getLogger("aengine.runner")
 
 

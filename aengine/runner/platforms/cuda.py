@@ -30,8 +30,6 @@ from ..kv_spec import WindowKV
 from ..model_config import ModelConfig
 from .platform import DeviceMemory, Event, Graph, Platform, SideStream, Unavailable
 
-__all__ = ["CudaPlatform", "driver_version"]
-
 logger = logging.getLogger("aengine.runner")
 
 _LEAST_CAPABILITY = (7, 5)  # Turing: what CUDA 13 and Triton still compile for

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ..attention.backend import AttentionBackend
     from ..model_config import ModelConfig
 
-__all__ = ["DeviceMemory", "Event", "Graph", "Platform", "SideStream", "Unavailable"]
-
 
 class Event(Protocol):
     """A point in a device's queue of work."""

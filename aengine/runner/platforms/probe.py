@@ -27,8 +27,6 @@ from ..weights.formats import COMPILED_DTYPES, choose_formats
 from .cuda import CudaPlatform, driver_version
 from .platform import Unavailable
 
-__all__ = ["probe"]
-
 
 def probe(model: EngineConfig | None = None) -> dict[str, Any]:
     """Return keys as below. ``gpu``: the first one; ``gpu_names``: of all; ``gpus_apart``: the pairs of them, by index,

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from ...ipc.messages import MessageError, NewRequest, int32_of
 
-__all__ = ["EXTRA", "AskedPooling"]
-
 EXTRA = "pooling"
 
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .batch import EncoderBatch, PaddedTexts
 
-__all__ = ["attend"]
-
 
 def attend(
     q: Tensor,

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from ..transfer import to_device
 
-__all__ = ["EncoderBatch", "PaddedTexts"]
-
 
 @dataclass(frozen=True, slots=True)
 class PaddedTexts:

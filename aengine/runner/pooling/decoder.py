@@ -23,8 +23,6 @@ from .asked import EXTRA, AskedPooling
 from .pooled_tensors import PooledTensors
 from .vectors import VectorLayers
 
-__all__ = ["DecoderPooling"]
-
 
 class PoolableModel(Protocol):
     """A model whose hidden states are pooled."""

@@ -24,8 +24,6 @@ from .batch import EncoderBatch
 from .pooled_tensors import PooledTensors
 from .vectors import VectorLayers
 
-__all__ = ["EncoderRunner"]
-
 _TOLERANCE_ON_A_GPU = 0.75
 """Texts of so much of the longest's length are padded to it there, as a launch costs more than what it computes."""
 

@@ -15,8 +15,6 @@ from ...kernels.cpu.tape import NotRecorded, record
 from ..models.encoders.encoder import Encoder
 from .batch import EncoderBatch
 
-__all__ = ["EncoderTape", "forward_of"]
-
 logger = logging.getLogger("aengine.runner")
 
 

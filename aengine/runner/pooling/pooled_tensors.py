@@ -11,8 +11,6 @@ from ...ipc.messages import ModelRunnerOutput, ResultColumns, RowError, int32
 from ..async_output import HostOutput, SideOutput, float_column
 from ..input_batch import Rows
 
-__all__ = ["PooledTensors"]
-
 
 class PooledTensors(SideOutput):
     """The vectors of m requests, float32 [sum of their sizes]. ``places``: positions in the SchedulerOutput, and the

@@ -13,8 +13,6 @@ from ...checkpoint.pooling import PoolingConfig
 from ...checkpoint.value_reader import read_json
 from ...errors import ModelLoadError
 
-__all__ = ["DenseLayer", "VectorLayers", "load_vector_layers"]
-
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "Identity": lambda x: x,
     "Tanh": torch.tanh,

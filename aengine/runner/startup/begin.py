@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from .encoder import LoadedEncoder
     from .load import LocalModel
 
-__all__ = ["load_model"]
-
 
 def load_model(
     config: EngineConfig, source: Mapping[str, Any], rank: Rank, progress: Callable[[str, int, int, str], None]

@@ -30,8 +30,6 @@ from ..weights.sources.loader import LoadedWeights, Progress, check_layers, load
 from .kv_memory import resolve_max_model_len
 from .warm_up import NUM_TOKENS
 
-__all__ = ["LoadedEncoder", "load_encoder"]
-
 _BLOCKS_PER_ROW = 8
 """A text has one block, which takes no memory, until the answers in flight when it ends have come."""
 

@@ -19,8 +19,6 @@ from ..pooling.vectors import DenseLayer, VectorLayers
 from ..weights.sources.gguf_source import read_gguf_tensor
 from ..weights.sources.safetensors_source import read_tensor
 
-__all__ = ["DecoderHead"]
-
 _SCORE = "score.weight"
 
 

@@ -23,11 +23,6 @@ from ...errors import ModelLoadError
 from ...ipc.messages import KVCacheGroup, NewRequest, SchedulerOutput, int32, kv_capacity
 from ..model_runner import ModelRunner
 
-__all__ = [
-    *("KvPlan", "check_swap_space", "cpu_budget", "gpu_budget", "plan_kv", "profile_run"),
-    "resolve_max_model_len",
-]
-
 GIB = 1024**3
 CPU_DEFAULT = 4 * GIB
 _FEWEST_TOKENS = 16  # a pool that can't hold even this is a mistake, not a choice

@@ -31,8 +31,6 @@ from ..model_config import ModelConfig
 from ..weights.sources.safetensors_source import read_matching
 from .setup import RunnerSetup
 
-__all__ = ["choose_kv_format", "measured"]
-
 logger = logging.getLogger("aengine.runner")
 
 _TOKENS = 256

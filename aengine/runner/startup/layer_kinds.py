@@ -14,8 +14,6 @@ from ..distributed.shares import Share
 from ..kv_spec import LayerPlace
 from ..layers.decoder import Decoder
 
-__all__ = ["one_layer_of_each_kind"]
-
 _PLAIN = (bool, int, float, str, type(None), range, torch.dtype, torch.device, Share)
 _LOCK = type(threading.Lock())
 _SHARED = ("group", "_group")  # the ranks that share all layers

@@ -43,8 +43,6 @@ from .policy import choose_policy
 from .profile import profile
 from .setup import RunnerSetup
 
-__all__ = ["LocalModel", "load_model"]
-
 logger = logging.getLogger("aengine.runner")
 
 

@@ -9,8 +9,6 @@ from ..kv_spec import StateKV
 from ..model_config import ModelConfig
 from ..platforms.platform import Platform
 
-__all__ = ["choose_policy"]
-
 
 def choose_policy(config: EngineConfig, model_config: ModelConfig, platform: Platform) -> KernelPolicy:
     """Choose the kernels' policy. Raises ModelLoadError if the model, the device or the division has no batch-invariant

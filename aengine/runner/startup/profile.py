@@ -21,8 +21,6 @@ from .layer_kinds import one_layer_of_each_kind
 from .setup import RunnerSetup
 from .warm_up import compile_kernels
 
-__all__ = ["profile"]
-
 logger = logging.getLogger("aengine.runner")
 
 

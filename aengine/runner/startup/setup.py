@@ -36,8 +36,6 @@ from ..sampling.vocabulary import Vocabulary
 from ..speculation.graphs import draft_sizes
 from ..weights.inventory import TensorsOfAKind
 
-__all__ = ["RunnerSetup"]
-
 MAX_GRAPH_TOKENS = 2304
 """Tokens of the largest step with prompts that has a graph: 2048 of prompts, and 256 that decode. The host takes 11 to
 20 ms to queue a larger one of 28 layers op by op, Qwen3-0.6B on an H200 16 ms for 8192 tokens."""

@@ -18,8 +18,6 @@ from ..model_runner import ModelRunner
 from ..request_state import COLUMNS
 from ..sampling.sampler import Sampling
 
-__all__ = ["NUM_TOKENS", "compile_kernels"]
-
 _DECODE_SIZES = (1, 2, 8, 16, 32, 64, 128, 256, 512)
 NUM_TOKENS = (8, 16, 32, 64, 128, 256)
 """Between these the choice of kernels changes (kernels/triton/linear.py)."""

@@ -18,8 +18,6 @@ from ...weights.gguf_names import GgufNames
 from ...weights.scope import WeightScope
 from .encoder import ClassificationHead, Encoder, EncoderConfig
 
-__all__ = ["Bert", "BertConfig", "BertEmbeddings", "make_bert_layer"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BertConfig(EncoderConfig):

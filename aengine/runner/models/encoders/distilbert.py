@@ -14,8 +14,6 @@ from ...weights.scope import WeightScope
 from .bert import Bert, BertConfig
 from .encoder import ClassificationHead
 
-__all__ = ["DistilBert", "DistilBertConfig"]
-
 _SETTINGS = {
     "hidden_size": "dim",
     "intermediate_size": "hidden_dim",

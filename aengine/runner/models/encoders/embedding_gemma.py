@@ -22,8 +22,6 @@ from ...weights.scope import WeightScope
 from ..gemma import gemma3_settings
 from .encoder import Encoder, EncoderConfig, EncoderRopes
 
-__all__ = ["EmbeddingGemma", "EmbeddingGemmaConfig"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingGemmaConfig(EncoderConfig):

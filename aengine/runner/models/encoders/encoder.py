@@ -21,8 +21,6 @@ from ...rope import RopeConfig
 from ...weights.gguf_names import GgufNames
 from ...weights.scope import WeightScope
 
-__all__ = ["ClassificationHead", "Encoder", "EncoderConfig", "EncoderRopes"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderConfig:

@@ -19,8 +19,6 @@ from ...pooling.batch import EncoderBatch
 from ...weights.scope import WeightScope
 from .encoder import Encoder, EncoderConfig, EncoderRopes
 
-__all__ = ["ModernBert", "ModernBertConfig"]
-
 _KINDS = ("full_attention", "sliding_attention")
 _THETAS = {"full_attention": ("global_rope_theta", 160_000.0), "sliding_attention": ("local_rope_theta", 10_000.0)}
 

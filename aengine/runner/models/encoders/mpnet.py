@@ -18,8 +18,6 @@ from ...weights.scope import WeightScope
 from .bert import BertConfig, make_bert_layer
 from .roberta import Roberta
 
-__all__ = ["MPNet", "MPNetConfig"]
-
 FIRST_POSITION = 2  # behind the padding token's, whose id is 1
 FARTHEST = 128  # distances from here on share a bucket
 

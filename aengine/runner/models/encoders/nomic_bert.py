@@ -22,8 +22,6 @@ from ...weights.gguf_names import GgufNames
 from ...weights.scope import WeightScope
 from .encoder import ClassificationHead, Encoder, EncoderConfig, EncoderRopes
 
-__all__ = ["NomicBert", "NomicBertConfig"]
-
 _SETTINGS = {
     "hidden_size": "n_embd",
     "intermediate_size": "n_inner",

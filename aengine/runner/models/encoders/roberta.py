@@ -11,8 +11,6 @@ from ...model_config import ConfigReader
 from .bert import Bert, BertConfig, Config
 from .encoder import ClassificationHead, EncoderConfig
 
-__all__ = ["Roberta", "RobertaConfig", "XlmRoberta"]
-
 
 class RobertaConfig(BertConfig):
     @classmethod

@@ -19,9 +19,6 @@ from ...layers.attention import AttentionCall, AttentionLayer
 from ...layers.module_experts import can_run_experts, run_experts
 from .mixers import Run, mix_batch
 
-__all__ = ["ATTENTION", "AttentionSlot", "CallSinks", "LayerCalls", "Listener", "MixerSlot", "listen", "register"]
-
-
 ATTENTION = "aengine"
 """Name under which our attention, and our experts, are registered with transformers."""
 

@@ -23,8 +23,6 @@ from .attention import ATTENTION, listen
 from .mixers import Run, StepCache
 from .survey import SurveyedLayer, SurveyedMixer
 
-__all__ = ["PlainAttention", "check_batch"]
-
 _LENGTHS = (140, 9)
 """Tokens of both. The longer one is long enough for what some models do between distant tokens."""
 

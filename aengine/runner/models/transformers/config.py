@@ -16,8 +16,6 @@ from .library import ModelFiles
 from .mixers import source_of
 from .survey import SurveyedLayer, SurveyedMixer, survey
 
-__all__ = ["TransformersConfig", "read_transformers_config"]
-
 _ENDLESS = 1 << 17
 """Tokens of a sequence of a model that has no longest: states alone."""
 

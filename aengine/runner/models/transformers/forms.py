@@ -18,19 +18,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = [
-    "ATTENTION",
-    "GATED",
-    "LAYERS",
-    "NORMED_ATTENTION",
-    "PACKED",
-    "RMS_NORMS",
-    "ROPES",
-    "LayerNorms",
-    "form_of",
-    "turns_neighbours",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class LayerNorms:

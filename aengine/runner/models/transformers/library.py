@@ -14,8 +14,6 @@ from torch import nn
 from ....errors import ModelLoadError
 from .attention import ATTENTION, register
 
-__all__ = ["ModelFiles", "build_skeleton", "library_version", "read_hf_config"]
-
 _LEAST_VERSION = (5, 17)
 _INSTALL = "pip install 'transformers>=5.17'"
 

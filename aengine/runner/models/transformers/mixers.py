@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from ...kv_spec import StateTensor
 from ...layers.states import LayerStates
 
-__all__ = ["MixerListener", "Run", "StepCache", "is_mixer", "mix_batch", "source_of", "wrap_mixers"]
-
 Run = Callable[[int, int, bool, "StepCache"], Tensor]
 """Computes tokens begin to end of a step, as one sequence or (True) each as a sequence of its own."""
 _CACHE_ARGUMENTS = ("past_key_values", "cache_params", "past_key_value", "cache")

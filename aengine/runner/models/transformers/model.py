@@ -22,8 +22,6 @@ from .ropes import fix_ropes
 from .survey import Head, SurveyedLayer, SurveyedMixer, find_trunk, trunk_inputs
 from .weights import CheckpointWeights
 
-__all__ = ["TransformersModel"]
-
 logger = logging.getLogger("aengine.runner")
 
 

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from ....errors import ModelLoadError
 
-__all__ = ["fix_ropes"]
-
 
 def fix_ropes(model: nn.Module) -> None:
     """Replace the ``forward`` of all such modules. Raises ModelLoadError if one is of an unknown kind."""

@@ -19,8 +19,6 @@ from .library import ModelFiles, build_skeleton
 from .mixers import Run, StepCache, source_of, wrap_mixers
 from .ropes import fix_ropes
 
-__all__ = ["Head", "SurveyedLayer", "SurveyedMixer", "find_trunk", "survey"]
-
 _TOKENS = 3  # one is a special case in some models
 _META = torch.device("meta")
 _DTYPE = torch.bfloat16

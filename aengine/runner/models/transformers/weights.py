@@ -20,8 +20,6 @@ from ....errors import ModelLoadError
 from ...weights.scope import WeightScope
 from ...weights.sources.reading import text_name
 
-__all__ = ["CheckpointWeights"]
-
 
 class CheckpointWeights:
     """The places of a model's tensors, which depend on the names that the checkpoint has."""
