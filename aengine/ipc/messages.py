@@ -40,6 +40,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import msgpack
@@ -303,23 +304,13 @@ def pack(message: object) -> bytes:
             )
         )
     if type(message) is ModelRunnerOutput:
-        o = message
-        lp = o.logprobs
+        o, lp, r = message, message.logprobs, message.results
+        logprobs = lp and [c.tobytes() for c in (lp.token_idx, lp.sampled, lp.counts, lp.token_ids, lp.values)]
+        errors = [(e.batch_idx, e.type, e.message) for e in o.errors]
+        counts = None if o.counts is None else o.counts.tobytes()
+        results = r and [c.tobytes() for c in (r.batch_idx, r.sizes, r.values)]
         return _packer.pack(
-            (
-                o.step_id,
-                o.token_ids.tobytes(),
-                None
-                if lp is None
-                else [c.tobytes() for c in (lp.token_idx, lp.sampled, lp.counts, lp.token_ids, lp.values)],
-                [(e.batch_idx, e.type, e.message) for e in o.errors],
-                o.answered_at,
-                o.seconds,
-                None if o.counts is None else o.counts.tobytes(),
-                None
-                if o.results is None
-                else [c.tobytes() for c in (o.results.batch_idx, o.results.sizes, o.results.values)],
-            )
+            (o.step_id, o.token_ids.tobytes(), logprobs, errors, o.answered_at, o.seconds, counts, results)
         )
     if type(message) is GrammarOutput:
         return _packer.pack((message.step_id, message.batch_idx.tobytes(), message.bitmask))
@@ -349,24 +340,8 @@ def unpack(kind: Kind, payload: bytes | bytearray | memoryview) -> Any:
 
 
 def _new_request(r: NewRequest) -> tuple[Any, ...]:
-    numbers = _NUMBERS.pack(
-        r.req_idx,
-        r.num_prompt_tokens,
-        r.num_computed_tokens,
-        r.temperature,
-        r.top_p,
-        r.top_k,
-        r.min_p,
-        r.seed,
-        r.presence_penalty,
-        r.frequency_penalty,
-        r.repetition_penalty,
-        r.logprobs,
-        r.min_tokens,
-        r.max_num_tokens,
-    )
     tokens, blocks, stops = r.token_ids.tobytes(), r.block_ids.tobytes(), r.stop_token_ids.tobytes()
-    return numbers, tokens, blocks, stops, r.block_spans.tobytes(), r.extras
+    return _NUMBERS.pack(*_NUMBERS_OF(r)), tokens, blocks, stops, r.block_spans.tobytes(), r.extras
 
 
 def _step(data: Any) -> SchedulerOutput:
@@ -528,6 +503,10 @@ _CHECKS: dict[Kind, Callable[[Any], None]] = {
     Kind.REVOKED: _revoked,
 }
 _NUMBERS = struct.Struct("<3i2didq3d3i")
+_NUMBERS_OF = attrgetter(
+    *("req_idx", "num_prompt_tokens", "num_computed_tokens", "temperature", "top_p", "top_k", "min_p", "seed"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs", "min_tokens", "max_num_tokens"),
+)
 """The fields of NewRequest that are numbers, in its order."""
 _MOST_EXTRAS = 64
 
