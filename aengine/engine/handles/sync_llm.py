@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
     import openai
 
-    from ...outputs import Completion
+    from ...outputs import Completion, T
     from ..chat.messages import ChatCompletion
     from ..tokenizer.prompt import Prompt
 
 P = ParamSpec("P")
-T = TypeVar("T")
+R = TypeVar("R")
 
 
 class _Waiting:
@@ -39,15 +39,15 @@ class _Waiting:
         self._sync = sync
         self.listeners = sync._handle.listeners
 
-    async def run(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+    async def run(self, function: Callable[..., Awaitable[R]], *args: Any) -> R:
         return self._sync._wait(function, *args)
 
 
-def _blocking(call: Callable[Concatenate[CoreCalls, P], Awaitable[T]]) -> Callable[Concatenate[Any, P], T]:
+def _blocking(call: Callable[Concatenate[CoreCalls, P], Awaitable[R]]) -> Callable[Concatenate[Any, P], R]:
     """Return a call of `CoreCalls`, none of whose awaits suspends over `_Waiting`, as one that blocks."""
 
     @functools.wraps(call)
-    def blocking(self: SyncLLM, /, *args: P.args, **options: P.kwargs) -> T:
+    def blocking(self: SyncLLM, /, *args: P.args, **options: P.kwargs) -> R:
         calls = CoreCalls()
         calls._handle = _Waiting(self)  # type: ignore[assignment]
         return run_now(call(calls, *args, **options))  # type: ignore[arg-type]
@@ -252,13 +252,13 @@ class SyncLLM(ImmediateCalls, SyncCoreCalls):
         """
         return CLIENTS["blocking openai"](self._engine, self._run, **options)
 
-    def _run(self, function: Callable[[], Awaitable[T]]) -> T:
+    def _run(self, function: Callable[[], Awaitable[R]]) -> R:
         """Run a coroutine on the engine's loop, blocking this thread."""
         return self._wait(lambda core: function())
 
     # -- internals
 
-    def _wait(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+    def _wait(self, function: Callable[..., Awaitable[R]], *args: Any) -> R:
         """Run ``function(core, *args)`` on the engine's loop, blocking this thread."""
         self._check()
         return self._handle.wait(function, *args)
