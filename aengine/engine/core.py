@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, fields
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from ..checkpoint.sampling_defaults import SamplingDefaults
 from ..config import EngineConfig
 from ..errors import EngineClosedError, EngineError, InternalError
 from ..telemetry.listeners import Listeners
-from ..telemetry.metrics import Counters, Statistics
+from ..telemetry.metrics import Counters, ReplicaStatistics, Statistics
 from ..telemetry.observer import Observer
 from .admission import Admission
 from .admission_queue import AdmissionQueue
@@ -39,6 +40,8 @@ from .worker_control import NUM_RESTARTS_TOLD
 logger = logging.getLogger("aengine")
 
 _ALIVE = ("running", "draining")
+_SUMS = {one.name for one in fields(ReplicaStatistics)} - {"state", "num_waiting", "num_restarts"}
+"""Numbers of an engine that are sums of its replicas'."""
 
 
 class EngineCore:
@@ -167,30 +170,14 @@ class EngineCore:
         restarts = sorted(
             (one for replica in replicas for one in tuple(replica.worker.restarts)), key=lambda one: one.time
         )
+        sums: dict[str, Any] = {name: sum(getattr(one, name) for one in own) for name in _SUMS}
         return Statistics(
-            num_running=sum(one.num_running for one in own),
+            **sums,
+            **asdict(counters),
             num_waiting=len(self.queue) + self.admission.num_preempted,
-            num_blocks=sum(one.num_blocks for one in own),
-            num_free_blocks=sum(one.num_free_blocks for one in own),
-            num_swapped_blocks=sum(one.num_swapped_blocks for one in own),
-            swapped_bytes=sum(one.swapped_bytes for one in own),
             block_size=self.ready["block_size"],
             num_preemptions=sum(replica.scheduler.rows.num_preemptions for replica in replicas),
-            num_restarts=counters.num_restarts,
-            num_requests=counters.num_requests,
-            num_finished=counters.num_finished,
-            num_aborted=counters.num_aborted,
-            num_failed=counters.num_failed,
-            num_steps=counters.num_steps,
-            prompt_tokens=counters.prompt_tokens,
-            generated_tokens=counters.generated_tokens,
-            prefix_cache_queries=sum(one.prefix_cache_queries for one in own),
-            prefix_cache_hits=sum(one.prefix_cache_hits for one in own),
-            num_drafts=sum(one.num_drafts for one in own),
-            drafted_tokens=sum(one.drafted_tokens for one in own),
-            accepted_tokens=sum(one.accepted_tokens for one in own),
             loop_lag=max(replica.steps.lag.worst for replica in replicas),
-            num_rejected=counters.num_rejected,
             finish_reasons={reason.value: count for reason, count in observer.num_ended.items()},
             restarts=tuple(restarts[-NUM_RESTARTS_TOLD:]),
             worker_memory_bytes=_sum(resident for resident, _ in memory),

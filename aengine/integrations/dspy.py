@@ -35,6 +35,11 @@ except ImportError as error:
 __all__ = ["AEngine", "AsyncAEngine", "lm"]
 
 _PROVIDER = "aengine"
+_EQUAL_NAMES = (
+    *("max_tokens", "temperature", "top_p", "top_k", "seed"),
+    *("frequency_penalty", "presence_penalty", "logprobs", "response_format"),
+)
+"""Settings that are called as the engine's."""
 
 _FINISH_REASONS: dict[FinishReason, Any] = {
     FinishReason.STOP: "stop",
@@ -165,16 +170,8 @@ def _asked(
     if streams and config.logprobs is not None:
         raise _unsupported("config.logprobs", "log-probabilities are not streamed")
     given: dict[str, Any] = {
-        "max_tokens": config.max_tokens,
-        "temperature": config.temperature,
-        "top_p": config.top_p,
-        "top_k": config.top_k,
+        **{name: getattr(config, name) for name in _EQUAL_NAMES},
         "stop": config.stop or None,
-        "seed": config.seed,
-        "frequency_penalty": config.frequency_penalty,
-        "presence_penalty": config.presence_penalty,
-        "logprobs": config.logprobs,
-        "response_format": config.response_format,
         "tools": [_tool(tool) for tool in request.tools] or None,
         "on_unsupported": "relax",  # DSPy says of every schema that it is strict, and validates the answer itself
         **(config.extensions or {}),

@@ -83,6 +83,11 @@ if TYPE_CHECKING:
 __all__ = ["AEngineModel", "AEngineStreamedResponse"]
 
 SYSTEM = "aengine"
+_EQUAL_NAMES = (
+    *("max_tokens", "temperature", "top_p", "top_k", "seed"),
+    *("presence_penalty", "frequency_penalty", "logit_bias"),
+)
+"""Settings that are called as the engine's."""
 
 PROFILE = ModelProfile(
     supports_tools=True,
@@ -242,15 +247,8 @@ class AEngineModel(Model[None]):
         is_strict = any(tool.strict is True for tool in tools.values()) or bool(output and output.strict)
         on_unsupported: OnUnsupported = "error" if is_strict else "relax"
         given: dict[str, Any] = {
-            "max_tokens": settings.get("max_tokens"),
-            "temperature": settings.get("temperature"),
-            "top_p": settings.get("top_p"),
-            "top_k": settings.get("top_k"),
-            "seed": settings.get("seed"),
+            **{name: settings.get(name) for name in _EQUAL_NAMES},
             "stop": settings.get("stop_sequences"),
-            "presence_penalty": settings.get("presence_penalty"),
-            "frequency_penalty": settings.get("frequency_penalty"),
-            "logit_bias": settings.get("logit_bias"),
             "deadline": timeout,
             "chat_template_kwargs": reasoning_variables(parameters.thinking),
             "on_unsupported": on_unsupported,

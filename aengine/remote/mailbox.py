@@ -20,7 +20,6 @@ from ..outputs import Completion, FinishReason, Timings, Token, Usage
 
 if TYPE_CHECKING:
     from ..chat import ChatCompletion, Delta
-    from ..engine.structured.output_type import OutputType
     from ..params import SamplingParams
 
 WINDOW = 64
@@ -39,23 +38,12 @@ class RemoteMailbox(Mailbox):
         request_id: str,
         send: Callable[..., None],
         *,
-        num_choices: int = 1,
         is_chat: bool = False,
         final_only: bool = False,
-        want_logprobs: bool = False,
-        output_type: OutputType | None = None,
-        is_json: bool = False,
-        on_end: Callable[[], None] = lambda: None,
+        **how: Any,
     ) -> None:
         """``send`` sends a message about the request: its kind, and arguments. The others are as of `Mailbox`."""
-        super().__init__(
-            final_only=final_only,
-            num_choices=num_choices,
-            want_logprobs=want_logprobs,
-            output_type=output_type,
-            is_json=is_json,
-            on_end=on_end,
-        )
+        super().__init__(final_only=final_only, **how)
         self.request_id = request_id
         self.is_chat = is_chat
         self._sends = send

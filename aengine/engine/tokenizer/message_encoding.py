@@ -179,16 +179,8 @@ class _SecretNames:
             name = token.content
             if token_id in markers:  # its first and last letters stay: what may stand beside it depends on them
                 name = self._names[token_id] = f"{name[0]}{secret}{_in_letters(number)}{name[-1]}"
-            twins.append(
-                AddedToken(
-                    name,
-                    single_word=token.single_word,
-                    lstrip=token.lstrip,
-                    rstrip=token.rstrip,
-                    normalized=token.normalized,
-                    special=token.special,
-                )
-            )
+            how = {one: getattr(token, one) for one in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+            twins.append(AddedToken(name, **how))
         twin.add_tokens(twins)
         for (token_id, _), token in zip(added, twins, strict=True):
             twin_id = twin.token_to_id(token.content)

@@ -229,12 +229,8 @@ class MessagesBody(CountBody, RequestBody):
             raise HTTPError(400, message, param="output_format")
         shape = asked or self.output_format
         given: dict[str, Any] = {
-            "max_tokens": self.max_tokens,
+            **{name: getattr(self, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "seed")},
             "stop": self.stop_sequences,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "seed": self.seed,
             "structured_output": StructuredOutput(json_schema=shape.schema_) if shape else None,
         }
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
