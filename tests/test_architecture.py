@@ -291,7 +291,6 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
     "swapped requests": (
         {"swapped", "SwapSpace", "SwappedRequests"},
         {
-            "engine/core.py",  # adds up what the replicas count
             "engine/replicas/replica.py",  # chooses it
             "engine/scheduler/swapped_requests.py",
             "runner/attention/swap_space.py",
@@ -320,7 +319,6 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
     "drafts": (
         {"draft", "drafts", "drafted", "Drafts", "DraftColumns", "DraftHistory", "DraftStep"},
         {
-            "engine/core.py",  # adds up what the replicas count
             "engine/replicas/replica.py",  # chooses who makes them, and has their counts
             "engine/grammar_gate.py",  # proposes what a grammar forces, and has rows of bitmasks after each draft
             "engine/structured/",
@@ -386,7 +384,6 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
         {"pooled", "pooling", "Pooling", "DecoderPooling", "vectors", "VectorLayers"},
         {
             "__init__.py",  # its calls
-            "async_llm.py",
             "engine/handles/",
             "remote/",
             "server/openai/embeddings.py",

@@ -148,7 +148,8 @@ class Request:
     num_prompt_tokens: int = field(init=False)
     status: RequestStatus = field(default=RequestStatus.NEW, init=False)
     is_paused: bool = field(default=False, init=False)  # it keeps its row, but is in no step until `Scheduler.resume`
-    is_unsettled: bool = field(default=False, init=False)  # likewise, until `Rows.settle` says how many tokens it has
+    # it keeps its row, but is in no step until `Rows.settle` says how many tokens it has
+    is_unsettled: bool = field(default=False, init=False)
     num_pauses: int = field(default=0, init=False)  # number of pauses until now
     finish_reason: FinishReason | None = field(default=None, init=False)
     # (priority, arrival time, order of adding); `add_request` sets the last
