@@ -22,6 +22,7 @@ def plan_experts(
     is_partial: bool = False,
     can_group: bool = False,
     kind: CodeKind | None = None,
+    is_compiled: bool = False,
 ) -> ExpertPlan:
     """Return the plan for the products of a layer.
 
@@ -30,12 +31,18 @@ def plan_experts(
         is_partial: some of the tokens' experts are not here, see `route`
         can_group: the layer's matrices fit torch's grouped product, see `expert_types.can_group`
         kind: of its codes, if these have a scale a group
+        is_compiled: a CPU's compiled kernels multiply the layer's matrices, see `ExpertWeights.is_compiled`
     """
     assert routing.expert_ids.shape == routing.weights.shape and routing.expert_ids.shape[1] == shape.top_k, shape
     if uses_triton(routing.expert_ids):
         from .triton import expert_plan as triton_op
 
         return triton_op.plan_experts(routing, shape, tiling, is_partial, can_group, kind)
+    if is_compiled:
+        from .cpu import expert_ops
+
+        slots = expert_ops.plan_experts(routing, shape.num_experts)
+        return ExpertPlan(routing, shape, [], is_partial=is_partial, slots=slots)
     order = routing.expert_ids.flatten().argsort(stable=True)
     counts = routing.expert_ids.flatten().bincount(minlength=shape.num_experts).tolist()
     parts = order.split(counts)[: shape.num_experts]

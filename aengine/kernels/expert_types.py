@@ -22,6 +22,7 @@ __all__ = [
     "ExpertGate",
     "ExpertMatrices",
     "ExpertPlan",
+    "ExpertSlots",
     "InputNorm",
     "Routing",
     "RoutingRule",
@@ -60,6 +61,14 @@ class ExpertBlocks(NamedTuple):
     ends: Tensor  # int32 [num_experts]: the slot behind each expert's last one
 
 
+class ExpertSlots(NamedTuple):
+    """Slots hold pairs, those of each expert behind each other, for a CPU's compiled kernels (cpu/experts.py)."""
+
+    tokens: Tensor  # int32 [n, top_k]: the slot's token
+    weights: Tensor  # float32 [n, top_k]: the slot's weight
+    entries: Tensor  # int32 [n, top_k * 3]: of each expert that is used its number, first slot, slots; then zeros
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertPlan:
     routing: Routing
@@ -68,6 +77,7 @@ class ExpertPlan:
     tiling: ExpertTiling | None = None  # tile sizes of the Triton kernels; None on the CPU
     blocks: ExpertBlocks | None = None  # blocks of pairs for the Triton kernels; None: each pair is computed alone
     is_partial: bool = False  # other ranks have some of the chosen experts
+    slots: ExpertSlots | None = None  # slots of pairs for a CPU's compiled kernels, which ``chosen`` is empty for
 
     @property
     def num_pairs(self) -> int:

@@ -17,13 +17,21 @@ from .expert_types import Routing, RoutingRule
 __all__ = ["route"]
 
 
-def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None, own: range | None = None) -> Routing:
+def route(
+    logits: Tensor,
+    rule: RoutingRule,
+    correction: Tensor | None = None,
+    own: range | None = None,
+    *,
+    is_compiled: bool = False,
+) -> Routing:
     """Choose ``rule.top_k`` experts a token, of equal ones that of the lowest id.
 
     Args:
         logits: float32 [n, num_experts]. A row with a NaN gets valid ids and the weights NaN, or none that matter.
         correction: float32 [num_experts], added to the scores for the choice alone; for "sigmoid"
         own: the experts that are computed here: they count from 0 on, and another's id is their number, its weight 0
+        is_compiled: a CPU's compiled kernels multiply the experts
     """
     num_experts = logits.shape[1]
     assert logits.dtype == torch.float32 and rule.top_k <= num_experts, f"{logits.dtype} {tuple(logits.shape)}, {rule}"
@@ -32,6 +40,10 @@ def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None, o
         from .triton import routing as triton_op
 
         return triton_op.route(logits, rule, correction, own)
+    if is_compiled and own is None and rule.num_groups == 1:
+        from .cpu import expert_ops
+
+        return expert_ops.route(logits, rule, correction)
     scores = logits.softmax(-1) if rule.scoring == "softmax" else logits.sigmoid()
     choice = scores if correction is None else scores + correction
     if rule.num_groups > 1:

@@ -35,12 +35,15 @@ __all__ = [
     "ALONE",
     "GATES",
     "KERNELS",
+    "MULTIPLIES",
     "ROWS_OF_CHUNK",
     "Operands",
     "activated",
     "blocks",
     "read_number",
     "read_scales",
+    "sigmoid",
+    "tile_product",
 ]
 
 ROWS_OF_CHUNK = 64
@@ -262,7 +265,7 @@ def _worth(count: int) -> int:
     return count - 1 if count > 2 else count
 
 
-def _sigmoid(f: Function, x: Value) -> Value:
+def sigmoid(f: Function, x: Value) -> Value:
     return f.like(x, 1.0) / (f.exp(x * -1.0) + 1.0)
 
 
@@ -280,21 +283,28 @@ def _erf(f: Function, x: Value) -> Value:
 def activated(f: Function, x: Value, activation: str) -> Value:
     """An `Activation` of float32."""
     if activation == "silu":
-        return x * _sigmoid(f, x)
+        return x * sigmoid(f, x)
     if activation == "gelu":
         return x * 0.5 * (_erf(f, x * 0.7071067811865476) + 1.0)
-    return x * _sigmoid(f, f.fma(x * x * x, f.like(x, 0.044715), x) * 1.5957691216057308)
+    return x * sigmoid(f, f.fma(x * x * x, f.like(x, 0.044715), x) * 1.5957691216057308)
 
 
-def _product(f: Function, target: Target, *, multiply: _Multiply, end: str) -> None:
-    """words: see _X to _CHUNKS."""
-    words = f.words
+def tile_product(f: Function, target: Target, multiply: _Multiply) -> str:
+    """Write the function (x, meta, tile, size, rows, out) that multiplies at most ROWS_OF_CHUNK rows by a tile, unless
+    the module has it; returns its name."""
 
     def write(tile: Function) -> None:
         _tile(tile, target, multiply)
 
+    name = f"multiply_{multiply.name}"
     arguments = {"x": POINTER, "meta": POINTER, "tile": POINTER, "size": I64, "rows": I64, "out": POINTER}
-    f.module.shared(f"multiply_{multiply.name}", write, **arguments)
+    f.module.shared(name, write, **arguments)
+    return name
+
+
+def _product(f: Function, target: Target, *, multiply: _Multiply, end: str) -> None:
+    """words: see _X to _CHUNKS."""
+    words, function = f.words, tile_product(f, target, multiply)
     size, tile_bytes, chunks = f.word(words, _SIZE), f.word(words, _TILE_BYTES), f.word(words, _CHUNKS)
     tiles, of_chunk, features = f.word(words, _TILES), f.word(words, _OF_CHUNK), f.word(words, _FEATURES)
     first_row = f.chunk / chunks * ROWS_OF_CHUNK
@@ -310,7 +320,7 @@ def _product(f: Function, target: Target, *, multiply: _Multiply, end: str) -> N
         for i, product in enumerate(products):
             own = tile + tiles * i
             place = f.address(words, _WEIGHT) + own * tile_bytes
-            f.call(f"multiply_{multiply.name}", None, x, meta, place, size, rows, product)
+            f.call(function, None, x, meta, place, size, rows, product)
             own_bias = f.variable(_FLOATS, 0.0)
             with f.when(f.word(words, _BIAS).differs(0)):
                 own_bias.set(f.load_lanes(_FLOATS, bias + own * (4 * ROWS), mask))
@@ -344,8 +354,10 @@ def _multiplies() -> Iterator[_Multiply]:
 GATES = get_args(Activation)
 ALONE = "_alone"
 ENDS = ("store", "add", *GATES, *(f"{activation}{ALONE}" for activation in GATES))
+MULTIPLIES = {multiply.name: multiply for multiply in _multiplies()}
+"""By the name of a packed kind and of the dtype of activations: "q4_k_int8"."""
 KERNELS: dict[str, WriteKernel] = {
     f"product_{multiply.name}_{end}": partial(_product, multiply=multiply, end=end)
-    for multiply in _multiplies()
+    for multiply in MULTIPLIES.values()
     for end in ENDS
 }

@@ -5,7 +5,8 @@
     tape.run(rows=3)                  # all ops, over the first 3 rows of their tensors
 
 Outside of `record` an op runs at once. An op is a kernel, its arguments and the number of its chunks: ``factor`` for
-each ``grain`` rows. What has rows has room for as many as a step may have; how many there are is said at each run.
+each ``grain`` rows, at most ``most``. What has rows has room for as many as a step may have; how many there are is said
+at each run. A tensor may have several rows for each of them.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ class Tape:
         self._words: list[list[int]] = []
         self._kept: list[object] = []  # owners of memory that the ops use
 
-    def append(self, kernel: str, arguments: Sequence[Argument], factor: int, grain: int) -> None:
+    def append(self, kernel: str, arguments: Sequence[Argument], factor: int, grain: int, most: int) -> None:
         assert len(arguments) <= OP_WORDS - ARGUMENTS
         self._kernels.append(kernel)
-        self._words.append([0, factor, grain, 0, *map(_word, arguments)])
+        self._words.append([0, factor, grain, most, *map(_word, arguments)])
         self._kept.extend(x for x in arguments if isinstance(x, Tensor) and not (_now.arena and _now.arena.owns(x)))
 
     def keep(self, owner: object) -> None:
@@ -97,9 +98,9 @@ class Arena:
         with DisableTorchFunction():
             return tensor.untyped_storage().data_ptr() in self._places
 
-    def empty(self, columns: int, dtype: torch.dtype) -> Tensor:
+    def empty(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """A new tensor [rows, columns]."""
-        size = self.rows * columns * dtype.itemsize
+        size = rows * columns * dtype.itemsize
         free = self._free.setdefault(size, [])
         if free:
             memory = free.pop()
@@ -110,7 +111,7 @@ class Arena:
         lent = memory[:size]  # an object of its own, which lives as long as the tensor's storage
         weakref.finalize(lent, free.append, memory)
         with DisableTorchFunction():
-            return torch.from_numpy(lent).view(dtype).view(self.rows, columns)
+            return torch.from_numpy(lent).view(dtype).view(rows, columns)
 
 
 class _OnlyViews(TorchFunctionMode):
@@ -166,20 +167,25 @@ def is_recording() -> bool:
 
 
 def empty(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """A new tensor [rows, columns] for an op to fill; of a recording, for as many rows as a run may have."""
+    """A new tensor [rows, columns] for an op to fill; of a recording, for as many rows as a run may have, or for each
+    of them several."""
     if _now.arena is None:
         return torch.empty(rows, columns, dtype=dtype)
-    assert rows == _now.arena.rows
-    return _now.arena.empty(columns, dtype)
+    assert rows % _now.arena.rows == 0
+    return _now.arena.empty(rows, columns, dtype)
 
 
-def launch(kernel: str, arguments: Sequence[Argument], rows: int, factor: int = 1, grain: int = 1) -> None:
-    """Run an op over ``rows`` rows, or append it to the tape that is being recorded."""
-    if _now.tape is not None:
-        _now.tape.append(kernel, arguments, factor, grain)
+def launch(
+    kernel: str, arguments: Sequence[Argument], rows: int, factor: int = 1, grain: int = 1, most: int = 0
+) -> None:
+    """Run an op over ``rows`` rows, or append it to the tape that is being recorded. ``most``: of chunks, if not 0."""
+    if _now.tape is not None and _now.arena is not None:
+        each = rows // _now.arena.rows
+        assert each * _now.arena.rows == rows and (each == 1 or grain == 1)
+        _now.tape.append(kernel, arguments, factor * each, grain, most)
         return
     with _traced(kernel):
-        library().run_once(kernel, [0, factor, grain, 0, *map(_word, arguments)], rows)
+        library().run_once(kernel, [0, factor, grain, most, *map(_word, arguments)], rows)
 
 
 def _traced(name: str) -> AbstractContextManager[Any]:

@@ -27,8 +27,8 @@ from .emit import I32, I64, POINTER, Function, Module, Value
 __all__ = ["ARGUMENTS", "COUNTER_WORDS", "OP_WORDS", "Team", "aligned_words", "write_team"]
 
 OP_WORDS = 32
-"""Words of an op: the address of its function, the chunks of each block of rows, the rows of a block, then its
-arguments from `ARGUMENTS` on."""
+"""Words of an op: the address of its function, the chunks of each block of rows, the rows of a block, the most chunks
+or 0, then its arguments from `ARGUMENTS` on."""
 ARGUMENTS = 4
 COUNTER_WORDS = 16
 """Words of an op's counters: chunks that were claimed, and, a cache line later, chunks that are done."""
@@ -76,6 +76,7 @@ def write_team(module: Module, machine: str) -> None:
             op, counter = tape + i * (8 * OP_WORDS), counters + i * (8 * COUNTER_WORDS)
             grain = f.word(op, 2)
             total = (rows + grain - 1) // grain * f.word(op, 1)
+            total = f.choose(f.word(op, 3).equals(0), total, f.smaller(total, f.word(op, 3)))
             address = f.word(op, 0)
             done = counter + 64
             run = f.larger(total * _IN_RUNS[0] // (threads * _IN_RUNS[1]), 1)

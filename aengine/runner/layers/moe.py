@@ -93,6 +93,11 @@ class Experts:
         """Whether torch's grouped product takes the loaded matrices."""
         return self.gate_up.weights.can_group and self.down.weights.can_group
 
+    @cached_property
+    def is_compiled(self) -> bool:
+        """Whether a CPU's compiled kernels multiply the loaded matrices."""
+        return self.gate_up.weights.is_compiled and self.down.weights.is_compiled
+
 
 class SharedExpert:
     """A feed-forward layer for all tokens, weighted by sigmoid(g x) if it has a ``gate`` [1, hidden_size]."""
@@ -155,13 +160,15 @@ class MoE:
         """Return the inner features of the chosen experts that are this rank's, for norm(x) [num_tokens,
         hidden_size]."""
         logits = self.router.linear.after_norm(x, norm, torch.float32)
-        routing = route(logits, self.router.rule, self.router.correction, self._own)
+        is_compiled = self.experts.is_compiled
+        routing = route(logits, self.router.rule, self.router.correction, self._own, is_compiled=is_compiled)
         plan = plan_experts(
             routing,
             self.shape,
             is_partial=self._own is not None,
             can_group=self.experts.can_group,
             kind=self.experts.gate_up.weights.kind,
+            is_compiled=is_compiled,
         )
         return self.experts.gate_up.gated_after_norm(x, norm, plan, self.experts.gate), plan
 

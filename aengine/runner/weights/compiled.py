@@ -29,8 +29,10 @@ from ...kernels.cpu.codes import (
     pack_int16,
     quantise_int16,
 )
+from ...kernels.cpu.expert_ops import PackedExperts, add_experts, expert_product, gathered
 from ...kernels.cpu.layouts import BLOCK, ROWS
 from ...kernels.cpu.tape import empty
+from ...kernels.expert_types import ExpertGate, ExpertPlan
 from ...kernels.grouped_codes import GroupedCodes
 from ...kernels.rms_norm import add_rms_norm, rms_norm
 from .expert_weights import SeparateExperts
@@ -102,6 +104,11 @@ class CompiledWeight(Weight):
         parts = [self, *(other for other in others if isinstance(other, CompiledWeight))]
         return CompiledWeightsBelow(parts) if len(parts) > len(others) else super().above(others)
 
+    def beside(self, others: Sequence[Weight]) -> CompiledExperts | None:
+        all_of = [self, *(other for other in others if isinstance(other, CompiledWeight))]
+        forms = {(own.wants, own.packed.kind, own.bias is None) for own in all_of}
+        return CompiledExperts(all_of) if len(all_of) > len(others) and len(forms) == 1 else None
+
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         add_to(residual, self.packed, self._activations(x), 1.0, self.bias)
 
@@ -144,6 +151,23 @@ class CompiledWeightsBelow(WeightsBelow):
         for part, own in zip(self.parts, out.split(sizes, 1), strict=True):
             multiply(part.packed, of[part.wants], part.bias, own)
         return out
+
+
+class CompiledExperts:
+    """The matrices of a mixture, all of one kind: of each that tokens have chosen, the rows of these are multiplied."""
+
+    def __init__(self, weights: Sequence[CompiledWeight]) -> None:
+        self._first = weights[0]
+        self._packed = PackedExperts([own.packed for own in weights], [own.bias for own in weights])
+
+    def gated_after_norm(self, x: Tensor, norm: Norm, plan: ExpertPlan, gate: ExpertGate) -> Tensor:
+        assert plan.slots is not None
+        of = gathered(self._first._activations(x, norm), plan.slots)
+        return expert_product(self._packed, of, plan.slots, gate)
+
+    def add_to(self, residual: Tensor, hidden: Tensor, plan: ExpertPlan) -> None:
+        assert plan.slots is not None
+        add_experts(residual, self._packed, self._first._activations(hidden), plan.slots)
 
 
 def _gated(gate_up: Tensor, activation: Activation) -> Tensor:

@@ -21,7 +21,7 @@ from ...kernels.expert_gate import gate_experts
 from ...kernels.expert_types import ExpertGate, ExpertMatrices, ExpertPlan, InputNorm, can_group
 from ...kernels.experts import add_experts, add_weighted, expert_product
 from ...kernels.rms_norm import rms_norm
-from .weight import ExpertWeights, Norm, StoredTensor, Weight
+from .weight import ExpertWeights, MultipliedExperts, Norm, StoredTensor, Weight
 
 __all__ = ["GatheredExperts", "SeparateExperts", "StackedExperts"]
 
@@ -88,12 +88,24 @@ class GatheredExperts(ExpertWeights):
 
 
 class SeparateExperts(GatheredExperts):
-    __slots__ = ("_make", "_weights")
+    """Each expert's matrix is a `Weight`. Those of a CPU's compiled kernels, if all are of a kind, are multiplied
+    together."""
+
+    __slots__ = ("_make", "_together", "_weights")
 
     def __init__(self, make: Callable[[Mapping[str, Tensor]], Weight], tensors: Sequence[StoredTensor]) -> None:
         super().__init__(tensors, torch.device("cpu"))
         self._make = make
         self._weights: dict[int, Weight] = {}
+        self._together: MultipliedExperts | None = None
+
+    @property
+    def is_compiled(self) -> bool:
+        """See `ExpertWeights`; asked once all have come."""
+        if self._together is None:
+            first, *others = (self._weights[expert] for expert in range(len(self._weights)))
+            self._together = first.beside(others)
+        return self._together is not None
 
     def finish(self, expert: int) -> None:
         made = self._make(self._rooms.pop(expert))
@@ -103,13 +115,17 @@ class SeparateExperts(GatheredExperts):
             self._weights[expert] = made
 
     def gated_after_norm(self, x: Tensor, norm: Norm, plan: ExpertPlan, gate: ExpertGate) -> Tensor:
+        if plan.slots is not None and self._together is not None:
+            return self._together.gated_after_norm(x, norm, plan, gate)
         if not plan.chosen:
             return x.new_empty(plan.num_pairs, 0)
         x = rms_norm(x, norm.weight, norm.eps)
         return gate_experts(self._multiply([x[pairs // plan.shape.top_k] for _, pairs in plan.chosen], plan), gate)
 
     def add_to(self, residual: Tensor, hidden: Tensor, plan: ExpertPlan) -> None:
-        if plan.chosen:
+        if plan.slots is not None and self._together is not None:
+            self._together.add_to(residual, hidden, plan)
+        elif plan.chosen:
             add_weighted(residual, self._multiply([hidden[pairs] for _, pairs in plan.chosen], plan), plan)
 
     def _multiply(self, rows: Sequence[Tensor], plan: ExpertPlan) -> Tensor:

@@ -31,6 +31,7 @@ __all__ = [
     "Drawn",
     "ExpertWeights",
     "JoinedTensors",
+    "MultipliedExperts",
     "Norm",
     "NotMultiplied",
     "RowTiledFormat",
@@ -114,6 +115,10 @@ class Weight(ABC):
         """Return this weight and others, below each other, as one."""
         return WeightsBelow([self, *others])
 
+    def beside(self, others: Sequence[Weight]) -> MultipliedExperts | None:
+        """Return this weight and others, each an expert's, as what multiplies them together; None: there is none."""
+        return None
+
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         """Add the product by x to ``residual`` [n, out_features], in place."""
         residual.add_(self.multiply(x))
@@ -155,6 +160,14 @@ def put_into(owner: object, name: str, tensor: Tensor) -> None:
         before.copy_(tensor)
 
 
+class MultipliedExperts(Protocol):
+    """What multiplies the matrices of all experts by a plan of `ExpertSlots`; its verbs are of `ExpertWeights`."""
+
+    def gated_after_norm(self, x: Tensor, norm: Norm, plan: ExpertPlan, gate: ExpertGate) -> Tensor: ...
+
+    def add_to(self, residual: Tensor, hidden: Tensor, plan: ExpertPlan) -> None: ...
+
+
 class ExpertWeights(ABC):
     """A matrix [out_features, in_features] an expert, with its bias, if it has one."""
 
@@ -169,6 +182,11 @@ class ExpertWeights(ABC):
     def kind(self) -> CodeKind | None:
         """Kind of the codes that a GPU multiplies, if these have a scale a group."""
         return None
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether a CPU's compiled kernels multiply all experts together, by a plan of `ExpertSlots`."""
+        return False
 
     @abstractmethod
     def room(self, expert: int, suffix: str, rows: slice) -> Tensor:
