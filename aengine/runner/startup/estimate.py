@@ -126,7 +126,8 @@ def gguf_matrices(
     activations: Literal["int8", "float32"] | None = None
     if compiled:
         activations = "int8" if config.dtype == "auto" else "float32"
-    return GgufMatrices.of_file(source.path, gguf_names(model_config), types, activations, platform.is_accelerator)
+    has_stacks = platform.is_accelerator or bool(compiled)
+    return GgufMatrices.of_file(source.path, gguf_names(model_config), types, activations, has_stacks)
 
 
 def _budget(config: EngineConfig, platform: Platform, weight_bytes: int) -> tuple[int, int]:

@@ -6,8 +6,8 @@ Mxfp4Experts        name_blocks uint8 [num_experts, out_features, in_features / 
                     OCP Microscaling Formats (MX) Specification 1.0, 2023: E2M1 with an E8M0 scale of 32
 both                name_bias [num_experts, out_features]
 
-A GPU multiplies the codes of MXFP4 (quantised/grouped.py). On a CPU they become numbers as they are loaded, one expert
-at a time; bfloat16 holds them exactly.
+A GPU multiplies the codes of MXFP4 (quantised/grouped.py), and so do the compiled kernels of a CPU. Without these they
+become numbers as they are loaded, one expert at a time; bfloat16 holds them exactly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ...kernels.grouped_codes import GroupedCodes, pack, values
+from ...checkpoint.gguf_file import GGML_TYPES
+from ...kernels.grouped_codes import GroupedCodes, pack, unpack_halves, values
+from .quantised.gguf import GgufFormat
 from .quantised.grouped import CodedExperts
 from .quantised.unpacked import checked_scale, codes_of_bytes, log_dequantised
 from .weight import RANDOM_EXPONENTS, ExpertWeights, NotMultiplied, StoredTensor
@@ -78,7 +80,7 @@ class Mxfp4Experts(PackedLayout):
     def of(self, formats: WeightFormats, in_features: int) -> PackedLayout:
         """Raises NotMultiplied: a rank's columns on a GPU are not whole groups, and may not become numbers."""
         if formats.device.type == "cpu":
-            return self
+            return Mxfp4Blocks() if formats.is_compiled and in_features % _GROUP == 0 else self
         if in_features % _GROUP == 0:
             return Mxfp4Codes()
         problem = f"{in_features} columns of a rank are no whole groups of {_GROUP}"
@@ -129,6 +131,26 @@ class Mxfp4Codes(Mxfp4Experts):
     def _codes(self, tensors: Mapping[str, Tensor]) -> GroupedCodes:
         scale = checked_scale(tensors["scale"].view(torch.float8_e8m0fnu), "scales")
         return GroupedCodes("e2m1", tensors["codes"], scale, _GROUP)
+
+
+class Mxfp4Blocks(Mxfp4Experts):
+    """Layout of MXFP4 that becomes blocks of a GGUF, which the compiled kernels of a CPU multiply."""
+
+    _form = GgufFormat(next(code for code, kind in GGML_TYPES.items() if kind.name == "MXFP4"), "float32")
+
+    def kept(self, dtype: torch.dtype) -> torch.dtype | None:
+        return None
+
+    def make_experts(
+        self, num_experts: int, out_features: int, in_features: int, has_bias: bool, formats: WeightFormats
+    ) -> ExpertWeights:
+        stored = self._form.tensors(out_features, in_features, has_bias)
+        return self._form.make_experts(num_experts, stored, formats.device)
+
+    def expert(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
+        scales = tensors["_scales"]
+        codes = unpack_halves(pack(codes_of_bytes(tensors["_blocks"].flatten(1)))).view(*scales.shape, 16)
+        return {"weight": torch.cat((scales[..., None], codes), -1), **_bias_of(tensors)}
 
 
 def _bias(num_experts: int, out_features: int, has_bias: bool, dtype: torch.dtype) -> list[StoredTensor]:

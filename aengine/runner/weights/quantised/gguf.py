@@ -36,7 +36,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ....checkpoint.gguf_file import GGML_TYPES
-from ....errors import InternalError, ModelLoadError
+from ....errors import ModelLoadError
+from ..expert_weights import SeparateExperts
 from ..weight import ExpertWeights, StoredTensor, Weight
 from .grouped import CodedExperts, CodeKind, GroupedCodes, GroupedWeight, pack, pack_halves
 
@@ -118,7 +119,7 @@ class GgufFormat:
 
     def make_experts(self, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device) -> ExpertWeights:
         if device.type == "cpu":
-            raise InternalError("stacks of experts become numbers as they are read")
+            return SeparateExperts(self.make, tensors)
         return CodedExperts(self._codes, num_experts, tensors, device)
 
     def _codes(self, tensors: Mapping[str, Tensor]) -> GroupedCodes:
