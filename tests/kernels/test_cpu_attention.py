@@ -24,6 +24,7 @@ from aengine.kernels.cpu.emit import Module
 from aengine.kernels.cpu.library import Library, write_kernels
 from aengine.kernels.cpu.ops import attend, attend_both_sides, write_qkv
 from aengine.kernels.cpu.target import Target, host
+from aengine.kernels.kv_codes import kept_kv, kv_numbers
 from aengine.kernels.paged_attention import Scores, prefill_attention
 from aengine.kernels.rotary import HeadNorms, Rope, apply_rotary, rotary_rows
 
@@ -273,6 +274,7 @@ def test_both_are_recorded(rng: random.Random, gen: torch.Generator) -> None:
 
 
 NAMES = ["attend.48.3.float32", "attend.32.1.bfloat16", "write_qkv.halves.float32", "write_qkv.interleaved.float16"]
+NAMES += ["attend.32.2.float8_e4m3fn", "write_qkv.halves.float8_e4m3fn"]
 PLAIN = Target("x86_64-unknown-linux-gnu", "x86-64", "")
 ARM = Target("aarch64-unknown-linux-gnu", "generic", "+neon")
 
@@ -294,3 +296,36 @@ def test_with_avx2_alone(
     monkeypatch.setattr(tape, "library", lambda: avx2)
     test_write_qkv(rng, gen, interleaved=True, dtype=torch.float16)
     test_attend(rng, gen, torch.bfloat16)
+
+
+def test_keys_and_values_in_fp8_are_kept_as_torch_rounds_them() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    halfway = (codes[:126] + codes[1:127]) / 2
+    beside = [torch.nextafter(halfway, torch.tensor(far)) for far in (1e9, -1e9)]
+    odd = torch.tensor([torch.inf, -torch.inf, 1e-40, 449, 464, -1e30])
+    numbers = torch.cat([codes, halfway, -halfway, *beside, odd])
+    numbers = F.pad(numbers, (0, -len(numbers) % 64)).view(-1, 2, 1, 32)
+    for scales in (torch.ones(2, 1), torch.tensor([[0.37], [2.9]])):
+        kv = numbers * scales[:, :, None]
+        slots, cache = torch.arange(len(kv)), torch.zeros(len(kv), 1, 2, 1, 32, dtype=torch.uint8)
+        qkv = torch.cat([torch.zeros(len(kv), 32), kv.flatten(1)], 1)
+        write_qkv(qkv, slots, slots, None, None, 1, cache, scales)
+        assert torch.equal(cache.squeeze(1), kept_kv(kv, torch.uint8, scales))
+
+
+def test_attend_over_fp8(rng: random.Random, gen: torch.Generator) -> None:
+    """What is not written are codes of NaN."""
+    shape = Shape.random(rng)
+    scales = torch.rand(2, shape.kv_heads, generator=gen) / 100 + 0.005
+    for _ in range(4):
+        batch = Batch(rng, gen, shape)
+        plain = batch.cache
+        how = scores(rng, gen, shape.heads)
+        batch.cache = kept_kv(plain, torch.uint8, scales)
+        write_qkv(batch.qkv, batch.positions, batch.slots, None, None, shape.heads, batch.cache, scales)
+        kept, batch.cache = batch.cache, kv_numbers(batch.cache, torch.float32, scales)
+        kv = batch.qkv.view(len(batch.qkv), -1, shape.dim)[:, shape.heads :].unflatten(1, (2, shape.kv_heads))
+        kv.copy_(kv_numbers(kept_kv(kv, torch.uint8, scales), torch.float32, scales))
+        wanted = batch.wanted(how)
+        out = attend(batch.qkv, batch.positions, batch.table_rows, batch.table, kept, how, scales)
+        torch.testing.assert_close(out, wanted, rtol=2e-5, atol=2e-5)

@@ -82,13 +82,27 @@ def test_blocks_are_not_cleared_since_nothing_unwritten_is_looked_at(engine: Eng
     assert not cache.clears_blocks
 
 
-def test_why_a_model_runs_op_by_op_is_logged(short_model: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_why_a_model_runs_op_by_op_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "aengine.runner")
-    engine = Engine(Path(short_model), dtype="auto", kv_cache_dtype="fp8")
+    engine = Engine(write_tiny_model(tmp_path, "llama", head_dim=8), dtype="auto")
     engine.begin()
     assert not isinstance(engine.runner.model, TapeModel)
-    assert "the model runs op by op: attention of" in caplog.text
+    assert "the model runs op by op: attention of 6 heads over 2 of 8" in caplog.text
     assert len(engine.generate(PROMPTS[:2])[0]) > 0
+
+
+def test_keys_and_values_in_fp8_are_the_tapes_too(short_model: str) -> None:
+    """A step of torch's would attend to a prompt's own keys before they are rounded, and so by how it is cut."""
+    engine = Engine(Path(short_model), dtype="auto", kv_cache_dtype="fp8")
+    engine.begin()
+    assert isinstance(engine.runner.model, TapeModel) and engine.offer["kv_cache_scales"] == "calibrated"
+    alone = [engine.generate([prompt])[0] for prompt in PROMPTS]
+    engine.begin()
+    assert engine.generate(PROMPTS) == alone
+    engine.begin(max_num_batched_tokens=7)
+    assert engine.generate(PROMPTS) == alone
+    engine.begin(num_blocks=engine.fewest_blocks(100, 7) + 2, max_num_batched_tokens=7)
+    assert engine.generate(PROMPTS) == alone
 
 
 def test_matrices_of_several_types_that_are_multiplied_together_are_on_the_tape(tmp_path: Path) -> None:

@@ -16,8 +16,10 @@ from functools import partial
 from .emit import F32, I32, I64, Function, Value, Variable
 from .target import Target, WriteKernel
 
-__all__ = ["COUNTER_BYTES", "KERNELS", "MOST_SPLIT_ROWS", "ROWS_OF_CHUNK", "SEGMENT", "state_bytes"]
+__all__ = ["COUNTER_BYTES", "KERNELS", "MOST_SPLIT_ROWS", "ROWS_OF_CHUNK", "SEGMENT", "SIZES", "state_bytes"]
 
+SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
+"""Bytes of an element of the cache."""
 KEYS = 16
 """Keys of a block, which are the lanes of a vector."""
 SEGMENT = 256
@@ -41,7 +43,8 @@ class _Attend:
         self, f: Function, target: Target, head_dim: int, group: int, dtype: str, *, both_sides: bool = False
     ) -> None:
         self.f, self.head_dim, self.group, self.dtype, self.both_sides = f, head_dim, group, dtype, both_sides
-        self.size = 4 if dtype == "float32" else 2
+        self.size = SIZES[dtype]
+        self.has_scales = dtype == "float8_e4m3fn"
         self.tokens = _power_of_2(min(KEYS, _MOST_ROWS // group))  # most of a tile
         wide = "+avx512f" in target.features
         self.most_sums = 24 if wide else 6  # vectors of KEYS in registers
@@ -171,7 +174,7 @@ class _Attend:
         """Queries times the scale, a total of nothing but the sinks. Scores are of base 2."""
         f, size, vector = self.f, self.head_dim * 4, F32 * KEYS
         scale, sinks = f.load(F32, f.words + 8 * 15), f.address(f.words, 17)
-        scale = f.choose(f.load(F32, f.words + 8 * 16) > 0.0, scale, scale * _LOG2_E)
+        scale = f.choose(f.load(F32, f.words + 8 * 16) > 0.0, scale, scale * _LOG2_E) * self._kv_scale(0)
         self._clear(self.total)
         with f.loop(0, self.count) as token:
             q = self._rows_of(row + token, f.address(f.words, 0), f.word(f.words, 1))
@@ -183,6 +186,14 @@ class _Attend:
                 total = self.total + (token * self.group + i) * self.state_bytes
                 f.store(sink, total + self.largest)
                 f.store(f.number(F32, 1.0), total + self.weight_sums)
+
+    def _kv_scale(self, which: int) -> Value | float:
+        """The scale of the head's keys (0) or values (1)."""
+        f = self.f
+        if not self.has_scales:
+            return 1.0
+        place = f.address(f.words, 21) + (f.word(f.words, 13) * which + self.kv_head) * 4
+        return f.load(F32, place)
 
     def _find_keys(self, block: Value) -> None:
         """Addresses of a block's keys, which are fetched. In place of one that no token looks at, its neighbour's."""
@@ -322,7 +333,7 @@ class _Attend:
             with f.loop(0, self.group) as i:
                 total = self.total + (token * self.group + i) * self.state_bytes
                 weight_sum = f.sum_lanes(f.load(F32 * KEYS, total + self.weight_sums))
-                inverse = f.like(weight_sum, 1.0) / weight_sum
+                inverse = f.like(weight_sum, 1.0) / weight_sum * self._kv_scale(1)
                 with f.loop(0, size, 4 * KEYS) as at:
                     f.store(f.load(F32 * KEYS, total + at) * inverse, out + i * size + at)
 

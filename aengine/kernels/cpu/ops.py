@@ -31,6 +31,7 @@ def write_qkv(
     norms: HeadNorms | None,
     num_heads: int,
     kv_cache: Tensor,
+    scales: Tensor | None = None,
 ) -> None:
     """Change q and k of ``qkv`` in place, head by head: the norms, if there are any, then rotary; write k and v.
 
@@ -39,8 +40,9 @@ def write_qkv(
         positions, slots: int64 [num_tokens]; slot -1: nothing is written
         rope: by ``positions``, which have the rows' shifts in them already; None: q and k are not rotated
         norms: float32 weights
-        kv_cache: [num_blocks, block_size, 2, num_kv_heads, head_dim] of float32, float16 or bfloat16, any strides but
-            the last
+        kv_cache: [num_blocks, block_size, 2, num_kv_heads, head_dim] of float32, float16 or bfloat16, or uint8 with
+            scales, any strides but the last
+        scales: see kernels/kv_codes.py
     """
     num_kv_heads, head_dim = kv_cache.shape[3:]
     assert qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim and qkv.is_contiguous() and head_dim % 16 == 0
@@ -54,14 +56,20 @@ def write_qkv(
     tensors = qkv, positions, slots, num_heads, num_kv_heads, head_dim
     turns = table, half, query_scale, q_norm, k_norm, float(eps)
     launch(
-        f"write_qkv.{'interleaved' if interleaved else 'halves'}.{_name(kv_cache)}",
-        [*tensors, *turns, kv_cache, kv_cache.shape[1], *strides],
+        f"write_qkv.{'interleaved' if interleaved else 'halves'}.{_kept_as(kv_cache, scales)}",
+        [*tensors, *turns, kv_cache, kv_cache.shape[1], *strides, scales],
         qkv.shape[0],
     )
 
 
 def attend(
-    qkv: Tensor, positions: Tensor, table_rows: Tensor, block_table: Tensor, kv_cache: Tensor, how: Scores
+    qkv: Tensor,
+    positions: Tensor,
+    table_rows: Tensor,
+    block_table: Tensor,
+    kv_cache: Tensor,
+    how: Scores,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Return float32 [num_tokens, num_heads * head_dim]: what each token finds in its request's tokens up to itself.
 
@@ -71,8 +79,7 @@ def attend(
         positions: int64 [num_tokens]
         table_rows: int64 [num_tokens]: the row of each token's request in the block table
         block_table: int32 [max_num_seqs, width]
-        kv_cache: [num_blocks, block_size, 2, num_kv_heads, head_dim] of float32, float16 or bfloat16, any strides but
-            the last; the tokens' own keys and values are in it
+        kv_cache, scales: as of `write_qkv`; the tokens' own keys and values are in it
         how: sinks in float32
     """
     num_kv_heads, head_dim = kv_cache.shape[3:]
@@ -89,8 +96,8 @@ def attend(
     cache: list[Argument] = [kv_cache, kv_cache.shape[1], *strides, num_kv_heads]
     scores: list[Argument] = [_ENDLESS if window is None else window, float(scale), float(softcap), sinks]
     launch(
-        f"attend.{head_dim}.{group}.{_name(kv_cache)}",
-        [*tensors, *cache, *scores, parts, states.ctypes.data, segments],
+        f"attend.{head_dim}.{group}.{_kept_as(kv_cache, scales)}",
+        [*tensors, *cache, *scores, parts, states.ctypes.data, segments, scales],
         qkv.shape[0],
         num_kv_heads * parts,
         ROWS_OF_CHUNK,
@@ -171,5 +178,8 @@ def act_and_mul(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
     return out
 
 
-def _name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _kept_as(kv_cache: Tensor, scales: Tensor | None) -> str:
+    """The name of a cache's dtype."""
+    assert (kv_cache.dtype == torch.uint8) == (scales is not None)
+    assert scales is None or (scales.dtype == torch.float32 and scales.is_contiguous())
+    return str(kv_cache.dtype).removeprefix("torch.") if scales is None else "float8_e4m3fn"

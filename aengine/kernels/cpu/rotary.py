@@ -5,6 +5,7 @@ As kernels/write_qkv.py, which is the reference, over float32 rows.
 
 from __future__ import annotations
 
+from .attention import SIZES
 from .emit import F32, Function, Value
 from .rows import LANES, rms_scale
 from .target import Target, WriteKernel
@@ -13,7 +14,8 @@ __all__ = ["KERNELS"]
 
 
 def _write_qkv(f: Function, target: Target, style: str, dtype: str) -> None:
-    """words: as `write_qkv` in ops.py lays them down. ``style``: "halves" or "interleaved"; ``dtype``: of the cache."""
+    """words: as `write_qkv` in ops.py lays them down. ``style``: "halves" or "interleaved"; ``dtype``: of the cache,
+    "float8_e4m3fn" with scales."""
     words = f.words
     num_heads, num_kv_heads, head_dim = (f.word(words, i) for i in (3, 4, 5))
     position, slot = (f.word(f.address(words, i) + f.chunk * 8, 0) for i in (1, 2))
@@ -38,9 +40,12 @@ def _write_qkv(f: Function, target: Target, style: str, dtype: str) -> None:
     with f.when(slot >= 0):
         block_size, block_stride, token_stride, kv_stride, head_stride = (f.word(words, i) for i in range(13, 18))
         token = f.address(words, 12) + slot // block_size * block_stride + slot % block_size * token_stride
-        for first, place in ((num_heads, token), (q_and_k, token + kv_stride)):
+        for which, first, place in ((0, num_heads, token), (1, q_and_k, token + kv_stride)):
             with f.loop(0, num_kv_heads) as i:
-                _write(f, heads + (first + i) * size, place + i * head_stride, head_dim, dtype)
+                divisor = None
+                if dtype == "float8_e4m3fn":
+                    divisor = f.load(F32, f.address(words, 18) + (num_kv_heads * which + i) * 4)
+                _write(f, heads + (first + i) * size, place + i * head_stride, head_dim, dtype, divisor)
 
 
 def _norm(f: Function, x: Value, weight: Value, size: Value, eps: Value) -> None:
@@ -79,10 +84,10 @@ def _rotate_pairs(f: Function, x: Value, table: Value, half: Value) -> None:
             f.store_lanes(f.shuffle(pair[0], pair[1], lanes), places[j], masks[j])
 
 
-def _write(f: Function, x: Value, place: Value, size: Value, dtype: str) -> None:
+def _write(f: Function, x: Value, place: Value, size: Value, dtype: str, divisor: Value | None) -> None:
     with f.loop(0, size, LANES) as i:
-        at = place + i * (4 if dtype == "float32" else 2)
-        f.store_float32_as(dtype, f.load(F32 * LANES, x + i * 4), at)
+        numbers = f.load(F32 * LANES, x + i * 4)
+        f.store_float32_as(dtype, numbers if divisor is None else numbers / divisor, place + i * SIZES[dtype])
 
 
 KERNELS: dict[str, WriteKernel] = {"write_qkv": _write_qkv}

@@ -15,7 +15,7 @@ from ..layers.states import LayerStates
 from ..rope import RopeConfig, rope_tables
 from .torch_attention import KvCache
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
 
 
 class StepMemory:
@@ -63,9 +63,10 @@ class TapeAttention:
         if kept.cache.dtype not in _DTYPES or head_dim % 16 or layer.num_heads > 16 * heads:
             raise NotRecorded(f"attention of {layer.num_heads} heads over {heads} of {head_dim} in {kept.cache.dtype}")
         rope = None if layer.rope is None else self._ropes[layer.rope]
-        write_qkv(qkv, memory.positions, memory.slots[kept.group], rope, layer.norms, layer.num_heads, kept.cache)
+        pages = kept.cache, kept.scales
+        write_qkv(qkv, memory.positions, memory.slots[kept.group], rope, layer.norms, layer.num_heads, *pages)
         where = memory.positions, memory.rows, memory.tables[kept.group]
-        return attend(qkv, *where, kept.cache, layer.scores(kept.window))
+        return attend(qkv, *where, kept.cache, layer.scores(kept.window), kept.scales)
 
 
 def tape_rope(config: RopeConfig, num_positions: int) -> Rope:
