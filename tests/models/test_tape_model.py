@@ -125,6 +125,14 @@ def test_layers_with_norms_that_have_a_mean_are_on_the_tape(arch: str, sizes: di
     assert isinstance(engine.runner.model, TapeModel)
 
 
+@pytest.mark.parametrize("fields", [{"layer_types": ["conv", "full_attention", "conv"]}, {"conv_bias": True}])
+def test_short_convolutions_are_on_the_tape(fields: dict[str, Any], tmp_path: Path) -> None:
+    sizes = {"num_attention_heads": 3, "num_key_value_heads": 1, "block_multiple_of": 16, "full_attn_idxs": [1]}
+    write_tiny_model(tmp_path, "lfm2", seed=7, **sizes, **fields)
+    engine = check_scenarios(tmp_path, load_reference(tmp_path, "lfm2"))
+    assert isinstance(engine.runner.model, TapeModel)
+
+
 def test_weights_of_other_numbers_are_loaded_again_into_what_the_tape_reads(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16}
     first = write_tiny_model(tmp_path / "first", "llama", dtype="bfloat16", **sizes)

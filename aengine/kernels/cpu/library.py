@@ -22,9 +22,9 @@ __all__ = ["Library", "library", "set_num_threads", "write_kernels"]
 
 
 def _kernels() -> dict[str, WriteKernel]:
-    from . import attention, experts, packing, products, residual, rotary, rows, tables
+    from . import attention, experts, packing, products, residual, rotary, rows, short_conv, tables
 
-    modules = rows, products, packing, residual, rotary, attention, tables, experts
+    modules = rows, products, packing, residual, rotary, attention, tables, experts, short_conv
     return {name: writer for module in modules for name, writer in module.KERNELS.items()}
 
 

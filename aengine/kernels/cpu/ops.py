@@ -14,13 +14,14 @@ from ..paged_attention import Scores
 from ..rotary import HeadNorms, Rope
 from .attention import COUNTER_BYTES, MOST_SPLIT_ROWS, ROWS_OF_CHUNK, SEGMENT, state_bytes
 from .library import library
+from .short_conv import CHANNELS
 from .tape import Argument, empty, launch
 from .team import aligned_words
 
-__all__ = ["act_and_mul", "add_norm", "attend", "attend_both_sides", "layer_norm", "write_qkv"]
+__all__ = ["act_and_mul", "add_norm", "attend", "attend_both_sides", "gated_conv", "layer_norm", "write_qkv"]
 
 _ENDLESS = 1 << 40
-"""Beyond all positions."""
+"""Beyond all positions, and all rows."""
 
 
 def write_qkv(
@@ -175,6 +176,35 @@ def act_and_mul(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
     assert gate_up.is_contiguous() and size % 16 == 0
     out = empty(rows, size, torch.float32)
     launch(f"act_and_mul.{activation}", [gate_up, out, size], rows)
+    return out
+
+
+def gated_conv(
+    gates: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    memory: Tensor,
+    positions: Tensor,
+    table_rows: Tensor,
+    block_table: Tensor,
+) -> Tensor:
+    """Return c * convolution(b * x), float32 [num_tokens, channels]; the states of the tokens' requests move on.
+
+    Args:
+        gates: float32 [num_tokens, 3 * channels], of b, c and x
+        weight, bias: float32 [width, channels], [channels]
+        memory: float32 [num_pages, width - 1, channels], any strides but the last
+        positions, table_rows: as of `attend`; a request has no state yet at position 0
+        block_table: int32 [max_num_seqs, width]: the first of a row is the page of its state
+    """
+    width, channels = weight.shape
+    assert gates.is_contiguous() and gates.shape[1] == 3 * channels and weight.is_contiguous()
+    assert memory.dtype == torch.float32 and memory.shape[1:] == (width - 1, channels) and memory.stride(2) == 1
+    out = empty(len(gates), channels, torch.float32)
+    state = memory, memory.stride(0) * 4, memory.stride(1) * 4
+    where = positions, table_rows, block_table, block_table.stride(0) * 4
+    words: list[Argument] = [gates, out, channels, weight, bias, *state, *where]
+    launch(f"gated_conv.{width}", words, len(gates), -(-channels // CHANNELS), _ENDLESS)
     return out
 
 

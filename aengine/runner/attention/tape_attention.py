@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.cpu.ops import attend, write_qkv
+from ...kernels.cpu.ops import attend, gated_conv, write_qkv
 from ...kernels.cpu.tape import NotRecorded
 from ...kernels.rotary import Rope
 from ..input_batch import InputBatch
 from ..layers.attention import AttentionLayer
 from ..layers.states import LayerStates
 from ..rope import RopeConfig, rope_tables
+from .kv_pages import LayerStatePlace
 from .torch_attention import KvCache
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
@@ -37,6 +40,24 @@ class StepMemory:
         self.rows.numpy()[:n] = plan.rows if n == len(plan.rows) else np.repeat(plan.rows, plan.query_lens)
 
 
+class TapeStates(LayerStates):
+    """A layer's states, which ops find by the rows of the block table. What a step's requests are is not known when an
+    op is recorded: who asks has an op that is not."""
+
+    __slots__ = ("_memory", "_table")
+
+    def __init__(self, place: LayerStatePlace, memory: StepMemory) -> None:
+        self.tensors = place.tensors
+        self._memory, self._table = memory, memory.tables[place.group]
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotRecorded("a layer with states")
+
+    def gated_conv(self, name: str, gates: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        where = self._memory.positions, self._memory.rows, self._table
+        return gated_conv(gates, weight, bias, self.tensors[name], *where)
+
+
 class TapeAttention:
     """See `AttentionCall`: records what a step's layers launch."""
 
@@ -52,7 +73,7 @@ class TapeAttention:
         return None
 
     def states(self, index: int) -> LayerStates:
-        raise NotRecorded("a layer with states")
+        return TapeStates(self._cache.states[index], self._memory)
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         raise NotRecorded("a layer that turns its heads itself")

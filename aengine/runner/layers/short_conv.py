@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...kernels.short_conv import conv_of_prompts, conv_of_tokens
 from ..distributed.shares import part_of, sizes
 from ..kv_spec import StateTensor
 from ..weights.scope import WeightScope
@@ -44,9 +43,8 @@ class ShortConv:
 
     def __call__(self, x: Tensor, states: LayerStates) -> Tensor:
         """Return [num_tokens, channels] for x of that shape."""
-        memory, n, parts = states.tensors[_NAME], states.num_decodes, []
-        if n:
-            parts.append(conv_of_tokens(x[:n], self.weight, self.bias, memory, states.pages, states.begins))
-        if states.sequences is not None:
-            parts.append(conv_of_prompts(x[n:], self.weight, self.bias, memory, states.sequences))
-        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty_like(x)
+        return states.conv(_NAME, x, self.weight, self.bias)
+
+    def gated(self, gates: Tensor, states: LayerStates) -> Tensor:
+        """Return c * convolution(b * x), [num_tokens, channels], for ``gates`` [num_tokens, 3 * channels]: b, c, x."""
+        return states.gated_conv(_NAME, gates, self.weight, self.bias)

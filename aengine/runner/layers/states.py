@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.sequences import Sequences
+from ...kernels.short_conv import conv_of_prompts, conv_of_tokens
 from ..transfer import to_device
 
 __all__ = [
@@ -69,6 +70,21 @@ class LayerStates:
         """Keep the states [n, *shape] of the leading requests."""
         tensor = self.tensors[name]
         tensor.index_copy_(0, self.pages, states.to(tensor.dtype))
+
+    def conv(self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the convolution of x [num_tokens, channels] behind the inputs that a state keeps, which move on. See
+        kernels/short_conv.py."""
+        memory, n, parts = self.tensors[name], self.num_decodes, []
+        if n:
+            parts.append(conv_of_tokens(x[:n], weight, bias, memory, self.pages, self.begins))
+        if self.sequences is not None:
+            parts.append(conv_of_prompts(x[n:], weight, bias, memory, self.sequences))
+        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty_like(x)
+
+    def gated_conv(self, name: str, gates: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return c * `conv` of b * x, for ``gates`` [num_tokens, 3 * channels]: b, c, x."""
+        b, c, x = gates.chunk(3, 1)
+        return c * self.conv(name, b * x, weight, bias)
 
     def of(self, span: StateSpan, name: str) -> Tensor:
         """Return a request's state [*shape], a view of the memory that is changed in place; zero if the request begins.

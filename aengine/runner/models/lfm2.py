@@ -83,8 +83,8 @@ class Convolution:
 
     def __call__(self, residual: Tensor, norm: RMSNorm, attn: AttentionCall) -> None:
         """Add the output for norm(residual) to ``residual`` [num_tokens, hidden_size], in place."""
-        b, c, x = self.inputs.after_norm(residual, norm).chunk(3, 1)
-        self.out.add_to(residual, c * self.conv(b * x, attn.states(self._index)))
+        gates = self.inputs.after_norm(residual, norm)
+        self.out.add_to(residual, self.conv.gated(gates, attn.states(self._index)))
 
 
 class Lfm2(Decoder[Lfm2Config]):
