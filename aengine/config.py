@@ -91,7 +91,7 @@ class EngineConfig:
     it first: it may do whatever the worker process may."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of weights, activations and KV. "auto": the checkpoint's on a GPU; on a CPU 16-bit weights, or a
-    GGUF's own codes with activations of 8 bits where they are multiplied, and the rest in float32."""
+    GGUF's own codes with activations of 16 bits where they are multiplied, and the rest in float32."""
     quantization: Literal["auto", "gguf", "fp8"] = "auto"
     """What matrices are kept in. "auto": as the checkpoint's quantization_config says; those of a GGUF stay in their
     own types on a GPU and on a CPU with compiled kernels if dtype is "auto", else they become numbers of dtype as they

@@ -129,7 +129,7 @@ class Settings(TypedDict, total=False):
     it first: it may do whatever the worker process may. Default: False."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"]
     """Number format of weights, activations and KV. "auto": the checkpoint's on a GPU; on a CPU 16-bit weights, or a
-    GGUF's own codes with activations of 8 bits where they are multiplied, and the rest in float32. Default: "auto"."""
+    GGUF's own codes with activations of 16 bits where they are multiplied, and the rest in float32. Default: "auto"."""
     quantization: Literal["auto", "gguf", "fp8"]
     """What matrices are kept in. "auto": as the checkpoint's quantization_config says; those of a GGUF stay in their
     own types on a GPU and on a CPU with compiled kernels if dtype is "auto", else they become numbers of dtype as they

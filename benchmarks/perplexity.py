@@ -1,6 +1,6 @@
 """Perplexity of a model on a CPU, with weights and activations in each of several formats, in one run. JSON to stdout.
 
-    python benchmarks/perplexity.py                          SmolLM2: a GGUF's codes with activations of 8 bits; exact
+    python benchmarks/perplexity.py                          SmolLM2: a GGUF's codes with activations of 16 bits; exact
     python benchmarks/perplexity.py --model gemma3-270m
 
 The text is Python's own documentation of the language (pydoc_data.topics), which every machine has, in pieces of 512

@@ -1,7 +1,7 @@
 """A model inside a FastAPI application. Run: python examples/fastapi_embed.py, then
 
     curl -N localhost:8000/generate -H 'content-type: application/json' -d '{"prompt": "Once upon a time"}'
-    curl localhost:8000/chat -H 'content-type: application/json' -d '{"prompt": "Name the capital of France."}'
+    curl localhost:8000/chat -H 'content-type: application/json' -d '{"prompt": "What is the capital of France?"}'
 
 When a client leaves, its request is aborted and its KV memory is free at the next step: watch /statistics. On SIGTERM
 running requests have GRACE_SECONDS to end, then they end where they are, and so does the process.

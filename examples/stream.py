@@ -7,7 +7,7 @@ from aengine import AsyncLLM, SamplingParams
 
 
 async def main() -> None:
-    question = sys.argv[1] if len(sys.argv) > 1 else "Name the capital of France."
+    question = sys.argv[1] if len(sys.argv) > 1 else "What is the capital of France?"
     async with AsyncLLM("smollm2-135m") as engine:
         messages = [{"role": "user", "content": question}]
         stream = engine.stream(messages, SamplingParams(max_tokens=64, temperature=0))

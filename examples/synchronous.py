@@ -12,7 +12,7 @@ with LLM("smollm2-135m") as llm:
         print(prompt + completion.text)
     print(f"{len(completions)} completions")
 
-    messages = [{"role": "user", "content": "Name the capital of France."}]
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
     for token in llm.stream(messages, SamplingParams(max_tokens=32, temperature=0)):
         print(token.text, end="", flush=True)
     print()

@@ -50,7 +50,7 @@ def use(session: Session) -> None:
         ("a response, streamed", ["-m", "smol-responses", "-o", "temperature", "0"]),
         ("its conversation goes on", ["-c"]),
     ]:
-        command = ["llm", *options, *few, "Name the capital of France."]
+        command = ["llm", *options, *few, "What is the capital of France?"]
         ran = session.run(*command, env=env)
         session.check(what, command, ran.code == 0 and bool(ran.stdout.strip()), ran.last_line)
 

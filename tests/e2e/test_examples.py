@@ -36,7 +36,7 @@ def run_scripted(example: str, *arguments: str, stdin: str = "") -> subprocess.C
 
 
 def test_stream() -> None:
-    done = run("examples/stream.py", "Name the capital of France.")
+    done = run("examples/stream.py", "What is the capital of France?")
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout and "prompt tokens" in done.stdout
 

@@ -20,7 +20,7 @@ SETTINGS = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 * 2**20, "preload
 def test_a_synchronous_program() -> None:
     with LLM("smollm2-135m", **SETTINGS) as llm:
         worker = llm.describe()["pid"]
-        question = [{"role": "user", "content": "Name the capital of France."}]
+        question = [{"role": "user", "content": "What is the capital of France?"}]
         assert "Paris" in llm.chat(question, GREEDY).message.content
         text = "".join(token.text for token in llm.stream("1 2 3 4 5", GREEDY))
         prompts = ["The capital of France is", "1 2 3 4 5", question]

@@ -144,7 +144,7 @@ async def test_a_seed_gives_the_same_tokens_in_any_company(exact: AsyncLLM, pres
 
 
 async def test_real_text(real: AsyncLLM) -> None:
-    question = [{"role": "user", "content": "Name the capital of France."}]
+    question = [{"role": "user", "content": "What is the capital of France?"}]
     stream = real.stream(question, GREEDY.replace(max_tokens=40))
     text = "".join([token.text async for token in stream])
     assert "Paris" in text

@@ -17,20 +17,27 @@ pytest.importorskip("llvmlite")
 from aengine.kernels.cpu import library, tape
 from aengine.kernels.cpu.code_cache import code_cache
 from aengine.kernels.cpu.emit import Function
+from aengine.kernels.cpu.layouts import LARGEST_PLANES
 from aengine.kernels.cpu.rows import GROUP, KERNELS
 from aengine.kernels.cpu.target import Target, host
 
 
 def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
     rows, size = x.shape
-    codes, meta = tape.empty(rows, size, torch.int8), tape.empty(rows, size // GROUP * 4, torch.float32)
+    codes, meta = tape.empty(rows, size, torch.int16), tape.empty(rows, size // GROUP * 4, torch.float32)
     tape.launch("quantise", [x, codes, meta, size], rows)
     return codes, meta
 
 
+def whole(codes: Tensor) -> Tensor:
+    """int32 [rows, blocks, GROUP] of two planes of int8."""
+    planes = codes.view(torch.int8).unflatten(1, (-1, 2, GROUP)).int()
+    return 256 * planes[:, :, 0] + planes[:, :, 1]
+
+
 def numbers(codes: Tensor, meta: Tensor) -> Tensor:
     scales = meta.view(len(meta), -1, 4)[:, :, :1]
-    return (codes.unflatten(1, (-1, GROUP)).float() * scales).flatten(1)
+    return (whole(codes).float() * scales).flatten(1)
 
 
 def test_activations_as_codes() -> None:
@@ -38,9 +45,10 @@ def test_activations_as_codes() -> None:
     x[3] = 0
     codes, meta = quantised(x)
     largest = x.unflatten(1, (-1, GROUP)).abs().amax(2)
-    bound = (largest / 127 * 0.501)[:, :, None].expand(-1, -1, GROUP).flatten(1)
+    bound = (largest / LARGEST_PLANES * 1.51)[:, :, None].expand(-1, -1, GROUP).flatten(1)  # a low -128 is -127
     assert ((numbers(codes, meta) - x).abs() <= bound).all()
-    sums = codes.unflatten(1, (-1, GROUP)).int().sum(2)
+    assert codes.view(torch.int8).min() >= -127
+    sums = whole(codes).sum(2)
     own = meta.view(5, -1, 4)
     assert torch.equal(own[:, :, 2].contiguous().view(torch.int32), sums)
     torch.testing.assert_close(own[:, :, 1], own[:, :, 0] * sums)

@@ -10,6 +10,7 @@ import mmap
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -163,28 +164,31 @@ def _fill_heads(packed: PackedMatrix, numbers: list[Tensor]) -> None:
 class Activations:
     """What matrices are multiplied with: codes, or the numbers themselves."""
 
-    x: Tensor  # int8, int16 or float32 [rows, size]
+    x: Tensor  # float32 [rows, size], or codes in as much memory as int16
     meta: Tensor | None  # [rows, size / 32, 4] beside codes, see `store_codes`
+    form: Literal["float32", "planes", "int16"]
 
 
 def activations(x: Tensor, norm: tuple[Tensor, float] | None = None, *, as_codes: bool = True) -> Activations:
     """Return ``x`` float32 [rows, size], after RMSNorm by ``norm``: weight float32 [size], eps.
 
-    ``as_codes``: as int8 with a scale for each 32, which matrices of codes can be multiplied with. Else as they are.
+    ``as_codes``: as codes of 16 bits in planes of bytes, with a scale for each 32, which matrices of codes can be
+    multiplied with: off by 2^-16 of the largest of the 32, where 8 bits, as llama.cpp has, would be off by 2^-8, and a
+    small model would say other things than with its numbers. Else as they are.
     """
     rows, size = x.shape
     assert x.dtype == torch.float32 and x.is_contiguous()
     words: tuple[Argument, ...] = norm or ()
     if as_codes:
-        codes = empty(rows, size, torch.int8)
+        codes = empty(rows, size, torch.int16)
         meta = empty(rows, size // BLOCK * 4, torch.float32)
         launch("norm_quantise" if norm else "quantise", [x, codes, meta, size, *words], rows)
-        return Activations(codes, meta)
+        return Activations(codes, meta, "planes")
     if norm is None:
-        return Activations(x, None)
+        return Activations(x, None, "float32")
     out = empty(rows, size, torch.float32)
     launch("norm", [x, out, size, *words], rows)
-    return Activations(out, None)
+    return Activations(out, None, "float32")
 
 
 def quantise_int16(x: Tensor) -> Activations:
@@ -193,7 +197,7 @@ def quantise_int16(x: Tensor) -> Activations:
     assert x.dtype == torch.float32 and x.is_contiguous() and size % BLOCK == 0
     codes, meta = empty(rows, size, torch.int16), empty(rows, size // BLOCK * 4, torch.float32)
     launch("quantise_int16", [x, codes, meta, size], rows)
-    return Activations(codes, meta)
+    return Activations(codes, meta, "int16")
 
 
 def multiply(packed: PackedMatrix, of: Activations, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -245,7 +249,7 @@ def _launch(
     chunks = -(-tiles // of_chunk)
     size = packed.in_features if packed.kind in NUMBERS else packed.in_features // BLOCK
     launch(
-        f"product_{packed.kind}_{str(of.x.dtype).removeprefix('torch.')}_{end}",
+        f"product_{packed.kind}_{of.form}_{end}",
         [
             *(of.x, of.meta, packed.memory, out, out.stride(0), bias, scale, out.shape[1]),
             *(size, tile_bytes, tiles, of_chunk, chunks),

@@ -16,9 +16,9 @@ those of row 0, of row 1, and so on, then the scales, float32.
 A head lies before the blocks that share it, and has float16 factors of their scales and minima, or these themselves, of
 one or more blocks, or of all of a tile. A weight is scale * (code - zero) + minimum.
 
-The product of a block's codes with int8 activations is an integer, the same on each processor: by VNNI; by AVX2's
-products of pairs of bytes, where codes of 8 bits go as magnitudes whose signs are the activations'; by arm64's dot
-products; or number by number.
+Activations are codes of 16 bits, as two planes of int8: 256 * high + low. The product of a block's codes with a plane
+is an integer, the same on each processor: by VNNI; by AVX2's products of pairs of bytes, where codes of 8 bits go as
+magnitudes whose signs are the activations'; by arm64's dot products; or number by number.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ __all__ = [
     "BLOCK",
     "INT16_BLOCK_BYTES",
     "LARGEST_INT16",
+    "LARGEST_PLANES",
     "LAYOUTS",
     "NUMBERS",
     "ROWS",
@@ -132,6 +133,8 @@ LAYOUTS: dict[str, Layout] = {
     "int8": Layout(8, "head", zero=128, blocks_of_head=0),
     **{name: own for kind, layout in _GROUPED.items() for name, own in _grouped(kind, layout).items()},
 }
+LARGEST_PLANES = 127 * 256
+"""The largest code of two planes."""
 LARGEST_INT16 = 8191
 """The largest code of 16 bits: the sum of a block's products is an int32."""
 INT16_BLOCK_BYTES = 2 * ROWS * BLOCK + 4 * ROWS
@@ -183,7 +186,13 @@ def _looked_up(f: Function, target: Target, table: list[int], four: Value) -> Va
 
 
 def dot(f: Function, target: Target, layout: Layout, codes: list[Value], x: Value, total: Value) -> Value:
-    """int32 of each row: codes less their zero, times the int8 at ``x``, added. ``total``: of those int8."""
+    """int32 of each row: codes less their zero, times the activations at ``x``, added. ``total``: of the latter."""
+    high = _dot(f, target, layout, codes, x, f.number(I32, 0))
+    return (high << 8) + _dot(f, target, layout, codes, x + BLOCK, total)
+
+
+def _dot(f: Function, target: Target, layout: Layout, codes: list[Value], x: Value, total: Value) -> Value:
+    """The same of a plane."""
     own = [f.load(I32, x + 4 * i) for i in range(len(codes))]
     if layout.is_wide and (target.has("avx2") or target.has("dotprod")) and not _vnni_lanes(target):
         codes = [four ^ _FLIP for four in codes]

@@ -6,7 +6,7 @@ each of these: a row's result does not depend on the rows beside it.
 
 Kernels are named "product", the weights' kind, what activations are, and what becomes of the product:
 
-    int8      activations are codes of `quantise`, multiplied as integers within a block; blocks are added in order
+    planes    activations are codes of `quantise`, multiplied as integers within a block; blocks are added in order
     int16     the same of `quantise_int16`, with weights that are such codes, too
     float32   weights become float32 as they are read; products of even columns are one sum, those of odd ones another
 
@@ -114,7 +114,7 @@ def _prefetch(f: Function, place: Value, num_bytes: int) -> None:
         f.prefetch(place + (_PREFETCHED + ahead))
 
 
-def _int8_rows(f: Function, target: Target, of: Operands, *, layout: Layout) -> list[Value]:
+def _plane_rows(f: Function, target: Target, of: Operands, *, layout: Layout) -> list[Value]:
     sums = [f.variable(_FLOATS, 0.0) for _ in of.rows]
     with blocks(f, layout, of) as (i, block, head):
         _prefetch(f, block, layout.block_bytes)
@@ -123,7 +123,7 @@ def _int8_rows(f: Function, target: Target, of: Operands, *, layout: Layout) -> 
         part = len(codes) // len(scales)
         for row, total in zip(of.rows, sums, strict=True):
             place = row * of.size + i
-            x, meta = of.x + place * BLOCK, of.meta + place * _META
+            x, meta = of.x + place * (2 * BLOCK), of.meta + place * _META
             own_scale = f.load(F32, meta)
             sums_of_x = [f.load(I32, meta + 8)]
             if len(scales) == 2:
@@ -344,7 +344,7 @@ def _product(f: Function, target: Target, *, multiply: _Multiply, end: str) -> N
 
 def _multiplies() -> Iterator[_Multiply]:
     for name, layout in LAYOUTS.items():
-        yield _Multiply(f"{name}_int8", partial(_int8_rows, layout=layout), BLOCK, (8, 4))
+        yield _Multiply(f"{name}_planes", partial(_plane_rows, layout=layout), 2 * BLOCK, (8, 4))
         yield _Multiply(f"{name}_float32", partial(_float32_rows, layout=layout), 4 * BLOCK, (4, 2))
     for kind in NUMBERS:
         yield _Multiply(f"{kind}_float32", partial(_number_rows, kind=kind), 4, (8, 2))

@@ -6,7 +6,7 @@ Rows are float32, [rows, size] one after another. A chunk is a row.
 from __future__ import annotations
 
 from .emit import F32, I8, I16, I32, Function, Value
-from .layouts import LARGEST_INT16
+from .layouts import BLOCK, LARGEST_INT16, LARGEST_PLANES
 from .target import Target, WriteKernel
 
 __all__ = ["GROUP", "KERNELS"]
@@ -35,14 +35,19 @@ def _codes(f: Function, parts: list[Value], largest_code: int) -> tuple[Value, l
 
 
 def store_codes(f: Function, parts: list[Value], codes: Value, meta: Value) -> None:
-    """Store a group of activations, two vectors of LANES, as int8 with a scale.
+    """Store a group of activations, two vectors of LANES, as codes of 16 bits with a scale: 256 * high + low.
 
-    The largest is 127; beside a NaN the scale is NaN. ``meta``: float32 scale, float32 scale times the sum of codes,
-    int32 sum of codes, and int32 sum of the first LANES.
+    The largest is LARGEST_PLANES; beside a NaN the scale is NaN. ``codes``: int8 high of all, then int8 low of all, of
+    which none is -128: AVX2 negates them. ``meta``: float32 scale, float32 scale times the sum of codes, int32 sum of
+    codes, and int32 sum of the first LANES.
     """
-    scale, whole = _codes(f, parts, 127)
+    scale, whole = _codes(f, parts, LARGEST_PLANES)
     for i, numbers in enumerate(whole):
-        f.store(f.narrowed(numbers, I8 * LANES), codes + LANES * i)
+        high = f.signed_shift(numbers + 128, 8)
+        low = f.larger(numbers - (high << 8), -127)
+        whole[i] = (high << 8) + low
+        for plane, own in enumerate((high, low)):
+            f.store(f.narrowed(own, I8 * LANES), codes + (BLOCK * plane + LANES * i))
     first = f.sum_lanes(whole[0])
     total = first + f.sum_lanes(whole[1])
     f.store(scale, meta)
@@ -52,18 +57,18 @@ def store_codes(f: Function, parts: list[Value], codes: Value, meta: Value) -> N
 
 
 def _quantise(f: Function, target: Target) -> None:
-    """words: x, codes int8 [rows, size], meta [rows, size / GROUP, 4], size."""
+    """words: x, codes [rows, size], see `store_codes`, meta [rows, size / GROUP, 4], size."""
     size = f.word(f.words, 3)
     x = f.address(f.words, 0) + f.chunk * size * 4
-    codes = f.address(f.words, 1) + f.chunk * size
+    codes = f.address(f.words, 1) + f.chunk * size * 2
     meta = f.address(f.words, 2) + f.chunk * (size >> 1)
     with f.loop(0, size, GROUP) as i:
         parts = [f.load(F32 * LANES, x + (i * 4 + 64 * j)) for j in range(2)]
-        store_codes(f, parts, codes + i, meta + (i >> 1))
+        store_codes(f, parts, codes + i * 2, meta + (i >> 1))
 
 
 def _quantise_int16(f: Function, target: Target) -> None:
-    """words: as of `quantise`, codes int16; of the meta the scale is written."""
+    """words: as of `quantise`, codes int16 of 14 bits; of the meta the scale is written."""
     size = f.word(f.words, 3)
     x = f.address(f.words, 0) + f.chunk * size * 4
     codes = f.address(f.words, 1) + f.chunk * size * 2
@@ -80,7 +85,7 @@ def _norm_quantise(f: Function, target: Target) -> None:
     """words: as of `quantise`, then weight float32 [size], eps."""
     size = f.word(f.words, 3)
     x = f.address(f.words, 0) + f.chunk * size * 4
-    codes = f.address(f.words, 1) + f.chunk * size
+    codes = f.address(f.words, 1) + f.chunk * size * 2
     meta = f.address(f.words, 2) + f.chunk * (size >> 1)
     weight, eps = f.address(f.words, 4), f.load(F32, f.words + 40)
     scale = rms_scale(f, x, size, eps)
@@ -89,7 +94,7 @@ def _norm_quantise(f: Function, target: Target) -> None:
         for j in range(2):
             place = i * 4 + 64 * j
             parts.append(f.load(F32 * LANES, x + place) * scale * f.load(F32 * LANES, weight + place))
-        store_codes(f, parts, codes + i, meta + (i >> 1))
+        store_codes(f, parts, codes + i * 2, meta + (i >> 1))
 
 
 def _norm(f: Function, target: Target) -> None:

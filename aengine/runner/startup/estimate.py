@@ -123,9 +123,9 @@ def gguf_matrices(
     if source.format != "gguf" or not (is_asked or by_default):
         return None
     types = CODED_TYPES if platform.is_accelerator else compiled or None
-    activations: Literal["int8", "float32"] | None = None
+    activations: Literal["codes", "float32"] | None = None
     if compiled:
-        activations = "int8" if config.dtype == "auto" else "float32"
+        activations = "codes" if config.dtype == "auto" else "float32"
     has_stacks = platform.is_accelerator or bool(compiled)
     return GgufMatrices.of_file(source.path, gguf_names(model_config), types, activations, has_stacks)
 

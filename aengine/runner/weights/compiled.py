@@ -1,7 +1,7 @@
 """Matrices on a CPU that compiled kernels multiply (kernels/cpu/): packed in tiles, activations in float32.
 
-Of a GGUF's blocks the codes stay what they are, and activations become codes of 8 bits with a scale for each 32, row by
-row: what else is in a batch changes nothing.
+Of a GGUF's blocks the codes stay what they are, and activations become codes of 16 bits with a scale for each 32, row
+by row: what else is in a batch changes nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CompiledWeight(Weight):
     __slots__ = ("_as_codes", "packed")
 
     def __init__(self, packed: PackedMatrix, bias: Tensor | None, *, as_codes: bool) -> None:
-        """``as_codes``: activations become codes of 8 bits, which a matrix of codes can be multiplied with."""
+        """``as_codes``: activations become codes of 16 bits, which a matrix of codes can be multiplied with."""
         self.packed, self._as_codes = packed, as_codes
         self.bias = bias
 

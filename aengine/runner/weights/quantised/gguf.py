@@ -83,7 +83,7 @@ class GgufFormat:
     kernels of a CPU, which the type is one of; None: there are none."""
 
     type_code: int
-    compiled: Literal["int8", "float32"] | None = None
+    compiled: Literal["codes", "float32"] | None = None
 
     @property
     def name(self) -> str:
@@ -107,7 +107,7 @@ class GgufFormat:
             from ....kernels.cpu.codes import pack
             from ..compiled import CompiledWeight
 
-            return CompiledWeight(pack(self.name, blocks), bias, as_codes=self.compiled == "int8")
+            return CompiledWeight(pack(self.name, blocks), bias, as_codes=self.compiled == "codes")
         if blocks.device.type != "cpu":
             return GroupedWeight(grouped_codes(blocks, self.type_code), bias)
         try:

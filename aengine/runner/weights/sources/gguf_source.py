@@ -34,7 +34,7 @@ class GgufMatrices(NamedTuple):
         path: str,
         names: GgufNames,
         types: Collection[str] | None = None,
-        compiled: Literal["int8", "float32"] | None = None,
+        compiled: Literal["codes", "float32"] | None = None,
         has_stacks: bool = False,
     ) -> GgufMatrices:
         """
