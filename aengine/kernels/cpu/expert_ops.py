@@ -56,7 +56,7 @@ class PackedExperts:
         return [*tensors, features, size, first.memory.shape[1], tiles, of_chunk]
 
     def kernel(self, name: str, of: Activations) -> str:
-        return f"{name}.{self.first.kind}.{str(of.x.dtype).removeprefix('torch.')}"
+        return f"{name}.{self.first.kind}.{of.form}"
 
 
 def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None) -> Routing:
@@ -96,7 +96,7 @@ def gathered(of: Activations, slots: ExpertSlots) -> Activations:
     else:
         words += [None, None, 0]
     launch("gather", [*words, slots.tokens], rows, top_k)
-    return Activations(x, meta)
+    return Activations(x, meta, of.form)
 
 
 def expert_product(experts: PackedExperts, of: Activations, slots: ExpertSlots, gate: ExpertGate) -> Tensor:
