@@ -88,7 +88,7 @@ def measure(kind: str, as_codes: bool, args: argparse.Namespace) -> None:
             reads.append(seconds(read, clock))
             times.append(seconds(run, clock))
         macs = count * num_rows * first.out_features * first.in_features
-        line: dict[str, object] = {"kind": kind, "activations": "int8" if as_codes else "float32", "rows": num_rows}
+        line: dict[str, object] = {"kind": kind, "activations": of.form, "rows": num_rows}
         line |= {"threads": args.threads, "bits": 8 * memory.nbytes / macs * num_rows}
         for name, of_times in (("best", min), ("median", statistics.median)):
             line[f"{name}_gb_s"] = memory.nbytes / of_times(times) / 1e9

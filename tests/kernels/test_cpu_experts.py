@@ -170,7 +170,7 @@ def test_a_recorded_mixture(gen: torch.Generator) -> None:
 
 
 NAMES = ["route.softmax.all", "route.sigmoid.chosen", "plan_experts.8", "gather", "gate_experts.silu.halves"]
-NAMES += ["gate_experts.clamped_swiglu.interleaved", "expert_product.q4_k.int8.silu", "add_experts.bfloat16.float32"]
+NAMES += ["gate_experts.clamped_swiglu.interleaved", "expert_product.q4_k.planes.silu", "add_experts.bfloat16.float32"]
 
 
 @pytest.mark.parametrize("target", [PLAIN, ARM], ids=["sse2", "neon"])
