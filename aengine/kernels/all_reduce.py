@@ -19,8 +19,6 @@ from torch import Tensor
 
 from .exchange_buffers import ExchangeBuffers
 
-__all__ = ["EACH_WAY", "add_all_reduced", "all_gathered", "all_reduced", "sum_of"]
-
 EACH_WAY = (1, 2**19, 2**23)
 """Bytes of tensors that are exchanged in different ways (kernels/triton/all_reduce.py)."""
 

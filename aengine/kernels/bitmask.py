@@ -9,8 +9,6 @@ from torch import Tensor
 
 from .dispatch import uses_triton
 
-__all__ = ["apply_bitmask"]
-
 
 def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
     """Set the logits of tokens whose bit is 0 to -inf, in place. NaN and +inf there may stay NaN, or go.

@@ -8,8 +8,6 @@ from torch import Tensor
 from .dispatch import uses_triton
 from .step_inputs import ScalarColumns
 
-__all__ = ["commit_drafts", "following_drafts"]
-
 
 def following_drafts(token_ids: Tensor, num_tokens: Tensor, rows: Tensor, places: Tensor) -> Tensor:
     """Return the draft that comes after each of n positions, int64 [n]; -1: none. Drafts lie in the row, behind its

@@ -20,8 +20,6 @@ from .paged_attention import Scores
 from .paged_attention import decode_attention as attend_on_cpu
 from .rotary import HeadNorms, Rope
 
-__all__ = ["DecodeWorkspace", "decode_step_attention", "plan_decode"]
-
 
 def plan_decode(rows: Tensor, seq_lens: Tensor, workspace: DecodeWorkspace, window: int | None = None) -> Tensor:
     """Plan how the keys of n sequences are split among programs: int32 [n + max_extra, PLAN_COLUMNS].

@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["GRAIN", "PLAN_COLUMNS", "BatchSize", "DecodeWorkspace", "Sharing"]
-
 
 class BatchSize(Enum):
     """The most (sequence, key-value head) pairs of each size; their number decides what the time is spent on."""

@@ -10,8 +10,6 @@ from contextlib import AbstractContextManager, contextmanager
 
 from torch import Tensor
 
-__all__ = ["torch_reference", "triton_everywhere", "uses_triton"]
-
 _everywhere = False
 
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["MAX_PROGRAMS", "ExchangeBuffers"]
-
 MAX_PROGRAMS = 256
 """Most programs of a launch; there are as many counters of calls."""
 

@@ -14,8 +14,6 @@ from .activation import act_and_mul
 from .dispatch import uses_triton
 from .expert_types import ExpertGate
 
-__all__ = ["gate_experts"]
-
 
 def gate_experts(gate_up: Tensor, gate: ExpertGate) -> Tensor:
     """Return [n, size] for gate_up [n, 2 * size]."""

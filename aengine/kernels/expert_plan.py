@@ -11,8 +11,6 @@ from .expert_tilings import ExpertShape, ExpertTiling
 from .expert_types import ExpertPlan, Routing
 from .grouped_codes import CodeKind
 
-__all__ = ["plan_experts"]
-
 
 def plan_experts(
     routing: Routing,

@@ -17,8 +17,6 @@ from typing import Any, Literal, NamedTuple
 
 from .grouped_codes import CodeKind
 
-__all__ = ["ExpertShape", "ExpertTiling", "ProductTile", "choose_tiling", "default_tiling"]
-
 MAX_PAIR_TOKENS = 4
 """With so few tokens hardly two share an expert, and each pair reads its expert's weights by itself: no sorting."""
 MIN_GROUPED_TOKENS = 16_384

@@ -19,8 +19,6 @@ from .expert_types import ExpertCodes, ExpertGate, ExpertMatrices, ExpertPlan, I
 from .grouped_codes import numbers
 from .rms_norm import rms_norm
 
-__all__ = ["add_experts", "add_weighted", "expert_product"]
-
 
 def expert_product(
     x: Tensor,

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from .dispatch import uses_triton
 
-__all__ = ["N", "find_drafts"]
-
 N = 3
 """Tokens that are looked up."""
 

@@ -29,8 +29,6 @@ from ..errors import ModelLoadError
 from .dispatch import uses_triton
 from .sequences import Sequences
 
-__all__ = ["check_gated_delta", "gated_delta_of_prompts", "gated_delta_of_tokens"]
-
 _CHUNK = 64
 _EPS = 1e-6
 

@@ -26,8 +26,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["CodeKind", "GroupedCodes", "numbers", "pack", "pack_halves", "unpack", "unpack_halves", "values"]
-
 CodeKind = Literal["int4", "uint4", "e2m1", "iq4_nl", "int8", "uint8", "e4m3"]
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

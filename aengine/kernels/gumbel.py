@@ -24,8 +24,6 @@ from torch import Tensor
 from .dispatch import uses_triton
 from .philox import philox4x32
 
-__all__ = ["BLOCK", "best_of_shares", "draw_or_greedy", "draw_share", "gumbel_noise", "gumbel_sample", "likeliest"]
-
 BLOCK = 256
 _PIECE = 2**19  # logits that are scaled at a time on the CPU, so that the copy stays in the cache
 

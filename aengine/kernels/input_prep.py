@@ -9,18 +9,6 @@ from torch import Tensor
 from .dispatch import uses_triton
 from .step_inputs import DecodeInputs, PreparedInputs, ScalarColumns
 
-__all__ = [
-    "DecodeInputs",
-    "PreparedInputs",
-    "ScalarColumns",
-    "advance_rows",
-    "append_tokens",
-    "commit_decode",
-    "gather_block_table",
-    "prepare_decode",
-    "prepare_inputs",
-]
-
 
 def prepare_inputs(
     token_ids: Tensor,

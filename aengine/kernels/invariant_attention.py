@@ -16,8 +16,6 @@ from .kv_codes import kv_numbers
 from .paged_attention import Scores
 from .policy import ROW_TILE
 
-__all__ = ["invariant_attention"]
-
 _KEYS = 128  # keys that are read at a time
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["LARGEST", "kept_kv", "kv_numbers"]
-
 LARGEST = 448.0  # the largest number of float8_e4m3fn
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["write_kv"]
-
 
 def write_kv(kv: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
     """Set ``kv_cache[slot // block_size, slot % block_size] = kv[t]`` for each token t and its slot.

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from .dispatch import uses_triton
 
-__all__ = ["HEADER", "MOST_BANNED", "MOST_BIASES", "WIDTH", "apply_lists", "pack_lists"]
-
 HEADER = 4
 MOST_BIASES = 1024
 MOST_BANNED = 2048  # stop_token_ids, and those that end any completion

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from .dispatch import uses_triton
 
-__all__ = ["KeptLogits", "by_logsumexp", "keep_logits", "token_logprobs"]
-
 
 class KeptLogits(NamedTuple):
     """Logits of the rows that ask for log-probabilities; nothing is known of the others."""

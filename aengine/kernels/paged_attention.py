@@ -21,8 +21,6 @@ from torch import Tensor
 
 from .kv_codes import kv_numbers
 
-__all__ = ["Scores", "decode_attention", "prefill_attention"]
-
 
 class Scores(NamedTuple):
     """How the scores of a layer are made of its queries and keys."""

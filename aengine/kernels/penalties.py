@@ -14,8 +14,6 @@ from torch import Tensor
 
 from .dispatch import uses_triton
 
-__all__ = ["IN_PROMPT", "PenaltyInputs", "apply_penalties", "count_sampled", "count_tokens"]
-
 IN_PROMPT = 1 << 30
 """Added to the count of a token that the prompt has."""
 

@@ -16,8 +16,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["philox4x32", "philox_rounds"]
-
 _ROUNDS = 10
 _MASK = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)

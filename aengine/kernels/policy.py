@@ -17,8 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["FASTEST", "ROW_TILE", "KernelPolicy"]
-
 ROW_TILE = 8
 """Rows that are computed together by the batch-invariant variants: a step of one row computes as many, and one of more
 reads the weights once for each."""

@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["HeadNorms", "Rope", "apply_rotary", "rotary_rows"]
-
 
 class HeadNorms(NamedTuple):
     """RMS norms of each head of q and k, ahead of the rotary embedding."""

@@ -14,8 +14,6 @@ from torch import Tensor
 from .dispatch import uses_triton
 from .expert_types import Routing, RoutingRule
 
-__all__ = ["route"]
-
 
 def route(
     logits: Tensor,

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from .dispatch import uses_triton
 
-__all__ = ["select_rows"]
-
 
 def select_rows(table: Tensor, rows: Tensor) -> Tensor:
     """Return int32 [n, words]: the rows int64 [n] of table int32 [R, words]; zeros for padding, rows of -1."""

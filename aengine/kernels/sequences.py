@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Sequences"]
-
 
 class Sequences(NamedTuple):
     """m sequences, whose new tokens lie one after the other, and whose states are pages of a memory."""

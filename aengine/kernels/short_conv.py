@@ -13,8 +13,6 @@ from torch import Tensor
 from .dispatch import uses_triton
 from .sequences import Sequences
 
-__all__ = ["conv_of_prompts", "conv_of_tokens"]
-
 
 def conv_of_tokens(
     x: Tensor, weight: Tensor, bias: Tensor | None, memory: Tensor, pages: Tensor, begins: Tensor

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["signal", "wait"]
-
 
 def signal(counter: Tensor, number: int) -> None:
     """Set the counter. What this GPU wrote before, also to the other one, is there when the number is."""

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from .dispatch import uses_triton
 
-__all__ = ["apply_staged_writes"]
-
 
 def apply_staged_writes(target: Tensor, starts: Tensor, lengths: Tensor, values: Tensor) -> None:
     """Set ``target[starts[i] : starts[i] + lengths[i]]`` to the i-th run of ``values``, for all i; runs must not

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["DecodeInputs", "PreparedInputs", "ScalarColumns"]
-
 
 class ScalarColumns(NamedTuple):
     """Columns of the persistent rows, in words of 4 bytes (runner/request_state.py)."""

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from .dispatch import uses_triton
 
-__all__ = ["find_cutoff"]
-
 _FIRST_TRY = 128  # most nuclei are smaller; the next tries are 16 times larger each
 _PIECE = 2**19  # logits that are scaled at a time on the CPU, so that the copy stays in the cache
 

@@ -13,8 +13,6 @@ from torch import Tensor
 from .dispatch import uses_triton
 from .paged_attention import Scores, prefill_attention
 
-__all__ = ["plan_prompts", "varlen_attention"]
-
 
 def plan_prompts(
     rows: Tensor,

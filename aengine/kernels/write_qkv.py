@@ -9,8 +9,6 @@ from .dispatch import uses_triton
 from .kv_codes import kept_kv
 from .rotary import HeadNorms, Rope
 
-__all__ = ["apply_rope_and_write_kv"]
-
 
 def apply_rope_and_write_kv(
     qkv: Tensor,

@@ -16,8 +16,6 @@ from functools import partial
 from .emit import F32, I32, I64, Function, Value, Variable
 from .target import Target, WriteKernel
 
-__all__ = ["COUNTER_BYTES", "KERNELS", "MOST_SPLIT_ROWS", "ROWS_OF_CHUNK", "SEGMENT", "SIZES", "state_bytes"]
-
 SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 """Bytes of an element of the cache."""
 KEYS = 16

@@ -21,8 +21,6 @@ from ...__version__ import __version__
 from ...config import model_cache
 from .target import Target
 
-__all__ = ["CodeCache", "code_cache", "code_key", "digest_of_sources"]
-
 logger = logging.getLogger("aengine.runner")
 
 MOST_FILES = 128

@@ -23,23 +23,6 @@ from .packing import SOURCES
 from .products import ALONE, GATES, ROWS_OF_CHUNK
 from .tape import Argument, empty, launch
 
-__all__ = [
-    "Activations",
-    "PackedMatrix",
-    "activated",
-    "activations",
-    "add_to",
-    "can_gate",
-    "embed",
-    "gated",
-    "large_memory",
-    "multiply",
-    "pack",
-    "pack_grouped",
-    "pack_int16",
-    "quantise_int16",
-]
-
 _BYTES_OF_CHUNK = 2**17
 _BYTES_MAPPED = 2**26
 _LINE = 64

@@ -9,8 +9,6 @@ import llvmlite.binding as llvm
 from .emit import Module
 from .target import Target
 
-__all__ = ["LoadedCode", "compile_module"]
-
 
 def compile_module(module: Module, target: Target) -> bytes:
     """Machine code of a module, as an object file."""

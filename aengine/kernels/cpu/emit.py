@@ -18,22 +18,6 @@ from typing import Any
 
 from llvmlite import ir
 
-__all__ = [
-    "BF16",
-    "F16",
-    "F32",
-    "I8",
-    "I16",
-    "I32",
-    "I64",
-    "POINTER",
-    "Function",
-    "Module",
-    "Type",
-    "Value",
-    "Variable",
-]
-
 
 class Type:
     """A number's type; ``type * n``: a vector of n."""

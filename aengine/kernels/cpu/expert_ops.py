@@ -24,8 +24,6 @@ from .library import library
 from .products import GATES
 from .tape import Argument, empty, launch
 
-__all__ = ["PackedExperts", "add_experts", "expert_product", "gathered", "plan_experts", "route"]
-
 _BYTES_OF_CHUNK = 2**17
 _ALL_ROWS = 1 << 40
 """A grain: chunks are of all rows."""

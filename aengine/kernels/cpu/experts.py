@@ -14,8 +14,6 @@ from .products import GATES, MULTIPLIES, ROWS_OF_CHUNK, activated, sigmoid, tile
 from .rows import LANES
 from .target import Target, WriteKernel
 
-__all__ = ["ENTRY", "KERNELS"]
-
 ENTRY = 3
 """Words, int32, of an expert that is used."""
 _FLOATS = F32 * LANES

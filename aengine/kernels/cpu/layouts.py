@@ -29,20 +29,6 @@ from typing import Literal
 from .emit import I8, I16, I32, Function, Type, Value
 from .target import Target
 
-__all__ = [
-    "BLOCK",
-    "INT16_BLOCK_BYTES",
-    "LARGEST_INT16",
-    "LARGEST_PLANES",
-    "LAYOUTS",
-    "NUMBERS",
-    "ROWS",
-    "Layout",
-    "add_pairs",
-    "dot",
-    "unpacked",
-]
-
 ROWS = 16
 """Rows of a tile."""
 BLOCK = 32

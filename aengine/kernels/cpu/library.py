@@ -18,8 +18,6 @@ from .emit import I64, POINTER, Module
 from .target import Target, WriteKernel, host
 from .team import COUNTER_WORDS, OP_WORDS, Team, aligned_words, write_team
 
-__all__ = ["Library", "library", "set_num_threads", "write_kernels"]
-
 
 def _kernels() -> dict[str, WriteKernel]:
     from . import attention, experts, packing, products, residual, rotary, rows, short_conv, tables

@@ -18,8 +18,6 @@ from .short_conv import CHANNELS
 from .tape import Argument, empty, launch
 from .team import aligned_words
 
-__all__ = ["act_and_mul", "add_norm", "attend", "attend_both_sides", "gated_conv", "layer_norm", "write_qkv"]
-
 _ENDLESS = 1 << 40
 """Beyond all positions, and all rows."""
 

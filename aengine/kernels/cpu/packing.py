@@ -15,8 +15,6 @@ from .emit import I8, I16, I32, Function, Type, Value
 from .layouts import BLOCK, LAYOUTS, NUMBERS, ROWS, Layout
 from .target import Target, WriteKernel
 
-__all__ = ["KERNELS", "SOURCES", "Source"]
-
 _BYTES = I8 * BLOCK
 
 

@@ -10,8 +10,6 @@ from .products import activated
 from .rows import LANES, rms_scale
 from .target import Target, WriteKernel
 
-__all__ = ["KERNELS"]
-
 
 def _add_norm(f: Function, target: Target) -> None:
     """words: residual, which changes, and x, float32 [rows, size], size, weight float32 [size], eps."""

@@ -10,8 +10,6 @@ from .emit import F32, Function, Value
 from .rows import LANES, rms_scale
 from .target import Target, WriteKernel
 
-__all__ = ["KERNELS"]
-
 
 def _write_qkv(f: Function, target: Target, style: str, dtype: str) -> None:
     """words: as `write_qkv` in ops.py lays them down. ``style``: "halves" or "interleaved"; ``dtype``: of the cache,

@@ -9,8 +9,6 @@ from .emit import F32, I8, I16, I32, Function, Value
 from .layouts import BLOCK, LARGEST_INT16, LARGEST_PLANES
 from .target import Target, WriteKernel
 
-__all__ = ["GROUP", "KERNELS"]
-
 GROUP = 32
 """Activations that share a scale."""
 LANES = 16

@@ -7,8 +7,6 @@ from .emit import F32, I32, I64, Function, Value
 from .rows import LANES
 from .target import Target, WriteKernel
 
-__all__ = ["CHANNELS", "KERNELS"]
-
 CHANNELS = 4 * LANES
 """Channels of a chunk."""
 _FLOATS = F32 * LANES

@@ -28,8 +28,6 @@ from torch.overrides import TorchFunctionMode
 from .library import library
 from .team import ARGUMENTS, COUNTER_WORDS, OP_WORDS, aligned_words
 
-__all__ = ["Argument", "NotRecorded", "Tape", "empty", "is_recording", "launch", "record"]
-
 Argument: TypeAlias = "Tensor | int | float | None"
 """A tensor's address, an int64, a float32 in the lower half of a word, or the address that is none."""
 

@@ -24,8 +24,6 @@ import numpy as np
 
 from .emit import I32, I64, POINTER, Function, Module, Value
 
-__all__ = ["ARGUMENTS", "COUNTER_WORDS", "OP_WORDS", "Team", "aligned_words", "write_team"]
-
 OP_WORDS = 32
 """Words of an op: the address of its function, the chunks of each block of rows, the rows of a block, the most chunks
 or 0, then its arguments from `ARGUMENTS` on."""

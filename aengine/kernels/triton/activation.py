@@ -9,8 +9,6 @@ from torch import Tensor
 
 from .launch import has_pdl, launch, launch_next_and_wait
 
-__all__ = ["act_and_mul", "activate_and_multiply"]
-
 _BLOCK = 1024
 
 

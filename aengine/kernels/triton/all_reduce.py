@@ -13,8 +13,6 @@ from torch import Tensor
 from ..exchange_buffers import ExchangeBuffers
 from . import exchange_bulk, exchange_words
 
-__all__ = ["all_gather", "all_reduce"]
-
 _MOST_IN_WORDS = 2**18
 _MOST_IN_ONE_SHOT = 2**22
 

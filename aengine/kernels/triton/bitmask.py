@@ -12,8 +12,6 @@ from torch import Tensor
 
 from .launch import launch
 
-__all__ = ["apply_bitmask"]
-
 _TILE = 2048
 
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from ..step_inputs import ScalarColumns
 from .launch import bucket, has_pdl, launch, launch_next_and_wait
 
-__all__ = ["commit_drafts"]
-
 
 def commit_drafts(
     token_ids: Tensor,

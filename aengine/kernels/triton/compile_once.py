@@ -20,8 +20,6 @@ from typing import Any
 
 import triton
 
-__all__ = ["CompileOnce"]
-
 LONGEST_WAIT = 60.0  # seconds; a kernel compiles in one to ten, more only where the process is stopped
 _PAUSE = 0.02  # seconds between two looks at a lock
 _FOLDER = "aengine-locks"  # folder within Triton's cache

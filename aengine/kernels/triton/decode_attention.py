@@ -31,8 +31,6 @@ from .decode_parts import (
 from .kv_codes import as_known, beside_codes, kept_number, numbers_of, times_scale
 from .launch import has_pdl, launch, launch_next, max_shared_memory, wait_for_previous
 
-__all__ = ["decode_step_attention"]
-
 
 class _Tiling(NamedTuple):
     block_n: int  # keys that a program reads at a time; the chunks of a plan are multiples of it

@@ -7,19 +7,6 @@ import triton.language as tl
 
 from .kv_codes import store_kept, times_scale
 
-__all__ = [
-    "apply_rope",
-    "capped",
-    "finish",
-    "load_kv",
-    "norm_weights",
-    "own_key_value",
-    "plan_item",
-    "rotary_at",
-    "score_scale",
-    "write_own_kv",
-]
-
 _LOG2_E = 1.4426950408889634  # scores are scaled by it, since the hardware computes exp2
 
 

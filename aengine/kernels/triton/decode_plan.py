@@ -10,8 +10,6 @@ from torch import Tensor
 from ..decode_plan import GRAIN, PLAN_COLUMNS, Sharing
 from .launch import bucket, has_pdl, launch, launch_next_and_wait
 
-__all__ = ["plan_decode"]
-
 
 def plan_decode(rows: Tensor, seq_lens: Tensor, sharing: Sharing, window: int | None) -> Tensor:
     n, extra = seq_lens.shape[0], sharing.max_extra

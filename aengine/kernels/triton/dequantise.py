@@ -12,8 +12,6 @@ from .grouped_parts import constants, group_values, pointers, raised_columns
 from .launch import has_pdl, known, launch, launch_next_and_wait
 from .linear_parts import numbers
 
-__all__ = ["dequantise", "dequantise_groups"]
-
 _BLOCK = 4096
 _UNITS = 128
 

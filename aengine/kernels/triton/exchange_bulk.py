@@ -21,8 +21,6 @@ from ..exchange_buffers import MAX_PROGRAMS, ExchangeBuffers
 from .exchange_parts import Phase, end_call, memories_of
 from .launch import has_pdl, launch, launch_next, wait_for_previous
 
-__all__ = ["BulkTiling", "gather_in_bulk", "sum_in_bulk", "sum_in_two_shots"]
-
 
 class BulkTiling(NamedTuple):
     """How a tensor is cut: many bytes a thread, so that many are on their way."""

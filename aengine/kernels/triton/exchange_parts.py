@@ -10,8 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["Phase", "end_call", "memories_of"]
-
 
 class Phase:
     """What of a call a launch does: all of it. In the interpreter one process plays all ranks, which send first, then

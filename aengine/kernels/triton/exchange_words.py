@@ -16,8 +16,6 @@ from ..exchange_buffers import MAX_PROGRAMS, ExchangeBuffers
 from .exchange_parts import Phase, end_call, memories_of
 from .launch import has_pdl, launch, launch_next, wait_for_previous
 
-__all__ = ["gather_in_words", "sum_in_words"]
-
 
 def sum_in_words(
     out: Tensor,

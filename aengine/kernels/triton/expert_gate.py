@@ -14,8 +14,6 @@ from ..expert_types import ExpertGate
 from .activation import activate_and_multiply
 from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
 
-__all__ = ["gate_constants", "gate_experts", "gated"]
-
 _BLOCK = 1024
 
 

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from .launch import bucket, has_pdl, launch, launch_next_and_wait
 
-__all__ = ["find_drafts"]
-
 _BLOCK = 1024
 
 

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from .launch import launch
 
-__all__ = ["gated_delta_of_tokens"]
-
 _COLUMNS = 32
 
 

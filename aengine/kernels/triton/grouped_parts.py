@@ -19,8 +19,6 @@ from ..grouped_codes import GroupedCodes
 from .launch import is_interpreted, known
 from .linear_parts import numbers
 
-__all__ = ["constants", "group_values", "in_columns", "masked_or", "pointers", "raised", "raised_columns"]
-
 _RAISED_BY = {"int4": 24.0, "uint4": 16.0, "iq4_nl": 384.0, "int8": 384.0, "uint8": 256.0}
 _HAS_LOP3 = tl.constexpr(not is_interpreted and torch.version.hip is None)
 _IQ4_0 = tl.constexpr(0x3F2D1801)  # llama.cpp's numbers, each plus 128, a byte each

@@ -11,8 +11,6 @@ import triton.language as tl
 
 from .grouped_parts import group_values, raised
 
-__all__ = ["codes_at", "dot_of_units", "finished", "load_codes", "load_x", "places_of"]
-
 
 @triton.jit
 def load_codes(row, element, n, N: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr):

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from .launch import has_pdl, launch, launch_next_and_wait
 
-__all__ = ["best_of_shares", "draw_share", "gumbel_sample"]
-
 _BLOCK = 256  # ids of a block, as kernels/gumbel.py defines the draw
 _BLOCKS = 4  # blocks of a chunk; 4 with one warp were the fastest on an H200
 _ROWS = 64  # rows that a program of `_best_kernel` takes

@@ -10,8 +10,6 @@ from torch import Tensor
 from ..step_inputs import DecodeInputs, PreparedInputs, ScalarColumns
 from .launch import bucket, has_pdl, launch, launch_next_and_wait
 
-__all__ = ["advance_rows", "append_tokens", "commit_decode", "prepare_decode", "prepare_inputs"]
-
 _BLOCK = 128
 
 

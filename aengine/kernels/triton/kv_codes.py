@@ -14,8 +14,6 @@ from torch import Tensor
 
 from .launch import has_fp8, has_pdl, is_interpreted
 
-__all__ = ["as_known", "beside_codes", "kept_number", "numbers_of", "store_kept", "times_scale"]
-
 
 def as_known(kv_cache: Tensor, kv_scales: Tensor | None) -> Tensor:
     """The cache as the GPU reads it: codes as float8_e4m3fn where it converts that type to bfloat16 (9.0 and

@@ -37,26 +37,6 @@ try:
 except ImportError:  # a Triton for other GPUs; there `has_pdl` is False, and neither is ever called
     gdc_launch_dependents = gdc_wait = None
 
-__all__ = [
-    "bucket",
-    "compiling",
-    "device_name",
-    "gdc_launch_dependents",
-    "gdc_wait",
-    "has_fp8",
-    "has_pdl",
-    "is_hopper",
-    "is_interpreted",
-    "known",
-    "launch",
-    "launch_next",
-    "launch_next_and_wait",
-    "max_shared_memory",
-    "only_compiles",
-    "prefetch",
-    "wait_for_previous",
-]
-
 is_interpreted = bool(triton.knobs.runtime.interpret)
 _compile_only = False
 

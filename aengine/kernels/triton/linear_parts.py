@@ -8,9 +8,6 @@ import triton.language as tl
 from .activation import activate_and_multiply
 from .launch import gdc_launch_dependents, gdc_wait, prefetch
 
-__all__ = ["numbers", "prefetch_rows", "store_product", "wait_for_rows"]
-
-
 PREFETCHED = tl.constexpr(512)  # bytes of a row of W; more hold up the product that is still running
 
 

@@ -14,8 +14,6 @@ import triton.language as tl
 from .launch import max_shared_memory
 from .linear_parts import numbers, store_product, wait_for_rows
 
-__all__ = ["SkinnyTiling", "fit", "skinny"]
-
 
 class SkinnyTiling(NamedTuple):
     block_m: int

@@ -18,8 +18,6 @@ from ..linear_tilings import StreamedTiling
 from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch, max_shared_memory
 from .linear_parts import prefetch_rows, store_product
 
-__all__ = ["fit", "stream"]
-
 
 def fit(tiling: StreamedTiling, is_gated: bool, weight_bytes: int = 2, x_bytes: int = 2) -> StreamedTiling:
     """Return the tiling with fewer stages, and shorter stretches of K, if the GPU's shared memory demands it."""

@@ -13,8 +13,6 @@ import triton.language as tl
 from .launch import max_shared_memory
 from .linear_parts import numbers, store_product, wait_for_rows
 
-__all__ = ["TiledTiling", "fit", "tiled"]
-
 
 class TiledTiling(NamedTuple):
     block_m: int

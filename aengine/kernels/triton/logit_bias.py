@@ -11,8 +11,6 @@ from torch import Tensor
 
 from .launch import has_pdl, launch, launch_next_and_wait
 
-__all__ = ["apply_lists"]
-
 _TILE = 256
 
 

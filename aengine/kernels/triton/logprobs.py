@@ -14,8 +14,6 @@ from torch import Tensor
 
 from .launch import has_pdl, launch, launch_next_and_wait
 
-__all__ = ["keep_logits", "token_logprobs"]
-
 _BLOCK = 256
 _BLOCKS = 16  # blocks that a program of the first launch takes
 _NO_INDEX = tl.constexpr(2**31 - 1)

@@ -24,17 +24,6 @@ from torch import Tensor
 
 from .launch import has_pdl, launch, launch_next_and_wait
 
-__all__ = [
-    "COLUMNS",
-    "LIST_SIZE",
-    "NUM_PASSES",
-    "Candidates",
-    "as_mass",
-    "find_bracket",
-    "find_candidates",
-    "make_candidates",
-]
-
 COLUMNS = 16  # masses of a row and pass: those at or above each pivot, and, of the first pass, that of all
 NUM_PASSES = 2
 LIST_SIZE = 8192

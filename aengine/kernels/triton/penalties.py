@@ -17,8 +17,6 @@ from .launch import has_pdl, launch, launch_next_and_wait
 if TYPE_CHECKING:
     from ..penalties import PenaltyInputs
 
-__all__ = ["add_counts", "apply_penalties", "count_sampled"]
-
 _TILE = 1024
 _LOGITS = 4096  # logits that a program changes
 _IN_PROMPT = tl.constexpr(1 << 30)  # flag that kernels/penalties.py defines

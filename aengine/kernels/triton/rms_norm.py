@@ -9,8 +9,6 @@ from torch import Tensor
 
 from .launch import has_pdl, launch, launch_next, wait_for_previous
 
-__all__ = ["add_rms_norm", "rms_norm"]
-
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from .launch import has_pdl, launch, launch_next_and_wait
 
-__all__ = ["select_rows"]
-
 _ROWS = 32  # rows that a program copies
 
 

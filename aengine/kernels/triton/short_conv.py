@@ -10,8 +10,6 @@ from torch import Tensor
 from ..sequences import Sequences
 from .launch import launch
 
-__all__ = ["conv_of_prompts", "conv_of_tokens"]
-
 _TOKENS, _CHANNELS = 16, 128
 _WHERE = ["owners_ptr", "starts_ptr", "pages_ptr", "begins_ptr"]  # parts of one buffer: any place in it is one kernel
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from .launch import launch
 
-__all__ = ["signal", "wait"]
-
 
 def signal(counter: Tensor, number: int) -> None:
     launch(_signal, (1,), counter, number, num_warps=1)

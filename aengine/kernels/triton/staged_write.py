@@ -11,8 +11,6 @@ from torch import Tensor
 
 from .launch import launch
 
-__all__ = ["apply_staged_writes"]
-
 _TILE = 1024
 _MAX_PARTS = 16
 

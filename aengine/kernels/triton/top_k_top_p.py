@@ -22,8 +22,6 @@ from . import nucleus
 from .launch import has_pdl, launch, launch_next_and_wait
 from .nucleus import Candidates, as_mass, find_bracket, find_candidates, make_candidates
 
-__all__ = ["BLOCK", "find_cutoff"]
-
 BLOCK = 256
 _BLOCKS = 16  # blocks that a program of the first launch takes
 _SEARCH_WARPS = 8

@@ -20,8 +20,6 @@ from .decode_parts import capped, score_scale
 from .kv_codes import as_known, beside_codes, numbers_of, times_scale
 from .launch import bucket, has_pdl, launch, launch_next, launch_next_and_wait, max_shared_memory, wait_for_previous
 
-__all__ = ["plan_prompts", "varlen_attention"]
-
 _FACTS = 8  # int32 of a block: row, first query, the sequence's first token, its query and sequence lengths; a sector
 
 

@@ -10,8 +10,6 @@ from ..rotary import HeadNorms, Rope
 from .kv_codes import as_known, kept_number, store_kept
 from .launch import has_pdl, launch, launch_next_and_wait
 
-__all__ = ["apply_rope_and_write_kv"]
-
 
 def apply_rope_and_write_kv(
     qkv: Tensor,

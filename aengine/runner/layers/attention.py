@@ -21,8 +21,6 @@ from ..weights.weight import put_into
 from .norm import RMSNorm
 from .states import LayerStates
 
-__all__ = ["AttentionCall", "AttentionLayer", "HeadSinks", "Sinks"]
-
 
 class Sinks(Protocol):
     """Scores of each head that take their share of the softmax, and add no value."""

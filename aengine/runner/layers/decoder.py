@@ -28,8 +28,6 @@ from .mlp import GatedMLP
 from .moe import MoE
 from .norm import LayerNorm, RMSNorm
 
-__all__ = ["Decoder", "DecoderLayer", "FeedForward", "Mixer", "SelfAttention"]
-
 Config = TypeVar("Config", bound=ModelConfig)
 FeedForward = Callable[[Tensor, RMSNorm], None]
 """Adds its output for norm(residual) to the residual stream: `GatedMLP`, `MoE`."""

@@ -10,8 +10,6 @@ from ..weights.scope import WeightScope
 from ..weights.weight import put_into
 from .linear import Linear
 
-__all__ = ["Embedding", "WeightRows"]
-
 
 class Embedding:
     """Rows of a table [vocab_size, hidden_size], multiplied by ``scale`` in the activations' dtype.

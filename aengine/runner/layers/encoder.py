@@ -14,8 +14,6 @@ from ..pooling.batch import EncoderBatch
 from .linear import Linear
 from .norm import LayerNorm
 
-__all__ = ["ACTIVATIONS", "PostNormLayer"]
-
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_new": partial(F.gelu, approximate="tanh"),

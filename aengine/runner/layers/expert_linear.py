@@ -18,8 +18,6 @@ from ..weights.scope import WeightScope
 from ..weights.weight import Norm, NotMultiplied, StoredTensor
 from .linear import Features, drop, part_of_matrix, shape_on_rank, shares_of, turned
 
-__all__ = ["ExpertLinear"]
-
 
 class _Piece(NamedTuple):
     """A tensor that each expert has in the checkpoint."""

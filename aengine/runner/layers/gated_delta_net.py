@@ -27,8 +27,6 @@ from .norm import RMSNorm
 from .short_conv import ShortConv
 from .states import LayerStates
 
-__all__ = ["DeltaInputs", "DeltaSizes", "GatedDeltaNet"]
-
 _NAME = "recurrent"
 
 

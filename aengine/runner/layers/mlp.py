@@ -9,8 +9,6 @@ from ..weights.scope import WeightScope
 from .linear import Features, Linear
 from .norm import RMSNorm
 
-__all__ = ["MLP", "GatedMLP"]
-
 
 class GatedMLP:
     """down(activation(gate(x)) * up(x)). Shazeer 2020, arXiv:2002.05202."""

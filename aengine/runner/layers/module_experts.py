@@ -17,8 +17,6 @@ from ...kernels.expert_tilings import ExpertShape
 from ...kernels.expert_types import ExpertGate, ExpertMatrices, Routing, can_group
 from ...kernels.experts import add_experts, expert_product
 
-__all__ = ["can_run_experts", "run_experts"]
-
 _ACTIVATIONS: dict[str, Activation] = {
     "SiLU": "silu",
     "SiLUActivation": "silu",

@@ -14,8 +14,6 @@ from ..distributed.shares import Share, part_of
 from ..weights.scope import WeightScope
 from ..weights.weight import put_into
 
-__all__ = ["LayerNorm", "QKNorm", "RMSNorm"]
-
 
 class RMSNorm:
     """x * weight / sqrt(mean(x^2) + eps), over the last dimension.

@@ -19,8 +19,6 @@ from .attention import AttentionCall
 from .decoder import Config, Decoder, SelfAttention
 from .norm import LayerNorm
 
-__all__ = ["LayerNormDecoder", "LayerNormLayer", "NormAfterLayer", "ParallelLayer"]
-
 
 class _FeedForward(Protocol):
     """`GatedMLP`, `MLP`."""

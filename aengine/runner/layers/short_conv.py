@@ -12,8 +12,6 @@ from ..weights.weight import put_into
 from .linear import Features, shares_of
 from .states import LayerStates
 
-__all__ = ["ShortConv"]
-
 _NAME = "convolution"
 
 

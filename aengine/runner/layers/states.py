@@ -19,15 +19,6 @@ from ...kernels.sequences import Sequences
 from ...kernels.short_conv import conv_of_prompts, conv_of_tokens
 from ..transfer import to_device
 
-__all__ = [
-    "LayerStates",
-    "StateRows",
-    "StateSpan",
-    "sequences_of_spans",
-    "state_rows_of_batch",
-    "state_rows_of_decodes",
-]
-
 
 class StateSpan(NamedTuple):
     """The tokens of one request in the batch, and its page."""

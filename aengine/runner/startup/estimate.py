@@ -27,8 +27,6 @@ from ..weights.sources.loader import check_layers, stored_shapes, tensor_names
 from .heads import DecoderHead
 from .kv_memory import cpu_budget
 
-__all__ = ["estimate", "gguf_matrices", "tensors_of"]
-
 
 def estimate(config: EngineConfig) -> dict[str, Any]:
     """What all ranks of a replica would take together. Keys: "device"; "line": the tensors in words; "formats": of

@@ -40,8 +40,6 @@ from .float16_cpu import FLOAT16_MAX
 from .plain import plain_tensors
 from .weight import ExpertWeights, Norm, StoredTensor, Weight, WeightsBelow
 
-__all__ = ["CompiledFormat", "CompiledWeight"]
-
 
 class CompiledWeight(Weight):
     """A packed matrix. Each verb is one kernel or two, and can be recorded."""

@@ -23,8 +23,6 @@ from ...kernels.experts import add_experts, add_weighted, expert_product
 from ...kernels.rms_norm import rms_norm
 from .weight import ExpertWeights, MultipliedExperts, Norm, StoredTensor, Weight
 
-__all__ = ["GatheredExperts", "SeparateExperts", "StackedExperts"]
-
 
 class StackedExperts(ExpertWeights):
     """Stacked matrices of experts as plain numbers of one dtype. (`ScaledExperts` have 8-bit codes.)"""

@@ -21,8 +21,6 @@ from .expert_weights import SeparateExperts
 from .plain import plain_tensors
 from .weight import ExpertWeights, StoredTensor, Weight
 
-__all__ = ["Float16Format", "Float16Plan", "Float16Weight", "float16_plan", "half_linear", "has_fbgemm"]
-
 FLOAT16_MAX = 65504.0
 
 

@@ -37,8 +37,6 @@ from .quantised.matrices import NEVER_QUANTISED, UNQUANTISED, Asked, QuantisedMa
 from .step_rows import ROWS_UNSEEN, StepRows
 from .weight import WeightFormat
 
-__all__ = ["COMPILED_DTYPES", "WeightFormats", "choose_formats"]
-
 CPU = torch.device("cpu")
 COMPILED_DTYPES = ("auto", "float16", "float32")
 """Settings of dtype with which compiled kernels of a CPU multiply."""

@@ -6,8 +6,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-__all__ = ["EXPERT_NAMES", "GgufNames"]
-
 _LAYER_NAME = re.compile(r"blk\.(?P<layer>\d{1,9})\.(?P<part>.+)", re.ASCII)
 _TOP = {
     "token_embd": "model.embed_tokens",

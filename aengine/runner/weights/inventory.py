@@ -21,8 +21,6 @@ from .scope import Place, WeightScope
 from .sources.reading import NUMBERS
 from .weight import ExpertWeights, StoredTensor, Weight, WeightFormat
 
-__all__ = ["TensorsOfAKind", "inventory", "line_of"]
-
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _ROWS, _COLUMNS = 256, 1024
 """Sizes of the small matrix: multiples of all blocks and groups."""

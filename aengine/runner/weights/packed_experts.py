@@ -29,8 +29,6 @@ from .weight import RANDOM_EXPONENTS, ExpertWeights, NotMultiplied, StoredTensor
 if TYPE_CHECKING:
     from .formats import WeightFormats
 
-__all__ = ["Mxfp4Codes", "Mxfp4Experts", "PackedLayout", "TransposedExperts"]
-
 _GROUP = 32
 
 

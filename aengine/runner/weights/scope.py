@@ -23,8 +23,6 @@ from .quantised.matrices import UNQUANTISED
 from .step_rows import ROWS_UNSEEN
 from .weight import Drawn, NotMultiplied, RowTiledFormat, StoredTensor, WeightFormat
 
-__all__ = ["CheckpointNames", "Place", "WeightScope"]
-
 _MOST_TENSORS = 1 << 19  # models of a trillion parameters have 70,000
 
 

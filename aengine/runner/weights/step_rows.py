@@ -16,8 +16,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .weight import WeightFormat
 
-__all__ = ["ROWS_UNSEEN", "StepRows", "TokenRows"]
-
 
 class StepRows:
     """Products depend on x alone."""

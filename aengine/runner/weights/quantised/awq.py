@@ -20,8 +20,6 @@ from ..weight import StoredTensor, random_scales
 from .matrices import Asked, StoredMatrices
 from .unpacked import UnpackedCodes, UnpackedFormat, checked_scale, codes_of_words
 
-__all__ = ["AwqFormat", "read_awq"]
-
 _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 

@@ -31,8 +31,6 @@ from .int8 import Int8Format
 from .matrices import Asked, PlainMatrices, Rules, first_rule, ignored_matrices, whole_names
 from .unpacked import UnpackedCodes, UnpackedFormat, checked_scale, codes_of_words, order_of_columns, random_g_idx
 
-__all__ = ["GroupFormat", "GroupedMatrices", "read_compressed"]
-
 
 @dataclass(frozen=True, slots=True)
 class GroupFormat(UnpackedFormat):

@@ -22,8 +22,6 @@ from ..weight import RANDOM_EXPONENTS, StoredTensor, random_scales
 from .matrices import AllButIgnored, Asked, ignored_matrices
 from .unpacked import UnpackedCodes, UnpackedFormat, checked_scale, codes_of_bytes
 
-__all__ = ["Fp4Format", "read_modelopt_fp4"]
-
 
 @dataclass(frozen=True, slots=True)
 class Fp4Format(UnpackedFormat):

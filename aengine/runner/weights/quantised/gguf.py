@@ -41,8 +41,6 @@ from ..expert_weights import SeparateExperts
 from ..weight import ExpertWeights, StoredTensor, Weight
 from .grouped import CodedExperts, CodeKind, GroupedCodes, GroupedWeight, pack, pack_halves
 
-__all__ = ["CODED_TYPES", "GgufFormat", "GgufWeight", "dequantised", "grouped_codes"]
-
 _LONG_ROW = 2**14  # numbers
 _NUMBERS_AT_ONCE = 2**20
 """Numbers that a product dequantises at once: 4 MiB of float32, whatever the size of the matrix."""

@@ -25,8 +25,6 @@ from ..weight import StoredTensor, random_scales
 from .matrices import Asked, StoredMatrices, first_rule
 from .unpacked import UnpackedCodes, UnpackedFormat, checked_scale, codes_of_words, order_of_columns, random_g_idx
 
-__all__ = ["GptqFormat", "read_gptq"]
-
 
 @dataclass(frozen=True, slots=True)
 class GptqFormat(UnpackedFormat):

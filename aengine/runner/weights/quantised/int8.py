@@ -29,8 +29,6 @@ from .grouped import compiled_format
 from .scaled import ScaledExperts, ScaledWeight
 from .unpacked import checked_scale
 
-__all__ = ["Int8Experts", "Int8Format"]
-
 
 @dataclass(frozen=True, slots=True)
 class Int8Format:

@@ -13,20 +13,6 @@ from ....checkpoint.value_reader import ValueReader
 from ....errors import ModelLoadError
 from ..weight import WeightFormat
 
-__all__ = [
-    "NEVER_QUANTISED",
-    "UNQUANTISED",
-    "AllButIgnored",
-    "Asked",
-    "PlainMatrices",
-    "QuantisedMatrices",
-    "Rules",
-    "StoredMatrices",
-    "first_rule",
-    "ignored_matrices",
-    "whole_names",
-]
-
 T = TypeVar("T")
 U = TypeVar("U")
 

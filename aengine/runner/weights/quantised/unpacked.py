@@ -27,20 +27,6 @@ from ..expert_weights import GatheredExperts, SeparateExperts
 from ..weight import ExpertWeights, Norm, NotMultiplied, StoredTensor, Weight, WeightFormat
 from .grouped import CodedExperts, CodeKind, GroupedCodes, compiled_format, fits, grouped_weight, pack
 
-__all__ = [
-    "DequantisedExperts",
-    "UnpackedCodes",
-    "UnpackedFormat",
-    "checked_scale",
-    "codes_of_bytes",
-    "codes_of_words",
-    "grouped_codes",
-    "log_dequantised",
-    "numbers",
-    "order_of_columns",
-    "random_g_idx",
-]
-
 logger = logging.getLogger("aengine.runner")
 
 _DEQUANTISE = "use on_unsupported_format='dequantise' (16 bits), or a CPU"

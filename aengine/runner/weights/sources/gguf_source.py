@@ -18,8 +18,6 @@ from ..gguf_names import GgufNames
 from ..quantised.gguf import GgufFormat, dequantised
 from .reading import Named, Source, Target, in_threads
 
-__all__ = ["GgufMatrices", "gguf_types", "read_gguf"]
-
 _MOST_EXPERTS = 2**14
 
 

@@ -33,8 +33,6 @@ from .random_source import make_random
 from .reading import Source, Target, in_threads, text_name
 from .safetensors_source import READERS, read_safetensors, read_shapes
 
-__all__ = ["LoadedWeights", "Progress", "check_layers", "load_weights", "stored_shapes", "tensor_names"]
-
 logger = logging.getLogger("aengine.runner")
 
 Progress = Callable[[str, int, int, str], None]

@@ -11,8 +11,6 @@ from ..scope import Place
 from ..weight import RANDOM_WEIGHT
 from .reading import NUMBERS, Source, Target
 
-__all__ = ["make_random"]
-
 CHUNK = 2**21
 """Numbers made at once on a GPU: 8 MiB of float32, for weights of any format."""
 

@@ -14,8 +14,6 @@ from ....errors import ModelLoadError
 from ..scope import Place
 from ..weight import NotMultiplied
 
-__all__ = ["NUMBERS", "Named", "Source", "Target", "in_threads", "text_name"]
-
 NUMBERS = frozenset({torch.float16, torch.bfloat16, torch.float32})
 """Formats whose elements are the weights themselves; others are codes, which mean nothing without their scales."""
 

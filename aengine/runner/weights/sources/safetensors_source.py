@@ -16,8 +16,6 @@ from ....checkpoint.safetensors_files import safetensors_files
 from ....errors import ModelLoadError
 from .reading import NUMBERS, Named, Source, Target, in_threads, text_name
 
-__all__ = ["READERS", "read_matching", "read_safetensors", "read_shapes", "read_tensor"]
-
 READERS = 8
 """Threads that read files. One copies 2 to 4 GB/s out of the page cache to a GPU; from a disk the more are better."""
 _DTYPES = {
