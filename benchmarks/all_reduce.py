@@ -34,9 +34,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed import FileStore, PrefixStore
 
+from aengine.kernels.activation import computed
 from aengine.kernels.all_reduce import add_all_reduced, all_gathered, sum_of
 from aengine.kernels.exchange_buffers import MAX_PROGRAMS
+from aengine.kernels.expert_types import InputNorm
 from aengine.kernels.linear import add_linear, norm_gated_linear, norm_linear, plain_linear
+from aengine.kernels.matrix import Matrix
 from aengine.kernels.triton.exchange_bulk import BulkTiling, sum_in_bulk, sum_in_two_shots
 from aengine.kernels.triton.exchange_words import sum_in_words
 from aengine.runner.distributed.cuda_group import CudaGroup
@@ -319,20 +322,20 @@ def layers(rank: Rank) -> None:
     q, qkv, inner = 4096 // size, 6144 // size, 14336 // size
     shapes = ((qkv, HIDDEN), (HIDDEN, q), (2 * inner, HIDDEN), (HIDDEN, inner))
     torch.manual_seed(rank.rank)
-    weights = [[torch.randn(*shape, **made) * 0.01 for shape in shapes] for _ in range(LAYERS)]
-    norm = torch.ones(HIDDEN, **made)
+    weights = [[Matrix(torch.randn(*shape, **made) * 0.01) for shape in shapes] for _ in range(LAYERS)]
+    norm = InputNorm(torch.ones(HIDDEN, **made), 1e-6)
     for n in (1, 2, 16, 64, 128):
         residual, attended = torch.randn(n, HIDDEN, **made), torch.randn(n, q, **made)
 
-        def add_summed(residual: Tensor, x: Tensor, weight: Tensor) -> None:
+        def add_summed(residual: Tensor, x: Tensor, weight: Matrix) -> None:
             rank.group.add_sum(residual, plain_linear(x, weight))
 
         def step(add: Callable[..., None], residual: Tensor, attended: Tensor) -> None:
             residual.zero_()
             for w_qkv, w_o, w_gate_up, w_down in weights:
-                norm_linear(residual, norm, 1e-6, w_qkv)
+                norm_linear(residual, norm, w_qkv)
                 add(residual, attended, w_o)
-                add(residual, norm_gated_linear(residual, norm, 1e-6, w_gate_up), w_down)
+                add(residual, computed(norm_gated_linear(residual, norm, w_gate_up)), w_down)
 
         steps = (partial(step, add, residual, attended) for add in (add_linear, add_summed))
         alone, summed = (rank.microseconds(one, calls=4) / LAYERS for one in steps)

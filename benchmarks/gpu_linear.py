@@ -31,11 +31,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aengine.kernels import linear_tilings
-from aengine.kernels.activation import act_and_mul
+from aengine.kernels.activation import act_and_mul, computed
 from aengine.kernels.dispatch import triton_everywhere
+from aengine.kernels.expert_types import InputNorm
 from aengine.kernels.grouped_codes import CodeKind, GroupedCodes
 from aengine.kernels.linear import add_linear, norm_gated_linear, norm_linear
 from aengine.kernels.linear_tilings import LinearShape, StreamedTiling
+from aengine.kernels.matrix import Matrix
 from aengine.kernels.scaled_product import product
 from aengine.kernels.triton import linear_fp8, linear_streamed
 from aengine.kernels.triton.launch import compiling, max_shared_memory
@@ -53,8 +55,6 @@ BYTES_OF_A_GRAPH = 150e6  # more than any L2 cache holds
 EPS = 1e-6
 
 Layers = list[list[Tensor]]
-Matrix = tuple[Tensor, Tensor | None]
-"""A weight, and its scale if it is in FP8."""
 
 
 def make_layers(shape: tuple[int, ...], **settings: Any) -> Layers:
@@ -63,16 +63,21 @@ def make_layers(shape: tuple[int, ...], **settings: Any) -> Layers:
     return [[torch.randn(*s, **settings) * 0.02 for s in shapes] for _ in range(num_layers)]
 
 
+def in_fp8(weight: Tensor, quantises_x: bool = True) -> Matrix:
+    codes, scale = quantised(weight)
+    return Matrix(codes, None, scale, quantises_x)
+
+
 def matrix(weight: Tensor, is_fp8: bool) -> Matrix:
-    return quantised(weight) if is_fp8 else (weight, None)
+    return in_fp8(weight, False) if is_fp8 else Matrix(weight)
 
 
 def ours(layers: list[list[Matrix]], norm: Tensor, residual: Tensor, attended: Tensor) -> None:
-    for (w_qkv, s_qkv), (w_o, s_o), (w_gate_up, s_gate_up), (w_down, s_down) in layers:
-        norm_linear(residual, norm, EPS, w_qkv, scale=s_qkv)
-        add_linear(residual, attended, w_o, scale=s_o)
-        gated = norm_gated_linear(residual, norm, EPS, w_gate_up, scale=s_gate_up)
-        add_linear(residual, gated, w_down, scale=s_down)
+    own = InputNorm(norm, EPS)
+    for qkv, o, gate_up, down in layers:
+        norm_linear(residual, own, qkv)
+        add_linear(residual, attended, o)
+        add_linear(residual, norm_gated_linear(residual, own, gate_up), down)
 
 
 def torchs(layers: Layers, norm: Tensor, residual: Tensor, attended: Tensor) -> None:
@@ -133,7 +138,8 @@ def candidates(shape: LinearShape, rows: int) -> Iterator[StreamedTiling]:
 
 def run_streamed(weights: list[Matrix], x: Tensor, out: Tensor, kind: str, tiling: StreamedTiling) -> None:
     how: dict[str, Any] = {"add": kind == "add", "activation": "silu" if kind == "gated" else None}
-    for weight, scale in weights:
+    for weight, _, scale, _ in weights:
+        assert isinstance(weight, Tensor)
         if scale is None:
             linear_streamed.stream(tiling, x, weight, None, out, **how)
         else:
@@ -141,13 +147,13 @@ def run_streamed(weights: list[Matrix], x: Tensor, out: Tensor, kind: str, tilin
 
 
 def run_library(weights: list[Matrix], x: Tensor, out: Tensor, kind: str) -> None:
-    for weight, scale in weights:
-        if kind == "add" and scale is None:
-            torch.addmm(out, x, weight.t(), out=out)
+    for own in weights:
+        if kind == "add" and own.scale is None and isinstance(own.weight, Tensor):
+            torch.addmm(out, x, own.weight.t(), out=out)
         elif kind == "add":
-            out.add_(product(x, weight, None, scale))
+            out.add_(product(x, own))
         else:
-            y = product(x, weight, None, scale)
+            y = product(x, own)
             if kind == "gated":
                 act_and_mul(y)
 
@@ -224,21 +230,17 @@ def random_codes(kind: CodeKind, n: int, k: int, group: int, device: str, **more
     return GroupedCodes(kind, codes, scale.to(more["scale"]), group, zero, offset, row_scale, rows)
 
 
-Weight = tuple[Tensor | GroupedCodes, Tensor | None]
-"""And its scale if it is in FP8 with a scale a row."""
-
-
 def plain_weight(n: int, k: int, device: str, dtype: torch.dtype) -> Tensor:
     return torch.randn(n, k, device=device, dtype=dtype) * 0.02
 
 
-def with_groups(kind: CodeKind, group: int, **more: Any) -> Callable[[int, int, str, torch.dtype], Weight]:
-    return lambda n, k, device, dtype: (random_codes(kind, n, k, group, device, **more), None)
+def with_groups(kind: CodeKind, group: int, **more: Any) -> Callable[[int, int, str, torch.dtype], Matrix]:
+    return lambda n, k, device, dtype: Matrix(random_codes(kind, n, k, group, device, **more), quantises_x=True)
 
 
-WEIGHTS: dict[str, Callable[[int, int, str, torch.dtype], Weight]] = {
-    "16 bits": lambda *args: (plain_weight(*args), None),
-    "fp8, a row": lambda *args: quantised(plain_weight(*args)),
+WEIGHTS: dict[str, Callable[[int, int, str, torch.dtype], Matrix]] = {
+    "16 bits": lambda *args: Matrix(plain_weight(*args)),
+    "fp8, a row": lambda *args: in_fp8(plain_weight(*args)),
     "fp8, 128 x 128": with_groups("e4m3", 128, rows=128, scale=torch.float32),
     "int4, 128": with_groups("int4", 128, scale=torch.float16),  # W4A16
     "uint4 and zero, 128": with_groups("uint4", 128, zero=True, scale=torch.float16),  # AWQ
@@ -247,22 +249,23 @@ WEIGHTS: dict[str, Callable[[int, int, str, torch.dtype], Weight]] = {
 }
 
 
-def bytes_of(weight: Tensor | GroupedCodes, scale: Tensor | None) -> int:
+def bytes_of(matrix: Matrix) -> int:
+    weight, _, scale, _ = matrix
     tensors = list(weight.tensors().values()) if isinstance(weight, GroupedCodes) else [weight]
     return sum(tensor.nbytes for tensor in [*tensors, *([] if scale is None else [scale])])
 
 
-def run_verb(verb: str, weights: list[Weight], x: Tensor, norm: Tensor, out: Tensor) -> Tensor:
+def run_verb(verb: str, weights: list[Matrix], x: Tensor, norm: Tensor, out: Tensor) -> Tensor:
     """Multiply by each weight; returns what the last one gave. ``out``: the residual that "add" adds to. By weights in
     FP8 x of many rows is rounded, as by those of `quantization="fp8"`."""
     made = out
-    for weight, scale in weights:
+    for weight in weights:
         if verb == "norm":
-            made = norm_linear(x, norm, EPS, weight, scale=scale, quantises_x=True)
+            made = norm_linear(x, InputNorm(norm, EPS), weight)
         elif verb == "gated":
-            made = norm_gated_linear(x, norm, EPS, weight, scale=scale, quantises_x=True)
+            made = computed(norm_gated_linear(x, InputNorm(norm, EPS), weight))
         else:
-            add_linear(out, x, weight, scale=scale, quantises_x=True)
+            add_linear(out, x, weight)
     return made
 
 
@@ -291,7 +294,7 @@ def measure_grouped(
         of_layer = dict.fromkeys(GROUPED_ROWS, (0, 0.0))
         for product_name, (verb, n, k) in products.items():
             first = make(n, k, device, dtype)
-            size = bytes_of(*first)
+            size = bytes_of(first)
             weights = [first, *(make(n, k, device, dtype) for _ in range(max(2, math.ceil(graph_bytes / size)) - 1))]
             steps = {}
             for rows in GROUPED_ROWS:
@@ -322,7 +325,7 @@ def check() -> None:
         expected = residual.clone()
         torchs(layers, norm, expected, attended)
         with triton_everywhere():
-            ours([[(weight, None) for weight in layer] for layer in layers], norm, residual, attended)
+            ours([[Matrix(weight) for weight in layer] for layer in layers], norm, residual, attended)
         print(f"batch {batch}: largest difference {float((residual - expected).abs().max()):.1e}")
 
 
@@ -331,7 +334,7 @@ def measure(name: str, shape: tuple[int, ...], is_fp8: bool) -> None:
     hidden, q, num_layers = shape[0], shape[1], shape[4]
     layers, norm = make_layers(shape, **settings), torch.rand(hidden, **settings) + 0.5
     own = [[matrix(weight, is_fp8) for weight in layer] for layer in layers]
-    weights = sum(weight.numel() * weight.element_size() for weight, _ in own[0])
+    weights = sum(bytes_of(weight) for weight in own[0])
     for batch in BATCHES:
         inputs = (norm, torch.randn(batch, hidden, **settings), torch.randn(batch, q, **settings))
         result = {"shape": name, "batch": batch, "weights_us": round(weights / BYTES_PER_US, 2)}

@@ -7,16 +7,37 @@ gelu_tanh   x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2         its approx
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .dispatch import uses_triton
 
-__all__ = ["Activation", "act_and_mul", "activate"]
+__all__ = ["Activation", "Gated", "act_and_mul", "activate", "computed"]
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+
+class Gated(NamedTuple):
+    """activation(gate) * up [n, size], to be computed by what reads it."""
+
+    gate_up: Tensor  # [n, 2 * size]: the gate's half comes first
+    activation: Activation
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n, both = self.gate_up.shape
+        return n, both // 2
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.gate_up.dtype
+
+
+def computed(x: Tensor | Gated) -> Tensor:
+    return act_and_mul(x.gate_up, x.activation) if isinstance(x, Gated) else x
 
 
 def act_and_mul(gate_up: Tensor, activation: Activation = "silu") -> Tensor:

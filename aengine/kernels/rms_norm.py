@@ -8,12 +8,25 @@ Computed in float32 whatever the dtype of ``x``; the weight's may be another.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from .dispatch import uses_triton
 
-__all__ = ["add_rms_norm", "rms_norm"]
+__all__ = ["Norm", "add_rms_norm", "rms_norm"]
+
+
+class Norm(Protocol):
+    """Parameters of an RMS norm before or after a product."""
+
+    @property
+    def weight(self) -> Tensor:
+        """[size], in float32 or the activations' dtype."""
+
+    @property
+    def eps(self) -> float: ...
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

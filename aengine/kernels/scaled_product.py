@@ -8,18 +8,14 @@ from torch import Tensor
 
 from .dispatch import uses_triton
 from .grouped_codes import GroupedCodes, numbers
+from .matrix import Matrix
 
 __all__ = ["product"]
 
 
-def product(
-    x: Tensor,
-    weight: Tensor | GroupedCodes,
-    bias: Tensor | None = None,
-    scale: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """[n, out_features] in x's dtype or ``out_dtype``. ``scale``: float32 [out_features]; None: there are no codes."""
+def product(x: Tensor, matrix: Matrix, out_dtype: torch.dtype | None = None) -> Tensor:
+    """[n, out_features] in x's dtype or ``out_dtype``."""
+    weight, bias, scale, _ = matrix
     if isinstance(weight, GroupedCodes):
         weight = _of_groups(weight, x)
         bias = None if bias is None else bias.to(out_dtype or x.dtype)

@@ -14,9 +14,12 @@ import torch
 import torch.nn.functional as F
 from gpu_models import DEVICE
 
+from aengine.kernels.activation import computed
 from aengine.kernels.dispatch import triton_everywhere
+from aengine.kernels.expert_types import InputNorm
 from aengine.kernels.grouped_codes import CodeKind, GroupedCodes, numbers
 from aengine.kernels.linear import add_linear, norm_gated_linear, norm_linear, plain_linear
+from aengine.kernels.matrix import Matrix
 
 pytestmark = pytest.mark.gpu
 EPS = 1e-6
@@ -89,21 +92,21 @@ def errors_of(codes: GroupedCodes, rows: int, dtype: torch.dtype, gen: torch.Gen
     """Relative error of each verb, with a bias and without."""
     n, k = codes.shape
     x, residual = (torch.randn(rows, width, generator=gen).to(dtype).to(DEVICE) for width in (k, n))
-    norm = torch.rand(k, generator=gen).add_(0.5).to(DEVICE)
+    norm = InputNorm(torch.rand(k, generator=gen).add_(0.5).to(DEVICE), EPS)
     bias = torch.randn(n, generator=gen).to(DEVICE)
     matrix = numbers(codes).double()
     of_x, before = x.double() @ matrix.t(), residual.double()
-    of_norm = F.rms_norm(x.double(), (k,), norm.double(), EPS) @ matrix.t()
+    of_norm = F.rms_norm(x.double(), (k,), norm.weight.double(), EPS) @ matrix.t()
     found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     for name, own in (("", None), (" and bias", bias)):
         more = 0.0 if own is None else own.double()
-        found[f"product{name}"] = plain_linear(x, codes, own), of_x + more
-        found[f"of norm{name}"] = norm_linear(x, norm, EPS, codes, own), of_norm + more
-        found[f"of norm in float32{name}"] = norm_linear(x, norm, EPS, codes, own, torch.float32), of_norm + more
+        found[f"product{name}"] = plain_linear(x, Matrix(codes, own)), of_x + more
+        found[f"of norm{name}"] = norm_linear(x, norm, Matrix(codes, own)), of_norm + more
+        found[f"of norm in float32{name}"] = norm_linear(x, norm, Matrix(codes, own), torch.float32), of_norm + more
         gate, up = (of_norm + more).chunk(2, -1)
-        found[f"gated{name}"] = norm_gated_linear(x, norm, EPS, codes, own), F.silu(gate) * up
+        found[f"gated{name}"] = computed(norm_gated_linear(x, norm, Matrix(codes, own))), F.silu(gate) * up
         changed = residual.clone()
-        add_linear(changed, x, codes, own)
+        add_linear(changed, x, Matrix(codes, own))
         found[f"into residual{name}"] = changed, before + of_x + more
     return {
         name: float((made.double() - wanted).norm() / wanted.norm()) if made.isfinite().all() else float("inf")
@@ -140,4 +143,4 @@ def test_rows_are_alike_alone_and_among_others() -> None:
         for rows in (1, 3):
             whole = torch.full((rows + 13, codes.shape[1]), float("nan"), dtype=torch.float16, device=DEVICE)
             whole[:rows] = torch.randn(rows, codes.shape[1], generator=gen).half().to(DEVICE)
-            assert plain_linear(whole[:rows], codes).isfinite().all(), kind
+            assert plain_linear(whole[:rows], Matrix(codes)).isfinite().all(), kind

@@ -61,6 +61,7 @@ from aengine.kernels.exchange_buffers import MAX_PROGRAMS, ExchangeBuffers
 from aengine.kernels.expert_tilings import ExpertShape, default_tiling
 from aengine.kernels.expert_types import ExpertCodes, ExpertGate, ExpertMatrices, InputNorm, RoutingRule
 from aengine.kernels.grouped_codes import CodeKind, GroupedCodes
+from aengine.kernels.matrix import Matrix
 from aengine.kernels.paged_attention import Scores
 from aengine.kernels.rotary import HeadNorms, Rope
 from aengine.kernels.sequences import Sequences
@@ -187,11 +188,11 @@ def products(
     weight = torch.empty(n * (2 if kind == "gated" else 1), k, dtype=dtype)
     bias = torch.zeros(len(weight), dtype=dtype) if biased else None
     if kind == "add":
-        linear.add_linear(torch.zeros(rows, n, dtype=dtype), x, weight, bias)
+        linear.add_linear(torch.zeros(rows, n, dtype=dtype), x, Matrix(weight, bias))
     elif kind == "gated":
-        linear.norm_gated_linear(x, norm, 1e-6, weight, bias, activated)
+        activation.computed(linear.norm_gated_linear(x, InputNorm(norm, 1e-6), Matrix(weight, bias), activated))
     else:
-        linear.norm_linear(x, norm, 1e-6, weight, bias, torch.float32)
+        linear.norm_linear(x, InputNorm(norm, 1e-6), Matrix(weight, bias), torch.float32)
 
 
 def measured_products(compiler: Compiler) -> None:
@@ -215,10 +216,7 @@ def codes(compiler: Compiler, dtype: torch.dtype, rows: int, n: int, k: int) -> 
     x, norm = torch.zeros(rows, k, dtype=compiler.half), torch.zeros(k, dtype=compiler.half)
     weight, scale = torch.empty(2 * n, k, dtype=torch.int8).view(dtype), torch.zeros(2 * n)
     for rounds in (False, True) if dtype == torch.float8_e4m3fn else (False,):
-        linear.norm_gated_linear(x, norm, 1e-6, weight, scale=scale, quantises_x=rounds)
-        bias = torch.zeros(2 * n, dtype=compiler.half)
-        linear.norm_linear(x, norm, 1e-6, weight, bias, scale=scale, quantises_x=rounds)
-        linear.add_linear(torch.zeros(rows, 2 * n, dtype=compiler.half), x, weight, scale=scale, quantises_x=rounds)
+        verbs(x, norm, Matrix(weight, None, scale, rounds), torch.zeros(2 * n, dtype=compiler.half))
 
 
 def of_groups(compiler: Compiler, kind: CodeKind, group: int, rows: int, n: int, k: int, **more: Any) -> None:
@@ -228,9 +226,17 @@ def of_groups(compiler: Compiler, kind: CodeKind, group: int, rows: int, n: int,
     x, norm = torch.zeros(rows, k, dtype=compiler.half), torch.zeros(k, dtype=compiler.half)
     weight = codes_of_groups(kind, group, 2 * n, k, rows=more.pop("block", 1), **more)
     for rounds in (False, True) if kind == "e4m3" else (False,):
-        linear.norm_gated_linear(x, norm, 1e-6, weight, quantises_x=rounds)
-        linear.norm_linear(x, norm, 1e-6, weight, torch.zeros(2 * n), quantises_x=rounds)
-        linear.add_linear(torch.zeros(rows, 2 * n, dtype=compiler.half), x, weight, quantises_x=rounds)
+        verbs(x, norm, Matrix(weight, quantises_x=rounds), torch.zeros(2 * n))
+
+
+def verbs(x: torch.Tensor, norm: torch.Tensor, matrix: Matrix, bias: torch.Tensor) -> None:
+    """All products by a matrix [2 n, k], for x [rows, k] and 2 x, and gated x."""
+    rows, k = x.shape
+    activation.computed(linear.norm_gated_linear(x, InputNorm(norm, 1e-6), matrix))
+    linear.norm_linear(x, InputNorm(norm, 1e-6), matrix._replace(bias=bias))
+    residual = torch.zeros(rows, matrix.shape[0], dtype=x.dtype)
+    linear.add_linear(residual, x, matrix)
+    linear.add_linear(residual, activation.Gated(torch.zeros(rows, 2 * k, dtype=x.dtype), "silu"), matrix)
 
 
 Heads = tuple[int, int, int]  # query heads, key-value heads, size

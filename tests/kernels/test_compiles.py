@@ -65,12 +65,13 @@ class TestChoices:
     def test_products_on_hopper(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from aengine.kernels.linear_tilings import StreamedTiling as S
         from aengine.kernels.linear_tilings import measured_tilings
+        from aengine.kernels.matrix import Matrix
         from aengine.kernels.triton import linear, linear_streamed
         from aengine.kernels.triton.linear_skinny import SkinnyTiling
 
         def choice(rows: int, n: int, k: int, kind: str) -> object:
             x, weight = torch.empty(rows, k, dtype=HALF), torch.empty(1, dtype=HALF).expand(n, k)
-            return linear._tiling(x, weight, None, False, gated=kind == "gated", add=kind == "add")
+            return linear._tiling(x, Matrix(weight), gated=kind == "gated", add=kind == "add")
 
         for device in ("NVIDIA H200", "another"):  # measured there, by arithmetic here
             monkeypatch.setattr(linear, "device_name", lambda device=device: device)
@@ -87,6 +88,7 @@ class TestChoices:
             assert linear_streamed.fit(tiling, *what).shared_bytes(*what) <= 101_376
 
     def test_products_elsewhere(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from aengine.kernels.matrix import Matrix
         from aengine.kernels.triton import linear
         from aengine.kernels.triton.linear import _tiling
         from aengine.kernels.triton.linear_skinny import SkinnyTiling as S
@@ -94,7 +96,7 @@ class TestChoices:
 
         def choice(rows: int, n: int, kind: str, k: int = 2048) -> S | T | None:
             x, weight = torch.empty(rows, k, dtype=HALF), torch.empty(1, dtype=HALF).expand(n, k)
-            return _tiling(x, weight, None, False, gated=kind == "gated", add=kind == "add")
+            return _tiling(x, Matrix(weight), gated=kind == "gated", add=kind == "add")
 
         monkeypatch.setattr(linear, "is_hopper", lambda: False)
         for rows, plain, gated in (

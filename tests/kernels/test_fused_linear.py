@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 from pairs import some
 
-from aengine.kernels.activation import Activation, act_and_mul
+from aengine.kernels.activation import Activation, Gated, act_and_mul, computed
+from aengine.kernels.expert_types import InputNorm
 from aengine.kernels.grouped_codes import GroupedCodes
 from aengine.kernels.linear import add_linear, norm_gated_linear, norm_linear, plain_linear
 from aengine.kernels.linear_tilings import StreamedTiling
+from aengine.kernels.matrix import Matrix
 from aengine.kernels.rms_norm import add_rms_norm, rms_norm
 from aengine.kernels.triton import linear_fp8, linear_streamed
 
@@ -78,7 +80,7 @@ def test_norm_linear(
         reference = product(normed(x, norm, 1e-5), *matrix)
         on = moved(triton_device, x, norm, *matrix)
         out_dtype = rng.choice([None, torch.float32])
-        out = norm_linear(on[0], on[1], 1e-5, on[2], on[3], out_dtype, on[4])
+        out = norm_linear(on[0], InputNorm(on[1], 1e-5), Matrix(*on[2:]), out_dtype)
         assert out.dtype == (out_dtype or dtype)
         assert relative_error(out, reference) < TOLERANCE[dtype]
 
@@ -93,7 +95,7 @@ def test_norm_gated_linear(
         gate, up = product(normed(x, norm, 1e-6), *matrix).chunk(2, -1)
         on = moved(triton_device, x, norm, *matrix)
         activation, function = rng.choice(ACTIVATIONS)
-        out = norm_gated_linear(on[0], on[1], 1e-6, on[2], on[3], activation, on[4])
+        out = computed(norm_gated_linear(on[0], InputNorm(on[1], 1e-6), Matrix(*on[2:]), activation))
         assert out.shape == (rows, n) and out.dtype == dtype
         assert relative_error(out, function(gate) * up) < 2 * TOLERANCE[dtype]
 
@@ -104,7 +106,8 @@ def test_plain_linear(
 ) -> None:
     k, n = rng.choice(SHAPES)
     x, *matrix = draw(gen, rng, rows, k, n, dtype, rng.random() < 0.5)
-    out = plain_linear(*moved(triton_device, x, *matrix))
+    on = moved(triton_device, x, *matrix)
+    out = plain_linear(on[0], Matrix(*on[1:]))
     assert out.shape == (rows, n) and out.dtype == dtype
     assert relative_error(out, product(x, *matrix)) < TOLERANCE[dtype]
 
@@ -118,7 +121,7 @@ def test_add_linear(
         residual = torch.randn(rows, n, generator=gen).to(dtype)
         reference = residual.double() + product(x, *matrix)
         on = moved(triton_device, residual, x, *matrix)
-        add_linear(*on)
+        add_linear(on[0], on[1], Matrix(*on[2:]))
         assert relative_error(on[0], reference) < TOLERANCE[dtype]
 
 
@@ -196,15 +199,31 @@ def test_weights_in_fp8(
     weight, _, scales = matrix
     gate, up = of_norm.chunk(2, -1)
     added = on[2].clone()
-    add_linear(added, on[0], weight, on[3], scales, quantises_x)
+    plain, own_norm = Matrix(weight, None, scales, quantises_x), InputNorm(on[1], 1e-6)
+    biased = plain._replace(bias=on[3])
+    add_linear(added, on[0], biased)
     made = {
-        "plain": (plain_linear(on[0], weight, None, scales, quantises_x), of_x),
-        "norm": (norm_linear(on[0], on[1], 1e-6, weight, on[3], None, scales, quantises_x), of_norm + bias),
-        "gated": (norm_gated_linear(on[0], on[1], 1e-6, weight, None, "silu", scales, quantises_x), F.silu(gate) * up),
+        "plain": (plain_linear(on[0], plain), of_x),
+        "norm": (norm_linear(on[0], own_norm, biased), of_norm + bias),
+        "gated": (computed(norm_gated_linear(on[0], own_norm, plain)), F.silu(gate) * up),
         "add": (added, residual + of_x + bias),
     }
     for verb, (out, wanted) in made.items():
         assert relative_error(out, wanted) < 2e-3, verb
+
+
+@pytest.mark.parametrize("in_groups", [False, True])
+def test_activations_are_rounded_as_they_are_made(
+    rng: random.Random, gen: torch.Generator, triton_device: torch.device, in_groups: bool
+) -> None:
+    """The gated activation in the pass that makes FP8 of it: as if computed first."""
+    rows, size = rng.randint(1, 9), rng.choice([128, 384, 640])
+    gate_up = torch.randn(rows, 2 * size, generator=gen).half().to(triton_device)
+    activation, _ = rng.choice(ACTIVATIONS)
+    made = linear_fp8.split(Gated(gate_up, activation), None, 1, in_groups=in_groups)
+    apart = linear_fp8.split(act_and_mul(gate_up.float(), activation), None, 1, in_groups=in_groups)
+    for one, other in zip(made[:2], apart[:2], strict=True):
+        assert torch.equal(one[:rows].float(), other[:rows].float())
 
 
 def test_a_row_depends_on_no_other(gen: torch.Generator, triton_device: torch.device) -> None:
@@ -212,9 +231,9 @@ def test_a_row_depends_on_no_other(gen: torch.Generator, triton_device: torch.de
     weight = torch.randn(48, 256, generator=gen)
     ones = torch.ones(256)
     x, weight, ones = moved(triton_device, x, weight, ones)
-    plain = norm_linear(x, ones, 1e-6, weight)
+    plain = norm_linear(x, InputNorm(ones, 1e-6), Matrix(weight))
     x[3] = torch.nan
-    spoilt = norm_linear(x, ones, 1e-6, weight)
+    spoilt = norm_linear(x, InputNorm(ones, 1e-6), Matrix(weight))
     assert spoilt[3].isnan().all() and torch.equal(spoilt[[0, 1, 2, 4]], plain[[0, 1, 2, 4]])
 
 
@@ -229,7 +248,8 @@ def test_what_is_no_number_stays_none_beside_codes(
     x.view(torch.int16)[rows // 2, 3] = bits
     codes, scale = torch.randn(64, 256, generator=gen).to(torch.float8_e4m3fn), torch.rand(64, generator=gen)
     on = moved(triton_device, x, torch.ones(256), codes, scale)
-    for out in (plain_linear(on[0], on[2], None, on[3]), norm_linear(on[0], on[1], 1e-6, on[2], scale=on[3])):
+    matrix = Matrix(on[2], None, on[3])
+    for out in (plain_linear(on[0], matrix), norm_linear(on[0], InputNorm(on[1], 1e-6), matrix)):
         good = out.isfinite().all(1).cpu()
         assert good.tolist() == [row != rows // 2 for row in range(rows)]
 
@@ -271,15 +291,17 @@ def test_large_rows_in_float16(gen: torch.Generator, triton_device: torch.device
     x, norm, weight = (torch.randn(shape, generator=gen) for shape in ((1, 256), (256,), (64, 256)))
     x, norm = (5000 * x).half(), (norm.abs() + 20).half()
     wanted = torch.rms_norm(x.double(), (256,), norm.double(), 1e-6) @ weight.half().double().t()
-    got = norm_linear(*(t.to(triton_device) for t in (x, norm)), 1e-6, weight.half().to(triton_device)).cpu()
+    on = moved(triton_device, x, norm, weight.half())
+    got = norm_linear(on[0], InputNorm(on[1], 1e-6), Matrix(on[2])).cpu()
     torch.testing.assert_close(got.double(), wanted, rtol=5e-3, atol=5e-3 * float(wanted.abs().max()))
 
 
 @pytest.mark.invariant
 def test_shapes_are_checked() -> None:
+    ones = InputNorm(torch.ones(8), 1e-6)
     with pytest.raises(AssertionError):
-        norm_linear(torch.zeros(2, 8), torch.ones(8), 1e-6, torch.zeros(4, 7))
+        norm_linear(torch.zeros(2, 8), ones, Matrix(torch.zeros(4, 7)))
     with pytest.raises(AssertionError):
-        add_linear(torch.zeros(2, 5), torch.zeros(2, 8), torch.zeros(4, 8))
+        add_linear(torch.zeros(2, 5), torch.zeros(2, 8), Matrix(torch.zeros(4, 8)))
     with pytest.raises(AssertionError):
-        norm_linear(torch.zeros(2, 8), torch.ones(8), 1e-6, torch.zeros(4, 8), torch.zeros(5))
+        norm_linear(torch.zeros(2, 8), ones, Matrix(torch.zeros(4, 8), torch.zeros(5)))

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from aengine.kernels.activation import act_and_mul
+from aengine.kernels.activation import act_and_mul, computed
+from aengine.kernels.expert_types import InputNorm
 from aengine.kernels.grouped_codes import CodeKind, GroupedCodes, numbers, pack, pack_halves, unpack, unpack_halves
 from aengine.kernels.linear import add_linear, norm_gated_linear, norm_linear, plain_linear
+from aengine.kernels.matrix import Matrix
 from aengine.runner.weights.plain import PlainFormat
 from aengine.runner.weights.quantised.grouped import GroupedWeight, fits, grouped_weight
 
@@ -170,10 +172,10 @@ def test_numbers_are_those_of_the_definition(
 def test_products(kind: CodeKind, gen: torch.Generator, rng: random.Random, triton_device: torch.device) -> None:
     case = drawn(gen, rng, kind, triton_device)
     x, codes, bias = case["x"], case["codes"], case["bias"]
-    check(plain_linear(x, codes, bias), product(case, x), x.dtype)
+    check(plain_linear(x, Matrix(codes, bias)), product(case, x), x.dtype)
     residual = torch.randn(len(x), codes.shape[0], generator=gen).to(x.dtype).to(triton_device)
     before = residual.double().cpu()
-    add_linear(residual, x, codes, bias)
+    add_linear(residual, x, Matrix(codes, bias))
     check(residual, before + product(case, x), x.dtype)
 
 
@@ -186,8 +188,8 @@ def test_products_by_a_norm(
     weight = torch.rand(x.shape[1], generator=gen).add_(0.5).to(triton_device)
     normed = x.double().cpu() * weight.double().cpu()
     normed /= (x.double().cpu().square().mean(-1, keepdim=True) + 1e-6).sqrt()
-    check(norm_linear(x, weight, 1e-6, codes, bias, torch.float32), product(case, normed), x.dtype)
-    both = norm_gated_linear(x, weight, 1e-6, codes, bias)
+    check(norm_linear(x, InputNorm(weight, 1e-6), Matrix(codes, bias), torch.float32), product(case, normed), x.dtype)
+    both = computed(norm_gated_linear(x, InputNorm(weight, 1e-6), Matrix(codes, bias)))
     check(both, act_and_mul(product(case, normed)), x.dtype)
 
 

@@ -21,153 +21,102 @@ import torch
 import triton
 from torch import Tensor
 
+from ..activation import Activation, Gated, computed
 from ..grouped_codes import GroupedCodes
 from ..linear_tilings import LinearShape, StreamedTiling, choose_tiling
+from ..matrix import Matrix
+from ..rms_norm import Norm
 from ..scaled_product import product
 from . import linear_fp8, linear_grouped, linear_skinny, linear_streamed, linear_tiled, rms_norm
-from .activation import act_and_mul
 from .launch import device_name, has_pdl, is_hopper, is_interpreted, known, launch
 from .linear_gemv import gemv
 from .linear_skinny import SkinnyTiling, skinny
 from .linear_tiled import TiledTiling, tiled
 
-__all__ = ["add_linear", "norm_gated_linear", "norm_linear", "plain_linear"]
+__all__ = ["add_linear", "gated_linear", "linear"]
 
 MAX_SKINNY = 32  # most rows of x for which the skinny kernel is chosen
 MAX_TILED = 128
 _SMALL_WEIGHT = 2**23  # elements; a larger one takes so long to read that cuBLAS' slower start does not show
 
 
-def plain_linear(
-    x: Tensor, weight: Tensor | GroupedCodes, bias: Tensor | None, scale: Tensor | None, quantises_x: bool = False
-) -> Tensor:
-    out = _own(x, None, 0.0, weight, bias, scale, x.dtype, quantises_x)
-    return _by_library(x, None, 0.0, weight, bias, scale, x.dtype, quantises_x) if out is None else out
-
-
-def norm_linear(
-    x: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Tensor | GroupedCodes,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    out_dtype: torch.dtype,
-    quantises_x: bool = False,
-) -> Tensor:
-    out = _own(x, norm_weight, eps, weight, bias, scale, out_dtype, quantises_x)
-    if out is None:
-        out = _by_library(x, norm_weight, eps, weight, bias, scale, out_dtype, quantises_x)
-    return out
-
-
-def norm_gated_linear(
-    x: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Tensor | GroupedCodes,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    activation: str,
-    quantises_x: bool = False,
-) -> Tensor:
-    out = _own(x, norm_weight, eps, weight, bias, scale, x.dtype, quantises_x, activation)
-    if out is None:
-        out = act_and_mul(_by_library(x, norm_weight, eps, weight, bias, scale, x.dtype, quantises_x), activation)
-    return out
-
-
-def add_linear(
-    residual: Tensor,
-    x: Tensor,
-    weight: Tensor | GroupedCodes,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    quantises_x: bool = False,
-) -> None:
-    weight, scale = linear_fp8.unwrapped(x, weight, scale, quantises_x)
-    if isinstance(weight, GroupedCodes):
-        if not linear_grouped.multiply(x, weight, bias, residual, add=True):
-            residual.add_(product(x, weight, bias))
-    elif x.shape[0] == 1:
-        gemv(x, weight, bias, scale, residual, None, 0.0, add=True)
-    elif (tiling := _tiling(x, weight, scale, quantises_x, gated=False, add=True)) is not None:
-        _run(tiling, x, None, 0.0, weight, bias, scale, residual, quantises_x, add=True)
-    elif bias is None and scale is None:
-        torch.addmm(residual, x, weight.t(), out=residual)
-    else:  # the bias joins the product first: added to the residual it would round that once more
-        residual.add_(_by_library(x, None, 0.0, weight, bias, scale, x.dtype, quantises_x))
-
-
-def _by_library(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    eps: float,
-    weight: Tensor | GroupedCodes,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    out_dtype: torch.dtype,
-    quantises_x: bool,
-) -> Tensor:
+def linear(x: Tensor, norm: Norm | None, matrix: Matrix, out_dtype: torch.dtype) -> Tensor:
     """Return the product by x, or by its norm."""
-    codes, scales = linear_fp8.unwrapped(x, weight, scale, quantises_x)
-    if isinstance(codes, Tensor) and scales is not None:
-        if linear_fp8.by_library(x, codes, scales, quantises_x):
-            return linear_fp8.product(x, norm_weight, eps, codes, bias, scales, out_dtype)
-    x = x if norm_weight is None else rms_norm.rms_norm(x, norm_weight, eps)
-    return product(x, weight, bias, scale, out_dtype)
+    own = linear_fp8.unwrapped(x, matrix)
+    if linear_fp8.by_library(x, own):
+        return linear_fp8.product(x, norm, own, out_dtype)
+    made = _own(x, norm, own, out_dtype)
+    return product(_normed(x, norm), matrix, out_dtype) if made is None else made
+
+
+def gated_linear(x: Tensor, norm: Norm | None, matrix: Matrix, activation: Activation) -> Tensor | Gated:
+    own = linear_fp8.unwrapped(x, matrix, gated=True)
+    made = None if linear_fp8.by_library(x, own) else _own(x, norm, own, x.dtype, activation)
+    return Gated(linear(x, norm, matrix, x.dtype), activation) if made is None else made
+
+
+def add_linear(residual: Tensor, x: Tensor | Gated, matrix: Matrix) -> None:
+    own = linear_fp8.unwrapped(x, matrix)
+    if linear_fp8.by_library(x, own):
+        residual.add_(linear_fp8.product(x, None, own, x.dtype))
+        return
+    x = computed(x)
+    if isinstance(own.weight, GroupedCodes):
+        if not linear_grouped.multiply(x, own.weight, own.bias, residual, add=True):
+            residual.add_(product(x, matrix))
+    elif x.shape[0] == 1:
+        gemv(x, own, residual, None, add=True)
+    elif (tiling := _tiling(x, own, gated=False, add=True)) is not None:
+        _run(tiling, x, None, own, residual, add=True)
+    elif own.bias is None and own.scale is None:
+        torch.addmm(residual, x, own.weight.t(), out=residual)
+    else:  # the bias joins the product first: added to the residual it would round that once more
+        residual.add_(product(x, matrix))
+
+
+def _normed(x: Tensor, norm: Norm | None) -> Tensor:
+    return x if norm is None else rms_norm.rms_norm(x, norm.weight, norm.eps)
 
 
 def _own(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    eps: float,
-    weight: Tensor | GroupedCodes,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    out_dtype: torch.dtype,
-    quantises_x: bool,
-    activation: str | None = None,
+    x: Tensor, norm: Norm | None, matrix: Matrix, out_dtype: torch.dtype, activation: Activation | None = None
 ) -> Tensor | None:
     """Compute the product by x or its norm, gated if there is an ``activation``, with our own kernel; None: cuBLAS is
     faster."""
-    gated = activation is not None
-    weight, scale = linear_fp8.unwrapped(x, weight, scale, quantises_x, gated)
-    if isinstance(weight, GroupedCodes):
-        out = torch.empty((x.shape[0], weight.shape[0] // (2 if gated else 1)), dtype=out_dtype, device=x.device)
-        norm = None if norm_weight is None else (norm_weight, eps)
-        return out if linear_grouped.multiply(x, weight, bias, out, norm, add=False, activation=activation) else None
-    tiling = None if x.shape[0] == 1 else _tiling(x, weight, scale, quantises_x, gated=gated, add=False)
-    if x.shape[0] > 1 and tiling is None:
+    (rows, _), n = x.shape, matrix.shape[0]
+    is_gated, in_groups = activation is not None, isinstance(matrix.weight, GroupedCodes)
+    tiling = None if rows == 1 or in_groups else _tiling(x, matrix, gated=is_gated, add=False)
+    if rows > 1 and tiling is None and not in_groups:
         return None
-    out = torch.empty((x.shape[0], weight.shape[0] // (2 if gated else 1)), dtype=out_dtype, device=x.device)
+    out = torch.empty((rows, n // 2 if is_gated else n), dtype=out_dtype, device=x.device)
+    if isinstance(matrix.weight, GroupedCodes):
+        done = linear_grouped.multiply(x, matrix.weight, matrix.bias, out, norm, add=False, activation=activation)
+        return out if done else None
     if tiling is None:
-        gemv(x, weight, bias, scale, out, norm_weight, eps, add=False, activation=activation)
+        gemv(x, matrix, out, norm, add=False, activation=activation)
     else:
-        _run(tiling, x, norm_weight, eps, weight, bias, scale, out, quantises_x, add=False, activation=activation)
+        _run(tiling, x, norm, matrix, out, add=False, activation=activation)
     return out
 
 
 def _run(
     tiling: StreamedTiling | SkinnyTiling | TiledTiling,
     x: Tensor,
-    norm_weight: Tensor | None,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
+    norm: Norm | None,
+    matrix: Matrix,
     out: Tensor,
-    quantises_x: bool,
     *,
     add: bool,
     activation: str | None = None,
 ) -> None:
     """out [M, N] = the product by x or its norm, or is added to."""
+    weight, bias, scale, quantises_x = matrix
+    assert isinstance(weight, Tensor)
     if isinstance(tiling, StreamedTiling) and scale is not None:
-        terms = linear_fp8.split(x, norm_weight, eps, linear_fp8.num_terms(x.shape[0], quantises_x))
+        terms = linear_fp8.split(x, norm, linear_fp8.num_terms(x.shape[0], quantises_x))
         linear_fp8.stream(tiling, terms, weight, bias, scale, out, add=add, activation=activation)
         return
-    x = x if norm_weight is None else rms_norm.rms_norm(x, norm_weight, eps)
+    x = _normed(x, norm)
     if isinstance(tiling, StreamedTiling):
         linear_streamed.stream(tiling, x, weight, bias, out, add=add, activation=activation)
         return
@@ -200,19 +149,17 @@ def _run(
     )
 
 
-def _tiling(
-    x: Tensor, weight: Tensor, scale: Tensor | None, quantises_x: bool, *, gated: bool, add: bool
-) -> StreamedTiling | SkinnyTiling | TiledTiling | None:
+def _tiling(x: Tensor, matrix: Matrix, *, gated: bool, add: bool) -> StreamedTiling | SkinnyTiling | TiledTiling | None:
     """Return the tiling of our kernel for a product of two or more rows; None: cuBLAS is faster, or the shape unfit."""
     if x.dtype == torch.float32 and not is_interpreted:
         return None
+    weight, _, scale, quantises_x = matrix
+    assert isinstance(weight, Tensor)
     rows, (n, k), has_codes = x.shape[0], weight.shape, weight.dtype != x.dtype
     size = n // 2 if gated else n
     if is_hopper() and x.dtype != torch.float32 and weight.dtype != torch.int8 and k * weight.element_size() % 16 == 0:
         widths = weight.element_size(), linear_fp8.num_terms(rows, quantises_x) if has_codes else 2
         in_blocks = scale is not None and scale.dim() == 2
-        if scale is not None and linear_fp8.by_library(x, weight, scale, quantises_x):
-            return None
         shape = LinearShape("gated" if gated else "add" if add else "plain", size, k, *widths, in_blocks)
         if (streamed := choose_tiling(device_name(), shape, rows)) is not None:
             return linear_streamed.fit(streamed, gated, *widths)

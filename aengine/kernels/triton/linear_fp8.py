@@ -24,8 +24,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..activation import Gated
 from ..grouped_codes import GroupedCodes
 from ..linear_tilings import StreamedTiling
+from ..matrix import Matrix
+from ..rms_norm import Norm
+from .activation import activate_and_multiply
 from .launch import has_pdl, is_hopper, is_interpreted, launch, launch_next, wait_for_previous
 from .linear_parts import prefetch_rows, store_product
 
@@ -56,10 +60,13 @@ def num_terms(rows: int, quantises_x: bool) -> int:
     return 1 if quantises_x and rows > MOST_UNROUNDED else 2
 
 
-def by_library(x: Tensor, weight: Tensor, scale: Tensor, quantises_x: bool) -> bool:
-    """Return whether `product` is faster than `stream`, and can multiply."""
-    (n, k), in_blocks = weight.shape, scale.dim() == 2
-    if not quantises_x or x.shape[0] <= MOST_OF_STREAM // (2 if in_blocks else 1) or weight.dtype == torch.int8:
+def by_library(x: Tensor | Gated, matrix: Matrix) -> bool:
+    """Return whether `product` is faster than `stream`, and can multiply; ``matrix``: of `unwrapped`."""
+    (n, k), (weight, _, scale, quantises_x) = matrix.shape, matrix
+    if scale is None or not quantises_x or isinstance(weight, GroupedCodes) or weight.dtype == torch.int8:
+        return False
+    in_blocks = scale.dim() == 2
+    if x.shape[0] <= MOST_OF_STREAM // (2 if in_blocks else 1):
         return False
     fits = n % BLOCK == k % (4 * BLOCK) == 0 if in_blocks else n % 16 == k % 16 == 0
     return fits and x.dtype != torch.float32 and is_hopper() and _library_has_scales()
@@ -73,33 +80,25 @@ def _library_has_scales() -> bool:
     return version is not None and not is_interpreted and tuple(map(int, version.split(".")[:2])) >= (12, 9)
 
 
-def unwrapped(
-    x: Tensor, weight: Tensor | GroupedCodes, scale: Tensor | None, quantises_x: bool, gated: bool = False
-) -> tuple[Tensor | GroupedCodes, Tensor | None]:
-    """Return the codes and scales [N / 128, K / 128] of a weight in blocks that is for `stream` or for `gemv`; what is
+def unwrapped(x: Tensor | Gated, matrix: Matrix, gated: bool = False) -> Matrix:
+    """Return a matrix in blocks that is for `stream` or for `gemv` as its codes and scales [N / 128, K / 128]; what is
     given, of others."""
+    weight, rows, (n, k) = matrix.weight, x.shape[0], matrix.shape
     if not isinstance(weight, GroupedCodes) or weight.kind != "e4m3" or not weight.rows == weight.group == BLOCK:
-        return weight, scale
-    rows, (n, k) = x.shape[0], weight.shape
-    streams = is_hopper() and x.dtype != torch.float32 and (quantises_x or rows <= MOST_EXACT)
+        return matrix
+    streams = is_hopper() and x.dtype != torch.float32 and (matrix.quantises_x or rows <= MOST_EXACT)
     if (rows > 1 and not streams) or k < BLOCK or (gated and n % (2 * BLOCK)) or weight.scale.dtype != torch.float32:
-        return weight, scale
-    return weight.codes, weight.scale
+        return matrix
+    return matrix._replace(weight=weight.codes, scale=weight.scale)
 
 
-def product(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def product(x: Tensor | Gated, norm: Norm | None, matrix: Matrix, out_dtype: torch.dtype) -> Tensor:
     """The product by x, or its norm, rounded to FP8, by the library: [M, N] in ``out_dtype``. In blocks, 128 columns of
     a row of x have a scale as well: the library has no other kernel for them."""
+    weight, bias, scale, _ = matrix
+    assert isinstance(weight, Tensor) and scale is not None
     in_blocks = scale.dim() == 2
-    codes, x_scale, _ = split(x, norm_weight, eps, 1, in_groups=in_blocks)
+    codes, x_scale, _ = split(x, norm, 1, in_groups=in_blocks)
     made = torch._scaled_mm(
         codes,
         weight.t(),
@@ -111,29 +110,28 @@ def product(
     return made if bias is None else made.add_(bias)
 
 
-def split(
-    x: Tensor, norm_weight: Tensor | None = None, eps: float = 0.0, num_terms: int = 2, *, in_groups: bool = False
-) -> Fp8Rows:
+def split(x: Tensor | Gated, norm: Norm | None = None, num_terms: int = 2, *, in_groups: bool = False) -> Fp8Rows:
     """Return x [M, K], or its norm, in so many terms; one term in groups of 128 columns, or as a whole."""
-    rows, k = x.shape
+    (rows, k), (source, activation) = x.shape, x if isinstance(x, Gated) else (x, None)
     num_rows = 16 * triton.cdiv(rows, 8) if num_terms == 2 else 4 * triton.cdiv(rows, 4) if in_groups else rows
-    codes = torch.empty((num_rows, k), dtype=torch.float8_e4m3fn, device=x.device)
+    codes = torch.empty((num_rows, k), dtype=torch.float8_e4m3fn, device=source.device)
     shape = (triton.cdiv(k, BLOCK), num_rows) if in_groups else (1, rows)
-    scale = torch.empty(shape, dtype=torch.float32, device=x.device).t()
+    scale = torch.empty(shape, dtype=torch.float32, device=source.device).t()
     block = triton.next_power_of_2(k)
     launch(
         _split,
         (rows,),
-        x,
-        norm_weight,
+        source,
+        None if norm is None else norm.weight,
         codes,
         scale,
-        eps,
+        0.0 if norm is None else norm.eps,
         num_rows,
         K=k,
         BLOCK=block,
         GROUP=BLOCK if in_groups else block,
-        NORM=norm_weight is not None,
+        NORM=norm is not None,
+        ACTIVATION=activation,
         TERMS=num_terms,
         PDL=has_pdl(),
         num_warps=min(16, max(4, block // 1024)),
@@ -153,16 +151,22 @@ def _split(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     NORM: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     TERMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """ACTIVATION: that of the gate, the first K columns of a row, whose others are up; None: x is as it is."""
     launch_next(PDL)
     row = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     if NORM:
         w = tl.load(norm_ptr + i, mask=i < K, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
-    x = tl.load(x_ptr + row.to(tl.int64) * K + i, mask=i < K, other=0.0).to(tl.float32)
+    x_ptr += row.to(tl.int64) * (K if ACTIVATION is None else 2 * K)
+    x = tl.load(x_ptr + i, mask=i < K, other=0.0).to(tl.float32)
+    if ACTIVATION is not None:
+        up = tl.load(x_ptr + K + i, mask=i < K, other=0.0).to(tl.float32)
+        x = activate_and_multiply(x, up, ACTIVATION)
     if NORM:
         x = x * w / tl.sqrt(tl.sum(x * x, 0) / K + eps)
     if GROUP == BLOCK:

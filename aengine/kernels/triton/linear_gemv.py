@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..matrix import Matrix
+from ..rms_norm import Norm
 from .activation import activate_and_multiply
 from .launch import gdc_wait, has_pdl, known, launch, launch_next, prefetch
 from .linear_parts import numbers
@@ -19,20 +21,13 @@ __all__ = ["gemv"]
 
 
 def gemv(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    out: Tensor,
-    norm_weight: Tensor | None,
-    eps: float,
-    *,
-    add: bool,
-    activation: str | None = None,
+    x: Tensor, matrix: Matrix, out: Tensor, norm: Norm | None, *, add: bool, activation: str | None = None
 ) -> None:
-    """Set out [1, N] to the product, or add it to out; ``norm_weight``: None if x is not to be normalised;
-    ``activation``: that of the gate, None if there is none; ``scale``: float32 [N], or [N / 128, ceil(K / 128)] of
-    blocks of rows and columns, with K of 128 or more and, with a gate, N a multiple of 128."""
+    """Set out [1, N] to the product, or add it to out; ``norm``: None if x is not to be normalised; ``activation``:
+    that of the gate, None if there is none; the matrix' scale: float32 [N], or [N / 128, ceil(K / 128)] of blocks of
+    rows and columns, with K of 128 or more and, with a gate, N a multiple of 128."""
+    weight, bias, scale, _ = matrix
+    assert isinstance(weight, Tensor)
     size, k = out.shape[1], weight.shape[1]
     is_of_blocks = scale is not None and scale.dim() == 2
     choose = _gemv_blocks if scale is None else _gemv_blocks_of_codes
@@ -43,16 +38,16 @@ def gemv(
         x,
         known(weight),
         out,
-        norm_weight,
+        None if norm is None else norm.weight,
         bias,
         scale,
-        eps,
+        0.0 if norm is None else norm.eps,
         N=size,
         K=k,
         BN=block_n,
         BK=block_k,
         HELD=min(k, block_k * held),
-        NORM=norm_weight is not None,
+        NORM=norm is not None,
         BIAS=bias is not None,
         SCALED=scale is not None and not is_of_blocks,
         BLOCK=128 if is_of_blocks else 0,

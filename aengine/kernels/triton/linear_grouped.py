@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..grouped_codes import GroupedCodes
+from ..rms_norm import Norm
 from . import rms_norm
 from .activation import activate_and_multiply
 from .grouped_parts import constants, pointers
@@ -40,20 +41,20 @@ def multiply(
     codes: GroupedCodes,
     bias: Tensor | None,
     out: Tensor,
-    norm: tuple[Tensor, float] | None = None,
+    norm: Norm | None = None,
     *,
     add: bool,
     activation: str | None = None,
 ) -> bool:
-    """out [M, N] = the product by x or, with ``norm`` (weight, eps), by its norm, or is added to; False: not done, the
-    rows are for the library."""
+    """out [M, N] = the product by x or, with ``norm``, by its norm, or is added to; False: not done, the rows are for
+    the library."""
     rows = x.shape[0]
     if rows > MAX_ROWS or (rows > 1 and x.dtype == torch.float32 and not is_interpreted):
         return False
     if rows == 1:
-        _multiply_row(x, codes, bias, out, *(norm or (None, 0.0)), add=add, activation=activation)
+        _multiply_row(x, codes, bias, out, norm, add=add, activation=activation)
         return True
-    x = x if norm is None else rms_norm.rms_norm(x, *norm)
+    x = x if norm is None else rms_norm.rms_norm(x, norm.weight, norm.eps)
     multiply_tiles(x, codes, bias, out, add=add, activation=activation)
     return True
 
@@ -63,8 +64,7 @@ def _multiply_row(
     codes: GroupedCodes,
     bias: Tensor | None,
     out: Tensor,
-    norm_weight: Tensor | None,
-    eps: float,
+    norm: Norm | None,
     *,
     add: bool,
     activation: str | None = None,
@@ -80,15 +80,15 @@ def _multiply_row(
         x,
         *pointers(codes),
         out,
-        norm_weight,
+        None if norm is None else norm.weight,
         bias,
-        eps,
+        0.0 if norm is None else norm.eps,
         **given,
         N=size,
         BN=block_n,
         BU=block_u,
         HELD=block_u * max(1, min(triton.cdiv(units, block_u), _HELD // rows)),
-        NORM=norm_weight is not None,
+        NORM=norm is not None,
         BIAS=bias is not None,
         ADD=add,
         GATED=activation is not None,

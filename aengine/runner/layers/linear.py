@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ModelLoadError
-from ...kernels.activation import Activation
+from ...kernels.activation import Activation, Gated, computed
 from ...kernels.rms_norm import add_rms_norm
 from ..distributed.shares import NOTHING, Part, Share, part_of, sizes
 from ..weights.scope import WeightScope
@@ -149,15 +149,19 @@ class Linear:
     def gated(self, x: Tensor, activation: Activation = "silu") -> Tensor:
         return self.weight.gated(x, activation)
 
-    def gated_after_norm(self, x: Tensor, norm: Norm, activation: Activation = "silu") -> Tensor:
+    def gated_after_norm(self, x: Tensor, norm: Norm, activation: Activation = "silu") -> Tensor | Gated:
         return self.weight.gated_after_norm(x, norm, activation)
 
     def activated(self, x: Tensor, activation: Activation) -> Tensor:
         return self.weight.activated(x, activation)
 
-    def add_to(self, residual: Tensor, x: Tensor, post_norm: Norm | None = None, scale: float = 1.0) -> None:
+    def add_to(self, residual: Tensor, x: Tensor | Gated, post_norm: Norm | None = None, scale: float = 1.0) -> None:
         """Add norm(product by x), if ``post_norm`` is given, or ``scale`` times the product to ``residual``, in
         place."""
+        if isinstance(x, Gated) and not self._is_partial and post_norm is None and scale == 1.0:
+            self.weight.add_gated_to(residual, x)
+            return
+        x = computed(x)
         if self._is_partial:
             self._add_sum_to(residual, x, post_norm, scale)
         elif post_norm is not None:

@@ -16,6 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ...kernels.activation import computed
 from ...kernels.expert_plan import plan_experts
 from ...kernels.expert_tilings import ExpertShape
 from ...kernels.expert_types import ExpertGate, ExpertPlan, RoutingRule
@@ -107,7 +108,7 @@ class SharedExpert:
         self.gate = gate
 
     def hidden(self, residual: Tensor, norm: RMSNorm) -> Tensor:
-        hidden = self.mlp.gate_up.gated_after_norm(residual, norm, self.mlp.activation)
+        hidden = computed(self.mlp.gate_up.gated_after_norm(residual, norm, self.mlp.activation))
         if self.gate is not None:  # the product by `down` is linear, so its input may be weighted instead
             hidden *= torch.sigmoid(self.gate.after_norm(residual, norm, torch.float32)).to(hidden.dtype)
         return hidden

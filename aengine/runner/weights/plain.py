@@ -2,22 +2,50 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ...kernels.activation import Activation
+from ...kernels.activation import Activation, Gated
 from ...kernels.linear import add_linear, norm_gated_linear, norm_linear, plain_linear
+from ...kernels.matrix import Matrix
 from .expert_weights import StackedExperts
 from .weight import ExpertWeights, Norm, StoredTensor, Weight
 
-__all__ = ["PlainFormat", "PlainWeight", "plain_tensors"]
+__all__ = ["MatrixWeight", "PlainFormat", "PlainWeight", "plain_tensors"]
 
 
-class PlainWeight(Weight):
-    """A weight of plain numbers, multiplied as it is; every verb is an op of its own (kernels/linear.py)."""
+class MatrixWeight(Weight):
+    """A weight every verb of which is an op of its own (kernels/linear.py)."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def matrix(self) -> Matrix:
+        """What the ops multiply by."""
+
+    def multiply(self, x: Tensor) -> Tensor:
+        return plain_linear(x, self.matrix)
+
+    def after_norm(self, x: Tensor, norm: Norm, out_dtype: torch.dtype | None = None) -> Tensor:
+        return norm_linear(x, norm, self.matrix, out_dtype)
+
+    def gated_after_norm(self, x: Tensor, norm: Norm, activation: Activation = "silu") -> Tensor | Gated:
+        return norm_gated_linear(x, norm, self.matrix, activation)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> None:
+        add_linear(residual, x, self.matrix)
+
+    def add_gated_to(self, residual: Tensor, gated: Gated) -> None:
+        add_linear(residual, gated, self.matrix)
+
+
+class PlainWeight(MatrixWeight):
+    """A weight of plain numbers, multiplied as it is."""
 
     __slots__ = ("weight",)
 
@@ -25,17 +53,9 @@ class PlainWeight(Weight):
         self.weight = weight
         self.bias = bias
 
-    def multiply(self, x: Tensor) -> Tensor:
-        return plain_linear(x, self.weight, self.bias)
-
-    def after_norm(self, x: Tensor, norm: Norm, out_dtype: torch.dtype | None = None) -> Tensor:
-        return norm_linear(x, norm.weight, norm.eps, self.weight, self.bias, out_dtype)
-
-    def gated_after_norm(self, x: Tensor, norm: Norm, activation: Activation = "silu") -> Tensor:
-        return norm_gated_linear(x, norm.weight, norm.eps, self.weight, self.bias, activation)
-
-    def add_to(self, residual: Tensor, x: Tensor) -> None:
-        add_linear(residual, x, self.weight, self.bias)
+    @property
+    def matrix(self) -> Matrix:
+        return Matrix(self.weight, self.bias)
 
 
 def plain_tensors(out_features: int, in_features: int, has_bias: bool, dtype: torch.dtype) -> list[StoredTensor]:

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from ...errors import InternalError
-from ...kernels.activation import Activation, act_and_mul, activate
+from ...kernels.activation import Activation, Gated, act_and_mul, activate, computed
 from ...kernels.expert_types import ExpertGate, ExpertPlan
 from ...kernels.grouped_codes import CodeKind
 from ...kernels.policy import KernelPolicy
-from ...kernels.rms_norm import add_rms_norm, rms_norm
+from ...kernels.rms_norm import Norm, add_rms_norm, rms_norm
 
 __all__ = [
     "RANDOM_EXPONENTS",
@@ -62,13 +62,6 @@ def random_scales(largest_code: float) -> tuple[float, float]:
     return most / 2, most
 
 
-class Norm(Protocol):
-    """Parameters of an RMS norm before or after a product."""
-
-    weight: Tensor  # [in_features], or [out_features] of a norm after it; float32 or the activations' dtype
-    eps: float
-
-
 class Weight(ABC):
     """A matrix [out_features, in_features] with its bias, if it has one."""
 
@@ -99,7 +92,7 @@ class Weight(ABC):
         """The product by norm(x): [n, out_features] in x's dtype or ``out_dtype``, a new tensor."""
         return self.multiply(rms_norm(x, norm.weight, norm.eps)).to(out_dtype or x.dtype)
 
-    def gated_after_norm(self, x: Tensor, norm: Norm, activation: Activation = "silu") -> Tensor:
+    def gated_after_norm(self, x: Tensor, norm: Norm, activation: Activation = "silu") -> Tensor | Gated:
         """activation(gate) * up, [n, out_features / 2]: gate and up are the halves of the product by norm(x)."""
         return self.gated(rms_norm(x, norm.weight, norm.eps), activation)
 
@@ -122,6 +115,10 @@ class Weight(ABC):
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         """Add the product by x to ``residual`` [n, out_features], in place."""
         residual.add_(self.multiply(x))
+
+    def add_gated_to(self, residual: Tensor, gated: Gated) -> None:
+        """See `add_to`: of a gated activation that is yet to be computed."""
+        self.add_to(residual, computed(gated))
 
     def add_normed_to(self, residual: Tensor, x: Tensor, norm: Norm) -> None:
         """Add norm(the product by x) to ``residual`` [n, out_features], in place."""
@@ -301,7 +298,7 @@ class RowTiledWeight(Weight):
         return self._policy.by_rows(partial(self._inner.after_norm, norm=norm, out_dtype=out_dtype), x)
 
     def gated_after_norm(self, x: Tensor, norm: Norm, activation: Activation = "silu") -> Tensor:
-        return self._policy.by_rows(partial(self._inner.gated_after_norm, norm=norm, activation=activation), x)
+        return self._policy.by_rows(lambda rows: computed(self._inner.gated_after_norm(rows, norm, activation)), x)
 
 
 @dataclass(frozen=True, slots=True)

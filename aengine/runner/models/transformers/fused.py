@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ....kernels.activation import Activation, act_and_mul
+from ....kernels.activation import Activation, act_and_mul, computed
 from ...kv_spec import SharedKV
 from ...layers.attention import AttentionLayer
 from ...layers.norm import RMSNorm
@@ -113,7 +113,7 @@ class FusedLayer:
             return out
         if norm is None:
             return act_and_mul(self._gated.gate_up.multiply(x), self._gated.activation)
-        return self._gated.gate_up.gated_after_norm(x, norm, self._gated.activation)
+        return computed(self._gated.gate_up.gated_after_norm(x, norm, self._gated.activation))
 
     def install(self) -> None:
         self._module.forward = self.forward

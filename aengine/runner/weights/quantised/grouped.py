@@ -37,13 +37,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ....kernels.activation import Activation
 from ....kernels.cpu.target import unavailable
 from ....kernels.expert_types import ExpertCodes, ExpertGate, ExpertPlan, InputNorm
 from ....kernels.experts import add_experts, expert_product
 from ....kernels.grouped_codes import CodeKind, GroupedCodes, numbers, pack, pack_halves, unpack
-from ....kernels.linear import add_linear, norm_gated_linear, norm_linear, plain_linear
+from ....kernels.matrix import Matrix
 from ..expert_weights import GatheredExperts, SeparateExperts
+from ..plain import MatrixWeight
 from ..weight import ExpertWeights, Norm, StoredTensor, Weight, WeightFormat
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ CodesOf = Callable[[Mapping[str, Tensor]], GroupedCodes]
 """Makes the codes of a matrix' tensors by suffix."""
 
 
-class GroupedWeight(Weight):
-    """A product reads the codes. ``quantises_x``: see kernels/linear.py; of FP8 in blocks."""
+class GroupedWeight(MatrixWeight):
+    """A product reads the codes. ``quantises_x``: see `Matrix`; of FP8 in blocks."""
 
     __slots__ = ("codes", "quantises_x")
 
@@ -84,17 +84,9 @@ class GroupedWeight(Weight):
         if self.bias is not None and other.bias is not None:
             self.bias.copy_(other.bias)
 
-    def multiply(self, x: Tensor) -> Tensor:
-        return plain_linear(x, self.codes, self.bias, None, self.quantises_x)
-
-    def after_norm(self, x: Tensor, norm: Norm, out_dtype: torch.dtype | None = None) -> Tensor:
-        return norm_linear(x, norm.weight, norm.eps, self.codes, self.bias, out_dtype, None, self.quantises_x)
-
-    def gated_after_norm(self, x: Tensor, norm: Norm, activation: Activation = "silu") -> Tensor:
-        return norm_gated_linear(x, norm.weight, norm.eps, self.codes, self.bias, activation, None, self.quantises_x)
-
-    def add_to(self, residual: Tensor, x: Tensor) -> None:
-        add_linear(residual, x, self.codes, self.bias, None, self.quantises_x)
+    @property
+    def matrix(self) -> Matrix:
+        return Matrix(self.codes, self.bias, None, self.quantises_x)
 
 
 class OrderedWeight(Weight):

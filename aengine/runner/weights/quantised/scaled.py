@@ -7,18 +7,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ....kernels.activation import Activation
 from ....kernels.expert_types import ExpertMatrices
-from ....kernels.linear import add_linear, norm_gated_linear, norm_linear, plain_linear
+from ....kernels.matrix import Matrix
 from ..expert_weights import StackedExperts
-from ..weight import Norm, StoredTensor, Weight
+from ..plain import MatrixWeight
+from ..weight import StoredTensor
 
 __all__ = ["ScaledExperts", "ScaledWeight"]
 
 
-class ScaledWeight(Weight):
+class ScaledWeight(MatrixWeight):
     """codes int8 or float8_e4m3fn [out_features, in_features]; scale float32 [out_features]. ``quantises_x``: see
-    kernels/linear.py."""
+    `Matrix`."""
 
     __slots__ = ("codes", "quantises_x", "scale")
 
@@ -28,19 +28,9 @@ class ScaledWeight(Weight):
         self.bias = bias
         self.quantises_x = quantises_x
 
-    def multiply(self, x: Tensor) -> Tensor:
-        return plain_linear(x, self.codes, self.bias, self.scale, self.quantises_x)
-
-    def after_norm(self, x: Tensor, norm: Norm, out_dtype: torch.dtype | None = None) -> Tensor:
-        return norm_linear(x, norm.weight, norm.eps, self.codes, self.bias, out_dtype, self.scale, self.quantises_x)
-
-    def gated_after_norm(self, x: Tensor, norm: Norm, activation: Activation = "silu") -> Tensor:
-        return norm_gated_linear(
-            x, norm.weight, norm.eps, self.codes, self.bias, activation, self.scale, self.quantises_x
-        )
-
-    def add_to(self, residual: Tensor, x: Tensor) -> None:
-        add_linear(residual, x, self.codes, self.bias, self.scale, self.quantises_x)
+    @property
+    def matrix(self) -> Matrix:
+        return Matrix(self.codes, self.bias, self.scale, self.quantises_x)
 
 
 class ScaledExperts(StackedExperts):
