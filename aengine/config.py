@@ -97,7 +97,7 @@ class EngineConfig:
     own types on a GPU and on a CPU with compiled kernels if dtype is "auto", else they become numbers of dtype as they
     are loaded. "gguf": they stay in their own types whatever the dtype, on a CPU without compiled kernels as blocks,
     which is slower. "fp8": on a GPU, 16-bit weights become FP8 with a scale a row as they are loaded: half the
-    memory, and faster; and so do, on Hopper, activations of steps of more than 64 tokens."""
+    memory, and faster; and so do, on Hopper, activations of steps of more than 8 tokens."""
     on_unsupported_format: Literal["error", "dequantise"] = "error"
     """What happens to a quantised matrix whose codes the GPU can't multiply: "error": a ModelLoadError that names it.
     "dequantise": it becomes 16-bit numbers as it is loaded, and a line of the log says so. A CPU multiplies numbers of

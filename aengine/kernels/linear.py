@@ -6,7 +6,7 @@
     add_linear           residual += x W^T + b
 
 W is of x's dtype, or of codes, which become numbers as they are multiplied: see `Matrix`. Where that says that x may be
-rounded to FP8, FP8 tensor cores multiply many rows of x by W in FP8. Otherwise, and of few rows, x is as
+rounded to FP8, FP8 tensor cores multiply more than eight rows of x by W in FP8. Otherwise, and of few rows, x is as
 exact as its dtype.
 
 At small batches the time is that of reading the weights once (2 N K bytes in 16 bit; 2 M N K operations are far below

@@ -102,7 +102,7 @@ def _default_of_fp8(shape: LinearShape, num_rows: int) -> StreamedTiling | None:
     much on its way as shared memory holds; for more there is no room in its registers."""
     is_gated = shape.kind == "gated"
     if shape.x_bytes == 1:
-        return _default_of_rounded(shape, num_rows)
+        return _few_rounded(shape, num_rows) if num_rows <= 64 else _default_of_rounded(shape, num_rows)
     if num_rows > 512:
         return None
     if num_rows > 64 and is_gated:
@@ -120,6 +120,18 @@ def _default_of_fp8(shape: LinearShape, num_rows: int) -> StreamedTiling | None:
     one = StreamedTiling(64, block_m, block_k, 4, 1)
     room = _SHARED_BYTES // (1 if is_one_each else 2)
     return one._replace(num_stages=max(3, min(9, room // one.shared_bytes(is_gated, 1))))
+
+
+def _few_rounded(shape: LinearShape, num_rows: int) -> StreamedTiling:
+    """`_default_of_fp8` of up to 64 rows of x rounded to FP8: a program has all of them, if that leaves enough."""
+    block_m = max(16, 1 << (num_rows - 1).bit_length())
+    if shape.kind == "gated":
+        tilings = {16: StreamedTiling(64, 16, 256, 4, 3), 32: StreamedTiling(64, 32, 256, 4, 5)}
+        return tilings.get(block_m, StreamedTiling(128, 64, 128, 4, 5))
+    if block_m > 32 and ceil(shape.out_features / 64) < 96:
+        block_m = 32
+    one = StreamedTiling(64, block_m, 512 if block_m <= 32 and not shape.in_blocks else 256, 4, 1)
+    return one._replace(num_stages=min(9, _SHARED_BYTES // one.shared_bytes(False, 1, 1)))
 
 
 def _default_of_rounded(shape: LinearShape, num_rows: int) -> StreamedTiling:

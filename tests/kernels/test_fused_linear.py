@@ -173,7 +173,7 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
     return (x.float() / scale).to(torch.float8_e4m3fn).double() * scale.double()
 
 
-@pytest.mark.parametrize(("rows", "quantises_x"), [(1, True), (5, True), (70, False), (70, True)])
+@pytest.mark.parametrize(("rows", "quantises_x"), [(1, True), (5, True), (9, True), (70, False), (70, True)])
 @pytest.mark.parametrize("in_blocks", [False, True])
 def test_weights_in_fp8(
     rng: random.Random, gen: torch.Generator, triton_device: torch.device, in_blocks: bool, rows: int, quantises_x: bool

@@ -38,8 +38,8 @@ __all__ = ["BLOCK", "Fp8Rows", "split", "stream"]
 _LARGEST = tl.constexpr(448.0)  # the largest number of float8_e4m3fn
 BLOCK = 128
 """Rows and columns of W that share a scale, of weights in blocks."""
-MOST_UNROUNDED = 64
-"""Most rows of x that are not rounded to FP8 where they may be; so many read W once as two terms."""
+MOST_UNROUNDED = 8
+"""Most rows of x that are not rounded to FP8 where they may be: of more, two terms take longer to read than one."""
 MOST_OF_STREAM = 256
 """Most rows of rounded x that our kernel multiplies, if the library can; in blocks half as many."""
 MOST_EXACT = 512
