@@ -6,6 +6,8 @@ import dataclasses
 import inspect
 from typing import Any
 
+import numpy as np
+
 
 def quicken_interpreter() -> None:
     """Leave out what Triton's interpreter computes in vain, and keep what it computes anew for each value.
@@ -26,6 +28,8 @@ def quicken_interpreter() -> None:
         interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
     _patch_once(core, interpreter)
     _keep_types(core, interpreter)
+    _keep_operands(core, interpreter)
+    _convert_at_once(core, interpreter)
 
 
 def _patch_once(core: Any, interpreter: Any) -> None:
@@ -36,13 +40,23 @@ def _patch_once(core: Any, interpreter: Any) -> None:
     replaced: set[str] = set()
     patch_lang = interpreter._patch_lang
 
-    def patch_builtin(package: Any, *context: Any) -> None:
+    def given(member: Any) -> Any:
+        """A builtin without the function around it, which asks whether the argument that is given here is given."""
+        function, semantic = getattr(member, "__wrapped__", member), interpreter.interpreter_semantic
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        return call
+
+    def patch_builtin(package: Any, _builder: Any, scope: Any) -> None:
         if package not in names:
             names[package] = [name for name, member in inspect.getmembers(package) if core.is_builtin(member)]
         for name in names[package]:
             member = getattr(package, name)
             if core.is_builtin(member):
-                interpreter._patch_attr(package, name, member, *context)
+                scope.set_attr(package, name, given(member))
 
     nothing = interpreter._LangPatchScope
 
@@ -66,14 +80,21 @@ def _patch_once(core: Any, interpreter: Any) -> None:
 
 
 def _keep_types(core: Any, interpreter: Any) -> None:
-    """What a tensor knows of its shape, and a block of its type, is computed once for each shape."""
+    """What a tensor knows of its shape, a block of its type and a type of itself is computed once for each."""
     shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
     blocks: dict[tuple[str, tuple[int, ...]], tuple[Any, int, str]] = {}
+    others: dict[tuple[str, tuple[int, ...]], Any] = {}
+    irs: dict[str, Any] = {}
     types: dict[str, Any] = {}
+    sizes_of: dict[str, float] = {}
+    integers = frozenset(core.dtype.SINT_TYPES + core.dtype.UINT_TYPES)
+    is_equal, with_element_ty = core.dtype.__eq__, core.block_type.with_element_ty
+    block_to_ir, checked = core.block_type.to_ir, interpreter.TensorHandle.__post_init__
     plain = {int, float, bool, str, type(None), core.tensor, core.dtype}
     init_tensor, init_block, np_dtype = core.tensor.__init__, core.block_type.__init__, interpreter._get_np_dtype
     semantic, unwrap_constexpr = type(interpreter.interpreter_semantic), core._unwrap_if_constexpr
     broadcast_values = semantic.broadcast_impl_value
+    meetings: dict[tuple[str, str], tuple[Any, Any]] = {}
 
     def tensor(self: Any, handle: Any, type: Any) -> None:
         sizes = tuple(type.shape.values) if type.is_block() else ()
@@ -101,9 +122,128 @@ def _keep_types(core: Any, interpreter: Any) -> None:
         return value if type(value) in plain else unwrap_constexpr(value)
 
     def broadcast(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
-        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast_values(self, lhs, rhs)
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        key = lhs.type.name, rhs.type.name
+        if key not in meetings:
+            left, right = broadcast_values(self, lhs, rhs)
+            meetings[key] = left.type, right.type
+            return left, right
+        return widen(lhs, meetings[key][0]), widen(rhs, meetings[key][1])
+
+    def widen(value: Any, type: Any) -> Any:
+        if value.type.name == type.name:
+            return value
+        data = np.empty(type.shape, value.handle.data.dtype)
+        data[...] = value.handle.data
+        return core.tensor(interpreter.TensorHandle(data, value.handle.dtype.scalar), type)
+
+    def to_ir(self: Any, builder: Any) -> Any:
+        if type(builder) is not interpreter.InterpreterBuilder:
+            return block_to_ir(self, builder)
+        if self.name not in irs:
+            irs[self.name] = block_to_ir(self, builder)
+        return irs[self.name]
+
+    def with_elements(self: Any, element_ty: Any) -> Any:
+        key = element_ty.name, self.shape
+        if key not in others:
+            others[key] = with_element_ty(self, element_ty)
+        return others[key]
+
+    def equal(self: Any, other: Any) -> bool:
+        return self.name == other.name if type(other) is core.dtype else is_equal(self, other)
+
+    def check_size(self: Any) -> None:
+        """Numbers of the type are as large as the array's."""
+        name = self.dtype.name
+        if self.data.itemsize > sizes_of.get(name, 0):
+            checked(self)
+            sizes_of[name] = float("inf") if isinstance(self.dtype, core.pointer_type) else self.data.itemsize
 
     tensor.quick = True  # type: ignore[attr-defined]
+    core.dtype.__eq__, core.dtype.is_int = equal, lambda self: self.name in integers
+    core.block_type.with_element_ty, core.block_type.to_ir = with_elements, to_ir
+    interpreter.TensorHandle.__post_init__ = check_size
     core.tensor.__init__, core.block_type.__init__ = tensor, block_type
     core._unwrap_if_constexpr, interpreter._get_np_dtype = unwrap, get_np_dtype
     semantic.broadcast_impl_value = broadcast
+
+
+def _keep_operands(core: Any, interpreter: Any) -> None:
+    """Two types are looked at once, for whether an operation takes them as they are; and a Python number becomes a
+    block once for each type and shape that it meets."""
+    semantic = type(interpreter.interpreter_semantic)
+    operands_of = semantic.binary_op_type_checking_impl
+    kept: set[tuple[Any, ...]] = set()
+    blocks: dict[tuple[Any, ...], Any] = {}
+
+    def operands(self: Any, lhs: Any, rhs: Any, *how: bool, **named: bool) -> tuple[Any, Any]:
+        if named or type(lhs) is not core.tensor:
+            return operands_of(self, lhs, rhs, *how, **named)
+        if type(rhs) is core.tensor:
+            types = lhs.dtype.name, rhs.dtype.name, how
+            if types in kept:
+                return self.broadcast_impl_value(lhs, rhs)
+            left, right = operands_of(self, lhs, rhs, *how)
+            if left.dtype == lhs.dtype and right.dtype == rhs.dtype:
+                kept.add(types)
+            return left, right
+        if type(rhs) not in (int, float, bool) or rhs != rhs:
+            return operands_of(self, lhs, rhs, *how)
+        key = type(rhs), rhs, lhs.type.name, how
+        if key not in blocks:
+            left, right = operands_of(self, lhs, rhs, *how)
+            if left is not lhs:
+                return left, right
+            if len(blocks) > 5000:
+                blocks.clear()
+            right.handle.data.flags.writeable = False
+            blocks[key] = right
+        return lhs, blocks[key]
+
+    semantic.binary_op_type_checking_impl = operands
+
+
+def _convert_at_once(core: Any, interpreter: Any) -> None:
+    """Numbers of 8 and 16 bits are converted by a table, float32 to bfloat16 by a shift, and products are of one type,
+    for which there is a library."""
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    cast_plainly, cast_floats, create_dot = builder.cast_impl, builder.create_fp_to_fp, builder.create_dot
+    tables: dict[tuple[Any, ...], Any] = {}
+
+    def looked_up(convert: Any, self: Any, source: Any, target: Any, *rounding: Any) -> Any:
+        bits = f"uint{source.dtype.scalar.primitive_bitwidth}"
+        key = convert, source.dtype.scalar.name, target.scalar.name, rounding
+        if key not in tables:
+            every = np.arange(np.iinfo(bits).max + 1, dtype=bits).view(source.data.dtype)
+            tables[key] = convert(self, handle(every, source.dtype.scalar), target, *rounding).data
+        return handle(tables[key][np.ascontiguousarray(source.data).view(bits)], target.scalar)
+
+    def cast(self: Any, source: Any, target: Any) -> Any:
+        names = source.dtype.scalar.name, target.scalar.name
+        if names == ("bf16", "fp32"):
+            return looked_up(cast_plainly, self, source, target)
+        if names == ("fp32", "bf16"):
+            bits = np.ascontiguousarray(source.data).view(np.uint32)
+            size = bits & 0x7FFFFFFF
+            if not ((size < 0x00800000) & (size > 0)).any():  # no number without a leading one
+                return handle((bits >> 16).astype(np.uint16), target.scalar)
+        return cast_plainly(self, source, target)
+
+    def convert(self: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if source.dtype.scalar.primitive_bitwidth <= 16:
+            return looked_up(cast_floats, self, source, target, rounding)
+        return cast_floats(self, source, target, rounding)
+
+    def as_float32(self: Any, value: Any) -> Any:
+        if value.dtype.is_fp8():  # what is multiplied there, too
+            value = convert(self, value, core.float16, None)
+        return handle(value.data.astype(np.float32), core.float32) if value.dtype.is_fp16() else value
+
+    def dot(self: Any, a: Any, b: Any, d: Any, *how: Any) -> Any:
+        if d.data.dtype == np.float32:
+            a, b = as_float32(self, a), as_float32(self, b)
+        return create_dot(self, a, b, d, *how)
+
+    builder.cast_impl, builder.create_fp_to_fp, builder.create_dot = cast, convert, dot

@@ -1,6 +1,7 @@
 """Compile the Triton kernels for GPUs that are not there: the interpreter accepts what the compiler refuses.
 
 python tests/kernels/compile_everything.py 90                 # for compute capability 9.0: each kernel, and the largest
+python tests/kernels/compile_everything.py --sparse 90        # each kernel with each of its flags, and the largest
 python tests/kernels/compile_everything.py --largest 75 89    # what takes the most shared memory, for several
 python tests/kernels/compile_everything.py --grid 75 89       # every tiling, format and head size; some minutes each
 
@@ -103,13 +104,15 @@ def check_first_keys(ptx: str, is_raw: bool) -> None:
 
 class Compiler:
     """In place of `launch` for one compute capability. ``shared``: bytes of shared memory by kernel and what it was
-    compiled for."""
+    compiled for. ``is_sparse``: what differs from earlier launches by numbers alone, as tiles do, is left out."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
         self.shared: dict[str, int] = {}
         self.note = ""  # of the launches to come
+        self.is_sparse = False
         self._seen: set[tuple] = set()
+        self._flags: set[tuple] = set()
 
     def __call__(self, kernel: Any, grid: tuple, *args: Any, **options: Any) -> None:
         values = dict(zip(kernel.arg_names, args)) | {k: v for k, v in options.items() if k not in OPTIONS}
@@ -131,9 +134,12 @@ class Compiler:
             if is_aligned:  # as at run time: what is copied without registers, and so the shared memory, depends on it
                 attributes[(i,)] = [["tt.divisibility", 16]]
         key = (kernel.__name__, tuple(signature.items()), tuple(constants.items()), tuple(attributes))
-        if key in self._seen:
+        flags = {(kernel.__name__, *of) for of in signature.items()}
+        flags |= {(kernel.__name__, i, repr(v)) for (i,), v in constants.items() if type(v) is not int}
+        if key in self._seen or (self.is_sparse and flags <= self._flags):
             return
         self._seen.add(key)
+        self._flags |= flags
         asked = {k: v for k, v in options.items() if k in OPTIONS}
         source = ASTSource(kernel, signature, constants, attributes)
         compiled = self.compile(source, GPUTarget("cuda", self.capability, 32), asked)
@@ -557,6 +563,7 @@ def main() -> None:
     parser.add_argument("capability", type=int, nargs="+", choices=LIMITS)
     parser.add_argument("--largest", action="store_true")
     parser.add_argument("--grid", action="store_true")
+    parser.add_argument("--sparse", action="store_true")
     args = parser.parse_args()
     failures: list[str] = []
     for capability in args.capability:
@@ -564,6 +571,7 @@ def main() -> None:
         compiler.install()
         with triton_everywhere():
             largest(compiler)
+            compiler.is_sparse = args.sparse
             if args.grid:
                 grid(compiler)
             if not args.largest:

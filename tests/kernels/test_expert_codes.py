@@ -25,7 +25,7 @@ from aengine.kernels.triton import experts as triton_experts
 TILE = ProductTile(16, 64, 4, 2)
 WAYS = {
     "torch": None,
-    "pairs": ExpertTiling("pairs", 1, ProductTile(4, 32, 4, 1), ProductTile(4, 64, 4, 1)),
+    "pairs": ExpertTiling("pairs", 1, ProductTile(8, 32, 4, 1), ProductTile(8, 64, 4, 1)),
     "blocks": ExpertTiling("blocks", 16, TILE, TILE),
 }
 KINDS: list[tuple[CodeKind, int, int]] = [  # kind, group, rows that share a scale
@@ -58,8 +58,7 @@ def draw(gen: torch.Generator, rng: random.Random, kind: Any, shape: tuple[int, 
 
 
 def product(x: Tensor, codes: ExpertCodes, expert: int) -> Tensor:
-    n = codes.shape[1]
-    weight = numbers(codes.codes)[expert * n : expert * n + n].double()
+    weight = numbers(codes.of(expert)).double()
     return x @ weight.T + (0 if codes.bias is None else codes.bias[expert].double())
 
 
