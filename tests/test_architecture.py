@@ -470,7 +470,7 @@ BUDGETS = {
     "engine": 24230,
     "integrations": 2534,
     "ipc": 2164,
-    "kernels": 14825,
+    "kernels": 15150,
     "limits": 372,
     "remote": 1620,
     "runner": 20865,
