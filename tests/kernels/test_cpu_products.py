@@ -17,11 +17,12 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from aengine.kernels.cpu import codes, tape
+from aengine.kernels.cpu import target as cpu_target
 from aengine.kernels.cpu.code_cache import CodeCache
 from aengine.kernels.cpu.codes import Activations, PackedMatrix
 from aengine.kernels.cpu.emit import Module
 from aengine.kernels.cpu.library import Library, write_kernels
-from aengine.kernels.cpu.target import Target, host
+from aengine.kernels.cpu.target import Target, host, instructions
 from aengine.kernels.grouped_codes import CodeKind, GroupedCodes
 from aengine.kernels.grouped_codes import numbers as numbers_of_codes
 
@@ -238,13 +239,57 @@ def test_dot_products_of_other_processors(triple: str, features: str, instructio
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     target = Target(triple, "generic" if "aarch64" in triple else "x86-64", features)
-    module = Module("products")
     names = ["product_q4_1_planes_add", "product_iq4_xs_planes_store", "product_q8_0_planes_gelu", "pack_q4_k"]
+    assert write_assembly(names, target).count(instruction) >= 3 * 7 * 2 * 8
+
+
+def write_assembly(names: list[str], target: Target) -> str:
+    module = Module("products")
     write_kernels(module, names, target)
     parsed = llvm.parse_assembly(str(module.llvm))
-    parsed.triple = triple
-    assembly = target.machine().emit_assembly(parsed)
-    assert assembly.count(instruction) >= 3 * 7 * 2 * 8
+    parsed.triple = target.triple
+    return str(target.machine().emit_assembly(parsed))
+
+
+@pytest.mark.parametrize(("kind", "parts"), [("q4_1", 1), ("q6_k", 2)])
+def test_tiles_multiply_many_rows_of_codes(kind: str, parts: int) -> None:
+    """They are compiled on any machine: for each end, one function multiplies both planes by a block's parts."""
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    features = "+avx2,+fma,+f16c,+avx512f,+avx512bw,+amx-tile,+amx-int8"
+    target = Target("x86_64-unknown-linux-gnu", "x86-64", features)
+    assembly = write_assembly([f"product_{kind}_planes_{end}" for end in ("store", "add", "silu")], target)
+    assert assembly.count("tdpbssd") == 2 * parts
+    assert assembly.count("ldtilecfg") == assembly.count("tilerelease") == 3
+    others = ["product_q4_1_float32_store", "product_bfloat16_float32_store", "product_int16_int16_add"]
+    assert "ldtilecfg" not in write_assembly(others, target)
+
+
+@pytest.mark.skipif("AMX int8" not in instructions(), reason="this processor, or the system, has no AMX")
+@pytest.mark.parametrize("kind", ["q4_1", "q8_0", "q2_k", "q4_k", "q6_k", "iq4_nl", "int8"])
+def test_tiles_compute_what_vectors_do(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit by bit: rows in whole tiles, in none, and beyond them; more blocks than are unpacked at once."""
+    lesser = other("+avx,+fma,+f16c,+avx2", tmp_path)
+    for rows, out_features, in_features in ((15, 40, 256), (16, 7, 256), (46, 16, 4096 + 512), (70, 64, 768)):
+        packed, meaning = matrix(kind, out_features, in_features)
+        of = codes.activations(torch.randn(rows, in_features))
+        own, gate = codes.multiply(packed, of), codes.gated(packed, of, "silu") if codes.can_gate(packed) else None
+        close(own, numbers(of) @ meaning.double().T)
+        with monkeypatch.context() as context:
+            context.setattr(tape, "library", lambda: lesser)
+            assert torch.equal(codes.multiply(packed, of), own)
+            assert gate is None or torch.equal(codes.gated(packed, of, "silu"), gate)
+
+
+def test_a_system_that_refuses_tiles(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    features = llvm.get_host_cpu_features()
+    features |= {"amx-tile": True, "amx-int8": True}
+    monkeypatch.setattr(llvm, "get_host_cpu_features", lambda: features)
+    monkeypatch.setattr(cpu_target, "_may_use_tiles", lambda: False)
+    with caplog.at_level("INFO", "aengine.runner"):
+        found = cpu_target.host.__wrapped__()
+    assert not found.has("amx-int8") and not found.has("amx-tile")
+    assert "AMX is not used" in caplog.text
 
 
 def test_matrices_lie_beside_each_other() -> None:

@@ -2,7 +2,8 @@
 
 A chunk is some tiles of output features times up to `ROWS_OF_CHUNK` rows of activations. Eight rows are multiplied by a
 tile at once, whose weights are unpacked once for them, then 4, 2 and 1 of what is left. Sums have the same order in
-each of these: a row's result does not depend on the rows beside it.
+each of these: a row's result does not depend on the rows beside it. With AMX, tiles multiply most of many rows, see
+tiles.py.
 
 Kernels are named "product", the weights' kind, what activations are, and what becomes of the product:
 
@@ -21,15 +22,16 @@ Kernels are named "product", the weights' kind, what activations are, and what b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import get_args
 
 from ..activation import Activation
-from .emit import BF16, F16, F32, I8, I32, I64, POINTER, Function, Value
+from .blocks import blocks, read_scales
+from .emit import BF16, F16, F32, I32, I64, POINTER, Function, Value
 from .layouts import BLOCK, INT16_BLOCK_BYTES, LAYOUTS, NUMBERS, ROWS, Layout, add_pairs, dot, unpacked
 from .target import Target, WriteKernel
+from .tiles import ROWS_OF_CHUNK, divided
 
 __all__ = [
     "ALONE",
@@ -39,14 +41,11 @@ __all__ = [
     "ROWS_OF_CHUNK",
     "Operands",
     "activated",
-    "blocks",
     "read_number",
-    "read_scales",
     "sigmoid",
     "tile_product",
 ]
 
-ROWS_OF_CHUNK = 64
 _FLOATS = F32 * ROWS
 _PREFETCHED = 2560  # bytes ahead of what is read
 _META = 16  # bytes of the meta of a block
@@ -75,40 +74,6 @@ _WriteRows = Callable[[Function, Target, Operands], list[Value]]
 """Writes the product of some rows with a tile: sums [16] of each."""
 
 
-@contextmanager
-def blocks(f: Function, layout: Layout, of: Operands) -> Iterator[tuple[Value, Value, Value]]:
-    """Run the body for each block of a tile: its number, its address, and that of its head."""
-    each, size = layout.blocks_of_head, layout.block_bytes
-    if each > 1:
-        with f.loop(0, of.size / each) as i:
-            head = of.tile + i * (layout.head_bytes + each * size)
-            with f.loop(0, each) as j:
-                yield i * each + j, head + (j * size + layout.head_bytes), head
-    else:
-        stride = size + layout.head_bytes * each
-        with f.loop(0, of.size) as i:
-            head = of.tile + i * stride
-            yield i, head + layout.head_bytes, head if each else of.tile
-
-
-def read_scales(f: Function, layout: Layout, block: Value, head: Value) -> tuple[list[Value], list[Value]]:
-    """The scales of a block's rows, one or two, and as many minima, or none; float32."""
-    numbers, size, count = [], layout.scale_bytes, layout.num_scales
-    for i in range(count * (1 + layout.has_minimum)):
-        place = block + (layout.code_bytes + size * i)
-        if layout.scale == "head":
-            numbers.append(f.load(_FLOATS, head + 4 * ROWS * i))
-        elif layout.scale == "float16":
-            numbers.append(f.float32(f.load(F16 * ROWS, place)))
-        elif layout.scale == "integer":
-            factor = f.float32(f.load(F16 * ROWS, head + 2 * ROWS * (i // count)))
-            numbers.append(factor * f.float32(f.widened(f.load(I8 * ROWS, place), I32 * ROWS)))
-        else:
-            exponent = f.widened(f.load(I8 * ROWS, place), I32 * ROWS, signed=False)
-            numbers.append(f.cast(exponent << 23, _FLOATS) * 0.5)
-    return numbers[:count], numbers[count:]
-
-
 def _prefetch(f: Function, place: Value, num_bytes: int) -> None:
     for ahead in range(0, num_bytes, 64):
         f.prefetch(place + (_PREFETCHED + ahead))
@@ -116,7 +81,7 @@ def _prefetch(f: Function, place: Value, num_bytes: int) -> None:
 
 def _plane_rows(f: Function, target: Target, of: Operands, *, layout: Layout) -> list[Value]:
     sums = [f.variable(_FLOATS, 0.0) for _ in of.rows]
-    with blocks(f, layout, of) as (i, block, head):
+    with blocks(f, layout, of.tile, of.size) as (i, block, head):
         _prefetch(f, block, layout.block_bytes)
         codes = unpacked(f, target, layout, block)
         scales, minima = read_scales(f, layout, block, head)
@@ -156,7 +121,7 @@ class _TwoSums:
 
 def _float32_rows(f: Function, target: Target, of: Operands, *, layout: Layout) -> list[Value]:
     sums = [_TwoSums(f) for _ in of.rows]
-    with blocks(f, layout, of) as (i, block, head):
+    with blocks(f, layout, of.tile, of.size) as (i, block, head):
         _prefetch(f, block, layout.block_bytes)
         scales, minima = read_scales(f, layout, block, head)
         offsets = [scale * float(-layout.zero) for scale in scales]
@@ -233,6 +198,7 @@ class _Multiply:
     write: _WriteRows
     x_bytes: int  # a row's activations of a block, or of a column
     most_rows: tuple[int, int]  # at once: by 32 registers of 16 float32, and by fewer ones
+    layout: Layout | None = None  # codes that tiles can multiply, too
 
 
 def _tile(f: Function, target: Target, multiply: _Multiply) -> None:
@@ -313,6 +279,9 @@ def _product(f: Function, target: Target, *, multiply: _Multiply, end: str) -> N
     meta = f.address(words, _META_OF_X) + first_row * size * _META
     stride, bias, scale = f.word(words, _STRIDE) * 4, f.address(words, _BIAS), f.load(F32, words + 8 * _SCALE)
     products = [f.memory(ROWS_OF_CHUNK * ROWS * 4) for _ in range(2 if end in GATES else 1)]
+    by_tiles = divided(f, target, multiply.layout, f"tiles_{multiply.name}", x, meta, size, rows)
+    others = rows - by_tiles.rows
+    other_x, other_meta = x + by_tiles.rows * size * multiply.x_bytes, meta + by_tiles.rows * size * _META
     first_tile = f.chunk % chunks * of_chunk
     with f.loop(first_tile, f.smaller(first_tile + of_chunk, tiles)) as tile:
         mask = f.lane_mask(features - tile * ROWS, ROWS)
@@ -320,7 +289,10 @@ def _product(f: Function, target: Target, *, multiply: _Multiply, end: str) -> N
         for i, product in enumerate(products):
             own = tile + tiles * i
             place = f.address(words, _WEIGHT) + own * tile_bytes
-            f.call(function, None, x, meta, place, size, rows, product)
+            by_tiles.multiply(place, tile_bytes, product)
+            with f.when(others > 0):
+                out = product + by_tiles.rows * (4 * ROWS)
+                f.call(function, None, other_x, other_meta, place, size, others, out)
             own_bias = f.variable(_FLOATS, 0.0)
             with f.when(f.word(words, _BIAS).differs(0)):
                 own_bias.set(f.load_lanes(_FLOATS, bias + own * (4 * ROWS), mask))
@@ -340,11 +312,12 @@ def _product(f: Function, target: Target, *, multiply: _Multiply, end: str) -> N
             else:
                 result = activated(f, values[0], end.removesuffix(ALONE))
             f.store_lanes(result, place, mask)
+    by_tiles.end()
 
 
 def _multiplies() -> Iterator[_Multiply]:
     for name, layout in LAYOUTS.items():
-        yield _Multiply(f"{name}_planes", partial(_plane_rows, layout=layout), 2 * BLOCK, (8, 4))
+        yield _Multiply(f"{name}_planes", partial(_plane_rows, layout=layout), 2 * BLOCK, (8, 4), layout)
         yield _Multiply(f"{name}_float32", partial(_float32_rows, layout=layout), 4 * BLOCK, (4, 2))
     for kind in NUMBERS:
         yield _Multiply(f"{kind}_float32", partial(_number_rows, kind=kind), 4, (8, 2))

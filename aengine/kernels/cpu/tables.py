@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
+from .blocks import blocks, read_scales
 from .emit import F32, Function
 from .layouts import BLOCK, LAYOUTS, NUMBERS, ROWS, Layout, unpacked
-from .products import Operands, blocks, read_number, read_scales
+from .products import read_number
 from .target import Target, WriteKernel
 
 __all__ = ["KERNELS"]
@@ -19,8 +20,8 @@ def _embed(f: Function, target: Target, *, layout: Layout) -> None:
     out = f.address(f.words, 2) + f.chunk * size * 4
     factor = f.load(F32, f.words + 40)
     lane = own % ROWS
-    of = Operands(out, out, f.address(f.words, 1) + own // ROWS * tile_bytes, size // BLOCK)
-    with blocks(f, layout, of) as (i, block, head):
+    tile = f.address(f.words, 1) + own // ROWS * tile_bytes
+    with blocks(f, layout, tile, size // BLOCK) as (i, block, head):
         codes = unpacked(f, target, layout, block)
         scales, minima = read_scales(f, layout, block, head)
         part = len(codes) // len(scales)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import mmap
 import platform
 import re
@@ -12,6 +13,8 @@ from functools import cache
 from typing import Any
 
 __all__ = ["Target", "WriteKernel", "host", "instructions", "unavailable"]
+
+logger = logging.getLogger("aengine.runner")
 
 _OLDEST_LLVMLITE = (0, 45)
 """Its LLVM 20 is the first whose pointers have no types. Vectors of int32 as operands of dot products (of 4 bytes, or 2
@@ -68,14 +71,31 @@ WriteKernel = Callable[..., None]
 @cache
 def host() -> Target:
     """This machine's processor, as LLVM finds it by asking the processor itself, and the system whether it saves the
-    registers of AVX and AVX-512: under an emulator, or where the system switches some off, what is really there."""
+    registers of AVX and AVX-512: under an emulator, or where the system switches some off, what is really there. AMX is
+    there if the system lets this process use it, which is asked for here, for all of its threads."""
     import llvmlite.binding as llvm
 
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     features = llvm.get_host_cpu_features()
+    if features.get("amx-tile", False) and not _may_use_tiles():
+        logger.info("AMX is not used: the system does not let this process use its registers")
+        features.update({name: False for name in features if name.startswith("amx-")})
     has_vnni = all(features.get(name, False) for name in ("avx512f", "avx512bw", "avx512vl", "avx512vnni"))
     return Target(llvm.get_process_triple(), llvm.get_host_cpu_name(), features.flatten(), has_vnni)
+
+
+_SYS_ARCH_PRCTL, _GET_PERMITTED, _ASK_FOR, _TILE_DATA = 158, 0x1022, 0x1023, 18
+
+
+def _may_use_tiles() -> bool:
+    """Ask the system for the registers of AMX; returns whether it has given them. Refused are they by kernels before
+    Linux 5.16, by some emulators and sandboxes, and to a process with a signal stack that has no room for them."""
+    libc = ctypes.CDLL(None)
+    permitted = ctypes.c_uint64()
+    asked = libc.syscall(_SYS_ARCH_PRCTL, _ASK_FOR, _TILE_DATA)
+    told = libc.syscall(_SYS_ARCH_PRCTL, _GET_PERMITTED, ctypes.byref(permitted))
+    return asked == told == 0 and bool(permitted.value >> _TILE_DATA & 1)
 
 
 def instructions() -> list[str]:
