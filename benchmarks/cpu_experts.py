@@ -2,6 +2,8 @@
 
     python benchmarks/cpu_experts.py [--experts 16] [--kinds q4_0 q8_0 bfloat16] [--streams 1 8] [--eager]
     python benchmarks/cpu_experts.py --before FOLDER       another checkout of aengine, in the same rounds
+    python benchmarks/cpu_experts.py --layer               one layer's experts: microseconds of one thread's CPU time,
+                                                           as a tape, and op by op as experts of several kinds are
 
 A line has for a kind of weights and a round: decoded tokens a second of as many streams, tokens a second of a prompt,
 the process' resident memory, and how the layers ran. The model is Qwen3-MoE's, of ``--layers`` layers, written as a
@@ -14,6 +16,7 @@ import argparse
 import json
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -149,6 +152,59 @@ def measure(model: str, streams: list[int], eager: bool) -> None:
     print("RESULT", json.dumps(result))
 
 
+def measure_layer(kind: str, args: argparse.Namespace) -> None:
+    import torch
+
+    from aengine.kernels.cpu import tape
+    from aengine.kernels.cpu.codes import pack
+    from aengine.kernels.expert_plan import plan_experts
+    from aengine.kernels.expert_tilings import ExpertShape
+    from aengine.kernels.expert_types import ExpertGate, RoutingRule
+    from aengine.kernels.routing import route
+    from aengine.runner.layers.norm import RMSNorm
+    from aengine.runner.weights.compiled import CompiledWeight
+    from aengine.runner.weights.expert_weights import SeparateExperts
+
+    class Made(SeparateExperts):
+        def __init__(self, rows: int, columns: int) -> None:
+            super().__init__(lambda tensors: self.weight(rows, columns), [])
+            for expert in range(args.experts):
+                self._rooms[expert] = {}
+                self.finish(expert)
+
+        def weight(self, rows: int, columns: int) -> CompiledWeight:
+            if kind == "bfloat16":
+                return CompiledWeight(pack(kind, torch.randn(rows, columns).bfloat16()), None, as_codes=False)
+            length, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind.upper()]]
+            blocks = torch.randint(30, 60, (rows, columns // length, num_bytes), dtype=torch.uint8)
+            return CompiledWeight(pack(kind, blocks), None, as_codes=True)
+
+    torch.set_num_threads(1)
+    layers = [(Made(2 * args.inner, args.hidden), Made(args.hidden, args.inner)) for _ in range(args.layers)]
+    norm, rule = RMSNorm.of(torch.ones(args.hidden), 1e-6), RoutingRule(args.top_k)
+    shape = ExpertShape(args.experts, args.hidden, args.inner, args.top_k)
+    assert all(part.is_compiled for layer in layers for part in layer)
+
+    def run(is_compiled: bool) -> None:
+        for own, (gate_up, down) in zip(logits, layers, strict=True):
+            plan = plan_experts(route(own, rule, is_compiled=is_compiled), shape, is_compiled=is_compiled)
+            down.add_to(residual, gate_up.gated_after_norm(x, norm, plan, ExpertGate()), plan)
+
+    def microseconds(work: Any) -> float:
+        begin = time.process_time()
+        work()
+        return (time.process_time() - begin) / args.layers * 1e6
+
+    for rows in (1, 8, 64):
+        x, residual = torch.randn(rows, args.hidden), torch.zeros(rows, args.hidden)
+        logits = [torch.randn(rows, args.experts) for _ in layers]
+        with tape.record(rows) as recorded:
+            run(True)
+        rounds = [(microseconds(lambda: recorded.run(rows)), microseconds(lambda: run(False))) for _ in range(9)]  # noqa: B023
+        on_tape, by_op = (round(statistics.median(times)) for times in zip(*rounds, strict=True))
+        print(json.dumps({"kind": kind, "rows": rows, "tape_us": on_tape, "op_by_op_us": by_op}), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", default=["q4_0", "q8_0", "bfloat16"])
@@ -156,11 +212,16 @@ def main() -> None:
     for name, value in (("experts", 16), ("top-k", 4), ("hidden", 1024), ("inner", 512), ("layers", 8), ("rounds", 2)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--layer", action="store_true")
     parser.add_argument("--before", default="")
     parser.add_argument("--measure", default="")
     args = parser.parse_args()
     if args.measure:
         measure(args.measure, args.streams, args.eager)
+        return
+    if args.layer:
+        for kind in args.kinds:
+            measure_layer(kind, args)
         return
     with tempfile.TemporaryDirectory() as folder:
         for kind in args.kinds:
