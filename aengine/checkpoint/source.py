@@ -140,7 +140,7 @@ def locate(
     ``choice``: of a hub repository fetch the GGUF model that it means. (Of a folder `weights_in` chooses.)
     """
     if name.lower() in EMBEDDED_MODELS:
-        return find_embedded(name.lower())
+        return _chosen(find_embedded(name.lower()), choice)
     try:
         path = Path(name).expanduser()
         is_dir, is_file = path.is_dir(), path.is_file()
@@ -151,11 +151,18 @@ def locate(
     if is_file:
         if path.suffix.lower() != ".gguf":
             raise ModelLoadError(f"{path} is a file, but no .gguf: give the folder with config.json, or a .gguf file")
-        return path.absolute()
+        return _chosen(path.absolute(), choice)
     # "models/llama" may be meant as a path: only ask the hub when no such parent folder is here.
     if hub.is_hub_id(name) and not path.parent.is_dir():
         return hub.fetch(name, revision, weights=weights, choice=choice, code=code, progress=progress)
     raise ModelLoadError(_unknown(name, path))
+
+
+def _chosen(file: Path, choice: GgufChoice | None) -> Path:
+    """Return the only file that there is. Raises ModelLoadError: ``choice`` means another."""
+    if choice is not None and not choice.matches(file.name):
+        raise ModelLoadError(f"{choice}: the model is one file, {file}: leave the choice out")
+    return file
 
 
 def weights_in(folder: Path, load_format: str, choice: GgufChoice | None = None) -> Path:

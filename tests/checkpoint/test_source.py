@@ -191,6 +191,8 @@ def test_gguf_file_chooses_in_a_folder(tmp_path: Path) -> None:
     assert resolve(tmp_path, gguf_file="*Q4*").format == "gguf"
     with pytest.raises(ModelLoadError, match=r"no GGUF file for gguf_file='\*Q5\*'; it has: a-Q4_K_M.gguf"):
         resolve(tmp_path, gguf_file="*Q5*")
+    with pytest.raises(ModelLoadError, match=r"gguf_file='\*Q5\*': the model is one file"):
+        resolve(tmp_path / "a-Q8_0.gguf", gguf_file="*Q5*")
     with pytest.raises(ModelLoadError, match="several GGUF models for .*a-Q4_K_M.gguf .*, a-Q8_0.gguf"):
         resolve(tmp_path, gguf_file="a*")
 

@@ -163,3 +163,18 @@ def test_damaged_blocks_are_told_with_the_matrix(tmp_path: Path, triton: None) -
     packed = GgufMatrices.of_file(source.path, build(source).gguf, CODED_TYPES)
     with pytest.raises(ModelLoadError, match=r"layers\.0\.mlp\.down_proj\.weight.*Q4_0, is no number; fetch the model"):
         load(source, packed=packed)
+
+
+@pytest.mark.parametrize("name", ["blk.0.ffn_down.weight", "blk.1.attn_norm.weight"])
+def test_damaged_numbers_are_told_with_the_tensor(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    with torch.no_grad():
+        write_gguf(path, make_tiny_model("llama", **SIZES), "llama", [Q.Q4_0])
+    source = source_of(path)
+    with GgufFile(path) as file:
+        begin = file.tensors[name].offset
+    data = bytearray(path.read_bytes())
+    data[begin : begin + 4] = b"\x00\x7c\x80\x7f"  # infinity as float16, NaN as float32
+    path.write_bytes(data)
+    with pytest.raises(ModelLoadError, match=rf"tensor {name} holds NaN or infinity"):
+        load(source)

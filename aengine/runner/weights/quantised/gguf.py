@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
@@ -132,7 +133,8 @@ def dequantised(stored: NDArray[Any], row_size: int, type_code: int) -> NDArray[
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
-    return dequantize(_long_rows(stored, row_size), GGMLQuantizationType(type_code))
+    with np.errstate(over="ignore", invalid="ignore"):  # whoever wants no infinities looks at what comes out
+        return dequantize(_long_rows(stored, row_size), GGMLQuantizationType(type_code))
 
 
 def _long_rows(stored: NDArray[Any], row_size: int) -> NDArray[Any]:

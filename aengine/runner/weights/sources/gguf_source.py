@@ -140,6 +140,8 @@ def _dequantise(file: GgufFile, name: str, expert: int | None = None) -> Tensor:
         ) from error
     if not data.flags.writeable:  # float32 already: a view of the file
         data = data.copy()
+    if data.size and not (np.isfinite(data.max()) and np.isfinite(data.min())):  # either is NaN if one number is
+        raise ModelLoadError(f"{file.path}: tensor {name} holds NaN or infinity: the file is damaged, get it again")
     return torch.from_numpy(data.reshape(tensor.shape if expert is None else tensor.shape[1:]))
 
 
