@@ -465,7 +465,7 @@ MOST_METHODS = 20
 
 BUDGETS = {
     "root": 2642,
-    "checkpoint": 2172,
+    "checkpoint": 2178,
     "cli": 1550,
     "engine": 24230,
     "integrations": 2534,
