@@ -62,25 +62,11 @@ def _best_groups(choice, e, SIZE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS
 
 @triton.jit
 def _route(
-    logits_ptr,
-    correction_ptr,
-    ids_ptr,
-    weights_ptr,
-    scale,
-    E: tl.constexpr,
-    TOP_K: tl.constexpr,
-    E_BLOCK: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    G_BLOCK: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    CORRECTED: tl.constexpr,
-    FIRST: tl.constexpr,
-    OWN: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits_ptr, correction_ptr, ids_ptr, weights_ptr, scale, E: tl.constexpr, TOP_K: tl.constexpr,
+    E_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    G_BLOCK: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr, CORRECTED: tl.constexpr,
+    FIRST: tl.constexpr, OWN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -103,11 +89,15 @@ def _route(
     j = tl.arange(0, K_BLOCK)
     ids = tl.zeros((K_BLOCK,), tl.int32)
     weights = tl.zeros((K_BLOCK,), tl.float32)
+    # Of integers in the order of the choices the largest of a warp is one instruction: a third of the time of `argmax`.
+    bits = (choice + 0.0).to(tl.int32, bitcast=True)  # of zeros but one kind
+    key = bits ^ (bits >> 31 & 0x7FFFFFFF)
     for i in range(TOP_K):
-        best = tl.argmax(choice, 0)
+        best = tl.min(tl.where(key == tl.max(key, 0), e, E_BLOCK), 0)
+        of_best = tl.max(tl.where(e == best, score.to(tl.int32, bitcast=True), 0), 0)  # none is negative
         ids = tl.where(j == i, best, ids)
-        weights = tl.where(j == i, tl.sum(tl.where(e == best, score, 0.0), 0), weights)
-        choice = tl.where(e == best, float("-inf"), choice)
+        weights = tl.where(j == i, of_best.to(tl.float32, bitcast=True), weights)
+        key = tl.where(e == best, -0x80000000, key)
     if RENORMALISE:
         weights = weights / (tl.sum(weights, 0) + 1e-20)
     if OWN < E:
