@@ -16,7 +16,7 @@ from ..expert_tilings import ProductTile
 from ..expert_types import ExpertCodes, ExpertGate, ExpertPlan
 from .expert_gate import gate_constants, gated
 from .grouped_parts import constants, pointers
-from .grouped_tiles import add_tile, load_tile, way_of
+from .grouped_tiles import add_tile, load_tile, values_of_tile, way_of, whole
 from .launch import has_pdl, is_hopper, launch, launch_next_and_wait, max_shared_memory
 
 __all__ = ["multiply_blocks"]
@@ -127,22 +127,33 @@ def _multiply_blocks(
     x_ptrs = x_ptr + (pairs // PAIRS_A_ROW).to(tl.int64)[:, None] * K + k
     y = tl.zeros((WIDE, BM), tl.float32)
     v = tl.zeros((WIDE, BM), tl.float32)
+    # Scales come as bytes, or far apart, so that no copy brings them ahead: they are loaded one round before their use.
+    scale, zero, offset = values_of_tile(
+        scale_ptr, zero_ptr, offset_ptr, n, is_row, 0, WAY, K, GROUP, GROUPS, ROWS, RAISED, BK, EVEN
+    )
+    if TWICE:
+        up_scale, up_zero, up_offset = values_of_tile(
+            scale_ptr, zero_ptr, offset_ptr, N + n, is_row, 0, WAY, K, GROUP, GROUPS, ROWS, RAISED, BK, EVEN
+        )
     for k0 in tl.range(0, K, BK, num_stages=STAGES):
+        next_scale, next_zero, next_offset = values_of_tile(
+            scale_ptr, zero_ptr, offset_ptr, n, is_row, k0 + BK, WAY, K, GROUP, GROUPS, ROWS, RAISED, BK, False
+        )
         if EVEN:
             x = tl.load(x_ptrs + k0, mask=is_pair[:, None], other=0.0).T
         else:
             x = tl.load(x_ptrs + k0, mask=is_pair[:, None] & (k0 + k < K), other=0.0).T
         w = load_tile(w_tiles, w_ptr, begin, k0, ALL_ROWS, K, UNIT, WIDE, BK, EVEN)
-        y = add_tile(
-            y, w, x, scale_ptr, zero_ptr, offset_ptr, n, is_row, k0,
-            KIND, WAY, UNIT, K, GROUP, GROUPS, ROWS, RAISED, WIDE, BK, EVEN,
-        )  # fmt: skip
+        y = add_tile(y, w, x, scale, zero, offset, KIND, WAY, UNIT, WIDE, BK)
+        scale, zero, offset = next_scale, next_zero, next_offset
         if TWICE:
+            next_scale, next_zero, next_offset = values_of_tile(
+                scale_ptr, zero_ptr, offset_ptr, N + n, is_row, k0 + BK, WAY, K, GROUP, GROUPS, ROWS, RAISED, BK, False
+            )
             w = load_tile(w_tiles, w_ptr, N + begin, k0, ALL_ROWS, K, UNIT, WIDE, BK, EVEN)
-            v = add_tile(
-                v, w, x, scale_ptr, zero_ptr, offset_ptr, N + n, is_row, k0,
-                KIND, WAY, UNIT, K, GROUP, GROUPS, ROWS, RAISED, WIDE, BK, EVEN,
-            )  # fmt: skip
+            v = add_tile(v, w, x, up_scale, up_zero, up_offset, KIND, WAY, UNIT, WIDE, BK)
+            up_scale, up_zero, up_offset = next_scale, next_zero, next_offset
+    y, v = whole(y, WAY), whole(v, WAY)
     y = _finished(y, n, is_row, row_scale_ptr, bias_ptr, BIAS)
     if TWICE:
         y = gated(y, _finished(v, N + n, is_row, row_scale_ptr, bias_ptr, BIAS), GATE, ALPHA, LIMIT)

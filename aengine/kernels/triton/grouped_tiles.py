@@ -25,15 +25,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..grouped_codes import GroupedCodes
 from .grouped_parts import constants, group_values, in_columns, masked_or, pointers, raised_columns
-from .launch import has_pdl, is_hopper, launch, launch_next, max_shared_memory, wait_for_previous
+from .launch import has_pdl, is_hopper, is_interpreted, launch, launch_next, max_shared_memory, wait_for_previous
 from .linear_parts import prefetch_rows, store_product
 
-__all__ = ["MAX_ROWS", "GroupedTiling", "add_tile", "load_tile", "multiply_tiles", "way_of"]
+__all__ = ["MAX_ROWS", "GroupedTiling", "add_tile", "load_tile", "multiply_tiles", "values_of_tile", "way_of", "whole"]
 
 MAX_ROWS = 512
 """Most rows of x for the kernel: for more, codes are written as numbers for the library."""
 _WIDE_GROUP = 64
 _NARROWEST = 32  # columns of a block of K
+_HAS_ASM = tl.constexpr(not is_interpreted and torch.version.hip is None)
+_LARGE = tl.constexpr(2.0**64)
+_REST = tl.constexpr(2.0**62)
 
 
 class GroupedTiling(NamedTuple):
@@ -181,9 +184,9 @@ def _workspace(
 
 
 @triton.jit
-def _pairs_of_exact(w, dtype: tl.constexpr, KIND: tl.constexpr):
+def _words_of_exact(w, dtype: tl.constexpr, KIND: tl.constexpr):
     """Return four int32 words for each word ``w`` of eight codes: the i-th has codes i and i + 4 as 16-bit numbers of
-    ``dtype``, plus 128 (bfloat16) or 1024 (float16); of e2m1 times a power of two instead."""
+    ``dtype``, plus 128 (bfloat16) or 1024 (float16); of e2m1 times 2^-126, or 2^-14, instead."""
     HALF: tl.constexpr = dtype == tl.float16
     if KIND == "e2m1":  # sign, exponent and mantissa in their places
         SHIFT: tl.constexpr = 9 if HALF else 6
@@ -203,8 +206,47 @@ def _pairs_of_exact(w, dtype: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def _both(pairs, dtype: tl.constexpr):
-    return tl.join(pairs.to(tl.int16).to(dtype, bitcast=True), (pairs >> 16).to(tl.int16).to(dtype, bitcast=True))
+def _halves(words, dtype: tl.constexpr):
+    """The two numbers of ``dtype`` in each word, in float32."""
+    if dtype == tl.bfloat16:
+        low, high = (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
+    else:
+        low = words.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        high = (words >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def _times_plus(words, factor, addend, dtype: tl.constexpr):
+    """The two numbers of ``dtype`` in each word, times those in ``factor``, plus those in ``addend``: one instruction
+    for both, for which the compiler, given halves, takes three."""
+    if _HAS_ASM:
+        asm: tl.constexpr = "fma.rn.f16x2 $0, $1, $2, $3;" if dtype == tl.float16 else "fma.rn.bf16x2 $0, $1, $2, $3;"
+        y = tl.inline_asm_elementwise(asm, "=r,r,r,r", [words, factor, addend], dtype=tl.int32, is_pure=True, pack=1)
+        low = y.to(tl.int16).to(dtype, bitcast=True)
+        high = (y >> 16).to(tl.int16).to(dtype, bitcast=True)
+    else:
+        low, high = _halves(words, dtype)
+        low_factor, high_factor = _halves(factor, dtype)
+        low_addend, high_addend = _halves(addend, dtype)
+        low = (low * low_factor + low_addend).to(dtype)
+        high = (high * high_factor + high_addend).to(dtype)
+    return tl.join(low, high)
+
+
+@triton.jit
+def _in_columns_of(words, factor, addend, dtype: tl.constexpr, KIND: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """[BN, BK]: numbers of ``dtype`` of codes ``words`` times ``factor``, plus ``addend``, words of [BN, groups]."""
+    a, b, c, d = _words_of_exact(words, dtype, KIND)
+    if factor.shape[1] * 16 == BK:  # of each word the first two are of one group, the others of the next
+        first, second = tl.split(tl.reshape(factor, (BN, BK // 32, 2)))
+    else:
+        first, second = factor, factor
+    first, second, addend = _spread(first, BN, BK // 8), _spread(second, BN, BK // 8), _spread(addend, BN, BK // 8)
+    return in_columns(
+        _times_plus(a, first, addend, dtype), _times_plus(b, first, addend, dtype),
+        _times_plus(c, second, addend, dtype), _times_plus(d, second, addend, dtype), BN, BK,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -224,29 +266,27 @@ def _exact(
     """[BN, BK]: values less zero points, in ``dtype``. zero: [BN, groups], of raised codes."""
     if dtype == tl.float32 or (KIND != "int4" and KIND != "uint4" and KIND != "e2m1"):
         y = (raised_columns(w, like, KIND, UNIT, BN, BK) - _spread(zero, BN, BK)).to(dtype)
-    else:
-        a, b, c, d = _pairs_of_exact(w, dtype, KIND)
-        y = in_columns(_both(a, dtype), _both(b, dtype), _both(c, dtype), _both(d, dtype), BN, BK)
-        if KIND == "e2m1":
-            y = y * tl.full((1, 1), 16384.0 if dtype == tl.float16 else 8.507059173023462e37, dtype)
-        else:  # codes are raised by 16 otherwise
-            y = y - _spread((zero + (1008.0 if dtype == tl.float16 else 112.0)).to(dtype), BN, BK)
+    elif KIND == "e2m1":
+        LARGE: tl.constexpr = 0x74007400 if dtype == tl.float16 else 0x7E807E80
+        y = _in_columns_of(w, tl.full((1, 1), LARGE, tl.int32), _no_number(), dtype, KIND, BN, BK)
+    else:  # from numbers raised by 1024 or 128, instead of 16, in words whose last bits count ones
+        ONE: tl.constexpr = 0x3C003C00 if dtype == tl.float16 else 0x3F803F80
+        LESS: tl.constexpr = -0x1BFF1C00 if dtype == tl.float16 else -0x3CFF3D00
+        addend = (zero.to(tl.int32) - 16) * 0x00010001 + LESS
+        y = _in_columns_of(w, tl.full((1, 1), ONE, tl.int32), addend, dtype, KIND, BN, BK)
     return y
 
 
 @triton.jit
+def _no_number():
+    return tl.full((1, 1), -0x7FFF8000, tl.int32)  # -0
+
+
+@triton.jit
 def load_tile(
-    w_tiles,
-    w_ptr,
-    n0,
-    k0,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    UNIT: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
+    w_tiles, w_ptr, n0, k0, N: tl.constexpr, K: tl.constexpr, UNIT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     EVEN: tl.constexpr,
-):
+):  # fmt: skip
     PER: tl.constexpr = 4 if UNIT == 32 else 16  # elements of a unit
     WIDTH: tl.constexpr = K // UNIT * PER  # and of a row
     if w_tiles is not None:  # copied are zeros for what lies outside
@@ -278,29 +318,11 @@ def _load_x(x_tiles, x_ptr, m0, k0, M, K: tl.constexpr, BM: tl.constexpr, BK: tl
 
 
 @triton.jit
-def add_tile(
-    y,
-    w,
-    x,
-    scale_ptr,
-    zero_ptr,
-    offset_ptr,
-    n,
-    is_row,
-    k0,
-    KIND: tl.constexpr,
-    WAY: tl.constexpr,
-    UNIT: tl.constexpr,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    RAISED: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """y [BN, BM] and the products of codes ``w`` of rows ``n`` and x [BK, BM], of columns from ``k0`` on.
+def values_of_tile(
+    scale_ptr, zero_ptr, offset_ptr, n, is_row, k0, WAY: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, RAISED: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Scale, zero point and offset that `add_tile` takes for the codes of rows ``n`` and BK columns from ``k0`` on.
 
     WAY: from `way_of`; for "sums" all of the columns are of one group. EVEN: all rows and columns are there; else
     ``is_row`` says which rows."""
@@ -317,16 +339,33 @@ def add_tile(
         scale, zero, offset = group_values(
             scale_ptr, zero_ptr, offset_ptr, n[:, None], (k0 // GROUP + g)[None, :], inside, GROUPS, ROWS, RAISED
         )
+    return scale, zero, offset
+
+
+@triton.jit
+def add_tile(
+    y, w, x, scale, zero, offset, KIND: tl.constexpr, WAY: tl.constexpr, UNIT: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    """y [BN, BM] and the products of codes ``w`` and x [BK, BM], with what `values_of_tile` gives for them; times
+    2^-62 if WAY is "exact", see `whole`."""
     if WAY == "sums":
         y += tl.dot(_exact(w, zero, scale, x.dtype, KIND, UNIT, BN, BK), x, input_precision="ieee") * scale
-    elif WAY == "exact":
-        v = _exact(w, zero, scale, x.dtype, KIND, UNIT, BN, BK) * _spread(scale.to(x.dtype), BN, BK)
-        y += tl.dot(v, x, input_precision="ieee")
+    elif WAY == "exact":  # bits are 2^-126 of the values of codes: times 2^64 of the scale no product is too small
+        bits = (scale * _LARGE).to(tl.int32, bitcast=True)
+        factor = bits & -65536 | bits >> 16  # twice as bfloat16
+        y += tl.dot(_in_columns_of(w, factor, _no_number(), x.dtype, KIND, BN, BK), x, input_precision="ieee")
     else:
         v = raised_columns(w, scale, KIND, UNIT, BN, BK) * _spread(scale, BN, BK)
         v += _spread(offset - zero * scale, BN, BK)
         y += tl.dot(v.to(x.dtype), x, input_precision="ieee")
     return y
+
+
+@triton.jit
+def whole(y, WAY: tl.constexpr):
+    """What sums of `add_tile` over all of K are."""
+    return y * _REST if WAY == "exact" else y
 
 
 @triton.jit
@@ -372,16 +411,19 @@ def _tiles(
             k0 = k1 + block * BK
             x = _load_x(x_tiles, x_ptr, m0, k0, M, K, BM, BK, EVEN)
             w = load_tile(w_tiles, w_ptr, n0, k0, ALL, K, UNIT, BN, BK, EVEN)
-            y = add_tile(
-                y, w, x, scale_ptr, zero_ptr, offset_ptr, n, n < ALL, k0,
-                KIND, WAY, UNIT, K, GROUP, GROUPS, ROWS, RAISED, BN, BK, EVEN,
-            )  # fmt: skip
+            scale, zero, offset = values_of_tile(
+                scale_ptr, zero_ptr, offset_ptr, n, n < ALL, k0, WAY, K, GROUP, GROUPS, ROWS, RAISED, BK, EVEN
+            )
+            y = add_tile(y, w, x, scale, zero, offset, KIND, WAY, UNIT, BN, BK)
             if GATED:
                 w = load_tile(w_tiles, w_ptr, N + n0, k0, ALL, K, UNIT, BN, BK, EVEN)
-                v = add_tile(
-                    v, w, x, scale_ptr, zero_ptr, offset_ptr, N + n, N + n < ALL, k0,
-                    KIND, WAY, UNIT, K, GROUP, GROUPS, ROWS, RAISED, BN, BK, EVEN,
+                scale, zero, offset = values_of_tile(
+                    scale_ptr, zero_ptr, offset_ptr, N + n, N + n < ALL, k0, WAY, K, GROUP, GROUPS, ROWS, RAISED,
+                    BK, EVEN,
                 )  # fmt: skip
+                v = add_tile(v, w, x, scale, zero, offset, KIND, WAY, UNIT, BN, BK)
+    y = whole(y, WAY)
+    v = whole(v, WAY)
     is_last = True
     if PARTS > 1:
         tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
