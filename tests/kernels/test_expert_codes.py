@@ -142,8 +142,7 @@ def test_fp8_with_a_scale_a_row_on_gpus_that_do_not_know_it(
 ) -> None:
     """The kernels for groups know it: a row is one."""
     monkeypatch.setattr(triton_experts, "has_fp8", lambda: False)
-    for name in ("multiply_pairs", "add_pairs", "multiply_blocks"):
-        monkeypatch.delattr(triton_experts, name)
+    monkeypatch.delitem(triton_experts._KERNELS, ExpertMatrices)
     shape, n = ExpertShape(4, 64, 32, 2), 3
     first, second = (
         ExpertMatrices(

@@ -7,80 +7,38 @@ cache; operations: 2 N K for every slot of a block that is used, and some 4 to m
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..expert_tilings import ProductTile
-from ..expert_types import ExpertCodes, ExpertGate, ExpertPlan
-from .expert_gate import gate_constants, gated
+from ..expert_types import ExpertCodes, ExpertGate
+from .expert_frames import BlockKernels, store_block
 from .grouped_parts import constants, pointers
 from .grouped_tiles import add_tile, load_tile, values_of_tile, way_of, whole
-from .launch import has_pdl, is_hopper, launch, launch_next_and_wait, max_shared_memory
+from .launch import is_hopper, launch_next_and_wait, max_shared_memory
 
-__all__ = ["multiply_blocks"]
+__all__ = ["KERNELS"]
 
 
-def multiply_blocks(
-    x: Tensor,
-    matrices: ExpertCodes,
-    plan: ExpertPlan,
-    gate: ExpertGate | None,
-    out: Tensor,
-    tile: ProductTile,
-    rows_of_x: int,
-) -> None:
-    """Compute out [pairs, size] for x [pairs / rows_of_x, in_features]."""
-    assert plan.tiling is not None and plan.blocks is not None
-    size, given, block_m = out.shape[1], constants(matrices.codes), plan.tiling.block_m
-    k, unit, rows = given["K"], given["UNIT"], 1 if gate is None else 2
-    way = way_of(matrices.codes, x.dtype)
-    most = given["GROUP"] if way == "sums" and given["GROUPS"] > 1 else tile.block_k
+def _fit(
+    matrices: ExpertCodes, tile: ProductTile, x: Tensor, size: int, block_m: int, gate: ExpertGate | None
+) -> ProductTile:
+    given, k, rows = constants(matrices.codes), x.shape[1], 1 if gate is None else 2
+    is_narrow = way_of(matrices.codes, x.dtype) == "sums" and given["GROUPS"] > 1
     tile = tile._replace(
         block_n=min(tile.block_n, max(16, triton.next_power_of_2(size))),
-        block_k=max(32, min(tile.block_k, most, triton.next_power_of_2(k))),
+        block_k=max(32, min(tile.block_k, given["GROUP"] if is_narrow else tile.block_k, triton.next_power_of_2(k))),
     )
-    while _shared_bytes(tile, block_m, rows, unit, x.element_size()) > max_shared_memory():
+    while _shared_bytes(tile, block_m, rows, given["UNIT"], x.element_size()) > max_shared_memory():
         if tile.num_stages > 2:
             tile = tile._replace(num_stages=tile.num_stages - 1)
         else:
             tile = tile._replace(block_k=tile.block_k // 2)
-    own, *others = pointers(matrices.codes)
-    assert own is not None
-    is_wide = gate is not None and gate.is_interleaved
-    tiles = None
-    if is_hopper():
-        sizes = [tile.block_n * (2 if is_wide else 1), tile.block_k // unit * (4 if unit == 32 else 16)]
-        tiles = TensorDescriptor.from_tensor(own, sizes)
-    launch(
-        _multiply_blocks,
-        (triton.cdiv(size, tile.block_n), len(plan.blocks.experts)),
-        tiles,
-        x,
-        own,
-        *others,
-        out,
-        matrices.bias,
-        plan.blocks.order,
-        plan.blocks.experts,
-        plan.num_pairs,
-        **given,
-        N=size,
-        ALL=matrices.shape[1],
-        ALL_ROWS=len(matrices.codes.codes),
-        PAIRS_A_ROW=rows_of_x,
-        WAY=way,
-        BM=block_m,
-        BN=tile.block_n,
-        BK=tile.block_k,
-        **gate_constants(gate),
-        BIAS=matrices.bias is not None,
-        EVEN=size % tile.block_n == 0 and k % tile.block_k == 0,
-        PDL=has_pdl(),
-        STAGES=tile.num_stages,
-        num_warps=tile.num_warps,
-    )
+    return tile
 
 
 def _shared_bytes(tile: ProductTile, block_m: int, rows: int, unit: int, itemsize: int) -> int:
@@ -91,19 +49,26 @@ def _shared_bytes(tile: ProductTile, block_m: int, rows: int, unit: int, itemsiz
     return max((stage + 64) * tile.num_stages, 4 * wide * block_m)
 
 
-@triton.jit
-def _finished(y, n, is_row, row_scale_ptr, bias_ptr, BIAS: tl.constexpr):
-    """Apply the rows' scales and biases to the sums y [len(n), BM]."""
-    if row_scale_ptr is not None:
-        y *= tl.load(row_scale_ptr + n, mask=is_row, other=0.0)[:, None]
-    if BIAS:
-        y += tl.load(bias_ptr + n, mask=is_row, other=0.0).to(tl.float32)[:, None]
-    return y
+def _pointers(matrices: ExpertCodes, tile: ProductTile, gate: ExpertGate | None) -> tuple[Any, ...]:
+    own, *others = pointers(matrices.codes)
+    assert own is not None
+    tiles = None
+    if is_hopper():
+        units, is_wide = tile.block_k * own.shape[1] // matrices.shape[2], gate is not None and gate.is_interleaved
+        tiles = TensorDescriptor.from_tensor(own, [tile.block_n * (2 if is_wide else 1), units])
+    return tiles, own, *others
+
+
+def _constants(matrices: ExpertCodes, x: Tensor) -> dict[str, Any]:
+    return constants(matrices.codes) | {
+        "ALL_ROWS": len(matrices.codes.codes),
+        "WAY": way_of(matrices.codes, x.dtype),
+    }
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _multiply_blocks(
-    w_tiles, x_ptr, w_ptr, scale_ptr, zero_ptr, offset_ptr, row_scale_ptr, out_ptr, bias_ptr, order_ptr, experts_ptr,
+    x_ptr, w_tiles, w_ptr, scale_ptr, zero_ptr, offset_ptr, row_scale_ptr, out_ptr, bias_ptr, order_ptr, experts_ptr,
     num_pairs, K: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     ROWS: tl.constexpr, RAISED: tl.constexpr, N: tl.constexpr, ALL: tl.constexpr, ALL_ROWS: tl.constexpr,
     PAIRS_A_ROW: tl.constexpr, WAY: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -153,13 +118,10 @@ def _multiply_blocks(
             w = load_tile(w_tiles, w_ptr, N + begin, k0, ALL_ROWS, K, UNIT, WIDE, BK, EVEN)
             v = add_tile(v, w, x, up_scale, up_zero, up_offset, KIND, WAY, UNIT, WIDE, BK)
             up_scale, up_zero, up_offset = next_scale, next_zero, next_offset
-    y, v = whole(y, WAY), whole(v, WAY)
-    y = _finished(y, n, is_row, row_scale_ptr, bias_ptr, BIAS)
-    if TWICE:
-        y = gated(y, _finished(v, N + n, is_row, row_scale_ptr, bias_ptr, BIAS), GATE, ALPHA, LIMIT)
-    elif GATE != "":
-        g, u = tl.split(tl.permute(tl.reshape(y, (BN, 2, BM)), (0, 2, 1)))
-        y = gated(g, u, GATE, ALPHA, LIMIT)
-    out_n = tl.program_id(0) * BN + tl.arange(0, BN)
-    out_ptrs = out_ptr + pairs[None, :].to(tl.int64) * N + out_n[:, None]
-    tl.store(out_ptrs, y.to(out_ptr.dtype.element_ty), mask=is_pair[None, :] & (out_n < N)[:, None])
+    store_block(
+        whole(y, WAY), whole(v, WAY), n, is_row, pairs, is_pair, out_ptr, row_scale_ptr, bias_ptr, N, BM, BN, TWICE,
+        GATE, ALPHA, LIMIT, BIAS,
+    )  # fmt: skip
+
+
+KERNELS = BlockKernels(_multiply_blocks, _fit, _pointers, _constants)

@@ -1,9 +1,6 @@
 """Products of a few tokens by experts in codes with a scale a group: a row at a time, by units of 16 bytes, as `gemv`
 of linear_grouped.py.
 
-multiply_pairs   a pair and BN output features a program; the norm is part of it
-add_pairs        a token and BN output features a program, which sums over all of the token's experts, in their order
-
 Bytes: the codes and scales of each pair's expert; those of an expert that several tokens take out of the L2 cache, if
 at once.
 """
@@ -17,87 +14,32 @@ import triton.language as tl
 from torch import Tensor
 
 from ..expert_tilings import ProductTile
-from ..expert_types import ExpertCodes, ExpertGate, ExpertPlan, InputNorm
-from .expert_gate import gate_constants, gated
+from ..expert_types import ExpertCodes
+from .expert_frames import PairKernels, rows_of, store_pair
 from .grouped_parts import constants, pointers
-from .grouped_units import codes_at, dot_of_units, finished, load_codes, load_x, places_of
-from .launch import has_pdl, launch, launch_next_and_wait
+from .grouped_units import codes_at, dot_of_units, load_codes, load_x, places_of
+from .launch import launch_next_and_wait
 
-__all__ = ["add_pairs", "multiply_pairs"]
+__all__ = ["KERNELS"]
 
 _HELD = 16
 """Units of codes that a thread has on their way at once; 4 registers each."""
 
 
-def multiply_pairs(
-    x: Tensor,
-    matrices: ExpertCodes,
-    plan: ExpertPlan,
-    gate: ExpertGate | None,
-    norm: InputNorm | None,
-    out: Tensor,
-    tile: ProductTile,
-) -> None:
-    """Compute out [pairs, size]."""
-    size = out.shape[1]
-    launch(
-        _multiply_pairs,
-        (triton.cdiv(size, tile.block_n), plan.num_pairs),
-        x,
-        *pointers(matrices.codes),
-        out,
-        matrices.bias,
-        plan.routing.expert_ids,
-        None if norm is None else norm.weight,
-        0.0 if norm is None else norm.eps,
-        **gate_constants(gate),
-        NORM=norm is not None,
-        **_constants(matrices, size, plan, tile, 1 if gate is None else 2, 1),
-    )
+def _pointers(matrices: ExpertCodes) -> tuple[Tensor | None, ...]:
+    return pointers(matrices.codes)
 
 
-def add_pairs(residual: Tensor, hidden: Tensor, matrices: ExpertCodes, plan: ExpertPlan, tile: ProductTile) -> None:
-    n, size = residual.shape
-    launch(
-        _add_pairs,
-        (triton.cdiv(size, tile.block_n), n),
-        residual,
-        hidden,
-        *pointers(matrices.codes),
-        matrices.bias,
-        plan.routing.expert_ids,
-        plan.routing.weights,
-        **_constants(matrices, size, plan, tile, 1, plan.shape.top_k),
-    )
-
-
-def _constants(
-    matrices: ExpertCodes, size: int, plan: ExpertPlan, tile: ProductTile, rows: int, experts: int
-) -> dict[str, Any]:
-    """Return the constants that both kernels are compiled for.
-
-    Args:
-        size: number of output features
-        rows: of codes for each
-        experts: that a program multiplies by
-    """
+def _constants(matrices: ExpertCodes, size: int, tile: ProductTile, rows: int, experts: int) -> dict[str, Any]:
     given = constants(matrices.codes)
     units = given["K"] // given["UNIT"]
     block_u = min(max(1, tile.block_k // given["UNIT"]), max(2, triton.next_power_of_2(units)))
     per_thread = max(1, tile.block_n * rows * block_u // (32 * tile.num_warps))
     return given | {
-        "N": size,
-        "ALL": matrices.shape[1],
         "ALL_ROWS": len(matrices.codes.codes),
-        "TOP_K": plan.shape.top_k,
-        "BN": tile.block_n,
         "BU": block_u,
         "HELD": max(1, min(experts * triton.cdiv(units, block_u), _HELD // per_thread)),
-        "BIAS": matrices.bias is not None,
         "EVEN": size % tile.block_n == 0 and units % block_u == 0,
-        "NUM_EXPERTS": plan.shape.num_experts if plan.is_partial else 0,
-        "PDL": has_pdl(),
-        "num_warps": tile.num_warps,
     }
 
 
@@ -121,11 +63,7 @@ def _multiply_pairs(
     PER: tl.constexpr = 4 if UNIT == 32 else 16  # elements of a unit
     WIDTH: tl.constexpr = K // UNIT * PER  # and of a row
     out_n = tl.program_id(0) * BN + tl.arange(0, BN)
-    n = out_n  # rows of codes; those of the up product beside
-    up_n = N + out_n
-    if GATE != "" and INTERLEAVED:
-        n = 2 * out_n
-        up_n = 2 * out_n + 1
+    n, up_n = rows_of(out_n, N, GATE, INTERLEAVED)
     element = tl.arange(0, BU * PER)
     own, own_up = expert * ALL + n, expert * ALL + up_n  # rows of all experts'
     row = w_ptr + own[:, None].to(tl.int64) * WIDTH
@@ -154,17 +92,10 @@ def _multiply_pairs(
                 u, xs, scale_ptr, zero_ptr, offset_ptr, own_up, column,
                 KIND, UNIT, ALL_ROWS, K, BN, BU, GROUP, GROUPS, ROWS, RAISED,
             )  # fmt: skip
-    y = tl.sum(acc, 1)
-    v = tl.sum(up, 1)
-    if NORM:  # its factor is the same for all of a row
-        factor = 1.0 / tl.sqrt(tl.sum(squares, 0) / K + eps)
-        y *= factor
-        v *= factor
-    y = finished(y, own, n < ALL, row_scale_ptr, bias_ptr, BIAS)
-    if GATE != "":
-        v = finished(v, own_up, up_n < ALL, row_scale_ptr, bias_ptr, BIAS)
-        y = gated(y, v, GATE, ALPHA, LIMIT)
-    tl.store(out_ptr + pair * N + out_n, y.to(out_ptr.dtype.element_ty), mask=out_n < N)
+    store_pair(
+        tl.sum(acc, 1), tl.sum(up, 1), squares, eps, expert, n, up_n, out_ptr + pair * N + out_n, out_n < N,
+        row_scale_ptr, bias_ptr, K, ALL, GATE, ALPHA, LIMIT, NORM, BIAS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -243,3 +174,6 @@ def _add_pairs(
     out_ptrs = residual_ptr + token * N + n
     total += tl.load(out_ptrs, mask=n < N, other=0.0).to(tl.float32)
     tl.store(out_ptrs, total.to(residual_ptr.dtype.element_ty), mask=n < N)
+
+
+KERNELS = PairKernels(_multiply_pairs, _add_pairs, _pointers, _constants)

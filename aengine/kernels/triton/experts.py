@@ -1,11 +1,11 @@
 """Products of experts, by the way that the plan has chosen.
 
 way        norm            first product                second product
-pairs      in the product  expert_pairs, a row a pair   expert_pairs, all experts of a token in one program
-blocks     its own kernel  expert_blocks                expert_blocks, then the weighted sum
+pairs      in the product  a row a pair                 all experts of a token in one program
+blocks     its own kernel  a block of slots             a block of slots, then the weighted sum
 grouped    its own kernel  torch, then the activation   torch, then the weighted sum
 
-Codes with a scale a group are multiplied by expert_code_pairs and expert_code_blocks likewise.
+Plain numbers, and codes with a scale a group, have kernels of their own for the first two ways.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ import triton.language as tl
 from torch import Tensor
 
 from ..expert_gate import gate_experts
-from ..expert_tilings import ProductTile
 from ..expert_types import ExpertCodes, ExpertGate, ExpertMatrices, ExpertPlan, InputNorm
 from ..grouped_codes import GroupedCodes
-from . import expert_code_blocks, expert_code_pairs, rms_norm
-from .expert_blocks import multiply_blocks
-from .expert_pairs import add_pairs, multiply_pairs
+from . import expert_blocks, expert_code_blocks, expert_code_pairs, expert_pairs, rms_norm
 from .launch import gdc_launch_dependents, gdc_wait, has_fp8, has_pdl, launch, only_compiles
 
 __all__ = ["add_experts", "expert_product"]
 
 _BLOCK = 1024
+_KERNELS = {
+    ExpertMatrices: (expert_pairs.KERNELS, expert_blocks.KERNELS),
+    ExpertCodes: (expert_code_pairs.KERNELS, expert_code_blocks.KERNELS),
+}
 
 
 def expert_product(
@@ -39,36 +40,31 @@ def expert_product(
 ) -> Tensor:
     assert plan.tiling is not None
     matrices = _known(matrices)
-    size = matrices.shape[1] // (1 if gate is None else 2)
+    pairs, blocks = _KERNELS[type(matrices)]
+    out = x.new_empty(plan.num_pairs, matrices.shape[1] // (1 if gate is None else 2))
     if plan.blocks is None:
-        out = torch.empty((plan.num_pairs, size), dtype=x.dtype, device=x.device)
-        if isinstance(matrices, ExpertCodes):
-            expert_code_pairs.multiply_pairs(x, matrices, plan, gate, norm, out, plan.tiling.first)
-        else:
-            multiply_pairs(x, matrices, plan, gate, norm, out, plan.tiling.first)
+        pairs.multiply(x, matrices, plan, gate, norm, out)
         return out
     if norm is not None:
         x = rms_norm.rms_norm(x, norm.weight, norm.eps)
     top_k = plan.shape.top_k
-    if isinstance(matrices, ExpertMatrices) and _is_grouped(plan):
+    if plan.tiling.way == "grouped":
         out = _grouped(x, matrices, plan, top_k)
         return out if gate is None else gate_experts(out, gate)  # rows are in the order of the slots
-    out = torch.empty((plan.num_pairs, size), dtype=x.dtype, device=x.device)
-    _multiply_blocks(x, matrices, plan, gate, out, plan.tiling.first, rows_of_x=top_k)
+    blocks.multiply(x, matrices, plan, gate, out, plan.tiling.first, rows_of_x=top_k)
     return out
 
 
 def add_experts(residual: Tensor, hidden: Tensor, matrices: ExpertMatrices | ExpertCodes, plan: ExpertPlan) -> None:
     assert plan.tiling is not None
     matrices = _known(matrices)
+    pairs, blocks = _KERNELS[type(matrices)]
     if plan.blocks is None:
-        if isinstance(matrices, ExpertCodes):
-            return expert_code_pairs.add_pairs(residual, hidden, matrices, plan, plan.tiling.second)
-        return add_pairs(residual, hidden, matrices, plan, plan.tiling.second)
-    if isinstance(matrices, ExpertMatrices) and _is_grouped(plan):
+        return pairs.add(residual, hidden, matrices, plan)
+    if plan.tiling.way == "grouped":
         return _add_weighted(residual, _grouped(hidden, matrices, plan), plan, plan.blocks.slots)
-    out = torch.empty((plan.num_pairs, residual.shape[1]), dtype=hidden.dtype, device=hidden.device)
-    _multiply_blocks(hidden, matrices, plan, None, out, plan.tiling.second, rows_of_x=1)
+    out = hidden.new_empty(plan.num_pairs, residual.shape[1])
+    blocks.multiply(hidden, matrices, plan, None, out, plan.tiling.second, rows_of_x=1)
     return _add_weighted(residual, out, plan, None)
 
 
@@ -81,29 +77,10 @@ def _known(matrices: ExpertMatrices | ExpertCodes) -> ExpertMatrices | ExpertCod
     return ExpertCodes(codes, len(matrices.weight), matrices.bias)
 
 
-def _multiply_blocks(
-    x: Tensor,
-    matrices: ExpertMatrices | ExpertCodes,
-    plan: ExpertPlan,
-    gate: ExpertGate | None,
-    out: Tensor,
-    tile: ProductTile,
-    rows_of_x: int,
-) -> None:
-    if isinstance(matrices, ExpertCodes):
-        expert_code_blocks.multiply_blocks(x, matrices, plan, gate, out, tile, rows_of_x)
-    else:
-        multiply_blocks(x, matrices, plan, gate, out, tile, rows_of_x)
-
-
-def _is_grouped(plan: ExpertPlan) -> bool:
-    return plan.tiling is not None and plan.tiling.way == "grouped"
-
-
-def _grouped(x: Tensor, matrices: ExpertMatrices, plan: ExpertPlan, top_k: int | None = None) -> Tensor:
+def _grouped(x: Tensor, matrices: ExpertMatrices | ExpertCodes, plan: ExpertPlan, top_k: int | None = None) -> Tensor:
     """Return [pairs, out_features] in the order of the slots, as x is; with ``top_k``, x has a row a token."""
     blocks = plan.blocks
-    assert blocks is not None
+    assert blocks is not None and isinstance(matrices, ExpertMatrices), "see `can_group`"
     if only_compiles():  # nothing was written into the blocks, whose content torch would use
         return x.new_empty((len(blocks.order), matrices.weight.shape[1]))
     if top_k is not None:
