@@ -57,30 +57,20 @@ def _sort(ids: Tensor, num_experts: int, block_m: int, is_partial: bool) -> Expe
             count,
             num_blocks,
             E=num_experts,
-            BINS=triton.next_power_of_2(num_experts + 1),
+            BINS=triton.next_power_of_2(num_experts),
             BM=block_m,
             CHUNK=chunk,
             PDL=has_pdl(),
-            num_warps=4,
+            num_warps=4 if chunk <= 256 else 16,
         )
     return ExpertBlocks(order, slots, experts, ends)
 
 
 @triton.jit(do_not_specialize=["count", "num_blocks"])
 def _sort_pairs(
-    ids_ptr,
-    order_ptr,
-    slots_ptr,
-    experts_ptr,
-    ends_ptr,
-    count,
-    num_blocks,
-    E: tl.constexpr,
-    BINS: tl.constexpr,
-    BM: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    ids_ptr, order_ptr, slots_ptr, experts_ptr, ends_ptr, count, num_blocks, E: tl.constexpr, BINS: tl.constexpr,
+    BM: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Blocks of an expert follow those of the expert before; the last program marks what is past all."""
     if PDL:
         gdc_launch_dependents()
@@ -88,11 +78,14 @@ def _sort_pairs(
     expert = tl.program_id(0)
     i = tl.arange(0, CHUNK)
     counts = tl.zeros((BINS,), tl.int32)
+    num_others = 0  # past the last pair, and of experts that are not here
     for start in range(0, count, CHUNK):
         ids = tl.load(ids_ptr + start + i, mask=start + i < count, other=E)
-        counts += tl.histogram(ids, BINS)
+        counts += tl.histogram(tl.where(ids < E, ids, 0), BINS)
+        num_others += tl.sum((ids >= E).to(tl.int32), 0)
     e = tl.arange(0, BINS)
-    blocks = tl.where(e < E, (counts + BM - 1) // BM, 0)
+    counts -= tl.where(e == 0, num_others, 0)
+    blocks = (counts + BM - 1) // BM
     first = tl.sum(tl.where(e < expert, blocks, 0), 0)
     num_own = tl.sum(tl.where(e == expert, blocks, 0), 0)
     slot = first * BM
