@@ -390,10 +390,9 @@ def test_compiling_ahead_meets_every_tiling() -> None:
 
     most = 20_000
     walked = {*_DECODE_SIZES, *_sizes_for_experts(most)}
-    measured = [
-        (device, ExpertShape(*map(int, key.split("x")))) for device, table in _tables().items() for key in table
-    ]
-    for device, shape in [*measured, ("", ExpertShape(8, 4096, 14336, 2)), ("", ExpertShape(512, 2048, 512, 10))]:
-        ahead = {choose_tiling(device, shape, n, True) for n in walked}
-        missed = [n for n in range(1, most + 1) if choose_tiling(device, shape, n, True) not in ahead]
+    measured = [(device, *key.partition(" ")[::2]) for device, table in _tables().items() for key in table]
+    for device, key, kind in [*measured, ("", "8x4096x14336x2", ""), ("", "512x2048x512x10", "")]:
+        shape, given = ExpertShape(*map(int, key.split("x"))), {"can_group": not kind, "kind": kind or None}
+        ahead = {choose_tiling(device, shape, n, **given) for n in walked}
+        missed = [n for n in range(1, most + 1) if choose_tiling(device, shape, n, **given) not in ahead]
         assert not missed, f"{device} {shape}: {len(missed)} sizes, from {missed[0]} on"
