@@ -81,7 +81,7 @@ def default_tiling(shape: ExpertShape, num_tokens: int, can_group: bool, kind: C
     were the fastest on an H200, or nearly so.
     """
     if kind is not None:
-        return _tiling_of_codes(shape, num_tokens, kind in ("int8", "uint8", "e4m3"))
+        return _tiling_of_codes(shape, num_tokens, kind)
     if num_tokens <= MAX_PAIR_TOKENS:
         return ExpertTiling("pairs", 1, ProductTile(4, 1024, 4, 1), ProductTile(4, 512, 4, 1))
     if can_group and num_tokens >= MIN_GROUPED_TOKENS:
@@ -96,17 +96,18 @@ def default_tiling(shape: ExpertShape, num_tokens: int, can_group: bool, kind: C
     return ExpertTiling("blocks", 128, ProductTile(128, 64, 8, 4), ProductTile(128, 64, 8, 4))
 
 
-def _tiling_of_codes(shape: ExpertShape, num_tokens: int, has_8_bits: bool) -> ExpertTiling:
+def _tiling_of_codes(shape: ExpertShape, num_tokens: int, kind: CodeKind) -> ExpertTiling:
     """For codes with a scale a group: what was the fastest, or nearly so, for those of gpt-oss-20b in MXFP4 and of
     Qwen3-30B-A3B in FP8 and in 4 bits on an H100. A row by itself makes numbers of codes for one token alone, which of
-    4 bits takes longer than to read them."""
+    4 bits takes longer than to read them; of FP8 more than 64 slots a block have too many sums for the registers."""
+    has_8_bits = kind in ("int8", "uint8", "e4m3")
     if num_tokens <= (MAX_PAIR_TOKENS if has_8_bits else 1):
         unit = 16 if has_8_bits else 32
         return ExpertTiling("pairs", 1, _pair_tile(shape.hidden_size, unit), _pair_tile(shape.intermediate_size, unit))
     average = num_tokens * shape.top_k / shape.num_experts
     tile = ProductTile(64, 128, 4, 3)
     for block_m, most in ((16, 16), (32, 32), (64, 96)):
-        if average <= most:
+        if average <= most or (block_m == 64 and kind == "e4m3"):
             return ExpertTiling("blocks", block_m, tile, tile)
     return ExpertTiling("blocks", 128, tile._replace(block_k=64), tile._replace(block_k=64))
 

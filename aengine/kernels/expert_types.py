@@ -97,6 +97,10 @@ class ExpertMatrices(NamedTuple):
         num_experts, n, k = self.weight.shape
         return num_experts, n, k
 
+    @property
+    def quantises_x(self) -> bool:
+        return False
+
 
 class ExpertCodes(NamedTuple):
     """One matrix of each expert in codes with a scale a group; they lie below each other in one matrix."""
@@ -104,6 +108,7 @@ class ExpertCodes(NamedTuple):
     codes: GroupedCodes  # [num_experts * out_features, in_features]; no two experts share a scale
     num_experts: int
     bias: Tensor | None = None  # [num_experts, out_features]
+    quantises_x: bool = False  # x may be rounded to FP8, with a scale for 128 columns of a row; of FP8 in blocks
 
     @property
     def shape(self) -> tuple[int, int, int]:

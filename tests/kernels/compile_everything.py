@@ -360,7 +360,8 @@ def codes_of_groups(kind: CodeKind, group: int, n: int, k: int, **more: Any) -> 
 def mixtures_of_groups(
     compiler: Compiler, n: int, shape: ExpertShape, gate: ExpertGate, kind: CodeKind, group: int, **more: Any
 ) -> None:
-    """As `mixtures`, in codes with a scale a group of columns; of few experts."""
+    """As `mixtures`, in codes with a scale a group of columns; of few experts. ``more``: also whether "quantises_x"."""
+    rounds = more.pop("quantises_x", False)
     dtype, (num_experts, hidden, inner, top_k) = compiler.half, shape
     tiling = default_tiling(shape, n, can_group=False, kind=kind)
     compiler.note = f"{tiling.way} {tiling.block_m} {gate.kind} {shape} {n} tokens {kind} {group}"
@@ -372,6 +373,7 @@ def mixtures_of_groups(
             codes_of_groups(kind, group, num_experts * rows, columns, **more),
             num_experts,
             torch.zeros(num_experts, rows, dtype=dtype),
+            rounds,
         )
         for rows, columns in ((2 * inner, hidden), (hidden, inner))
     )
@@ -477,8 +479,11 @@ def largest(compiler: Compiler) -> None:
     prompts(compiler, full, (16, 8, 256), 1024)
     for n in (8, 512, 8192):
         mixtures(compiler, n, ExpertShape(128, 2048, 768, 8), ExpertGate())
+    in_blocks = {"rows": 128, "scale": torch.float32}
     for n in (8, 64, 512):
-        mixtures_of_groups(compiler, n, ExpertShape(4, 2048, 768, 4), ExpertGate(), "e4m3", 128, rows=128)
+        for rounds in (False, True):
+            shape = ExpertShape(4, 2048, 768, 4)
+            mixtures_of_groups(compiler, n, shape, ExpertGate(), "e4m3", 128, quantises_x=rounds, **in_blocks)
         clamped = ExpertGate("clamped_swiglu", is_interleaved=True)
         mixtures_of_groups(compiler, n, ExpertShape(4, 2880, 2880, 4), clamped, "e2m1", 32, scale=torch.float8_e8m0fnu)
 
@@ -523,7 +528,9 @@ def every_kernel(compiler: Compiler) -> None:
     mixtures(compiler, 8, ExpertShape(6, 72, 40, 2), silu._replace(kind="gelu_tanh"), codes=True)
     for n in (1, 8, 512):
         mixtures(compiler, n, ExpertShape(64, 2048, 768, 8), silu, others=64)
-        mixtures_of_groups(compiler, n, ExpertShape(4, 2048, 768, 4), silu, "e4m3", 128, rows=128, scale=torch.float32)
+        for rounds in (False, True):
+            in_blocks = {"rows": 128, "scale": torch.float32, "quantises_x": rounds}
+            mixtures_of_groups(compiler, n, ExpertShape(4, 2048, 768, 4), silu, "e4m3", 128, **in_blocks)
         mixtures_of_groups(compiler, n, ExpertShape(4, 2880, 2880, 4), clamped, "e2m1", 32, scale=torch.float8_e8m0fnu)
         mixtures_of_groups(compiler, n, ExpertShape(4, 2048, 768, 4), silu, "int4", 128)
     mixtures_of_groups(compiler, 8, ExpertShape(4, 576, 384, 2), silu, "uint4", 32, offset=True)

@@ -44,7 +44,7 @@ KINDS: list[tuple[CodeKind, int, int]] = [  # kind, group, rows that share a sca
 def moved(codes: ExpertCodes, device: torch.device) -> ExpertCodes:
     own: dict[str, Any] = {name: tensor.to(device) for name, tensor in codes.codes.tensors().items()}
     bias = None if codes.bias is None else codes.bias.to(device)
-    return ExpertCodes(replace(codes.codes, **own), codes.num_experts, bias)
+    return codes._replace(codes=replace(codes.codes, **own), bias=bias)
 
 
 def draw(gen: torch.Generator, rng: random.Random, kind: Any, shape: tuple[int, int, int], biased: bool) -> ExpertCodes:
@@ -119,6 +119,50 @@ def test_ranks_with_some_experts_each_add_up(
             hidden[(routing.expert_ids >= 4).flatten()] = torch.nan
             add_experts(total, hidden, parts[1], plan)
     close(total, wanted, 4e-6)
+
+
+def rounded(x: Tensor) -> Tensor:
+    """x in FP8 with a scale for each 128 columns of a row, as recipes of FP8 in blocks have it."""
+    groups = x.float().unflatten(1, (-1, 128))
+    scale = groups.abs().amax(-1, keepdim=True) / 448
+    return ((groups / scale).to(torch.float8_e4m3fn).double() * scale.double()).flatten(1)
+
+
+@pytest.mark.parametrize(("n", "quantises_x"), [(9, True), (70, False), (70, True)])
+@pytest.mark.parametrize("block_m", [16, 64])
+def test_fp8_in_blocks(
+    n: int, quantises_x: bool, block_m: int, rng: random.Random, gen: torch.Generator, triton_device: torch.device
+) -> None:
+    """x is rounded of many tokens, and where it may be."""
+    shape, gate, tile = ExpertShape(4, 256, 128, 2), GATES[0], ProductTile(64, 128, 4, 3)
+    first, second = (
+        draw(gen, rng, ("e4m3", 128, 128), sizes, rng.random() < 0.5) for sizes in ((4, 256, 256), (4, 256, 128))
+    )
+    first, second = (
+        codes._replace(
+            codes=replace(codes.codes, scale=codes.codes.scale.float() / 16, row_scale=None), quantises_x=quantises_x
+        )
+        for codes in (first, second)
+    )
+    x, residual = torch.randn(n, 256, generator=gen).half(), torch.randn(n, 256, generator=gen).half()
+    x[n // 2, 7] *= 30
+    norm = torch.rand(256, generator=gen) + 0.5
+    normed = x.double() * norm.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    routing = draw_routing(rng, gen, n, shape)
+    moved_routing = Routing(*(t.to(triton_device) for t in routing))
+    plan = plan_experts(moved_routing, shape, ExpertTiling("blocks", block_m, tile, tile))
+    at = InputNorm(norm.to(triton_device), 1e-5)
+    out = expert_product(x.to(triton_device), moved(first, triton_device), plan, gate, at)
+    total = residual.to(triton_device, copy=True)
+    add_experts(total, out, moved(second, triton_device), plan)
+    takes = rounded if quantises_x and n > 64 else Tensor.double
+    rows, own = takes(normed), takes(out.cpu())
+    hidden, wanted = torch.empty(n * 2, 128, dtype=torch.float64), residual.double()
+    for pair, expert in enumerate(routing.expert_ids.flatten().tolist()):
+        hidden[pair] = gated(product(rows[pair // 2, None], first, expert), gate)[0]
+        wanted[pair // 2] += routing.weights.flatten()[pair].double() * product(own[pair], second, expert)
+    close(out, hidden, 2e-3)
+    close(total, wanted, 2e-3)
 
 
 def part_of(codes: ExpertCodes, own: range) -> ExpertCodes:

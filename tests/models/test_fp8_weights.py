@@ -261,6 +261,8 @@ def test_activations_are_rounded_where_the_recipe_does(
     assert isinstance(form, Fp8Format) and form.quantises_x == rounds
     made = form.make({"weight": torch.ones(16, 64).to(FP8), "weight_scale": scale})
     assert kind != "block" or (isinstance(made, GroupedWeight) and made.quantises_x == rounds)
+    experts = form.make_experts(1, form.tensors(16, 64, False), torch.device("meta"))
+    assert kind != "block" or (isinstance(experts, CodedExperts) and experts.quantises_x == rounds)
 
 
 def test_experts_that_a_gpu_does_not_multiply() -> None:

@@ -59,7 +59,8 @@ def _constants(matrices: ExpertMatrices, x: Tensor) -> dict[str, Any]:
 @triton.jit(do_not_specialize=["num_pairs"])
 def _multiply_blocks(
     x_ptr, w_ptr, scale_ptr, out_ptr, bias_ptr, order_ptr, experts_ptr, num_pairs, N: tl.constexpr, ALL: tl.constexpr,
-    K: tl.constexpr, PAIRS_A_ROW: tl.constexpr, W_E: tl.constexpr, W_N: tl.constexpr, W_K: tl.constexpr,
+    K: tl.constexpr, PAIRS_A_ROW: tl.constexpr, W_E: tl.constexpr, W_N: tl.constexpr,
+    W_K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATE: tl.constexpr, INTERLEAVED: tl.constexpr,
     ALPHA: tl.constexpr, LIMIT: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
     STAGES: tl.constexpr,

@@ -71,9 +71,9 @@ def _multiply_blocks(
     x_ptr, w_tiles, w_ptr, scale_ptr, zero_ptr, offset_ptr, row_scale_ptr, out_ptr, bias_ptr, order_ptr, experts_ptr,
     num_pairs, K: tl.constexpr, KIND: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     ROWS: tl.constexpr, RAISED: tl.constexpr, N: tl.constexpr, ALL: tl.constexpr, ALL_ROWS: tl.constexpr,
-    PAIRS_A_ROW: tl.constexpr, WAY: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GATE: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BIAS: tl.constexpr,
-    EVEN: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
+    PAIRS_A_ROW: tl.constexpr, WAY: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, GATE: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    BIAS: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """ALL: rows of an expert, those of gate and up; ALL_ROWS: of all experts."""
     launch_next_and_wait(PDL)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ..expert_tilings import ProductTile
 from ..expert_types import ExpertCodes
-from .expert_frames import PairKernels, rows_of, store_pair
+from .expert_frames import PairKernels, rows_of, store_pair, wait_for_choice
 from .grouped_parts import constants, pointers
 from .grouped_units import codes_at, dot_of_units, load_codes, load_x, places_of
-from .launch import launch_next_and_wait
+from .launch import launch_next, wait_for_previous
 
 __all__ = ["KERNELS"]
 
@@ -54,7 +54,7 @@ def _multiply_pairs(
     NUM_EXPERTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ALL: rows of an expert, those of gate and up; ALL_ROWS: of all experts. HELD: blocks of units read at once."""
-    launch_next_and_wait(PDL)
+    wait_for_choice(PDL)
     pair = tl.program_id(1).to(tl.int64)
     expert = tl.load(ids_ptr + pair)
     if NUM_EXPERTS:
@@ -100,20 +100,11 @@ def _multiply_pairs(
 
 @triton.jit
 def _codes_of_pair(
-    index: tl.constexpr,
-    w_ptr,
-    ids_ptr,
-    pair,
-    n,
-    element,
-    ALL: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    EVEN: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-):
+    index: tl.constexpr, w_ptr, ids_ptr, pair, n, element, ALL: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr, EVEN: tl.constexpr, NUM_EXPERTS: tl.constexpr,
+):  # fmt: skip
     """The ``index``-th block of units of the codes of a token's experts, each of which has BLOCKS."""
-    expert = tl.load(ids_ptr + pair + index // BLOCKS)
+    expert = tl.load(ids_ptr + pair + index // BLOCKS, cache_modifier=".cg")
     if NUM_EXPERTS:  # none are read of an expert that another rank has
         n = tl.where(expert < NUM_EXPERTS, n, ALL)
     row = w_ptr + (expert * ALL + n[:, None]).to(tl.int64) * WIDTH
@@ -129,8 +120,9 @@ def _add_pairs(
     BN: tl.constexpr, BU: tl.constexpr, HELD: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
     NUM_EXPERTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A pair's weight is a factor of its sums, so that these are added up over threads once for all pairs."""
-    launch_next_and_wait(PDL)
+    """A pair's weight is a factor of its sums, so that these are added up over threads once for all pairs. The first
+    codes are on their way before the product before has ended, see `wait_for_choice`."""
+    launch_next(PDL)
     PER: tl.constexpr = 4 if UNIT == 32 else 16
     WIDTH: tl.constexpr = K // UNIT * PER
     BLOCKS: tl.constexpr = (K // UNIT + BU - 1) // BU
@@ -143,6 +135,7 @@ def _add_pairs(
     for i in tl.static_range(1, HELD):
         w = _codes_of_pair(i, w_ptr, ids_ptr, first, n, element, ALL, WIDTH, BLOCKS, IS_EVEN, NUM_EXPERTS)
         ws = ws + (w,)  # type: ignore[assignment]
+    wait_for_previous(PDL)
     total = tl.zeros((BN,), tl.float32)
     no_squares = tl.zeros((1,), tl.float32)
     acc = tl.zeros((BN, BU), tl.float32)
@@ -176,4 +169,4 @@ def _add_pairs(
     tl.store(out_ptrs, total.to(residual_ptr.dtype.element_ty), mask=n < N)
 
 
-KERNELS = PairKernels(_multiply_pairs, _add_pairs, _pointers, _constants)
+KERNELS = PairKernels(_multiply_pairs, _add_pairs, _pointers, _constants, lambda matrices: matrices.codes.has_4_bits)

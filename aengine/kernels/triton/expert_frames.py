@@ -18,9 +18,10 @@ from ..expert_tilings import ProductTile
 from ..expert_types import ExpertGate, ExpertPlan, InputNorm
 from .expert_gate import gate_constants, gated
 from .grouped_units import finished
-from .launch import has_pdl, launch
+from .launch import has_pdl, launch, launch_next, wait_for_previous
+from .rms_norm import rms_norm
 
-__all__ = ["BlockKernels", "PairKernels", "rows_of", "store_block", "store_pair"]
+__all__ = ["BlockKernels", "PairKernels", "rows_of", "store_block", "store_pair", "wait_for_choice"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class PairKernels:
     pointers: Callable[[Any], tuple[Tensor | None, ...]]  # of weights and scales
     constants: Callable[[Any, int, ProductTile, int, int], dict[str, Any]]
     """Of matrices, the number of output features, their tile, rows of weights for each, and experts a program."""
+    norms_apart: Callable[[Any], bool]
+    """Whether to make the norm ahead takes less time than in all programs."""
 
     def multiply(
         self, x: Tensor, matrices: Any, plan: ExpertPlan, gate: ExpertGate | None, norm: InputNorm | None, out: Tensor
@@ -39,6 +42,8 @@ class PairKernels:
         """Compute out [pairs, size]."""
         assert plan.tiling is not None
         size, tile = out.shape[1], plan.tiling.first
+        if norm is not None and self.norms_apart(matrices):
+            x, norm = rms_norm(x, norm.weight, norm.eps), None
         launch(
             self.multiply_kernel,
             (triton.cdiv(size, tile.block_n), plan.num_pairs),
@@ -133,6 +138,14 @@ class BlockKernels:
             STAGES=tile.num_stages,
             num_warps=tile.num_warps,
         )
+
+
+@triton.jit
+def wait_for_choice(PDL: tl.constexpr):
+    """Wait for all kernels before a first product by pairs, and only then let the next begin: so the second product may
+    read which experts were chosen, and ask for its first weights, ahead of its own wait."""
+    wait_for_previous(PDL)
+    launch_next(PDL)
 
 
 @triton.jit

@@ -45,16 +45,9 @@ def gated(g, u, GATE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
 
 @triton.jit
 def _gate_experts(
-    x_ptr,
-    out_ptr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GATE: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, GATE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    ALPHA: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..expert_tilings import ProductTile
 from ..expert_types import ExpertMatrices
-from .expert_frames import PairKernels, rows_of, store_pair
+from .expert_frames import PairKernels, rows_of, store_pair, wait_for_choice
 from .grouped_units import finished
 from .launch import launch_next_and_wait
 
@@ -57,7 +57,7 @@ def _multiply_pairs(
     NORM: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, NUM_EXPERTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ALL: rows of an expert, those of gate and up."""
-    launch_next_and_wait(PDL)
+    wait_for_choice(PDL)
     pair = tl.program_id(1).to(tl.int64)
     expert = tl.load(ids_ptr + pair).to(tl.int64)
     if NUM_EXPERTS:
@@ -126,4 +126,4 @@ def _add_pairs(
     tl.store(at, total.to(residual_ptr.dtype.element_ty), mask=n < N)
 
 
-KERNELS = PairKernels(_multiply_pairs, _add_pairs, _pointers, _constants)
+KERNELS = PairKernels(_multiply_pairs, _add_pairs, _pointers, _constants, lambda matrices: False)

@@ -5,10 +5,13 @@ pairs      in the product  a row a pair                 all experts of a token i
 blocks     its own kernel  a block of slots             a block of slots, then the weighted sum
 grouped    its own kernel  torch, then the activation   torch, then the weighted sum
 
-Plain numbers, and codes with a scale a group, have kernels of their own for the first two ways.
+Plain numbers, and codes with a scale a group, have kernels of their own for the first two ways; FP8 in blocks of 128 x
+128 on Hopper one more for the second.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,15 +20,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ..expert_gate import gate_experts
+from ..expert_tilings import ProductTile
 from ..expert_types import ExpertCodes, ExpertGate, ExpertMatrices, ExpertPlan, InputNorm
 from ..grouped_codes import GroupedCodes
-from . import expert_blocks, expert_code_blocks, expert_code_pairs, expert_pairs, rms_norm
+from . import expert_blocks, expert_code_blocks, expert_code_pairs, expert_fp8_blocks, expert_pairs, rms_norm
+from .expert_frames import BlockKernels, PairKernels
 from .launch import gdc_launch_dependents, gdc_wait, has_fp8, has_pdl, launch, only_compiles
 
 __all__ = ["add_experts", "expert_product"]
 
 _BLOCK = 1024
-_KERNELS = {
+_KERNELS: dict[type, tuple[PairKernels, BlockKernels]] = {
     ExpertMatrices: (expert_pairs.KERNELS, expert_blocks.KERNELS),
     ExpertCodes: (expert_code_pairs.KERNELS, expert_code_blocks.KERNELS),
 }
@@ -40,32 +45,48 @@ def expert_product(
 ) -> Tensor:
     assert plan.tiling is not None
     matrices = _known(matrices)
-    pairs, blocks = _KERNELS[type(matrices)]
     out = x.new_empty(plan.num_pairs, matrices.shape[1] // (1 if gate is None else 2))
     if plan.blocks is None:
-        pairs.multiply(x, matrices, plan, gate, norm, out)
-        return out
-    if norm is not None:
-        x = rms_norm.rms_norm(x, norm.weight, norm.eps)
-    top_k = plan.shape.top_k
-    if plan.tiling.way == "grouped":
-        out = _grouped(x, matrices, plan, top_k)
-        return out if gate is None else gate_experts(out, gate)  # rows are in the order of the slots
-    blocks.multiply(x, matrices, plan, gate, out, plan.tiling.first, rows_of_x=top_k)
+        _KERNELS[type(matrices)][0].multiply(x, matrices, plan, gate, norm, out)
+    elif plan.tiling.way == "grouped":  # rows are in the order of the slots
+        x = x if norm is None else rms_norm.rms_norm(x, norm.weight, norm.eps)
+        out = _grouped(x, matrices, plan, plan.shape.top_k)
+        return out if gate is None else gate_experts(out, gate)
+    else:
+        _multiply_blocks(x, matrices, plan, gate, norm, out, plan.tiling.first, plan.shape.top_k)
     return out
 
 
 def add_experts(residual: Tensor, hidden: Tensor, matrices: ExpertMatrices | ExpertCodes, plan: ExpertPlan) -> None:
     assert plan.tiling is not None
     matrices = _known(matrices)
-    pairs, blocks = _KERNELS[type(matrices)]
     if plan.blocks is None:
-        return pairs.add(residual, hidden, matrices, plan)
+        return _KERNELS[type(matrices)][0].add(residual, hidden, matrices, plan)
     if plan.tiling.way == "grouped":
         return _add_weighted(residual, _grouped(hidden, matrices, plan), plan, plan.blocks.slots)
     out = hidden.new_empty(plan.num_pairs, residual.shape[1])
-    blocks.multiply(hidden, matrices, plan, None, out, plan.tiling.second, rows_of_x=1)
+    _multiply_blocks(hidden, matrices, plan, None, None, out, plan.tiling.second, 1)
     return _add_weighted(residual, out, plan, None)
+
+
+def _multiply_blocks(
+    x: Tensor,
+    matrices: ExpertMatrices | ExpertCodes,
+    plan: ExpertPlan,
+    gate: ExpertGate | None,
+    norm: InputNorm | None,
+    out: Tensor,
+    tile: ProductTile,
+    rows_of_x: int,
+) -> None:
+    kernels: BlockKernels = _KERNELS[type(matrices)][1]
+    operand: Any = matrices
+    if terms := expert_fp8_blocks.terms_of(x, matrices, plan, gate):
+        kernels, operand = expert_fp8_blocks.KERNELS, expert_fp8_blocks.product_of(matrices, x, norm, terms)
+        x = operand.x.codes
+    elif norm is not None:
+        x = rms_norm.rms_norm(x, norm.weight, norm.eps)
+    kernels.multiply(x, operand, plan, gate, out, tile, rows_of_x)
 
 
 def _known(matrices: ExpertMatrices | ExpertCodes) -> ExpertMatrices | ExpertCodes:
@@ -114,16 +135,9 @@ def _add_weighted(residual: Tensor, out: Tensor, plan: ExpertPlan, slots: Tensor
 
 @triton.jit
 def _add_weighted_rows(
-    residual_ptr,
-    x_ptr,
-    weights_ptr,
-    slots_ptr,
-    SIZE: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SORTED: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    residual_ptr, x_ptr, weights_ptr, slots_ptr, SIZE: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+    SORTED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

@@ -121,16 +121,8 @@ def _load(ptrs, inside):
 
 @triton.jit
 def group_values(
-    scale_ptr,
-    zero_ptr,
-    offset_ptr,
-    n,
-    group,
-    inside,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    RAISED: tl.constexpr,
-):
+    scale_ptr, zero_ptr, offset_ptr, n, group, inside, GROUPS: tl.constexpr, ROWS: tl.constexpr, RAISED: tl.constexpr,
+):  # fmt: skip
     """Scale, what is to be subtracted from raised codes, and offset, float32, of each row ``n`` and group, which are
     broadcast against each other. ``inside``: where there are some; None: everywhere."""
     at = (n // ROWS).to(tl.int64) * GROUPS + group

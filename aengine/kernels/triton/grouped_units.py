@@ -23,17 +23,9 @@ def load_codes(row, element, n, N: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.c
 
 @triton.jit
 def codes_at(
-    u0: tl.constexpr,
-    held,
-    row,
-    element,
-    n,
-    N: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BU: tl.constexpr,
-    HELD: tl.constexpr,
-    EVEN: tl.constexpr,
-):
+    u0: tl.constexpr, held, row, element, n, N: tl.constexpr, WIDTH: tl.constexpr, BU: tl.constexpr,
+    HELD: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
     """The codes of units from ``u0`` on: held in registers, or loaded now."""
     if u0 < HELD:
         w = held[u0 // BU]
@@ -137,20 +129,9 @@ def _sums_of_x(x, w, KIND: tl.constexpr, BN: tl.constexpr, BU: tl.constexpr):
 
 @triton.jit
 def _scaled_sums(
-    y,
-    total,
-    scale_ptr,
-    zero_ptr,
-    offset_ptr,
-    n,
-    column,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    RAISED: tl.constexpr,
-):
+    y, total, scale_ptr, zero_ptr, offset_ptr, n, column, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, RAISED: tl.constexpr,
+):  # fmt: skip
     """[BN, BU]: sums ``y`` of raised codes times x, each of one group, whose x sums up to ``total``, times the group's
     scale."""
     # Read as [BU, BN], and not as contiguous, a thread gets what it has the codes of: nothing is moved between threads.
@@ -183,24 +164,10 @@ def _add_pairs(y, w, x, x_2, INDEX: tl.constexpr, KIND: tl.constexpr):
 
 @triton.jit
 def dot_of_units(
-    w,
-    xs,
-    scale_ptr,
-    zero_ptr,
-    offset_ptr,
-    n,
-    column,
-    KIND: tl.constexpr,
-    UNIT: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BN: tl.constexpr,
-    BU: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
+    w, xs, scale_ptr, zero_ptr, offset_ptr, n, column, KIND: tl.constexpr, UNIT: tl.constexpr, N: tl.constexpr,
+    K: tl.constexpr, BN: tl.constexpr, BU: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
     RAISED: tl.constexpr,
-):
+):  # fmt: skip
     """[BN, BU]: the products of codes w [BN, PER * BU] and ``xs`` of `load_x`; column: the first of each unit [BU].
     Sums of x that are not needed the compiler leaves out."""
     FACTOR: tl.constexpr = 16384.0 if KIND == "e2m1" else 1.0

@@ -108,7 +108,9 @@ class Fp8Format:
             return ScaledExperts(num_experts, tensors, device, self.scale)
         (weight,) = (tensor for tensor in tensors if tensor.suffix == "weight")
         if fits("e4m3", weight.shape[1], self.block[1]):
-            return CodedExperts(self._codes, num_experts, tensors, device)
+            made = CodedExperts(self._codes, num_experts, tensors, device)
+            made.quantises_x = self.quantises_x
+            return made
         problem = f"experts in FP8 in blocks of {self.block[1]} columns are no codes for GPUs"
         if not self.dequantises:
             cure = "use on_unsupported_format='dequantise', or give 16 bits"

@@ -133,18 +133,17 @@ def compiled_format(plain: WeightFormat | None) -> CompiledFormat | None:
 
 
 class CodedExperts(GatheredExperts):
-    """Codes of all experts in one tensor, for the ops of kernels/experts.py."""
+    """Codes of all experts in one tensor, for the ops of kernels/experts.py. ``quantises_x``: see `ExpertCodes`."""
 
-    __slots__ = ("_codes_of", "_num_come", "_num_experts", "matrices")
+    __slots__ = ("_codes_of", "_num_come", "_num_experts", "matrices", "quantises_x")
 
     def __init__(
         self, codes_of: CodesOf, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device
     ) -> None:
         super().__init__(tensors, device)
+        self.quantises_x = False
         self.matrices: ExpertCodes | None = None
-        self._codes_of = codes_of
-        self._num_experts = num_experts
-        self._num_come = 0
+        self._codes_of, self._num_experts, self._num_come = codes_of, num_experts, 0
 
     @property
     def kind(self) -> CodeKind | None:
@@ -170,7 +169,7 @@ class CodedExperts(GatheredExperts):
                 for name, tensor in codes.tensors().items()
             }
             biases = None if bias is None else bias.new_empty(self._num_experts, *bias.shape)
-            return ExpertCodes(replace(codes, **room), self._num_experts, biases)
+            return ExpertCodes(replace(codes, **room), self._num_experts, biases, self.quantises_x)
         if stack.codes.scale.dtype in (codes.scale.dtype, torch.float32):
             return stack
         if self._num_come >= self._num_experts:  # captured graphs have their addresses
