@@ -18,8 +18,6 @@ from ..expert_types import ExpertGate, ExpertMatrices
 from .expert_frames import BlockKernels, store_block
 from .launch import launch_next_and_wait, max_shared_memory
 
-__all__ = ["KERNELS"]
-
 
 def _fit(
     matrices: ExpertMatrices, tile: ProductTile, x: Tensor, size: int, block_m: int, gate: ExpertGate | None

@@ -21,8 +21,6 @@ from .grouped_parts import constants, pointers
 from .grouped_tiles import add_tile, load_tile, values_of_tile, way_of, whole
 from .launch import is_hopper, launch_next_and_wait, max_shared_memory
 
-__all__ = ["KERNELS"]
-
 
 def _fit(
     matrices: ExpertCodes, tile: ProductTile, x: Tensor, size: int, block_m: int, gate: ExpertGate | None

@@ -20,8 +20,6 @@ from .grouped_parts import constants, pointers
 from .grouped_units import codes_at, dot_of_units, load_codes, load_x, places_of
 from .launch import launch_next, wait_for_previous
 
-__all__ = ["KERNELS"]
-
 _HELD = 16
 """Units of codes that a thread has on their way at once; 4 registers each."""
 

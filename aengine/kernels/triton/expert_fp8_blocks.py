@@ -19,9 +19,10 @@ from ..expert_tilings import ProductTile
 from ..expert_types import ExpertCodes, ExpertGate, ExpertMatrices, ExpertPlan, InputNorm
 from .expert_frames import BlockKernels, store_block
 from .launch import is_hopper, launch_next_and_wait, max_shared_memory
-from .linear_fp8 import BLOCK, Fp8Rows, num_terms, split
+from .linear_fp8 import BLOCK, Fp8Rows, split
 
-__all__ = ["KERNELS", "Fp8Product", "product_of", "terms_of"]
+MOST_UNROUNDED = 64
+"""Most tokens whose x is not rounded where it may be: two terms of so few take no longer."""
 
 
 class Fp8Product(NamedTuple):
@@ -47,7 +48,7 @@ def terms_of(x: Tensor, matrices: ExpertMatrices | ExpertCodes, plan: ExpertPlan
     in_blocks = codes.kind == "e4m3" and codes.rows == codes.group == BLOCK and codes.scale.dtype == torch.float32
     if not in_blocks or n % (BLOCK if gate is None else 2 * BLOCK) or k % BLOCK:
         return 0
-    terms = num_terms(len(plan.routing.expert_ids), matrices.quantises_x)
+    terms = 1 if matrices.quantises_x and len(plan.routing.expert_ids) > MOST_UNROUNDED else 2
     assert plan.tiling is not None
     is_too_wide = terms * plan.tiling.block_m > BLOCK or (gate is not None and gate.is_interleaved)
     return 0 if is_too_wide else terms
@@ -56,8 +57,7 @@ def terms_of(x: Tensor, matrices: ExpertMatrices | ExpertCodes, plan: ExpertPlan
 def product_of(matrices: ExpertMatrices | ExpertCodes, x: Tensor, norm: InputNorm | None, terms: int) -> Fp8Product:
     """Return the operands of the product by x, or by its norm."""
     assert isinstance(matrices, ExpertCodes)
-    weight, eps = (None, 0.0) if norm is None else norm
-    return Fp8Product(matrices, split(x, weight, eps, terms, in_groups=terms == 1))
+    return Fp8Product(matrices, split(x, norm, terms, in_groups=terms == 1))
 
 
 def _fit(

@@ -21,8 +21,6 @@ from .grouped_units import finished
 from .launch import has_pdl, launch, launch_next, wait_for_previous
 from .rms_norm import rms_norm
 
-__all__ = ["BlockKernels", "PairKernels", "rows_of", "store_block", "store_pair", "wait_for_choice"]
-
 
 @dataclass(frozen=True)
 class PairKernels:

@@ -17,8 +17,6 @@ from .expert_frames import PairKernels, rows_of, store_pair, wait_for_choice
 from .grouped_units import finished
 from .launch import launch_next_and_wait
 
-__all__ = ["KERNELS"]
-
 
 def _pointers(matrices: ExpertMatrices) -> tuple[Tensor | None, ...]:
     return matrices.weight, matrices.scale

@@ -27,8 +27,6 @@ from . import expert_blocks, expert_code_blocks, expert_code_pairs, expert_fp8_b
 from .expert_frames import BlockKernels, PairKernels
 from .launch import gdc_launch_dependents, gdc_wait, has_fp8, has_pdl, launch, only_compiles
 
-__all__ = ["add_experts", "expert_product"]
-
 _BLOCK = 1024
 _KERNELS: dict[type, tuple[PairKernels, BlockKernels]] = {
     ExpertMatrices: (expert_pairs.KERNELS, expert_blocks.KERNELS),

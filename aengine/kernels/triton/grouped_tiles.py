@@ -28,8 +28,6 @@ from .grouped_parts import constants, group_values, in_columns, masked_or, point
 from .launch import has_pdl, is_hopper, is_interpreted, launch, launch_next, max_shared_memory, wait_for_previous
 from .linear_parts import prefetch_rows, store_product
 
-__all__ = ["MAX_ROWS", "GroupedTiling", "add_tile", "load_tile", "multiply_tiles", "values_of_tile", "way_of", "whole"]
-
 MAX_ROWS = 512
 """Most rows of x for the kernel: for more, codes are written as numbers for the library."""
 _WIDE_GROUP = 64

@@ -10,8 +10,6 @@ from torch import Tensor
 from ..expert_types import Routing, RoutingRule
 from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch
 
-__all__ = ["route"]
-
 
 def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None, own: range | None = None) -> Routing:
     n, num_experts = logits.shape

@@ -81,7 +81,7 @@ def _prompt_shapes(max_num_seqs: int, max_batched: int, num_kv_heads: int) -> se
 def _sizes_for_experts(max_batched: int) -> set[int]:
     """Return the tokens of steps between which the tiles of experts change, whatever their shape: a tiling holds from
     some number of tokens to twice that, or more (kernels/expert_tilings.py). From some number on x may be rounded."""
-    from ...kernels.triton.linear_fp8 import MOST_UNROUNDED
+    from ...kernels.triton.expert_fp8_blocks import MOST_UNROUNDED
 
     return {1 << i for i in range(3, max_batched.bit_length())} | {max_batched, min(MOST_UNROUNDED + 1, max_batched)}
 
