@@ -28,7 +28,7 @@ class PairKernels:
 
     multiply_kernel: Any  # a pair and BN output features a program; the norm is part of it
     add_kernel: Any  # a token and BN output features a program, which sums over all of the token's experts, in order
-    pointers: Callable[[Any], tuple[Tensor | None, ...]]  # of weights and scales
+    pointers: Callable[[Any], tuple[Tensor | None, ...]]  # to weights and scales
     constants: Callable[[Any, int, ProductTile, int, int], dict[str, Any]]
     """Of matrices, the number of output features, their tile, rows of weights for each, and experts a program."""
     norms_apart: Callable[[Any], bool]
@@ -95,8 +95,8 @@ class BlockKernels:
     kernel: Any  # a tile of output features by a block's slots a program
     fit: Callable[[Any, ProductTile, Tensor, int, int, ExpertGate | None], ProductTile]
     """Of matrices, tile, x, number of output features, and slots: the tile cut to the shape and to shared memory."""
-    pointers: Callable[[Any, ProductTile, ExpertGate | None], tuple[Any, ...]]  # of weights and scales
-    constants: Callable[[Any, Tensor], dict[str, Any]]  # of matrices and x
+    pointers: Callable[[Any, ProductTile, ExpertGate | None], tuple[Any, ...]]  # to weights and scales
+    constants: Callable[[Any, Tensor], dict[str, Any]]  # what follows from matrices and x
 
     def multiply(
         self,

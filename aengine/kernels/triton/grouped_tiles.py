@@ -236,7 +236,7 @@ def _times_plus(words, factor, addend, dtype: tl.constexpr):
 def _in_columns_of(words, factor, addend, dtype: tl.constexpr, KIND: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """[BN, BK]: numbers of ``dtype`` of codes ``words`` times ``factor``, plus ``addend``, words of [BN, groups]."""
     a, b, c, d = _words_of_exact(words, dtype, KIND)
-    if factor.shape[1] * 16 == BK:  # of each word the first two are of one group, the others of the next
+    if factor.shape[1] * 16 == BK:  # a word has two of one group, then two of the next
         first, second = tl.split(tl.reshape(factor, (BN, BK // 32, 2)))
     else:
         first, second = factor, factor

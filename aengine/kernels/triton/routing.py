@@ -88,7 +88,7 @@ def _route(
     ids = tl.zeros((K_BLOCK,), tl.int32)
     weights = tl.zeros((K_BLOCK,), tl.float32)
     # Of integers in the order of the choices the largest of a warp is one instruction: a third of the time of `argmax`.
-    bits = (choice + 0.0).to(tl.int32, bitcast=True)  # of zeros but one kind
+    bits = (choice + 0.0).to(tl.int32, bitcast=True)  # zeros have one sign
     key = bits ^ (bits >> 31 & 0x7FFFFFFF)
     for i in range(TOP_K):
         best = tl.min(tl.where(key == tl.max(key, 0), e, E_BLOCK), 0)
