@@ -473,7 +473,7 @@ BUDGETS = {
     "kernels": 15150,
     "limits": 372,
     "remote": 1620,
-    "runner": 20865,
+    "runner": 20880,
     "server": 5770,
     "telemetry": 1093,
     "testing": 800,
