@@ -32,7 +32,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def expected(script: ModuleType, step: partial[Any]) -> torch.Tensor:
     verb, weights, x, norm, residual = step.args
     x, out = x.double(), residual.double()
-    for weight, scale in weights:
+    for weight, _, scale, _ in weights:
         matrix = numbers(weight).double() if isinstance(weight, GroupedCodes) else weight.double()
         matrix = matrix if scale is None else matrix * scale.double()[:, None]
         if verb == "add":
