@@ -169,6 +169,7 @@ class Compiler:
                 "is_hopper": lambda: self.capability == 90,
                 "has_fp8": lambda: self.capability >= 89,
                 "has_pdl": lambda: self.capability >= 90,
+                "_library_has_scales": lambda: False,  # a product of torch's own is not compiled here
             }
             for name, value in replaced.items():
                 if name in vars(module) and not inspect.ismodule(getattr(module, name)):
