@@ -178,7 +178,7 @@ def dot(f: Function, target: Target, layout: Layout, codes: list[Value], x: Valu
 
 
 def _dot(f: Function, target: Target, layout: Layout, codes: list[Value], x: Value, total: Value) -> Value:
-    """The same of a plane."""
+    """Return int32 of each row as `dot` does, for one plane of the activations: BLOCK bytes at ``x``."""
     own = [f.load(I32, x + 4 * i) for i in range(len(codes))]
     if layout.is_wide and (target.has("avx2") or target.has("dotprod")) and not _vnni_lanes(target):
         codes = [four ^ _FLIP for four in codes]
