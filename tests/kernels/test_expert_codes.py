@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from test_experts import GATES, by_definition, close, draw_routing, gated
+from test_fused_linear import rounded
 from test_grouped_codes import draw_codes
 from torch import Tensor
 
@@ -121,13 +123,6 @@ def test_ranks_with_some_experts_each_add_up(
     close(total, wanted, 4e-6)
 
 
-def rounded(x: Tensor) -> Tensor:
-    """x in FP8 with a scale for each 128 columns of a row, as recipes of FP8 in blocks have it."""
-    groups = x.float().unflatten(1, (-1, 128))
-    scale = groups.abs().amax(-1, keepdim=True) / 448
-    return ((groups / scale).to(torch.float8_e4m3fn).double() * scale.double()).flatten(1)
-
-
 @pytest.mark.parametrize(("n", "quantises_x"), [(9, True), (70, False), (70, True)])
 @pytest.mark.parametrize("block_m", [16, 64])
 def test_fp8_in_blocks(
@@ -155,8 +150,8 @@ def test_fp8_in_blocks(
     out = expert_product(x.to(triton_device), moved(first, triton_device), plan, gate, at)
     total = residual.to(triton_device, copy=True)
     add_experts(total, out, moved(second, triton_device), plan)
-    takes = rounded if quantises_x and n > 64 else Tensor.double
-    rows, own = takes(normed), takes(out.cpu())
+    takes = partial(rounded, in_groups=True) if quantises_x and n > 64 else Tensor.double
+    rows, own = takes(normed.to(triton_device)).cpu(), takes(out).cpu()
     hidden, wanted = torch.empty(n * 2, 128, dtype=torch.float64), residual.double()
     for pair, expert in enumerate(routing.expert_ids.flatten().tolist()):
         hidden[pair] = gated(product(rows[pair // 2, None], first, expert), gate)[0]
