@@ -275,6 +275,8 @@ class SamplingParams:
     """False: no text, only token ids (stop strings are then refused)."""
     skip_special_tokens: bool = True
     """False: the text shows special tokens, as <|im_end|>."""
+    speculation: bool = True
+    """False: no tokens are guessed for this request, whatever the engine's setting of that name says."""
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -438,6 +440,7 @@ _CHECKS: dict[str, Any] = {
     "structured_output": _structured,
     "detokenize": _boolean,
     "skip_special_tokens": _boolean,
+    "speculation": _boolean,
 }
 
 _DEFAULTS = {f.name: f.default for f in fields(SamplingParams)}

@@ -37,6 +37,7 @@ SAMPLING = {
     "bad_words": "at most 256, of at most 32 tokens",
     "user": "",
     "request_id": "in the answer's id and in `X-Request-Id`; two requests may have the same",
+    "speculation": "false: no tokens are guessed for the request",
     "top_k": "0 or -1: all",
     "structured_outputs": "one of `json`, `regex`, `choice`, `grammar`, `json_object`; `open_objects` beside it",
     "deadline": "seconds for the whole answer; then 504",

@@ -94,6 +94,7 @@ BAD = [
     ("n", 1025),
     ("structured_output", "json"),
     ("detokenize", "no"),
+    ("speculation", "none"),
     ("top_k", NESTED),
     ("stop", [Unprintable()]),
 ]

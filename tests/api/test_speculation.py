@@ -11,7 +11,7 @@ import pytest
 from conftest_api import settled
 from test_recovery import death, essence, no_delay, work
 
-from aengine import AsyncLLM, InvalidRequestError, SamplingParams
+from aengine import AsyncLLM, InvalidRequestError, SamplingParams, StructuredOutput
 
 __all__ = ["no_delay"]  # a fixture
 
@@ -68,6 +68,21 @@ async def test_what_does_not_repeat_takes_as_many_steps(make_engine: Make) -> No
     async with make_engine(speculation="ngram") as engine:
         await engine.generate([1, 2, 3], SamplingParams(max_tokens=400, ignore_eos=True))
         assert engine.statistics().drafted_tokens == 0
+
+
+async def test_a_request_may_refuse_drafts(make_engine: Make) -> None:
+    """Of others beside it there are some; what a grammar forces is no guess, and is drafted."""
+    params = SamplingParams(max_tokens=100, ignore_eos=True, speculation=False)
+    forced = StructuredOutput(choice=["one answer alone"])
+    async with make_engine(fake={"token": verse}, speculation="ngram") as engine:
+        await engine.generate([1, 2, 3], params)
+        assert engine.statistics().drafted_tokens == 0
+        constrained = await engine.generate([1], SamplingParams(speculation=False, structured_output=forced))
+        assert constrained.text == "one answer alone" and engine.statistics().accepted_tokens > 0
+        plain, drafted = await asyncio.gather(
+            *(engine.generate([1, 2, 3], params.replace(speculation=each)) for each in (False, True))
+        )
+        assert plain.token_ids == drafted.token_ids and engine.statistics().accepted_tokens > 50
 
 
 async def test_many_streams_draft_nothing(make_engine: Make) -> None:

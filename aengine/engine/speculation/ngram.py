@@ -202,7 +202,7 @@ class NGramSpeculation(Speculation):
             return True
         drafted = {step.batch[place] for step in self._scheduler.rows.steps for place in step.ahead}
         for request in changed:
-            if request.status is not RequestStatus.DECODING:
+            if request.status is not RequestStatus.DECODING or not request.params.speculation:
                 continue
             history = request.history
             if history is None:

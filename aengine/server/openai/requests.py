@@ -297,6 +297,7 @@ class SamplingBody(RequestBody):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    speculation: bool | None = None
     request_id: RequestId | None = None
     structured_outputs: StructuredOutputsBody | None = None
     # fields of vLLM that are not supported
