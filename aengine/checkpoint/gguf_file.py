@@ -89,6 +89,7 @@ _NUMPY_TYPES = {
 }
 
 _SCALAR_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_MAGIC = b"GGUF"
 _STRING, _ARRAY = 8, 9
 _SCALARS = {code: struct.Struct("<" + letter) for code, letter in _SCALAR_FORMATS.items()}
 _U32 = struct.Struct("<I")
@@ -234,7 +235,7 @@ class _HeaderReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._position = 0
+        self._position = len(_MAGIC)
         self._nested = 0  # arrays within arrays so far
         self.file = FileBytes(path, _MOST_HEADER)
         self._size = self.file.size
@@ -246,9 +247,8 @@ class _HeaderReader:
 
     def read_header(self) -> tuple[int, dict[str, tuple[int, int]], list[GgufTensor]]:
         """Return (version, {key: (type, position)}, tensors), everything checked."""
-        if self.file.data[:4] != b"GGUF":
-            raise self.error(f"it begins with {self.file.data[:4]!r}, not b'GGUF'")
-        self._position = 4
+        if not self.file.data.startswith(_MAGIC):
+            raise self.error(f"it begins with {self.file.data[: len(_MAGIC)]!r}, not {_MAGIC!r}")
         version = self._u32("the version")
         if version not in (2, 3):
             if version and not version & 0xFFFF:

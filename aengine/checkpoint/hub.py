@@ -178,7 +178,6 @@ def _progress_bar(name: str, progress: Progress | None) -> type[Any]:
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            kwargs.pop("name", None)
             self._in_bytes = kwargs.get("unit") == "B"
             super().__init__(*args, **{**kwargs, "disable": True})
 

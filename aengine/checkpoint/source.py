@@ -199,7 +199,7 @@ def _not_a_model(folder: Path, load_format: str, has_config: bool) -> str:
 
 def _unknown(name: str, path: Path) -> str:
     known = ", ".join(EMBEDDED_MODELS)
-    nearest = difflib.get_close_matches(name.lower(), EMBEDDED_MODELS, n=1)
+    nearest = difflib.get_close_matches(name.lower(), EMBEDDED_MODELS)
     message = (
         f"there is no model {name!r}: it is neither an embedded one ({known}), nor the folder or file {path.absolute()}"
     )
@@ -209,7 +209,7 @@ def _unknown(name: str, path: Path) -> str:
         return f"{message}; did you mean {nearest[0]!r}?"
     if path.parent.is_dir():
         siblings = [p.name for p in path.parent.iterdir() if p.is_dir() or p.suffix == ".gguf"]
-        similar = difflib.get_close_matches(path.name, siblings, n=3)
+        similar = difflib.get_close_matches(path.name, siblings)
         if similar:
             return f"{message}; in that folder there is {', '.join(map(repr, similar))}"
     return message

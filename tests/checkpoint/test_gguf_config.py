@@ -236,7 +236,9 @@ def test_the_kind_of_pooling(tmp_path: Path, kind: int | None, mode: str) -> Non
     assert type(found).from_wire(found.to_wire()) == found
 
 
-@pytest.mark.parametrize(("factor", "original"), [(32.0, 2048), (8.0, 8192), (32.0, 8192), (4.0, 4096)])
+@pytest.mark.parametrize(
+    ("factor", "original"), [(32.0, 2048), (8.0, 4096), (4.0, 8192), (32.0, 16384), (8.0, 32768), (4.0, 131072)]
+)
 def test_llama3_scaling_is_found_from_its_factors(tmp_path: Path, factor: float, original: int) -> None:
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

@@ -11,7 +11,8 @@ import gguf
 import numpy as np
 import pytest
 
-from aengine.checkpoint import GgufFile
+from aengine.checkpoint import GgufFile, file_bytes
+from aengine.checkpoint.file_bytes import FileBytes
 from aengine.checkpoint.gguf_file import GGML_TYPES
 from aengine.errors import ModelLoadError
 
@@ -98,7 +99,7 @@ def test_smollm2_reads_as_with_the_gguf_package() -> None:
     assert_same_as_reader(smollm2_path())
 
 
-@pytest.mark.parametrize("alignment", [None, 8, 64])
+@pytest.mark.parametrize("alignment", [None, 1, 64])
 def test_written_files_read_as_with_the_gguf_package(tmp_path: Path, alignment: int | None) -> None:
     for shift in range(4):
         seed = random.randrange(2**32)
@@ -114,6 +115,23 @@ def test_views_outlive_the_file_and_are_read_only(tmp_path: Path) -> None:
     assert np.array_equal(view, expected)
     with pytest.raises(ValueError):
         view[0] = 1.0
+
+
+def test_a_file_is_read_ahead_and_closed_with_its_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_bytes, "_FIRST_READ", 4)
+    path, whole = tmp_path / "m", random.randbytes(100)
+    path.write_bytes(whole)
+    file = FileBytes(path, 99)
+    for end, there in ((3, 4), (4, 4), (5, 16), (17, 64), (65, 99), (99, 99)):
+        file.read_to(end)
+        assert file.data == whole[:there]
+    with pytest.raises(ModelLoadError, match="its header has more than 99 bytes"):
+        file.read_to(100)
+    assert file.mapped()[:] == whole and file.mapped() is file.mapped()
+    file.close()
+    file.close()
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    assert str(path) not in [str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
 
 
 def test_split_model_is_one_model(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -117,8 +118,17 @@ def test_an_end_token_is_one_of_the_vocabulary(
     tmp_path: Path, given: Any, kept: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert resolve(folder(tmp_path / "m", generation={"eos_token_id": given})).eos_token_ids == kept
+        path = folder(tmp_path / "m", generation={"eos_token_id": given})
+        assert resolve(path).eos_token_ids == kept
+    assert resolve(path).vocab_size == 320
     assert ("eos_token_id" in caplog.text) == (kept != given and kept != [given] and given is not None)
+
+
+def test_a_vocabulary_of_nonsense_is_the_workers_to_refuse() -> None:
+    for size in (0, -1, 2**31 - 1, "many", True, None, 1.5):
+        source = ModelSource("m", "m", "dummy", {"vocab_size": size, "eos_token_id": [2**31 - 2, 2**31 - 1]})
+        assert source.vocab_size is None and source.eos_token_ids == [2**31 - 2]
+    assert ModelSource("m", "m", "dummy", {"vocab_size": 1, "eos_token_id": 0}).eos_token_ids == [0]
 
 
 @pytest.mark.parametrize(
@@ -281,8 +291,8 @@ def test_an_end_token_of_a_gguf_is_one_of_its_vocabulary(tmp_path: Path) -> None
     assert resolve(write_gguf(tmp_path / "m.gguf", ends)).eos_token_ids == [5]
 
 
-def raw_gguf(path: Path, num_pairs: int, body: bytes) -> Path:
-    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, num_pairs) + body)
+def raw_gguf(path: Path, num_pairs: int, num_tensors: int, body: bytes) -> Path:
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, num_tensors, num_pairs) + body)
     return path
 
 
@@ -291,10 +301,28 @@ def test_what_costs_a_round_each_is_bounded(tmp_path: Path) -> None:
     array = struct.pack("<IQ", 0, 0)  # of no bytes
     many = struct.pack("<Q1sIIQ", 1, b"a", 9, 9, 2_000_000) + array * 2_000_000
     with pytest.raises(ModelLoadError, match="more than 65536 arrays within arrays"):
-        GgufFile(raw_gguf(tmp_path / "nested.gguf", 1, many))
+        GgufFile(raw_gguf(tmp_path / "nested.gguf", 1, 0, many))
     pairs = struct.pack("<QIB", 0, 0, 0) * 70_000
     with pytest.raises(ModelLoadError, match="70000 metadata pairs, where models have 65536 at most"):
-        GgufFile(raw_gguf(tmp_path / "pairs.gguf", 70_000, pairs))
+        GgufFile(raw_gguf(tmp_path / "pairs.gguf", 70_000, 0, pairs))
+
+
+def test_bounds_are_what_just_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aengine.checkpoint.gguf_file._MOST_ENTRIES", 3)
+    inner = struct.pack("<IQ", 0, 0)
+    for count, problem in ((3, ""), (4, "more than 3 arrays within arrays")):
+        outer = struct.pack("<IQIQ", 9, 2, 9, count - 2) + inner * (count - 2) + inner
+        nested = struct.pack("<Q1sI", 1, b"a", 9) + outer
+        pairs = b"".join(struct.pack("<Q1sIB", 1, b"%d" % i, 0, 0) for i in range(count))
+        tensors = b"".join(struct.pack("<Q1sIQIQ", 1, b"%d" % i, 1, 8, 0, 32 * i) for i in range(count))
+        for name, pairs_tensors, body, said in (
+            ("nested", (1, 0), nested, problem),
+            ("pairs", (count, 0), pairs, problem and "4 metadata pairs, where models have 3 at most"),
+            ("tensors", (0, count), tensors + bytes(32 * count + 32), problem and "4 tensors, where models have 3"),
+        ):
+            path = raw_gguf(tmp_path / f"{name}.gguf", *pairs_tensors, body)
+            with pytest.raises(ModelLoadError, match=said) if said else contextlib.nullcontext():
+                GgufFile(path)
 
 
 def test_a_file_of_99999_asks_the_folder_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

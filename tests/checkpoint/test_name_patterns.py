@@ -107,7 +107,7 @@ def test_work_does_not_grow_by_the_pattern(pattern: str) -> None:
 )
 def test_a_pattern_that_can_not_be_read_is_an_error(pattern: str, problem: str) -> None:
     with pytest.raises(ModelLoadError, match=f"^config.json: ignore.*({problem})") as caught:
-        found = NamePatterns([f"re:{pattern}"], "config.json: ignore")
+        found = NamePatterns(["re:b$", f"re:{pattern}"], "config.json: ignore")
         rng = random.Random(1)
         for _ in range(3000):
             _ = "".join(rng.choices("abc", k=60)) in found

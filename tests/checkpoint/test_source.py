@@ -7,11 +7,13 @@ import importlib.util
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import gguf
+import httpx
 import msgpack
 import numpy as np
 import pytest
@@ -157,8 +159,10 @@ def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def snapshot_download(name: str, **options: Any) -> str:
         calls.append({"name": name, **options})
-        bar = options["tqdm_class"](total=0, unit="B", unit_scale=True, desc="x")
+        bar = options["tqdm_class"](total=None, unit="B", unit_scale=True, desc="x")
+        bar.update(0)
         bar.total = 100
+        bar.update(None)
         bar.update(40)
         bar.refresh()
         bar.set_description("y")
@@ -175,6 +179,7 @@ def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls[0]["revision"] == "v1"
     assert calls[0]["local_files_only"] is True
     assert "*.safetensors" in calls[0]["allow_patterns"]
+    assert [(report.done, report.total) for report in reports[1:]] == [(0, 0), (0, 100), (40, 100)]
     assert reports[-1] == StartupProgress("resolve", 40, 100, "bytes", "owner/name")
     monkeypatch.setattr(hub, "file_sizes", lambda *args: ({"tokenizer.json": 1, "model.gguf": 1}, ""))
     resolve("owner/name", load_format="dummy")
@@ -260,16 +265,32 @@ def test_a_cache_on_a_full_or_read_only_disk_is_said_whatever_was_made_of_it() -
     assert hub.disk_problem(ConnectionRefusedError(errno.ECONNREFUSED, "refused")) is None
 
 
+@pytest.mark.parametrize(("status", "is_of_token"), [(401, True), (403, True), (404, False), (500, False)])
+def test_an_answer_of_the_hub_names_the_token_where_that_is_the_cause(status: int, is_of_token: bool) -> None:
+    from huggingface_hub.errors import HfHubHTTPError
+
+    error = HfHubHTTPError("no", response=httpx.Response(status, request=httpx.Request("GET", "https://hub/x")))
+    with pytest.raises(ModelLoadError, match=f"the hub answered {status}") as caught, hub._explained("a/b", None):
+        raise error
+    assert ("is the token valid?" in str(caught.value)) is is_of_token
+
+
+def test_a_progress_bar_starts_no_process() -> None:
+    """tqdm's own lock is one of multiprocessing."""
+    assert type(hub._progress_bar("m", None).get_lock()) is type(threading.RLock())
+
+
 def test_an_unknown_name_may_be_meant_as_a_hub_id_or_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "llama-7b.gguf").write_bytes(b"")
+    for letter in "abcd":
+        (tmp_path / f"llama-7{letter}.gguf").write_bytes(b"")
     (tmp_path / "llama-7x.txt").write_bytes(b"")
     for name, is_path in (("no-such-model", False), ("./no-such-model", True)):
         with pytest.raises(ModelLoadError) as caught:
             resolve(name)
         assert ("nor is it a hub id (OWNER/REPOSITORY)" in str(caught.value)) is not is_path
         assert "in that folder there is" not in str(caught.value)
-    with pytest.raises(ModelLoadError, match=r"in that folder there is 'llama-7b.gguf'$"):
+    with pytest.raises(ModelLoadError, match=r"in that folder there is '.*7d.gguf', '.*7c.gguf', '.*7b.gguf'$"):
         resolve("./llama-7.gguf")
 
 
