@@ -12,7 +12,7 @@ from grammar_helpers import schema_spec, wide
 
 from aengine import StructuredOutput
 from aengine.engine.structured.llguidance.cost import _divisor, _weight, is_quick
-from aengine.engine.structured.parts import AnyOf, Choice, Json, Regex, Text, seq
+from aengine.engine.structured.parts import AnyOf, Choice, FreeText, Json, Regex, Text, TextUpTo, seq
 from aengine.engine.structured.spec import GrammarSpec, composed_of, spec_of
 
 SCHEMAS = Path(__file__).parents[2] / "benchmarks" / "schemas.jsonl"
@@ -154,7 +154,40 @@ def test_the_divisor_of_a_number(number: Any, divisor: int) -> None:
 
 def test_divisors_beyond_all_bounds() -> None:
     assert not is_quick(schema_spec({"multipleOf": 7**1000}))
+    assert not is_quick(schema_spec({"minItems": 7**1000, "items": {"const": LONG}}))
     assert not is_quick(GrammarSpec("json_schema", '{"multipleOf":' + "7" * 5000 + "}"))
+
+
+def ways(count: int) -> str:
+    """A pattern that can go on in so many ways."""
+    return "^" + "a?" * (count - 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "most"),
+    [
+        (lambda n: GrammarSpec("choice", "x" * n), 200_000),
+        (lambda n: composed_of(AnyOf((Choice(("x" * 150_000, "y")), Json('"' + "x" * (n - 150_003) + '"')))), 200_000),
+        (lambda n: GrammarSpec("regex", "x" * n), 5_000),
+        (lambda n: composed_of(AnyOf((Regex("x" * 1_000), FreeText(matching=("x" * 500, "x" * (n - 1_500)))))), 5_000),
+        (lambda n: schema_spec({"properties": {"p": {"pattern": "x" * 1_000}}, "pattern": "y" * (n - 1_000)}), 5_000),
+        (lambda n: composed_of(seq(Text("x"), Regex("." * n, not_first=("x",)))), 6),
+        (lambda n: composed_of(seq(Text("x"), FreeText(matching=(ways(100), ways(n))))), 500),
+        (lambda n: composed_of(seq(Text("x"), TextUpTo("x", matching=(ways(100), ways(n))))), 500),
+        (lambda n: schema_spec({"allOf": [{"pattern": ways(100)}, {"pattern": ways(n)}]}), 500),
+        (lambda n: schema_spec({"$ref": "#/x", "pattern": ways(100), "x": {"pattern": ways(n)}}), 500),
+        (lambda n: GrammarSpec("lark", "x" * n), 2_000),
+        (lambda n: GrammarSpec("ebnf", "A " * n), 24),
+        (lambda n: schema_spec({"patternProperties": {f"^{i}": {} for i in range(n)}}), 30),
+        (lambda n: schema_spec({"multipleOf": 3, "properties": wide(n)}), 1_250),
+        (lambda n: schema_spec({"multipleOf": 20, "items": {"multipleOf": n}}), 1_000),
+        (lambda n: schema_spec({"minItems": 100, "items": {"minItems": 10, "items": {"const": "x" * (n - 2)}}}), 1_000),
+        (lambda n: schema_spec({"minItems": n, "items": {"properties": {"x" * 98: {}}}}), 10_000),
+        (lambda n: schema_spec(chain(98) | {"x": json.loads("[" * (n - 1) + "]" * (n - 1))}), 10),
+    ],
+)  # fmt: skip
+def test_each_bound_is_what_just_passes(make: Any, most: int) -> None:
+    assert is_quick(make(most)) and not is_quick(make(most + 1))
 
 
 @pytest.mark.parametrize("kind", ["lark", "ebnf", "regex", "json_schema"])

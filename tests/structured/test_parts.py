@@ -53,6 +53,12 @@ CASES: list[tuple[Part, list[str], list[str]]] = [
     (FreeText(not_first=("{",), after_blanks=True), ["a{", "\x0b{"], ["{", " \n{a"]),
     (seq(TextUpTo("</t>"), NUMBER), ["</t>1", "so </t>12"], ["1", "</t></t>1", "a</t"]),
     (seq(TextUpTo("</t>", ("<t>",)), NUMBER), ["a<t></t>1"], ["<t>a</t>1"]),
+    (
+        seq(TextUpTo("</t>", matching=("[a-z</]+", ".{2,4}")), NUMBER),
+        ["ab</t>1"],
+        ["a</t>1", "abcde</t>1", "A</t>1", "ab</t></t>1"],
+    ),
+    (FreeText(matching=("[a-z]*", "(?s:.{0,3})")), ["", "abc"], ["abcd", "A"]),
     (Regex("a/b\\/c\n\\\t[/]"), ["a/b/c\n\t/"], ["a"]),
     (Regex("[a-z]+", not_first=("no",)), ["yes", "n"], ["no", "nothing"]),
     (Choice(("yes", 'n"\\\n', "no"), not_first=("no",)), ["yes", 'n"\\\n'], ["no", "y"]),

@@ -52,7 +52,7 @@ def _accepts(pattern: str, text: str) -> bool:
         (r"^(?<year>\d{2})$", ["20"], ["2"]),
         (r"^(?P<year>\d{2})$", ["20"], ["2"]),
         ("^(?:a|b)c$", ["ac", "bc"], ["c"]),
-        ("(?i)^abc$", ["ABC"], ["x"]),
+        (r"(?i)^ab\d$", ["AB1"], ["x1", "AB٣"]),
         ("^(?i:a)b$", ["Ab"], ["aB"]),
         (r"^\p{Lu}\P{Lu}$", ["Éé"], ["éé"]),
         (r"^\p{Script=Greek}$", ["α"], ["a"]),

@@ -118,7 +118,7 @@ def _is_quick_schema(text: str) -> bool:
     may_repeat = _LONG.search(text) is not None and _REPEATING.search(text) is not None
     if not may_repeat and not _TELLING.search(text) and text.count(":") <= _MAX_PROPERTIES:
         return True
-    weight, divisor = 0.0, 1
+    divisor = 1.0
     joins = False  # whether schemas, and with them their patterns, may be merged
     patterns: set[str] = set()
     try:
@@ -132,29 +132,28 @@ def _is_quick_schema(text: str) -> bool:
             patterns.update(name_patterns)
             if isinstance(part.get("pattern"), str):
                 patterns.add(part["pattern"])
-            divisor = min(divisor * _divisor(part.get("multipleOf")), _MAX_DIVISOR + 1)
+            divisor *= _divisor(part.get("multipleOf"))
             if any(keyword in part for keyword in _JOINING):
                 listed = part.get("allOf")
                 joins |= len(part.keys() - _ANNOTATIONS) > 1 or (isinstance(listed, list) and len(listed) > 1)
     except (ValueError, RecursionError):
         return False
-    weight = sum(map(_weight, patterns))
-    width = math.prod(map(_width, patterns)) if joins and len(patterns) > 1 else 1
-    return weight <= _MAX_WEIGHT and divisor <= _MAX_DIVISOR and width <= _MAX_WIDTH
+    if sum(map(_weight, patterns)) > _MAX_WEIGHT or divisor > _MAX_DIVISOR:
+        return False
+    return not joins or math.prod(map(_width, patterns)) <= _MAX_WIDTH
 
 
 def _forced_letters(schema: Any) -> float:
     """Return a bound of the letters that must follow one after the other somewhere in a value: those of the longest
     literal, as each reference may lead to two others and each array repeats what is in it."""
-    longest, times = 0, 1.0
+    longest = times = 1.0
     for part in _objects(schema):
-        literals = [part.get("const")]
+        literals = [part.get("const"), *_mapping(part.get("properties")), *_mapping(part.get("$defs"))]
         for key in ("enum", "required"):
             literals += part[key] if isinstance(part.get(key), list) else ()
-        names = max(map(len, (*_mapping(part.get("properties")), *_mapping(part.get("$defs")))), default=0)
-        longest = max(longest, names, *(len(json.dumps(literal)) for literal in literals))
+        longest = max(longest, *(len(json.dumps(literal)) for literal in literals))
         least = part.get("minItems")
-        times *= max(1.0, min(float(least), _MAX_LITERALS)) if isinstance(least, int | float) else 1.0
+        times *= max(1.0, min(least, _MAX_LITERALS)) if isinstance(least, int | float) else 1.0
         times = min(_MAX_LITERALS, times * 2 ** any(key in part for key in ("$ref", "$dynamicRef")))
     return longest * times
 
@@ -172,12 +171,12 @@ def _width(pattern: str) -> float:
     return 1.0 + len(re.findall(r"[|*+?{]", pattern)) + (not pattern.startswith("^"))
 
 
-def _divisor(number: object) -> int:
+def _divisor(number: object) -> float:
     """Return the digits of a ``multipleOf``: 250 for 250, 25 for 0.25 (moving the point costs nothing)."""
     if isinstance(number, bool) or not isinstance(number, int | float):
-        return 1
-    digits = re.sub(r"[^0-9]", "", repr(number).partition("e")[0])[:20]
-    return int(digits.strip("0") or 1) if isinstance(number, float) else int(digits or 1) or 1
+        return 1.0
+    digits = re.sub(r"[^0-9]", "", repr(number).partition("e")[0])
+    return float((digits.strip("0") if isinstance(number, float) else digits) or "1") or 1.0
 
 
 def _mapping(value: object) -> dict[str, Any]:

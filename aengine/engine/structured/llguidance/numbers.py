@@ -72,12 +72,10 @@ def _is_exact(value: object) -> bool:
     if not _is_number(value):
         return True
     if isinstance(value, int):
-        return abs(value) <= _MOST_EXACT or (value.bit_length() <= 1023 and int(float(value)) == value)
+        return abs(value) < _MOST_DOUBLE and int(float(value)) == value
     assert isinstance(value, float)
     digits, _, exponent = repr(abs(value)).partition("e")
     whole, _, fraction = digits.partition(".")
     power = int(exponent or "0") - len(fraction)
     number = float(int(whole + fraction))
-    if abs(power) > 308:
-        return False
     return abs(value) == (number * float(f"1e{power}") if power >= 0 else number / float(f"1e{-power}"))
