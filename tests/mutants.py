@@ -61,6 +61,8 @@ WINGS = {
 EQUIVALENT = {
     ("_Answer._with_index", "and/or swapped", "deltas and self._index"),  # 0 replaced by 0, or a list that is empty
     ("_ByBytes._cut", "1 is 2", "1"),  # the longest token where there is none
+    ("_is_quick_schema", "another comparison", "text.count(':') <= _MAX_PROPERTIES"),  # a longer look says the same
+    ("_most_levels", "another comparison", "num_places * MAX_DEPTH <= _MAX_LEVELS"),  # no multiple of 124 is 1,000
     ("_Translation._unicode", "0 is 1", "0"),  # what is no second half of a pair, and neither is 1
     ("BitmaskFiller._fill_drafted", "another comparison", "len(forced) > 1"),  # forced ids are none, or two and more
 }

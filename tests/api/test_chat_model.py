@@ -69,7 +69,10 @@ class ScriptedParser:
         return deltas
 
     def finish(self) -> list[Any]:
-        return self.at_the_end
+        rest, self.at_the_end = self.at_the_end, []
+        for delta in rest:
+            self.builder.add(delta)
+        return rest
 
     @property
     def message(self) -> Any:
@@ -138,6 +141,18 @@ async def test_a_chat_is_the_deltas_of_its_tokens() -> None:
         assert await chat.read() == [] and chat.finish_reasons == (STOP, LENGTH) and chat.partial == whole
         assert [choice.message.content for choice in (await chat.wait()).choices] == ["12", "9"]
         assert chat.completion is chat.completion and chat.usage.completion_tokens == 5
+
+
+async def test_a_chat_that_is_closed_says_what_was_held_back_too() -> None:
+    mailbox = Mailbox(final_only=False, num_choices=1)
+    stream = TokenStream("r", mailbox, asyncio.get_running_loop(), lambda request_id: mailbox.abort())
+    chat = ChatStream(stream, SamplingParams())
+    mailbox.plan = scripted_plan([TextDelta("<")])
+    mailbox.pending += [Token("1", 1, 0), Token("2", 2, 0)]
+    assert (await anext(chat)).choice == 0 and chat.message.content == "1"
+    await chat.aclose()
+    assert chat.completion.message.content == chat.message.content == "1<"
+    assert await chat.read() == [] and chat.finish_reasons == (FinishReason.ABORT,)
 
 
 async def test_a_chat_that_fails_has_what_had_come_as_a_chats_completion() -> None:

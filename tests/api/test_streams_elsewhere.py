@@ -207,16 +207,66 @@ def interrupt(*args: Any, **options: Any) -> None:
 
 
 async def test_two_threads_can_not_wait_for_one_stream() -> None:
+    waits: list[bool] = []
+
+    class Counted(BlockingStream):
+        def _register_wake(self, wake: Callable[[], object], any_token: bool) -> bool:
+            waits.append(any_token)
+            return super()._register_wake(wake, any_token)
+
     thread = Turns()
-    stream, mailbox = begun(BlockingStream, thread, [])
+    stream, mailbox = begun(Counted, thread, [])
     read: list[Token] = []
-    reader = threading.Thread(target=lambda: read.append(run_now(anext(stream))))
+    reader = threading.Thread(target=lambda: read.extend(run_now(anext(stream)) for _ in range(3)))
     reader.start()
-    while stream._buffer.wake is None:  # it is about to sleep
-        await asyncio.sleep(0)
+    for token_id in (7, 8, 9):
+        while stream._buffer.wake is None and reader.is_alive():  # it is about to sleep
+            await asyncio.sleep(0)
+        with pytest.raises(InvalidRequestError, match="already being read by another task"):
+            run_now(anext(stream))
+        mailbox.choices[0].put(token_id, None)
+        thread.turn()
+    await asyncio.to_thread(reader.join, 30)
+    assert [token.token_id for token in read] == [7, 8, 9]
+    assert waits == [True] * 3, "it sleeps until there is something"
+
+
+async def test_a_reader_that_rests_is_told_of_the_end_alone() -> None:
+    thread, aborted = Turns(), list[str]()
+    stream, mailbox = begun(CrossThreadStream, thread, aborted)
+    resting = asyncio.ensure_future(stream.rest(600))
+    await asyncio.sleep(0)
     with pytest.raises(InvalidRequestError, match="already being read by another task"):
-        run_now(anext(stream))
+        await stream.rest(600)
     mailbox.choices[0].put(7, None)
     thread.turn()
-    await asyncio.to_thread(reader.join, 30)
-    assert [token.token_id for token in read] == [7]
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not resting.done()
+    for choice in mailbox.choices:
+        choice.end(LENGTH)
+    thread.turn()
+    async with asyncio.timeout(30):
+        await resting
+        await stream.rest(600)
+    resting = asyncio.ensure_future(begun(CrossThreadStream, thread, aborted)[0].rest(600))
+    await asyncio.sleep(0)
+    resting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await resting
+    thread.turn()
+    assert aborted == ["r"]
+
+
+async def test_a_reader_that_is_interrupted_ends_the_request() -> None:
+    class Interrupted(BlockingStream):
+        def _register_wake(self, wake: Callable[[], object], any_token: bool) -> bool:
+            raise KeyboardInterrupt
+
+    thread, aborted = Turns(), list[str]()
+    stream, _ = begun(Interrupted, thread, aborted)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            run_now(anext(stream))
+    thread.turn()
+    assert aborted == ["r"]

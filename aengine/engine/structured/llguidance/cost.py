@@ -41,10 +41,8 @@ _MAX_FORCED_LETTERS = 1_000_000
 """Letters that must follow one after the other, which are all written out before a mask: 1 us and 270 bytes each."""
 _MAX_LITERALS = 12_000
 """So many literals one after the other are more than the library's limit of items allows."""
-_TELLING = re.compile(r'"(?:pattern|patternProperties|multipleOf)"')
-"""No JSON schema without one of these is at risk, unless it is long, or repeats long literals."""
-_REPEATING = re.compile(r'"(?:minItems|\$ref|\$dynamicRef)"')
-_LONG = re.compile(r'"(?:[^"\\]|\\.){80}')
+_TELLING = re.compile(r'"(?:pattern|patternProperties|multipleOf|minItems|\$ref|\$dynamicRef)"')
+"""No JSON schema without one of these is at risk, unless it is long."""
 _REFERENCE = re.compile(r'"\$(?:ref|dynamicRef)"\s*+:\s*+"((?:[^"\\]|\\.)*+)"')
 # A search holds the GIL until it ends, and callers write what is searched: no part gives back what it took.
 _COUNT = re.compile(r"(?P<again>(?<=[)}?*+]))?\{\s*+([0-9]*+)[\s,]*+([0-9]*+)\s*+\}")
@@ -115,15 +113,14 @@ def _weight(pattern: str) -> float:
 def _is_quick_schema(text: str) -> bool:
     if _most_levels(text) > _MAX_LEVELS:
         return False
-    may_repeat = _LONG.search(text) is not None and _REPEATING.search(text) is not None
-    if not may_repeat and not _TELLING.search(text) and text.count(":") <= _MAX_PROPERTIES:
+    if not _TELLING.search(text) and text.count(":") <= _MAX_PROPERTIES:
         return True
     divisor = 1.0
     joins = False  # whether schemas, and with them their patterns, may be merged
     patterns: set[str] = set()
     try:
         schema = json.loads(text)
-        if may_repeat and _forced_letters(schema) > _MAX_FORCED_LETTERS:
+        if _forced_letters(schema) > _MAX_FORCED_LETTERS:
             return False
         for part in _objects(schema):
             name_patterns = _mapping(part.get("patternProperties"))
