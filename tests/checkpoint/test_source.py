@@ -159,6 +159,7 @@ def test_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def snapshot_download(name: str, **options: Any) -> str:
         calls.append({"name": name, **options})
+        assert type(options["tqdm_class"].get_lock()) is type(threading.RLock()), "tqdm's own starts a process"
         bar = options["tqdm_class"](total=None, unit="B", unit_scale=True, desc="x")
         bar.update(0)
         bar.total = 100
@@ -266,18 +267,18 @@ def test_a_cache_on_a_full_or_read_only_disk_is_said_whatever_was_made_of_it() -
 
 
 @pytest.mark.parametrize(("status", "is_of_token"), [(401, True), (403, True), (404, False), (500, False)])
-def test_an_answer_of_the_hub_names_the_token_where_that_is_the_cause(status: int, is_of_token: bool) -> None:
+def test_an_answer_of_the_hub_names_the_token_where_that_is_the_cause(
+    monkeypatch: pytest.MonkeyPatch, status: int, is_of_token: bool
+) -> None:
     from huggingface_hub.errors import HfHubHTTPError
 
-    error = HfHubHTTPError("no", response=httpx.Response(status, request=httpx.Request("GET", "https://hub/x")))
-    with pytest.raises(ModelLoadError, match=f"the hub answered {status}") as caught, hub._explained("a/b", None):
-        raise error
+    def answer(*args: object) -> None:
+        raise HfHubHTTPError("no", response=httpx.Response(status, request=httpx.Request("GET", "https://hub/x")))
+
+    monkeypatch.setattr(hub, "file_sizes", answer)
+    with pytest.raises(ModelLoadError, match=f"the hub answered {status}") as caught:
+        resolve("owner/name")
     assert ("is the token valid?" in str(caught.value)) is is_of_token
-
-
-def test_a_progress_bar_starts_no_process() -> None:
-    """tqdm's own lock is one of multiprocessing."""
-    assert type(hub._progress_bar("m", None).get_lock()) is type(threading.RLock())
 
 
 def test_an_unknown_name_may_be_meant_as_a_hub_id_or_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
