@@ -61,6 +61,9 @@ WINGS = {
 EQUIVALENT = {
     ("_Answer._with_index", "and/or swapped", "deltas and self._index"),  # 0 replaced by 0, or a list that is empty
     ("_ByBytes._cut", "1 is 2", "1"),  # the longest token where there is none
+    ("_is_exact", "0 is 1", "0"),  # of a power of ten, which is 1 there
+    ("_is_exact", "another comparison", "power >= 0"),  # the same
+    ("unusable_bound", "another comparison", "abs(value) < _LEAST_NEAR"),  # at which a number is not exact anyway
     ("_is_quick_schema", "another comparison", "text.count(':') <= _MAX_PROPERTIES"),  # a longer look says the same
     ("_most_levels", "another comparison", "num_places * MAX_DEPTH <= _MAX_LEVELS"),  # no multiple of 124 is 1,000
     ("_Translation._unicode", "0 is 1", "0"),  # what is no second half of a pair, and neither is 1

@@ -157,10 +157,9 @@ class GgufFile:
         readers = [_HeaderReader(p) for p in paths]
         headers = [reader.read_header() for reader in readers]
         self.path = paths[0]
-        self.version = headers[0][0]
-        self.metadata = GgufMetadata(readers[0], headers[0][1])
+        self.metadata = GgufMetadata(readers[0], headers[0][0])
         self.tensors: dict[str, GgufTensor] = {}
-        for shard, (_, _, tensors) in enumerate(headers):
+        for shard, (_, tensors) in enumerate(headers):
             for tensor in tensors:
                 if tensor.name in self.tensors:
                     raise readers[shard].error(f"two tensors are called {tensor.name!r}")
@@ -205,7 +204,7 @@ class GgufFile:
 
     def _check_split(self, found: int) -> None:
         count = self.metadata.get("split.count", 1)
-        if isinstance(count, int) and count > 1 and count != found:
+        if isinstance(count, int) and count > found:
             raise ModelLoadError(
                 f"{self.path} is one of {count} files of a split model, which are recognised by their names "
                 f"(NAME-00001-of-{count:05d}.gguf): restore them, or merge with `llama-gguf-split --merge`"
@@ -218,7 +217,7 @@ class GgufFile:
 def shard_paths(path: Path) -> list[Path]:
     """Return all files of the model that ``path`` is one of, in order. Raises ModelLoadError if one is missing."""
     match = SHARD_NAME.fullmatch(path.name)
-    if match is None or (count := int(match["count"])) <= 1:
+    if match is None or not (count := int(match["count"])):
         return [path]
     paths = [path.with_name(f"{match['stem']}-{i:05d}-of-{match['count']}.gguf") for i in range(1, count + 1)]
     there = set(os.listdir(path.parent))  # asked once, and not for each of 99,999
@@ -245,8 +244,8 @@ class _HeaderReader:
     def error(self, problem: str) -> ModelLoadError:
         return ModelLoadError(f"{self.path} is damaged or not a GGUF file: {problem}")
 
-    def read_header(self) -> tuple[int, dict[str, tuple[int, int]], list[GgufTensor]]:
-        """Return (version, {key: (type, position)}, tensors), everything checked."""
+    def read_header(self) -> tuple[dict[str, tuple[int, int]], list[GgufTensor]]:
+        """Return ({key: (type, position)}, tensors), everything checked."""
         if not self.file.data.startswith(_MAGIC):
             raise self.error(f"it begins with {self.file.data[: len(_MAGIC)]!r}, not {_MAGIC!r}")
         version = self._u32("the version")
@@ -269,7 +268,7 @@ class _HeaderReader:
         infos = [self._tensor_info(i) for i in range(num_tensors)]
         alignment = self._alignment(pairs)
         start = -(-self._position // alignment) * alignment
-        return version, pairs, self._placed(infos, start, alignment)
+        return pairs, self._placed(infos, start, alignment)
 
     def decode(self, code: int, position: int, what: str) -> Any:
         """Return the value at ``position``, which `_skip` has checked."""
@@ -421,10 +420,12 @@ class _HeaderReader:
         return start
 
     def _u32(self, what: str) -> int:
-        return _U32.unpack_from(self.file.data, self._take(4, what))[0]
+        start = self._take(4, what)  # before the data is looked up, which this may read on
+        return _U32.unpack_from(self.file.data, start)[0]
 
     def _u64(self, what: str) -> int:
-        return _U64.unpack_from(self.file.data, self._take(8, what))[0]
+        start = self._take(8, what)
+        return _U64.unpack_from(self.file.data, start)[0]
 
     def _bytes(self, what: str) -> bytes:
         length = self._u64(f"the length of {what}")

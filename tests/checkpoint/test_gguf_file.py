@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import random
 import struct
 from pathlib import Path
@@ -28,7 +29,7 @@ def assert_same_as_reader(path: Path) -> None:
     reader = gguf.GGUFReader(path)
     with GgufFile(path) as file:
         expected = {k: f for k, f in reader.fields.items() if not k.startswith("GGUF.")}
-        assert list(file.metadata) == list(expected)
+        assert list(file.metadata) == list(expected) and len(file.metadata) == len(expected)
         for key, field in expected.items():
             if key == "t.nested":  # the package's reader flattens what its writer nests
                 assert file.metadata[key] == [[1, 2], [3], [4, 5, 6]]
@@ -100,10 +101,13 @@ def test_smollm2_reads_as_with_the_gguf_package() -> None:
 
 
 @pytest.mark.parametrize("alignment", [None, 1, 64])
-def test_written_files_read_as_with_the_gguf_package(tmp_path: Path, alignment: int | None) -> None:
+def test_written_files_read_as_with_the_gguf_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alignment: int | None
+) -> None:
     for shift in range(4):
-        seed = random.randrange(2**32)
-        print(f"seed {seed} shift {shift}")
+        seed, first_read = random.randrange(2**32), random.randint(4, 40)
+        print(f"seed {seed} shift {shift} first read {first_read}")
+        monkeypatch.setattr(file_bytes, "_FIRST_READ", first_read)  # so that any value may reach beyond what was read
         assert_same_as_reader(write_sample(tmp_path / "m.gguf", seed, alignment=alignment, shift=shift))
 
 
@@ -130,8 +134,10 @@ def test_a_file_is_read_ahead_and_closed_with_its_map(tmp_path: Path, monkeypatc
     assert file.mapped()[:] == whole and file.mapped() is file.mapped()
     file.close()
     file.close()
-    assert str(path) not in Path("/proc/self/maps").read_text()
-    assert str(path) not in [str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
+    with GgufFile(write_sample(tmp_path / "model.gguf")) as model:
+        model.tensor_data("one")
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    assert not [fd for fd in Path("/proc/self/fd").iterdir() if os.path.realpath(fd).startswith(str(tmp_path))]
 
 
 def test_split_model_is_one_model(tmp_path: Path) -> None:
@@ -158,6 +164,29 @@ def test_split_model_is_one_model(tmp_path: Path) -> None:
     paths[1].unlink()
     with pytest.raises(ModelLoadError, match="m-00002-of-00003"):
         GgufFile(paths[0])
+    for count, shown in ((4, ""), (5, ", ...")):
+        (tmp_path / f"n-00001-of-0000{count}.gguf").write_bytes(b"")
+        with pytest.raises(ModelLoadError) as caught:
+            GgufFile(tmp_path / f"n-00001-of-0000{count}.gguf")
+        names = ", ".join(f"n-0000{i}-of-0000{count}.gguf" for i in (2, 3, 4))
+        assert str(caught.value).endswith(f"of which {count - 1} are missing: {names}{shown}")
+
+
+def test_numbers_are_read_of_a_short_row_of_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aengine.checkpoint.gguf_file._MOST_FLOATS", 5)
+    (tmp_path / "0").mkdir()
+    with GgufFile(write_sample(tmp_path / "0" / "m-00000-of-00000.gguf")) as file:  # so named, and of no split model
+        assert file.read_floats("one") == file.tensor_data("one").tolist()
+        for name in ("two", "three", "five"):
+            with pytest.raises(ModelLoadError, match=f"{name!r} must be a row of float32"):
+                file.read_floats(name)
+        monkeypatch.setattr("aengine.checkpoint.gguf_file._MOST_FLOATS", 4)
+        with pytest.raises(ModelLoadError, match="'one' must be a row of float32"):
+            file.read_floats("one")
+    path = tmp_path / "grid.gguf"
+    path.write_bytes(header(tensors=1, version=2) + tensor(b"grid", (2, 2)) + bytes(99))
+    with GgufFile(path) as file, pytest.raises(ModelLoadError, match="'grid' must be a row"):
+        file.read_floats("grid")
 
 
 def read_everything(path: Path) -> None:

@@ -70,6 +70,7 @@ LONG = "x" * 1000
         ({"minItems": 1e9, "items": {"required": [LONG]}}, False),
         (twice(12, {"const": LONG}), False),
         (twice(2, {"const": LONG}), True),
+        (twice(3, {"const": LONG[:900]}), True),
     ],
     ids=lambda value: json.dumps(value)[:40],
 )
@@ -96,7 +97,15 @@ def test_a_pattern_has_at_least_so_many_letters(pattern: str, least: int) -> Non
     assert _weight(pattern) >= least
 
 
+def ways(count: int) -> str:
+    """A pattern that can go on in so many ways."""
+    return "^" + "a?" * (count - 1)
+
+
+APART = {"properties": {"a": {"pattern": ways(500)}, "b": {"pattern": ways(500)}}}
 ORDINARY: list[Any] = [
+    {"$ref": "#/$defs/x", "$defs": {"x": APART}},
+    {"allOf": [APART]},
     {"type": "string", "pattern": "^[A-Z]{2}-[0-9]{6}$", "maxLength": 10_000},
     {"type": "number", "multipleOf": 0.01},
     {"type": "integer", "multipleOf": 1_000},
@@ -157,11 +166,6 @@ def test_divisors_beyond_all_bounds() -> None:
     assert not is_quick(schema_spec({"multipleOf": 7**1000}))
     assert not is_quick(schema_spec({"minItems": 7**1000, "items": {"const": LONG}}))
     assert not is_quick(GrammarSpec("json_schema", '{"multipleOf":' + "7" * 5000 + "}"))
-
-
-def ways(count: int) -> str:
-    """A pattern that can go on in so many ways."""
-    return "^" + "a?" * (count - 1)
 
 
 @pytest.mark.parametrize(

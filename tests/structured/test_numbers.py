@@ -83,7 +83,7 @@ def test_the_last_bound_that_the_library_holds_to(keyword: str, usable: list[Any
     for value in unusable:
         assert unusable_bound({keyword: value}, keyword), value
     for value in usable:
-        assert not unusable_bound({keyword: value}, keyword), value
+        assert unusable_bound({keyword: value}, keyword) == "", value
         matcher = _compile({"type": "number", keyword: value}).matcher
         if keyword == "multipleOf" and isinstance(value, int):
             assert all(accepts(matcher(), tiny(), str(times * value)) for times in (1, 3, 17))
@@ -110,7 +110,7 @@ def test_a_bound_that_nothing_reaches_begins_at_64_bits_and_at_the_last_double()
 
 
 def test_constants_are_whole_as_64_bits() -> None:
-    for value in (2**62, -(2**62), 2**53, 0, 0.0, 1.5, 1e308, 1e-308, "x", None, True, [1, {"a": 2}]):
+    for value in (2**62, -(2**62), 2**53 - 1, 2**53, 0, 0.0, 1.5, 1e308, 1e-308, "x", None, True, [1, {"a": 2}]):
         assert inexact_value(value) is None
     for value in (2**63, -(2**63), 2**53 + 1, 2**1024 - 1, 123456789.12345679, 5e-324):
         assert inexact_value({"a": ["x", value]}) == value

@@ -75,7 +75,9 @@ def test_a_pattern_means_what_ecma_says(pattern: str, right: list[str], wrong: l
         (r"(?<a>b)\k<a>", "referring back"),
         (r"\bword", "the end of a word"),
         ("(?>a)", "atomic"),
-        ("(?m)^a$", "flags"),
+        ("(?m)^a$", "the flags 'm'"),
+        ("(?i-s:a)", "the flags 'i-s'"),
+        ("(?P<a>b)(?P=a)", "referring back"),
         (r"\ud83d", "surrogate"),
         (r"\012", "octal"),
         ("^[]a]$", "empty"),
@@ -113,6 +115,15 @@ def test_a_pattern_is_read_once() -> None:
             assert len(rust_pattern(part * 50_000)) < 2_000_000
         except UntranslatablePattern:
             pass
+
+
+def test_groups_are_counted() -> None:
+    for pattern in ("(?i)", "(?i:a)", "(a)", "((a)(?<n>b))", "(" * 200 + "a" + ")" * 200, "(a)" * 300):
+        assert rust_pattern(pattern + r"\/")[-2:] in (")/", "(?i)/"), pattern
+    for pattern in (r"(\/", r"\/)", r"(?i:\/", r"(a))\/"):
+        assert rust_pattern(pattern) == pattern, "the library says what is wrong with it"
+    with pytest.raises(UntranslatablePattern, match="more than 200 groups"):
+        rust_pattern("(" * 201 + ")" * 201)
 
 
 def test_a_control_character_is_not_what_an_escape_leads_into() -> None:
@@ -181,7 +192,8 @@ def test_a_character_is_that_one_however_it_is_written() -> None:
                     rust_pattern(text)
             else:
                 assert _readable(rust_pattern(text)).fullmatch(joined)
-    for text in (r"\u{110000}", r"\u{}", r"\u{41", r"\u00g0", r"\xg0", r"\x4"):
+    assert rust_pattern(r"\u{0000041}") == "A"
+    for text in (r"\u{00000041}", r"\u{110000}", r"\u{}", r"\u{41", r"\u00g0", r"\xg0", r"\x4"):
         assert rust_pattern(text).startswith(text[1]), "no escape: the letter means itself"
 
 

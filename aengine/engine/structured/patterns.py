@@ -171,7 +171,7 @@ class _Translation:
         if self._comes("-"):
             self._place += 1
             return 0x2D
-        return self._member() if self._place < len(self._pattern) else 0x5C
+        return self._member() if self._place < len(self._pattern) else ord("\\")
 
     def _member(self) -> int | str:
         """Read an escape after its backslash: one character, or what stands for a set in a class."""

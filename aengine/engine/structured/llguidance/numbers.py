@@ -51,9 +51,9 @@ def unusable_bound(part: dict[str, Any], keyword: str) -> str:
     if keyword == "multipleOf":
         if value <= 0:
             return "it is not above 0"
-        digits = repr(value).partition("e")[0].replace(".", "")
-        number = int(digits.rstrip("0") if isinstance(value, float) else digits or "0") if digits.isdecimal() else 0
-        return "it has too many digits" if number > _MOST_DIVISOR or value > _MOST_DIVISOR else ""
+        digits = repr(value).partition("e")[0].replace(".", "").rstrip("0")
+        number = int(digits) if isinstance(value, float) else value
+        return "it has too many digits" if max(number, value) > _MOST_DIVISOR else ""
     if not _is_exact(value) or (keyword.startswith("exclusive") and abs(value) >= _MOST_EXACT):
         return "it has too many digits"
     is_away = value > 0 if keyword in _LOWER else value < 0
@@ -72,7 +72,7 @@ def _is_exact(value: object) -> bool:
     if not _is_number(value):
         return True
     if isinstance(value, int):
-        return abs(value) < _MOST_DOUBLE and int(float(value)) == value
+        return value.bit_length() - (value & -value).bit_length() < 53  # from the first digit to the last that is not 0
     assert isinstance(value, float)
     digits, _, exponent = repr(abs(value)).partition("e")
     whole, _, fraction = digits.partition(".")
