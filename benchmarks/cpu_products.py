@@ -24,9 +24,9 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from aengine.kernels.cpu import codes, library, rows, tape
 from aengine.kernels.cpu.codes import PackedMatrix
-from aengine.kernels.cpu.emit import I64, Function
-from aengine.kernels.cpu.layouts import LAYOUTS, NUMBERS
-from aengine.kernels.cpu.target import Target, host
+from aengine.kernels.cpu.compiler.emit import I64, Function
+from aengine.kernels.cpu.compiler.target import Target, host
+from aengine.kernels.cpu.packed.layouts import LAYOUTS, NUMBERS
 
 _CHUNK = 2**15
 GROUPED = [kind for kind in LAYOUTS if kind.upper() not in GGMLQuantizationType.__members__ and kind != "int8"]

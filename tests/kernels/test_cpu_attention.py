@@ -18,12 +18,12 @@ import llvmlite.binding as llvm
 
 from aengine.kernels import write_qkv as reference
 from aengine.kernels.cpu import ops, tape
-from aengine.kernels.cpu.code_cache import CodeCache, code_cache
-from aengine.kernels.cpu.compiled import compile_module
-from aengine.kernels.cpu.emit import Module
+from aengine.kernels.cpu.compiler.code_cache import CodeCache, code_cache
+from aengine.kernels.cpu.compiler.compiled import compile_module
+from aengine.kernels.cpu.compiler.emit import Module
+from aengine.kernels.cpu.compiler.target import Target, host
 from aengine.kernels.cpu.library import Library, write_kernels
 from aengine.kernels.cpu.ops import attend, attend_both_sides, write_qkv
-from aengine.kernels.cpu.target import Target, host
 from aengine.kernels.kv_codes import kept_kv, kv_numbers
 from aengine.kernels.paged_attention import Scores, prefill_attention
 from aengine.kernels.rotary import HeadNorms, Rope, apply_rotary, rotary_rows

@@ -18,8 +18,9 @@ import pytest
 pytest.importorskip("llvmlite")
 
 from aengine.config import model_cache
-from aengine.kernels.cpu import code_cache, library, target
-from aengine.kernels.cpu.code_cache import MOST_FILES, CodeCache, code_key, digest_of_sources
+from aengine.kernels.cpu import library
+from aengine.kernels.cpu.compiler import code_cache, target
+from aengine.kernels.cpu.compiler.code_cache import MOST_FILES, CodeCache, code_key, digest_of_sources
 from aengine.runner.platforms import cpu
 
 KEY, CODE = "a" * 64, bytes(range(256)) * 9
@@ -213,7 +214,7 @@ def test_a_worker_without_kernels_says_so_once(
 
 
 def test_asking_what_kernels_are_for_does_not_load_llvm() -> None:
-    code = "import sys; import aengine.kernels.cpu.target; print('llvmlite' in sys.modules)"
+    code = "import sys; import aengine.kernels.cpu.compiler.target; print('llvmlite' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 

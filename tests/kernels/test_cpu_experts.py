@@ -15,13 +15,13 @@ import llvmlite.binding as llvm
 
 from aengine.kernels import routing
 from aengine.kernels.cpu import expert_ops, tape
-from aengine.kernels.cpu.code_cache import CodeCache
 from aengine.kernels.cpu.codes import Activations, PackedMatrix, activations, multiply, pack
-from aengine.kernels.cpu.compiled import compile_module
-from aengine.kernels.cpu.emit import Module
+from aengine.kernels.cpu.compiler.code_cache import CodeCache
+from aengine.kernels.cpu.compiler.compiled import compile_module
+from aengine.kernels.cpu.compiler.emit import Module
+from aengine.kernels.cpu.compiler.target import Target, host
 from aengine.kernels.cpu.expert_ops import PackedExperts
 from aengine.kernels.cpu.library import Library, write_kernels
-from aengine.kernels.cpu.target import Target, host
 from aengine.kernels.expert_gate import gate_experts
 from aengine.kernels.expert_types import ExpertGate, ExpertSlots, Routing, RoutingRule
 

@@ -17,12 +17,12 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from aengine.kernels.cpu import codes, tape
-from aengine.kernels.cpu import target as cpu_target
-from aengine.kernels.cpu.code_cache import CodeCache
 from aengine.kernels.cpu.codes import Activations, PackedMatrix
-from aengine.kernels.cpu.emit import Module
+from aengine.kernels.cpu.compiler import target as cpu_target
+from aengine.kernels.cpu.compiler.code_cache import CodeCache
+from aengine.kernels.cpu.compiler.emit import Module
+from aengine.kernels.cpu.compiler.target import Target, host, instructions
 from aengine.kernels.cpu.library import Library, write_kernels
-from aengine.kernels.cpu.target import Target, host, instructions
 from aengine.kernels.grouped_codes import CodeKind, GroupedCodes
 from aengine.kernels.grouped_codes import numbers as numbers_of_codes
 

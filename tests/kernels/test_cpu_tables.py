@@ -11,7 +11,7 @@ gguf = pytest.importorskip("gguf")
 
 # ruff: noqa: E402
 from aengine.kernels.cpu.codes import embed, pack
-from aengine.kernels.cpu.layouts import LAYOUTS, NUMBERS
+from aengine.kernels.cpu.packed.layouts import LAYOUTS, NUMBERS
 
 BY_GGUF = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "mxfp4")
 """Types that the gguf package writes."""

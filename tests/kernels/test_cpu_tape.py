@@ -15,11 +15,11 @@ from torch import Tensor
 pytest.importorskip("llvmlite")
 
 from aengine.kernels.cpu import library, tape
-from aengine.kernels.cpu.code_cache import code_cache
-from aengine.kernels.cpu.emit import Function
-from aengine.kernels.cpu.layouts import LARGEST_PLANES
+from aengine.kernels.cpu.compiler.code_cache import code_cache
+from aengine.kernels.cpu.compiler.emit import Function
+from aengine.kernels.cpu.compiler.target import Target, host
+from aengine.kernels.cpu.packed.layouts import LARGEST_PLANES
 from aengine.kernels.cpu.rows import GROUP, KERNELS
-from aengine.kernels.cpu.target import Target, host
 
 
 def quantised(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,11 +25,11 @@ pytest.importorskip("llvmlite")
 from test_cpu_attention import Batch, Shape
 
 from aengine.kernels.cpu import codes, ops, tape
-from aengine.kernels.cpu.code_cache import CodeCache
-from aengine.kernels.cpu.emit import F32, I32, I64, Function, Value
+from aengine.kernels.cpu.compiler.code_cache import CodeCache
+from aengine.kernels.cpu.compiler.emit import F32, I32, I64, Function, Value
+from aengine.kernels.cpu.compiler.target import Target, host
 from aengine.kernels.cpu.library import Library
 from aengine.kernels.cpu.rows import KERNELS
-from aengine.kernels.cpu.target import Target, host
 from aengine.kernels.paged_attention import Scores
 
 WIDTH = 32

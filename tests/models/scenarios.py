@@ -34,6 +34,7 @@ MAX_TOKENS = 12
 MAX_MODEL_LEN = 96
 BLOCK_SIZE = 4
 MIB = 2**20
+PROMPTS = [list(range(100, 100 + n)) for n in (1, 17, 40, 60)]
 
 Reference = Callable[[Tensor], Tensor]
 """float32 [n, vocab_size] logits for the int64 [n] tokens of one sequence."""
@@ -172,6 +173,19 @@ def some_prompts(vocab_size: int, seed: int = 0) -> list[list[int]]:
     shared = some(40)
     prompts = [some(length) for length in (1, 2, 7, 23, 60)]
     return prompts + [shared, shared[:24] + some(5), shared[:30] + some(20)]
+
+
+def check_exactly(engine: Engine) -> list[list[int]]:
+    """Tokens of an engine that has begun are the same, to the bit of every sum: alone, batched, in chunks of prompts, and
+    after preemptions. Returns them."""
+    alone = [engine.generate([prompt])[0] for prompt in PROMPTS]
+    engine.begin()
+    assert engine.generate(PROMPTS) == alone
+    engine.begin(max_num_batched_tokens=7)
+    assert engine.generate(PROMPTS) == alone
+    engine.begin(num_blocks=engine.fewest_blocks(100, 7) + 2, max_num_batched_tokens=7)
+    assert engine.generate(PROMPTS) == alone
+    return alone
 
 
 def check_scenarios(

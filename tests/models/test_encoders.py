@@ -20,7 +20,7 @@ from aengine.checkpoint.source import resolve_model
 from aengine.config import EngineConfig
 from aengine.errors import ModelLoadError
 from aengine.ipc.messages import NewRequest, SchedulerOutput, int32
-from aengine.kernels.cpu import target
+from aengine.kernels.cpu.compiler import target
 from aengine.runner.pooling import encoder_runner
 from aengine.runner.pooling.batch import EncoderBatch
 from aengine.runner.startup.encoder import LoadedEncoder

@@ -19,7 +19,7 @@ from test_group_weights import write as write_groups
 from test_weight_formats import quantise
 from tiny import make_tiny_model
 
-from aengine.kernels.cpu.target import unavailable
+from aengine.kernels.cpu.compiler.target import unavailable
 from aengine.runner.startup.estimate import tensors_of
 from aengine.runner.weights.float16_cpu import float16_plan, has_fbgemm
 from aengine.runner.weights.formats import choose_formats

@@ -12,7 +12,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Q
 from safetensors.torch import save_file
-from scenarios import Engine, check_scenarios
+from scenarios import PROMPTS, Engine, check_exactly, check_scenarios
 from test_expert_layers import mxfp4
 from test_gguf_weights import SIZES, write_gguf
 from test_group_weights import MOE, write
@@ -21,8 +21,6 @@ from tiny import load_reference, make_tiny_model, write_tiny_model
 from aengine.runner.graphs.tape_model import TapeModel
 
 pytest.importorskip("llvmlite")
-
-PROMPTS = [list(range(100, 100 + n)) for n in (1, 17, 40, 60)]
 
 
 @pytest.mark.parametrize(
@@ -94,13 +92,7 @@ def test_activations_in_8_bits_are_the_same_alone_batched_in_chunks_and_after_a_
     engine = Engine(path, dtype="auto")
     engine.begin()
     assert isinstance(engine.runner.model, TapeModel) and "q4_0 as codes" in experts()
-    alone = [engine.generate([prompt])[0] for prompt in PROMPTS]
-    engine.begin()
-    assert engine.generate(PROMPTS) == alone
-    engine.begin(max_num_batched_tokens=7)
-    assert engine.generate(PROMPTS) == alone
-    engine.begin(num_blocks=engine.fewest_blocks(100, 7) + 2, max_num_batched_tokens=7)
-    assert engine.generate(PROMPTS) == alone
+    alone = check_exactly(engine)
     by_op = Engine(path, dtype="auto", enforce_eager=True)
     by_op.begin()
     assert not isinstance(by_op.runner.model, TapeModel)

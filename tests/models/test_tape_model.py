@@ -12,7 +12,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Q
 from safetensors.torch import load_file, save_file
-from scenarios import Engine, check_scenarios
+from scenarios import PROMPTS, Engine, check_exactly, check_scenarios
 from test_gguf_weights import SIZES, write_gguf
 from tiny import load_reference, make_tiny_model, write_tiny_model
 
@@ -23,7 +23,6 @@ from aengine.runner.startup import setup
 pytest.importorskip("llvmlite")
 
 SIZES_OF_HEADS = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")}
-PROMPTS = [list(range(100, 100 + n)) for n in (1, 17, 40, 60)]
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +38,7 @@ def test_a_gguf_runs_as_a_tape(engine: Engine) -> None:
 
 def test_tokens_are_the_same_alone_batched_in_chunks_and_after_a_preemption(engine: Engine) -> None:
     engine.begin()
-    alone = [engine.generate([prompt])[0] for prompt in PROMPTS]
-    engine.begin()
-    assert engine.generate(PROMPTS) == alone
-    engine.begin(max_num_batched_tokens=7)
-    assert engine.generate(PROMPTS) == alone
-    engine.begin(num_blocks=engine.fewest_blocks(100, 7) + 2, max_num_batched_tokens=7)
-    assert engine.generate(PROMPTS) == alone
+    check_exactly(engine)
 
 
 def test_logits_are_near_those_of_the_numbers(engine: Engine, short_model: str) -> None:
@@ -96,13 +89,7 @@ def test_keys_and_values_in_fp8_are_the_tapes_too(short_model: str) -> None:
     engine = Engine(Path(short_model), dtype="auto", kv_cache_dtype="fp8")
     engine.begin()
     assert isinstance(engine.runner.model, TapeModel) and engine.offer["kv_cache_scales"] == "calibrated"
-    alone = [engine.generate([prompt])[0] for prompt in PROMPTS]
-    engine.begin()
-    assert engine.generate(PROMPTS) == alone
-    engine.begin(max_num_batched_tokens=7)
-    assert engine.generate(PROMPTS) == alone
-    engine.begin(num_blocks=engine.fewest_blocks(100, 7) + 2, max_num_batched_tokens=7)
-    assert engine.generate(PROMPTS) == alone
+    check_exactly(engine)
 
 
 def test_matrices_of_several_types_that_are_multiplied_together_are_on_the_tape(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from .emit import F32, I32, I64, Function, Value, Variable
-from .target import Target, WriteKernel
+from .compiler.dtypes import DTYPES
+from .compiler.emit import F32, I32, I64, Function, Value, Variable
+from .compiler.target import Target, WriteKernel
 
-SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 """Bytes of an element of the cache."""
 KEYS = 16
 """Keys of a block, which are the lanes of a vector."""
@@ -40,8 +40,8 @@ class _Attend:
     def __init__(
         self, f: Function, target: Target, head_dim: int, group: int, dtype: str, *, both_sides: bool = False
     ) -> None:
-        self.f, self.head_dim, self.group, self.dtype, self.both_sides = f, head_dim, group, dtype, both_sides
-        self.size = SIZES[dtype]
+        self.f, self.head_dim, self.group, self.dtype, self.both_sides = f, head_dim, group, DTYPES[dtype], both_sides
+        self.size = self.dtype.stored.size
         self.has_scales = dtype == "float8_e4m3fn"
         self.tokens = _power_of_2(min(KEYS, _MOST_ROWS // group))  # most of a tile
         wide = "+avx512f" in target.features
@@ -227,7 +227,7 @@ class _Attend:
                 next_key = f.address(self.next_places, key) + i * self.size
                 f.prefetch(next_key, 2)
                 f.prefetch(next_key + values, 2)
-            square = [f.load_as_float32(self.dtype, KEYS, place + i * self.size) for place in places]
+            square = [self.dtype.load(f, place + i * self.size, KEYS) for place in places]
             for j, column in enumerate(transposed(f, square)):
                 f.store(column, self.keys + i * (4 * KEYS) + 4 * KEYS * j)
 
@@ -312,9 +312,7 @@ class _Attend:
                 weights = self.scores + (row + begin) * (4 * KEYS)
                 with f.loop(*keys) as key:
                     place = f.address(self.places + key * 8, 0) + values
-                    parts = [
-                        f.load_as_float32(self.dtype, KEYS, place + KEYS * self.size * i) for i in range(low, high)
-                    ]
+                    parts = [self.dtype.load(f, place + KEYS * self.size * i, KEYS) for i in range(low, high)]
                     for r, of_row in enumerate(sums):
                         weight = f.load(F32, weights + key * 4 + 4 * KEYS * r)
                         for part, total in zip(parts, of_row, strict=True):

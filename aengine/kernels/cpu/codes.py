@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ..activation import Activation
 from ..grouped_codes import GroupedCodes, unpack_halves
-from .layouts import BLOCK, INT16_BLOCK_BYTES, LAYOUTS, NUMBERS, ROWS
-from .packing import SOURCES
-from .products import ALONE, GATES, ROWS_OF_CHUNK
+from .packed.layouts import BLOCK, INT16_BLOCK_BYTES, LAYOUTS, NUMBERS, ROWS
+from .packed.packing import SOURCES
+from .packed.products import ALONE, GATES, ROWS_OF_CHUNK
 from .tape import Argument, empty, launch
 
 _BYTES_OF_CHUNK = 2**17

@@ -19,9 +19,9 @@ from torch import Tensor
 from ..expert_types import ExpertGate, ExpertSlots, Routing, RoutingRule
 from .codes import Activations, PackedMatrix, can_gate
 from .experts import ENTRY
-from .layouts import BLOCK, NUMBERS
 from .library import library
-from .products import GATES
+from .packed.layouts import BLOCK, NUMBERS
+from .packed.products import GATES
 from .tape import Argument, empty, launch
 
 _BYTES_OF_CHUNK = 2**17

@@ -9,10 +9,10 @@ The weighted outputs of a token's experts are added in the order of the experts'
 
 from __future__ import annotations
 
-from .emit import F32, I32, I64, Function, Value
-from .products import GATES, MULTIPLIES, ROWS_OF_CHUNK, activated, sigmoid, tile_product
+from .compiler.emit import F32, I32, I64, Function, Value
+from .compiler.target import Target, WriteKernel
+from .packed.products import GATES, MULTIPLIES, ROWS_OF_CHUNK, activated, sigmoid, tile_product
 from .rows import LANES
-from .target import Target, WriteKernel
 
 ENTRY = 3
 """Words, int32, of an expert that is used."""
@@ -180,7 +180,7 @@ class _Products:
         self._f = f
         self._multiply = MULTIPLIES[name]
         self._function = tile_product(f, target, self._multiply)
-        self._products = [f.memory(ROWS_OF_CHUNK * LANES * 4) for _ in range(parts)]
+        self._products = [f.scratch(ROWS_OF_CHUNK * LANES * 4) for _ in range(parts)]
         place = f.address(f.words, _ENTRIES) + entry * (4 * ENTRY)
         expert, self.first, self.count = (f.widened(f.load(I32, place + 4 * i), I64) for i in range(ENTRY))
         self._matrix = f.address(f.address(f.words, _MATRICES) + expert * 8, 0)

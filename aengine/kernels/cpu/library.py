@@ -12,15 +12,16 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
-from .code_cache import CodeCache, code_cache, code_key
-from .compiled import LoadedCode, compile_module
-from .emit import I64, POINTER, Module
-from .target import Target, WriteKernel, host
+from .compiler.code_cache import CodeCache, code_cache, code_key
+from .compiler.compiled import LoadedCode, compile_module
+from .compiler.emit import I64, POINTER, Module
+from .compiler.target import Target, WriteKernel, host
 from .team import COUNTER_WORDS, OP_WORDS, Team, aligned_words, write_team
 
 
 def _kernels() -> dict[str, WriteKernel]:
-    from . import attention, experts, packing, products, residual, rotary, rows, short_conv, tables
+    from . import attention, experts, residual, rotary, rows, short_conv
+    from .packed import packing, products, tables
 
     modules = rows, products, packing, residual, rotary, attention, tables, experts, short_conv
     return {name: writer for module in modules for name, writer in module.KERNELS.items()}

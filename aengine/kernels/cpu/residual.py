@@ -5,10 +5,10 @@ As kernels/rms_norm.py and activation.py. A chunk is a row, whose size LANES div
 
 from __future__ import annotations
 
-from .emit import F32, Function
-from .products import activated
+from .compiler.emit import F32, Function
+from .compiler.target import Target, WriteKernel
+from .packed.products import activated
 from .rows import LANES, rms_scale
-from .target import Target, WriteKernel
 
 
 def _add_norm(f: Function, target: Target) -> None:

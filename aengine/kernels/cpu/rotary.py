@@ -5,10 +5,10 @@ As kernels/write_qkv.py, which is the reference, over float32 rows.
 
 from __future__ import annotations
 
-from .attention import SIZES
-from .emit import F32, Function, Value
+from .compiler.dtypes import DTYPES
+from .compiler.emit import F32, Function, Value
+from .compiler.target import Target, WriteKernel
 from .rows import LANES, rms_scale
-from .target import Target, WriteKernel
 
 
 def _write_qkv(f: Function, target: Target, style: str, dtype: str) -> None:
@@ -85,7 +85,8 @@ def _rotate_pairs(f: Function, x: Value, table: Value, half: Value) -> None:
 def _write(f: Function, x: Value, place: Value, size: Value, dtype: str, divisor: Value | None) -> None:
     with f.loop(0, size, LANES) as i:
         numbers = f.load(F32 * LANES, x + i * 4)
-        f.store_float32_as(dtype, numbers if divisor is None else numbers / divisor, place + i * SIZES[dtype])
+        stored = numbers if divisor is None else numbers / divisor
+        DTYPES[dtype].store(f, stored, place + i * DTYPES[dtype].stored.size, LANES)
 
 
 KERNELS: dict[str, WriteKernel] = {"write_qkv": _write_qkv}

@@ -5,9 +5,9 @@ Rows are float32, [rows, size] one after another. A chunk is a row.
 
 from __future__ import annotations
 
-from .emit import F32, I8, I16, I32, Function, Value
-from .layouts import BLOCK, LARGEST_INT16, LARGEST_PLANES
-from .target import Target, WriteKernel
+from .compiler.emit import F32, I8, I16, I32, Function, Value
+from .compiler.target import Target, WriteKernel
+from .packed.layouts import BLOCK, LARGEST_INT16, LARGEST_PLANES
 
 GROUP = 32
 """Activations that share a scale."""

@@ -3,9 +3,9 @@ reference. A chunk is some channels of all tokens, one after another, so that a 
 
 from __future__ import annotations
 
-from .emit import F32, I32, I64, Function, Value
+from .compiler.emit import F32, I32, I64, Function, Value
+from .compiler.target import Target, WriteKernel
 from .rows import LANES
-from .target import Target, WriteKernel
 
 CHANNELS = 4 * LANES
 """Channels of a chunk."""

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from .emit import I32, I64, POINTER, Function, Module, Value
+from .compiler.emit import I32, I64, POINTER, Function, Module, Value
 
 OP_WORDS = 32
 """Words of an op: the address of its function, the chunks of each block of rows, the rows of a block, the most chunks

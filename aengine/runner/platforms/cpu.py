@@ -13,7 +13,7 @@ from torch import Tensor
 from ...checkpoint.gguf_file import GGML_TYPES
 from ...config import EngineConfig
 from ...errors import InternalError
-from ...kernels.cpu.target import unavailable
+from ...kernels.cpu.compiler.target import unavailable
 from ...kernels.policy import KernelPolicy
 from ...limits.memory import free_memory
 from ..attention.backend import AttentionBackend, TorchAttention
@@ -60,7 +60,7 @@ class CpuPlatform:
     def compiled_types(self) -> Collection[str]:
         if unavailable() is not None:
             return ()
-        from ...kernels.cpu.layouts import LAYOUTS
+        from ...kernels.cpu.packed.layouts import LAYOUTS
 
         return {kind.upper() for kind in LAYOUTS} & {kind.name for kind in GGML_TYPES.values()}
 

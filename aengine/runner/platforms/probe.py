@@ -17,7 +17,7 @@ import torch
 
 from ...config import EngineConfig, num_worker_threads
 from ...errors import InvalidRequestError, ModelLoadError
-from ...kernels.cpu.target import instructions, unavailable
+from ...kernels.cpu.compiler.target import instructions, unavailable
 from ...limits.memory import free_memory
 from ..attention.library import choose_library
 from ..startup.estimate import estimate

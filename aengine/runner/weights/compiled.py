@@ -30,7 +30,7 @@ from ...kernels.cpu.codes import (
     quantise_int16,
 )
 from ...kernels.cpu.expert_ops import PackedExperts, add_experts, expert_product, gathered
-from ...kernels.cpu.layouts import BLOCK, ROWS
+from ...kernels.cpu.packed.layouts import BLOCK, ROWS
 from ...kernels.cpu.tape import empty
 from ...kernels.expert_types import ExpertGate, ExpertPlan
 from ...kernels.grouped_codes import GroupedCodes

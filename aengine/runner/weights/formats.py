@@ -124,7 +124,7 @@ def choose_formats(
         return packed or _quantised(Asked({}, "", plain, device, stored, dequantises), hf_config or {}, quantization)
 
     if is_compiled and dtype in COMPILED_DTYPES:
-        from ...kernels.cpu.target import host
+        from ...kernels.cpu.compiler.target import host
         from .compiled import CompiledFormat
 
         kept = torch.float32 if dtype == "float32" else torch.float16

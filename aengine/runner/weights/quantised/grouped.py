@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ....kernels.cpu.target import unavailable
+from ....kernels.cpu.compiler.target import unavailable
 from ....kernels.expert_types import ExpertCodes, ExpertGate, ExpertPlan, InputNorm
 from ....kernels.experts import add_experts, expert_product
 from ....kernels.grouped_codes import CodeKind, GroupedCodes, numbers, pack, pack_halves, unpack

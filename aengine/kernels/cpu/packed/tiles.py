@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..compiler.emit import F32, I8, I16, I32, I64, POINTER, Function, Value, Variable
+from ..compiler.target import Target
 from .blocks import blocks, read_scales
-from .emit import F32, I8, I16, I32, I64, POINTER, Function, Value, Variable
 from .layouts import BLOCK, ROWS, Layout, unpacked
-from .target import Target
 
 __all__ = ["ROWS_OF_CHUNK", "ByTiles", "ByVectors", "divided"]
 

@@ -26,11 +26,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import get_args
 
-from ..activation import Activation
+from ...activation import Activation
+from ..compiler.emit import BF16, F16, F32, I32, I64, POINTER, Function, Value
+from ..compiler.target import Target, WriteKernel
 from .blocks import blocks, read_scales
-from .emit import BF16, F16, F32, I32, I64, POINTER, Function, Value
 from .layouts import BLOCK, INT16_BLOCK_BYTES, LAYOUTS, NUMBERS, ROWS, Layout, add_pairs, dot, unpacked
-from .target import Target, WriteKernel
 from .tiles import ROWS_OF_CHUNK, divided
 
 __all__ = [
@@ -278,7 +278,7 @@ def _product(f: Function, target: Target, *, multiply: _Multiply, end: str) -> N
     x = f.address(words, _X) + first_row * size * multiply.x_bytes
     meta = f.address(words, _META_OF_X) + first_row * size * _META
     stride, bias, scale = f.word(words, _STRIDE) * 4, f.address(words, _BIAS), f.load(F32, words + 8 * _SCALE)
-    products = [f.memory(ROWS_OF_CHUNK * ROWS * 4) for _ in range(2 if end in GATES else 1)]
+    products = [f.scratch(ROWS_OF_CHUNK * ROWS * 4) for _ in range(2 if end in GATES else 1)]
     by_tiles = divided(f, target, multiply.layout, f"tiles_{multiply.name}", x, meta, size, rows)
     others = rows - by_tiles.rows
     other_x, other_meta = x + by_tiles.rows * size * multiply.x_bytes, meta + by_tiles.rows * size * _META

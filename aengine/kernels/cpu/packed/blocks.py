@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .emit import F16, F32, I8, I32, Function, Value
+from ..compiler.emit import F16, F32, I8, I32, Function, Value
 from .layouts import ROWS, Layout
 
 __all__ = ["blocks", "read_scales"]

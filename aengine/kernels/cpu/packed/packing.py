@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from .emit import I8, I16, I32, Function, Type, Value
+from ..compiler.emit import I8, I16, I32, Function, Type, Value
+from ..compiler.target import Target, WriteKernel
 from .layouts import BLOCK, LAYOUTS, NUMBERS, ROWS, Layout
-from .target import Target, WriteKernel
 
 _BYTES = I8 * BLOCK
 

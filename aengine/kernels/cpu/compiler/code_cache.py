@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ...__version__ import __version__
-from ...config import model_cache
+from ....__version__ import __version__
+from ....config import model_cache
 from .target import Target
 
 logger = logging.getLogger("aengine.runner")
@@ -31,14 +31,14 @@ _OPEN = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def digest_of_sources(folder: Path) -> str:
-    """The SHA-256 of the Python files of a folder."""
+    """The SHA-256 of the Python files of a folder and those below it."""
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.py")):
+    for path in sorted(folder.rglob("*.py")):
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
 
 
-_FOLDER = Path(__file__).parent
+_FOLDER = Path(__file__).parents[1]
 _SOURCES = digest_of_sources(_FOLDER)  # now, as they are being imported: they may be edited while a process runs
 
 

@@ -346,44 +346,6 @@ class _Memory(_Maths):
     def store(self, value: Value, place: Value, align: int = 1) -> None:
         self.builder.store(value.llvm, place.llvm, align=align)
 
-    def load_as_float32(self, dtype: str, lanes: int, place: Value) -> Value:
-        """A vector of "float32", "float16", "bfloat16" or "float8_e4m3fn" numbers."""
-        if dtype == "float32":
-            return self.load(F32 * lanes, place)
-        if dtype == "float8_e4m3fn":  # a float16 of the same bits is 2^-8 of it, as exponents begin 8 lower
-            bits = self.widened(self.load(I8 * lanes, place), I16 * lanes)
-            size = bits & 0x7F
-            size = self.choose(size.equals(0x7F), self.like(size, 0x7E00), size << 7)
-            return self.float32(self.cast(size | bits & -(2**15), F16 * lanes)) * 256.0
-        if dtype == "float16":
-            return self.float32(self.load(F16 * lanes, place))
-        return self.wide(self.load(BF16 * lanes, place))
-
-    def store_float32_as(self, dtype: str, value: Value, place: Value) -> None:
-        """Store a vector as numbers of a dtype, the nearest, ties to even."""
-        if dtype == "float16":
-            value = self.to_half(value, F16 * _lanes(value.llvm.type))
-        elif dtype == "float8_e4m3fn":
-            value = self._e4m3(value)
-        elif dtype == "bfloat16":
-            lanes = _lanes(value.llvm.type)
-            bits = self.cast(value, I32 * lanes)
-            rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-            rounded = self.choose(value.equals(value), rounded, 0x7FC0)
-            value = self.narrowed(rounded, BF16 * lanes)
-        self.store(value, place)
-
-    def _e4m3(self, value: Value) -> Value:
-        """Bytes of float8_e4m3fn: the nearest, ties to even; of what is beyond it the largest."""
-        lanes = _lanes(value.llvm.type)
-        size = self.smaller(self.absolute(value), 448.0)
-        bits = self.cast(size, I32 * lanes)
-        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-        small = self.to_int(self.nearest(size * 512.0), I32 * lanes)  # in steps of the smallest number
-        codes = self.choose(size < 2.0**-6, small, normal)
-        codes = self.choose(value.equals(value), codes, 0x7F)
-        return self.narrowed(codes | (self.cast(value, I32 * lanes) >> 24) & 0x80, I8 * lanes)
-
     def word(self, place: Value, index: int) -> Value:
         """The int64 at an index of an array."""
         return self.load(I64, place + 8 * index)
@@ -436,9 +398,9 @@ class _Memory(_Maths):
 class Function(_Memory):
     """A function that is being written. Its arguments are attributes."""
 
-    def __init__(self, module: Module, name: str, arguments: dict[str, Type], result: Type | None = None) -> None:
+    def __init__(self, module: Module, name: str, arguments: dict[str, Type]) -> None:
         self.module = module
-        kind = ir.FunctionType(result.llvm if result else ir.VoidType(), [a.llvm for a in arguments.values()])
+        kind = ir.FunctionType(ir.VoidType(), [a.llvm for a in arguments.values()])
         self._function = ir.Function(module.llvm, kind, name)
         self._arguments = {}
         for own, (argument, type_) in zip(self._function.args, arguments.items(), strict=True):
@@ -454,13 +416,6 @@ class Function(_Memory):
         """Make this a function that only others of its module call, and that is not inlined."""
         self._function.linkage = "internal"
         self._function.attributes.add("noinline")
-
-    def memory(self, num_bytes: int) -> Value:
-        """The address of memory that lives as long as the call, aligned to a cache line."""
-        with self.builder.goto_entry_block():
-            place = self.builder.alloca(I8.llvm, num_bytes)
-        place.align = 64
-        return Value(self, place)
 
     def variable(self, type_: Type, value: Value | float) -> Variable:
         return Variable(self, type_, value)
@@ -510,12 +465,9 @@ class Function(_Memory):
         self.builder.cbranch(condition.llvm, after, go_on)
         self.builder.position_at_end(go_on)
 
-    def finish(self, result: Value | None = None) -> None:
+    def finish(self) -> None:
         """Return from the function."""
-        if result is None:
-            self.builder.ret_void()
-        else:
-            self.builder.ret(result.llvm)
+        self.builder.ret_void()
 
 
 class Module:

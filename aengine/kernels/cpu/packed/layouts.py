@@ -26,8 +26,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from .emit import I8, I16, I32, Function, Type, Value
-from .target import Target
+from ..compiler.emit import I8, I16, I32, Function, Type, Value
+from ..compiler.target import Target
 
 ROWS = 16
 """Rows of a tile."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
+from ..compiler.emit import F32, Function
+from ..compiler.target import Target, WriteKernel
 from .blocks import blocks, read_scales
-from .emit import F32, Function
 from .layouts import BLOCK, LAYOUTS, NUMBERS, ROWS, Layout, unpacked
 from .products import read_number
-from .target import Target, WriteKernel
 
 __all__ = ["KERNELS"]
 

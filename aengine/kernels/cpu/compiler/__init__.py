@@ -1,0 +1,1 @@
+"""Machine code for this processor: written, compiled, loaded, and kept on disk."""

@@ -1,0 +1,1 @@
+"""Packed matrices: how they lie in memory, how they are made, and the kernels that multiply them."""
