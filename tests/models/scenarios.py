@@ -176,8 +176,8 @@ def some_prompts(vocab_size: int, seed: int = 0) -> list[list[int]]:
 
 
 def check_exactly(engine: Engine) -> list[list[int]]:
-    """Tokens of an engine that has begun are the same, to the bit of every sum: alone, batched, in chunks of prompts, and
-    after preemptions. Returns them."""
+    """Tokens of an engine that has begun are the same alone, batched, in chunks of prompts and after preemptions,
+    whatever the rounding. Returns them."""
     alone = [engine.generate([prompt])[0] for prompt in PROMPTS]
     engine.begin()
     assert engine.generate(PROMPTS) == alone

@@ -12,7 +12,7 @@ class Dtype(NamedTuple):
     """How a dtype is stored."""
 
     stored: Type
-    to_float32: Callable[[Function, Value, int], Value]  # of a vector of so many lanes
+    to_float32: Callable[[Function, Value, int], Value]  # a vector of so many lanes
     of_float32: Callable[[Function, Value, int], Value]  # the nearest, ties to even
 
     def load(self, f: Function, place: Value, lanes: int) -> Value:
