@@ -6,7 +6,7 @@ The bytes, little-endian throughout (format versions 2 and 3; ggml-org/ggml, doc
     num_pairs   x  key string | type u32 | value          string: length u64 | UTF-8 bytes
     num_tensors x  name string | num_dims u32 | dims u64 x num_dims | ggml type u32 | offset u64
     padding to general.alignment (32 when not given)
-    tensor data: each tensor at (start of data + its offset), its offset a multiple of the alignment
+    tensor data: each tensor at (start of data + its offset): padded to the alignment, without holes
 
 A value of type array is: element type u32 | count u64 | elements. Arrays are only stepped over while the
 header is read; they are decoded when asked for. Every length and count is checked against the bytes that are
@@ -18,7 +18,6 @@ reads headers. Tensors are mapped when they are first asked for, which workers d
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import struct
@@ -375,21 +374,20 @@ class _HeaderReader:
     def _placed(
         self, infos: list[tuple[str, GgmlType, int, tuple[int, ...], int]], start: int, alignment: int
     ) -> list[GgufTensor]:
-        tensors = []
+        tensors, expected = [], 0
         for name, ggml_type, code, shape, offset in infos:
             nbytes = prod(shape) // ggml_type.block_len * ggml_type.block_bytes
-            if offset % alignment:
-                raise self.error(f"the offset of tensor {name!r} is not a multiple of {alignment}")
+            if offset != expected:  # so it does behind a tensor of a wrong type or shape
+                raise self.error(
+                    f"tensor {name!r} begins at {offset} in the data, but those before it end at {expected}"
+                )
+            expected = -(-(offset + nbytes) // alignment) * alignment
             if start + offset + nbytes > self._size:
                 raise self.error(
                     f"tensor {name!r} needs bytes {start + offset} to {start + offset + nbytes}, but the "
                     f"file has {self._size}: was the download cut short?"
                 )
             tensors.append(GgufTensor(name, ggml_type, code, shape, start + offset, nbytes))
-        ordered = sorted(tensors, key=lambda t: t.offset)
-        for before, after in itertools.pairwise(ordered):
-            if before.offset + before.nbytes > after.offset:
-                raise self.error(f"the tensors {before.name!r} and {after.name!r} overlap")
         return tensors
 
     def _alignment(self, pairs: dict[str, tuple[int, int]]) -> int:
