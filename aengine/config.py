@@ -75,7 +75,7 @@ class EngineConfig:
     """An embedded default ("smollm2-135m"), a folder, a .gguf file, or a hub id: "Qwen/Qwen3-0.6B", or with a GGUF's
     quantisation "Qwen/Qwen3-0.6B-GGUF:Q8_0"."""
     revision: str | None = None
-    """Branch, tag or commit of a hub id."""
+    """Branch, tag or commit of a hub id; of any other model it is refused."""
     gguf_file: str | None = None
     """The GGUF file to load of a hub repository or folder: its name, or a pattern that fits one model ("*Q4_K_M*")."""
     tokenizer: str | None = None
@@ -106,13 +106,14 @@ class EngineConfig:
     """Where the model runs: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N", "cuda:N,M" (one for each rank; as
     CUDA_VISIBLE_DEVICES counts them), or the name of an entry point in the group "aengine.platforms", likewise."""
     seed: int = 0
-    """Seed of dummy weights. (Requests have seeds of their own.)"""
+    """Seed of the weights of load_format="dummy". Sampling has a seed in `SamplingParams`."""
     generation_config: Literal["auto", "none"] = "auto"
     """What temperature, top_p, top_k, min_p and repetition_penalty are where a request does not give them. "auto": as
     the checkpoint's file of that name says, if there is one. "none": the defaults of `SamplingParams`."""
     pooling: Literal["auto", "mean", "cls", "last"] = "auto"
     """How the hidden states of a text become its embedding: their mean, the first or the last of them. "auto": as the
-    checkpoint says; where it says nothing an encoder takes the mean, and a decoder gives no embeddings."""
+    checkpoint says; where it says nothing an encoder takes the mean, and a decoder gives no embeddings. A model that
+    classifies texts has none, and refuses it."""
     skip_tokenizer: bool = False
     """Prompts and outputs are token ids only; no tokenizer is loaded."""
     allow_special_tokens: bool = False
@@ -131,7 +132,8 @@ class EngineConfig:
     """Most tokens computed in one step. None: 8192 on a GPU, 512 on a CPU. An encoder computes a text in one step:
     None is as many at least as its longest text has."""
     attention_backend: Literal["auto", "triton", "flash-attn-2", "flash-attn-3", "flash-attn-4", "cudnn"] = "auto"
-    """What attends to long prompts on a GPU. "auto": the fastest that is installed and fits the GPU, else "triton"."""
+    """What attends to long prompts on a GPU. "auto": the fastest that is installed and fits the GPU, else "triton". Any
+    other value is refused on a CPU."""
     block_size: int | None = None
     """Tokens in a KV block. None: the attention back end's default."""
     gpu_memory_utilization: float = 0.9
@@ -141,7 +143,7 @@ class EngineConfig:
     scale for each key-value head (docs/memory.md)."""
     kv_cache_scales: Literal["auto", "calibrated", "one"] = "auto"
     """The scales of kv_cache_dtype="fp8". "auto": those of the checkpoint, and if it has none, "calibrated": measured
-    at the start, by the same tokens in 16 or 32 bits. "one": 1."""
+    at the start, by the same tokens in 16 or 32 bits. "one": 1. Only with that kv_cache_dtype."""
     kv_cache_memory_bytes: int | None = None
     """Memory for the KV cache of each rank. None: what gpu_memory_utilization leaves; on a CPU a quarter of what is
     free, at most 4 GiB, divided among the ranks of all replicas."""
@@ -171,7 +173,8 @@ class EngineConfig:
     max_in_flight_steps says."""
     enable_expert_parallel: bool = False
     """Of mixtures of experts each of those ranks has some experts as a whole, instead of a part of every one; with
-    data_parallel_size each rank of all replicas, so that there are all experts once (docs/parallel.md)."""
+    data_parallel_size each rank of all replicas, so that there are all experts once (docs/parallel.md). A model without
+    mixtures of experts refuses it."""
     data_parallel_size: int = 1
     """Replicas of the model, each on GPUs of its own, or with its share of a CPU's cores. A request runs on the one
     that has most of its prompt cached, or less to do; when a worker dies its requests go on with another."""
@@ -180,7 +183,7 @@ class EngineConfig:
     pipeline stage on one of them (docs/parallel.md#several-machines)."""
     ray_address: str | None = None
     """The Ray cluster, as `ray.init` takes it. None: the one that this process is connected to, else $RAY_ADDRESS, else
-    the one that runs on this machine."""
+    the one that runs on this machine. Only with executor="ray"."""
     enforce_eager: bool = False
     """No CUDA graphs: each step's kernels are launched one by one."""
     batch_invariant: bool = False
@@ -311,6 +314,10 @@ class EngineConfig:
             if not is_unicode(getattr(self, name) or ""):
                 wanted = "valid Unicode: it has a lone surrogate, as a path that is not UTF-8 has; rename such a file"
                 raise not_valid(name, getattr(self, name), wanted)
+        for name, (other, value, hint) in _ONLY_WITH.items():
+            if getattr(self, name) != _DEFAULTS[name] and getattr(self, other) != value:
+                effect = f"{name}={shown(getattr(self, name))} has no effect without {other}={value!r}"
+                raise InvalidRequestError(f"{effect}: give that, too, or leave {name} out{hint}", param=name)
         _check_device(self.device, self.num_ranks * self.data_parallel_size)
         if self.executor == "ray" and ":" in self.device:
             raise not_valid(
@@ -319,10 +326,9 @@ class EngineConfig:
         _check_worker(self.worker)
         if self.worker_extension is not None and not _is_in_module(self.worker_extension):
             raise not_valid("worker_extension", self.worker_extension, "'module:Class', or None")
-        if self.progress is not None and not callable(self.progress):
-            raise not_valid("progress", self.progress, "a callable, or None")
-        if self.on_request_end is not None and not callable(self.on_request_end):
-            raise not_valid("on_request_end", self.on_request_end, "a callable, or None")
+        for name in ("progress", "on_request_end"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise not_valid(name, getattr(self, name), "a callable, or None")
 
     @property
     def model_name(self) -> str:
@@ -387,6 +393,15 @@ _AT_MOST = {
 _POSITIVE = ("gpu_memory_utilization", "startup_timeout", "shutdown_timeout", "restart_window", "hang_timeout")
 _OPTIONAL = {"max_model_len", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes", "num_threads"}
 _CHOICES = choices_of(EngineConfig)
+_ONLY_WITH: dict[str, tuple[str, object, str]] = {
+    "tokenizer": ("skip_tokenizer", False, ""),
+    "allow_special_tokens": ("skip_tokenizer", False, ""),
+    "seed": ("load_format", "dummy", "; a request's seed is SamplingParams.seed"),
+    "kv_cache_scales": ("kv_cache_dtype", "fp8", ""),
+    "ray_address": ("executor", "ray", ""),
+}
+"""Settings that have an effect with that value of another one alone, and what else may have been meant."""
+_DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
 _BOOLS = [name for name, kind in EngineConfig.__annotations__.items() if kind == "bool"]
 
 

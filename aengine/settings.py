@@ -112,7 +112,7 @@ class Settings(TypedDict, total=False):
     """The keyword arguments of `AsyncLLM` and `LLM`, as `EngineConfig` defines them."""
 
     revision: str | None
-    """Branch, tag or commit of a hub id. Default: None."""
+    """Branch, tag or commit of a hub id; of any other model it is refused. Default: None."""
     gguf_file: str | None
     """The GGUF file to load of a hub repository or folder: its name, or a pattern that fits one model ("*Q4_K_M*").
     Default: None."""
@@ -145,15 +145,15 @@ class Settings(TypedDict, total=False):
     CUDA_VISIBLE_DEVICES counts them), or the name of an entry point in the group "aengine.platforms", likewise.
     Default: "auto"."""
     seed: int
-    """Seed of dummy weights. (Requests have seeds of their own.) Default: 0."""
+    """Seed of the weights of load_format="dummy". Sampling has a seed in `SamplingParams`. Default: 0."""
     generation_config: Literal["auto", "none"]
     """What temperature, top_p, top_k, min_p and repetition_penalty are where a request does not give them. "auto": as
     the checkpoint's file of that name says, if there is one. "none": the defaults of `SamplingParams`. Default:
     "auto"."""
     pooling: Literal["auto", "mean", "cls", "last"]
     """How the hidden states of a text become its embedding: their mean, the first or the last of them. "auto": as the
-    checkpoint says; where it says nothing an encoder takes the mean, and a decoder gives no embeddings. Default:
-    "auto"."""
+    checkpoint says; where it says nothing an encoder takes the mean, and a decoder gives no embeddings. A model that
+    classifies texts has none, and refuses it. Default: "auto"."""
     skip_tokenizer: bool
     """Prompts and outputs are token ids only; no tokenizer is loaded. Default: False."""
     allow_special_tokens: bool
@@ -172,8 +172,8 @@ class Settings(TypedDict, total=False):
     """Most tokens computed in one step. None: 8192 on a GPU, 512 on a CPU. An encoder computes a text in one step: None
     is as many at least as its longest text has. In tokens. Default: None."""
     attention_backend: Literal["auto", "triton", "flash-attn-2", "flash-attn-3", "flash-attn-4", "cudnn"]
-    """What attends to long prompts on a GPU. "auto": the fastest that is installed and fits the GPU, else "triton".
-    Default: "auto"."""
+    """What attends to long prompts on a GPU. "auto": the fastest that is installed and fits the GPU, else "triton". Any
+    other value is refused on a CPU. Default: "auto"."""
     block_size: int | None
     """Tokens in a KV block. None: the attention back end's default. In tokens. Default: None."""
     gpu_memory_utilization: float
@@ -183,7 +183,7 @@ class Settings(TypedDict, total=False):
     scale for each key-value head (docs/memory.md). Default: "auto"."""
     kv_cache_scales: Literal["auto", "calibrated", "one"]
     """The scales of kv_cache_dtype="fp8". "auto": those of the checkpoint, and if it has none, "calibrated": measured
-    at the start, by the same tokens in 16 or 32 bits. "one": 1. Default: "auto"."""
+    at the start, by the same tokens in 16 or 32 bits. "one": 1. Only with that kv_cache_dtype. Default: "auto"."""
     kv_cache_memory_bytes: int | None
     """Memory for the KV cache of each rank. None: what gpu_memory_utilization leaves; on a CPU a quarter of what is
     free, at most 4 GiB, divided among the ranks of all replicas. In bytes. Default: None."""
@@ -216,8 +216,8 @@ class Settings(TypedDict, total=False):
     max_in_flight_steps says. In stages. Default: 1."""
     enable_expert_parallel: bool
     """Of mixtures of experts each of those ranks has some experts as a whole, instead of a part of every one; with
-    data_parallel_size each rank of all replicas, so that there are all experts once (docs/parallel.md). Default:
-    False."""
+    data_parallel_size each rank of all replicas, so that there are all experts once (docs/parallel.md). A model without
+    mixtures of experts refuses it. Default: False."""
     data_parallel_size: int
     """Replicas of the model, each on GPUs of its own, or with its share of a CPU's cores. A request runs on the one
     that has most of its prompt cached, or less to do; when a worker dies its requests go on with another. In replicas.
@@ -227,7 +227,7 @@ class Settings(TypedDict, total=False):
     pipeline stage on one of them (docs/parallel.md#several-machines). Default: "process"."""
     ray_address: str | None
     """The Ray cluster, as `ray.init` takes it. None: the one that this process is connected to, else $RAY_ADDRESS, else
-    the one that runs on this machine. Default: None."""
+    the one that runs on this machine. Only with executor="ray". Default: None."""
     enforce_eager: bool
     """No CUDA graphs: each step's kernels are launched one by one. Default: False."""
     batch_invariant: bool

@@ -85,7 +85,6 @@ SETTINGS_OF_SHARED = "tests/parallel/test_shared_experts.py::test_drafts_and_swa
 NO_KV = "there are neither tokens to be drafted nor KV to be kept"
 NO_DRAFTS = "nothing is drafted"
 APART = "what weights are made of changes nothing in how keys and values are kept"
-NO_EXPERTS = "without experts the setting changes nothing"
 
 
 class Cell(NamedTuple):
@@ -174,11 +173,8 @@ def of_divided_families(row: str, column: str) -> Cell:
     """A model, divided."""
     if row in (FOREIGN, ENCODERS) and column in (TENSOR, PIPELINE):
         return _refused(row, column, "ModelLoadError")
-    if row == FOREIGN and column == SHARED:
+    if column == SHARED and row not in ("experts", STATES):
         return _refused(row, column, "ModelLoadError")
-    if row != "experts" and column == SHARED and row != STATES:
-        test = "tests/parallel/test_shared_experts.py::test_models_without_experts_are_not_changed"
-        return Cell(row, column, (test,), note=NO_EXPERTS)
     if row == ENCODERS and column == REPLICAS:
         return Cell(row, column, ("tests/parallel/test_bad_divisions.py::test_encoders",))
     if column == RAY:

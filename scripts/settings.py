@@ -43,7 +43,10 @@ AsyncLLM(config, max_num_seqs=64)  # with some settings in place of its own
 ```
 
 `LLM` takes the same; its `own_thread` is always on, and `admission` is "wait" unless given by name. An unknown name and
-a wrong value raise `InvalidRequestError`, whose `param` is the name.
+a wrong value raise `InvalidRequestError`, whose `param` is the name. So does a setting that has no effect beside
+the others (`kv_cache_scales` without `kv_cache_dtype="fp8"`, `seed` without `load_format="dummy"`). One that the model
+or the machine can't follow (`revision` of a folder, `attention_backend` on a CPU) is a `ModelLoadError` from `start()`,
+as a rule before a worker is started. Limits that are never reached and permissions that are not needed are no faults.
 
 ## On the command line
 

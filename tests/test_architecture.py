@@ -343,6 +343,7 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
         {
             "config.py",  # its setting
             "settings.py",
+            "checkpoint/early_checks.py",  # refuses more stages than layers
             "engine/replicas/replica.py",  # has as many batches take turns as there are stages
             "engine/scheduler/decode_batches.py",
             "runner/attention/kv_pages.py",  # what a stage has of the model

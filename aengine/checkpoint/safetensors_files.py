@@ -38,12 +38,23 @@ def safetensors_files(folder: Path) -> list[Path]:
     return files
 
 
+def check_whole(folder: Path) -> None:
+    """Raise ModelLoadError as `safetensors_files`, and for a file that ends before its last tensor does."""
+    for path in safetensors_files(folder):
+        header, begin = _header_of(path)
+        offsets = [entry.get("data_offsets") for entry in header.values() if isinstance(entry, dict)]
+        ends = [own[1] for own in offsets if isinstance(own, list) and len(own) == 2 and type(own[1]) is int]
+        needed, size = begin + max(ends, default=0), path.stat().st_size
+        if needed > size:
+            raise ModelLoadError(f"{path} is truncated or corrupt: it has {size} of its {needed} bytes; fetch it again")
+
+
 def stored_names(folder: Path) -> list[str]:
     """Return the tensors' names, from the index or from the files' headers. Raises ModelLoadError as
     `safetensors_files`, or for a file that is no safetensors file."""
     if (folder / _INDEX).is_file():
         return list(_weight_map(folder))
-    return [name for path in safetensors_files(folder) for name in _names_in(path)]
+    return [name for path in safetensors_files(folder) for name in _header_of(path)[0]]
 
 
 def _weight_map(folder: Path) -> Mapping[str, object]:
@@ -60,7 +71,8 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _names_in(path: Path) -> list[str]:
+def _header_of(path: Path) -> tuple[dict[str, object], int]:
+    """Return what the file says of its tensors, by name, and the byte at which their data begin."""
     try:
         with open(path, "rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -69,4 +81,4 @@ def _names_in(path: Path) -> list[str]:
         raise ModelLoadError(f"{path} is truncated or corrupt: {error}; fetch it again") from error
     if not isinstance(header, dict):
         raise ModelLoadError(f"{path} is truncated or corrupt: its header is none; fetch it again")
-    return [name for name in header if name != "__metadata__"]
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}, 8 + size

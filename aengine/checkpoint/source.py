@@ -26,7 +26,7 @@ from .gguf_choice import GgufChoice, choose_gguf
 from .gguf_config import gguf_generation_config, gguf_hf_config
 from .gguf_file import GgufFile
 from .pooling import gguf_pooling, read_pooling
-from .safetensors_files import has_safetensors, safetensors_files
+from .safetensors_files import check_whole, has_safetensors
 from .text_config import text_config
 from .value_reader import check_nesting, check_settings, damage_explained, read_json
 
@@ -111,6 +111,11 @@ def _read_settings(path: Path, config: EngineConfig, choice: GgufChoice | None) 
     if path.is_file():
         if config.load_format == "safetensors":
             raise ModelLoadError(f"load_format='safetensors', but {path} is a GGUF file")
+        if config.model_impl == "transformers":
+            raise ModelLoadError(
+                f"model_impl='transformers': it is for models of safetensors, and {path} is a GGUF file: leave it at "
+                f"'auto', or give the folder or hub id of the checkpoint that it was made from"
+            )
         with GgufFile(path) as file:
             settings, generation = gguf_hf_config(file), gguf_generation_config(file)
             path, pooling = file.path, gguf_pooling(file).to_wire()
@@ -139,6 +144,20 @@ def locate(
     ``code``: of a hub repository fetch the Python files too.
     ``choice``: of a hub repository fetch the GGUF model that it means. (Of a folder `weights_in` chooses.)
     """
+    found = _found_here(name, choice)
+    if found is not None:
+        if revision is not None:
+            raise ModelLoadError(f"revision={revision!r} is for hub ids, and the model is {found}: leave it out")
+        return found
+    path = Path(name).expanduser()
+    # "models/llama" may be meant as a path: only ask the hub when no such parent folder is here.
+    if hub.is_hub_id(name) and not path.parent.is_dir():
+        return hub.fetch(name, revision, weights=weights, choice=choice, code=code, progress=progress)
+    raise ModelLoadError(_unknown(name, path))
+
+
+def _found_here(name: str, choice: GgufChoice | None) -> Path | None:
+    """Return the folder or .gguf file that an embedded name or a path means; None: it is neither."""
     if name.lower() in EMBEDDED_MODELS:
         return _chosen(find_embedded(name.lower()), choice)
     try:
@@ -148,14 +167,9 @@ def locate(
         raise ModelLoadError(f"{name[:200]!r} can't be a model's name: {error}") from error
     if is_dir:
         return path.resolve()
-    if is_file:
-        if path.suffix.lower() != ".gguf":
-            raise ModelLoadError(f"{path} is a file, but no .gguf: give the folder with config.json, or a .gguf file")
-        return _chosen(path.absolute(), choice)
-    # "models/llama" may be meant as a path: only ask the hub when no such parent folder is here.
-    if hub.is_hub_id(name) and not path.parent.is_dir():
-        return hub.fetch(name, revision, weights=weights, choice=choice, code=code, progress=progress)
-    raise ModelLoadError(_unknown(name, path))
+    if is_file and path.suffix.lower() != ".gguf":
+        raise ModelLoadError(f"{path} is a file, but no .gguf: give the folder with config.json, or a .gguf file")
+    return _chosen(path.absolute(), choice) if is_file else None
 
 
 def _chosen(file: Path, choice: GgufChoice | None) -> Path:
@@ -171,7 +185,7 @@ def weights_in(folder: Path, load_format: str, choice: GgufChoice | None = None)
     if choice is None or not choice.pattern:
         if load_format in ("auto", "safetensors"):
             if has_config and has_safetensors(folder):
-                safetensors_files(folder)  # all that its index names are there
+                check_whole(folder)
                 return folder
         elif load_format == "dummy" and has_config:
             return folder

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import ModelLoadError
 from .safetensors_files import stored_names
 
 _TIED = "tie_word_embeddings"
@@ -27,9 +26,6 @@ def text_config(hf_config: Mapping[str, Any], folder: Path | None = None) -> dic
     settings = {**above, **{key: value for key, value in text.items() if value is not None}}
     tied = above.get(_TIED)
     if tied is None and folder is not None:
-        try:
-            names = stored_names(folder)
-        except ModelLoadError:  # the loader of the weights raises it again, with more to say
-            names = []
+        names = stored_names(folder)
         tied = not any("lm_head" in name.split(".") for name in names) if names else None
     return settings if tied is None else {**settings, _TIED: tied}

@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from ..checkpoint.early_checks import check_start
 from ..config import WORKERS, EngineConfig, target_of
 from ..errors import EngineClosedError, EngineError, InternalError, ModelLoadError, WorkerDiedError
 from ..ipc.messages import GrammarOutput, Kind, MessageError, SchedulerOutput, pack, unpack
@@ -31,7 +32,7 @@ from ..telemetry.worker_logs import level_for_workers, log_for_worker
 from ..workers.host.answers import AnswerFuture, PendingAnswers, reported_error
 from ..workers.host.group import RankWorker, WorkerGroup
 from ..workers.host.handshake import Handshake
-from ..workers.rank import check_division, ranks_of
+from ..workers.rank import ranks_of
 from .threads.pools import run_in_thread
 
 logger = logging.getLogger("aengine")
@@ -142,7 +143,7 @@ class ProcessExecutor:
         self._on_failure = on_failure
         try:
             if self._config.worker == "default":
-                check_division(self._config, load["source"]["hf_config"])
+                await run_in_thread("worker", check_start, self._config, load["source"]["hf_config"])
             load = dict(load)
             ranks = ranks_of(self._config, *load.pop("replica", ()))
             handshake = self._handshake = Handshake(ranks, on_progress)

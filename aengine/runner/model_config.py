@@ -13,10 +13,10 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from ..checkpoint.early_checks import sizes_that
 from ..checkpoint.value_reader import ValueReader
 from ..errors import ModelLoadError
 from ..kernels.activation import Activation
-from ..workers.rank import sizes_that
 from .kv_spec import FullKV, LayerKV, SharedKV, WindowKV
 from .rope import RopeConfig
 

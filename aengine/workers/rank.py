@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..config import EngineConfig
-from ..errors import ModelLoadError
 
 LOOPBACK = "127.0.0.1"
-_MOST_RANKS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,48 +87,3 @@ def ranks_of(config: EngineConfig, dp_rank: int = 0, dp_size: int = 1) -> list[R
         Rank(i, tp, tp_size, pp, pp_size, dp, dp_size, shares_experts, device)
         for i, ((dp, pp, tp), device) in enumerate(zip(places, devices, strict=True))
     ]
-
-
-def check_division(config: EngineConfig, hf_config: Mapping[str, Any]) -> None:
-    """Raise ModelLoadError where config.json says that the model has not the heads or layers for so many ranks, which
-    each would find out after its start; what else does not divide, they find out."""
-    num_ranks, stages = config.tensor_parallel_size, config.pipeline_parallel_size
-    heads, layers = hf_config.get("num_attention_heads"), hf_config.get("num_hidden_layers")
-    if isinstance(layers, int) and 0 < layers < stages:
-        raise ModelLoadError(
-            f"pipeline_parallel_size={stages}: the model has {layers} layers, one a stage at least: use "
-            f"{layers} or less"
-        )
-    if stages > 1 and config.data_parallel_size > 1:  # only ranks that share experts know of their replicas
-        raise ModelLoadError(
-            f"pipeline_parallel_size={stages} with data_parallel_size={config.data_parallel_size}: experts can't be "
-            f"divided among replicas that are pipelines: leave enable_expert_parallel out, or use tensor_parallel_size"
-        )
-    if config.executor == "ray" and config.data_parallel_size > 1:  # only ranks that share experts know of replicas
-        raise ModelLoadError(
-            f"executor='ray' with data_parallel_size={config.data_parallel_size}: experts can be divided among "
-            f"replicas on one machine only: leave enable_expert_parallel out"
-        )
-    if num_ranks > 1 and config.model_impl == "transformers":
-        raise ModelLoadError(
-            f"tensor_parallel_size={num_ranks}: layers that are computed by transformers (model_impl='transformers' "
-            f"was asked for) can't be divided among ranks: use model_impl='auto', or data_parallel_size"
-        )
-    if isinstance(heads, int) and heads > 0:
-        kv_heads = hf_config.get("num_key_value_heads")
-        kv_heads = kv_heads if isinstance(kv_heads, int) and kv_heads > 0 else heads
-
-        def fits(size: int) -> bool:
-            return not heads % size and (not kv_heads % size or not size % kv_heads)
-
-        if not fits(num_ranks):
-            raise ModelLoadError(
-                f"tensor_parallel_size={num_ranks}: the model has {heads} attention heads and {kv_heads} key-value "
-                f"heads, which can't be divided by it; it can be {sizes_that(fits, heads)}"
-            )
-
-
-def sizes_that(fits: Callable[[int], bool], most: int) -> str:
-    """Return in words the tensor parallel sizes from 1 to ``most`` that fit, as far as there are machines for them."""
-    usable = [size for size in range(1, min(most, _MOST_RANKS) + 1) if fits(size)]
-    return ", ".join(map(str, usable[:-1])) + f" or {usable[-1]}" if len(usable) > 1 else "1"

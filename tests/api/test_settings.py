@@ -87,10 +87,29 @@ def test_text_that_no_worker_can_be_sent_is_refused(name: str) -> None:
     str(caught.value).encode()  # it can be printed, whatever the value was
 
 
+@pytest.mark.parametrize(
+    ("alone", "needed"),
+    [
+        ({"kv_cache_scales": "calibrated"}, {"kv_cache_dtype": "fp8"}),
+        ({"seed": 5}, {"load_format": "dummy"}),
+        ({"ray_address": "auto"}, {"executor": "ray"}),
+        ({"tokenizer": "other", "skip_tokenizer": True}, {"skip_tokenizer": False}),
+        ({"allow_special_tokens": True, "skip_tokenizer": True}, {"skip_tokenizer": False}),
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_settings_that_need_another_one(alone: dict[str, Any], needed: dict[str, Any]) -> None:
+    (name, *_), ((other, value),) = alone, needed.items()
+    with pytest.raises(InvalidRequestError, match=f"^{name}=.* no effect without {other}={value!r}: give") as caught:
+        EngineConfig(model="m", **alone)
+    assert caught.value.param == name
+    EngineConfig(model="m", **alone | needed)
+
+
 def test_an_engine_of_a_configuration() -> None:
     config = EngineConfig(model="smollm2-135m", max_num_seqs=3)
     assert AsyncLLM(config).config is config
-    assert AsyncLLM(config, seed=5).config == EngineConfig(model="smollm2-135m", max_num_seqs=3, seed=5)
+    assert AsyncLLM(config, block_size=5).config == EngineConfig(model="smollm2-135m", max_num_seqs=3, block_size=5)
     assert AsyncLLM(config, own_thread=True).sync is not None
     assert AsyncLLM(config.replace(own_thread=True)).sync is not None
     with pytest.raises(InvalidRequestError, match="own_thread=True"):
@@ -148,12 +167,12 @@ def test_settings_of_every_type(env: Callable[..., None]) -> None:
     )
     assert EngineConfig.from_env() == expected
     assert EngineConfig.from_env(model="other", dtype="auto") == expected.replace(model="other", dtype="auto")
-    assert AsyncLLM(EngineConfig.from_env(), seed=3).config.seed == 3
+    assert AsyncLLM(EngineConfig.from_env(), block_size=3).config.block_size == 3
 
 
 def test_another_prefix(env: Callable[..., None]) -> None:
     env(MYAPP_LLM_SEED="7", AENGINE_SEED="8", MYAPP_PORT="80")
-    assert EngineConfig.from_env("MYAPP_LLM_", model="m").seed == 7
+    assert EngineConfig.from_env("MYAPP_LLM_", model="m", load_format="dummy").seed == 7
     with pytest.raises(InvalidRequestError, match="prefix"):
         EngineConfig.from_env("", model="m")
 
@@ -210,7 +229,7 @@ def test_what_kubernetes_sets_for_a_service_is_no_setting(env: Any) -> None:
         names = ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_8000_TCP", "PORT_8000_TCP_ADDR")
         env(**{f"AENGINE_{service}{name}": "10.0.0.1" for name in names})
     env(AENGINE_SEED="3")
-    assert EngineConfig.from_env(model="m").seed == 3
+    assert EngineConfig.from_env(model="m", load_format="dummy").seed == 3
 
 
 def test_a_wrong_argument_is_not_the_environments_fault(env: Callable[..., None]) -> None:

@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 
 from aengine.checkpoint import GgufFile, file_bytes, resolve_model
+from aengine.checkpoint.early_checks import check_division
 from aengine.checkpoint.pooling import labels_of
 from aengine.checkpoint.safetensors_files import safetensors_files, stored_names
 from aengine.checkpoint.source import ModelSource, locate
 from aengine.checkpoint.value_reader import ValueReader, read_json
 from aengine.config import EngineConfig
 from aengine.errors import ModelLoadError
-from aengine.workers.rank import check_division
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -35,7 +35,10 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def folder(path: Path, config: Any = CONFIG, generation: Any = None, weights: bytes = b"") -> Path:
+NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
+
+
+def folder(path: Path, config: Any = CONFIG, generation: Any = None, weights: bytes = NO_TENSORS) -> Path:
     path.mkdir()
     (path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
     (path / "model.safetensors").write_bytes(weights)
@@ -180,11 +183,11 @@ def test_names_are_read_and_not_mapped(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("weights", [b"", b"\xff" * 8, struct.pack("<Q", 2**40), struct.pack("<Q", 4) + b"[1]"])
-def test_a_header_that_is_none_is_the_loaders_to_tell(tmp_path: Path, weights: bytes) -> None:
+def test_a_header_that_is_none(tmp_path: Path, weights: bytes) -> None:
     path = folder(tmp_path / "m", {"text_config": CONFIG}, weights=weights)
-    assert "tie_word_embeddings" not in resolve(path).hf_config
-    with pytest.raises(ModelLoadError, match="truncated or corrupt"):
-        stored_names(path)
+    for read in (resolve, stored_names):
+        with pytest.raises(ModelLoadError, match="truncated or corrupt"):
+            read(path)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder"])

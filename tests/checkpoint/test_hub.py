@@ -32,6 +32,7 @@ for config in json.load(sys.stdin):
     print(json.dumps(found))
 """
 Resolve = Callable[..., list[dict[str, Any]]]
+NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
 
 
 def make_gguf(path: Path, rows: int = 16, split: int = 0) -> None:
@@ -70,18 +71,22 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
                 "F16/many-F16-00002-of-00002.gguf": parts[1],
             },
             "maker/one-GGUF": {"one.Q4_0.gguf": whole},
-            "maker/both": {"config.json": config, "model.safetensors": b"", "both-Q8_0.gguf": whole},
+            "maker/both": {"config.json": config, "model.safetensors": NO_TENSORS, "both-Q8_0.gguf": whole},
             "maker/neither": {"config.json": config, "pytorch_model.bin": b"x"},
             "maker/text": {"README.md": b"# text"},
             "maker/torn-GGUF": {"torn-Q4_0-00001-of-00002.gguf": parts[0]},
-            "maker/coded": {"config.json": config, "model.safetensors": b"", "modelling.py": b"raise SystemExit"},
+            "maker/coded": {
+                "config.json": config,
+                "model.safetensors": NO_TENSORS,
+                "modelling.py": b"raise SystemExit",
+            },
             "maker/pinned": {
                 "config.json": config,
                 "generation_config.json": b"{}",
                 "tokenizer.json": b"{ }",
                 "tokenizer_config.json": b"{  }",
                 "chat_template.jinja": b"x",
-                "model.safetensors": b"weights",
+                "model.safetensors": NO_TENSORS,
                 "modelling.py": b"raise SystemExit()",
             },
             "maker/gated": {"config.json": config, "gated-Q4_0.gguf": whole},

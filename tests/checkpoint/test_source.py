@@ -36,7 +36,7 @@ def make_folder(path: Path, *, weights: tuple[str, ...] = ("model.safetensors",)
     if config:
         (path / "config.json").write_text(json.dumps(CONFIG))
     for name in weights:
-        (path / name).write_bytes(b"")
+        (path / name).write_bytes((2).to_bytes(8, "little") + b"{}")  # no tensors
     return path
 
 
@@ -144,7 +144,29 @@ def test_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, 
         resolve(model)
 
 
+def test_a_revision_is_of_hub_ids(tmp_path: Path) -> None:
+    for model in ("smollm2-135m", make_folder(tmp_path / "m"), make_gguf(tmp_path / "m.gguf")):
+        with pytest.raises(ModelLoadError, match="revision='abc' is for hub ids, and the model is /.*: leave it out"):
+            resolve(model, revision="abc")
+
+
+@pytest.mark.parametrize(("size", "needed"), [(9, None), (79, 80), (80, 80)])
+def test_a_truncated_safetensors_file(tmp_path: Path, size: int, needed: int | None) -> None:
+    header = b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}   '
+    whole = len(header).to_bytes(8, "little") + header + bytes(8)
+    (make_folder(tmp_path) / "model.safetensors").write_bytes(whole[:size])
+    if size == needed:
+        assert resolve(tmp_path).format == "safetensors"
+        return
+    with pytest.raises(
+        ModelLoadError, match=rf"model.safetensors is truncated or corrupt: .*{needed or ''}.*fetch it again"
+    ):
+        resolve(tmp_path)
+
+
 def test_wrong_format_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="model_impl='transformers': it is for models of safetensors, and .* GGUF"):
+        resolve(make_gguf(tmp_path / "m.gguf"), model_impl="transformers")
     with pytest.raises(ModelLoadError, match="is a GGUF file"):
         resolve(make_gguf(tmp_path / "m.gguf"), load_format="safetensors")
     with pytest.raises(ModelLoadError, match="looked for a .gguf file"):
@@ -238,7 +260,7 @@ def test_which_files_a_repository_has_and_who_says_so(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *args, **options: say(answer))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **options: say(cached))
-    in_cache = {"config.json": len(json.dumps(CONFIG)), "model.safetensors": 0, "sub/x.gguf": 5}
+    in_cache = {"config.json": len(json.dumps(CONFIG)), "model.safetensors": 10, "sub/x.gguf": 5}
     monkeypatch.setattr(hub, "is_offline", lambda: False)
     assert hub.file_sizes("o/n", None) == ({"a": 3, "b": 0}, "the hub's o/n")
     answer = ConnectionError("the cable is out")

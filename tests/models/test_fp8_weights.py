@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from driver import CPU, Driver, check_near, load, source_of
 from safetensors.torch import load_file, save_file
 
+from aengine.checkpoint.early_checks import check_cpu
+from aengine.config import EngineConfig
 from aengine.errors import ModelLoadError
 from aengine.kernels.grouped_codes import numbers
 from aengine.runner.weights.formats import choose_formats
@@ -220,7 +222,7 @@ def test_made_of_16_bits(rng: random.Random) -> None:
 def test_settings() -> None:
     """Only a GPU makes FP8 of 16 bits; a checkpoint in FP8 stays what it is."""
     with pytest.raises(ModelLoadError, match="is for GPUs"):
-        choose_formats("float32", CPU, {}, quantization="fp8")
+        check_cpu(EngineConfig(model="m", quantization="fp8"))
     gpu = torch.device("cuda")
     made = choose_formats("bfloat16", gpu, {}, quantization="fp8")
     assert isinstance(made.of("model.layers.0.mlp.gate_proj"), MadeFp8Format)

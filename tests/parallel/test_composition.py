@@ -33,6 +33,7 @@ from test_weight_formats import quantise
 from tiny import make_tiny_model
 
 from aengine import errors
+from aengine.checkpoint.early_checks import check_start
 from aengine.checkpoint.sampling_defaults import SamplingDefaults
 from aengine.checkpoint.source import resolve_model
 from aengine.config import EngineConfig
@@ -48,7 +49,7 @@ from aengine.runner.distributed.stage import WHOLE, PipelineStage
 from aengine.runner.models import build_model, read_config
 from aengine.runner.startup.encoder import load_encoder
 from aengine.runner.weights.formats import choose_formats
-from aengine.workers.rank import check_division, ranks_of
+from aengine.workers.rank import ranks_of
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "scripts"))
@@ -351,10 +352,11 @@ def ask(row: str, column: str, tiny_model: TinyModel) -> Any:
         settings["model_impl"] = "transformers"
     for name in pair & sizes.keys():
         settings |= sizes[name]
-    folder = tiny_model("qwen3_moe", seed=7, **EIGHT, **EXPERTS)
+    is_dense = column == composition.SHARED and row not in ("experts", composition.FOREIGN)
+    folder = tiny_model("llama") if is_dense else tiny_model("qwen3_moe", seed=7, **EIGHT, **EXPERTS)
     config = EngineConfig.create(str(folder), settings)
     source = resolve_model(config)
-    check_division(config, source.hf_config)
+    check_start(config, source.hf_config)
     rank = ranks_of(config)[0]
     if row == composition.ENCODERS:
         return load_encoder(config, source.to_wire(), rank, lambda *report: None)

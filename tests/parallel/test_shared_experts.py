@@ -119,7 +119,7 @@ async def test_pipelines_do_not_share(model: Path) -> None:
         await AsyncLLM(model, pipeline_parallel_size=2, **SETTINGS | SHARED).start()
 
 
-def test_models_without_experts_are_not_changed() -> None:
+def test_models_without_experts_do_not_share() -> None:
     config = EngineConfig(model="any", **SHARED)
     assert shares_experts(config, {"num_local_experts": 8}) and shares_experts(
         config, {"text_config": {"num_experts": 4}}

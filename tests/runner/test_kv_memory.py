@@ -10,6 +10,7 @@ import pytest
 import torch
 from runner_fakes import FakeModel, expected_logits, make_runner, request, step
 
+from aengine.checkpoint.early_checks import resolve_max_model_len
 from aengine.config import EngineConfig
 from aengine.errors import ModelLoadError
 from aengine.ipc.messages import KVCacheGroup
@@ -23,7 +24,6 @@ from aengine.runner.startup.kv_memory import (
     gpu_budget,
     plan_kv,
     profile_run,
-    resolve_max_model_len,
 )
 
 

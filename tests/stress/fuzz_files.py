@@ -35,13 +35,14 @@ import msgpack
 import torch
 from fuzz_checkpoints import spoiled, write_bases
 
+from aengine.checkpoint.early_checks import check_start
 from aengine.checkpoint.source import ModelSource, resolve_model
 from aengine.config import EngineConfig
 from aengine.engine.tokenizer.tokenizer import Tokenizer
 from aengine.errors import ModelLoadError
 from aengine.runner.models.transformers import config as _transformers  # imported once, and not in each process
 from aengine.runner.startup.load import load_model
-from aengine.workers.rank import Rank, check_division
+from aengine.workers.rank import Rank
 
 CPU_SECONDS = 10  # of a case; an honest one takes a tenth
 WALL_SECONDS = 120  # the machine may be busy
@@ -73,7 +74,7 @@ def load_case(path: Path) -> str:
 
 
 def load_host(config: EngineConfig, source: ModelSource) -> None:
-    check_division(config, source.hf_config)
+    check_start(config, source.hf_config)
     tokenizer = Tokenizer.load(source)
     assert all(0 <= token_id < 2**31 for token_id in tokenizer.eos_token_ids)
     tokenizer.decode(tokenizer.encode("a b"))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from ...checkpoint.early_checks import has_experts
 from ...config import EngineConfig
 from ...errors import EngineClosedError, EngineError
 from ...ipc.messages import GrammarOutput, Kind, SchedulerOutput, int32, pack
@@ -30,10 +31,7 @@ def shares_experts(config: EngineConfig, hf_config: Mapping[str, Any]) -> bool:
     """Return whether the settings, and config.json, ask for experts that are divided among replicas."""
     if not config.enable_expert_parallel or config.data_parallel_size == 1 or config.worker != "default":
         return False
-    texts = [hf_config, hf_config.get("text_config")]
-    return any(
-        text.get(key) for text in texts if isinstance(text, dict) for key in ("num_local_experts", "num_experts")
-    )
+    return has_experts(hf_config)
 
 
 class Joint:

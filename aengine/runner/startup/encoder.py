@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...checkpoint.early_checks import resolve_max_model_len
 from ...checkpoint.pooling import PoolingConfig
 from ...checkpoint.safetensors_files import stored_names
 from ...checkpoint.source import ModelSource
@@ -27,7 +28,6 @@ from ..pooling.vectors import VectorLayers, load_vector_layers
 from ..weights.formats import choose_formats
 from ..weights.scope import Place
 from ..weights.sources.loader import LoadedWeights, Progress, check_layers, load_weights
-from .kv_memory import resolve_max_model_len
 from .warm_up import NUM_TOKENS
 
 _BLOCKS_PER_ROW = 8
@@ -41,8 +41,9 @@ def load_encoder(config: EngineConfig, source: Mapping[str, Any], rank: Rank, pr
             f"tensor_parallel_size={rank.tp_size}: an encoder is not divided: leave it at 1; "
             f"data_parallel_size is for several GPUs"
         )
-    if config.quantization != "auto":
-        raise ModelLoadError(f"quantization={config.quantization!r}: it is for decoders: leave it at 'auto'")
+    for name in ("quantization", "model_impl", "attention_backend"):
+        if (value := getattr(config, name)) not in ("auto", "native"):
+            raise ModelLoadError(f"{name}={value!r}: it is for decoders: leave it at 'auto'")
     if config.batch_invariant:
         raise ModelLoadError(
             "batch_invariant=True: an encoder attends to whole batches at once: leave it at False here"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from ...checkpoint.early_checks import check_cpu, check_start
 from ...checkpoint.source import ModelSource, resolve_model
 from ...checkpoint.value_reader import damage_explained
 from ...config import EngineConfig
 from ...errors import ModelLoadError
 from ...limits.memory import free_memory
-from ...workers.rank import check_division
 from ..attention.kv_format import kv_format_of
 from ..attention.torch_attention import DEFAULT_BLOCK_SIZE
 from ..kv_spec import lay_out_kv
@@ -38,7 +38,7 @@ def estimate(config: EngineConfig) -> dict[str, Any]:
     """
     source = resolve_model(config)
     with damage_explained(source.path):
-        check_division(config, source.hf_config)
+        check_start(config, source.hf_config)
         if is_encoder(source.hf_config):
             return _of_encoder(config)
         head = DecoderHead.of(source)
@@ -49,6 +49,8 @@ def estimate(config: EngineConfig) -> dict[str, Any]:
         if model_config.implementation == "native":
             check_layers(source, model_config.num_layers)
         platform = choose_platform(config.device)
+        if platform.device.type == "cpu":
+            check_cpu(config)
         dtype = platform.choose_dtype(config.dtype, model_config.checkpoint_dtype)
         packed = gguf_matrices(config, source, model_config, platform)
         formats = choose_formats(

@@ -34,16 +34,6 @@ class KvPlan:
     max_model_len: int  # tokens of prompt and completion; the pool holds at least one request as long
 
 
-def resolve_max_model_len(config: EngineConfig, model_max_len: int) -> int:
-    """Return the length wanted, before memory is looked at. Raises ModelLoadError if it is more than the model has."""
-    if config.max_model_len is not None and config.max_model_len > model_max_len:
-        raise ModelLoadError(
-            f"max_model_len={config.max_model_len}, but the model's context is {model_max_len} tokens: "
-            f"give at most that, or leave it out"
-        )
-    return config.max_model_len or model_max_len
-
-
 def plan_kv(
     config: EngineConfig,
     *,

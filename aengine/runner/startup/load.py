@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ...checkpoint.early_checks import check_cpu
 from ...checkpoint.pooling import PoolingConfig
 from ...checkpoint.source import ModelSource, resolve_model
 from ...checkpoint.value_reader import damage_explained
@@ -86,6 +87,8 @@ def _load(
     )
     platform = open_device(rank)
     platform.open()
+    if platform.device.type == "cpu":
+        check_cpu(config)
     dtype = platform.choose_dtype(config.dtype, model_config.checkpoint_dtype)
     group = open_group(rank, platform)
     experts_group = open_experts_group(rank, platform, group)
@@ -244,7 +247,7 @@ class LocalModel:
         setup = self._setup
         if setup.model_config.implementation != "native":
             raise InvalidRequestError("a model that transformers computes can't be loaded again: start another engine")
-        config = setup.config if path is None else setup.config.replace(model=path)
+        config = setup.config if path is None else setup.config.replace(model=path, revision=None)
         try:
             source = resolve_model(config)
             setup.platform.synchronize()

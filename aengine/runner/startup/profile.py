@@ -13,10 +13,11 @@ import gc
 import logging
 import time
 
+from ...checkpoint.early_checks import resolve_max_model_len
 from ...limits.memory import free_memory
 from ..model_runner import ModelRunner
 from ..weights.sources.loader import Progress
-from .kv_memory import KvPlan, check_swap_space, cpu_budget, gpu_budget, plan_kv, profile_run, resolve_max_model_len
+from .kv_memory import KvPlan, check_swap_space, cpu_budget, gpu_budget, plan_kv, profile_run
 from .layer_kinds import one_layer_of_each_kind
 from .setup import RunnerSetup
 from .warm_up import compile_kernels

@@ -152,8 +152,6 @@ def _quantised(asked: Asked, hf_config: Mapping[str, Any], quantization: str) ->
         return found
     if found is not None and found.name != "fp8":
         raise ModelLoadError(f"quantization='fp8': the checkpoint is in {found.name} already: leave it at 'auto'")
-    if asked.device.type == "cpu":
-        raise ModelLoadError("quantization='fp8' is for GPUs: leave it at 'auto' on a CPU")
     return found or MadeFp8(MadeFp8Format(asked.plain))
 
 

@@ -67,12 +67,6 @@ def read_transformers_config(files: ModelFiles, reason: str) -> TransformersConf
     """Read a config for transformers' code. ``reason``: why the model is not native.
 
     Raises ModelLoadError: transformers is missing or too old, has no such architecture, or it can't be served."""
-    if "gguf_architecture" in files.hf:
-        raise ModelLoadError(
-            f"model_type {files.model_type!r} of a GGUF file can't be computed by transformers, which is for models of "
-            f"safetensors: leave model_impl at 'auto', or give the folder or hub id of the checkpoint that it was made "
-            f"from"
-        )
     layers, config, model_class = survey(files)
     text = config.get_text_config(decoder=True)
     longest = _context(text, any(isinstance(layer, SurveyedLayer) for layer in layers))
