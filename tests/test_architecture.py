@@ -465,8 +465,8 @@ MOST_METHODS = 20
 
 
 BUDGETS = {
-    "root": 2642,
-    "checkpoint": 2178,
+    "root": 2660,
+    "checkpoint": 2350,
     "cli": 1550,
     "engine": 24230,
     "integrations": 2534,
@@ -478,7 +478,7 @@ BUDGETS = {
     "server": 5770,
     "telemetry": 1093,
     "testing": 800,
-    "workers": 3006,
+    "workers": 2960,
 }
 """Lines that a wing may have, by ``wc -l``: some more than it had when this was written. Raising one is a commit of its
 own that says why; whoever makes a wing smaller lowers its budget."""
