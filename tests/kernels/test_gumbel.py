@@ -254,7 +254,9 @@ def test_shares_of_a_vocabulary_draw_what_the_whole_does(
         ids, checks = best_of_shares(torch.stack(parts))
     good = wanted_checks.isfinite()
     assert torch.equal(ids[good], wanted[good]) and good.sum() == 13
-    assert [str(check) for check in checks.tolist()] == [str(check) for check in wanted_checks.tolist()]
+    # torch takes logarithms at the end of a row, where no vector is full, by other code, which may round otherwise.
+    bound = 1e-6 if on == "torch" else 0.0
+    torch.testing.assert_close(checks, wanted_checks, rtol=bound, atol=0.0, equal_nan=True)
     assert ids.dtype == torch.int64 and ((ids >= 0) & (ids < vocab_size)).all()
 
 
