@@ -114,6 +114,13 @@ def test_a_pattern_that_can_not_be_read_is_an_error(pattern: str, problem: str) 
     assert len(str(caught.value)) < 400
 
 
+def test_letters_of_all_patterns_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aengine.checkpoint.name_patterns._MOST_LETTERS", 3)
+    assert "b" in NamePatterns(["re:aa", "re:b", "a long name"], "config.json: ignore")
+    with pytest.raises(ModelLoadError, match="patterns of more than 3 letters"):
+        NamePatterns(["re:aa", "re:bb"], "config.json: ignore")
+
+
 def test_ten_thousand_patterns_are_one_automaton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Making one takes some 10 ms; the one that is wrong is found by halves."""
     made = []

@@ -51,9 +51,10 @@ def test_a_folder_that_says_nothing(tmp_path: Path) -> None:
     assert read_pooling(tmp_path, {}) == PoolingConfig() and PoolingConfig().to_wire() == {}
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 0}')
     assert read_pooling(tmp_path, {}).max_tokens is None
-    (tmp_path / "modules.json").write_text('{"0": {}}')
-    with pytest.raises(ModelLoadError, match="must hold a list of JSON objects"):
-        read_pooling(tmp_path, {})
+    for modules in ('{"0": {}}', "[{}, 1]"):
+        (tmp_path / "modules.json").write_text(modules)
+        with pytest.raises(ModelLoadError, match="must hold a list of JSON objects"):
+            read_pooling(tmp_path, {})
 
 
 @pytest.mark.parametrize(
@@ -83,6 +84,8 @@ def test_labels() -> None:
     classifier: dict[str, Any] = {"architectures": ["BertForSequenceClassification"]}
     assert labels_of({}) == labels_of({"architectures": ["BertModel"], "id2label": {"0": "a"}}) == ()
     assert labels_of(classifier) == ("LABEL_0", "LABEL_1")
+    names = ["BertForSequenceClassification", "BertModel"]
+    assert labels_of({"architectures": names}) and not labels_of({"architectures": names[::-1]})
     assert labels_of(classifier | {"num_labels": 3}) == ("LABEL_0", "LABEL_1", "LABEL_2")
     assert labels_of(classifier | {"id2label": {"10": "c", "2": "b", "0": 5}}) == ("5", "b", "c")
     for labels in ({"a": "b"}, {"0": "a", "-1": "b"}, {"1" * 10: "a"}):
