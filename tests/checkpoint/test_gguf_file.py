@@ -292,6 +292,16 @@ def test_crafted_damage(tmp_path: Path, data: bytes, problem: str) -> None:
     assert "crafted.gguf" in str(caught.value)
 
 
+def test_arrays_nest_four_deep(tmp_path: Path) -> None:
+    path = tmp_path / "nested.gguf"
+    path.write_bytes(header(pairs=1) + string(b"k") + nested(3) + bytes(40))
+    with GgufFile(path) as file:
+        assert file.metadata["k"] == [[[[7]]]]
+    path.write_bytes(header(pairs=1) + string(b"k") + nested(4) + bytes(40))
+    with pytest.raises(ModelLoadError, match="the arrays of 'k' nest more than 4 deep"):
+        GgufFile(path)
+
+
 def test_names_have_256_bytes_at_most_as_errors_show_them_whole(tmp_path: Path) -> None:
     path = tmp_path / "named.gguf"
     for make in (
