@@ -66,6 +66,7 @@ EQUIVALENT = {
     ("unusable_bound", "another comparison", "abs(value) < _LEAST_NEAR"),  # at which a number is not exact anyway
     ("_is_quick_schema", "another comparison", "text.count(':') <= _MAX_PROPERTIES"),  # a longer look says the same
     ("_most_levels", "another comparison", "num_places * MAX_DEPTH <= _MAX_LEVELS"),  # no multiple of 124 is 1,000
+    ("_Joined.__post_init__", "16 is 17", "16"),  # the length of a digest
     ("_Translation._unicode", "0 is 1", "0"),  # what is no second half of a pair, and neither is 1
     ("BitmaskFiller._fill_drafted", "another comparison", "len(forced) > 1"),  # forced ids are none, or two and more
 }
@@ -150,9 +151,10 @@ def _nodes(function: Any) -> list[ast.AST]:
         is_text = isinstance(node, ast.Assert | ast.Raise)
         is_power = isinstance(node, ast.BinOp) and isinstance(node.op, ast.LShift) and ast.unparse(node.left) == "1"
         is_log = isinstance(node, ast.Expr) and ast.unparse(node).startswith("logger.")
+        is_turn = isinstance(node, ast.If) and [ast.unparse(one) for one in node.body] == ["yield_gil()"]
         is_level = isinstance(node, ast.keyword) and node.arg == "stacklevel"
         is_count = isinstance(node, ast.Call) and ast.unparse(node.func) == "self._count"
-        if not (is_text or is_power or is_log or is_level):
+        if not (is_text or is_power or is_log or is_turn or is_level):
             yield node
             if not is_count and ast.unparse(node) != "-1":
                 for child in ast.iter_child_nodes(node):

@@ -23,9 +23,9 @@ from grammar_helpers import accepts, allowed, backend_of, matcher_of, tiny, voca
 from pydantic import UUID4, AwareDatetime, BaseModel, ConfigDict, Field, HttpUrl, SecretStr
 from typing_extensions import TypedDict
 
-from aengine import InvalidRequestError, StructuredOutput
+from aengine import InvalidRequestError, SamplingParams, StructuredOutput
 from aengine.engine.structured import output_type
-from aengine.engine.structured.output_type import OutputType
+from aengine.engine.structured.output_type import AskedType, OutputType, with_output_type
 from aengine.engine.structured.pydantic_schema import KNOWN_FORMATS
 from aengine.engine.structured.spec import spec_of
 
@@ -353,6 +353,44 @@ def test_the_texts_of_times(wanted: Any, right: list[str], wrong: list[str]) -> 
     spec = spec_of(StructuredOutput(json_schema=OutputType.of(wanted).schema_text))
     for text in right + wrong:
         assert accepts(matcher_of(backend_of("tiny"), spec), tiny(), f'"{text}"') == (text in right), text
+
+
+def test_an_output_type_beside_parameters() -> None:
+    class Fresh(BaseModel):
+        x: int
+
+    class Interrupting(BaseModel):
+        @classmethod
+        def __get_pydantic_json_schema__(cls, *args: Any) -> Any:
+            raise KeyboardInterrupt
+
+    given = SamplingParams(max_tokens=3)
+    assert with_output_type(None, None, "error") == (SamplingParams(), {})
+    assert with_output_type(given, None, "error") == (given, {})
+    wrong: Any = 5
+    assert with_output_type(wrong, Fresh, "error") == (5, {}), "it is refused later"
+    params, asked = with_output_type(given, Fresh, "relax")
+    assert params is given and asked == {"asked_type": AskedType(Fresh, "relax")}
+    known, constraint = asked["asked_type"].described()
+    assert known is OutputType.known(Fresh)
+    assert constraint == StructuredOutput(json_schema=known.schema_text, on_unsupported="relax")
+    assert with_output_type(given, Fresh, "relax") == (
+        given.replace(structured_output=constraint),
+        {"output_type": known},
+    )
+    how: Any
+    for params, wanted, how, param in (
+        (given, None, "relax", "on_unsupported"),
+        (given, Fresh, "ignore", "on_unsupported"),
+        (given, "x", "error", "output_type"),
+        (SamplingParams(detokenize=False), Fresh, "error", "detokenize"),
+        (given.replace(structured_output=constraint), Fresh, "error", "output_type"),
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            with_output_type(params, wanted, how)
+        assert caught.value.param == param
+    with pytest.raises(InvalidRequestError, match="can't be described: KeyboardInterrupt"):
+        AskedType(Interrupting, "error").described()
 
 
 def test_the_types_asked_for_last_are_kept() -> None:

@@ -93,6 +93,10 @@ def test_parts_are_values() -> None:
     assert composed().root == Seq((Text("ab"), AnyOf((NUMBER, Text("x"))), Text("c")))
     assert [*leaves(composed().root or Text(""))] == [Text("ab"), NUMBER, Text("x"), Text("c")]
     assert composed() != composed_of(seq(Text("ab"), NUMBER))
+    assert seq(Text("a"), Text(""), Text("b")) == Text("ab") and any_of(any_of(NUMBER)) is NUMBER
+    assert seq(Text("a", after_blanks=True), Text("b")) == Text("ab", after_blanks=True)
+    apart = (Text("a"), Text("b", after_blanks=True))
+    assert seq(*apart) == Seq(apart)
 
 
 def test_a_part_alone_is_a_spec_of_its_own_kind() -> None:

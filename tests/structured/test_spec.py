@@ -19,6 +19,7 @@ from aengine.engine.structured.spec import (
     MAX_NUMBER_BITS,
     MAX_PATTERN_BYTES,
     GrammarSpec,
+    check_schema_size,
     plain_json,
     spec_of,
 )
@@ -189,7 +190,11 @@ def test_a_small_schema_that_is_huge_when_written() -> None:
 
 def test_size() -> None:
     room = MAX_JSON_BYTES - len('{"default":""}')
-    assert len(schema_spec({"default": "x" * room}).text) == MAX_JSON_BYTES
+    largest = schema_spec({"default": "x" * room})
+    assert len(largest.text) == MAX_JSON_BYTES and schema_spec(largest.text) == largest
+    check_schema_size(largest.text)
+    with pytest.raises(GrammarError, match="larger than 1024 KiB"):
+        check_schema_size(largest.text + " ")
     for schema in ({"default": "x" * (room + 1)}, {"default": "é" * (room // 2 + 1)}, " " * MAX_JSON_BYTES + "{}"):
         assert refused(schema).kind == "too_complex"
 
