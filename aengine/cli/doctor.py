@@ -59,7 +59,7 @@ def page(diagnosis: Diagnosis) -> str:
 def _choices(choices: dict[str, Any]) -> str:
     parts = [f"device {choices['device']}", f"{choices['threads']} thread{'s' * (choices['threads'] != 1)}"]
     if "weights" in choices:
-        parts.append(f"weights in {choices['weights']}, activations in {choices['dtype']}")
+        parts.append(f"weights in {choices['weights']}, activations in {choices['activations']}")
     parts.append(f"attention by {choices['attention']}")
     parts.append(
         f"up to {choices['kv_cache_bytes'] / 1024**3:.1f} GiB for weights and KV cache"

@@ -13,6 +13,7 @@ def summary_of(ready: Mapping[str, Any]) -> str:
     shown = {
         "device": f"{device} ({name})" if name else device,
         "dtype": ready.get("dtype"),
+        "activations": "int16" if "int16" in ready.get("activations", "") else None,
         "weights": (ready.get("weight_format") or "").replace(", ", ",") or None,
         "kv_tokens": ready["num_blocks"] // max(1, len(ready.get("kv_groups", ()))) * ready["block_size"],
         "kv_memory": _kv_memory(ready),

@@ -152,6 +152,7 @@ def test_what_it_would_choose_is_by_the_settings_of_the_model(tmp_path: Path) ->
         "kv_cache_bytes": 1 << 20,
         "weights": "float32",
         "dtype": "float32",
+        "activations": "float32",
     }
     assert report["model"]["kv_tokens"] == 2 * (1 << 20) // report["model"]["kv_bytes_per_token"], "of both ranks"
 

@@ -19,6 +19,7 @@ from tiny import load_reference, make_tiny_model, write_tiny_model
 from aengine.runner.graphs.tape_model import TapeModel
 from aengine.runner.models.llama import Llama
 from aengine.runner.startup import setup
+from aengine.telemetry.summary import summary_of
 
 pytest.importorskip("llvmlite")
 
@@ -34,6 +35,8 @@ def test_a_gguf_runs_as_a_tape(engine: Engine) -> None:
     engine.begin()
     assert isinstance(engine.runner.model, TapeModel)
     assert engine.model.offer["weight_format"] == "q4_1, q8_0"
+    assert engine.model.offer["activations"] == "int16 beside codes, else float32"
+    assert "dtype=float32 activations=int16 weights=q4_1,q8_0 " in summary_of(engine.model.offer)
 
 
 def test_tokens_are_the_same_alone_batched_in_chunks_and_after_a_preemption(engine: Engine) -> None:
@@ -42,8 +45,9 @@ def test_tokens_are_the_same_alone_batched_in_chunks_and_after_a_preemption(engi
 
 
 def test_logits_are_near_those_of_the_numbers(engine: Engine, short_model: str) -> None:
-    """Activations have 8 bits for each 32; what llama.cpp does."""
+    """Activations have 16 bits, with a scale for each 32."""
     exact = Engine(Path(short_model), dtype="float32", enforce_eager=True)
+    assert exact.model.offer["activations"] == "float32"
     found = []
     for one in (exact, engine):
         one.begin()

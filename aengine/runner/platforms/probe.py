@@ -66,8 +66,9 @@ def probe(model: EngineConfig | None = None) -> dict[str, Any]:
     if model is not None:
         try:
             told = report["model"] = estimate(model)
-            others = {key: value for key, value in report["choices"].items() if key not in ("weights", "dtype")}
-            report["choices"] = others | told["formats"]
+            for key in ("weights", "dtype", "activations"):
+                report["choices"].pop(key, None)
+            report["choices"] |= told["formats"]
         except (ModelLoadError, InvalidRequestError) as error:
             report["model_problem"] = str(error)
     return report
@@ -88,7 +89,7 @@ def _cpu_choices(config: EngineConfig, report: dict[str, Any]) -> dict[str, Any]
     except RuntimeError as error:
         report["cpu_problem"] = str(error).splitlines()[0]
         return choices
-    return choices | {"weights": formats.name, "dtype": str(formats.dtype).removeprefix("torch.")}
+    return choices | {"weights": formats.name, **formats.precision}
 
 
 def _gpu_choices(config: EngineConfig, gpu: CudaPlatform, report: dict[str, Any]) -> dict[str, Any]:
@@ -111,8 +112,7 @@ def _gpu_choices(config: EngineConfig, gpu: CudaPlatform, report: dict[str, Any]
         "threads": torch.get_num_threads(),
         "attention": attention,
         "kv_cache_bytes": max(0, int(total * config.gpu_memory_utilization) - (total - free)),
-        "weights": name,
-        "dtype": name,
+        **dict.fromkeys(("weights", "dtype", "activations"), name),
     }
 
 

@@ -129,7 +129,7 @@ class LoadedEncoder:
             "block_size": STATE_BLOCK_SIZE,
             "kv_groups": [["state", STATE_BLOCK_SIZE, 0]],
             "vocab_size": model.config.vocab_size,
-            "dtype": str(formats.dtype).removeprefix("torch."),
+            **formats.precision,
             "weight_format": formats.name,
             "model_type": model.config.model_type,
             "is_encoder": True,

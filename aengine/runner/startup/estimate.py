@@ -30,7 +30,7 @@ from .kv_memory import cpu_budget
 
 def estimate(config: EngineConfig) -> dict[str, Any]:
     """What all ranks of a replica would take together. Keys: "device"; "line": the tensors in words; "formats": of
-    "weights" and activations ("dtype"); "weight_bytes": those that share "room", bytes that are free for them and the
+    "weights", and their `precision`; "weight_bytes": those that share "room", bytes that are free for them and the
     KV cache: on a GPU one rank's; "kv_bytes_per_token", in layers that keep all tokens or a window of them;
     "kv_tokens": as many fit beside the weights, activations not counted. Of an encoder nothing is counted.
 
@@ -80,7 +80,7 @@ def estimate(config: EngineConfig) -> dict[str, Any]:
     return {
         "device": str(platform.device),
         "line": line_of(groups),
-        "formats": {"weights": formats.name, "dtype": str(formats.dtype).removeprefix("torch.")},
+        "formats": {"weights": formats.name, **formats.precision},
         "weight_bytes": weight_bytes,
         "room": room,
         "kv_bytes_per_token": round(per_token),

@@ -183,7 +183,7 @@ class LocalModel:
             "kv_cache_scales": setup.kv_format.origin,
             "vocab_size": setup.model_config.vocab_size,
             "rope_border": setup.model_config.rope_border,
-            "dtype": str(formats.dtype).removeprefix("torch."),
+            **formats.precision,
             "weight_format": formats.name,
             "model_type": setup.model_config.model_type,
             "model_impl": setup.model_config.implementation,

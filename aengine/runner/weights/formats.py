@@ -77,11 +77,18 @@ class WeightFormats:
     step_rows: StepRows = ROWS_UNSEEN  # what products see of whose tokens they multiply
     dequantises: bool = False  # what a GPU can't multiply becomes plain numbers, else it is an error
     is_compiled: bool = False  # compiled kernels multiply, on a CPU, and weights give rows of their matrices
+    has_coded_x: bool = False  # these round activations to 16 bits beside codes
 
     @property
     def name(self) -> str:
         own = "" if self.quantised is None else self.quantised.name
         return own or self.plain.name  # a GGUF may have none of the types that are kept
+
+    @property
+    def precision(self) -> dict[str, str]:
+        """The dtype of activations, and what they are where matrices multiply them."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return {"dtype": dtype, "activations": f"int16 beside codes, else {dtype}" if self.has_coded_x else dtype}
 
     def of(self, name: str) -> WeightFormat:
         """Return the format of the matrix of this name."""
@@ -128,8 +135,11 @@ def choose_formats(
         from .compiled import CompiledFormat
 
         kept = torch.float32 if dtype == "float32" else torch.float16
-        plain = CompiledFormat(kept, as_int16=is_encoder and kept == torch.float16 and host().has_vnni)
-        return WeightFormats(torch.float32, kept, plain, quantised(plain), policy=policy, is_compiled=True)
+        as_int16 = is_encoder and kept == torch.float16 and host().has_vnni
+        plain = CompiledFormat(kept, as_int16=as_int16)
+        coded = as_int16 or (packed is not None and dtype == "auto" and packed.name != "")
+        own = quantised(plain)
+        return WeightFormats(torch.float32, kept, plain, own, policy=policy, is_compiled=True, has_coded_x=coded)
     if device.type == "cpu" and dtype in ("auto", "float16"):
         if float16_cpu.has_fbgemm():
             float16_cpu.float16_plan()  # now, while nothing else runs that would disturb its measurement
