@@ -15,6 +15,7 @@ from typing import Any
 from ..async_llm import AsyncLLM
 from ..engine.threads.pools import run_in_thread
 from ..errors import ContextLengthError, RequestError
+from ..outputs import FinishReason
 from ..params import SamplingParams
 from .engine_options import engine_config
 from .progress import sampling_params, tell
@@ -43,12 +44,9 @@ async def chat(args: argparse.Namespace) -> int:
             messages.append({"role": "user", "content": line})
             try:
                 answer = await _answer(engine, messages, params)
-            except ContextLengthError as error:
-                messages.pop()
-                tell(f"[{error}; /clear starts over]")
             except RequestError as error:
                 messages.pop()
-                tell(f"[{error}]")
+                tell(f"[{error}{'; /clear starts over' if isinstance(error, ContextLengthError) else ''}]")
             else:
                 messages.append({"role": "assistant", "content": answer})
 
@@ -87,6 +85,10 @@ async def _answer(engine: AsyncLLM, messages: list[dict[str, Any]], params: Samp
                 parts.append(token.text)
                 sys.stdout.write(token.text)
                 sys.stdout.flush()
+            if stream.completion.finish_reason is FinishReason.LENGTH:
+                is_own = stream.completion.usage.completion_tokens == params.max_tokens
+                why = f"at --max-tokens {params.max_tokens}" if is_own else "as the context is full; /clear starts over"
+                print(f" [cut {why}]", end="")
 
     writing = asyncio.create_task(write())
     loop = asyncio.get_running_loop()

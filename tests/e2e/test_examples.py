@@ -204,8 +204,18 @@ def test_command_line(tmp_path: Path, short_model: str) -> None:
     model = str(write_tiny_model(tmp_path, "llama"))
     bench = run("-m", "aengine", "bench", model, "--streams", "2", "--output-len", "4", "--repeats", "1", "-q")
     assert json.loads(bench.stdout)["streams_2"]["tokens_per_s"] > 0, bench.stderr
-    talk = run("-m", "aengine", "chat", short_model, "--max-tokens", "8", stdin="Hi\n/help\n/clear\n/exit\n")
-    assert talk.returncode == 0 and talk.stdout.strip() and "/clear" in talk.stderr, talk.stderr
+    talk = run(
+        "-m",
+        "aengine",
+        "chat",
+        short_model,
+        "--max-tokens",
+        "8",
+        "--temperature",
+        "0",
+        stdin="Hi\n/help\n/clear\n/exit\n",
+    )
+    assert talk.returncode == 0 and "[cut at --max-tokens 8]" in talk.stdout and "/clear" in talk.stderr, talk.stderr
 
 
 def test_command_line_errors_are_one_line() -> None:
