@@ -58,6 +58,17 @@ CASES = {
         [{"k": 1, "a": 1}, None],
         [{"a": 1, "z": 1}],
     ),
+    "a nullable $ref beside two sets of names": (
+        {
+            "properties": {
+                "x": {"properties": {"k": {}}, "anyOf": [{"$ref": "#/$defs/A"}, {"type": "null"}]},
+                "y": {"properties": {"m": {}}, "anyOf": [{"$ref": "#/$defs/A"}, {"type": "null"}]},
+            },
+            "$defs": {"A": A},
+        },
+        [{"x": {"k": 1, "a": 1}, "y": {"m": 1, "a": 1}}, {"x": None}],
+        [{"x": {"m": 1}}, {"y": {"k": 1}}, {"y": {"z": 1}}],
+    ),
     "a definition of two uses": (
         TWO_USES,
         [{"x": {"a": 1}}, {"y": {"a": 1, "b": 1}}, {"z": {"a": 1}}],
@@ -167,6 +178,17 @@ def test_a_place_is_closed_to_what_its_parts_name(name):
         assert accepts(compiled.matcher(), tiny(), json.dumps(value)), value
     for value in wrong:
         assert not accepts(compiled.matcher(), tiny(), json.dumps(value)), value
+
+
+def test_what_depends_on_a_member_names_it_and_others():
+    for keyword, needed in (
+        ("dependentRequired", {"b": ["c"]}),
+        ("dependencies", {"b": ["c"]}),
+        ("dependentSchemas", {"b": {"properties": {"c": {}}}}),
+    ):
+        schema = {**A, keyword: needed}
+        close_objects(schema)
+        assert list(schema["properties"]) == ["a", "b", "c"] and schema["additionalProperties"] is False
 
 
 def test_objects_are_open_where_that_is_asked_for():

@@ -58,6 +58,7 @@ CASES: list[tuple[Part, list[str], list[str]]] = [
         ["ab</t>1"],
         ["a</t>1", "abcde</t>1", "A</t>1", "ab</t></t>1"],
     ),
+    (seq(TextUpTo("</t>", matching=("(?s:.{8,20})",)), NUMBER), ["abcdefgh</t>1"], ["ab</t>cdefgh</t>1"]),
     (FreeText(matching=("[a-z]*", "(?s:.{0,3})")), ["", "abc"], ["abcd", "A"]),
     (Regex("a/b\\/c\n\\\t[/]"), ["a/b/c\n\t/"], ["a"]),
     (Regex("[a-z]+", not_first=("no",)), ["yes", "n"], ["no", "nothing"]),

@@ -185,10 +185,12 @@ def test_the_process_finds_a_package_that_the_host_found_otherwise(monkeypatch: 
     trials.close()
 
 
-def test_a_trial_leaves_no_file() -> None:
+def test_a_trial_says_what_the_library_says_and_leaves_no_file(backend: LLGuidanceBackend) -> None:
     trials = Trials(vocabulary("tiny"), 60.0)
     before = len(os.listdir("/proc/self/fd"))
-    assert trials.run("nonsense")
+    with pytest.raises(ValueError) as caught:
+        backend.try_out("nonsense")
+    assert trials.run("nonsense") == str(caught.value)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
