@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,29 @@ def test_optional_settings(tmp_path: Path) -> None:
     without = gguf_hf_config(write(tmp_path / "n.gguf", attention__head_count_kv=None, rope__freq_base=None))
     assert without["num_key_value_heads"] == 4
     assert without["rope_theta"] == 10000.0
+
+
+def test_zero_is_as_good_as_nothing(tmp_path: Path) -> None:
+    zeros = ("attention__sliding_window", "expert_count", "expert_used_count", "expert_feed_forward_length")
+    plain = gguf_hf_config(write(tmp_path / "m.gguf"))
+    changes: dict[str, Any] = dict.fromkeys((*zeros, "shortconv__l_cache"), 0)
+    assert gguf_hf_config(write(tmp_path / "n.gguf", attention__layer_norm_rms_epsilon=0.0, **changes)) == {
+        **plain,
+        "rms_norm_eps": 0.0,
+    }
+    yarn = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__scaling__original_context_length": 0}
+    assert gguf_hf_config(write(tmp_path / "o.gguf", **yarn))["rope_scaling"] == {"rope_type": "yarn", "factor": 4.0}
+
+
+def test_tokens_are_rows_of_a_matrix(tmp_path: Path) -> None:
+    file = write(tmp_path / "m.gguf")
+    for tensor in (replace(file.tensors["token_embd.weight"], shape=(64,)), None):
+        if tensor is None:
+            del file.tensors["token_embd.weight"]
+        else:
+            file.tensors["token_embd.weight"] = tensor
+        with pytest.raises(ModelLoadError, match="lacks the matrix 'token_embd.weight'"):
+            gguf_hf_config(file)
 
 
 def test_rope_scaling(tmp_path: Path) -> None:

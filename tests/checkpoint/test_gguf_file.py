@@ -302,6 +302,13 @@ def test_arrays_nest_four_deep(tmp_path: Path) -> None:
         GgufFile(path)
 
 
+def test_a_file_may_end_with_a_text(tmp_path: Path) -> None:
+    path = tmp_path / "texts.gguf"
+    path.write_bytes(header(pairs=1) + string(b"k") + struct.pack("<IIQ", 9, 8, 2) + string(b"ab") + string(b""))
+    with GgufFile(path) as file:
+        assert file.metadata["k"] == ["ab", ""] and not file.tensors
+
+
 def test_names_have_256_bytes_at_most_as_errors_show_them_whole(tmp_path: Path) -> None:
     path = tmp_path / "named.gguf"
     for make in (

@@ -243,6 +243,43 @@ def test_hub_failures_are_load_errors(monkeypatch: pytest.MonkeyPatch) -> None:
         resolve("owner/name")
 
 
+def test_what_is_fetched_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked: list[list[str]] = []
+    sizes: dict[str, int] = {}
+
+    def snapshot_download(repo: str, **options: Any) -> str:
+        asked.append(options["allow_patterns"])
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(hub, "file_sizes", lambda *args: (sizes, "here"))
+
+    def fetched(name: str = "o/n", **options: Any) -> str:
+        return str(hub.fetch(name, None, **{"weights": True, **options}).relative_to(tmp_path))
+
+    sizes = dict.fromkeys(("config.json", "a-Q4_0.gguf", "b[1]-Q8_0.GGUF"), 1)
+    other = GgufChoice(pattern="b*")
+    assert fetched("o/n:Q4_0") == "a-Q4_0.gguf"
+    assert fetched(choice=other) == fetched("o/n:Q4_0", choice=other) == "b[1]-Q8_0.GGUF"
+    assert asked == [["a-Q4_0.gguf"], ["b[[]1]-Q8_0.GGUF"], ["b[[]1]-Q8_0.GGUF"]]
+    with pytest.raises(ModelLoadError, match="here holds several GGUF models"):
+        fetched()
+    for files, weights, found in (
+        (("model.safetensors", "x.gguf"), True, "."),
+        (("sub/model.safetensors", "config.json", "x.gguf"), True, "x.gguf"),
+        (("tokenizer.json", "x.gguf"), True, "x.gguf"),
+        (("tokenizer.json", "x.gguf"), False, "."),
+        (("config.json",), True, "."),
+    ):
+        sizes = dict.fromkeys(files, 1)
+        assert fetched(weights=weights) == found, files
+        assert ("*.safetensors" in asked[-1]) is (weights and found == "."), files
+    fetched(code=True)
+    assert "*.py" in asked[-1] and not any("*.py" in patterns for patterns in asked[:-1])
+
+
 def test_which_files_a_repository_has_and_who_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError, RevisionNotFoundError
