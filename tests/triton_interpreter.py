@@ -1,9 +1,12 @@
-"""Triton's interpreter, quick enough for tests."""
+"""Triton's interpreter, quick enough for tests, and strict about memory."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+from bisect import bisect_right
+from collections.abc import Iterable
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,8 @@ import numpy as np
 def quicken_interpreter() -> None:
     """Leave out what Triton's interpreter computes in vain, and keep what it computes anew for each value.
 
-    Values, types and checks of the kernels are the same, in a fraction of the time.
+    Values, types and checks of the kernels are the same, in a fraction of the time; and a kernel may neither read nor
+    write what lies outside of all tensors that it was given.
     """
     try:
         from triton.language import core
@@ -30,6 +34,7 @@ def quicken_interpreter() -> None:
     _keep_types(core, interpreter)
     _keep_operands(core, interpreter)
     _convert_at_once(core, interpreter)
+    _check_bounds(interpreter)
 
 
 def _patch_once(core: Any, interpreter: Any) -> None:
@@ -247,3 +252,61 @@ def _convert_at_once(core: Any, interpreter: Any) -> None:
         return create_dot(self, a, b, d, *how)
 
     builder.cast_impl, builder.create_fp_to_fp, builder.create_dot = cast, convert, dot
+
+
+def _check_bounds(interpreter: Any) -> None:
+    """Raise where a kernel reads or writes outside of the tensors that it was given: as wide as they are seen, so rows
+    of a larger matrix without those around them. A kernel that makes pointers of numbers may then access anything."""
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    execute, make_pointer = executor.__call__, builder.create_int_to_ptr
+    spans: list[tuple[int, int]] = []  # where the tensors begin and end, in order
+    begins: list[int] = []
+    ends: list[int] = []  # of all spans up to each
+
+    def add_span(begin: int, end: int) -> None:
+        spans.append((begin, end))
+        spans.sort()
+        begins[:] = [begin for begin, _ in spans]
+        ends[:] = accumulate((end for _, end in spans), max)
+
+    def add_spans(args: Iterable[Any]) -> None:
+        for arg in args:
+            arg = getattr(arg, "base", arg)  # of a descriptor
+            if isinstance(arg, tuple):
+                add_spans(arg)
+            elif hasattr(arg, "data_ptr") and arg.numel():
+                last = sum((size - 1) * stride for size, stride in zip(arg.shape, arg.stride(), strict=True))
+                add_span(arg.data_ptr(), arg.data_ptr() + (last + 1) * arg.element_size())
+
+    def execute_checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        spans.clear()
+        add_spans((*args, *kwargs.values()))
+        return execute(self, *args, **kwargs)
+
+    def make_any_pointer(self: Any, *args: Any) -> Any:
+        add_span(0, 1 << 64)
+        return make_pointer(self, *args)
+
+    def is_outside(first: int, last: int, size: int) -> bool:
+        at = bisect_right(begins, first) - 1
+        return at < 0 or last + size > ends[at]
+
+    def check(pointers: Any, mask: Any) -> None:
+        places, size = pointers.data, pointers.get_element_ty().primitive_bitwidth // 8
+        if not is_outside(int(places.min()), int(places.max()), size):
+            return
+        for place in places[np.broadcast_to(np.asarray(mask.data, bool), places.shape)].tolist():
+            if is_outside(place, place, size):
+                raise IndexError(f"{place:#x} is in none of {[(hex(begin), hex(end)) for begin, end in spans]}")
+
+    def checked(access: Any, place: int, place_of_mask: int) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            check(args[place], args[place_of_mask])
+            return access(self, *args, **kwargs)
+
+        return call
+
+    builder.create_masked_load = checked(builder.create_masked_load, 0, 1)
+    builder.create_masked_store = checked(builder.create_masked_store, 0, 2)
+    builder.create_atomic_rmw = checked(builder.create_atomic_rmw, 1, 3)
+    builder.create_int_to_ptr, executor.__call__ = make_any_pointer, execute_checked

@@ -83,7 +83,7 @@ def _multiply_blocks(
     TWICE: tl.constexpr = GATE != "" and not INTERLEAVED
     begin = expert * ALL + tl.program_id(0) * WIDE
     n = begin + tl.arange(0, WIDE)
-    is_row = tl.program_id(0) * WIDE + tl.arange(0, WIDE) < ALL
+    is_row = tl.program_id(0) * WIDE + tl.arange(0, WIDE) < (N if TWICE else ALL)
     pairs = tl.load(order_ptr + tl.program_id(1).to(tl.int64) * BM + tl.arange(0, BM))
     is_pair = pairs < num_pairs
     k = tl.arange(0, BK)[None, :]
