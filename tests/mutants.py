@@ -11,6 +11,10 @@ exit code 1 if that is less than ``--least``. As long as the files are the same,
 Not drawn is what no behaviour hangs on: log lines, turns given to other threads, ``__repr__``, errors' texts, functions
 whose statements are assertions, -1 that becomes another negative number, a bound that is a power of two or a round
 figure, how much a piece of bounded work counts, and what is in `EQUIVALENT`.
+
+Kernels are changed as Triton's interpreter runs them, which raises where memory is touched that is none of the
+kernel's. Of them not drawn is what changes their speed alone: the functions that choose tiles or count shared memory,
+numbers of warps and stages, hints for caches, prefetches, barriers, and that launches overlap (PDL).
 """
 
 from __future__ import annotations
@@ -49,7 +53,35 @@ STREAMS = (
     "streams_elsewhere",
     "chat_model",
 )
+KERNELS = {  # files of kernels/ and kernels/triton/: files of tests/kernels
+    "experts": ("expert*", "experts expert_codes"),
+    "linear": ("linear* grouped* scaled* dequantise* matrix*", "fused_linear grouped_codes"),
+    "attention": (
+        "*attention* decode_p* kv_* rotary* write_qkv*",
+        "gpu_attention fp8_kv paged_attention rotary kv_write",
+    ),
+    "sampling": (
+        "bitmask* gumbel* logit_bias* logprobs* nucleus* penalties* philox* top_k* *drafts* input_prep* staged_write*",
+        "bitmask gumbel logit_bias logprobs penalties philox top_k_top_p drafts_on_device input_prep staged_write",
+    ),
+}
+RUNNER = {  # folders of runner/: files of tests/runner
+    "sampling": "sampling_features distributions",
+    "attention": "attention_layers cudnn_prefill pages_aside windows states",
+    "speculation": "drafts",
+}
 WINGS = {
+    **{
+        f"runner-{name}": (f"runner/{name}", [f"runner/test_{name}.py" for name in tests.split()])
+        for name, tests in RUNNER.items()
+    },
+    **{
+        f"kernels-{name}": (
+            " ".join(f"kernels/{file}.py kernels/triton/{file}.py" for file in files.split()),
+            [f"kernels/test_{name}.py" for name in tests.split()],
+        )
+        for name, (files, tests) in KERNELS.items()
+    },
     "scheduler": ("engine/scheduler", ["scheduler"]),
     "ipc": ("ipc", ["ipc"]),
     "structured": ("engine/structured", ["structured"]),
@@ -69,11 +101,15 @@ EQUIVALENT = {
     ("_Closing._members_of_unions", "another comparison", "len(own.unions) > 1"),  # one has no others
     ("_Joined.__post_init__", "16 is 17", "16"),  # the length of a digest
     ("_Translation._unicode", "0 is 1", "0"),  # what is no second half of a pair, and neither is 1
+    ("PairKernels.multiply", "1 is 2", "1"),  # how many codes are on their way at once
     ("BitmaskFiller._fill_drafted", "another comparison", "len(forced) > 1"),  # forced ids are none, or two and more
 }
 """(function, change, changed code) of what no test can see."""
 ELSEWHERE = {"child.py"}
 """Files that run in processes of their own, which a mutant does not reach."""
+IDLE_CALLS = ("logger.", "yield_gil(", "launch_next", "wait_for_", "gdc_", "prefetch(", "tl.debug_barrier(")
+IDLE_ARGUMENTS = ("stacklevel", "num_warps", "num_stages", "cache_modifier", "eviction_policy", "PDL", "STAGES")
+"""Statements and arguments that no result depends on."""
 OTHER = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
 
 
@@ -106,9 +142,7 @@ def changes(node: ast.AST, is_bool: bool = False) -> Iterator[tuple[str, Callabl
     for field in ("body", "orelse", "finalbody") if isinstance(node, ast.stmt) else ():
         for i, statement in enumerate(getattr(node, field, ())):
             is_call = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call | ast.Await)
-            if (is_call or isinstance(statement, ast.AugAssign)) and not ast.unparse(statement).startswith(
-                ("logger.", "yield_gil(")
-            ):
+            if (is_call or isinstance(statement, ast.AugAssign)) and not ast.unparse(statement).startswith(IDLE_CALLS):
                 text = ast.unparse(statement).splitlines()[0][:60]
                 yield f"without {text}", lambda n, f=field, i=i: getattr(n, f).__setitem__(i, ast.Pass())
 
@@ -133,6 +167,8 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
                     continue
                 other = deepcopy(function)
                 change(_nodes(other)[i])
+                if any(ast.unparse(one).startswith("triton.jit") for one in other.decorator_list):
+                    other = _interpreted(other)
                 other.decorator_list = []
                 for outer in reversed(names[:-1]):  # within its classes, for what ``super()`` means
                     other = ast.ClassDef(outer, [], [], [other], [])
@@ -143,19 +179,31 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
 
 
 def _is_idle(function: Any) -> bool:
-    """Whether no behaviour hangs on the function: it is for debuggers, or asserts what others have done."""
-    return function.name == "__repr__" or sum(isinstance(statement, ast.Assert) for statement in function.body) >= 2
+    """Whether no behaviour hangs on the function: it is for debuggers, asserts what others did, or chooses tiles."""
+    is_tiling = function.returns is not None and ast.unparse(function.returns).endswith(("Tiling", "Tile"))
+    num_asserts = sum(isinstance(statement, ast.Assert) for statement in function.body)
+    return is_tiling or "shared_bytes" in function.name or function.name == "__repr__" or num_asserts >= 2
+
+
+def _interpreted(kernel: ast.FunctionDef) -> ast.AST:
+    """A kernel as Triton's interpreter runs it."""
+    os.environ["TRITON_INTERPRET"] = "1"  # as conftest.py does, before Triton is imported
+    from triton.runtime.interpreter import ASTTransformer
+
+    changed: ast.AST = ASTTransformer().visit(kernel)
+    return changed
 
 
 def _nodes(function: Any) -> list[ast.AST]:
     def below(node: ast.AST) -> Iterator[ast.AST]:
         is_text = isinstance(node, ast.Assert | ast.Raise)
         is_power = isinstance(node, ast.BinOp) and isinstance(node.op, ast.LShift) and ast.unparse(node.left) == "1"
-        is_log = isinstance(node, ast.Expr) and ast.unparse(node).startswith("logger.")
+        is_log = isinstance(node, ast.Expr) and ast.unparse(node).startswith(IDLE_CALLS)
         is_turn = isinstance(node, ast.If) and [ast.unparse(one) for one in node.body] == ["yield_gil()"]
-        is_level = isinstance(node, ast.keyword) and node.arg == "stacklevel"
+        is_launch = isinstance(node, ast.If) and ast.unparse(node.test) == "PDL"
+        is_level = isinstance(node, ast.keyword) and node.arg in IDLE_ARGUMENTS
         is_count = isinstance(node, ast.Call) and ast.unparse(node.func) == "self._count"
-        if not (is_text or is_power or is_log or is_turn or is_level):
+        if not (is_text or is_power or is_log or is_turn or is_launch or is_level):
             yield node
             if not is_count and ast.unparse(node) != "-1":
                 for child in ast.iter_child_nodes(node):
@@ -170,6 +218,7 @@ def apply(mutant: Mutant) -> bool:
     found: Any = importlib.import_module(name)
     for part in mutant.function.split("."):
         found = vars(found).get(part) if isinstance(found, type | ModuleType) else None
+    found = found.rewrite() if hasattr(found, "rewrite") else found  # a kernel in Triton's interpreter
     while found is not None and (not isinstance(found, FunctionType) or hasattr(found, "__wrapped__")):
         inner = (getattr(found, name, None) for name in ("__wrapped__", "__func__", "fget", "func"))
         found = next((one for one in inner if one is not None), None)
@@ -191,8 +240,8 @@ def _clear_caches(folder: str) -> None:
 class Plugin:
     """Runs the collected tests once as they are, and for each mutant those that call its function."""
 
-    def __init__(self, mutants: list[Mutant], folder: str, limit: float) -> None:
-        self.mutants, self.folder, self.limit, self.ends = mutants, folder, limit, dict[Mutant, str]()
+    def __init__(self, mutants: list[Mutant], limit: float) -> None:
+        self.mutants, self.limit, self.ends = mutants, limit, dict[Mutant, str]()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
@@ -252,7 +301,7 @@ class Plugin:
                     Path(calls).write_text(item.nodeid)
                 os._exit(1)
             for code in seen:
-                if self.folder in code.co_filename:
+                if code.co_filename.startswith(str(ROOT / "aengine")):
                     place = time.monotonic() - begin, i
                     called.setdefault(f"{code.co_filename}:{code.co_qualname}", []).append(place)
         if calls:
@@ -268,14 +317,11 @@ def main() -> int:
     parser.add_argument("--least", type=float, default=0.0)
     parser.add_argument("--seconds", type=float, default=60.0, help="for one test, after which it hangs")
     args = parser.parse_args()
-    folder, tests = WINGS[args.wing]
-    mutants = [
-        m
-        for path in sorted((ROOT / "aengine" / folder).rglob("*.py"))
-        if path.name not in ELSEWHERE
-        for m in mutants_of(path)
-    ]
-    plugin = Plugin(random.Random(args.seed).sample(mutants, min(args.count, len(mutants))), folder, args.seconds)
+    files, tests = WINGS[args.wing]
+    files = files if "*" in files else f"{files}/**/*.py"
+    paths = {path for pattern in files.split() for path in (ROOT / "aengine").glob(pattern)}
+    mutants = [m for path in sorted(paths) if path.name not in ELSEWHERE for m in mutants_of(path)]
+    plugin = Plugin(random.Random(args.seed).sample(mutants, min(args.count, len(mutants))), args.seconds)
     options = ["-q", "-p", "no:cacheprovider", "--capture=no"]
     pytest.main([*options, *(str(TESTS / name) for name in tests)], plugins=[plugin])
     ends = list(plugin.ends.values())
