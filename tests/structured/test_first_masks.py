@@ -6,8 +6,15 @@ import pytest
 from grammar_helpers import accepts, backend_of, matcher_of, schema_spec, smollm2
 
 from aengine import GrammarError
+from aengine.engine.structured.llguidance.backend import _steps
 
 WORDS = r"^(?:\S+\s+){0,99}\S+$"
+
+
+def test_a_few_masks_are_tried_and_the_last() -> None:
+    assert _steps([]) == [] and _steps([5]) == [[5]] and _steps([5, 6]) == [[5], [6]]
+    assert _steps([*range(5)]) == [[0], [1], [2], [3], [4]]
+    assert _steps([*range(9)]) == [[0], [1], [2], [3], [4, 5, 6, 7], [8]]
 
 
 @pytest.mark.parametrize("is_closed", [True, False])
