@@ -465,19 +465,19 @@ MOST_METHODS = 20
 
 
 BUDGETS = {
-    "root": 2660,
+    "root": 2690,
     "checkpoint": 2350,
     "cli": 1550,
-    "engine": 24230,
+    "engine": 24490,
     "integrations": 2534,
-    "ipc": 2164,
+    "ipc": 2170,
     "kernels": 15150,
     "limits": 372,
-    "remote": 1620,
-    "runner": 20880,
-    "server": 5770,
+    "remote": 1630,
+    "runner": 21090,
+    "server": 5850,
     "telemetry": 1093,
-    "testing": 800,
+    "testing": 825,
     "workers": 2960,
 }
 """Lines that a wing may have, by ``wc -l``: some more than it had when this was written. Raising one is a commit of its
