@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .engine.chat.tools import Tool, ToolChoice
     from .engine.handles.blocking import ChatIterator, TokenIterator
     from .engine.handles.sync_llm import SyncLLM
-    from .engine.pooling.requests import PoolingOptions, PoolingRequest, PoolingResult, RankedDocument
+    from .engine.pooling.requests import PoolingOptions, PoolingRequest, PoolingResult, RankedDocument, ScoredCompletion
     from .engine.streams.chat_stream import ChatStream
     from .engine.streams.token_stream import TokenStream
     from .engine.tokenizer_view import TokenizerView
@@ -72,7 +72,7 @@ _NAMES = {
     "engine.chat.tools": "Tool ToolChoice",
     "engine.handles.blocking": "ChatIterator TokenIterator",
     "engine.handles.sync_llm": "SyncLLM",
-    "engine.pooling.requests": "PoolingOptions PoolingRequest PoolingResult RankedDocument",
+    "engine.pooling.requests": "PoolingOptions PoolingRequest PoolingResult RankedDocument ScoredCompletion",
     "engine.streams.chat_stream": "ChatStream",
     "engine.streams.token_stream": "TokenStream",
     "engine.tokenizer_view": "TokenizerView",
@@ -130,6 +130,7 @@ __all__ = [  # noqa: RUF022  # plainly sorted, as a test asks
     "RequestOptions",
     "RequestStart",
     "SamplingParams",
+    "ScoredCompletion",
     "Settings",
     "StartupProgress",
     "Statistics",

@@ -139,6 +139,10 @@ class Completion(Generic[T_co]):
     usage: Usage
     warnings: tuple[str, ...] = ()  # keywords of a schema that on_unsupported="relax" left out
     timings: Timings = field(default_factory=Timings, compare=False)
+    prompt_logprobs: Sequence[tuple[Logprob, ...] | None] | None = field(default=None, kw_only=True)
+    """One entry a token of the prompt: None for the first, which nothing comes before; else the token itself, then the
+    likeliest at its place, likeliest first. None unless asked for. A read-only sequence, whose entries are made when
+    they are read."""
 
     @property
     def text(self) -> str:

@@ -21,6 +21,7 @@ from .limits.bounds import (
     MAX_COMPLETIONS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
+    MAX_PROMPT_LOGPROBS,
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -224,7 +225,7 @@ class SamplingParams:
 
     max_tokens: int | None = None
     """Most tokens to generate, >= 1. None: until the model ends its answer, at most to the end of its context
-    (``max_model_len``)."""
+    (``max_model_len``). With ``prompt_logprobs`` also 0: none is."""
     min_tokens: int = 0
     """No end-of-sequence or stop token is sampled before this many tokens, and a stop string that is complete by then
     ends nothing."""
@@ -267,6 +268,10 @@ class SamplingParams:
     sampled. At most 256, of at most 256 characters and 32 tokens."""
     logprobs: int | None = None
     """With each token, the log-probability of it and of this many of the likeliest, 0 to 64. True means 1."""
+    prompt_logprobs: int | None = None
+    """With each token of the prompt, the log-probability of it and of this many of the likeliest, 0 to 64:
+    `Completion.prompt_logprobs`. True means 1. Of at most 2097152 tokens in all, these included. What the prefix cache
+    has of the prompt is computed again."""
     n: int = 1
     """How many completions of the same prompt; they share its KV. Seeds are seed, seed + 1, ..."""
     structured_output: StructuredOutput | None = None
@@ -286,6 +291,11 @@ class SamplingParams:
                 object.__setattr__(self, name, check(name, value))
         if self.stop and not self.detokenize:
             raise InvalidRequestError("stop strings need detokenize=True", param="stop")
+        if self.max_tokens == 0 and (self.prompt_logprobs is None or self.n > 1 or self.structured_output is not None):
+            wanted = (
+                f"an integer from 1 to {_INT32_MAX}, or None; or 0 with prompt_logprobs, n=1 and no shape of a text"
+            )
+            raise not_valid("max_tokens", 0, wanted)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise not_valid("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
 
@@ -403,6 +413,13 @@ def _boolean(param: str, value: object) -> bool:
     return value
 
 
+def _num_logprobs(param: str, value: object) -> int | None:
+    if value is None or value is False:
+        return None
+    wanted = f"an integer from 0 to {MAX_LOGPROBS}, or None"
+    return _integer(param, 1 if value is True else value, 0, MAX_LOGPROBS, wanted)
+
+
 def _structured(param: str, value: object) -> StructuredOutput | None:
     if value is None or isinstance(value, StructuredOutput):
         return value
@@ -411,7 +428,7 @@ def _structured(param: str, value: object) -> StructuredOutput | None:
 
 _CHECKS: dict[str, Any] = {
     "max_tokens": lambda p, v: (
-        None if v is None else _integer(p, v, 1, _INT32_MAX, f"an integer from 1 to {_INT32_MAX}, or None")
+        None if v is None else _integer(p, v, 0, _INT32_MAX, f"an integer from 1 to {_INT32_MAX}, or None")
     ),
     "min_tokens": lambda p, v: _integer(p, v, 0, _INT32_MAX, f"an integer from 0 to {_INT32_MAX}"),
     "temperature": _temperature,
@@ -431,11 +448,8 @@ _CHECKS: dict[str, Any] = {
     "logit_bias": _logit_bias,
     "allowed_token_ids": _allowed_token_ids,
     "bad_words": _bad_words,
-    "logprobs": lambda p, v: (
-        None
-        if v is None or v is False
-        else _integer(p, 1 if v is True else v, 0, MAX_LOGPROBS, f"an integer from 0 to {MAX_LOGPROBS}, or None")
-    ),
+    "logprobs": _num_logprobs,
+    "prompt_logprobs": _num_logprobs,
     "n": lambda p, v: _integer(p, v, 1, MAX_COMPLETIONS, f"an integer from 1 to {MAX_COMPLETIONS}"),
     "structured_output": _structured,
     "detokenize": _boolean,
@@ -553,6 +567,15 @@ def _check_names(given: Mapping[str, Any], known: Any) -> None:
         else:
             message = unknown_name(name, {*known, "output_type"})
         raise InvalidRequestError(message, param=name)
+
+
+def check_prompt_logprobs(num_asked: int | None, num_tokens: int) -> None:
+    """Raise InvalidRequestError for more entries than a prompt of so many tokens may get."""
+    if num_asked is not None and num_tokens * (1 + num_asked) > MAX_PROMPT_LOGPROBS:
+        most = f"of at most {MAX_PROMPT_LOGPROBS} tokens in all, {1 + num_asked} for each of the prompt's {num_tokens}"
+        raise InvalidRequestError(
+            f"prompt_logprobs={num_asked} is too many: log-probabilities are given {most}", param="prompt_logprobs"
+        )
 
 
 def check_params(params: object) -> None:

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 __all__ = ["UNITS", "Field", "Settings", "described", "fields_of"]
 
 UNITS = {
-    **dict.fromkeys(("seed", "temperature", "top_p", "min_p", "repetition_penalty", "n", "logprobs"), ""),
+    **dict.fromkeys(
+        ("seed", "temperature", "top_p", "min_p", "repetition_penalty", "n", "logprobs", "prompt_logprobs"), ""
+    ),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), ""),
     **dict.fromkeys(("max_model_len", "block_size", "top_k"), "tokens"),
     **dict.fromkeys(("max_num_seqs", "max_num_queued_requests"), "requests"),

@@ -31,6 +31,7 @@ from aengine.limits.bounds import (  # noqa: E402
     MAX_LOGPROBS,
     MAX_MESSAGES,
     MAX_NAME_CHARACTERS,
+    MAX_PROMPT_LOGPROBS,
     MAX_PROMPTS,
     MAX_QUEUED_CALLS,
     MAX_STOP_CHARACTERS,
@@ -116,6 +117,12 @@ BOUNDS = (
         "CompletionBody.prompt",
     ),
     Bound("log-probabilities of a token", f"{MAX_LOGPROBS}", _INVALID, "logprobs top_logprobs"),
+    Bound(
+        "log-probabilities of a prompt: its tokens, and `prompt_logprobs` to each",
+        f"{MAX_PROMPT_LOGPROBS:,} in all, {MAX_LOGPROBS} to each",
+        _INVALID,
+        "prompt_logprobs",
+    ),
     Bound("`logit_bias`", f"{MAX_LOGIT_BIAS:,} tokens", _INVALID, "logit_bias"),
     Bound("`allowed_token_ids`", f"{MAX_ALLOWED_TOKEN_IDS:,}", _INVALID, "allowed_token_ids"),
     Bound(

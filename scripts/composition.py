@@ -27,6 +27,7 @@ ASKED = (
     "`allowed_token_ids`",
     "`bad_words`",
     "`logprobs`",
+    "`prompt_logprobs`",
     "`n`",
     "grammars",
 )

@@ -381,6 +381,15 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
             "workers/rank.py",
         },
     ),
+    "log-probabilities of prompts": (
+        {"PromptLogprobs", "PromptTable"},
+        {
+            "engine/streams/",
+            "remote/",
+            "runner/model_runner.py",  # registers it as what a step yields beside tokens
+            "runner/results/",
+        },
+    ),
     "pooling": (
         {"pooled", "pooling", "Pooling", "DecoderPooling", "vectors", "VectorLayers"},
         {
@@ -396,7 +405,6 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
             "cli/families.py",
             "engine/core.py",  # has what the checkpoint says of it
             "engine/user_request.py",  # the cure for a model that generates nothing
-            "engine/replicas/replica.py",  # chooses which of its prompts share prefixes
             "engine/pooling/",
             "engine/tokenizer/pooled_texts.py",
             "kernels/cpu/",  # vectors of a processor
@@ -755,6 +763,7 @@ def test_exported_names_are_pinned() -> None:
         "RequestOptions",
         "RequestStart",
         "SamplingParams",
+        "ScoredCompletion",
         "Settings",
         "StartupProgress",
         "Statistics",

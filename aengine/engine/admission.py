@@ -24,9 +24,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ..errors import AEngineError, DeadlineExceededError, EngineClosedError, InternalError, InvalidRequestError
-from ..ipc.messages import Extras
+from ..ipc.messages import NO_RESULTS, Extras
 from ..outputs import FinishReason, RequestEnd
-from ..params import CallOptions, SamplingParams
+from ..params import CallOptions, SamplingParams, check_prompt_logprobs
 from ..telemetry.metrics import Counters
 from ..telemetry.observer import Kind, Observer
 from .admission_queue import AdmissionQueue
@@ -132,6 +132,7 @@ class Admission:
             final_only=final_only,
             num_choices=params.n,
             want_logprobs=params.logprobs is not None,
+            want_prompt_logprobs=params.prompt_logprobs is not None,
             times=self._observer.new_times(),
             output_type=output_type,
             buffer=buffer,
@@ -148,6 +149,8 @@ class Admission:
             mailbox=mailbox,
             constraint=constraint,
             asked_type=asked_type,
+            samples=params.max_tokens != 0,
+            results_from=NO_RESULTS if params.prompt_logprobs is None else 0,
         )
         # The second timer checks for a token only when it is due, so that delivering tokens costs nothing more.
         limits = (options.deadline, self._expire), (options.first_token_deadline, self._expire_unless_begun)
@@ -166,12 +169,13 @@ class Admission:
         extras: Extras,
         buffer: Buffer,
         *,
+        results_from: int,
         priority: int,
         cache_salt: str | None,
         context: Context | None,
     ) -> UserRequest:
         """Register a prompt, whose options are checked, for one result in place of tokens; ``buffer`` is told of it as
-        of any end. ``extras`` say what it is to be.
+        of any end. ``extras`` say what it is to be, and ``results_from`` of which tokens it is made.
 
         Raises:
             EngineOverloadedError: the queue is full and admission is "error".
@@ -196,6 +200,7 @@ class Admission:
             mailbox=mailbox,
             samples=False,
             extras=extras,
+            results_from=results_from,
         )
         self._register(request, "embedding", context)
         return request
@@ -218,9 +223,10 @@ class Admission:
         """
         part = prompt if isinstance(prompt, PromptPart) else part_of(prompt, self._limits.max_model_len)
         check_request(self._limits, self._has_tokenizer, part.kind, params, options)
-        if part is not prompt and isinstance(part, TokensPart):
-            return TokensPart(self.preparation.check_ids(part.token_ids))
-        return part
+        if not isinstance(part, TokensPart):
+            return part
+        check_prompt_logprobs(params.prompt_logprobs, len(part.token_ids))
+        return part if part is prompt else TokensPart(self.preparation.check_ids(part.token_ids))
 
     # The next three are called by other threads than the loop's, before they call `submit`.
 
@@ -276,14 +282,14 @@ class Admission:
     def _schedule(self, request: UserRequest, prepared: Prepared) -> None:
         """Make a scheduler `Request` for each of the n completions, and hand them to a replica."""
         params, limits, mailbox = request.params, self._limits, request.mailbox
-        ids, grammar = prepared.token_ids, prepared.grammar
+        ids, grammar = prepared.token_ids, prepared.grammar if request.samples else None
         request.prompt = None  # the requests hold it now
         request.phase = Phase.SCHEDULED
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos or grammar is not None:  # past its end a grammar allows nothing else
             stop_ids |= limits.eos_token_ids
-        room = limits.max_model_len - len(ids) if request.samples else 1
-        max_num_tokens = len(ids) + (room if params.max_tokens is None else min(room, params.max_tokens))
+        room = limits.max_model_len - len(ids)
+        max_num_tokens = len(ids) + (min(room, params.max_tokens or room) if request.samples else 1)
         seed = self._random.getrandbits(63) if params.seed is None else params.seed
         mailbox.stop_token_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
@@ -319,6 +325,7 @@ class Admission:
                 grammar=None if grammar is None else RequestGrammar(grammar),
                 samples=request.samples,
                 extras=extras,
+                results_from=NO_RESULTS if i else request.results_from,
             )
             for i, choice in enumerate(mailbox.choices)
         ]

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from ..errors import EngineOverloadedError, GrammarError
 from ..limits.bounds import MAX_QUEUED_CALLS
 from ..limits.checks import check_num_characters, check_num_messages, is_long
+from ..params import check_prompt_logprobs
 from .sampling_extras import encode_bad_words
 from .structured.service import GrammarService
 from .threads.lanes import Lanes
@@ -46,12 +47,14 @@ class Preparation:
         Raises InvalidRequestError, ContextLengthError, GrammarError, EngineOverloadedError, EngineClosedError.
         """
         words = request.params.bad_words
-        if not words:
-            return await self._prepare_prompt(request)
-        request.phase = Phase.ENCODING
-        assert self._tokenizer is not None
-        sequences = await self.run(encode_bad_words, self._tokenizer, words, is_long=False)
-        return replace(await self._prepare_prompt(request), bad_words=sequences)
+        sequences: list[list[int]] = []
+        if words:
+            request.phase = Phase.ENCODING
+            assert self._tokenizer is not None
+            sequences = await self.run(encode_bad_words, self._tokenizer, words, is_long=False)
+        prepared = await self._prepare_prompt(request)
+        check_prompt_logprobs(request.params.prompt_logprobs, len(prepared.token_ids))
+        return replace(prepared, bad_words=sequences)
 
     async def _prepare_prompt(self, request: UserRequest) -> Prepared:
         prompt = request.prompt

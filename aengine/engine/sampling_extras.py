@@ -26,7 +26,14 @@ def extras_of(params: SamplingParams, bad_words: Sequence[Sequence[int]] = ()) -
         extras["allowed_token_ids"] = [int32(params.allowed_token_ids).tobytes()]
     if bad_words:
         extras["bad_words"] = [int32(map(len, bad_words)).tobytes(), int32(chain.from_iterable(bad_words)).tobytes()]
+    if params.prompt_logprobs is not None:
+        extras |= prompt_logprobs_extra(params.prompt_logprobs, samples=params.max_tokens != 0)
     return extras
+
+
+def prompt_logprobs_extra(num_asked: int, *, samples: bool) -> Extras:
+    """Return the extra of a request for its prompt's log-probabilities. ``samples``: it gets tokens as well."""
+    return {"prompt_logprobs": [int32((num_asked, not samples)).tobytes()]}
 
 
 def encode_bad_words(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:

@@ -280,7 +280,7 @@ class StepLoop:
         for request, error in failed:
             request.sink.fail(request_error(error))
         for request, result in results:
-            request.sink.put_result(result)
+            request.sink.put_result(result, None if request.samples else request.finish_reason)
         masks: Masks | None = None
         failure: EngineError | None = None  # raised at the end: these tokens are known, and not sampled again
         if self.scheduler.num_constrained:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..checkpoint.sampling_defaults import SamplingDefaults
 from ..errors import InvalidRequestError
-from ..ipc.messages import Extras
+from ..ipc.messages import NO_RESULTS, Extras
 from ..params import CallOptions, SamplingParams, StructuredOutput, check_options, check_params
 from .scheduler.request import Request
 from .streams.token_stream import Mailbox
@@ -63,6 +63,7 @@ class UserRequest:
     asked_type: AskedType | None = None  # a type that is yet to be described, and then becomes the constraint
     samples: bool = True  # False: it gets one result in place of tokens
     extras: Extras = field(default_factory=dict)  # see `NewRequest`, beside those of ``params``
+    results_from: int = NO_RESULTS  # see `NewRequest`
     phase: Phase = Phase.HELD
     preparing: asyncio.Task[None] | None = None
     requests: list[Request] = field(default_factory=list)  # one for each of the n completions

@@ -123,6 +123,9 @@ def kv_capacity(groups: Sequence[KVCacheGroup], num_blocks: int, most: int, step
     return bisect_right(range(1, most + 1), num_blocks, key=needed)
 
 
+NO_RESULTS = 2**31 - 1
+"""`NewRequest.results_from` of a request that gets tokens alone."""
+
 Extras = dict[str, list[bytes]]
 """What a request asks for that is a feature's own: its columns, by the feature's name. The feature's object on the
 device reads them, and what is wrong with them is the error of that request alone."""
@@ -151,6 +154,9 @@ class NewRequest:
     logprobs: int = -1  # alternatives reported for each token beside the sampled one; -1: no log-probabilities
     min_tokens: int = 0
     max_num_tokens: int = 2**31 - 1  # most tokens of prompt and completion together
+    results_from: int = (
+        NO_RESULTS  # the first token that a result is made of: those before have had theirs, or need none
+    )
     stop_token_ids: array[int] = field(default_factory=int32)  # ids that end the completion; banned before min_tokens
     block_spans: array[int] = field(default_factory=int32)
     """int32 [2 * num_groups], a pair for each KV group: how many leading blocks of its table are left out, as they are
@@ -234,7 +240,8 @@ class LogprobColumns:
 
 @dataclass(slots=True)
 class ResultColumns:
-    """The results of the m requests that end with one, rather than get tokens."""
+    """Results of m requests, beside or in place of tokens. A request that samples gets them in pieces, with the steps
+    that compute its prompt; to one that does not, the piece of its last step is the end."""
 
     batch_idx: array[int]  # [m] position of each request in the batch
     sizes: array[int]  # [m] numbers in each result
@@ -502,10 +509,11 @@ _CHECKS: dict[Kind, Callable[[Any], None]] = {
     Kind.JOIN: _join,
     Kind.REVOKED: _revoked,
 }
-_NUMBERS = struct.Struct("<3i2didq3d3i")
+_NUMBERS = struct.Struct("<3i2didq3d4i")
 _NUMBERS_OF = attrgetter(
     *("req_idx", "num_prompt_tokens", "num_computed_tokens", "temperature", "top_p", "top_k", "min_p", "seed"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logprobs", "min_tokens", "max_num_tokens"),
+    "results_from",
 )
 """The fields of NewRequest that are numbers, in its order."""
 _MOST_EXTRAS = 64

@@ -15,6 +15,8 @@ for each MB, and a hundred times its memory."""
 LONG_TEXT = 50_000
 """Characters from which on a text is a matter of many milliseconds. Up to twice as many are always read."""
 MAX_LOGPROBS = 64
+MAX_PROMPT_LOGPROBS = 1 << 21
+"""Tokens of a prompt, and the alternatives to each of them: 16 MB of ids and log-probabilities."""
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024

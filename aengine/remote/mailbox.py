@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..engine.streams.chat_answers import ReceivedAnswers
 from ..engine.streams.chat_stream import ChatStream
 from ..engine.streams.logprobs import Logprobs, LogprobTable, TopLogprobs
+from ..engine.streams.prompt_logprobs import PromptLogprobs
 from ..engine.streams.token_stream import Mailbox, TokenStream
 from ..errors import AEngineError
 from ..outputs import Completion, FinishReason, Timings, Token, Usage
@@ -53,6 +54,7 @@ class RemoteMailbox(Mailbox):
         self._num_reads = 0  # reads since the engine was last told of them
         self._counts: Sequence[int] = (0, 0, 0, 0)  # fields of the `Usage` so far
         self._timings = Timings()
+        self._prompt_logprobs: PromptLogprobs | None = None
         self._whole: Completion | None = None  # the completion of a chat, which its deltas alone do not make
 
     def begin(self, *request: Any) -> None:
@@ -109,6 +111,8 @@ class RemoteMailbox(Mailbox):
         if self.done:
             return
         usage, self._timings, self.warnings = whole.usage, whole.timings, whole.warnings
+        if isinstance(whole.prompt_logprobs, PromptLogprobs):
+            self._prompt_logprobs = whole.prompt_logprobs
         self._counts = usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.reasoning_tokens
         self._note_ends(ends)
         for choice, got in zip(self.choices, whole.choices):
@@ -168,6 +172,9 @@ class RemoteMailbox(Mailbox):
         if not self.done:
             self.send("end")
             self.abort()
+
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        return self._prompt_logprobs
 
     def completion(self, request_id: str) -> Completion:
         return super().completion(request_id) if self._whole is None else self._whole

@@ -27,6 +27,7 @@ from ..chat import (
 )
 from ..engine.pooling.requests import PoolingRequest, PoolingResult
 from ..engine.streams.logprobs import Logprobs, TopLogprobs, of_columns, of_likeliest
+from ..engine.streams.prompt_logprobs import PromptLogprobs, of_words
 from ..errors import AEngineError, InternalError, InvalidRequestError
 from ..outputs import Completion, FinishReason, Token, Usage
 from ..params import DEFAULT_TYPES, SamplingParams, StructuredOutput
@@ -34,7 +35,7 @@ from ..params import DEFAULT_TYPES, SamplingParams, StructuredOutput
 T = TypeVar("T")
 Decoder = Callable[[Any], Any]
 
-_BIG_INTEGER, _LOGPROBS, _TOP_LOGPROBS = 1, 2, 3
+_BIG_INTEGER, _LOGPROBS, _TOP_LOGPROBS, _PROMPT_LOGPROBS = 1, 2, 3, 4
 
 
 def pack(value: object) -> bytes:
@@ -64,6 +65,8 @@ def _plain(value: object) -> object:
         return msgpack.ExtType(_TOP_LOGPROBS, b"".join(value.columns()))
     if isinstance(value, Logprobs):
         return msgpack.ExtType(_LOGPROBS, msgpack.packb([column.tobytes() for column in value.columns()]))
+    if isinstance(value, PromptLogprobs):
+        return msgpack.ExtType(_PROMPT_LOGPROBS, msgpack.packb(value.columns()))
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Sequence):
@@ -97,6 +100,8 @@ def _extended(code: int, data: bytes) -> object:
     if code == _LOGPROBS:
         token_ids, values, ends = msgpack.unpackb(data)
         return of_columns(array("i", token_ids), array("f", values), array("q", ends))
+    if code == _PROMPT_LOGPROBS:
+        return of_words(*msgpack.unpackb(data))
     raise ValueError(f"unknown extension {code}")
 
 
@@ -176,7 +181,7 @@ def deltas_from_wire(data: Any) -> list[Delta]:
 
 def pooling_from_wire(data: Any) -> PoolingRequest:
     request = from_wire(PoolingRequest, data)
-    if request.task != "score":
+    if request.task not in ("score", "completions"):
         return request
     return dataclasses.replace(request, inputs=[tuple(pair) for pair in request.inputs])
 

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from ..ipc.messages import LogprobColumns, ModelRunnerOutput, RowError, float32, int32
+from ..ipc.messages import LogprobColumns, ModelRunnerOutput, ResultColumns, RowError, float32, int32
 from .input_batch import Rows
 from .platforms.platform import Event, Platform
 from .sampling.sampler import LogprobRows
@@ -207,6 +207,14 @@ def logprob_columns(
         int_column(words[:, 1 : 1 + most][wanted]),
         float_column(words[:, 1 + most :][wanted].view(np.float32)),
     )
+
+
+def add_results(output: ModelRunnerOutput, batch_idx: Sequence[int], sizes: Sequence[int], values: np.ndarray) -> None:
+    """Add results to an answer: of the requests at these positions so many numbers each, float32 [sum(sizes)]."""
+    columns = output.results = output.results or ResultColumns(int32(), int32(), float32())
+    columns.batch_idx.extend(batch_idx)
+    columns.sizes.extend(sizes)
+    columns.values.frombytes(values.tobytes())
 
 
 def int_column(values: np.ndarray) -> array[int]:

@@ -37,6 +37,8 @@ from .platforms.platform import Platform
 from .pooling.decoder import DecoderPooling
 from .pooling.vectors import VectorLayers
 from .request_state import SCALAR_WORDS, RequestState
+from .results.prompt_logprobs import PromptLogprobs
+from .results.results import Results
 from .sampling.bitmask_memory import HostBitmasks
 from .sampling.features import EXTRAS
 from .sampling.sampler import LogprobRows, Sampler, Sampling
@@ -163,8 +165,7 @@ class ModelRunner:
         SchedulerOutputs alone. Whether it runs as a graph or op by op is each rank's own matter."""
         self._exchange, self._step_rows = exchange or StepExchange(), step_rows or StepRows()
         self.kv_memory, self._page_copies = kv_memory, page_copies or PageCopies()
-        self.vocab_size = vocab_size
-        self.platform = platform
+        self.vocab_size, self.platform = vocab_size, platform
         self._arena = StagedArena(
             {
                 "scalars": (max_num_seqs, SCALAR_WORDS),
@@ -179,10 +180,11 @@ class ModelRunner:
         self.samples = self._exchange.samples  # whether this rank has the head, and samples
         self.tables = BlockTables(self._arena, num_blocks=num_blocks, groups=kv_groups)
         self.model: Model = model if compiled is None else compiled(self.tables.table)
-        self._side_outputs = DecoderPooling(model, self.requests, vectors or VectorLayers("last"), vocab_size)
-        self._extras = EXTRAS | {self._side_outputs.extra}  # the names of the extras that some feature reads
-        self._bitmasks = HostBitmasks(4 * ((vocab_size + 31) // 32))
         vocabulary = vocabulary or Vocabulary(VocabularyShare.of(vocab_size, 0, 1), ALONE)
+        pooling = DecoderPooling(model, self.requests, vectors or VectorLayers("last"), vocab_size)
+        self._results = Results([pooling, PromptLogprobs(model, self.requests, vocabulary, vocab_size)])
+        self._extras = EXTRAS | self._results.extras  # the names of the extras that some feature reads
+        self._bitmasks = HostBitmasks(4 * ((vocab_size + 31) // 32))
         self.num_logits = vocabulary.share_size  # logits of each row on this rank
         self.sampler = Sampler(self.requests, vocab_size, self._bitmasks, vocabulary)
         self._row_faults: dict[int, tuple[str, str]] = {}  # type and message of the fault of a row's request, by row
@@ -233,7 +235,7 @@ class ModelRunner:
         self.speculation.begin(plan)
         state, errors = self._memory.execute(self._run, plan)
         state = state or ExecuteModelState()
-        self._side_outputs.commit()
+        self._results.commit()
         if state.plan is not None:
             self.requests.advance(state.plan.rows, state.plan.seq_lens)
         state.step_id, state.num_reqs = out.step_id, plan.num_reqs
@@ -286,7 +288,7 @@ class ModelRunner:
             self._exchange.send(hidden[: plan.num_tokens])
             self.requests.advance_device(rows, seq_lens)
             return ExecuteModelState(plan=plan)
-        logits, side = None, self._side_outputs.compute(plan, hidden)
+        logits, side = None, self._results.compute(plan, hidden)
         most = 0 if self.graphs is None or plan.num_samples is not None else self.graphs.max_size
         is_held = not side.tensors and 0 < len(plan.sampling) <= most
         is_held = is_held and not self.sampler.is_op_by_op(plan.rows[plan.sampling])
@@ -429,7 +431,7 @@ class ModelRunner:
             fault = _check_request(request, self.vocab_size, self._extras)
             self.requests.add_request(request)
             self._exchange.add_request(request.req_idx)
-            fault = self._side_outputs.add_request(request) or fault
+            fault = self._results.add_request(request) or fault
             if sampler is not None:
                 fault = sampler.add_request(request) or fault
             if fault is not None:

@@ -24,6 +24,7 @@ from ..ipc.messages import (
     SchedulerOutput,
     float32,
     int32,
+    int32_of,
 )
 from ..ipc.vitals import Vitals
 from .script import Line, Script
@@ -99,7 +100,8 @@ class ScriptedExecutor:
         self._config = config
         self._token_delay = token_delay
         self._rows: dict[int, Row] = {}
-        self._pooled: dict[int, array[float]] = {}  # the vectors of those that get one
+        self._results: dict[int, array[float]] = {}  # the vectors or log-probabilities of those that get some, by row
+        self._exempt: set[int] = set()  # rows that get no tokens
         self._waiting: list[Future] = []
         self._gated: tuple[SchedulerOutput, Future, list[int]] | None = None  # a step that waits for its bitmask
         self._busy_until = 0.0
@@ -146,7 +148,8 @@ class ScriptedExecutor:
         for req_idx in out.removed:
             del self._rows[req_idx]
         for new in out.new_requests:
-            self._pooled.pop(new.req_idx, None)
+            self._results.pop(new.req_idx, None)
+            self._exempt.discard(new.req_idx)
             self._rows[new.req_idx] = self._new_row(new)
         drafts = out.drafts.counts if out.drafts is not None else [0] * len(out.req_idx)
         sampling = []
@@ -158,9 +161,16 @@ class ScriptedExecutor:
         return sampling
 
     def _new_row(self, new: NewRequest) -> Row:
-        if "pooling" in new.extras:
-            self._pooled[new.req_idx] = _vector_of(new.token_ids)
-        line = _NO_LINE if "pooling" in new.extras else self.script.lines[new.seed]
+        row, is_exempt = new.req_idx, "pooling" in new.extras
+        if is_exempt:
+            self._results[row] = _vector_of(new.token_ids)
+        elif "prompt_logprobs" in new.extras:
+            num_asked, has_no_tokens = int32_of(new.extras["prompt_logprobs"], 1)[0]
+            is_exempt = bool(has_no_tokens)
+            self._results[row] = _prompt_logprobs(new, num_asked)
+        if is_exempt:
+            self._exempt.add(row)
+        line = _NO_LINE if is_exempt else self.script.lines[new.seed]
         return Row(line, new.num_prompt_tokens, len(new.token_ids), new.num_computed_tokens, new.logprobs)
 
     def bitmask(self, num_bytes: int) -> None:
@@ -178,13 +188,17 @@ class ScriptedExecutor:
 
     def _answer(self, out: SchedulerOutput, future: Future, sampling: list[int], masks: dict[int, list[bytes]]) -> None:
         tokens: list[list[int]] = [[] for _ in out.req_idx]
-        errors, pooled = [], []
+        errors, results = [], ResultColumns(int32(), int32(), float32())
         for batch_idx, drafts in enumerate(_drafts(out)):
             if batch_idx not in sampling:
                 continue
-            row = self._rows[out.req_idx[batch_idx]]
-            if out.req_idx[batch_idx] in self._pooled:
-                pooled.append(batch_idx)
+            req_idx = out.req_idx[batch_idx]
+            row, result = self._rows[req_idx], self._results.pop(req_idx, None)
+            if result is not None:
+                results.batch_idx.append(batch_idx)
+                results.sizes.append(len(result))
+                results.values.extend(result)
+            if req_idx in self._exempt:
                 continue
             if row.line.kills_at(row.place):
                 self.fail(WorkerDiedError("the worker died, as the script says"))
@@ -201,9 +215,8 @@ class ScriptedExecutor:
             column = int32(token_id for said in tokens for token_id in said)
             answer = ModelRunnerOutput(out.step_id, column, errors=errors, counts=int32(map(len, tokens)))
         answer.logprobs = _logprobs(out, tokens, self._rows)
-        if pooled:
-            values = float32(x for i in pooled for x in self._pooled[out.req_idx[i]])
-            answer.results = ResultColumns(int32(pooled), int32([VECTOR_SIZE] * len(pooled)), values)
+        if results.batch_idx:
+            answer.results = results
         loop = asyncio.get_running_loop()
         self._busy_until = max(self._busy_until, loop.time()) + self._token_delay
         if self._token_delay:
@@ -267,6 +280,17 @@ def _vector_of(token_ids: array[int]) -> array[float]:
     """Return numbers from -1 to 1 that depend on the tokens alone."""
     digest = blake2b(token_ids.tobytes(), digest_size=VECTOR_SIZE).digest()
     return float32(byte / 127.5 - 1 for byte in digest)
+
+
+def _prompt_logprobs(new: NewRequest, num_asked: int) -> array[float]:
+    """Return the prompt's log-probabilities, see `runner/results/prompt_logprobs.py`: 0 for each of its tokens."""
+    own = range(min(new.results_from, new.num_prompt_tokens) + 1, new.num_prompt_tokens)
+    numbers, likely = int32([own.start, len(own), num_asked]), [0.0, *[_UNLIKELY] * num_asked]
+    for token_id in new.token_ids[own.start : own.stop]:
+        others = [other for other in range(num_asked + 1) if other != token_id]
+        numbers.extend([token_id, 0, *[token_id, *others][:num_asked]])
+        numbers.frombytes(float32(likely[:num_asked]).tobytes())
+    return array("f", numbers.tobytes())
 
 
 def _allows(mask: bytes, token_id: int) -> bool:

@@ -35,6 +35,9 @@ BAD = [
     ("stop", "\ud800"),
     ("max_tokens", 0),
     ("max_tokens", -1),
+    ("prompt_logprobs", -1),
+    ("prompt_logprobs", 65),
+    ("prompt_logprobs", 1.5),
     ("max_tokens", 1.5),
     ("max_tokens", "16"),
     ("max_tokens", True),
@@ -153,7 +156,7 @@ def test_other_engines_settings_get_no_misleading_hint(name: str) -> None:
     assert f"there is no parameter '{name}'" in str(caught.value) and "did you mean" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["prompt_logprobs", "length_penalty", "logits_processors", "num_speculative_tokens"])
+@pytest.mark.parametrize("name", ["length_penalty", "logits_processors", "num_speculative_tokens"])
 def test_other_engines_parameters_get_no_misleading_hint(name: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         SamplingParams.from_dict({name: 1})

@@ -221,8 +221,9 @@ async def test_a_call_that_was_never_made_fails_once(rng: random.Random) -> None
 async def test_a_result_in_place_of_tokens(rng: random.Random) -> None:
     call = Call(rng, 1, has_text=False, has_logprobs=False)
     (choice,) = call.mailbox.choices
-    choice.put_result(array("f", [1, 2]))
-    choice.put_result(array("f", [3]))
+    choice.put_result(array("f", [1]), None)
+    choice.put_result(array("f", [2]), STOP)
+    choice.put_result(array("f", [3]), STOP)
     assert choice.numbers == array("f", [1, 2]) and call.stream.finish_reasons == (STOP,) and call.num_ends == 1
 
 

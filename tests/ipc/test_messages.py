@@ -106,7 +106,7 @@ def full_step(rng: random.Random, **changes: Any) -> SchedulerOutput:
     def some(count: int) -> array[int]:
         return int32(rng.sample(range(1, 10_000), count))
 
-    new = NewRequest(3, some(6), 4, 2, some(5), 0.5, 0.75, 40, 0.25, -(2**63), 0.5, -0.5, 1.25, 2, 3, 99, some(2))
+    new = NewRequest(3, some(6), 4, 2, some(5), 0.5, 0.75, 40, 0.25, -(2**63), 0.5, -0.5, 1.25, 2, 3, 99, 7, some(2))
     new.block_spans, new.extras = int32([1, 2, 0, 3]), {"logit_bias": [b"abcd", b""]}
     drafts = DraftColumns(int32([0, 2, 1]), some(2), int32([0, 1, 0]), int32([0, 0, 1]))
     fields = {

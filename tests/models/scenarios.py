@@ -10,6 +10,7 @@ compares each token with the reference's. That takes a second or two for a tiny 
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,6 +91,7 @@ class Engine:
             preempted=SwappedRequests(num_places, self.groups) if num_places else None,
         )
         self._answers: list[Any] = []
+        self.numbers: dict[Request, array[float]] = {}  # the pieces of the results of requests that get them
 
     def fewest_blocks(self, num_tokens: int, step_tokens: int) -> int:
         """Pages that hold one request of ``num_tokens``."""
@@ -123,6 +125,8 @@ class Engine:
                 return
             result = self.scheduler.update(self._answers.pop(0).get())
             assert not result.failed, [error.message for _, error in result.failed]
+            for request, piece in result.results:
+                self.numbers.setdefault(request, array("f")).extend(piece)
 
     def die(self) -> None:
         """Lose the runner and all answers in flight; another one takes over."""

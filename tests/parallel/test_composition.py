@@ -42,8 +42,9 @@ from aengine.engine.sampling_extras import extras_of
 from aengine.engine.scheduler.request import PromptTokens, Request
 from aengine.engine.scheduler.step import NOTHING_AHEAD, InFlightStep
 from aengine.engine.speculation.drafts import Drafts
+from aengine.engine.streams.prompt_logprobs import of_pieces
 from aengine.engine.user_request import Limits, check_request
-from aengine.ipc.messages import GrammarOutput, int32
+from aengine.ipc.messages import NO_RESULTS, GrammarOutput, int32
 from aengine.params import CallOptions, SamplingParams, StructuredOutput
 from aengine.runner.distributed.stage import WHOLE, PipelineStage
 from aengine.runner.models import build_model, read_config
@@ -72,6 +73,7 @@ def features(rng: random.Random, vocab_size: int) -> dict[str, dict[str, Any]]:
         "`allowed_token_ids`": {"allowed_token_ids": rng.sample(ids, vocab_size // 2)},
         "`bad_words`": {"bad_words": [*pairs[: 2 * vocab_size // 3], *([i] for i in rng.sample(ids, 30))][:256]},
         "`logprobs`": {"logprobs": 2},
+        "`prompt_logprobs`": {"prompt_logprobs": 2},
         "`n`": {"n": 2},
         "grammars": {"grammar": object()},
     }
@@ -81,7 +83,7 @@ def features(rng: random.Random, vocab_size: int) -> dict[str, dict[str, Any]]:
 class Answer:
     token_ids: list[int]
     numbers: list[float]
-    """The log-probabilities of its tokens, or its vector."""
+    """The log-probabilities of its prompt and its tokens, or its vector."""
 
 
 class Walk:
@@ -114,9 +116,13 @@ class Walk:
         prompt = PromptTokens(self.prompts[place])
         limits = {"max_num_tokens": len(prompt.token_ids) + MAX_TOKENS}
         how: dict[str, Any] = {"stop_token_ids": frozenset(params.stop_token_ids), "extras": extras_of(params, words)}
+        ends = [0 if params.prompt_logprobs and not i else NO_RESULTS for i in range(params.n)]
         return [
-            Request(str(place), prompt, params, seed=place + i, index=i, grammar=grammar, **limits, **how)
-            for i in range(params.n)
+            Request(
+                *(str(place), prompt, params),
+                **{"seed": place + i, "index": i, "grammar": grammar, "results_from": begin, **limits, **how},
+            )
+            for i, begin in enumerate(ends)
         ]
 
     def alone(self) -> list[list[Answer]]:
@@ -172,8 +178,13 @@ class Walk:
         runner.execute_model(out)
         answer = runner.sample_tokens(self._masks(step) if step.is_gated else None).get()
         if answer.results is not None:
-            for batch_idx, vector in answer.results.items():
-                numbers[id(step.batch[batch_idx])] = list(vector)
+            for batch_idx, piece in answer.results.items():
+                each = step.batch[batch_idx]
+                if not each.samples:
+                    numbers[id(each)] = list(piece)
+                elif each.finish_reason is None:
+                    scored = of_pieces(piece, each.num_prompt_tokens)
+                    numbers[id(each)] += [value.logprob for entry in scored for value in entry or ()]
         result = scheduler.update(answer)
         assert not result.failed, [error.message for _, error in result.failed]
         if answer.logprobs is not None:
@@ -325,6 +336,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "`allowed_token_ids`": {"allowed_token_ids": [5]},
     "`bad_words`": {"bad_words": ["x"]},
     "`logprobs`": {"logprobs": 1},
+    "`prompt_logprobs`": {"prompt_logprobs": 1},
     "`n`": {"n": 2},
     "grammars": {"structured_output": StructuredOutput(regex="a")},
     composition.DRAFTS: {},

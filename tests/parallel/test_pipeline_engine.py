@@ -41,7 +41,7 @@ def work(engine: AsyncLLM, seed: int) -> list[asyncio.Task[Completion]]:
         greedy,
         greedy.replace(temperature=0.9, seed=5),
         greedy.replace(temperature=1.1, top_k=7, top_p=0.8, seed=6, n=2),
-        greedy.replace(logprobs=3),
+        greedy.replace(logprobs=3, prompt_logprobs=2),
         greedy.replace(repetition_penalty=1.3, presence_penalty=0.4),
         greedy.replace(logit_bias={70: 4.0}, min_tokens=9, stop_token_ids=list(range(20, 150))),
         greedy.replace(
@@ -55,7 +55,8 @@ def work(engine: AsyncLLM, seed: int) -> list[asyncio.Task[Completion]]:
 
 def essence(completion: Completion) -> Any:
     choices = [(choice.token_ids, choice.text, choice.finish_reason) for choice in completion.choices]
-    return choices, [[round(entry.logprob, 3) for entry in entries] for entries in completion.logprobs or ()]
+    logprobs = (*(completion.logprobs or ()), *(completion.prompt_logprobs or ())[1:])
+    return choices, [[round(entry.logprob, 3) for entry in entries or ()] for entries in logprobs]
 
 
 def tokens(completion: Completion) -> Any:

@@ -54,7 +54,7 @@ def work(engine: AsyncLLM) -> list[asyncio.Task[Completion]]:
         GREEDY.replace(temperature=0.9, seed=5),
         GREEDY.replace(temperature=1.1, top_k=7, top_p=0.8, min_p=0.01, seed=6, n=3),
         GREEDY.replace(temperature=0.7, seed=9, n=2),
-        GREEDY.replace(logprobs=3),
+        GREEDY.replace(logprobs=3, prompt_logprobs=2),
         GREEDY.replace(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2),
         GREEDY.replace(logit_bias={70: 4.0, 1099: 3.0}, min_tokens=9, stop_token_ids=list(range(20, 500))),
         GREEDY.replace(logit_bias={40: 100.0, 300: 100.0, 1098: 100.0}, temperature=1.0, seed=7),
@@ -69,7 +69,8 @@ def work(engine: AsyncLLM) -> list[asyncio.Task[Completion]]:
 
 def essence(completion: Completion) -> Any:
     choices = [(choice.token_ids, choice.text, choice.finish_reason) for choice in completion.choices]
-    return choices, [[round(entry.logprob, 3) for entry in entries] for entries in completion.logprobs or ()]
+    logprobs = (*(completion.logprobs or ()), *(completion.prompt_logprobs or ())[1:])
+    return choices, [[round(entry.logprob, 3) for entry in entries or ()] for entries in logprobs]
 
 
 async def answers(model: Path, **settings: Any) -> Sequence[Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 from aengine import (
+    ContextLengthError,
     DeadlineExceededError,
     EngineClosedError,
     EngineOverloadedError,
@@ -316,3 +319,48 @@ async def test_health_and_numbers(kind: str, tmp_path: Path) -> None:
         assert engine.statistics().generated_tokens == near.statistics().generated_tokens
         assert await engine.async_tokenizer.count("hello") == 5
         assert await asyncio.to_thread(engine.tokenizer.encode, "hi") == near.tokenizer.encode("hi")
+
+
+async def test_log_probabilities_of_prompts_and_completions(kind: str, tmp_path: Path) -> None:
+    async with engines(kind, tmp_path, "a", max_num_batched_tokens=16) as (engine, _):
+        prompt = list(range(40, 90))
+        params = SamplingParams(prompt_logprobs=2)
+        for asked in (params, params.replace(n=2), params.replace(max_tokens=0)):
+            completion = await engine.generate(prompt, asked)
+            found = completion.prompt_logprobs
+            assert found[0] is None and len(found) == 50 and len(found[3:5]) == 2
+            assert [(entry[0].token_id, entry[0].logprob) for entry in found[1:]] == [(i, 0.0) for i in prompt[1:]]
+            assert [one.token_id for one in found[7]] == [47, 47, 0] and found[-1] == list(found)[-1]
+            assert copy.copy(found) == found == pickle.loads(pickle.dumps(found)) and "more" in repr(found)
+            stream = engine.stream(prompt, asked)
+            assert len([token async for token in stream]) == sum(len(one.token_ids) for one in completion.choices)
+            assert stream.completion.prompt_logprobs == found
+        assert completion.token_ids == () and completion.finish_reason is FinishReason.LENGTH
+        assert (await engine.generate(prompt, SamplingParams())).prompt_logprobs is None
+        chat = await engine.chat(HELLO, params)
+        assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens
+        assert (await engine.generate([7], params)).prompt_logprobs == [None]
+        scored = await engine.score_completions("one two", [" three", " four five"])
+        assert [bytes(one.token_ids.tolist()) for one in scored] == [b" three", b" four five"]
+        assert all(one.is_greedy and one.logprob == 0 == one.logprobs.sum() for one in scored)
+        assert [one.token_ids.tolist() for one in await engine.score_completions([1], [[2, 3], [4]])] == [[2, 3], [4]]
+        assert await engine.score_completions("one", []) == []
+
+
+async def test_log_probabilities_that_can_not_be(kind: str, tmp_path: Path) -> None:
+    async with engines(kind, tmp_path, "a") as (engine, _):
+        for asked in ({"max_tokens": 0}, {"max_tokens": 0, "prompt_logprobs": 1, "n": 2}, {"prompt_logprobs": 65}):
+            with pytest.raises(InvalidRequestError):
+                await engine.generate("x", SamplingParams(**asked))
+        many = SamplingParams(prompt_logprobs=64)
+        for prompt in ("x" * 32_700, [1] * 32_700):
+            with pytest.raises(InvalidRequestError, match="65 for each of the prompt's 32700") as caught:
+                await engine.generate(prompt, many)
+            assert caught.value.param == "prompt_logprobs"
+        wrong: list[tuple[Any, Any]] = [("x", "yz"), ("x", [""]), ("", ["x"]), ("x", [[1]]), (None, ["x"]), ("x", [5])]
+        for prompt, completions in [*wrong, ([1], [[-1]])]:
+            with pytest.raises(InvalidRequestError):
+                await engine.score_completions(prompt, completions)
+        with pytest.raises(ContextLengthError, match="32769"):
+            await engine.score_completions([1] * 32_768, [[1]])
+        await until(lambda: is_idle(engine))

@@ -65,6 +65,7 @@ class SyncCoreCalls:
     score = _blocking(CoreCalls.score)
     rerank = _blocking(CoreCalls.rerank)
     classify = _blocking(CoreCalls.classify)
+    score_completions = _blocking(CoreCalls.score_completions)
     check_health = _blocking(CoreCalls.check_health)
     start_profile = _blocking(CoreCalls.start_profile)
     stop_profile = _blocking(CoreCalls.stop_profile)

@@ -19,15 +19,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...errors import ContextLengthError, DeadlineExceededError, InvalidRequestError, RequestError
-from ...ipc.messages import Extras, int32
+from ...ipc.messages import NO_RESULTS, Extras, int32
 from ...limits.bounds import LONG_TEXT
 from ...outputs import Usage
 from ...params import CallOptions, check_options, shown
 from ..core import EngineCore
+from ..sampling_extras import prompt_logprobs_extra
+from ..streams.prompt_logprobs import joined
 from ..streams.token_stream import Token
 from ..threads.pools import run_in_thread
 from ..threads.yield_gil import yield_gil
 from ..tokenizer.pooled_texts import YesNoPrompt, encode_texts
+from ..tokenizer.prompt import check_token_ids
 from ..tokenizer.tokenizer import Tokenizer
 from ..user_request import UserRequest
 from .requests import PoolingRequest, PoolingResult
@@ -56,6 +59,8 @@ async def answer_pooling(core: EngineCore, request: PoolingRequest, context: Con
     call = _Call(core, request, context)
     if request.task == "score":
         return await _score(call, request)
+    if request.task == "completions":
+        return await _score_completions(call, request)
     if request.task not in core.limits.tasks:
         raise InvalidRequestError(_why_not(core, request.task))
     prompt = await _off_loop(len(request.inputs) >= _MANY, _prompt_of, core, request)
@@ -133,6 +138,23 @@ async def _score(call: _Call, request: PoolingRequest) -> PoolingResult:
     return PoolingResult(_sigmoid(logits[:, :1] - logits[:, 1:]), call.usage())
 
 
+async def _score_completions(call: _Call, request: PoolingRequest) -> PoolingResult:
+    if "generate" not in call.core.limits.tasks:
+        raise InvalidRequestError("this model generates no text, of which completions could be scored", param="prompt")
+    rows = await call.run(request.inputs, partial(_encode_completions, call), _joined_completions)
+    return PoolingResult(rows, call.usage())
+
+
+def _joined_completions(pieces: Sequence[array[float]]) -> Vectors:
+    """Return the rows of all completions, see `PoolingResult`, of what the worker gave for each."""
+    import numpy as np
+
+    rows = [np.frombuffer(joined(own)[2], np.int32).reshape(-1, 4) for own in _yielding(pieces)]
+    places = np.repeat(np.arange(len(rows), dtype=np.float32), [len(own) for own in rows])
+    words = np.concatenate(rows)
+    return np.stack((places, words[:, 0], words[:, 1].view(np.float32), words[:, 2]), axis=1).astype(np.float32)
+
+
 def _check_pairs(pairs: Sequence[tuple[str, str]]) -> None:
     """Raise InvalidRequestError for a text that is empty."""
     for place, pair in enumerate(_yielding(pairs)):
@@ -197,6 +219,28 @@ class PooledText:
         """The columns that runner/pooling/ reads."""
         return {"pooling": [int32(self.pooled_token_ids).tobytes(), int32([self.num_first_tokens]).tobytes()]}
 
+    def results_from(self, core: EngineCore) -> int:
+        """See `NewRequest`. The mean of all hidden states is of none that are left out."""
+        return 0 if core.ready.get("pooling") == "mean" else NO_RESULTS
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredText:
+    """The tokens of a prompt, and of a completion from ``begin`` on."""
+
+    token_ids: Sequence[int]
+    begin: int
+
+    @property
+    def extras(self) -> Extras:
+        return prompt_logprobs_extra(1, samples=False)
+
+    def results_from(self, core: EngineCore) -> int:
+        return self.begin - 1
+
+
+Encoded = PooledText | ScoredText
+
 
 # -- in the tokenizer's thread
 
@@ -221,7 +265,36 @@ def _encode_questions(
     return [PooledText(text.token_ids, pooled_token_ids=answers) for text in encoded]
 
 
+def _encode_completions(call: _Call, pairs: Sequence[tuple[Any, Any]]) -> list[ScoredText]:
+    alone: dict[str, Sequence[int]] = {}  # the tokens of the prompts, which are one as a rule
+    scored = []
+    for prompt, completion in pairs:
+        if isinstance(prompt, str) and isinstance(completion, str):
+            encode = call.tokenizer().encode
+            own = alone[prompt] = alone.get(prompt) or encode(prompt)
+            ids = encode(prompt + completion)
+            begin = next((i for i, (one, other) in enumerate(zip(own, ids)) if one != other), min(len(own), len(ids)))
+        elif isinstance(prompt, str) or isinstance(completion, str):
+            raise InvalidRequestError("give prompt and completions as texts, or both as token ids", param="completions")
+        else:
+            begin, ids = len(prompt), [*prompt, *completion]
+        if len(ids) > call.most:
+            raise ContextLengthError(len(ids), call.most, generates=False)
+        ids = check_token_ids(ids, call.core.limits.vocab_size, call.most + 1)
+        if not 0 < begin < len(ids):
+            message = "the prompt and each completion must have a token: one of a prompt comes before the first"
+            raise InvalidRequestError(message, param="completions")
+        scored.append(ScoredText(ids, begin))
+    return scored
+
+
 # -- on the loop
+
+
+def _joined(vectors: Sequence[array[float]]) -> Vectors:
+    import numpy as np
+
+    return np.frombuffer(b"".join(map(memoryview, vectors)), dtype=np.float32).reshape(len(vectors), -1)
 
 
 class _Call:
@@ -257,8 +330,14 @@ class _Call:
     def usage(self) -> Usage:
         return Usage(self._num_tokens, 0, self._num_cached)
 
-    async def run(self, inputs: Sequence[Any], encode: Callable[[Sequence[Any]], list[PooledText]]) -> Vectors:
-        """Return the vectors of the inputs, float32 [n, size]; ``encode`` is called in a thread."""
+    async def run(
+        self,
+        inputs: Sequence[Any],
+        encode: Callable[[Sequence[Any]], Sequence[Encoded]],
+        join: Callable[[Sequence[array[float]]], Vectors] = _joined,
+    ) -> Vectors:
+        """Return the vectors of the inputs, float32 [n, size], or what ``join`` makes of their numbers; ``encode`` is
+        called in a thread."""
         import numpy as np
 
         if not inputs:
@@ -277,7 +356,7 @@ class _Call:
                 request.mailbox.abort()
             self._open.clear()
         num_bytes = len(inputs) * self._vectors[0].itemsize * len(self._vectors[0])
-        return await _off_loop(num_bytes >= _LARGE, _joined, self._vectors)
+        return await _off_loop(num_bytes >= _LARGE, join, self._vectors)
 
     def _size(self) -> int:
         ready = self.core.ready
@@ -325,9 +404,9 @@ class _Call:
         return error
 
     async def _compute(
-        self, inputs: list[Any], chunks: list[list[int]], encode: Callable[[Sequence[Any]], list[PooledText]]
+        self, inputs: list[Any], chunks: list[list[int]], encode: Callable[[Sequence[Any]], Sequence[Encoded]]
     ) -> None:
-        encoding: asyncio.Future[list[PooledText]] | None = None
+        encoding: asyncio.Future[Sequence[Encoded]] | None = None
         try:
             for number, chunk in enumerate(chunks):
                 encoding = encoding or self._begin(chunk, inputs, encode)
@@ -342,17 +421,18 @@ class _Call:
                 encoding.exception()  # its error is retrieved: another one is raised
 
     def _begin(
-        self, chunk: list[int], inputs: list[Any], encode: Callable[[Sequence[Any]], list[PooledText]]
-    ) -> asyncio.Future[list[PooledText]]:
+        self, chunk: list[int], inputs: list[Any], encode: Callable[[Sequence[Any]], Sequence[Encoded]]
+    ) -> asyncio.Future[Sequence[Encoded]]:
         """Encode a chunk of the texts in a thread."""
         own = [inputs[place] for place in chunk]
         return self.core.admission.preparation.run(encode, own, is_long=max(map(_length, own)) > LONG_TEXT)
 
-    async def _submit(self, place: int, text: PooledText) -> None:
+    async def _submit(self, place: int, text: Encoded) -> None:
         while len(self._open) >= self._window or (self._open and self.core.queue.is_full):
             await self._take_ended()
         self.core.check_accepts()
         how = {"priority": self._priority, "cache_salt": self._cache_salt, "context": self._context}
+        how["results_from"] = text.results_from(self.core)
         self._open[place] = self.core.admission.submit_for_result(text.token_ids, text.extras, _End(self, place), **how)
         self._num_tokens += len(text.token_ids)
 
@@ -367,7 +447,7 @@ class _Call:
             if mailbox.error is not None:
                 raise mailbox.error
             vector = mailbox.choices[0].numbers
-            if vector is None:
+            if not vector:
                 raise RequestError("the call was aborted: its requests were ended by abort_all()")
             self._vectors[place] = vector
             self._num_done += 1
@@ -377,12 +457,6 @@ class _Call:
         self._ended.append(place)
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
-
-
-def _joined(vectors: list[array[float]]) -> Vectors:
-    import numpy as np
-
-    return np.frombuffer(b"".join(map(memoryview, vectors)), dtype=np.float32).reshape(len(vectors), -1)
 
 
 def _are_large(inputs: Sequence[Any]) -> bool:

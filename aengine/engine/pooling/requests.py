@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 from ...errors import InvalidRequestError
@@ -47,12 +48,26 @@ class RankedDocument:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredCompletion:
+    """A completion's tokens, and how likely they are after the prompt."""
+
+    token_ids: NDArray[np.int64]  # [n]
+    logprobs: NDArray[np.float32]  # [n], each after those before it
+    is_greedy: bool  # each token is the likeliest at its place
+
+    @property
+    def logprob(self) -> float:
+        """The completion's log-probability: the sum of its tokens'."""
+        return float(self.logprobs.sum(dtype="float64"))
+
+
+@dataclass(frozen=True, slots=True)
 class PoolingRequest:
     """A call for vectors or scores. Plain data."""
 
-    task: Literal["embed", "classify", "score"]
+    task: Literal["embed", "classify", "score", "completions"]
     inputs: Sequence[Any]
-    """Texts or token ids; for "score" pairs of texts."""
+    """Texts or token ids; for "score" pairs of texts, for "completions" of a prompt and what follows it."""
     prompt: str | None = None
     """The beginning of each text."""
     prompt_name: str | None = None
@@ -90,7 +105,8 @@ class PoolingResult(NamedTuple):
     """The answer to a `PoolingRequest`."""
 
     values: NDArray[np.float32]
-    """[n, size]: vectors, logits of classes; of "score" [n, 1]."""
+    """[n, size]: vectors, logits of classes; of "score" [n, 1]; of "completions" a row for each token of them: the
+    place of its pair, its id, its log-probability, the likeliest's id."""
     usage: Usage
     """Tokens of all inputs together. None is generated."""
 
@@ -182,6 +198,40 @@ class PoolingCalls:
         """Return the logits of the model's classes, float32 [n, num_labels]; the names of these are
         ``describe()["labels"]``. Errors as of `embed`."""
         return (await self.pool(PoolingRequest("classify", _listed(inputs), options=options))).values
+
+    async def score_completions(
+        self, prompt: EmbedInput, completions: Sequence[EmbedInput], **options: Unpack[PoolingOptions]
+    ) -> list[ScoredCompletion]:
+        """Return how likely each of the completions is after the prompt, by the model's own probabilities.
+
+        The prompt is computed once, and its KV shared. A text is encoded together with the prompt's: its tokens are
+        those that the prompt alone does not begin with. Token ids are taken as they are. ``truncate`` has no effect.
+
+        Raises:
+            InvalidRequestError: the model generates no text, or something about the prompt or the completions is wrong.
+            ContextLengthError: the prompt and a completion are too long.
+            EngineOverloadedError, DeadlineExceededError, EngineClosedError, EngineError: as of `AsyncLLM.stream`.
+        """
+        if isinstance(completions, str | bytes | Mapping) or not isinstance(completions, Sequence):
+            message = f"completions must be a list of texts or of token ids, not {type(completions).__name__}"
+            raise InvalidRequestError(message, param="completions")
+        for param, given in (("prompt", prompt), *(("completions", one) for one in completions)):
+            if isinstance(given, bytes | Mapping) or not isinstance(given, Sequence) or not given:
+                raise InvalidRequestError(f"{param}: {shown(given)} is no text and no token ids, or empty", param=param)
+        asked = PoolingRequest("completions", [(prompt, one) for one in completions], options=options)
+        return _scored((await self.pool(asked)).values, len(completions))
+
+
+def _scored(rows: NDArray[np.float32], num_completions: int) -> list[ScoredCompletion]:
+    if not num_completions:
+        return []
+    places, ids, likeliest = rows[:, (0, 1, 3)].astype("int64").T
+    is_other = ids != likeliest
+    ends = places.searchsorted(range(num_completions + 1)).tolist()
+    return [
+        ScoredCompletion(ids[begin:end], rows[begin:end, 2], not is_other[begin:end].any())
+        for begin, end in pairwise(ends)
+    ]
 
 
 def _ranked(documents: Sequence[str], result: PoolingResult, top_n: int | None) -> list[RankedDocument]:

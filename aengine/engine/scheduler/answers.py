@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ...ipc.messages import KV_LOST, ModelRunnerOutput, ResultColumns, RowError
+from ...ipc.messages import KV_LOST, NO_RESULTS, ModelRunnerOutput, ResultColumns, RowError
 from ...outputs import FinishReason
 from .crash_quarantine import CrashQuarantine
 from .request import Request
@@ -19,7 +19,7 @@ class StepResult(NamedTuple):
 
     sampled: list[tuple[Request, int, int]]  # (request, token id, place of the token in the answer's ``token_ids``)
     failed: list[tuple[Request, RowError]]  # requests that failed by themselves, with their errors
-    results: list[tuple[Request, array[float]]]  # (request, the result that ends it)
+    results: list[tuple[Request, array[float]]]  # (request, a piece of its result; the last one, if it has ended)
     num_rows: int  # number of requests that got tokens
     begun: list[Request]  # requests that got their first token
 
@@ -56,12 +56,13 @@ class Answers:
             elif request.finish_reason is None:
                 self._finish(request, FinishReason.ERROR)
                 failed.append((request, error))
+        # Before the tokens, of which one may end a request that gets its last piece as well.
+        results = [] if output.results is None else self._commit_results(step, output.results)
         if output.counts is None:
             sampled = self._commit(step, token_ids)
             num_rows = len(sampled)
         else:
             sampled, num_rows = self._commit_ragged(step, token_ids, output.counts)
-        results = [] if output.results is None else self._commit_results(step, output.results)
         for request in step.leavers:
             self._rows.release(request)
         self._begun = []
@@ -123,14 +124,18 @@ class Answers:
         return True
 
     def _commit_results(self, step: InFlightStep, columns: ResultColumns) -> list[tuple[Request, array[float]]]:
-        """End the requests that get a result. Returns (request, result) of each."""
+        """Note of the pieces that have come that they need not come again, and end the requests that wait for nothing
+        else. Returns (request, piece) of each."""
         results = []
         for batch_idx, result in columns.items():
             request = step.batch[batch_idx]
-            if request.finish_reason is None:
+            if request.finish_reason is not None:
+                continue
+            results.append((request, result))
+            request.results_from = max(request.results_from, step.chunks.get(batch_idx, NO_RESULTS))
+            if not request.samples and batch_idx not in step.chunks:
                 self._rows.kv.note_written(request, len(request.token_ids))
-                self._finish(request, FinishReason.STOP)
-                results.append((request, result))
+                self._finish(request, FinishReason.LENGTH if request.params.max_tokens == 0 else FinishReason.STOP)
         return results
 
     def _on_milestone(self, request: Request, token_id: int) -> None:

@@ -64,7 +64,7 @@ class ComingPrefixes:
     def follow(self, request: Request, num_cached: int) -> bool:
         """Make a request that is in no queue wait for a leader, if one computes enough of what comes after its
         ``num_cached`` tokens. False: it should compute them itself."""
-        if len(request.token_ids) <= num_cached + self._least:  # the follower must have at least one token to compute
+        if request.num_reusable < num_cached + self._least:
             return False
         if self._unnamed:
             self._find_leaders()

@@ -145,11 +145,11 @@ class KVCacheManager:
     # -- prefixes
 
     def match(self, request: Request) -> Prefix:
-        """Find the longest prefix of ``request`` that all groups have cached, leaving at least one token to compute."""
+        """Find the longest prefix of ``request`` that all groups have cached, of what is reusable."""
         if request.root_hash is None or not self._strictest_last:
             return self.no_prefix()
         tables = self._empty_tables()
-        length = attended = self._agree(request, tables, len(request.token_ids) - 1)
+        length = attended = self._agree(request, tables, request.num_reusable)
         while self.has_states and length:
             found, kept = self._states.longest(request, length)
             if found == length:

@@ -31,7 +31,7 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...ipc.messages import Extras, NewRequest, int32
+from ...ipc.messages import NO_RESULTS, Extras, NewRequest, int32
 from ...outputs import FinishReason
 from ...params import SamplingParams
 from .block_pool import BlockTable
@@ -123,8 +123,9 @@ class Request:
 
     ``priority``: lower is more urgent; among equals the earlier ``arrival_time`` (any unit), then the earlier added.
     ``max_num_tokens`` counts prompt and completion. ``samples``: it gets tokens; if not, one result in place of the
-    one token that ``max_num_tokens`` counts. ``extras``: see `NewRequest`. ``stop_token_ids`` includes the model's
-    end-of-sequence tokens unless those are ignored. ``sink`` is the caller's; ``grammar`` what its tokens must obey.
+    one token that ``max_num_tokens`` counts. ``extras``, ``results_from``: see `NewRequest`. ``stop_token_ids``
+    includes the model's end-of-sequence tokens unless those are ignored. ``sink`` is the caller's; ``grammar`` what its
+    tokens must obey.
     """
 
     request_id: str
@@ -142,6 +143,7 @@ class Request:
     grammar: RequestGrammar | None = None
     samples: bool = True
     extras: Extras = field(default_factory=dict)
+    results_from: int = NO_RESULTS
 
     prompt: PromptTokens = field(init=False)
     token_ids: list[int] = field(init=False)  # prompt, then the committed output; its own from `begin` on
@@ -213,6 +215,12 @@ class Request:
         """Tokens that steps in flight sample, at most: they count as known, their ids have not come yet."""
         return max(0, self.num_computed_tokens + 1 - len(self.token_ids))
 
+    @property
+    def num_reusable(self) -> int:
+        """Most of its known tokens whose KV may be found, rather than computed: all but the last, as far as no result
+        is made of their hidden states."""
+        return min(len(self.token_ids) - 1, self.results_from)
+
     def begin(self) -> None:
         """Take a list of its own for its tokens, before its first step."""
         self.token_ids = list(self.token_ids)
@@ -266,6 +274,7 @@ class Request:
             logprobs=-1 if params.logprobs is None else params.logprobs,
             min_tokens=params.min_tokens,
             max_num_tokens=self.max_num_tokens,
+            results_from=self.results_from,
             stop_token_ids=int32(sorted(self.stop_token_ids)),
             extras=self.extras,
         )

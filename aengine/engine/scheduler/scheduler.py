@@ -65,7 +65,6 @@ class Scheduler:
         vocab_size: int = 1 << 31,
         rope_border: int | None = None,
         computes_whole_prompts: bool = False,
-        results_need_all: bool = False,
         least_awaited_prefix: int = 128,
         prompt_limit: Callable[[int, int], int | None] = lambda num_decoding, num_left: None,
         num_batches: int = 1,
@@ -75,8 +74,6 @@ class Scheduler:
         Args:
             rope_border: a request of more tokens than that has other KV for all of them (longrope)
             computes_whole_prompts: each prompt in one step
-            results_need_all: the result of a request that does not sample depends on all of its hidden states, so that
-                those of a prefix must be computed again
             least_awaited_prefix: tokens that another request must be computing for one to wait for them; a GPU computes
                 fewer in no more time than the step that the waiting may cost
             prompt_limit: returns how many prompt tokens a step may have beside so many requests that decode, if the
@@ -99,7 +96,6 @@ class Scheduler:
         self.max_in_flight_steps = max_in_flight_steps
         self._vocab_size = vocab_size  # an answer with an id of this or more is an error
         self._computes_whole_prompts = computes_whole_prompts
-        self.results_need_all = results_need_all
         self._prompt_limit = prompt_limit
         self._num_left = 0  # requests with prompt tokens for which the last step had no room
 
@@ -285,8 +281,7 @@ class Scheduler:
 
 def name_prefix(scheduler: Scheduler, request: Request) -> None:
     """Set the root of the request's block hashes, by which others find its prefix, if it shares it. Idempotent."""
-    is_shared = scheduler.enable_prefix_caching and (request.samples or not scheduler.results_need_all)
-    if is_shared and request.root_hash is None:
+    if scheduler.enable_prefix_caching and request.root_hash is None:
         request.root_hash = shared_root(request.cache_key)
 
 

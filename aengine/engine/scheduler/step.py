@@ -91,16 +91,17 @@ class InFlightStep:
         is_odd = answer.errors or answer.results or self.ahead or self.chunks or answer.counts is not None
         if not is_odd and len(token_ids) == num_reqs and min(token_ids) >= 0 and max(token_ids) < vocab_size:
             return  # the usual answer: one token each
-        ended = () if answer.results is None else answer.results.batch_idx
+        with_results = () if answer.results is None else answer.results.batch_idx
         if (
             (answer.counts is None) == bool(self.ahead)
             or len(token_ids if answer.counts is None else answer.counts) != num_reqs
             or not all(0 <= error.batch_idx < num_reqs for error in answer.errors)
-            or not all(0 <= i < num_reqs and not self.batch[i].samples for i in ended)
+            or not all(0 <= i < num_reqs for i in with_results)
             or max(token_ids, default=0) >= vocab_size
         ):
             raise InternalError(f"the worker's answer to step {self.step_id} does not have the form of its batch")
-        excused = self.chunks.keys() | {error.batch_idx for error in answer.errors} | set(ended)
+        ended = {i for i in with_results if not self.batch[i].samples}
+        excused = self.chunks.keys() | {error.batch_idx for error in answer.errors} | ended
         for i, (request, count) in enumerate(zip(self.batch, answer.num_tokens(), strict=True)):
             ahead = self.ahead.get(i, NOTHING_AHEAD)
             most = 0 if i in self.chunks or not request.samples else 1 + len(ahead.token_ids)

@@ -190,7 +190,8 @@ def chat_completion(
     if choices is None:
         choices = [_chat_choice(choice, ChatMessage()) for choice in plain.choices]
     usage = replace(plain.usage, reasoning_tokens=num_reasoning_tokens)
-    return ChatCompletion(plain.request_id, tuple(choices), usage, plain.warnings, plain.timings)
+    end = usage, plain.warnings, plain.timings
+    return ChatCompletion(plain.request_id, tuple(choices), *end, prompt_logprobs=plain.prompt_logprobs)
 
 
 def _chat_choice(plain: Choice, message: ChatMessage) -> ChatChoice:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from operator import eq
-from typing import Any, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 from ...outputs import Logprob
 
 T_co = TypeVar("T_co", covariant=True)
+TableT = TypeVar("TableT")
 
 TokenLogprobs = tuple[float, "array[int]", "array[float]"]
 """Of one token: its own log-probability, the ids of the likeliest, and theirs; likeliest first."""
@@ -59,12 +60,12 @@ class LogprobTable:
         return array("i", [self.token_ids[i] for i in places]), array("f", [self.values[i] for i in places])
 
 
-class _ColumnSequence(Sequence[T_co]):
+class ColumnSequence(Sequence[T_co], Generic[T_co, TableT]):
     """A read-only sequence that equals a tuple or a list of the same elements, over places of a table."""
 
     __slots__ = ("_places", "_table")
 
-    def __init__(self, table: LogprobTable, places: range) -> None:
+    def __init__(self, table: TableT, places: range) -> None:
         self._table = table
         self._places = places
 
@@ -89,7 +90,7 @@ class _ColumnSequence(Sequence[T_co]):
         return map(self._at, self._places)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _ColumnSequence | tuple | list):
+        if not isinstance(other, ColumnSequence | tuple | list):
             return NotImplemented
         return len(self) == len(other) and all(map(eq, self, other))
 
@@ -103,7 +104,7 @@ class _ColumnSequence(Sequence[T_co]):
         return f"{type(self).__name__}([{', '.join(shown)}])"
 
 
-class Logprobs(_ColumnSequence[tuple[Logprob, ...]]):
+class Logprobs(ColumnSequence[tuple[Logprob, ...], LogprobTable]):
     """The `Logprob`s of a completion, see `Choice.logprobs`."""
 
     __slots__ = ()
@@ -129,7 +130,7 @@ class Logprobs(_ColumnSequence[tuple[Logprob, ...]]):
         return copy.token_ids, copy.values, copy.ends
 
 
-class TopLogprobs(_ColumnSequence[Logprob]):
+class TopLogprobs(ColumnSequence[Logprob, LogprobTable]):
     """The likeliest at one token's place, see `Token.top_logprobs`."""
 
     __slots__ = ()

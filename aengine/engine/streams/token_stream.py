@@ -25,6 +25,7 @@ from ...outputs import Choice, Completion, FinishReason, Timings, Token, Usage
 from ...telemetry.request_times import RequestTimes
 from ..threads.futures import settle, wait_at_most
 from .logprobs import Logprobs, LogprobTable, TokenLogprobs
+from .prompt_logprobs import PromptLogprobs, of_pieces
 
 if TYPE_CHECKING:
     from typing import Self
@@ -53,6 +54,7 @@ class Mailbox:
         final_only: bool,
         num_choices: int = 0,
         want_logprobs: bool = False,
+        want_prompt_logprobs: bool = False,
         times: RequestTimes | None = None,
         output_type: OutputType | None = None,
         is_json: bool = False,
@@ -72,6 +74,7 @@ class Mailbox:
         self.error: BaseException | None = None
         self.choices = [ChoiceOutput(self, i, want_logprobs) for i in range(num_choices)]
         self.num_open = num_choices or 1  # completions that have not ended
+        self._want_prompt_logprobs = want_prompt_logprobs
         self.num_prompt_tokens = 0
         self.cached_tokens = 0
         self.output_type = output_type
@@ -135,7 +138,15 @@ class Mailbox:
 
     def completion(self, request_id: str) -> Completion:
         choices = tuple(choice.result(self.output_type) for choice in self.choices)
-        return Completion(request_id, choices, self.usage(), warnings=self.warnings, timings=self.timings())
+        of_prompt = self.prompt_logprobs()
+        end = self.usage(), self.warnings, self.timings()
+        return Completion(request_id, choices, *end, prompt_logprobs=of_prompt)
+
+    def prompt_logprobs(self) -> PromptLogprobs | None:
+        """See `Completion.prompt_logprobs`; those that have come."""
+        if not self._want_prompt_logprobs:
+            return None
+        return of_pieces(self.choices[0].numbers, self.num_prompt_tokens)
 
     def usage(self) -> Usage:
         return Usage(
@@ -161,7 +172,7 @@ class ChoiceOutput:
         self.texts: list[str] = []  # one for each token, perhaps empty, if there is a detokenizer
         self.logprobs = LogprobTable() if want_logprobs else None
         self.finish_reason: FinishReason | None = None
-        self.numbers: array[float] | None = None  # float32 numbers that a request gets which samples no tokens
+        self.numbers = array("f")  # the pieces of the result that the request gets beside or in place of tokens
         self.stop_reason: str | int | None = None
         """See `Choice.stop_reason`. None before the end."""
         # The parsed value or the error, kept since a type's own validators may be slow.
@@ -205,11 +216,13 @@ class ChoiceOutput:
             self.end(finish_reason)
         return stopped
 
-    def put_result(self, result: array[float]) -> None:
-        """Deliver the result of a request that gets one in place of tokens, which ends it."""
+    def put_result(self, piece: array[float], finish_reason: FinishReason | None) -> None:
+        """Deliver a piece of the request's result. ``finish_reason``: of a request that gets nothing else, with its
+        last piece."""
         if self.finish_reason is None:
-            self.numbers = result
-            self.end(FinishReason.STOP)
+            self.numbers.extend(piece)
+            if finish_reason is not None:
+                self.end(finish_reason)
 
     def fail(self, error: BaseException) -> None:
         """End the whole call, of which this is one completion, with an error. Without effect once this completion has

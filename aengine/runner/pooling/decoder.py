@@ -45,13 +45,14 @@ class DecoderPooling:
         self._vocab_size = vocab_size
         self._sums: Tensor | None = None  # float32 [max_num_seqs, hidden_size]: sums of the rows whose mean is wanted
         self._next_sums: Tensor | None = None  # `_sums` with the tokens of the step being run
+        self._is_pooled = np.zeros(len(requests.in_use), dtype=bool)  # whether each row has such a request
         self._token_ids: dict[int, Any] = {}  # ids whose logits a row's request wants, by row
 
     def add_request(self, request: NewRequest) -> tuple[str, str] | None:
-        """Note what the request of a new row wants pooled, if anything. Returns the type and the message of what is
-        wrong with it."""
+        """See `ResultFeature`."""
         self._token_ids.pop(request.req_idx, None)
-        if self.extra not in request.extras:
+        self._is_pooled[request.req_idx] = is_pooled = self.extra in request.extras
+        if not is_pooled:
             return None
         self._requests.exempt(request.req_idx)
         try:
@@ -64,16 +65,16 @@ class DecoderPooling:
         return None
 
     def commit(self) -> None:
-        """Note that the step was computed. A step that is tried again before that must not count its tokens twice."""
+        """See `ResultFeature`."""
         self._sums = self._next_sums
 
     def compute(self, plan: BatchPlan, hidden: Tensor) -> SideOutput:
-        """Return the vectors of the prompts that end in this step. hidden: [num_tokens, hidden_size]."""
+        """Return the vectors of the prompts that end in this step."""
         self._next_sums = self._sums
         requests = self._requests
         if not requests.num_exempt:
             return NO_SIDE_OUTPUT
-        is_pooled = requests.is_exempt[plan.rows]
+        is_pooled = self._is_pooled[plan.rows]
         gets_logits = np.isin(plan.rows, list(self._token_ids))
         if self._vectors.mode == "mean":
             self._add_to_sums(plan, np.flatnonzero(is_pooled & ~gets_logits), hidden)

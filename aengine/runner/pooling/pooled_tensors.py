@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 from torch import Tensor
 
-from ...ipc.messages import ModelRunnerOutput, ResultColumns, RowError, int32
-from ..async_output import HostOutput, SideOutput, float_column
+from ...ipc.messages import ModelRunnerOutput, RowError
+from ..async_output import HostOutput, SideOutput, add_results
 from ..input_batch import Rows
 
 
@@ -32,4 +32,4 @@ class PooledTensors(SideOutput):
                 errors[i] = RowError(i, "InternalError", "the model's vector for this request holds NaN or infinity")
             values = values[np.repeat(is_good, sizes)]
             batch_idx, sizes = batch_idx[is_good], sizes[is_good]
-        output.results = ResultColumns(int32(batch_idx.tolist()), int32(sizes.tolist()), float_column(values))
+        add_results(output, batch_idx.tolist(), sizes.tolist(), values)
