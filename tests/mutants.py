@@ -228,10 +228,11 @@ def apply(mutant: Mutant) -> bool:
     return True
 
 
-def _clear_caches(folder: str) -> None:
-    """Let the wing's functions be called again whose results another test, or the collection of all, has kept."""
-    for module in list(sys.modules.values()):
-        if folder in (getattr(module, "__file__", None) or ""):
+def _clear_caches() -> None:
+    """Let functions be called again whose results another test, or the collection of all, has kept; but for kernels,
+    which take long to make."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("aengine.engine.", "aengine.checkpoint.", "aengine.ipc.")):
             for value in list(vars(module).values()):
                 if hasattr(value, "cache_clear"):
                     value.cache_clear()
@@ -287,7 +288,7 @@ class Plugin:
             os._exit(3)
         called: dict[str, list[tuple[float, int]]] = {}
         for i, item in enumerate(items):
-            _clear_caches(self.folder)
+            _clear_caches()
             seen: set[CodeType] = set()
             begin = time.monotonic()
             if calls:
