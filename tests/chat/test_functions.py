@@ -20,6 +20,7 @@ from chat_harness import Setting, shape_of
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from aengine.chat import Tool
+from aengine.engine.chat.docstrings import read_docstring
 from aengine.errors import InvalidRequestError
 
 LOCK = threading.Lock()
@@ -349,6 +350,76 @@ def test_all_before_the_sections_is_the_description():
 
     assert Tool.of(google).description == "One, in two lines.\n\n:class:`Two` is:\n- a\n  list"
     assert Tool.of(numpy).description == Tool.of(rest).description == "One.\n\nTwo."
+
+
+GOOGLE = """F.
+
+Args:
+    a (int): One,
+        two.
+    *b: Three.
+
+    c:
+      Four.
+  d: five.
+    - six
+Returns:
+    x: no
+"""
+NUMPY = """F.
+
+Parameters
+----------
+a : int
+    One,
+
+    two.
+b, *c
+    Three.
+Other Parameters
+---
+d
+    Four.
+Parameters
+--
+x
+    no
+
+Returns
+-------
+y : int
+    no
+"""
+REST = """F.
+
+:param int a: One,
+    two.
+:arg *b: Three.
+
+    not this
+:keyword c: Four
+not this
+:returns: x
+  no
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (GOOGLE, {"a": "One, two.", "b": "Three.", "c": "Four.", "d": "five. - six"}),
+        (GOOGLE.replace("Args:", "Args: "), {"a": "One, two.", "b": "Three.", "c": "Four.", "d": "five. - six"}),
+        (NUMPY, {"a": "One, two.", "b": "Three.", "c": "Three.", "d": "Four."}),
+        ("F.\n\nParameters\n---\na\n  One.\nand so on, you see!\nb\n  Two.", {"a": "One."}),
+        (REST, {"a": "One, two.", "b": "Three.", "c": "Four"}),
+        ("F.\n\nArgs:\nx: no\n", {}),
+        ("F.\n\nArgs:\n  a:\n\n  not: ", {}),
+        ("Parameters", {}),
+        ("", {}),
+    ],
+)
+def test_what_is_said_of_each_parameter(text: str, said: dict[str, str]) -> None:
+    assert read_docstring(text) == ("F." if text.startswith("F.") else text, said)
 
 
 def test_without_pydantic():

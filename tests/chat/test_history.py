@@ -10,7 +10,7 @@ from chat_harness import EOS, parse_ids, token_id_of, tokenizer
 from conftest_api import encoder_of
 
 from aengine.chat import FORMATS, ChatMessage, ChatParser, ToolCall, tools_of
-from aengine.engine.chat.history import with_instructions, written_out
+from aengine.engine.chat.history import with_calls_in_text, with_instructions, with_tools, written_out
 from aengine.engine.chat.plan import ChatRequest, plan_chat
 from aengine.engine.structured.backends import load_backend
 from aengine.engine.structured.vocabulary import Vocabulary
@@ -238,6 +238,13 @@ def test_calls_are_written_as_the_model_writes_them():
         (message,) = written_out([calling(call(), call("now", {}))], known)
         assert "tool_calls" not in message
         assert known.head("get_weather") in message["content"] and known.head("now") in message["content"]
+        assert known.arguments.write(PARIS) in message["content"]
+        assert message["content"].startswith(known.openings[0]) and message["content"].endswith(known.closing_of(0))
+        for arguments, as_text, said in (([1], True, "[1]"), ("[" * 9, False, "[" * 9), ("", False, "{}")):
+            (message,) = written_out([calling(call("now", arguments, as_text=as_text))], known)
+            assert known.head("now") + (known.arguments.write({}) if said == "{}" else said) in message["content"]
+    answer = [calling(call("now", {})), result()]
+    assert with_calls_in_text([HELLO, *answer], FORMATS["json"]) == [HELLO, *written_out(answer[:1], known), result()]
     (message,) = written_out([calling(call(as_text=False), call("now"), content="So: ")], FORMATS["json"])
     said = json.loads(message["content"].removeprefix("So: "))
     assert [c["name"] for c in said["tool_calls"]] == ["get_weather", "now"]
@@ -261,6 +268,13 @@ def test_results_are_one_message_of_a_user():
         {"name": "now", "content": "12:00"},
     ]
     assert said["tool_results"][2] == {"content": "?"}
+
+
+def test_where_the_tools_go():
+    tools = [{"type": "function", "function": {"name": "é"}}, {"name": "b"}]
+    system = {"role": "system", "content": "Be brief.", "tools": '[{"name": "é"}, {"name": "b"}]'}
+    assert with_tools([{"role": "system", "content": "Be brief."}, HELLO], "tools", tools) == [system, HELLO]
+    assert with_tools([HELLO], "tools", tools) == [{**system, "content": ""}, HELLO]
 
 
 def test_where_the_instructions_go():

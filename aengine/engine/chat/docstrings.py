@@ -7,7 +7,7 @@ import re
 _GOOGLE = re.compile(r"(?:Args|Arguments|Parameters|Params|Keyword Args|Keyword Arguments):\s*")
 _UNDERLINE = re.compile(r"-{3,}\s*")
 _GOOGLE_ITEM = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
-_NUMPY_ITEM = re.compile(r"(\*{0,2}\w+(?:\s*,\s*\w+)*)\s*(?::.*)?")
+_NUMPY_ITEM = re.compile(r"(\*{0,2}\w+(?:\s*,\s*\*{0,2}\w+)*)\s*(?::.*)?")
 _REST_ITEM = re.compile(r":(?:param|parameter|arg|argument|key|keyword)\s+(?:[^:]*\s)?\*{0,2}(\w+)\s*:\s*(.*)")
 _REST_FIELD = re.compile(r":\w[^:]*:(?:\s|$)")
 _RESULTS = re.compile(r"(?:Returns?|Yields?|Raises):\s*")
@@ -20,8 +20,7 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
     lines = text.splitlines()
     found = _rest(lines)
     for index, line in enumerate(lines):
-        following = lines[index + 1] if index + 1 < len(lines) else ""
-        if line.strip() in ("Parameters", "Other Parameters") and _UNDERLINE.fullmatch(following.strip()):
+        if line.strip() in ("Parameters", "Other Parameters") and _is_underlined(lines, index):
             found |= _numpy(lines[index + 2 :])
         elif _GOOGLE.fullmatch(line):
             found |= _google(lines[index + 1 :])
@@ -32,16 +31,19 @@ def _description(lines: list[str]) -> str:
     """Return the paragraphs before the parameters, results, errors or any underlined title."""
     paragraphs: list[list[str]] = [[]]
     for index, line in enumerate(lines):
-        following = lines[index + 1].strip() if index + 1 < len(lines) else ""
         if any(section.fullmatch(line) for section in (_GOOGLE, _RESULTS)) or _REST_FIELD.match(line):
             break
-        if line.strip() and _UNDERLINE.fullmatch(following):
+        if line.strip() and _is_underlined(lines, index):
             break
         if line.strip():
             paragraphs[-1].append(line.rstrip())
         else:
             paragraphs.append([])
     return "\n\n".join(_unfolded(paragraph) for paragraph in paragraphs if paragraph)
+
+
+def _is_underlined(lines: list[str], index: int) -> bool:
+    return _UNDERLINE.fullmatch("".join(lines[index + 1 : index + 2]).strip()) is not None
 
 
 def _unfolded(paragraph: list[str]) -> str:
@@ -72,13 +74,11 @@ def _google(lines: list[str]) -> dict[str, str]:
 
 
 def _numpy(lines: list[str]) -> dict[str, str]:
-    """Read ``name : type`` at the margin and the text below it, deeper, until the next underlined title."""
+    """Read ``name : type`` at the margin and the text below it, deeper, until another line at the margin: an underline
+    at the latest, below a title, of which nothing is said."""
     found: dict[str, list[str]] = {}
     current: list[str] = []
-    for index, line in enumerate(lines):
-        following = lines[index + 1].strip() if index + 1 < len(lines) else ""
-        if _UNDERLINE.fullmatch(following):
-            break
+    for line in lines:
         if not line.strip():
             continue
         if _indent(line):
