@@ -52,6 +52,12 @@ async def test_stop_iteration_hangs_nothing(function):
     assert isinstance(caught.value.__cause__, StopIteration)
 
 
+@pytest.mark.parametrize("function", [first_of_later, First()])
+async def test_what_is_async_runs_on_the_loop(function, monkeypatch):
+    monkeypatch.setattr("aengine.engine.chat.tools.run_in_thread", None)
+    assert await Tool.of(function).call({"rows": [1, 10]}) == 10
+
+
 def with_fields(
     city: str = Field(description="Its name."),
     days: int = Field(default=5, ge=1, le=9),
