@@ -20,6 +20,24 @@ OTHER_ARCHITECTURE = (
 )
 """The cure for a file of an architecture that is not read. Which are is the runner's to know."""
 
+GGUF_KEYS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "max_position_embeddings": "context_length",
+    "sliding_window": "attention.sliding_window",
+    "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "conv_L_cache": "shortconv.l_cache",
+}
+"""Keys of config.json, and the metadata, behind the architecture's name, from which `gguf_hf_config` makes them."""
+
 
 def gguf_hf_config(file: GgufFile) -> dict[str, Any]:
     """Return ``file``'s settings, as config.json would have them, and ``gguf_architecture``.
@@ -47,6 +65,7 @@ def gguf_hf_config(file: GgufFile) -> dict[str, Any]:
     rotary_dim = _rotary_dim(file, values, arch, head_dim)
     return {
         "gguf_architecture": arch,
+        "gguf_file": str(file.path),
         **_factors(file, values, arch),
         **_classifier(file, arch),
         "model_type": arch,
@@ -77,9 +96,9 @@ def gguf_hf_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _check_layers(file: GgufFile, num_layers: int) -> None:
-    """Raise ModelLoadError if there are fewer layers than the metadata says: all would be made first."""
+    """Raise ModelLoadError if there are other layers than the metadata says."""
     found = len({name.split(".", 2)[1] for name in file.tensors if name.startswith("blk.")})
-    if num_layers > found:
+    if num_layers != found:
         raise ModelLoadError(f"{file.path}: block_count is {num_layers}, and the file has tensors of {found} layers")
 
 
@@ -91,6 +110,7 @@ def _encoder_config(file: GgufFile, values: _Metadata, arch: str) -> dict[str, A
     context = values.integer(f"{arch}.context_length")
     return {
         "gguf_architecture": arch,
+        "gguf_file": str(file.path),
         "model_type": arch,
         "hidden_act": "silu" if arch == "nomic-bert" else "gelu",
         "hidden_size": values.integer(f"{arch}.embedding_length"),

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from ..checkpoint.early_checks import sizes_that
+from ..checkpoint.gguf_config import GGUF_KEYS
 from ..checkpoint.value_reader import ValueReader
 from ..errors import ModelLoadError
 from ..kernels.activation import Activation
@@ -190,7 +191,14 @@ class ConfigReader(ValueReader):
         values = {**(defaults or {}), **hf}
         if hf.get("rope_scaling") and not hf.get("rope_parameters"):  # the older name of the same
             values.pop("rope_parameters", None)
-        super().__init__(values, "config.json")
+        super().__init__(values, str(hf.get("gguf_file") or "config.json"))
+
+    def error(self, key: str, problem: str) -> ModelLoadError:
+        """See `ValueReader`. Of a GGUF file the error names the metadata that the setting was made from."""
+        arch, own = self.raw("gguf_architecture"), GGUF_KEYS.get(key)
+        if not arch or own is None:
+            return super().error(key, problem)
+        return ModelLoadError(f"{self._where}: {arch}.{own}={self.raw(key)!r:.80} {problem}")
 
     @property
     def is_gguf(self) -> bool:
@@ -206,7 +214,7 @@ class ConfigReader(ValueReader):
         """Return how many of ``num_experts`` experts a token takes."""
         top_k = self.integer("num_experts_per_tok")
         if top_k > num_experts:
-            raise ModelLoadError(f"config.json: num_experts_per_tok={top_k}, of {num_experts} experts")
+            raise self.error("num_experts_per_tok", f"is more than the {num_experts} experts of a layer")
         return top_k
 
     def decoder(
@@ -221,11 +229,11 @@ class ConfigReader(ValueReader):
         head_dim = self.integer("head_dim", default=hidden // heads or None)
         max_positions = self.integer("max_position_embeddings")
         if heads % kv_heads:
-            raise ModelLoadError(f"config.json: {heads} attention heads can't share {kv_heads} key-value heads")
+            raise self.error("num_key_value_heads", f"does not divide the {heads} attention heads")
         if head_dim > _MOST_HEAD_DIM:
-            raise ModelLoadError(f"config.json: heads of {head_dim} elements: {_MOST_HEAD_DIM} at most")
+            raise ModelLoadError(f"{self._where}: heads of {head_dim} elements: {_MOST_HEAD_DIM} at most")
         if head_dim % 2:
-            raise ModelLoadError(f"config.json: head_dim={head_dim} is odd, and rotary embeddings rotate pairs")
+            raise ModelLoadError(f"{self._where}: head_dim={head_dim} is odd, and rotary embeddings rotate pairs")
         for key in ("num_local_experts", "num_experts"):
             if self.raw(key) and not has_experts:
                 raise self.error(key, "this model's family has no mixtures of experts")

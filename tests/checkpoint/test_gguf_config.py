@@ -68,6 +68,7 @@ def test_llama(tmp_path: Path) -> None:
     config = gguf_hf_config(write(tmp_path / "m.gguf"))
     assert {key: value for key, value in config.items() if value is not None} == {
         "gguf_architecture": "llama",
+        "gguf_file": str(tmp_path / "m.gguf"),
         "model_type": "llama",
         "hidden_act": "silu",
         "hidden_size": 32,
@@ -219,6 +220,7 @@ def test_an_encoder(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"attention__causal": False, "attention__layer_norm_epsilon": 1e-12}
     wanted = {
         "gguf_architecture": "bert",
+        "gguf_file": str(tmp_path / "m.gguf"),
         "model_type": "bert",
         "hidden_act": "gelu",
         "hidden_size": 32,
@@ -235,6 +237,7 @@ def test_an_encoder(tmp_path: Path) -> None:
     tensors = ("token_types.weight", "position_embd.weight")  # each of 64 rows
     file = write(tmp_path / "n.gguf", "bert", tensors=tensors, rope__freq_base=1000.0, **changes)
     assert gguf_hf_config(file) == wanted | {
+        "gguf_file": str(tmp_path / "n.gguf"),
         "max_position_embeddings": 64,
         "type_vocab_size": 64,
         "rope_theta": 1000.0,

@@ -435,6 +435,36 @@ def test_a_stack_of_experts_is_named_by_what_is_around_its_number() -> None:
     names = GgufNames(layer=EXPERT_NAMES)
     assert names.hf_name("blk.3.ffn_up_exps.weight") == ("model.layers.3.mlp.experts.", ".up_proj.weight")
     assert names.hf_name("blk.3.attn_q.bias") == "model.layers.3.self_attn.q_proj.bias"
+    assert names.name_in_file("model.layers.3.mlp.experts.17.up_proj.weight") == "blk.3.ffn_up_exps.weight"
+    for name in ("blk.3.attn_q.bias", "token_embd.weight", "output_norm.weight", "odd", "model.layers.3.odd.weight"):
+        assert names.name_in_file(str(names.hf_name(name))) == name
+
+
+def test_errors_name_the_file_its_keys_and_its_tensors(tmp_path: Path) -> None:
+    whole, path = tmp_path / "whole.gguf", tmp_path / "m.gguf"
+    write_gguf(whole, make_tiny_model("qwen3_moe", moe_intermediate_size=64, **SIZES), "qwen3_moe", [Q.Q8_0])
+    data = whole.read_bytes()
+
+    def refused(changed: bytes, message: str) -> None:
+        path.write_bytes(changed)
+        with pytest.raises(ModelLoadError, match=rf"^.*/m.gguf(:| lacks) .*{message}"):
+            Engine(path, dtype="auto")
+
+    def with_number(key: bytes, value: int) -> bytes:
+        place = data.index(key) + len(key) + 4
+        return data[:place] + value.to_bytes(4, "little") + data[place + 4 :]
+
+    metadata = "the metadata and the tensors of the file are not of one model: get the file again"
+    refused(with_number(b".expert_used_count", 99), r"qwen3moe\.expert_used_count=99 is more than the 6 experts")
+    refused(with_number(b".block_count", 2), "block_count is 2, and the file has tensors of 3 layers")
+    refused(
+        with_number(b".embedding_length", 512),
+        rf"token_embd\.weight has the shape \[256, {VOCAB_SIZE}\], but by the metadata it is "
+        rf"\[512, {VOCAB_SIZE}\]; {metadata}",
+    )
+    refused(with_number(b".expert_count", 5), r"blk\.0\.ffn_gate_inp\.weight has the shape \[256, 6\].* \[256, 5\]")
+    renamed = data.replace(b"blk.1.attn_q.weight", b"blk.1.attn_x.weight")
+    refused(renamed, rf"a tensor of the model: blk\.1\.attn_q\.weight; {metadata}")
 
 
 class OddFile:

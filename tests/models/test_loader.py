@@ -23,7 +23,7 @@ from aengine.runner.platforms.platform import DeviceMemory
 from aengine.runner.startup.load import load_model
 from aengine.runner.weights.scope import Place
 from aengine.runner.weights.sources import loader, random_source, safetensors_source
-from aengine.runner.weights.sources.loader import load_weights
+from aengine.runner.weights.sources.loader import check_layers, load_weights
 from aengine.runner.weights.sources.reading import Named, Target
 from aengine.workers.rank import Rank
 
@@ -377,11 +377,25 @@ def test_quantised_weights_of_a_model_that_transformers_computes(tmp_path: Path)
         load_model(settings, source_of(tmp_path).to_wire(), Rank(), lambda *progress: None)
 
 
-def test_fewer_layers_than_config_json_says(copied: Path) -> None:
-    set_config(copied, num_hidden_layers=4000)
+@pytest.mark.parametrize("num_layers", [1, 4000])
+def test_other_layers_than_config_json_says(copied: Path, num_layers: int) -> None:
+    set_config(copied, num_hidden_layers=num_layers)
     settings = EngineConfig.create(str(copied), {"dtype": "float32", "num_threads": 1})
-    with pytest.raises(ModelLoadError, match="by config.json there are 4000 layers, and the files have 3"):
+    with pytest.raises(ModelLoadError, match=f"by config.json there are {num_layers} layers, and the files have 3"):
         load_model(settings, source_of(copied).to_wire(), Rank(), lambda *progress: None)
+
+
+def test_a_layer_that_predicts_later_tokens_is_none_of_the_stack(copied: Path) -> None:
+    """It has the number behind the last one's, in DeepSeek-V3's manner; and towers have layers of their own."""
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        last = {name: tensor for name, tensor in tensors.items() if name.startswith("model.layers.2.")}
+        tensors |= {name.replace(".2.", ".3.", 1): tensor.clone() for name, tensor in last.items()}
+        tensors["model.layers.3.eh_proj.weight"] = torch.ones(2)
+        tensors["vision_tower.layers.7.mlp.up_proj.weight"] = torch.ones(2)
+
+    rewrite(copied, add)
+    check_layers(source_of(copied), 3)
 
 
 def test_what_is_left_is_an_error_that_names_the_model(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:

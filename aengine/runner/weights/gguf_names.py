@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 _LAYER_NAME = re.compile(r"blk\.(?P<layer>\d{1,9})\.(?P<part>.+)", re.ASCII)
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 _TOP = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -72,6 +73,16 @@ class GgufNames:
         before, stack, after = known.partition("{}")
         before = f"{self.layers}.{found['layer']}.{before}"
         return (before, f"{after}.{kind}") if stack else f"{before}.{kind}"
+
+    def name_in_file(self, hf_name: str) -> str:
+        """Return the name in the file of a tensor of transformers' name; of an expert's matrix, that of its stack."""
+        stem, _, kind = hf_name.rpartition(".")
+        layer = re.fullmatch(rf"{re.escape(self.layers)}\.(\d+)\.(.+)", stem)
+        known, part = (self.top, stem) if layer is None else (self.layer, _EXPERT.sub(".experts.{}.", layer[2]))
+        found = next((own for own, theirs in known.items() if theirs == part), None)
+        if found is None:
+            return hf_name
+        return f"{found}.{kind}" if layer is None else f"blk.{layer[1]}.{found}.{kind}"
 
     def is_less_one(self, hf_name: str) -> bool:
         """Return whether the checkpoint of transformers has the tensor less one."""

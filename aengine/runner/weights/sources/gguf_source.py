@@ -3,7 +3,7 @@ blocks of the file, of which `GgufFormat` makes weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Literal, NamedTuple
@@ -91,6 +91,16 @@ def read_gguf_tensor(path: str, name: str) -> Tensor:
     """One tensor in float32. Raises ModelLoadError as `read_gguf` does."""
     with GgufFile(path) as file:
         return _dequantise(file, name).clone()  # a copy: the file's map is closed here
+
+
+def gguf_shape(path: str, name: str, shape: Sequence[int], are_blocks: bool) -> list[int]:
+    """Return a shape as GGUF files have it, the columns first. ``are_blocks``: it is that of the tensor's blocks,
+    [rows, blocks of a row, bytes of a block]."""
+    if not are_blocks:
+        return list(reversed(shape))
+    with GgufFile(path) as file:
+        rows, count, _ = shape
+        return [count * file.tensors[name].type.block_len, rows]
 
 
 def _read(file: GgufFile, names: GgufNames, head_dim: int, target: Target) -> Iterator[Named]:

@@ -28,7 +28,7 @@ from ...models.encoders.encoder import Encoder
 from ...platforms.platform import DeviceMemory
 from ..quantised.matrices import UNQUANTISED
 from ..scope import Place
-from .gguf_source import read_gguf
+from .gguf_source import gguf_shape, read_gguf
 from .random_source import make_random
 from .reading import Source, Target, in_threads, text_name
 from .safetensors_source import READERS, read_safetensors, read_shapes
@@ -52,8 +52,10 @@ _HEADS_OF_ENCODERS = re.compile(
 
 _NUMBER = re.compile(r"\.(\d{1,9})\.")
 """The number of a layer, in the name of a tensor."""
+_LAYER = re.compile(r"(?:model\.)?layers\.(\d{1,9})\.(.+)")
 _CODES = (".qweight", ".weight_packed")
 _OTHER_MODEL = "config.json and the weights are not of one model, or a file is missing: fetch the model again"
+_OTHER_METADATA = "the metadata and the tensors of the file are not of one model: get the file again"
 
 
 class LoadedWeights:
@@ -86,7 +88,8 @@ def load_weights(
     places, stage, device = dict(model.weights.places), model.weights.stage, model.weights.formats.device
     if memory is not None:
         _check_room(model, source, device, memory())
-    target = Target({name: first for name, (first, *_) in places.items()}, device)
+    name_in_file = model.gguf.name_in_file if source.format == "gguf" and model.gguf is not None else str
+    target = Target({name: first for name, (first, *_) in places.items()}, device, name_in_file)
     tensors, total = _open(model, source, seed, target)
     loaded = LoadedWeights()
     unexpected: list[str] = []
@@ -96,7 +99,7 @@ def load_weights(
         for name, tensor, num_bytes, shape in tensors:
             own = places.pop(name, None)
             if own is not None and tensor is not None:
-                _check_shape(own[0], shape, source)
+                _check_shape(own[0], shape, source, name_in_file(name))
                 loaded.own_bytes += tensor.nbytes
                 # on another stage this is a tied table, which the first stage counts
                 if stage.is_first or ".embed_tokens." not in name:
@@ -117,8 +120,9 @@ def load_weights(
         count = f"{len(places)} tensors" if len(places) > 1 else "a tensor"
         codes = next((name for name in unexpected if name.endswith(_CODES)), None)
         why = f"{codes} is of a quantised one, of which config.json has no quantization_config: {UNQUANTISED}"
-        why = why if codes else _OTHER_MODEL
-        raise ModelLoadError(f"{source.path} lacks {count} of the model: {_some(sorted(places))}; {why}")
+        why = why if codes else _OTHER_METADATA if source.format == "gguf" else _OTHER_MODEL
+        missing = sorted({name_in_file(name) for name in places})
+        raise ModelLoadError(f"{source.path} lacks {count} of the model: {_some(missing)}; {why}")
     if names is not None:
         names.finish(device)
     if unexpected and stage.size == 1:  # others may be another stage's
@@ -129,14 +133,21 @@ def load_weights(
 
 
 def check_layers(source: ModelSource, num_layers: int) -> None:
-    """Raise ModelLoadError if the files have fewer layers than config.json says, before as many are made. (Of a GGUF it
-    is checked as its metadata are read.)"""
+    """Raise ModelLoadError if the files have fewer layers than config.json says, before as many are made, or more. (Of
+    a GGUF it is checked as its metadata are read.) A layer that predicts a later token has tensors that others have
+    not, and counts as none."""
     if source.format != "safetensors":
         return
-    numbers = (_NUMBER.search(name) for name in stored_names(Path(source.path)))
-    found = 1 + max((int(number[1]) for number in numbers if number is not None), default=-1)
-    if num_layers > found:
-        raise ModelLoadError(f"{source.path}: by config.json there are {num_layers} layers, and the files have {found}")
+    names = stored_names(Path(source.path))
+    found = 1 + max((int(number[1]) for number in map(_NUMBER.search, names) if number is not None), default=-1)
+    tensors: dict[int, set[str]] = {}
+    for layer in filter(None, map(_LAYER.match, map(text_name, names))):
+        tensors.setdefault(int(layer[1]), set()).add(layer[2])
+    kinds = [own for number, own in tensors.items() if number < num_layers]
+    if num_layers > found or any(own in kinds for number, own in tensors.items() if number >= num_layers):
+        raise ModelLoadError(
+            f"{source.path}: by config.json there are {num_layers} layers, and the files have {found}; {_OTHER_MODEL}"
+        )
 
 
 def tensor_names(source: ModelSource) -> frozenset[str] | None:
@@ -228,12 +239,18 @@ def _check_room(
         )
 
 
-def _check_shape(place: Place, shape: tuple[int, ...], source: ModelSource) -> None:
-    if shape != place.shape and not (place.shape == () and prod(shape) == 1):  # a single number, in brackets or not
+def _check_shape(place: Place, shape: tuple[int, ...], source: ModelSource, name: str) -> None:
+    if shape == place.shape or (place.shape == () and prod(shape) == 1):  # a single number, in brackets or not
+        return
+    if source.format != "gguf":
         raise ModelLoadError(
-            f"{source.path}: {place.name} has the shape {list(shape)}, but by the config it is "
-            f"{list(place.shape)}; {_OTHER_MODEL}"
+            f"{source.path}: {name} has the shape {list(shape)}, but by the config it is {list(place.shape)}; "
+            f"{_OTHER_MODEL}"
         )
+    found, wanted = (gguf_shape(source.path, name, own, place.dtype == torch.uint8) for own in (shape, place.shape))
+    raise ModelLoadError(
+        f"{source.path}: {name} has the shape {found}, but by the metadata it is {wanted}; {_OTHER_METADATA}"
+    )
 
 
 def _some(names: list[str]) -> str:

@@ -39,6 +39,7 @@ class Target(NamedTuple):
 
     places: Mapping[str, Place]
     device: torch.device
+    name_in_file: Callable[[str], str] = str  # for errors
 
     def named(self, name: str, tensor: Tensor, *, keep: bool) -> Named:
         """Return what a source yields for a ``tensor`` of the checkpoint: the part that its place wants.
@@ -61,7 +62,7 @@ class Target(NamedTuple):
             for place in places:
                 place.put(tensor)
         except ValueError as error:
-            what = f"{places[0].name}, or a matrix that is multiplied together with it"
+            what = f"{self.name_in_file(places[0].name)}, or a matrix that is multiplied together with it"
             cure = "" if isinstance(error, NotMultiplied) else "; fetch the model again"
             raise ModelLoadError(f"{what}: {error}{cure}") from error
 
