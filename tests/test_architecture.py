@@ -482,7 +482,7 @@ BUDGETS = {
     "kernels": 15150,
     "limits": 372,
     "remote": 1630,
-    "runner": 21090,
+    "runner": 21140,
     "server": 5850,
     "telemetry": 1093,
     "testing": 825,
