@@ -16,6 +16,7 @@ from aengine.engine.chat.messages import ChatCompletion, ReasoningDelta, TextDel
 from aengine.engine.streams.chat_answers import ParsedAnswers, ReceivedAnswers, chat_completion
 from aengine.engine.streams.chat_stream import ChatStream
 from aengine.engine.streams.logprobs import Logprobs, LogprobTable
+from aengine.engine.streams.prompt_logprobs import of_pieces
 from aengine.engine.streams.token_stream import Mailbox, TokenStream
 from aengine.errors import EngineError, InvalidRequestError
 from aengine.outputs import FinishReason, Logprob, Token
@@ -192,6 +193,27 @@ def test_log_probabilities_are_sequences_of_sequences(rng: random.Random) -> Non
             rows.append((Logprob(i, -0.5), *likeliest))
             _same(top, likeliest, rng)
         _same(Logprobs(table, range(len(rows))), rows, rng)
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_its_pieces(rng: random.Random) -> None:
+    """They come in order; one may begin within what the last had, and there may be none of a prompt's ends."""
+    for _ in range(100):
+        length, num_top = rng.randint(0, 8), rng.randint(0, 3)
+        end = first = rng.randint(0, length)
+        rows: list[Any] = [None] * first
+        numbers = array("f")
+        for _ in range(rng.randint(0, 3)):
+            begin, end = rng.randint(first, end), rng.randint(end, length)
+            rows += [
+                tuple(Logprob(rng.randint(0, 9), -rng.randint(0, 8) / 4) for _ in range(1 + num_top))
+                for _ in range(end - len(rows))
+            ]
+            numbers.frombytes(array("i", [begin, end - begin, num_top]).tobytes())
+            for own, *top in rows[begin:end]:
+                numbers.frombytes(array("i", [own[0]]).tobytes() + array("f", [own[1]]).tobytes())
+                numbers.frombytes(array("i", [one[0] for one in top]).tobytes())
+                numbers.extend(one[1] for one in top)
+        _same(of_pieces(numbers, length), rows + [None] * (length - len(rows)), rng)
 
 
 def _same(found: Any, elements: list[Any], rng: random.Random) -> None:
