@@ -78,6 +78,87 @@ def test_what_needs_no_change_is_not_changed() -> None:
     assert make_readable(schema, relax=False) == () and schema == before
 
 
+FAULT = {"pattern": "(?=a)b"}
+NAMED = {"properties": {"a": {}, "b": {}}, "minProperties": 1, "maxProperties": 2}
+
+
+@pytest.mark.parametrize(
+    ("schema", "readable", "left_out"),
+    [
+        ({"x-guidance": {"lenient": True}}, {}, []),
+        ({"properties": {"x-guidance": {}}}, {"properties": {"x-guidance": {}}}, []),
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, {"exclusiveMinimum": 1e-12, "maximum": 0.5}, []),
+        ({"exclusiveMaximum": 0, "minimum": -0.5}, {"exclusiveMaximum": -1e-12, "minimum": -0.5}, []),
+        ({"exclusiveMinimum": 2, "maximum": 2.5}, {"exclusiveMinimum": 2 + 2e-12, "maximum": 2.5}, []),
+        ({"exclusiveMaximum": -2, "minimum": -2.5}, {"exclusiveMaximum": -2 - 2e-12, "minimum": -2.5}, []),
+        *(
+            (schema, schema, [])
+            for schema in (
+                {"exclusiveMinimum": 0, "maximum": 0.5, "type": "integer"},
+                {"exclusiveMinimum": 0, "exclusiveMaximum": 1},
+                {"exclusiveMinimum": -1, "maximum": -0.5},
+                {"exclusiveMaximum": 1, "minimum": 0.5},
+                {"exclusiveMinimum": 0.25, "maximum": 0.5},
+                {"exclusiveMinimum": 0, "maximum": True},
+                {"patternProperties": {"^a": {}, "^b": {}}, "additionalProperties": False},
+            )
+        ),
+        (
+            {"patternProperties": {"a": {}, r"\x61": {}}, "additionalProperties": False},
+            {"patternProperties": {"a": {}}, "additionalProperties": True},
+            [r'$.patternProperties["\\x61"]'],
+        ),
+        ({"const": [2**53 + 1]}, {"allOf": [{"type": "array"}]}, ["$.const"]),
+        (
+            {"enum": ["x", {"a": 2**53 + 1}, 2**53 + 1], "allOf": [True]},
+            {"allOf": [True, {"anyOf": [{"enum": ["x"]}, {"type": "object"}, {"type": "number"}]}]},
+            ["$.enum[1]", "$.enum[2]"],
+        ),
+        (NAMED, {"properties": {"a": {}, "b": {}}}, ["$.minProperties", "$.maxProperties"]),
+        *(
+            (NAMED | more, NAMED | more, [])
+            for more in (
+                {"required": ["a", "b"]},
+                {"required": ["a", "b", "c"]},
+                {"additionalProperties": False},
+                {"additionalProperties": False, "patternProperties": {}},
+                {"properties": []},
+            )
+        ),
+        (
+            NAMED | {"additionalProperties": False, "patternProperties": {"^c": {}}},
+            {"properties": {"a": {}, "b": {}}, "additionalProperties": False, "patternProperties": {"^c": {}}},
+            ["$.minProperties", "$.maxProperties"],
+        ),
+    ],
+    ids=lambda value: json.dumps(value)[:40],
+)
+def test_what_is_written_for_the_library(schema: Any, readable: Any, left_out: list[str]) -> None:
+    changed = json.loads(json.dumps(schema))
+    said = make_readable(changed, relax=True)
+    assert changed == readable and [text.partition(" is not enforced: ")[0] for text in said] == left_out
+
+
+def test_faults_in_what_nothing_refers_to_are_none() -> None:
+    for refs, is_used in (
+        ([], False),
+        (["#/$defs/other"], False),
+        (["#/$defs/a~1b"], True),
+        (["#/$defs/a~1b/items"], True),
+        (["#/$defs/0", "#/$defs/a%7E1b", "#/$defs/z"], True),
+        (["elsewhere#name"], True),
+    ):
+        schema = {"anyOf": [{"$ref": ref} for ref in refs], "$defs": {"a/b": {**FAULT}, "other": {}, "0": {}, "z": {}}}
+        if is_used:
+            with pytest.raises(GrammarError) as caught:
+                make_readable(schema, relax=False)
+            assert caught.value.path == '$.$defs["a/b"].pattern'
+        else:
+            assert make_readable(schema, relax=False) == ()
+    with pytest.raises(GrammarError):
+        make_readable({"items": {**FAULT}, "$defs": {}}, relax=False)
+
+
 def test_a_whole_number_is_an_integer_where_one_is_meant(letters: LLGuidanceBackend) -> None:
     schema = {"type": "array", "items": {"type": "string", "maxLength": 2.0}, "minItems": 1e0}
     grammar = compiled(letters, schema)
