@@ -16,6 +16,15 @@ def one_thread(quick_interpreter: None) -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def filled_memory() -> Iterator[None]:
+    """On the CPU `torch.empty` returns NaN, or the largest number: then what nobody has written is seen where it is
+    read."""
+    torch.use_deterministic_algorithms(not torch.cuda.is_available())
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture
 def gen(rng: random.Random) -> torch.Generator:
     """Fresh random tensors; `rng` prints its seed with a failure."""
