@@ -69,7 +69,7 @@ NOTES: dict[str, dict[str, str]] = {
         "max_tokens": "16 unless given, as OpenAI's",
         "best_of": "refused unless it is `n`",
         "suffix": "refused unless it is empty",
-        "echo": "refused together with `logprobs`",
+        "echo": "with `logprobs` those of the prompt, too; these are not streamed",
         "logprobs": "at most 64 (OpenAI: 5)",
         "stream_options": STREAM_OPTIONS,
     },

@@ -69,6 +69,38 @@ async def test_echo_repeats_the_prompt(stream: bool) -> None:
         assert texts == {0: "ab!", 1: "c?"}
 
 
+async def test_log_probabilities_of_prompts() -> None:
+    """As lm-eval asks for them, and as vLLM's clients."""
+    async with FakeAsyncLLM("!") as engine, openai_client(engine) as client:
+        for prompt in ("na\u00efve", list("na\u00efve".encode())):
+            ask: dict[str, Any] = {"model": "fake", "prompt": prompt, "echo": True, "logprobs": 1}
+            for num_tokens in (0, 2):
+                answer = await client.completions.create(**ask, max_tokens=num_tokens)
+                (choice,) = answer.choices
+                logprobs: Any = choice.logprobs
+                assert choice.text == "na\u00efve" + "!" * (num_tokens > 0) and answer.usage is not None
+                assert answer.usage.completion_tokens == num_tokens
+                assert logprobs.tokens[:4] == ["n", "a", "bytes:\\xc3", "bytes:\\xaf"] and logprobs.tokens[4:6] == [
+                    "v",
+                    "e",
+                ]
+                assert logprobs.token_logprobs == [None] + [0.0] * (5 + num_tokens)
+                assert logprobs.text_offset[:6] == [0, 1, 2, 2, 3, 4]
+                assert logprobs.top_logprobs[:2] == [None, {"a": 0.0}]
+                assert choice.finish_reason == ("stop" if num_tokens else "length")
+            answer = await client.completions.create(**ask, n=2, max_tokens=1, extra_body={"prompt_logprobs": 2})
+            for choice in answer.choices:
+                (first, second, *others), shown = choice.model_extra["prompt_logprobs"], choice.logprobs
+                assert first is None and len(others) == 4 and shown is not None and len(shown.tokens) == 7
+                assert list(second) == ["97", "0"] and shown.top_logprobs[1] == {"a": 0.0}
+                assert second["97"] == {"logprob": 0.0, "rank": 1, "decoded_token": "a"}
+        chat = await client.chat.completions.create(
+            model="fake", messages=[{"role": "user", "content": "x"}], extra_body={"prompt_logprobs": 0}
+        )
+        assert chat.usage is not None and chat.model_extra is not None
+        assert len(chat.model_extra["prompt_logprobs"]) == chat.usage.prompt_tokens
+
+
 async def test_logprobs_say_where_each_token_is() -> None:
     text = "na\u00efve 👋"
     async with FakeAsyncLLM(text) as engine, openai_client(engine) as client:

@@ -121,10 +121,34 @@ def rows_of(logprobs: Iterable[tuple[Logprob, ...]]) -> Iterable[TokenRow]:
     return ((row[0].token_id, row[0].logprob, row[1:]) for row in logprobs if row)
 
 
+class PromptWriter:
+    """Writes vLLM's ``prompt_logprobs``."""
+
+    def __init__(self, tokenizer: TokenizerView) -> None:
+        self._text = lru_cache(KNOWN_TOKENS)(lambda i: dumps(tokenizer.token_bytes(i).decode("utf-8", "replace")))
+
+    def entries(self, logprobs: Iterable[tuple[Logprob, ...] | None], most: int) -> Iterator[WrittenJSON]:
+        """Yield an entry a token, with ``most`` alternatives. The rank of one that is not among them is not known."""
+        return (WrittenJSON("null" if row is None else self._entry(row[0], row[1 : 1 + most])) for row in logprobs)
+
+    def _entry(self, own: Logprob, likeliest: tuple[Logprob, ...]) -> str:
+        ranked: dict[Logprob, int | None] = {own: None}
+        ranked |= {one: rank for rank, one in enumerate(likeliest, 1)}
+        parts = [
+            f'"{i}":{{"logprob":{json_number(value)},"rank":{dumps(rank)},"decoded_token":{self._text(i)}}}'
+            for (i, value), rank in ranked.items()
+        ]
+        return f"{{{','.join(parts)}}}"
+
+
 def num_values_of(*completions: Completion[Any]) -> int:
     """Return about how many values the answer has as JSON: choices, tokens, log-probabilities."""
     choices = [choice for completion in completions for choice in completion.choices]
     num_logprobs = sum(len(choice.logprobs) * len(choice.logprobs[0]) for choice in choices if choice.logprobs)
+    for completion in completions:
+        if completion.prompt_logprobs:
+            each = len(completion.prompt_logprobs[-1] or ())
+            num_logprobs += len(completion.choices) * len(completion.prompt_logprobs) * each
     return _CHOICE_VALUES * len(choices) + sum(len(choice.token_ids) // 16 for choice in choices) + 8 * num_logprobs
 
 

@@ -31,6 +31,7 @@ from ..service import Service
 from .answers import (
     MOST_EVENTS,
     EntryWriter,
+    PromptWriter,
     answer_id,
     dumps,
     finish_reason,
@@ -73,7 +74,8 @@ class _Writer:
     def __init__(self, service: Service, body: ChatBody, head: dict[str, Any]) -> None:
         self._body = body
         self._head = head
-        self._entries = EntryWriter(service.engine.tokenizer)
+        self._tokenizer = service.engine.tokenizer
+        self._entries = EntryWriter(self._tokenizer)
 
     # -- a whole answer
 
@@ -83,6 +85,9 @@ class _Writer:
             "choices": (self.choice(choice) for choice in completion.choices),
             "usage": _usage_of(completion.usage),
         }
+        if self._body.prompt_logprobs is not None:
+            writer, most = PromptWriter(self._tokenizer), self._body.prompt_logprobs
+            answer["prompt_logprobs"] = writer.entries(completion.prompt_logprobs or (), most)
         return answer | ({"warnings": list(completion.warnings)} if completion.warnings else {})
 
     def choice(self, choice: ChatChoice) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from functools import lru_cache, partial
-from itertools import groupby
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from ...engine.threads.yield_gil import yield_gil
 from ...errors import AEngineError
-from ...outputs import Choice, Completion, FinishReason, Token, Usage
+from ...outputs import Choice, Completion, FinishReason, Logprob, Token, Usage
 from ..errors import aborted, check_not_aborted
 from ..http import WrittenJSON, as_utf8, begin_events, event, while_connected
 from ..logs import note_usage
@@ -24,6 +24,7 @@ from ..service import Service
 from .answers import (
     KNOWN_TOKENS,
     AnswerId,
+    PromptWriter,
     TokenRow,
     answer_id,
     dumps,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from ...engine.tokenizer.prompt import Prompt
     from ...engine.tokenizer_view import TokenizerView
 
+_NULL = WrittenJSON("null")
 _FIELDS = "tokens", "token_logprobs", "top_logprobs", "text_offset"
 
 
@@ -157,7 +159,9 @@ class _Writer:
         self._texts: _TokenTexts | None = None
         if body.logprobs is not None:
             self._texts = _TokenTexts(service.engine.tokenizer, skips_special=body.skip_special_tokens is not False)
+        self._prompts = PromptWriter(service.engine.tokenizer)
         self._echoes: list[str] = []  # text of each prompt that is repeated before its completions
+        self._first_ids: list[int] = []  # its first token, which has no log-probability, if the others' are repeated
 
     async def set_echoes(self, tokenizer: AsyncTokenizer) -> None:
         """Make the texts of the prompts, if they are asked for."""
@@ -167,25 +171,43 @@ class _Writer:
                 prompt if isinstance(prompt, str) else await tokenizer.decode(prompt, skip_special_tokens=False)
                 for prompt in prompts
             ]
+        if self.body.echoed_logprobs is not None:
+            ids = [await tokenizer.encode(one) if isinstance(one, str) else one for one in self.body.prompts]
+            self._first_ids = [own[0] for own in ids]
 
     def whole(self, answers: Sequence[Completion[Any]]) -> dict[str, Any]:
-        choices = (self.choice(i, choice) for i, answer in enumerate(answers) for choice in answer.choices)
+        choices = (
+            self.choice(i, choice, answer.prompt_logprobs or ())
+            for i, answer in enumerate(answers)
+            for choice in answer.choices
+        )
         usage = usage_of(_total([answer.usage for answer in answers]))
         warnings = [warning for answer in answers[:1] for warning in answer.warnings]
         return {"choices": choices, "usage": usage} | ({"warnings": warnings} if warnings else {})
 
-    def choice(self, prompt_index: int, choice: Choice[Any]) -> dict[str, Any]:
+    def choice(
+        self, prompt_index: int, choice: Choice[Any], of_prompt: Sequence[tuple[Logprob, ...] | None]
+    ) -> dict[str, Any]:
         echo = self.echo(prompt_index)
-        logprobs = None
+        logprobs, most = None, self.body.prompt_logprobs
         if choice.logprobs is not None:
-            logprobs = self.new_logprobs(prompt_index).take(rows_of(choice.logprobs))
-        return {
+            rows = rows_of(choice.logprobs)
+            if self._first_ids:
+                first: TokenRow = (self._first_ids[prompt_index], None, ())
+                rows = chain([first], self._rows_of_prompt(of_prompt), rows)
+            logprobs = self.new_logprobs(prompt_index).take(rows)
+        shown = {} if most is None else {"prompt_logprobs": self._prompts.entries(of_prompt, most)}
+        return shown | {
             "index": prompt_index * self.num_choices + choice.index,
             "text": echo + choice.text,
             "logprobs": logprobs,
             "finish_reason": finish_reason(choice.finish_reason),
             "stop_reason": choice.stop_reason,
         }
+
+    def _rows_of_prompt(self, of_prompt: Sequence[tuple[Logprob, ...] | None]) -> Iterable[TokenRow]:
+        end = 1 + (self.body.echoed_logprobs or 0)
+        return rows_of(row[:end] for row in of_prompt if row is not None)
 
     async def chunks(self, streams: Sequence[TokenStream]) -> AsyncGenerator[bytes, None]:
         """Yield server-sent events, those that are there at once together.
@@ -219,7 +241,7 @@ class _Writer:
 
     def new_logprobs(self, prompt_index: int) -> _Logprobs:
         assert self._texts is not None, "logprobs are asked for"
-        return _Logprobs(self._texts, len(self.echo(prompt_index)))
+        return _Logprobs(self._texts, 0 if self._first_ids else len(self.echo(prompt_index)))
 
 
 class _ChunkWriter:
@@ -343,7 +365,8 @@ class _Logprobs:
             yield_gil()
             tokens.append(texts.written(token_id))
             token_logprobs.append(WrittenJSON(json_number(logprob)))
-            top_logprobs.append(self._likeliest(token_id, {**dict(others), token_id: logprob}))
+            likeliest = {**dict(others), token_id: logprob}
+            top_logprobs.append(_NULL if logprob is None else self._likeliest(token_id, likeliest))
             text_offset.append(WrittenJSON(self._offset))
             if token_id not in texts.hidden:
                 self._offset += len(self._decoder.decode(texts.bytes_of(token_id)))

@@ -328,6 +328,7 @@ class _ChoicesBody(SamplingBody):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     n: int | None = None
+    prompt_logprobs: int | None = None
     response_format: ResponseFormat | None = None
     metadata: Ignored = None
     store: Ignored = None
@@ -337,6 +338,14 @@ class _ChoicesBody(SamplingBody):
         """The field that says which shape the answer has."""
         shape = self.structured_outputs
         return "response_format.json_schema.schema" if shape is None else shape.place
+
+    def not_streamed(self, num_prompt_logprobs: int | None) -> int | None:
+        """Return the number. Raises HTTPError 400 if there is one, and the answer is to be streamed."""
+        if self.stream and num_prompt_logprobs is not None:
+            param = self.field_names().get("prompt_logprobs", "prompt_logprobs")
+            message = "a prompt's log-probabilities are not streamed: ask for a whole answer, without stream: true"
+            raise HTTPError(400, message, param=param)
+        return num_prompt_logprobs
 
     def shape(self) -> StructuredOutput | None:
         """Return the shape that the answer has. Raises HTTPError 400 and InvalidRequestError."""
@@ -362,6 +371,14 @@ class CompletionBody(_ChoicesBody):
         prompts: Sequence[str | list[int]] = [prompt] if is_one else prompt
         return prompts
 
+    @property
+    def echoed_logprobs(self) -> int | None:
+        """The number of alternatives to each token of the prompt that is repeated; None: its text alone is."""
+        return self.logprobs if self.echo else None
+
+    def field_names(self) -> dict[str, str]:
+        return super().field_names() | ({"prompt_logprobs": "logprobs"} if self.prompt_logprobs is None else {})
+
     def params(self) -> SamplingParams:
         """Return the sampling parameters of the body. Raises HTTPError 400 and InvalidRequestError."""
         if self.best_of is not None and self.best_of != (1 if self.n is None else self.n):
@@ -374,9 +391,9 @@ class CompletionBody(_ChoicesBody):
             )
         if isinstance(self.prompt, list) and not self.prompt:
             raise HTTPError(400, "there is no prompt: give at least one", param="prompt")
-        if self.echo and self.logprobs is not None:
-            raise HTTPError(400, "echo with logprobs is not supported: a prompt has none here", param="echo")
+        asked = [number for number in (self.prompt_logprobs, self.echoed_logprobs) if number is not None]
         return self.sampling_params(
+            prompt_logprobs=self.not_streamed(max(asked, default=None)),
             max_tokens=16 if self.max_tokens is None else self.max_tokens,  # OpenAI's default
             n=self.n,
             logprobs=self.logprobs,
@@ -421,6 +438,7 @@ class ChatBody(_ChoicesBody):
         return self.sampling_params(
             max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
             n=self.n,
+            prompt_logprobs=self.not_streamed(self.prompt_logprobs),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             structured_output=self.shape(),
         )
