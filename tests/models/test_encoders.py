@@ -253,6 +253,18 @@ def test_types_tell_the_parts_of_a_pair(tmp_path: Path) -> None:
     assert np.abs(vectors(load(tmp_path), texts, first) - np.array(expected)).max() < 2e-5
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"model_impl": "transformers"}, {"attention_backend": "triton"}, {"quantization": "fp8"}],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_settings_of_decoders(tmp_path: Path, settings: dict[str, Any]) -> None:
+    write(tmp_path, "bert")
+    ((name, value),) = settings.items()
+    with pytest.raises(ModelLoadError, match=f"{name}='{value}': it is for decoders: leave it at 'auto'"):
+        load(tmp_path, **settings)
+
+
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
 def test_poolings(tmp_path: Path, pooling: str) -> None:
     model, texts = write(tmp_path, "bert"), some_texts()
