@@ -131,8 +131,8 @@ def build_skeleton(files: ModelFiles, dtype: torch.dtype, *, buffers: torch.devi
 
     Raises ModelLoadError.
     """
-    register()
     config = read_hf_config(files)
+    register()  # this imports much of transformers: an unknown model_type is refused before
     model_class, config = _model_class(config, files)
     with _quietly(), _explained(files, "transformers can't build it"), _meta_parameters(buffers):
         try:
