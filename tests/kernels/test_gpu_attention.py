@@ -219,7 +219,7 @@ def draw(
     seq_lens = [rng.choice([1, 2, 15, 16, 17, 32, rng.randint(1, longest)]) for _ in range(rng.randint(1, 4))]
     query_lens = [1 if decode else rng.randint(1, s) for s in seq_lens]
     return Case(
-        num_heads=num_kv_heads * rng.choice([1, 2, 3, 8]),
+        num_heads=num_kv_heads * rng.choice([1, 2, 3, 17 if decode else 8]),
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         block_size=rng.choice([4, 16, 32]),
