@@ -1,4 +1,4 @@
-"""`lm-eval`: generation over local files, as chats and as completions; log-likelihoods, which are refused today."""
+"""`lm-eval`: over local files generation, as chats and as completions; choices and perplexity by log-likelihoods."""
 
 from __future__ import annotations
 
@@ -37,6 +37,16 @@ doc_to_choice: ["Paris", "Rome", "Tokyo", "Cairo", "Madrid", "Havana"]
 doc_to_target: capital
 metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
 """
+PERPLEXITY = """
+task: sentences
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "The capital of {{{{country}}}} is {{{{capital}}}}, a city of many old streets."
+metric_list: [{{metric: bits_per_byte}}]
+"""
 
 
 def install(home: Path, constraints: Path | None) -> None:
@@ -50,6 +60,7 @@ def use(session: Session) -> None:
     file.write_text("".join(json.dumps({"country": c, "capital": k}) + "\n" for c, k in CAPITALS.items()))
     (tasks / "capitals.yaml").write_text(GENERATION.format(file=file))
     (tasks / "choice.yaml").write_text(CHOICE.format(file=file))
+    (tasks / "sentences.yaml").write_text(PERPLEXITY.format(file=file))
 
     chat = ["local-chat-completions", f"base_url={session.url}/v1/chat/completions", "capitals"]
     text = ["local-completions", f"base_url={session.url}/v1/completions", "capitals"]
@@ -65,10 +76,15 @@ def use(session: Session) -> None:
         saw = f"exact_match {found['exact_match,name']:.2f}" if found else _error_in(ran)
         session.check(what, command, passed, saw)
 
-    more = f"tokenizer_backend=huggingface,tokenizer={session.tokenizer},max_retries=1"
-    ran, command = _run(session, "local-completions", text[1], more, "capitals_choice", [])
-    what = "log-likelihoods of choices are refused today, by an error that says why"
-    session.check(what, command, "echo with logprobs is not supported" in ran.stdout + ran.stderr, _error_in(ran))
+    more = f"tokenizer_backend=huggingface,tokenizer={session.tokenizer},num_concurrent=4"
+    for what, task, metric, least, most in [
+        ("log-likelihoods of choices", "capitals_choice", "acc,none", 0.5, 1.0),
+        ("perplexity", "sentences", "bits_per_byte,none", 0.5, 2.5),
+    ]:
+        ran, command = _run(session, "local-completions", text[1], more, task, [])
+        found = _result(session, task)
+        passed = ran.code == 0 and found is not None and least <= found[metric] <= most
+        session.check(what, command, passed, f"{metric} {found[metric]:.2f}" if found else _error_in(ran))
 
 
 def _run(
