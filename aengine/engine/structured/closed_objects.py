@@ -264,7 +264,7 @@ class _Closing:
         for _, named in list(_anchors(part)):
             del named["$anchor"]
         self._count(len(json.dumps(part)) // 8)
-        return f"{self._name}#/$defs/{name}" if self._name else f"#/$defs/{name}"
+        return f"{self._name}#/$defs/{name}"
 
     # The following functions close objects to members of other names.
 
