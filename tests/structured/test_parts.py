@@ -11,6 +11,7 @@ from grammar_helpers import accepts, allowed, backend_of, matcher_of, text_ids, 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aengine.engine.structured.llguidance.lark import lark_of
 from aengine.engine.structured.parts import (
     AnyOf,
     Choice,
@@ -99,6 +100,13 @@ def test_parts_are_values() -> None:
     assert seq(Text("a", after_blanks=True), Text("b")) == Text("ab", after_blanks=True)
     apart = (Text("a"), Text("b", after_blanks=True))
     assert seq(*apart) == Seq(apart)
+
+
+def test_a_long_chain_of_alternatives_is_written_without_recursion() -> None:
+    part: Part = NUMBER
+    for i in range(3000):
+        part = seq(Text(str(i)), any_of(part, Text("x")))
+    assert lark_of(part).count("\n") == 3002  # the start, the number, and each of the alternatives
 
 
 def test_a_part_alone_is_a_spec_of_its_own_kind() -> None:
