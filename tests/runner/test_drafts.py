@@ -304,6 +304,18 @@ def test_nan_after_a_rejected_draft_harms_nobody() -> None:
     assert list(answer.counts) == [0, 1]
 
 
+def test_drafts_are_found_where_the_last_tokens_came_before() -> None:
+    """The step computes what followed them there."""
+    runner, computed = new_runner(), []
+    step(runner, {0: 9}, new=[request(0, [1, 2, 3] * 3, [0, 1, 2, 3])])
+    runner.requests.token_ids[0, 9] = 1  # in place of what was sampled
+    forward = runner.model.forward
+    runner.model.forward = lambda ids, *args: computed.extend(ids.tolist()) or forward(ids, *args)
+    found = DraftColumns(int32([2]), int32(), int32([0]), int32([1]))
+    runner.execute_model(SchedulerOutput(0, req_idx=int32([0]), num_scheduled_tokens=int32([3]), drafts=found))
+    assert computed == [1, 2, 3]
+
+
 def test_a_vector_in_place_of_tokens() -> None:
     """In chunks, beside others; the last hidden state of the prompt."""
     runner = new_runner()
@@ -319,8 +331,8 @@ def test_a_vector_in_place_of_tokens() -> None:
 def test_what_may_not_end_yet_does_not_end_behind_rejected_drafts() -> None:
     """Until they are settled, the host counts them; the device knows that ``min_tokens`` is not reached."""
     runner = new_runner()
-    ends = [token_id for token_id in range(VOCAB) if token_id != 33]
+    ends = [token_id for token_id in range(VOCAB) if token_id != 0]
     step(runner, {0: 3}, new=[request(0, [1, 2, 3], [0, 1, 2, 3], min_tokens=6, stop_token_ids=ends)])
     wrong = ragged_step(runner, {0: 7}, {0: [60] * 6})
-    assert list(wrong.token_ids) == [33], "of eleven tokens that the host counts five are there"
-    assert list(ragged_step(runner, {0: 1}, {}).token_ids) == [33]
+    assert list(wrong.token_ids) == [0], "of eleven tokens that the host counts five are there"
+    assert list(ragged_step(runner, {0: 1}, {}).token_ids) == [0]
