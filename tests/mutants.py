@@ -67,7 +67,7 @@ KERNELS = {  # files of kernels/ and kernels/triton/: files of tests/kernels
 }
 RUNNER = {  # folders of runner/: files of tests/runner
     "sampling": "sampling_features distributions",
-    "attention": "attention_layers cudnn_prefill pages_aside windows states",
+    "attention": "attention_layers cudnn_prefill pages_aside windows states gpu_path",
     "speculation": "drafts",
 }
 WINGS = {
@@ -180,7 +180,8 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
 
 def _is_idle(function: Any) -> bool:
     """Whether no behaviour hangs on the function: it is for debuggers, asserts what others did, or chooses tiles."""
-    is_tiling = function.returns is not None and ast.unparse(function.returns).endswith(("Tiling", "Tile"))
+    returned = "" if function.returns is None else ast.unparse(function.returns).removesuffix(" | None")
+    is_tiling = returned.endswith(("Tiling", "Tile"))
     num_asserts = sum(isinstance(statement, ast.Assert) for statement in function.body)
     return is_tiling or "shared_bytes" in function.name or function.name == "__repr__" or num_asserts >= 2
 
