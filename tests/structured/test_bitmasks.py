@@ -247,6 +247,14 @@ async def test_rows_are_those_of_each_job_whoever_fills_them(rng: random.Random)
         filler.fill_ahead(grammars[0], lambda: True)
 
 
+async def test_both_threads_are_there_from_the_beginning() -> None:
+    before = set(threading.enumerate())
+    filler = BitmaskFiller(VOCAB)
+    filler.begin()
+    assert len(set(threading.enumerate()) - before) == 2
+    await filler.aclose()
+
+
 @pytest.mark.parametrize("ids", [[], [4], [4, 5], [4, 5, 6]])
 def test_forced_ids_are_those_that_come_after_the_first_too(ids: list[int]) -> None:
     for following, is_same in ((ids[1:], True), ([*ids[1:], 9], True), ([*ids[2:], 9], False)):
