@@ -188,7 +188,7 @@ class EngineConfig:
     """No CUDA graphs: each step's kernels are launched one by one."""
     batch_invariant: bool = False
     """A request's logits have the same bits whatever else is in the batch and however its prompt is cut into steps, as
-    training against an engine needs. Slower; on a CPU, for dense models (docs/batch-invariance.md)."""
+    training against an engine needs. On a CPU; slower without compiled kernels (docs/batch-invariance.md)."""
     num_threads: int | None = None
     """CPU threads of each worker. None: $OMP_NUM_THREADS if that is set; else the cores that they may use (no more than
     a container's CPU quota has whole CPUs), less one for the host when there are over four, divided among the ranks."""

@@ -50,10 +50,19 @@ def build(
     policy: KernelPolicy = FASTEST,
     packed: QuantisedMatrices | None = None,
     dequantises: bool = False,
+    is_compiled: bool = False,
 ) -> CausalLM:
     """The model without its weights."""
-    names = tensor_names(source)
-    formats = choose_formats(dtype, device, source.hf_config, policy, packed, stored=names, dequantises=dequantises)
+    formats = choose_formats(
+        dtype,
+        device,
+        source.hf_config,
+        policy,
+        packed,
+        stored=tensor_names(source),
+        dequantises=dequantises,
+        is_compiled=is_compiled,
+    )
     return build_model(read_config(source.hf_config), formats)
 
 
@@ -64,8 +73,9 @@ def load(
     memory: Any = None,
     policy: KernelPolicy = FASTEST,
     packed: QuantisedMatrices | None = None,
+    is_compiled: bool = False,
 ) -> tuple[CausalLM, LoadedWeights]:
-    model = build(source, dtype, policy=policy, packed=packed)
+    model = build(source, dtype, policy=policy, packed=packed, is_compiled=is_compiled)
     return model, load_weights(model, source, seed, no_progress, memory=memory)
 
 

@@ -14,7 +14,9 @@ from scenarios import Engine, settings_of_torch_kept, some_prompts
 from tiny import load_reference
 
 from aengine.errors import ModelLoadError
+from aengine.kernels.cpu.compiler.target import unavailable
 from aengine.kernels.policy import KernelPolicy
+from aengine.runner.weights.compiled import CompiledWeight
 
 TinyModel = Callable[..., Path]
 INVARIANT = KernelPolicy(batch_invariant=True)
@@ -24,18 +26,25 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama-bfloat16": ("llama", {}, "bfloat16"),
     "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 9, "attn_logit_softcapping": 2.0}, "float32"),
     "qwen3": ("qwen3", {"tie_word_embeddings": True}, "float32"),
+    "qwen3_moe": ("qwen3_moe", {}, "float32"),
+    "mixtral-auto": ("mixtral", {"head_dim": 16}, "auto"),
+    "gpt_oss": ("gpt_oss", {"sliding_window": 7}, "float32"),
 }
+EXPERTS = {"qwen3_moe", "mixtral", "gpt_oss"}
+needs_compiler = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
 
 def ids(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(3, 90) for _ in range(count)]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs_compiler if MODELS[name][0] in EXPERTS else ()) for name in MODELS]
+)
 def test_logits_have_the_same_bits_alone_and_in_any_batch(name: str, tiny_model: TinyModel, rng: random.Random) -> None:
     arch, fields, dtype = MODELS[name]
     folder = tiny_model(arch, seed=7, **fields)
-    model, _ = load(source_of(folder), dtype, policy=INVARIANT)
+    model, _ = load(source_of(folder), dtype, policy=INVARIANT, is_compiled=arch in EXPERTS)
     prompt = ids(rng, 150)  # keys of two blocks
     alone = Driver(model, rng, num_blocks=512).step({"a": prompt})["a"]
     if dtype == "float32":
@@ -52,11 +61,12 @@ def test_logits_have_the_same_bits_alone_and_in_any_batch(name: str, tiny_model:
     assert torch.equal(torch.cat(found), alone)
 
 
-def test_tokens_are_those_of_the_request_alone(tiny_model: TinyModel) -> None:
+@pytest.mark.parametrize("arch", ["llama", pytest.param("qwen3_moe", marks=needs_compiler)])
+def test_tokens_are_those_of_the_request_alone(arch: str, tiny_model: TinyModel) -> None:
     """Through the scheduler: alone, batched, and chunked in a pool so small that requests are preempted, so that what
     was computed token by token is computed again as a prompt."""
     with settings_of_torch_kept():
-        engine = Engine(tiny_model("llama", seed=7), batch_invariant=True)
+        engine = Engine(tiny_model(arch, seed=7), batch_invariant=True)
         texts = some_prompts(engine.offer["vocab_size"])
         prompts = [text[i : i + 3] for i, text in enumerate(texts[-3:] * 2)] + texts
         outcomes = []
@@ -73,7 +83,8 @@ def test_tokens_are_those_of_the_request_alone(tiny_model: TinyModel) -> None:
 @pytest.mark.parametrize(
     ("arch", "settings", "reason"),
     [
-        ("mixtral", {}, "expert"),
+        ("mixtral", {"dtype": "bfloat16"}, "expert"),
+        ("mixtral", {"enable_expert_parallel": True}, "expert"),
         ("llama", {"model_impl": "transformers"}, "transformers"),
         ("qwen3_next", {}, "recurrent|expert"),
     ],
@@ -83,3 +94,14 @@ def test_what_has_no_such_variant_is_refused(
 ) -> None:
     with settings_of_torch_kept(), pytest.raises(ModelLoadError, match=f"batch_invariant=True.*({reason}).*False"):
         Engine(tiny_model(arch), batch_invariant=True, **settings)
+
+
+@needs_compiler
+def test_experts_that_are_not_multiplied_together_are_refused(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of several formats, which are known once they are loaded."""
+    monkeypatch.setattr(CompiledWeight, "beside", lambda self, others: None)
+    engine = Engine(tiny_model("qwen3_moe"), batch_invariant=True)
+    with settings_of_torch_kept(), pytest.raises(ModelLoadError, match="batch_invariant=True.*formats"):
+        engine.begin()

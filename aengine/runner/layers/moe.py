@@ -16,6 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ...errors import ModelLoadError
 from ...kernels.activation import computed
 from ...kernels.expert_plan import plan_experts
 from ...kernels.expert_tilings import ExpertShape
@@ -81,6 +82,7 @@ class Experts:
         self.intermediate_size = intermediate_size
         self.share = scope.experts(num_experts)
         self.spread = scope.experts_group
+        self._policy = scope.formats.policy
         inner = scope.share_of_expert(intermediate_size)
         features: Features = inner
         if len(gate_up) == 1:
@@ -96,8 +98,12 @@ class Experts:
 
     @cached_property
     def is_compiled(self) -> bool:
-        """Whether a CPU's compiled kernels multiply the loaded matrices."""
-        return self.gate_up.weights.is_compiled and self.down.weights.is_compiled
+        """Whether a CPU's compiled kernels multiply the loaded matrices. Raises ModelLoadError: batch invariance needs
+        these, and they take no experts of several formats."""
+        is_compiled = self.gate_up.weights.is_compiled and self.down.weights.is_compiled
+        if self._policy.batch_invariant and not is_compiled:
+            raise ModelLoadError("batch_invariant=True: a layer's experts have several formats: leave it at False here")
+        return is_compiled
 
 
 class SharedExpert:

@@ -8,6 +8,7 @@ from ...kernels.policy import KernelPolicy
 from ..kv_spec import StateKV
 from ..model_config import ModelConfig
 from ..platforms.platform import Platform
+from ..weights.formats import COMPILED_DTYPES
 
 
 def choose_policy(config: EngineConfig, model_config: ModelConfig, platform: Platform) -> KernelPolicy:
@@ -23,8 +24,10 @@ def _why_not(config: EngineConfig, model_config: ModelConfig, platform: Platform
         return "it is for device='cpu' so far; the kernels of a GPU are chosen by the batch's size"
     if model_config.implementation == "transformers":
         return f"a model of {model_config.model_type!r} is computed by transformers' code, which adds up as torch does"
-    if model_config.num_experts:
-        return "an expert multiplies the rows of all requests that chose it together"
+    if model_config.num_experts and not (platform.compiled_types and config.dtype in COMPILED_DTYPES):
+        return "without compiled kernels an expert multiplies the rows of all requests that chose it together"
+    if config.enable_expert_parallel:
+        return "with enable_expert_parallel sums over ranks are cut by the batch's size"
     if any(isinstance(kv, StateKV) for kv in model_config.kv_layers):
         return "recurrent layers add up a prompt in chunks that depend on how it is cut into steps"
     if config.tensor_parallel_size > 1:
