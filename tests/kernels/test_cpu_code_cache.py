@@ -221,3 +221,21 @@ def test_asking_what_kernels_are_for_does_not_load_llvm() -> None:
 def test_tests_keep_their_code_beside_themselves() -> None:
     """A run leaves nothing in the user's cache, and finds what the one before has compiled."""
     assert model_cache().is_relative_to(Path(__file__).parents[2] / "build")
+
+
+def test_once_kernels_are_loaded_pages_of_the_compiler_are_handed_back_and_it_can_compile_again(
+    folder: Path,
+) -> None:
+    def resident() -> int:
+        lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+        found = 0
+        for line in lines:
+            if line.endswith("/libllvmlite.so") and " r-xp " in line:
+                found += next(int(own.split()[1]) for own in lines if own.startswith("Rss:"))
+        return found
+
+    kernels = library.Library(target.host(), 1, CodeCache(folder))
+    kernels.addresses(["attend.64.3.float32"])
+    assert resident() < 4096  # of 30,000 KiB; another thread may have compiled meanwhile
+    again = library.Library(target.host(), 1, CodeCache(folder / "other"))
+    assert again.addresses(["attend.64.3.float32"])

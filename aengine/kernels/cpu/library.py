@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
 from .compiler.code_cache import CodeCache, code_cache, code_key
-from .compiler.compiled import LoadedCode, compile_module
+from .compiler.compiled import LoadedCode, compile_module, forget_compiler
 from .compiler.emit import I64, POINTER, Module
 from .compiler.target import Target, WriteKernel, host
 from .team import COUNTER_WORDS, OP_WORDS, Team, aligned_words, write_team
@@ -75,9 +75,9 @@ class Library:
             write(module)
             code = compile_module(module, self._target)
             self._cache.write(key, code)
-        loaded = LoadedCode(code, self._target)
-        self._loaded.append(loaded)
-        return loaded
+        self._loaded.append(LoadedCode(code, self._target))
+        forget_compiler()
+        return self._loaded[-1]
 
 
 _num_threads = 1

@@ -48,6 +48,12 @@ def _lanes(type_: ir.Type) -> int:
     return type_.count if isinstance(type_, ir.VectorType) else 0
 
 
+def _name(type_: ir.Type) -> str:
+    """A type in the names of LLVM's functions."""
+    scalar = {"half": "f16", "float": "f32"}.get(str(_scalar(type_)), str(_scalar(type_)))
+    return f"v{_lanes(type_)}{scalar}" if _lanes(type_) else scalar
+
+
 class Value:
     """A number, vector or address that a function computes."""
 
@@ -227,10 +233,7 @@ class _Casts:
     def intrinsic(self, name: str, *values: Value) -> Value:
         """One of LLVM's that is named by the type of its first operand, which is that of all and of the result."""
         type_ = values[0].llvm.type
-        scalar = {"half": "f16", "float": "f32"}.get(str(_scalar(type_)), str(_scalar(type_)))
-        lanes = _lanes(type_)
-        full = f"{name}.{f'v{lanes}' if lanes else ''}{scalar}"
-        return self.call(full, Type(type_, 0), *values)
+        return self.call(f"{name}.{_name(type_)}", Type(type_, 0), *values)
 
     def call(self, name: str, result: Type | None, *values: Value | ir.Value) -> Value:
         """Call another function, which is declared here if it is not yet."""
@@ -360,17 +363,12 @@ class _Memory(_Maths):
 
     def load_lanes(self, type_: Type, place: Value, mask: Value) -> Value:
         """A vector whose lanes outside of the mask are 0, and are not read."""
-        name = f"llvm.masked.load.{self._vector_name(type_.llvm)}.p0"
+        name = f"llvm.masked.load.{_name(type_.llvm)}.p0"
         return self.call(name, type_, place, I32.llvm(1), mask, self.number(type_, 0))
 
     def store_lanes(self, value: Value, place: Value, mask: Value) -> None:
-        name = f"llvm.masked.store.{self._vector_name(value.llvm.type)}.p0"
+        name = f"llvm.masked.store.{_name(value.llvm.type)}.p0"
         self.call(name, None, value, place, I32.llvm(1), mask)
-
-    @staticmethod
-    def _vector_name(type_: ir.Type) -> str:
-        scalar = {"half": "f16", "float": "f32"}.get(str(type_.element), str(type_.element))
-        return f"v{type_.count}{scalar}"
 
     def prefetch(self, place: Value, level: int = 1) -> None:
         """Fetch the cache line of an address, to be read, into the cache of a level (1 to 3). The second has room for
@@ -411,11 +409,6 @@ class Function(_Memory):
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"the function has no argument {name!r}")
-
-    def hide(self) -> None:
-        """Make this a function that only others of its module call, and that is not inlined."""
-        self._function.linkage = "internal"
-        self._function.attributes.add("noinline")
 
     def variable(self, type_: Type, value: Value | float) -> Variable:
         return Variable(self, type_, value)
@@ -488,7 +481,8 @@ class Module:
         """Write a function that others of this module call, unless it is there. It is not inlined."""
         if name not in self.llvm.globals:
             with self.function(name, **arguments) as f:
-                f.hide()
+                self.llvm.globals[name].linkage = "internal"
+                self.llvm.globals[name].attributes.add("noinline")
                 write(f)
 
     def declared(self, name: str, kind: ir.FunctionType) -> ir.Function:
