@@ -26,10 +26,8 @@ def _why_not(config: EngineConfig, model_config: ModelConfig, platform: Platform
         return f"a model of {model_config.model_type!r} is computed by transformers' code, which adds up as torch does"
     if model_config.num_experts and not (platform.compiled_types and config.dtype in COMPILED_DTYPES):
         return "without compiled kernels an expert multiplies the rows of all requests that chose it together"
-    if config.enable_expert_parallel:
-        return "with enable_expert_parallel sums over ranks are cut by the batch's size"
     if any(isinstance(kv, StateKV) for kv in model_config.kv_layers):
         return "recurrent layers add up a prompt in chunks that depend on how it is cut into steps"
-    if config.tensor_parallel_size > 1:
-        return "tensor_parallel_size is more than 1, and sums over ranks are cut by the batch's size"
+    if config.tensor_parallel_size > 1 or config.enable_expert_parallel:
+        return "sums over ranks, of tensor_parallel_size or enable_expert_parallel, are cut by the batch's size"
     return ""
