@@ -52,6 +52,15 @@ def program_after(mount: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
 
 
+async def test_a_working_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    executor = make()
+    ready = await start(executor)
+    assert Path(f"/proc/{ready['pid']}/cwd").readlink() == Path("/")
+    await executor.aclose(5)
+
+
 @pytest.mark.parametrize(
     "options, text",
     [

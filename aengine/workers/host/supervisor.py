@@ -136,6 +136,7 @@ class WorkerProcess:
                     return None
                 self._process = subprocess.Popen(
                     command,
+                    cwd=_working_folder(),
                     env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=self._stderr,
@@ -244,6 +245,16 @@ class WorkerProcess:
         if fd >= 0:
             setattr(self, name, -1)
             os.close(fd)
+
+
+def _working_folder() -> str | None:
+    """Return where a worker is to run. None: where the host does. If that folder is gone, as a release's may be while a
+    service runs, it is "/": without any, oneMKL does not find torch's libraries, and the process ends."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "/"
+    return None
 
 
 def _interpreter() -> str:
