@@ -1,6 +1,7 @@
 """`Speculation`: how many tokens the requests of a step get.
 
-    update ─> ahead ─> begin ─> the layers ─> gather, sampling, append or a graph, note_sampled ─> answer
+    update ─> ahead ─> begin ─> the layers ─┬─> gather, sampling, note_sampled, append ─┬─> answer
+                                            └─> a graph, note_sampled ──────────────────┘
 
 Here each gets one, if it samples. `Drafts` verifies guesses of several.
 """
@@ -20,7 +21,7 @@ from ..request_state import RequestState
 
 
 class Speculation:
-    """One token each. `ModelRunner` calls the methods in the order in which they stand here."""
+    """One token each. `ModelRunner` calls the methods in the order of the picture."""
 
     graphs: CudaGraphManager | None = None
     """Graphs of decodes in which a row has several positions; their sizes count positions. None: there are none."""
