@@ -247,14 +247,12 @@ class WorkerProcess:
             os.close(fd)
 
 
-def _working_folder() -> str | None:
-    """Return where a worker is to run. None: where the host does. If that folder is gone, as a release's may be while a
-    service runs, it is "/": without any, oneMKL does not find torch's libraries, and the process ends."""
+def _working_folder() -> str:
+    """Return the host's, or "/" if it is gone, as a release's may be: without any, oneMKL does not find torch."""
     try:
-        os.getcwd()
+        return os.getcwd()
     except FileNotFoundError:
         return "/"
-    return None
 
 
 def _interpreter() -> str:
