@@ -124,7 +124,7 @@ def test_zero_is_as_good_as_nothing(tmp_path: Path) -> None:
     zeros = ("attention__sliding_window", "expert_count", "expert_used_count", "expert_feed_forward_length")
     plain = gguf_hf_config(write(tmp_path / "m.gguf"))
     changes: dict[str, Any] = dict.fromkeys((*zeros, "shortconv__l_cache"), 0)
-    assert gguf_hf_config(write(tmp_path / "n.gguf", attention__layer_norm_rms_epsilon=0.0, **changes)) == {
+    assert gguf_hf_config(write(tmp_path / "m.gguf", attention__layer_norm_rms_epsilon=0.0, **changes)) == {
         **plain,
         "rms_norm_eps": 0.0,
     }

@@ -161,7 +161,7 @@ def test_damaged_blocks_are_told_with_the_matrix(tmp_path: Path, triton: None) -
     data[begin : begin + 2] = b"\xff\xff"
     path.write_bytes(data)
     packed = GgufMatrices.of_file(source.path, build(source).gguf, CODED_TYPES)
-    with pytest.raises(ModelLoadError, match=r"layers\.0\.mlp\.down_proj\.weight.*Q4_0, is no number; fetch the model"):
+    with pytest.raises(ModelLoadError, match=r"blk\.0\.ffn_down\.weight.*Q4_0, is no number; fetch the model"):
         load(source, packed=packed)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from aengine import AsyncLLM, InvalidRequestError, ModelLoadError
+from aengine.checkpoint import early_checks
 from aengine.config import EngineConfig
 from aengine.runner.distributed.opening import _check_devices, open_device, open_group, open_link
 from aengine.runner.distributed.pipeline import StepSizes
@@ -125,10 +126,11 @@ def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-async def test_the_start_fails_at_once_though_other_ranks_could_go_on() -> None:
-    """Without a GPU here: rank 1 waits for nobody."""
+async def test_the_start_fails_at_once_though_other_ranks_could_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU here, where the host finds a driver: rank 1 waits for nobody."""
     if torch.cuda.is_available():
         pytest.skip("there are GPUs")
+    monkeypatch.setattr(early_checks, "_DRIVERS", ("/proc/self",))
     settings: dict[str, Any] = {"device": "cuda", "tensor_parallel_size": 3, "num_threads": 1}
     with pytest.raises(ModelLoadError, match=r"rank [012] of 3 \(tensor_parallel_size=3, a GPU each\)"):
         await AsyncLLM("smollm2-135m", load_format="dummy", **settings).start()
