@@ -480,7 +480,7 @@ BUDGETS = {
     "integrations": 2534,
     "ipc": 2170,
     "kernels": 15150,
-    "limits": 372,
+    "limits": 478,
     "remote": 1630,
     "runner": 21140,
     "server": 5850,
