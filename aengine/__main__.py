@@ -19,7 +19,7 @@ from .__version__ import __version__
 from .cli.progress import tell
 from .errors import AEngineError, InvalidRequestError
 from .limits.ulimits import limit_hint
-from .params import nearest
+from .limits.values import nearest
 
 _EPILOG = """\
 examples:

@@ -6,12 +6,9 @@ chat, stream_chat(messages, params, output_type=..., **options: Unpack[ChatOptio
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import wraps
-from reprlib import Repr
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict
 
 from .errors import InvalidRequestError
 from .limits.bounds import (
@@ -26,7 +23,18 @@ from .limits.bounds import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
-from .limits.checks import check_name, size_of
+from .limits.checks import check_name
+from .limits.values import (
+    check_choices,
+    checked_integer,
+    checked_number,
+    choices_of,
+    is_unicode,
+    not_valid,
+    refuses_unknown_names,
+    shown,
+    unknown_name,
+)
 from .settings import described
 
 __all__ = [
@@ -47,72 +55,8 @@ __all__ = [
     "request_options",
 ]
 
-T = TypeVar("T")
-
 _INT32_MAX = 2**31 - 1
 _MAX_DEADLINE = 1e8  # seconds; three years, which every event loop's timers can hold
-_MOST_SHOWN = 1000  # characters and values of what is written out for a message; of more only the beginning is
-_REPR = Repr()
-
-
-def refuses_unknown_names(cls: type[T]) -> type[T]:
-    """Make a dataclass' constructor raise InvalidRequestError, with the nearest name, for an unknown one."""
-    construct = cls.__init__
-
-    @wraps(construct)
-    def __init__(self: Any, *args: Any, **values: Any) -> None:
-        try:
-            construct(self, *args, **values)
-        except TypeError:
-            known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
-            for name in values.keys() - known:
-                raise InvalidRequestError(unknown_name(name, known), param=name) from None
-            raise
-
-    cls.__init__ = __init__  # type: ignore[method-assign]
-    return cls
-
-
-def shown(value: object, length: int = 80) -> str:
-    """Return at most ``length`` characters of its repr, for messages about values that may be anything."""
-    try:
-        text = repr(value) if size_of(value, _MOST_SHOWN) <= _MOST_SHOWN else _REPR.repr(value)
-    except Exception:  # an integer of thousands of digits, a list nested as deeply, or its own __repr__
-        text = f"<{type(value).__name__}>"
-    return text if len(text) <= length else text[: length - 3] + "..."
-
-
-def not_valid(param: str, value: object, wanted: str) -> InvalidRequestError:
-    """Return the error of a value that must be as ``wanted`` says."""
-    return InvalidRequestError(f"{param}={shown(value)} is not valid: it must be {wanted}", param=param)
-
-
-def choices_of(cls: type) -> dict[str, list[str]]:
-    """Return what each field that is a Literal may be, as its annotation says."""
-    literals = {name: kind for name, kind in cls.__annotations__.items() if kind.startswith("Literal")}
-    return {name: re.findall("'(.+?)'", kind) for name, kind in literals.items()}
-
-
-def check_choices(given: object, choices: Mapping[str, Sequence[str]]) -> None:
-    """Raise InvalidRequestError for an attribute that is none of its choices."""
-    for name, allowed in choices.items():
-        value = getattr(given, name)
-        if not isinstance(value, str) or value not in allowed:
-            raise not_valid(name, value, "one of " + ", ".join(map(repr, allowed)))
-
-
-def _number(param: str, value: object, low: float, high: float, wanted: str, *, open_low: bool = False) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise not_valid(param, value, wanted)
-    if not low <= value <= high or (open_low and value == low):  # NaN is in no range
-        raise not_valid(param, value, wanted)
-    return float(value)
-
-
-def _integer(param: str, value: object, low: int, high: int, wanted: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise not_valid(param, value, wanted)
-    return value
 
 
 @refuses_unknown_names
@@ -317,22 +261,6 @@ StructuredOutput.__doc__ = described(StructuredOutput.__doc__, StructuredOutput)
 SamplingParams.__doc__ = described(SamplingParams.__doc__, SamplingParams)
 
 
-def unknown_name(name: object, known: set[str]) -> str:
-    """Return the message for a parameter that does not exist, with the nearest one that does."""
-    near = nearest(str(name), known)
-    hint = f"; did you mean {near!r}?" if near else f"; the known ones are {', '.join(sorted(known))}"
-    return f"there is no parameter {name!r}{hint}"
-
-
-def nearest(name: str, known: set[str]) -> str | None:
-    """Return the name that was probably meant, if it is a slip of the pen apart. A name that is as far as another
-    engine's name for something else (prompt_logprobs from logprobs) is not."""
-    import difflib
-
-    near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.8)
-    return near[0] if near else None
-
-
 def _stop_strings(param: str, value: object) -> tuple[str, ...]:
     if value is None:
         return ()
@@ -347,15 +275,6 @@ def _stop_strings(param: str, value: object) -> tuple[str, ...]:
     return tuple(strings)
 
 
-def is_unicode(text: str) -> bool:
-    """Return whether the text can be written as UTF-8: a lone surrogate, as JSON's "\\ud800" gives, can't."""
-    try:
-        str.encode(text)
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _token_ids(param: str, value: object, most: int = MAX_STOP_TOKEN_IDS) -> tuple[int, ...]:
     if value is None:
         return ()
@@ -363,7 +282,9 @@ def _token_ids(param: str, value: object, most: int = MAX_STOP_TOKEN_IDS) -> tup
         raise not_valid(param, value, f"a list of at most {most} token ids")
     if set(map(type, value)) == {int} and min(value) >= 0 and max(value) <= _INT32_MAX:  # quick, for thousands
         return tuple(value)
-    return tuple(_integer(param, v, 0, _INT32_MAX, f"a list of token ids, each from 0 to {_INT32_MAX}") for v in value)
+    return tuple(
+        checked_integer(param, v, 0, _INT32_MAX, f"a list of token ids, each from 0 to {_INT32_MAX}") for v in value
+    )
 
 
 def _allowed_token_ids(param: str, value: object) -> tuple[int, ...] | None:
@@ -396,15 +317,15 @@ def _logit_bias(param: str, value: object) -> dict[int, float]:
     for key, number in value.items():
         # JSON has only string keys, and OpenAI's clients send them so.
         token_id = int(key) if isinstance(key, str) and key.isdecimal() and len(key) <= 10 else key
-        bias[_integer(param, token_id, 0, _INT32_MAX, wanted)] = _number(param, number, -100, 100, wanted)
+        bias[checked_integer(param, token_id, 0, _INT32_MAX, wanted)] = checked_number(param, number, -100, 100, wanted)
     return bias
 
 
 def _temperature(param: str, value: object) -> float:
     """Return the temperature if it is 0, or if a float32 logit can be divided by it without becoming infinite."""
     wanted = "0, or a number from 1e-10 to 10000"
-    number = _number(param, value, 0, 1e4, wanted)
-    return number and _number(param, value, 1e-10, 1e4, wanted)
+    number = checked_number(param, value, 0, 1e4, wanted)
+    return number and checked_number(param, value, 1e-10, 1e4, wanted)
 
 
 def _boolean(param: str, value: object) -> bool:
@@ -417,7 +338,7 @@ def _num_logprobs(param: str, value: object) -> int | None:
     if value is None or value is False:
         return None
     wanted = f"an integer from 0 to {MAX_LOGPROBS}, or None"
-    return _integer(param, 1 if value is True else value, 0, MAX_LOGPROBS, wanted)
+    return checked_integer(param, 1 if value is True else value, 0, MAX_LOGPROBS, wanted)
 
 
 def _structured(param: str, value: object) -> StructuredOutput | None:
@@ -428,29 +349,29 @@ def _structured(param: str, value: object) -> StructuredOutput | None:
 
 _CHECKS: dict[str, Any] = {
     "max_tokens": lambda p, v: (
-        None if v is None else _integer(p, v, 0, _INT32_MAX, f"an integer from 1 to {_INT32_MAX}, or None")
+        None if v is None else checked_integer(p, v, 0, _INT32_MAX, f"an integer from 1 to {_INT32_MAX}, or None")
     ),
-    "min_tokens": lambda p, v: _integer(p, v, 0, _INT32_MAX, f"an integer from 0 to {_INT32_MAX}"),
+    "min_tokens": lambda p, v: checked_integer(p, v, 0, _INT32_MAX, f"an integer from 0 to {_INT32_MAX}"),
     "temperature": _temperature,
-    "top_p": lambda p, v: _number(p, v, 0, 1, "a number above 0 and at most 1", open_low=True),
+    "top_p": lambda p, v: checked_number(p, v, 0, 1, "a number above 0 and at most 1", open_low=True),
     "top_k": lambda p, v: max(
-        0, _integer(p, v, -1, _INT32_MAX, f"an integer from 1 to {_INT32_MAX}, or 0 or -1 for all tokens")
+        0, checked_integer(p, v, -1, _INT32_MAX, f"an integer from 1 to {_INT32_MAX}, or 0 or -1 for all tokens")
     ),
-    "min_p": lambda p, v: _number(p, v, 0, 1, "a number from 0 to 1"),
-    "seed": lambda p, v: None if v is None else _integer(p, v, -(2**63), 2**63 - 1, "a 64-bit integer, or None"),
+    "min_p": lambda p, v: checked_number(p, v, 0, 1, "a number from 0 to 1"),
+    "seed": lambda p, v: None if v is None else checked_integer(p, v, -(2**63), 2**63 - 1, "a 64-bit integer, or None"),
     "stop": _stop_strings,
     "stop_token_ids": _token_ids,
     "ignore_eos": _boolean,
     "include_stop_str_in_output": _boolean,
-    "presence_penalty": lambda p, v: _number(p, v, -2, 2, "a number from -2 to 2"),
-    "frequency_penalty": lambda p, v: _number(p, v, -2, 2, "a number from -2 to 2"),
-    "repetition_penalty": lambda p, v: _number(p, v, 1e-4, 1e4, "a number from 0.0001 to 10000"),
+    "presence_penalty": lambda p, v: checked_number(p, v, -2, 2, "a number from -2 to 2"),
+    "frequency_penalty": lambda p, v: checked_number(p, v, -2, 2, "a number from -2 to 2"),
+    "repetition_penalty": lambda p, v: checked_number(p, v, 1e-4, 1e4, "a number from 0.0001 to 10000"),
     "logit_bias": _logit_bias,
     "allowed_token_ids": _allowed_token_ids,
     "bad_words": _bad_words,
     "logprobs": _num_logprobs,
     "prompt_logprobs": _num_logprobs,
-    "n": lambda p, v: _integer(p, v, 1, MAX_COMPLETIONS, f"an integer from 1 to {MAX_COMPLETIONS}"),
+    "n": lambda p, v: checked_integer(p, v, 1, MAX_COMPLETIONS, f"an integer from 1 to {MAX_COMPLETIONS}"),
     "structured_output": _structured,
     "detokenize": _boolean,
     "skip_special_tokens": _boolean,

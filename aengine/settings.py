@@ -1,4 +1,4 @@
-"""All settings by name, for editors and type checkers; and what `help()` shows of them.
+"""All settings by name, for editors and type checkers; what `help()` shows of them; and their values out of texts.
 
 The class at the end is written by scripts/settings.py from `EngineConfig`: edit that, and run it. What a setting means
 is the docstring below it. Its unit, if it is a number, is in `UNITS` here or told by its name.
@@ -7,13 +7,17 @@ is the docstring below it. Its unit, if it is a number, is in `UNITS` here or to
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
+
+from .errors import InvalidRequestError
+from .limits.values import nearest
 
 if TYPE_CHECKING:
     from .outputs import RequestEnd, StartupProgress
 
-__all__ = ["UNITS", "Field", "Settings", "described", "fields_of"]
+__all__ = ["UNITS", "Field", "Settings", "described", "fields_of", "read_settings", "value_of"]
 
 UNITS = {
     **dict.fromkeys(
@@ -108,6 +112,73 @@ def _help_of(cls: type[Any]) -> str:
         lines.append(f"        {name}: {kind}{f' = {default}' if default else ''}{f'  ({unit})' if unit else ''}")
         lines += textwrap.wrap(doc, 108, initial_indent=" " * 12, subsequent_indent=" " * 12)
     return "\n".join(lines) + "\n"
+
+
+_NO_SETTINGS = {"API_KEY"}
+"""What variables of the command line have behind the prefix."""
+
+_OF_KUBERNETES = re.compile(r"(^|_)(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?)?)$")
+"""Ends of variables that Kubernetes sets in each pod, with the name of a service before them: "aengine", for one."""
+
+_PAGE = "https://github.com/aengine/aengine/blob/main/docs/settings.md"
+
+_BOOLEANS = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
+
+
+def read_settings(config_class: type, prefix: str, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Name to value of the settings that variables with ``prefix`` give; those that are empty give none.
+
+    Raises InvalidRequestError for a variable that names no setting, or can't be read as its type.
+    """
+    if not isinstance(prefix, str) or not prefix:
+        raise InvalidRequestError(f"prefix={prefix!r} is not valid: it must be a non-empty string", param="prefix")
+    types: dict[str, str] = config_class.__annotations__
+    names = {f"{prefix}{name.upper()}": name for name in types}
+    read: dict[str, Any] = {}
+    for variable, text in environment.items():
+        if not variable.startswith(prefix):
+            continue
+        name = names.get(variable)
+        if name is None:
+            rest = variable.removeprefix(prefix)
+            if rest in _NO_SETTINGS or _OF_KUBERNETES.search(rest):
+                continue
+            near = nearest(rest.lower(), set(types))
+            hint = f"did you mean {prefix + near.upper()!r}?" if near else f"{_PAGE} lists them"
+            message = f"in the environment: there is no setting {variable!r}; {hint}"
+            raise InvalidRequestError(message, param=variable)
+        text = text.strip()
+        if text:
+            read[name] = value_of(variable, name, types[name], text)
+    return read
+
+
+def value_of(variable: str, name: str, type_name: str, text: str) -> Any:
+    """Read a setting's value. ``type_name``: as it stands in the class, "int | None".
+
+    Raises InvalidRequestError, which names ``variable``.
+    """
+    if type_name.startswith("Callable"):
+        raise InvalidRequestError(f"{variable}: a function can't be given in the environment", param=name)
+    kind = type_name.removesuffix(" | None")
+    if kind != type_name and text.lower() == "none":
+        return None
+    wanted = "1 or 0, true or false, yes or no, on or off"
+    try:
+        if kind == "bool":
+            return _BOOLEANS[text.lower()]
+        if kind == "int":
+            wanted = "an integer"
+            return int(text)
+        if kind == "float":
+            wanted = "a number"
+            return float(text)
+    except (KeyError, ValueError):
+        raise InvalidRequestError(f"{variable}={text!r} is not valid: it must be {wanted}", param=name) from None
+    return text
 
 
 class Settings(TypedDict, total=False):

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from ..config import EngineConfig, value_of
+from ..config import EngineConfig
 from ..errors import InvalidRequestError
+from ..settings import value_of
 from .progress import StartupLine
 
 _FIRST = {

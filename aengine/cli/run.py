@@ -8,8 +8,8 @@ import time
 
 from ..async_llm import AsyncLLM
 from ..errors import InvalidRequestError
+from ..limits.values import is_unicode
 from ..outputs import FinishReason
-from ..params import is_unicode
 from .engine_options import engine_config
 from .progress import sampling_params, tell
 

@@ -11,7 +11,8 @@ from itertools import chain
 from ..errors import InvalidRequestError
 from ..ipc.messages import Extras, float32, int32
 from ..limits.bounds import MAX_BAD_WORD_TOKENS
-from ..params import SamplingParams, shown
+from ..limits.values import shown
+from ..params import SamplingParams
 from .tokenizer.tokenizer import Tokenizer
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ContextLengthError, InvalidRequestError
 from ..limits.checks import check_num_characters, check_num_messages, check_size
-from ..params import shown
+from ..limits.values import shown
 
 if TYPE_CHECKING:
     from typing import Unpack

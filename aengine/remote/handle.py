@@ -22,7 +22,8 @@ from ..engine.threads.loop_ownership import other_loop, running_loop
 from ..engine.threads.pools import run_in_thread
 from ..errors import ContextLengthError, EngineClosedError, EngineError, InvalidRequestError
 from ..limits.checks import check_num_characters, check_num_messages, check_num_values
-from ..params import ChatOptions, SamplingParams, chat_options, check_options, check_params, not_valid
+from ..limits.values import not_valid
+from ..params import ChatOptions, SamplingParams, chat_options, check_options, check_params
 from ..telemetry.listeners import Listeners
 from ..telemetry.metrics import Statistics
 from ..telemetry.trace_context import current_trace

@@ -7,7 +7,7 @@ import socket
 import stat
 
 from ..errors import EngineError
-from ..params import not_valid
+from ..limits.values import not_valid
 
 
 def socket_path(path: str | os.PathLike[str]) -> str:

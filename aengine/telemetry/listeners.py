@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from ..errors import InvalidRequestError
-from ..params import shown
+from ..limits.values import shown
 
 if TYPE_CHECKING:
     from ..outputs import RequestEnd, Timings

@@ -15,8 +15,8 @@ from ..engine.tokenizer.prompt import MessagesPart, TextPart, TokensPart
 from ..engine.tokenizer.tokenizer import Tokenizer
 from ..engine.user_request import UserRequest
 from ..errors import InternalError
+from ..limits.values import shown
 from ..outputs import FinishReason
-from ..params import shown
 from .executor import SCRIPT_ERROR, ScriptedExecutor
 from .script import Line, Script, ScriptError
 from .vocabulary import tokenizer

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..chat import FORMATS, Tool
 from ..errors import AEngineError
-from ..params import SamplingParams, shown
+from ..limits.values import shown
+from ..params import SamplingParams
 from .vocabulary import END_OF_TURN, ids_of
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 from ...errors import InvalidRequestError
 from ...limits.bounds import MAX_VARIABLES
 from ...limits.checks import check_num_characters
-from ...params import shown
+from ...limits.values import shown
 from ..tokenizer.messages import WRITTEN_BY_MODEL, Messages
 from ..tokenizer.tokenizer import Tokenizer
 from ..tokenizer.traced_text import TracedText

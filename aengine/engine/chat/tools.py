@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 from ...errors import GrammarError, InvalidRequestError
 from ...limits.bounds import MAX_TOOLS
-from ...params import StructuredOutput, shown
+from ...limits.values import shown
+from ...params import StructuredOutput
 from ..structured.spec import spec_of
 from ..threads.pools import run_in_thread
 

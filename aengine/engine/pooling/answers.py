@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ...errors import ContextLengthError, DeadlineExceededError, InvalidRequestError, RequestError
 from ...ipc.messages import NO_RESULTS, Extras, int32
 from ...limits.bounds import LONG_TEXT
+from ...limits.values import shown
 from ...outputs import Usage
-from ...params import CallOptions, check_options, shown
+from ...params import CallOptions, check_options
 from ..core import EngineCore
 from ..sampling_extras import prompt_logprobs_extra
 from ..streams.prompt_logprobs import joined

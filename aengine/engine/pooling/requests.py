@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 from ...errors import InvalidRequestError
 from ...limits.bounds import MAX_INPUTS
+from ...limits.values import shown, unknown_name
 from ...outputs import Usage
-from ...params import shown, unknown_name
 
 if TYPE_CHECKING:
     from typing import Unpack

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ...errors import InvalidRequestError
-from ...params import OnUnsupported, SamplingParams, StructuredOutput, shown
+from ...limits.values import shown
+from ...params import OnUnsupported, SamplingParams, StructuredOutput
 from .partial_json import partial_json
 from .pydantic_schema import adapt, schema_generator
 

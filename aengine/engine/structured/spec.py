@@ -21,7 +21,8 @@ from typing import Any, Literal
 
 from ...errors import GrammarError
 from ...limits.checks import size_of
-from ...params import StructuredOutput, is_unicode
+from ...limits.values import is_unicode
+from ...params import StructuredOutput
 from ..threads.yield_gil import yield_gil
 from .closed_objects import close_objects
 from .parts import Choice, Json, Part, Regex, leaves

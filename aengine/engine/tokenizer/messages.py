@@ -9,7 +9,7 @@ from typing import Any
 from ...errors import InvalidRequestError
 from ...limits.bounds import MAX_MESSAGES
 from ...limits.checks import num_parts_of
-from ...params import shown
+from ...limits.values import shown
 
 Messages = list[dict[str, Any]]
 """At least one message, each with a role and a content: a text, a list of text parts, or None for an assistant's."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import ContextLengthError, InvalidRequestError
 from ...limits.checks import check_num_characters, most_characters
-from ...params import is_unicode
+from ...limits.values import is_unicode
 
 if TYPE_CHECKING:
     import tokenizers

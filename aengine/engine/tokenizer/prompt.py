@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ...errors import ContextLengthError, InvalidRequestError
 from ...limits.bounds import LONG_TEXT
 from ...limits.checks import check_num_characters, check_num_messages, check_size, is_long
-from ...params import shown
+from ...limits.values import shown
 from .messages import Messages, checked_messages
 
 if TYPE_CHECKING:

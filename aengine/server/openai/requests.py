@@ -15,7 +15,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from ...limits.bounds import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_PROMPTS, MAX_TOOLS, MAX_VARIABLES
-from ...params import SamplingParams, StructuredOutput, is_unicode
+from ...limits.values import is_unicode
+from ...params import SamplingParams, StructuredOutput
 from ..http import HTTPError
 
 RequestId = Annotated[str, Field(pattern=r"^[!-~]{1,128}$", description="1 to 128 visible ASCII characters.")]
