@@ -12,6 +12,7 @@ from ..errors import ModelLoadError
 from .pooling import labels_of
 
 _MOST_RANKS = 1024
+_LEAST_BLOCK = 16  # tokens of a block, where the setting says nothing
 _DRIVERS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 """Where a GPU has a driver one of these is there, but for some boards, which have libcuda.so.1 alone."""
 
@@ -23,6 +24,7 @@ def check_start(config: EngineConfig, hf_config: Mapping[str, Any]) -> None:
     ``hf_config``: the content of config.json.
     """
     check_division(config, hf_config)
+    check_kv_memory(config, hf_config)
     longest = hf_config.get("max_position_embeddings")
     if type(longest) is int and longest > 0:
         resolve_max_model_len(config, longest)
@@ -112,6 +114,27 @@ def check_division(config: EngineConfig, hf_config: Mapping[str, Any]) -> None:
                 f"tensor_parallel_size={num_ranks}: the model has {heads} attention heads and {kv_heads} key-value "
                 f"heads, which can't be divided by it; it can be {sizes_that(fits, heads)}"
             )
+
+
+def check_kv_memory(config: EngineConfig, hf_config: Mapping[str, Any]) -> None:
+    """Raise ModelLoadError for memory that holds not one block of a single layer, at a byte a number. How large a page
+    is, and how many are needed, workers find out."""
+    text = hf_config.get("text_config")
+    model = text if isinstance(text, dict) else hf_config
+    names = ("num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim")
+    heads, kv_heads, hidden, size = (_size(model.get(name)) for name in names)
+    if not heads or model.get("kv_lora_rank"):  # what is kept of a token is not keys and values of heads
+        return
+    num_heads = max((kv_heads or heads) // config.tensor_parallel_size, 1)
+    least = 2 * num_heads * (size or hidden // heads) * (config.block_size or _LEAST_BLOCK)
+    for name in ("kv_cache_memory_bytes", "swap_space_bytes"):
+        asked = getattr(config, name)
+        if asked and asked < least:
+            raise ModelLoadError(f"{name}={asked} holds no page, which has {least} bytes at least: raise it")
+
+
+def _size(value: object) -> int:
+    return value if isinstance(value, int) and value > 0 else 0
 
 
 def has_experts(hf_config: Mapping[str, Any]) -> bool:

@@ -30,6 +30,12 @@ LABELS = {"architectures": ["XForSequenceClassification"], "id2label": {"0": "no
             "enable_expert_parallel=True: the model has no mixtures",
         ),
         ({"pooling": "last"}, LABELS, "pooling='last': the model scores 2 classes and gives no vectors"),
+        (
+            {"swap_space_bytes": 1},
+            {"hidden_size": 64},
+            "swap_space_bytes=1 holds no page, which has 2048 b",
+        ),
+        ({"kv_cache_memory_bytes": 1000, "block_size": 32}, {"text_config": {**HF, "head_dim": 16}}, "has 2048 bytes"),
         ({"tensor_parallel_size": 3}, {}, "tensor_parallel_size=3: the model has 2 attention heads"),
     ],
     ids=lambda value: next(iter(value), "") if isinstance(value, dict) else "",
@@ -50,6 +56,8 @@ def test_refused(settings: dict[str, Any], hf: dict[str, Any], message: str, mon
         (False, {"enable_expert_parallel": True}, {"num_local_experts": 4}),
         (False, {"max_model_len": 65}, {"max_position_embeddings": True}),
         (False, {"pooling": "mean"}, {}),
+        (False, {"kv_cache_memory_bytes": 2048}, {"hidden_size": 64}),
+        (False, {"kv_cache_memory_bytes": 1}, {"hidden_size": 64, "kv_lora_rank": 8}),
     ],
     ids=str,
 )
