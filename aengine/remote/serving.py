@@ -192,8 +192,9 @@ class _Session:
         try:
             async for kind, *rest in self.link.messages():
                 self._takes[kind](*rest)
-        except Exception:
-            logger.exception("a connection brought what no client of this version sends, and is closed")
+        except Exception as error:
+            told = "a connection brought what no client of this version sends, and is closed: %s: %s"
+            logger.warning(told, type(error).__name__, error, exc_info=logger.isEnabledFor(logging.DEBUG))
         finally:
             for task in self._tasks:
                 task.cancel()
