@@ -64,24 +64,19 @@ def use(session: Session) -> None:
 
     chat = ["local-chat-completions", f"base_url={session.url}/v1/chat/completions", "capitals"]
     text = ["local-completions", f"base_url={session.url}/v1/completions", "capitals"]
-    for what, (model, url, task), more, options in [
-        ("chats, four at once", chat, "num_concurrent=4", ["--apply_chat_template"]),
-        ("completions of token ids", text, f"tokenizer_backend=huggingface,tokenizer={session.tokenizer}", []),
-        ("completions of texts", text, "tokenizer_backend=none,tokenized_requests=False", []),
-        ("completions, and nothing said of a tokenizer", text, "", []),
+    choice, sentences = (*text[:2], "capitals_choice"), (*text[:2], "sentences")
+    ids = f"tokenizer_backend=huggingface,tokenizer={session.tokenizer}"
+    as_chats = ["--apply_chat_template"]
+    match = "exact_match,name", 0.01, 1.0
+    for what, (model, url, task), more, options, (metric, least, most) in [
+        ("chats, four at once", chat, "num_concurrent=4", as_chats, match),
+        ("completions of token ids", text, ids, [], match),
+        ("completions of texts", text, "tokenizer_backend=none,tokenized_requests=False", [], match),
+        ("completions, and nothing said of a tokenizer", text, "", [], match),
+        ("log-likelihoods of choices", choice, f"{ids},num_concurrent=4", [], ("acc,none", 0.5, 1.0)),
+        ("perplexity", sentences, f"{ids},num_concurrent=4", [], ("bits_per_byte,none", 0.5, 2.5)),
     ]:
         ran, command = _run(session, model, url, more, task, options)
-        found = _result(session, task)
-        passed = ran.code == 0 and found is not None and found["exact_match,name"] > 0
-        saw = f"exact_match {found['exact_match,name']:.2f}" if found else _error_in(ran)
-        session.check(what, command, passed, saw)
-
-    more = f"tokenizer_backend=huggingface,tokenizer={session.tokenizer},num_concurrent=4"
-    for what, task, metric, least, most in [
-        ("log-likelihoods of choices", "capitals_choice", "acc,none", 0.5, 1.0),
-        ("perplexity", "sentences", "bits_per_byte,none", 0.5, 2.5),
-    ]:
-        ran, command = _run(session, "local-completions", text[1], more, task, [])
         found = _result(session, task)
         passed = ran.code == 0 and found is not None and least <= found[metric] <= most
         session.check(what, command, passed, f"{metric} {found[metric]:.2f}" if found else _error_in(ran))
