@@ -18,7 +18,6 @@ from .limits.bounds import (
     MAX_COMPLETIONS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
-    MAX_PROMPT_LOGPROBS,
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -488,15 +487,6 @@ def _check_names(given: Mapping[str, Any], known: Any) -> None:
         else:
             message = unknown_name(name, {*known, "output_type"})
         raise InvalidRequestError(message, param=name)
-
-
-def check_prompt_logprobs(num_asked: int | None, num_tokens: int) -> None:
-    """Raise InvalidRequestError for more entries than a prompt of so many tokens may get."""
-    if num_asked is not None and num_tokens * (1 + num_asked) > MAX_PROMPT_LOGPROBS:
-        most = f"of at most {MAX_PROMPT_LOGPROBS} tokens in all, {1 + num_asked} for each of the prompt's {num_tokens}"
-        raise InvalidRequestError(
-            f"prompt_logprobs={num_asked} is too many: log-probabilities are given {most}", param="prompt_logprobs"
-        )
 
 
 def check_params(params: object) -> None:

@@ -34,6 +34,7 @@ from aengine.limits.bounds import (  # noqa: E402
     MAX_PROMPT_LOGPROBS,
     MAX_PROMPTS,
     MAX_QUEUED_CALLS,
+    MAX_SCORED_COMPLETIONS,
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -144,6 +145,7 @@ BOUNDS = (
         _INVALID,
         "inputs EmbeddingBody.input documents queries text_1 text_2 top_n",
     ),
+    Bound("completions of one call of `score_completions`", f"{MAX_SCORED_COMPLETIONS:,}", _INVALID),
     Bound("elements of a vector", "`dimensions`: the model's", _INVALID, "dimensions"),
     Bound(
         "calls of the tokenizer that wait: `async_tokenizer`, `/tokenize`, counts of tokens",

@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING
 from ..errors import AEngineError, DeadlineExceededError, EngineClosedError, InternalError, InvalidRequestError
 from ..ipc.messages import NO_RESULTS, Extras
 from ..outputs import FinishReason, RequestEnd
-from ..params import CallOptions, SamplingParams, check_prompt_logprobs
+from ..params import CallOptions, SamplingParams
 from ..telemetry.metrics import Counters
 from ..telemetry.observer import Kind, Observer
 from .admission_queue import AdmissionQueue
 from .preparation import Preparation
 from .replicas.replicas import Replicas
-from .sampling_extras import extras_of
+from .sampling_extras import extras_of, results_from
 from .scheduler.request import CacheKey, PromptTokens, Request, RequestStatus
 from .streams.token_stream import Buffer, Mailbox
 from .structured.bitmasks import RequestGrammar
@@ -128,11 +128,12 @@ class Admission:
             raise InvalidRequestError(f"request_id {request_id!r} is in use by a running request", param="request_id")
         self._queue.check_room()
         constraint = None if part.kind == "chat" else params.structured_output
+        of_prompt = results_from(params)
         mailbox = Mailbox(
             final_only=final_only,
             num_choices=params.n,
             want_logprobs=params.logprobs is not None,
-            want_prompt_logprobs=params.prompt_logprobs is not None,
+            has_results=of_prompt != NO_RESULTS,
             times=self._observer.new_times(),
             output_type=output_type,
             buffer=buffer,
@@ -150,7 +151,7 @@ class Admission:
             constraint=constraint,
             asked_type=asked_type,
             samples=params.max_tokens != 0,
-            results_from=NO_RESULTS if params.prompt_logprobs is None else 0,
+            results_from=of_prompt,
         )
         # The second timer checks for a token only when it is due, so that delivering tokens costs nothing more.
         limits = (options.deadline, self._expire), (options.first_token_deadline, self._expire_unless_begun)
@@ -223,10 +224,9 @@ class Admission:
         """
         part = prompt if isinstance(prompt, PromptPart) else part_of(prompt, self._limits.max_model_len)
         check_request(self._limits, self._has_tokenizer, part.kind, params, options)
-        if not isinstance(part, TokensPart):
+        if part is prompt or not isinstance(part, TokensPart):
             return part
-        check_prompt_logprobs(params.prompt_logprobs, len(part.token_ids))
-        return part if part is prompt else TokensPart(self.preparation.check_ids(part.token_ids))
+        return TokensPart(self.preparation.check_ids(part.token_ids, params))
 
     # The next three are called by other threads than the loop's, before they call `submit`.
 

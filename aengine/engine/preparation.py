@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 from ..errors import EngineOverloadedError, GrammarError
 from ..limits.bounds import MAX_QUEUED_CALLS
 from ..limits.checks import check_num_characters, check_num_messages, is_long
-from ..params import check_prompt_logprobs
-from .sampling_extras import encode_bad_words
+from ..params import SamplingParams
+from .sampling_extras import check_num_results, encode_bad_words
 from .structured.service import GrammarService
 from .threads.lanes import Lanes
 from .threads.pools import ThreadPool
@@ -52,9 +52,7 @@ class Preparation:
             request.phase = Phase.ENCODING
             assert self._tokenizer is not None
             sequences = await self.run(encode_bad_words, self._tokenizer, words, is_long=False)
-        prepared = await self._prepare_prompt(request)
-        check_prompt_logprobs(request.params.prompt_logprobs, len(prepared.token_ids))
-        return replace(prepared, bad_words=sequences)
+        return replace(await self._prepare_prompt(request), bad_words=sequences)
 
     async def _prepare_prompt(self, request: UserRequest) -> Prepared:
         prompt = request.prompt
@@ -76,7 +74,7 @@ class Preparation:
         request.phase = Phase.ENCODING
         assert isinstance(prompt, TextPart | MessagesPart) and self._tokenizer is not None
         ids = await self.run(prompt.encode, self._tokenizer, self._limits.max_model_len, is_long=prompt.is_long)
-        return Prepared(self.check_ids(ids), grammar, begins_text=isinstance(prompt, MessagesPart))
+        return Prepared(self.check_ids(ids, request.params), grammar, begins_text=isinstance(prompt, MessagesPart))
 
     async def _plan(self, request: UserRequest) -> Prepared:
         from .chat import plan  # imported late: it imports all of the chat package
@@ -89,12 +87,14 @@ class Preparation:
         grammar = None if asked.spec is None else await grammars.prepare(asked.spec)
         request.mailbox.plan = asked
         begins_text = not chat.continue_final_message
-        return Prepared(self.check_ids(asked.prompt), grammar, asked.marker_ids, begins_text)
+        return Prepared(self.check_ids(asked.prompt, request.params), grammar, asked.marker_ids, begins_text)
 
-    def check_ids(self, ids: Sequence[int]) -> list[int]:
-        """Return the ids of a prompt, checked to be the model's and to leave room for one more token. Raises as
-        `check_token_ids`."""
-        return check_token_ids(ids, self._limits.vocab_size, self._limits.max_model_len)
+    def check_ids(self, ids: Sequence[int], params: SamplingParams) -> list[int]:
+        """Return the ids of a prompt, checked to be the model's and to leave room for what the parameters ask for.
+        Raises as `check_num_results` and `check_token_ids`."""
+        check_num_results(params, len(ids))
+        limits, generates = self._limits, params.max_tokens != 0
+        return check_token_ids(ids, limits.vocab_size, limits.max_model_len, generates=generates)
 
     def run(self, function: Callable[..., T], *args: Any, is_long: bool) -> asyncio.Future[T]:
         """Call ``function`` in a thread; ``is_long``: in the lane for long prompts, so that short ones need not

@@ -1,4 +1,5 @@
-"""What a request's sampling parameters become in its message, where they are lists: a feature's columns, by its name.
+"""What a request's sampling parameters become in its message, where they are no number: a feature's columns, by its
+name; and from where on it gets results beside tokens.
 
 The features that read them are in runner/sampling/features/.
 """
@@ -9,8 +10,8 @@ from collections.abc import Sequence
 from itertools import chain
 
 from ..errors import InvalidRequestError
-from ..ipc.messages import Extras, float32, int32
-from ..limits.bounds import MAX_BAD_WORD_TOKENS
+from ..ipc.messages import NO_RESULTS, Extras, float32, int32
+from ..limits.bounds import MAX_BAD_WORD_TOKENS, MAX_PROMPT_LOGPROBS
 from ..limits.values import shown
 from ..params import SamplingParams
 from .tokenizer.tokenizer import Tokenizer
@@ -30,6 +31,21 @@ def extras_of(params: SamplingParams, bad_words: Sequence[Sequence[int]] = ()) -
     if params.prompt_logprobs is not None:
         extras |= prompt_logprobs_extra(params.prompt_logprobs, samples=params.max_tokens != 0)
     return extras
+
+
+def results_from(params: SamplingParams) -> int:
+    """Return from which token of its prompt on such a request gets results beside tokens, see `NewRequest`."""
+    return NO_RESULTS if params.prompt_logprobs is None else 0
+
+
+def check_num_results(params: SamplingParams, num_tokens: int) -> None:
+    """Raise InvalidRequestError for more results than a prompt of so many tokens may get."""
+    num_asked = params.prompt_logprobs
+    if num_asked is not None and num_tokens * (1 + num_asked) > MAX_PROMPT_LOGPROBS:
+        most = f"of at most {MAX_PROMPT_LOGPROBS} tokens in all, {1 + num_asked} for each of the prompt's {num_tokens}"
+        raise InvalidRequestError(
+            f"prompt_logprobs={num_asked} is too many: log-probabilities are given {most}", param="prompt_logprobs"
+        )
 
 
 def prompt_logprobs_extra(num_asked: int, *, samples: bool) -> Extras:

@@ -38,6 +38,8 @@ MAX_PROMPTS = 2048
 of the engine, and so many of these are held at once."""
 MAX_INPUTS = 1 << 20
 """Texts of one call for vectors or scores."""
+MAX_SCORED_COMPLETIONS = 16_384
+"""Completions of one prompt that are scored in one call: they are looked at one by one."""
 MAX_VALUES = 300_000
 """Values of a body, counted by commas and brackets. A bracket counts as `HOLDER_VALUES`."""
 HOLDER_VALUES = 4

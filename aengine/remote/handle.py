@@ -344,6 +344,6 @@ def _check_size(max_model_len: int, prompt: Any, *others: Any) -> None:
         check_num_characters(len(prompt), max_model_len)
     elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
         check_num_messages(max_model_len, prompt, *others[:1])
-    elif isinstance(prompt, Sequence) and len(prompt) >= max_model_len and isinstance(prompt[0], int):
+    elif isinstance(prompt, Sequence) and len(prompt) > max_model_len and isinstance(prompt[0], int):
         raise ContextLengthError(len(prompt), max_model_len)
     check_num_values(prompt, *others)

@@ -37,6 +37,7 @@ async def test_a_worker_that_dies(smollm2: str, judge: Judge, rng: random.Random
     kinds = [PARAMS, PARAMS.replace(max_tokens=0), PARAMS.replace(n=2, temperature=1.0), PARAMS]
     async with AsyncLLM(smollm2, dtype="float32", num_threads=1, max_model_len=256, **settings) as engine:
         calls = [(prompt, params) for params in kinds for prompt in prompts]
+        calls.append(([rng.randrange(40_000) for _ in range(256)], PARAMS.replace(max_tokens=0)))  # the whole context
         tasks = [asyncio.create_task(engine.generate(*call)) for call in calls]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         os.kill(engine.describe()["pid"], signal.SIGKILL)

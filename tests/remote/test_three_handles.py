@@ -345,6 +345,8 @@ async def test_log_probabilities_of_prompts_and_completions(kind: str, tmp_path:
         assert all(one.is_greedy and one.logprob == 0 == one.logprobs.sum() for one in scored)
         assert [one.token_ids.tolist() for one in await engine.score_completions([1], [[2, 3], [4]])] == [[2, 3], [4]]
         assert await engine.score_completions("one", []) == []
+        whole = await engine.generate(list(range(100)) * 327 + [1] * 68, params.replace(max_tokens=0))
+        assert len(whole.prompt_logprobs) == 32_768  # a prompt that fills the context, as no token follows
 
 
 async def test_log_probabilities_that_can_not_be(kind: str, tmp_path: Path) -> None:
@@ -361,6 +363,11 @@ async def test_log_probabilities_that_can_not_be(kind: str, tmp_path: Path) -> N
         for prompt, completions in [*wrong, ([1], [[-1]])]:
             with pytest.raises(InvalidRequestError):
                 await engine.score_completions(prompt, completions)
+        with pytest.raises(InvalidRequestError, match="there are 16385 completions"):
+            await engine.score_completions([1], [[2]] * 16_385)
         with pytest.raises(ContextLengthError, match="32769"):
             await engine.score_completions([1] * 32_768, [[1]])
+        for length, asked in ((32_768, SamplingParams()), (32_769, SamplingParams(max_tokens=0, prompt_logprobs=0))):
+            with pytest.raises(ContextLengthError, match=str(length)):
+                await engine.generate([1] * length, asked)
         await until(lambda: is_idle(engine))

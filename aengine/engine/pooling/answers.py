@@ -279,9 +279,7 @@ def _encode_completions(call: _Call, pairs: Sequence[tuple[Any, Any]]) -> list[S
             raise InvalidRequestError("give prompt and completions as texts, or both as token ids", param="completions")
         else:
             begin, ids = len(prompt), [*prompt, *completion]
-        if len(ids) > call.most:
-            raise ContextLengthError(len(ids), call.most, generates=False)
-        ids = check_token_ids(ids, call.core.limits.vocab_size, call.most + 1)
+        ids = check_token_ids(ids, call.core.limits.vocab_size, call.most, generates=False)
         if not 0 < begin < len(ids):
             message = "the prompt and each completion must have a token: one of a prompt comes before the first"
             raise InvalidRequestError(message, param="completions")

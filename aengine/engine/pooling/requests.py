@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 from ...errors import InvalidRequestError
-from ...limits.bounds import MAX_INPUTS
+from ...limits.bounds import MAX_INPUTS, MAX_SCORED_COMPLETIONS
 from ...limits.values import shown, unknown_name
 from ...outputs import Usage
 
@@ -214,6 +214,9 @@ class PoolingCalls:
         """
         if isinstance(completions, str | bytes | Mapping) or not isinstance(completions, Sequence):
             message = f"completions must be a list of texts or of token ids, not {type(completions).__name__}"
+            raise InvalidRequestError(message, param="completions")
+        if len(completions) > MAX_SCORED_COMPLETIONS:
+            message = f"there are {len(completions)} completions: one call may have {MAX_SCORED_COMPLETIONS}"
             raise InvalidRequestError(message, param="completions")
         for param, given in (("prompt", prompt), *(("completions", one) for one in completions)):
             if isinstance(given, bytes | Mapping) or not isinstance(given, Sequence) or not given:

@@ -54,7 +54,7 @@ class Mailbox:
         final_only: bool,
         num_choices: int = 0,
         want_logprobs: bool = False,
-        want_prompt_logprobs: bool = False,
+        has_results: bool = False,
         times: RequestTimes | None = None,
         output_type: OutputType | None = None,
         is_json: bool = False,
@@ -62,8 +62,9 @@ class Mailbox:
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         """``num_choices``: completions of the call; 0: the engine does not have the request yet. ``is_json``: the text
-        will be JSON. ``buffer``: where a reader on another thread takes tokens from. ``on_end`` is called once, when
-        nothing more will come."""
+        will be JSON. ``has_results``: the prompt's tokens have log-probabilities, the numbers of the first completion.
+        ``buffer``: where a reader on another thread takes tokens from. ``on_end`` is called once, when nothing more
+        will come."""
         self._on_end: Callable[[], None] | None = on_end
         self.times = times or RequestTimes()
         self.final_only = final_only  # no `Token`s are made, since only the completion is read
@@ -74,7 +75,7 @@ class Mailbox:
         self.error: BaseException | None = None
         self.choices = [ChoiceOutput(self, i, want_logprobs) for i in range(num_choices)]
         self.num_open = num_choices or 1  # completions that have not ended
-        self._want_prompt_logprobs = want_prompt_logprobs
+        self._has_results = has_results
         self.num_prompt_tokens = 0
         self.cached_tokens = 0
         self.output_type = output_type
@@ -144,7 +145,7 @@ class Mailbox:
 
     def prompt_logprobs(self) -> PromptLogprobs | None:
         """See `Completion.prompt_logprobs`; those that have come."""
-        if not self._want_prompt_logprobs:
+        if not self._has_results:
             return None
         return of_pieces(self.choices[0].numbers, self.num_prompt_tokens)
 

@@ -121,15 +121,15 @@ def _not_empty(ids: list[int]) -> list[int]:
     return ids
 
 
-def check_token_ids(ids: Sequence[int], vocab_size: int, max_model_len: int) -> list[int]:
-    """Return the ids as a list of valid ones that leave room for at least one more token.
+def check_token_ids(ids: Sequence[int], vocab_size: int, max_model_len: int, *, generates: bool = True) -> list[int]:
+    """Return the ids as a list of valid ones. ``generates``: they leave room for at least one more token.
 
     Raises:
         InvalidRequestError: something in it is no token id of this model.
         ContextLengthError: too many of them.
     """
-    if len(ids) >= max_model_len:
-        raise ContextLengthError(len(ids), max_model_len)
+    if len(ids) + generates > max_model_len:
+        raise ContextLengthError(len(ids), max_model_len, generates=generates)
     try:
         column = array("i", ids)  # takes whatever has __index__, numpy's integers too
         if min(column) >= 0 and max(column) < vocab_size:
