@@ -473,8 +473,8 @@ MOST_METHODS = 20
 
 
 BUDGETS = {
-    "root": 2625,
-    "checkpoint": 2350,
+    "root": 2608,
+    "checkpoint": 2367,
     "cli": 1550,
     "engine": 24490,
     "integrations": 2534,
