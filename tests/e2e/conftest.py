@@ -9,6 +9,7 @@ import pytest
 import torch
 from gguf import GGUFReader
 from gguf.quants import dequantize
+from page_runner import ForkedPages
 from pairs import some
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -102,3 +103,10 @@ def judge(smollm2: str) -> Iterator[Judge]:
     torch.set_num_threads(1)  # several wait for each other by spinning: twice the CPU time where others want the cores
     yield Judge(smollm2)
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def forked_pages() -> Iterator[ForkedPages]:
+    pages = ForkedPages()
+    yield pages
+    pages.close()

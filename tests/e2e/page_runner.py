@@ -7,16 +7,27 @@ notebook or in ``python -m asyncio``; any other runs as a file does, without a r
 their names. With ``--scripted`` its engines are those of `aengine.testing`, whatever model they name; with a FOLDER
 they are of the model in it. Exit code 1 and the traceback, with the page's line numbers, at the first that fails. A
 PAGE that is a Python file is run as it is.
+
+    python page_runner.py --forks
+
+runs for each line of its input, a JSON list of such arguments, in a fork: what most pages import is imported once.
 """
 
 from __future__ import annotations
 
 import ast
 import asyncio
+import gc
+import importlib
 import inspect
+import json
+import os
 import re
 import runpy
+import signal
+import subprocess
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 from typing import Any
@@ -84,7 +95,7 @@ async def _close(names: dict[str, Any]) -> None:
             await value.aclose()
 
 
-if __name__ == "__main__":
+def main() -> int:
     is_scripted = "--scripted" in sys.argv
     del sys.argv[0]
     if is_scripted:
@@ -99,4 +110,53 @@ if __name__ == "__main__":
             run_page(Path(sys.argv[0]))
     except BaseException:
         traceback.print_exc()
-        sys.exit(1)
+        return 1
+    return 0
+
+
+def serve() -> int:
+    """Fork for each line of the input, and say the fork's exit code. A fork ends as any program does."""
+    for name in ("openai.types.responses", "starlette.applications", "uvicorn", "aengine.testing"):
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # else the forks' first collections would copy every page
+    for line in sys.stdin:
+        folder, streams, arguments = json.loads(line)
+        if not (pid := os.fork()):
+            for fd, (name, mode) in enumerate(zip(("in", "out", "err"), "rww", strict=True)):
+                with open(f"{streams}/{name}", mode) as file:
+                    os.dup2(file.fileno(), fd)
+            os.chdir(folder)
+            sys.stdin = open(0, closefd=False)
+            sys.argv[1:] = arguments
+            return main()
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+    return 0
+
+
+class ForkedPages:
+    """Runs pages as this program does, without its imports."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-W", "error", __file__, "--forks"]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+
+    def run(self, *arguments: str, cwd: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with tempfile.TemporaryDirectory() as streams:
+            Path(streams, "in").write_text(stdin)
+            self._process.stdin.write(json.dumps([str(cwd), streams, arguments]) + "\n")
+            self._process.stdin.flush()
+            code = int(self._process.stdout.readline())
+            said = (Path(streams, name).read_text() for name in ("out", "err"))
+            return subprocess.CompletedProcess(arguments, code, *said)
+
+    def close(self) -> None:
+        with self._process as process:  # closes the pipes, and waits
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(serve() if sys.argv[1:] == ["--forks"] else main())

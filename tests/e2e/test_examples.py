@@ -10,18 +10,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+from page_runner import ForkedPages
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))  # behind all else: that folder has a conftest.py too
 from tiny import write_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
+Runs = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def run(*command: str, stdin: str = "", timeout: float = 120) -> subprocess.CompletedProcess[str]:
@@ -30,9 +33,10 @@ def run(*command: str, stdin: str = "", timeout: float = 120) -> subprocess.Comp
     )
 
 
-def run_scripted(example: str, *arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def run_scripted(forked_pages: ForkedPages) -> Runs:
     """An example over engines of `aengine.testing`: the real model runs in others."""
-    return run(str(Path(__file__).with_name("page_runner.py")), example, "--scripted", *arguments, stdin=stdin)
+    return partial(forked_pages.run, "--scripted", cwd=ROOT)
 
 
 def test_stream() -> None:
@@ -41,40 +45,40 @@ def test_stream() -> None:
     assert "Paris" in done.stdout and "prompt tokens" in done.stdout
 
 
-def test_batch() -> None:
+def test_batch(run_scripted: Runs) -> None:
     done = run_scripted("examples/batch.py", "40")
     assert done.returncode == 0, done.stderr
     assert "40 completions" in done.stdout
     assert "40/40" in done.stderr  # the progress bar
 
 
-def test_synchronous() -> None:
+def test_synchronous(run_scripted: Runs) -> None:
     done = run_scripted("examples/synchronous.py", "8")
     assert done.returncode == 0, done.stderr
     assert "8 completions" in done.stdout and len(done.stdout.splitlines()) > 6 and not done.stderr
 
 
-def test_extract() -> None:
+def test_extract(run_scripted: Runs) -> None:
     done = run_scripted("examples/extract.py")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 3 and all(line.startswith(("Review(mood=", "(length)")) for line in lines)
 
 
-def test_agent() -> None:
+def test_agent(run_scripted: Runs) -> None:
     done = run_scripted("examples/agent.py", "What is the weather in Paris?")
     assert done.returncode == 0, done.stderr
     assert 'calls get_weather({"city": "' in done.stdout and "Report(city=" in done.stdout.splitlines()[-1]
 
 
-def test_pydantic_ai_agents() -> None:
+def test_pydantic_ai_agents(run_scripted: Runs) -> None:
     done = run_scripted("examples/pydantic_ai_agents.py", "Paris", "Oslo")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("Paris: City(") and lines[1].startswith("Oslo: City(") and "requests" in lines[2]
 
 
-def test_chat() -> None:
+def test_chat(run_scripted: Runs) -> None:
     done = run_scripted("examples/chat.py", stdin="My name is Ada.\nWhat is my name?\n\n")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("model: ") == 2

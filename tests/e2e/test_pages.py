@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from page_runner import blocks_of
+from page_runner import ForkedPages, blocks_of
 from pairs import some
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))  # behind all else: that folder has a conftest.py too
@@ -20,8 +19,8 @@ WITH_A_TINY_MODEL = {"gpu"}
 
 
 @pytest.mark.extended  # three engines; the README's first program is that of examples/stream.py
-def test_the_readme_over_the_real_model(tmp_path: Path) -> None:
-    check(PAGES[0], tmp_path)
+def test_the_readme_over_the_real_model(tmp_path: Path, forked_pages: ForkedPages) -> None:
+    check(forked_pages, PAGES[0], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -29,22 +28,15 @@ def test_the_readme_over_the_real_model(tmp_path: Path) -> None:
     some(PAGES, *(page for page in PAGES if page.stem != "integrations")),  # its imports alone take ten seconds
     ids=lambda page: page.stem,
 )
-def test_page(page: Path, tmp_path: Path) -> None:
+def test_page(page: Path, tmp_path: Path, forked_pages: ForkedPages) -> None:
     over = ["--scripted"]
     if page.stem in WITH_A_TINY_MODEL:
         over = [str(write_tiny_model(tmp_path / "tiny", "llama"))]
-    check(page, tmp_path, *over)
+    check(forked_pages, page, tmp_path, *over)
 
 
-def check(page: Path, tmp_path: Path, *over: str) -> None:
-    runner = Path(__file__).with_name("page_runner.py")
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(runner), str(page), *over],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=170,
-    )
+def check(pages: ForkedPages, page: Path, folder: Path, *over: str) -> None:
+    done = pages.run(str(page), *over, cwd=folder)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 

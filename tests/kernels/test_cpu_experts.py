@@ -114,15 +114,14 @@ class Layer:
         return slots
 
     def one_by_one(self, residual: Tensor, x: Tensor, given: Routing) -> None:
-        """The same by products with one matrix."""
-        for row, (ids, weights) in enumerate(zip(given.expert_ids.tolist(), given.weights, strict=True)):
-            for expert, weight in sorted(zip(ids, weights, strict=True)):
-                if expert < NUM_EXPERTS:
-                    own = self.activations(x[row : row + 1])
-                    both = multiply(self.parts[0][expert], own, self.biases[0][expert])
-                    hidden = gate_experts(both, self.gate)
-                    out = multiply(self.parts[1][expert], self.activations(hidden), self.biases[1][expert])
-                    residual[row] += weight * out[0]
+        """The same by products with one matrix, of all rows that chose its expert."""
+        for expert in range(NUM_EXPERTS):
+            rows, choice = (given.expert_ids == expert).nonzero(as_tuple=True)
+            if len(rows):
+                both = multiply(self.parts[0][expert], self.activations(x[rows]), self.biases[0][expert])
+                hidden = gate_experts(both, self.gate)
+                out = multiply(self.parts[1][expert], self.activations(hidden), self.biases[1][expert])
+                residual[rows] += given.weights[rows, choice, None] * out
 
 
 @pytest.mark.parametrize("routes", ["one", "unused", "own"])

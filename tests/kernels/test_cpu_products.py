@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 from pathlib import Path
 
@@ -15,6 +16,7 @@ pytest.importorskip("llvmlite")
 import llvmlite.binding as llvm
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
+from pairs import some
 
 from aengine.kernels.cpu import codes, tape
 from aengine.kernels.cpu.codes import Activations, PackedMatrix
@@ -207,17 +209,28 @@ def test_a_recorded_product_has_a_norm_before_it(as_codes: bool) -> None:
     assert ((numbers(of) - normed).abs() <= normed.abs().amax() / (32512 if as_codes else 1e6))[:4].all()
 
 
+HALVES = (("q4_1", "iq4_nl", "float16"), ("q8_0", "q6_k", "int16"))
+"""Kinds of matrices, as processors have other instructions for them: one half for each processor in `make test`."""
+
+
 def other(features: str, tmp_path: Path) -> Library:
     """Kernels for a processor that has less than this one may have."""
     return Library(Target(host().triple, "x86-64", features), 1, CodeCache(tmp_path))
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="what AVX lacks is compared with what it has")
-@pytest.mark.parametrize("features", ["+avx,+fma,+f16c", "+avx,+fma,+f16c,+avx2"])
-def test_processors_compute_the_same(features: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("features", "kinds"),
+    some(
+        itertools.product(("+avx,+fma,+f16c", "+avx,+fma,+f16c,+avx2"), HALVES),
+        *zip(("+avx,+fma,+f16c", "+avx,+fma,+f16c,+avx2"), HALVES, strict=True),
+    ),
+)
+def test_processors_compute_the_same(
+    features: str, kinds: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sums of integers, and of float32 in the same order."""
     lesser = other(features, tmp_path)
-    kinds = ("q4_1", "q8_0", "q6_k", "iq4_nl", "int16", "float16")
     for kind in kinds:
         packed, _ = matrix(kind, 40, 256)
         of = activations(kind, torch.randn(7, 256), kind != "float16")
@@ -266,7 +279,9 @@ def test_tiles_multiply_many_rows_of_codes(kind: str, parts: int) -> None:
 
 
 @pytest.mark.skipif("AMX int8" not in instructions(), reason="this processor, or the system, has no AMX")
-@pytest.mark.parametrize("kind", ["q4_1", "q8_0", "q2_k", "q4_k", "q6_k", "iq4_nl", "int8"])
+@pytest.mark.parametrize(
+    "kind", some(["q4_1", "q8_0", "q2_k", "q4_k", "q6_k", "iq4_nl", "int8"], "q4_1", "q6_k", "int8")
+)
 def test_tiles_compute_what_vectors_do(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit by bit: rows in whole tiles, in none, and beyond them; more blocks than are unpacked at once."""
     lesser = other("+avx,+fma,+f16c,+avx2", tmp_path)
