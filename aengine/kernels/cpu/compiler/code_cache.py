@@ -23,7 +23,7 @@ from .target import Target
 
 logger = logging.getLogger("aengine.runner")
 
-MOST_FILES = 128
+MOST_FILES = 1024
 """Files that are kept; beyond, those that were not used for longest are removed."""
 
 _DIGEST_BYTES = 32
