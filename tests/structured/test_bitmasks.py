@@ -76,6 +76,9 @@ def test_the_loop_fills_few_quick_rows_and_none_of_a_slow_grammar() -> None:
     assert not are_short(slow) and not are_short(quick, slow)
     assert not are_short(*[quick] * 5)
     assert not are_short(grammar())  # nobody knows it yet
+    just = grammar()
+    note(just, *[bitmasks._SHORT_SECONDS / 2] * 4)
+    assert are_short(just) and not are_short(just, quick)
 
 
 class GroupMatcher:
@@ -253,6 +256,33 @@ async def test_both_threads_are_there_from_the_beginning() -> None:
     filler.begin()
     assert len(set(threading.enumerate()) - before) == 2
     await filler.aclose()
+
+
+class Numbers(Sums):
+    """A matcher of 1, 2, 3, ..."""
+
+    def fill(self, bitmask: Any, row: int) -> None:
+        bitmask[row, 0], bitmask[row, 1], bitmask[row, 2] = 1 << len(self.taken) + 1, 0, 0
+
+    def forced_tokens(self) -> list[int]:
+        return [len(self.taken) + 1 + i for i in range(3)]
+
+
+@pytest.mark.parametrize("num_jobs", [1, 4, 6])
+def test_the_ids_that_must_come_are_found_for_those_that_want_them(num_jobs: int) -> None:
+    compiled: Any = SimpleNamespace(mask_seconds=0.0, matcher=Numbers)
+    for drafts, are_certain in (((), False), ((2, 3), False), ((2, 3), True)):
+        for failing in (num_jobs, 0, num_jobs - 1):
+            filler, jobs = BitmaskFiller(VOCAB), []
+            for place in range(num_jobs):
+                ids = [FORBIDDEN] if place == failing else [1]
+                jobs.append(MaskJob(RequestGrammar(compiled), ids, drafts, are_certain, wants_forced=place % 2 == 0))
+            rows = bytearray(filler.row_bytes * sum(job.num_rows for job in jobs))
+            filled = filler._fill(jobs, rows)
+            following = [len(drafts) + 2 + i for i in range(3)]
+            assert filled.forced == {place: following for place in range(0, num_jobs, 2) if place != failing}
+            assert list(filled.failed) == [place for place in (failing,) if place < num_jobs]
+            assert all(job.grammar.matcher.taken == [1] for place, job in enumerate(jobs) if place != failing)
 
 
 @pytest.mark.parametrize("ids", [[], [4], [4, 5], [4, 5, 6]])

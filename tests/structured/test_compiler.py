@@ -10,12 +10,14 @@ import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from grammar_helpers import tiny, vocabulary, wide
 
 from aengine import StructuredOutput
+from aengine.engine.structured.bitmasks import MaskJob, RequestGrammar
 from aengine.engine.structured.compiler import GrammarCompiler
 from aengine.engine.structured.service import GrammarService
 from aengine.engine.structured.spec import GrammarSpec
@@ -594,6 +596,29 @@ async def test_a_start_that_fails_is_told_to_all_and_tried_again(monkeypatch: py
 
 def overload() -> None:
     raise EngineOverloadedError("can't start new thread", retry_after=1.0)
+
+
+async def test_closing_waits_for_the_rows_that_are_being_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aengine.engine.threads.pools._END_SECONDS", 30.0)
+    begun, gate = threading.Event(), threading.Event()
+
+    def make() -> Any:
+        begun.set()
+        gate.wait(60)
+        raise MemoryError
+
+    service = GrammarService(tiny(), 32)
+    compiled: Any = SimpleNamespace(mask_seconds=0.0, matcher=make)
+    filling: Any = service.bitmasks.fill([MaskJob(RequestGrammar(compiled), [])], bytearray(4))
+    assert await asyncio.to_thread(begun.wait, 60)
+    closing = asyncio.create_task(service.aclose())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not closing.done()
+    gate.set()
+    await closing
+    with pytest.raises(MemoryError):
+        await filling.filled
 
 
 @pytest.mark.parametrize("is_closed_first", [False, True])

@@ -18,6 +18,7 @@ from aengine.errors import GrammarError
         (r'root ::= [\u00e0-\u00ff] "\x41\U0001F600\n\"\\"', ['éA😀\n"\\'], []),
         (r"root ::= [\x41-\x43]+ [a-z\]]", ["ABz", "C]"], ["D]"]),
         (r'root ::= "\u0022\u005c"', ['"\\'], []),
+        (r'root ::= "\x7f\x80\ud7ff\ue000\U0010ffff"', ["\x7f\x80\ud7ff\ue000\U0010ffff"], []),
     ],
 )
 def test_escapes_stand_for_their_characters(grammar: str, right: list[str], wrong: list[str]) -> None:
@@ -40,9 +41,10 @@ def test_groups_of_one_repeated_item_are_repeated(grammar: str, right: list[str]
     assert [text for text in wrong if accepts(compiled.matcher(), tiny(), text)] == []
 
 
-def test_an_escape_that_is_no_character_is_named() -> None:
-    with pytest.raises(GrammarError, match="ud83d"):
-        backend_of("tiny").compile(spec_of(StructuredOutput(grammar=r'root ::= "a\ud83d"')))
+@pytest.mark.parametrize("escape", ["ud800", "udfff", "U00110000"])
+def test_an_escape_that_is_no_character_is_named(escape: str) -> None:
+    with pytest.raises(GrammarError, match=escape):
+        backend_of("tiny").compile(spec_of(StructuredOutput(grammar=f'root ::= "a\\{escape}"')))
 
 
 @pytest.mark.parametrize("relax", [False, True])

@@ -48,6 +48,8 @@ CASES: list[tuple[Part, list[str], list[str]]] = [
     (any_of(seq(Text("a"), any_of(NUMBER, Text("b"))), Text("c")), ["a7", "ab", "c"], ["7", "aa7", "a"]),
     (seq(Repeat(Text("a"), most=1), Repeat(Text("b"), 1), Repeat(Text("c"), 2, 3)), ["bcc", "abbccc"], ["acc", "bc"]),
     (Repeat(Text("a"), 2), ["aa", "aaaa"], ["a", ""]),
+    (Repeat(Text("a"), 0, 2), ["", "aa"], ["aaa"]),
+    (Repeat(Text("a"), 1, 1), ["a"], ["", "aa"]),
     (Repeat(seq(Text("a"), any_of(Text("b"), Text("c")))), ["", "abac"], ["a", "abc"]),
     (FreeText(), ["x", "any </s>\n text", "\x01"], [""]),
     (FreeText(without=("<t>", "stop")), ["<t", "sto p"], ["<t>", "a<t>b", "non-stop"]),

@@ -49,6 +49,10 @@ def test_a_decimal_is_a_number_of_so_many_digits() -> None:
     assert whole == {"type": "number", "multipleOf": 1, "minimum": 0, "exclusiveMaximum": 50}
     wide = OutputType.of(Annotated[Decimal, Field(max_digits=2, lt=5000, multiple_of=5)]).schema
     assert wide == {"type": "number", "multipleOf": 5, "exclusiveMinimum": -100, "exclusiveMaximum": 100}
+    part = OutputType.of(Annotated[Decimal, Field(max_digits=2, decimal_places=2, le=3)]).schema
+    assert part == {"type": "number", "multipleOf": 0.01, "exclusiveMinimum": -1, "maximum": 3}
+    for digits, limits in ((15, {"exclusiveMinimum": -(10**15), "exclusiveMaximum": 10**15}), (16, {})):
+        assert OutputType.of(Annotated[Decimal, Field(max_digits=digits)]).schema == {"type": "number", **limits}
 
 
 @pytest.mark.parametrize("digits", [12, 15, 16, 20, 25, 38, 60])

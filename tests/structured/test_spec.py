@@ -147,6 +147,7 @@ def cyclic() -> Any:
     [
         ({"default": {1, 2}}, "$.default", "of type set"),
         ({"default": [0, b"x"]}, "$.default[1]", "of type bytes"),
+        ({"default": {"a": {"b": 1}, "c": [[0], {"d": b"x"}]}}, "$.default.c[1].d", "of type bytes"),
         ({"default": {"a b": float("nan")}}, '$.default["a b"]', "nan"),
         ({"default": float("inf")}, "$.default", "inf"),
         ('{"default": 1e999}', "$.default", "inf"),

@@ -146,12 +146,11 @@ class BitmaskFiller:
     def fill(self, jobs: Sequence[MaskJob], rows: memoryview | bytearray) -> Filled | Filling:
         """Fill ``rows``, int32 [rows of all jobs, ceil(vocab_size / 32)]: at once, or begin to. Failed ones allow all.
 
-        Raises EngineClosedError: see `check_open`.
+        Raises EngineClosedError after `close`, or the filling does, unless they are filled at once.
         """
         has_ahead = any(job.grammar.ahead is not None for job in jobs)
         if not has_ahead and _are_short(jobs):
             return self._fill(jobs, rows)  # waking a thread would take longer
-        self.check_open()
         loop = asyncio.get_running_loop()
         free_until: asyncio.Future[float] = loop.create_future()
         filled: asyncio.Future[Filled]
@@ -177,9 +176,8 @@ class BitmaskFiller:
     ) -> asyncio.Future[tuple[bytearray, Filled]]:
         """Begin to fill its next row, which `fill` will find, if it is still wanted when its turn comes.
 
-        Nobody else may touch the grammar until it is done.
+        Nobody else may touch the grammar until it is done. Raises EngineClosedError after `close`.
         """
-        self.check_open()
         job = MaskJob(grammar, grammar.take_pending())
         grammar.ahead = self._slow_pool.run(self._fill_one, job, is_wanted)
         return grammar.ahead
@@ -336,7 +334,7 @@ def _are_short(jobs: Sequence[MaskJob]) -> bool:
     """Return whether the loop may fill them: not a slow grammar's, however quick its last rows were."""
     if len(jobs) > _FEW_ROWS or any(job.grammar.is_slow for job in jobs):
         return False
-    return sum(job.grammar.seconds for job in jobs) < _SHORT_SECONDS
+    return sum(job.grammar.seconds for job in jobs) <= _SHORT_SECONDS
 
 
 def _forced_ids(matcher: Matcher, row: memoryview | bytearray) -> list[int]:

@@ -122,8 +122,7 @@ class GrammarCompiler:
 
     async def aclose(self) -> None:
         """Fail the waiters, end the threads; waits for a compile in progress a second at most. May be called twice."""
-        self._fail_all()
-        self._finalizer()
+        self.drop_tables()
         await end_pools(self._pool, self._slow_pool)
 
     def abandon(self) -> None:
@@ -140,8 +139,6 @@ class GrammarCompiler:
         progress keeps them until it ends."""
         self.abandon()
         self._cache.clear()
-        self._cached_bytes = 0
-        self._failures.clear()
         self._backends = None
 
     def _open_backends(self) -> Backends:
@@ -257,16 +254,6 @@ class GrammarCompiler:
         self._failures.move_to_end(spec)
         while len(self._failures) > _MAX_FAILURES:
             self._failures.popitem(last=False)
-
-    def _fail_all(self) -> None:
-        self._closed = True
-        for work in list(self._works.values()):
-            if work.timer is not None:
-                work.timer.cancel()
-            _settle_all(work, EngineClosedError("the engine was closed while the grammar was compiled"))
-        self._works.clear()
-        self._cache.clear()
-        self._cached_bytes = 0
 
 
 # -- in a thread of a pool

@@ -111,7 +111,6 @@ class GrammarService:
     async def aclose(self) -> None:
         """Close, and wait for the threads; at most a second for a compile in progress."""
         self._closed = True
-        self.bitmasks.close()
         tasks = [task for task in (self._warming, self._starting) if task is not None]
         for task in tasks:
             task.cancel()
