@@ -25,10 +25,12 @@ def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
         from .triton import bitmask as triton_op
 
         return triton_op.apply_bitmask(logits, rows, bitmask)
-    if rows.numel() and int(rows.min()) < 0:
-        bitmask, rows = bitmask[rows >= 0], rows[rows >= 0]
+    is_real = rows >= 0
+    if not is_real.all():
+        bitmask, rows = bitmask[is_real], rows[is_real]
     # A byte is eight numbers to add: one look-up instead of eight shifts.
-    addend = _addend_of_byte().index_select(0, bitmask.flatten().int()).view(rows.shape[0], -1)[:, :vocab_size]
+    addend = _addend_of_byte().index_select(0, bitmask.flatten().int()).view(len(rows), 8 * bitmask.shape[1])
+    addend = addend[:, :vocab_size]
     if rows.shape[0] == len(logits):
         logits.index_add_(0, rows, addend)
     else:

@@ -16,15 +16,16 @@ from aengine.kernels.gumbel import gumbel_sample
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 1000])
 def test_against_bits(rng: random.Random, gen: torch.Generator, vocab_size: int) -> None:
     n, words = 5, (vocab_size + 31) // 32
-    for rows in ([0, 1, 2, 3, 4], [3, 0], [-1, 4], [4]):
+    for rows in ([0, 1, 2, 3, 4], [3, 0], [-1, 4], [4], [-1], []):
         logits = torch.randn(n, vocab_size, generator=gen)
         wanted = logits.clone()
-        masks = np.array([[rng.getrandbits(32) for _ in range(words)] for _ in rows], dtype="<u4")
+        drawn = [rng.getrandbits(32) for _ in range(len(rows) * words)]
+        masks = np.array(drawn, dtype="<u4").reshape(len(rows), words)
         for row, mask in zip(rows, masks):
             for token in range(vocab_size) if row >= 0 else ():
                 if not int(mask[token // 32]) >> token % 32 & 1:
                     wanted[row, token] = -torch.inf
-        apply_bitmask(logits, torch.tensor(rows), torch.from_numpy(masks.view(np.uint8)))
+        apply_bitmask(logits, torch.tensor(rows, dtype=torch.int64), torch.from_numpy(masks.view(np.uint8)))
         assert torch.equal(logits, wanted)
 
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import product
 
 import torch
 
 from aengine.kernels.dispatch import torch_reference
 from aengine.kernels.penalties import IN_PROMPT, PenaltyInputs, apply_penalties, count_sampled, count_tokens
 
-NUM_ROWS = 9  # of the table
+NUM_ROWS = 10  # of the table
+KINDS = [*product((False, True), repeat=3)]  # which of the three penalties a row has
 
 
-def random_inputs(
-    rng: random.Random, n: int, vocab_size: int, width: int
-) -> tuple[PenaltyInputs, list[list[int]], list[int]]:
-    """(the inputs of n rows, some of which have no penalty or are padding; their tokens; how many of these are the
-    prompt's)"""
-    rows = rng.sample(range(NUM_ROWS), n)
+def random_inputs(rng: random.Random, vocab_size: int, width: int) -> tuple[PenaltyInputs, list[list[int]], list[int]]:
+    """(the inputs of a row of each kind, and one of padding; their tokens; how many of these are the prompt's)"""
+    kinds = [*KINDS, (True, True, True)]
+    n, order = len(kinds), rng.sample(range(len(kinds)), len(kinds))
+    rows = [0, *rng.sample(range(1, NUM_ROWS), n - 1)]
     tokens = [[rng.randrange(vocab_size) for _ in range(rng.randint(1, width))] for _ in rows]
     prompts = [rng.randint(1, len(ids)) for ids in tokens]
     counts = torch.full((NUM_ROWS, vocab_size), 99, dtype=torch.int32)
@@ -26,9 +27,9 @@ def random_inputs(
         count_tokens(counts[row], torch.tensor(ids, dtype=torch.int32), prompt)
     words = torch.empty(n, 16)  # as in the runner, columns of one table
     for i in range(n):
-        given = torch.tensor([rng.uniform(0.3, 2), rng.uniform(-2, 2), rng.uniform(-2, 2)])
-        words[i, 1:4] = torch.where(torch.tensor([rng.random() < 0.7] * 3), given, torch.tensor([1.0, 0.0, 0.0]))
-    rows = [-1 if rng.random() < 0.2 else row for row in rows]
+        given = torch.tensor([rng.choice([0.4, 1.7]), rng.choice([-2.0, 1.0]), rng.choice([-1.0, 1.5])])
+        words[i, 1:4] = torch.where(torch.tensor(kinds[order[i]]), given, torch.tensor([1.0, 0.0, 0.0]))
+    rows = [-1 if kind == len(KINDS) else row for kind, row in zip(order, rows)]
     return PenaltyInputs(torch.tensor(rows), counts, words[:, 1], words[:, 2], words[:, 3]), tokens, prompts
 
 
@@ -45,9 +46,9 @@ def on(inputs: PenaltyInputs, device: torch.device) -> PenaltyInputs:
 
 
 def test_against_naive(rng: random.Random, gen: torch.Generator) -> None:
-    for _ in range(10):
-        n, vocab_size = 6, rng.choice([5, 300])
-        inputs, tokens, prompts = random_inputs(rng, n, vocab_size, 40)
+    for vocab_size in (5, 300) * 4:
+        inputs, tokens, prompts = random_inputs(rng, vocab_size, 40)
+        n = len(tokens)
         logits = random_logits(gen, n, vocab_size)
         wanted = logits.double()
         for i in (i for i in range(n) if inputs.rows[i] >= 0):
@@ -65,8 +66,8 @@ def test_against_naive(rng: random.Random, gen: torch.Generator) -> None:
 
 def test_triton_against_the_reference(rng: random.Random, gen: torch.Generator, triton_device: torch.device) -> None:
     for vocab_size, width in ((5, 40), (300, 40), (5000, 1500)):
-        n = 5
-        inputs, _, _ = random_inputs(rng, n, vocab_size, width)
+        inputs, _, _ = random_inputs(rng, vocab_size, width)
+        n = len(inputs.rows)
         logits = random_logits(gen, n, vocab_size)
         got, there = logits.clone().to(triton_device), on(inputs, triton_device)
         apply_penalties(got, there)

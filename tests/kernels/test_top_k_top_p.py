@@ -128,13 +128,13 @@ def test_triton_where_the_list_is_too_short(
     from aengine.kernels.triton import nucleus
 
     monkeypatch.setattr(nucleus, "LIST_SIZE", 16)
-    logits = torch.randn(6, 700, generator=gen) * 0.1
+    logits = torch.randn(7, 700, generator=gen) * 0.1
     logits[::2] = logits[::2].half().float()
     logits[5, ::3] = logits[5].max()
-    top_k, top_p = [300, 200, 0, 0, 699, 0], [1.0, 0.5, 0.9, 0.6, 0.99, 0.3]
-    columns = torch.ones(6), torch.tensor(top_k).int(), torch.tensor(top_p), torch.zeros(6)
+    top_k, top_p = [300, 200, 0, 0, 699, 0, 300], [1.0, 0.5, 0.9, 0.6, 0.99, 0.3, 1.0]  # no list follows the last
+    columns = torch.ones(7), torch.tensor(top_k).int(), torch.tensor(top_p), torch.zeros(7)
     cutoff = find_cutoff(logits.to(triton_device), *(column.to(triton_device) for column in columns)).cpu()
-    for i in range(6):
+    for i in range(7):
         check_row(logits[i], top_k[i], float(columns[2][i]), 1.0, cutoff[i])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -160,6 +161,18 @@ def test_end_of_sequence_is_one_token(backend: Backend, tokenizer: Tokenizer) ->
     with pytest.raises(MatcherError, match="1 tokens"):
         matcher.rollback(1)
     assert accepts(matcher, tokenizer, "a")
+
+
+def test_a_matcher_that_fails_as_it_is_rolled_back_says_so(backend: Backend, tokenizer: Tokenizer) -> None:
+    """The library's next mask would allow the end alone, and say nothing."""
+    matcher: Any = matcher_of(backend, GrammarSpec("regex", "a+"))
+    assert matcher.accept(tokenizer.encode("aa", False)) > 0
+    said = iter((False, True))
+    matcher._inner = SimpleNamespace(
+        is_error=lambda: next(said), get_error=lambda: "no such state", rollback=lambda number: None
+    )
+    with pytest.raises(MatcherError, match="no such state"):
+        matcher.rollback(1)
 
 
 def vocabulary_ends(backend: Backend) -> tuple[int, ...]:

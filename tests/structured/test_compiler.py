@@ -594,6 +594,30 @@ async def test_a_start_that_fails_is_told_to_all_and_tried_again(monkeypatch: py
     await service.aclose()
 
 
+async def test_a_start_that_fails_when_nobody_waits_any_more_is_nobody_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["message"]))
+    gate = asyncio.Event()
+
+    async def fail(*args: Any) -> None:
+        await gate.wait()
+        overload()
+
+    monkeypatch.setattr("aengine.engine.structured.service.run_in_thread", fail)
+    service = GrammarService(tiny(), 300)
+    asked = asyncio.ensure_future(service.prepare(LETTERS))
+    for is_failing in (False, True):
+        for _ in range(5):
+            await asyncio.sleep(0)
+        if not is_failing:
+            asked.cancel()
+            await asyncio.wait([asked])
+            gate.set()
+    gc.collect()
+    await service.aclose()
+    assert not [message for message in told if "never retrieved" in message]
+
+
 def overload() -> None:
     raise EngineOverloadedError("can't start new thread", retry_after=1.0)
 

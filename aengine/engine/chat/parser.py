@@ -305,7 +305,4 @@ class ChatParser:
 
 def _new_builder(tool_format: ToolFormat, reasoning: ReasoningFormat | None, shown: dict[int, str]) -> MessageBuilder:
     is_continued = reasoning is not None and reasoning.is_continued
-    builder = MessageBuilder(tool_format.id_length, shown, is_continued=is_continued)
-    if reasoning is not None and reasoning.begun:
-        builder.start_afresh()
-    return builder
+    return MessageBuilder(tool_format.id_length, shown, is_continued=is_continued)
