@@ -191,6 +191,48 @@ def test_what_depends_on_a_member_names_it_and_others():
         assert list(schema["properties"]) == ["a", "b", "c"] and schema["additionalProperties"] is False
 
 
+REQUIRED = [{**A, "required": ["a"]}, {**B, "required": ["b"]}]
+ELSEWHERE = {
+    "a definition beside other keywords": (
+        {"properties": {"x": {"$ref": "#/$defs/A"}, "y": {"$ref": "#/$defs/A", **B}}, "$defs": {"A": A}},
+        [{"x": {"a": 1}, "y": {"a": 1, "b": 1}}],
+        [{"x": {"b": 1}}, {"y": {"c": 1}}],
+    ),
+    "a definition that is a condition": (
+        {
+            "properties": {
+                "x": {"$ref": "#/$defs/A"},
+                "y": {**B, "if": {"$ref": "#/$defs/A"}, "then": {"required": ["b"]}},
+            },
+            "$defs": {"A": A},
+        },
+        [{"x": {"a": 1}}, {"y": {"a": 1, "b": 1}}],
+        [{"x": {"b": 1}}, {"y": {"a": 1}}, {"y": {"b": 1, "c": 1}}],
+    ),
+    "oneOf that nothing tells apart": ({"oneOf": REQUIRED}, [{"a": 1}, {"b": 1}], [{"a": 1, "b": 1}, {"a": 1, "c": 1}]),
+    "a definition in oneOf that nothing tells apart": (
+        {"properties": {"x": {"$ref": "#/$defs/A"}, "y": {"oneOf": [{"$ref": "#/$defs/A"}, REQUIRED[1]]}},
+         "$defs": {"A": REQUIRED[0]}},
+        [{"x": {"a": 1}, "y": {"b": 1}}, {"y": {"a": 1}}],
+        [{"x": {"a": 1, "b": 1}}, {"y": {"a": 1, "b": 1}}, {"y": {"a": 1, "c": 1}}],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_places_are_closed_where_the_library_reads_no_such_schema(name):
+    schema, right, wrong = copy.deepcopy(ELSEWHERE[name])
+    close_objects(schema)
+    closed = jsonschema.Draft202012Validator(schema)
+    assert all(map(closed.is_valid, right)) and not any(map(closed.is_valid, wrong))
+
+
+def test_a_place_that_refers_to_elsewhere_stays_open():
+    for schema in ({**A, "$ref": "http://x/y"}, {"allOf": [A, {"$ref": "#/$defs/none"}]}):
+        close_objects(schema)
+        assert "additionalProperties" not in schema
+
+
 def test_objects_are_open_where_that_is_asked_for():
     for schema in (A, {"allOf": [A, B]}, TWO_USES):
         spec = spec_of(StructuredOutput(json_schema=schema, open_objects=True))
