@@ -25,12 +25,11 @@ def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
         from .triton import bitmask as triton_op
 
         return triton_op.apply_bitmask(logits, rows, bitmask)
-    is_real = rows >= 0
-    if not is_real.all():
+    if not (is_real := rows >= 0).all():
         bitmask, rows = bitmask[is_real], rows[is_real]
     # A byte is eight numbers to add: one look-up instead of eight shifts.
-    addend = _addend_of_byte().index_select(0, bitmask.flatten().int()).view(len(rows), 8 * bitmask.shape[1])
-    addend = addend[:, :vocab_size]
+    addends = _addend_of_byte().index_select(0, bitmask.flatten().int())
+    addend = addends.view(len(rows), 8 * bitmask.shape[1])[:, :vocab_size]
     if rows.shape[0] == len(logits):
         logits.index_add_(0, rows, addend)
     else:
@@ -41,5 +40,4 @@ def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
 @functools.cache
 def _addend_of_byte() -> Tensor:
     """Return float32 [256, 8]: 0 where the bit is set, -inf where it is not."""
-    bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
-    return torch.where(bits == 1, 0.0, -torch.inf)
+    return torch.where((torch.arange(256)[:, None] >> torch.arange(8)) % 2 == 1, 0.0, -torch.inf)
