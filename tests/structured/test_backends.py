@@ -163,14 +163,15 @@ def test_end_of_sequence_is_one_token(backend: Backend, tokenizer: Tokenizer) ->
     assert accepts(matcher, tokenizer, "a")
 
 
-def test_a_matcher_that_fails_as_it_is_rolled_back_says_so(backend: Backend, tokenizer: Tokenizer) -> None:
+def test_a_matcher_that_fails_as_it_is_rolled_back_says_so(
+    backend: Backend, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The library's next mask would allow the end alone, and say nothing."""
     matcher: Any = matcher_of(backend, GrammarSpec("regex", "a+"))
     assert matcher.accept(tokenizer.encode("aa", False)) > 0
     said = iter((False, True))
-    matcher._inner = SimpleNamespace(
-        is_error=lambda: next(said), get_error=lambda: "no such state", rollback=lambda number: None
-    )
+    failing = {"is_error": lambda: next(said), "get_error": lambda: "no such state", "rollback": lambda number: None}
+    monkeypatch.setattr(matcher, "_inner", SimpleNamespace(**failing))
     with pytest.raises(MatcherError, match="no such state"):
         matcher.rollback(1)
 

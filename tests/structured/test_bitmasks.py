@@ -269,20 +269,23 @@ class Numbers(Sums):
 
 
 @pytest.mark.parametrize("num_jobs", [1, 4, 6])
-def test_the_ids_that_must_come_are_found_for_those_that_want_them(num_jobs: int) -> None:
+async def test_the_ids_that_must_come_are_found_for_those_that_want_them(num_jobs: int) -> None:
     compiled: Any = SimpleNamespace(mask_seconds=0.0, matcher=Numbers)
+    filler = BitmaskFiller(VOCAB)
     for drafts, are_certain in (((), False), ((2, 3), False), ((2, 3), True)):
         for failing in (num_jobs, 0, num_jobs - 1):
-            filler, jobs = BitmaskFiller(VOCAB), []
+            jobs = []
             for place in range(num_jobs):
                 ids = [FORBIDDEN] if place == failing else [1]
                 jobs.append(MaskJob(RequestGrammar(compiled), ids, drafts, are_certain, wants_forced=place % 2 == 0))
             rows = bytearray(filler.row_bytes * sum(job.num_rows for job in jobs))
-            filled = filler._fill(jobs, rows)
+            filling = filler.fill(jobs, rows)
+            filled = filling if isinstance(filling, Filled) else await filling.filled
             following = [len(drafts) + 2 + i for i in range(3)]
             assert filled.forced == {place: following for place in range(0, num_jobs, 2) if place != failing}
             assert list(filled.failed) == [place for place in (failing,) if place < num_jobs]
             assert all(job.grammar.matcher.taken == [1] for place, job in enumerate(jobs) if place != failing)
+    await filler.aclose()
 
 
 @pytest.mark.parametrize("ids", [[], [4], [4, 5], [4, 5, 6]])
