@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PACKAGE_FOLDER",
     "PLATFORMS",
+    "PROPOSERS",
     "WORKERS",
     "EngineConfig",
     "is_offline",
@@ -158,10 +159,11 @@ class EngineConfig:
     """Seconds that requests which decode may wait for a step with prompts: it has as many tokens of these as steps so
     far had in that time, and with a small model on a GPU no more than run as one launch (2,304). It may take six times
     as long as it would without prompts, and longer where many requests wait for their first token. None: no limit."""
-    speculation: Literal["none", "ngram", "ngram_worker"] = "none"
+    speculation: str = "none"
     """Which tokens are guessed, so that a step brings several where the guess is right (docs/speculation.md); the
-    output is the same. "ngram": those that came after the last ones where these occurred before, in the prompt or in
-    the completion; "ngram_worker": the same, found by the worker."""
+    output is the same. "suffix", or "ngram": those that came after the last ones where these occurred before, in the
+    prompt or in the completion; "suffix_past": or in the outputs of earlier requests of the same cache_salt;
+    "ngram_worker": found by the worker. Or the name of an entry point in the group "aengine.proposers"."""
     tensor_parallel_size: int = 1
     """Ranks that share each layer of the model (docs/parallel.md): a GPU each; with device="cpu" a process each."""
     pipeline_parallel_size: int = 1
@@ -321,6 +323,7 @@ class EngineConfig:
                 "device", self.device, "a name without numbers with executor='ray', as Ray chooses the GPUs"
             )
         _check_worker(self.worker)
+        _check_speculation(self.speculation)
         if self.worker_extension is not None and not _is_in_module(self.worker_extension):
             raise not_valid("worker_extension", self.worker_extension, "'module:Class', or None")
         for name in ("progress", "on_request_end"):
@@ -437,6 +440,13 @@ def _check_worker(worker: object) -> None:
     raise not_valid("worker", worker, f"'module:function', or one of {', '.join(map(repr, registered(WORKERS)))}")
 
 
+def _check_speculation(name: object) -> None:
+    """Raise InvalidRequestError unless it is a known name."""
+    if not isinstance(name, str) or (name != "none" and target_of(PROPOSERS, name) is None):
+        known = ("none", *registered(PROPOSERS))
+        raise not_valid("speculation", name, f"one of {', '.join(map(repr, known))}")
+
+
 def _is_in_module(name: object) -> bool:
     """Whether it looks like "module:name"."""
     module, _, own = name.partition(":") if isinstance(name, str) else ("", "", "")
@@ -506,11 +516,14 @@ def is_offline() -> bool:
 
 WORKERS = "aengine.workers"
 """The group of functions that load a model: see workers/loaded.py."""
+PROPOSERS = "aengine.proposers"
+"""The group of what guesses tokens: see engine/speculation/proposer.py."""
 PLATFORMS = "aengine.platforms"
 """The group of classes of devices: see runner/platforms/platform.py."""
 
 _OWN = {
     WORKERS: {"default": "aengine.runner.startup.begin:load_model"},
+    PROPOSERS: dict.fromkeys(("suffix", "ngram", "suffix_past", "ngram_worker"), "aengine.engine.speculation.proposer"),
     PLATFORMS: {
         "cuda": "aengine.runner.platforms.cuda:CudaPlatform",
         "cpu": "aengine.runner.platforms.cpu:CpuPlatform",

@@ -40,7 +40,7 @@ TENSOR, PIPELINE, REPLICAS = "`tensor_parallel_size`", "`pipeline_parallel_size`
 SHARED, RAY = "shared experts", '`executor="ray"`'
 DIVISIONS = (TENSOR, PIPELINE, REPLICAS, SHARED, RAY)
 SWAPPED = "`swap_space_bytes`"
-LOOKUP, FOUND = '`speculation="ngram"`', '`speculation="ngram_worker"`'
+LOOKUP, FOUND = '`speculation="suffix"`', '`speculation="ngram_worker"`'
 KV_CODES = '`kv_cache_dtype="fp8"`'
 SETTINGS = (SWAPPED, LOOKUP, FOUND, KV_CODES)
 WALKED = (*FAMILIES[:-1], *FORMATS[1:], TENSOR)

@@ -309,11 +309,11 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
         },
     ),
     "drafts by lookup": (
-        {"ngram"},
+        {"ngram", "SuffixHistory", "PastTexts", "TokenIndex"},
         {
             "config.py",  # its setting
             "settings.py",
-            "engine/replicas/replica.py",  # chooses it
+            "engine/speculation/",
         },
     ),
     "drafts": (

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..checkpoint.sampling_defaults import SamplingDefaults
 from ..config import EngineConfig
 from ..errors import EngineClosedError, EngineError, InternalError
 from ..telemetry.listeners import Listeners
-from ..telemetry.metrics import Counters, ReplicaStatistics, Statistics
+from ..telemetry.metrics import Counters, Statistics, sums_of
 from ..telemetry.observer import Observer
 from .admission import Admission
 from .admission_queue import AdmissionQueue
@@ -40,8 +40,6 @@ from .worker_control import NUM_RESTARTS_TOLD
 logger = logging.getLogger("aengine")
 
 _ALIVE = ("running", "draining")
-_SUMS = {one.name for one in fields(ReplicaStatistics)} - {"state", "num_waiting", "num_restarts"}
-"""Numbers of an engine that are sums of its replicas'."""
 
 
 class EngineCore:
@@ -170,9 +168,8 @@ class EngineCore:
         restarts = sorted(
             (one for replica in replicas for one in tuple(replica.worker.restarts)), key=lambda one: one.time
         )
-        sums: dict[str, Any] = {name: sum(getattr(one, name) for one in own) for name in _SUMS}
         return Statistics(
-            **sums,
+            **sums_of(own),
             **asdict(counters),
             num_waiting=len(self.queue) + self.admission.num_preempted,
             block_size=self.ready["block_size"],

@@ -98,7 +98,7 @@ class GrammarGate:
         for batch_idx, request in due:
             grammar = request.grammar
             assert grammar is not None
-            drafts, are_certain = step.ahead.get(batch_idx, NOTHING_AHEAD)
+            drafts, are_certain, _ = step.ahead.get(batch_idx, NOTHING_AHEAD)
             jobs.append(MaskJob(grammar, grammar.take_pending(), drafts, are_certain, wants_forced))
         filled = bitmasks.fill(jobs, rows)
         return Masks(step, [request for _, request in due], batch_idx_column, rows, shared is not None, filled)

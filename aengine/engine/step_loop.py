@@ -271,9 +271,10 @@ class StepLoop:
         """
         step = self.scheduler.oldest_step
         sampled, failed, results, num_rows, begun = self.scheduler.update(output)
-        if output.seconds and step is not None and step.num_prompt_tokens and not step.is_gated:
+        assert step is not None, "update has found it"
+        if output.seconds and step.num_prompt_tokens and not step.is_gated:
             self._step_time.learn(step.num_tokens, output.seconds)
-        self._speculation.note_tokens(sampled)
+        self._speculation.note_answer(step, output.seconds, sampled)
         self._counters.generated_tokens += len(sampled)
         self._answered = self._observer.note_answer(begun, num_rows, self._answered)
         begun.clear()  # an idle engine must hold no request

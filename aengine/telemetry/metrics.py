@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate, zip_longest
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..outputs import RequestEnd
@@ -70,6 +71,33 @@ class WorkerRestart:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftStatistics:
+    """What was verified of the drafts of one proposer."""
+
+    proposer: str  # "grammar", or what the setting `speculation` names
+    num_drafts: int  # times that tokens were drafted for a request in a step, and verified
+    drafted_tokens: int  # tokens of these drafts
+    accepted_tokens: int  # those of them that the request got
+    accepted_by_position: tuple[int, ...]  # how often the first token of a draft was accepted, the second, ...
+
+    @classmethod
+    def sums(cls, each: Iterable[DraftStatistics]) -> tuple[DraftStatistics, ...]:
+        """Return one for each proposer."""
+        found: dict[str, DraftStatistics] = {}
+        for new in each:
+            old = found.get(new.proposer, cls(new.proposer, 0, 0, 0, ()))
+            places = zip_longest(old.accepted_by_position, new.accepted_by_position, fillvalue=0)
+            found[new.proposer] = cls(
+                new.proposer,
+                old.num_drafts + new.num_drafts,
+                old.drafted_tokens + new.drafted_tokens,
+                old.accepted_tokens + new.accepted_tokens,
+                tuple(map(sum, places)),
+            )
+        return tuple(found.values())
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaStatistics:
     """One replica of the model at one moment. Counts are since the engine's start."""
 
@@ -86,6 +114,16 @@ class ReplicaStatistics:
     num_drafts: int  # times that tokens were drafted for a request in a step, and verified
     drafted_tokens: int  # tokens of these drafts
     accepted_tokens: int  # those of them that the request got
+    drafts: tuple[DraftStatistics, ...]  # the same by proposer
+
+
+_SUMS = {one.name for one in fields(ReplicaStatistics)} - {"state", "num_waiting", "num_restarts", "drafts"}
+
+
+def sums_of(replicas: Sequence[ReplicaStatistics]) -> dict[str, Any]:
+    """Return those fields of `Statistics` that are sums of its replicas'."""
+    sums: dict[str, Any] = {name: sum(getattr(one, name) for one in replicas) for name in _SUMS}
+    return sums | {"drafts": DraftStatistics.sums(each for one in replicas for each in one.drafts)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +151,7 @@ class Statistics:
     num_drafts: int  # times that tokens were drafted for a request in a step, and verified
     drafted_tokens: int  # tokens of these drafts
     accepted_tokens: int  # those of them that the request got
+    drafts: tuple[DraftStatistics, ...]  # the same by proposer
     loop_lag: float  # seconds by which the host's loop was late lately, at worst; 0.0 when idle
     num_rejected: int  # calls that were refused because the queue was full
     finish_reasons: dict[str, int]  # requests by FinishReason; one with n completions counts by its first

@@ -9,6 +9,7 @@ dashboards read already; what vLLM does not have begins with "aengine:".
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import EngineClosedError
@@ -166,6 +167,7 @@ class PrometheusCollector(Collector):
             config.add_metric([*labels, str(statistics.block_size), str(statistics.num_blocks)], 1)
         yield ends
         yield config
+        yield from _drafts(running)
         for name, text, histogram_of in _HISTOGRAMS:
             histograms = HistogramMetricFamily(name, text, labels=_LABELS)
             for labels, statistics in running:
@@ -188,6 +190,22 @@ def _families(
             if (value := value_of(source)) is not None:
                 family.add_metric(labels, value)
         yield family
+
+
+def _drafts(running: list[tuple[_Labels, Statistics]]) -> Iterator[Metric]:
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+    places = CounterMetricFamily(name, "Accepted tokens by position in a draft.", labels=[*_LABELS, "position"])
+    labels = [*_LABELS, "proposer"]
+    drafted = CounterMetricFamily("aengine:drafted_tokens", "Tokens drafted, by who proposed them.", labels=labels)
+    accepted = CounterMetricFamily("aengine:accepted_tokens", "Tokens accepted, by who proposed them.", labels=labels)
+    for labels_of, statistics in running:
+        counts = zip_longest(*(each.accepted_by_position for each in statistics.drafts), fillvalue=0)
+        for position, count in enumerate(map(sum, counts)):
+            places.add_metric([*labels_of, str(position)], count)
+        for each in statistics.drafts:
+            drafted.add_metric([*labels_of, each.proposer], each.drafted_tokens)
+            accepted.add_metric([*labels_of, each.proposer], each.accepted_tokens)
+    yield from (places, drafted, accepted)
 
 
 def _kv_usage(statistics: Statistics | ReplicaStatistics) -> float:

@@ -11,7 +11,7 @@ import pytest
 from conftest_api import settled
 from test_recovery import death, essence, no_delay, work
 
-from aengine import AsyncLLM, InvalidRequestError, SamplingParams, StructuredOutput
+from aengine import AsyncLLM, InvalidRequestError, SamplingParams, StructuredOutput, config
 
 __all__ = ["no_delay"]  # a fixture
 
@@ -24,17 +24,48 @@ def verse(req_idx: int, position: int) -> int:
     return 300 + (position % 19 if position % 90 else position % 997)
 
 
-async def test_drafts_change_no_output(make_engine: Make, rng: random.Random) -> None:
+class Foolish:
+    """A proposer that is right, wrong, or returns what is no token, after some calls."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.num_calls = 0
+
+    def begin(self, token_ids: list[int]) -> int:
+        return len(token_ids)
+
+    def propose(self, kept: int, new_token_ids: list[int], most: int) -> list[int]:
+        self.num_calls += 1
+        return [300 + self.num_calls % 19] * min(3, most) if self.num_calls < 60 else [-1]
+
+
+@pytest.fixture
+def foolish(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of an entry point."""
+    monkeypatch.setitem(config._OWN[config.PROPOSERS], "foolish", f"{__name__}:Foolish")
+    return "foolish"
+
+
+NAMES = ["ngram_worker", "suffix", "suffix_past", "foolish"]
+
+
+@pytest.mark.parametrize("speculation", NAMES)
+@pytest.mark.usefixtures("foolish")
+async def test_drafts_change_no_output(make_engine: Make, rng: random.Random, speculation: str) -> None:
     """Of requests of every kind (greedy, seeded, n = 2, stop strings, grammars), while workers die."""
     async with make_engine(fake={"token": verse}) as engine:
         expected = [essence(c) for c in await asyncio.gather(*work(engine, 1))]
         assert engine.statistics().num_drafts > 0, "of the forced choice"
         num_steps, num_forced = engine.statistics().num_steps, engine.statistics().accepted_tokens
-    async with make_engine(fake={"token": verse}, speculation="ngram", max_num_seqs=8) as engine:
+    async with make_engine(fake={"token": verse}, speculation=speculation, max_num_seqs=8) as engine:
         assert [essence(c) for c in await asyncio.gather(*work(engine, 1))] == expected
         statistics = engine.statistics()
-        assert num_forced < statistics.accepted_tokens < statistics.drafted_tokens
-    async with make_engine(fake={"token": verse, "delay": 0.0005}, speculation="ngram", max_restarts=100) as engine:
+        assert num_forced <= statistics.accepted_tokens < statistics.drafted_tokens
+        drafts = {each.proposer: each for each in statistics.drafts}
+        assert drafts["grammar"].accepted_tokens > 0 and drafts[speculation].num_drafts > 0
+        assert statistics.drafted_tokens == sum(each.drafted_tokens for each in statistics.drafts)
+        assert statistics.accepted_tokens == sum(sum(each.accepted_by_position) for each in statistics.drafts)
+        assert speculation not in ("suffix", "suffix_past") or drafts[speculation].accepted_tokens > 100
+    async with make_engine(fake={"token": verse, "delay": 0.0005}, speculation=speculation, max_restarts=100) as engine:
         tasks = work(engine, 1)
         for num_deaths in range(1, 5):
             least = engine.statistics().generated_tokens + rng.randint(10, 50)
@@ -54,7 +85,7 @@ async def test_a_text_that_repeats_takes_few_steps(make_engine: Make) -> None:
     async with make_engine(**how) as engine:
         plain = await engine.generate([1, 2, 3], params)
         assert engine.statistics().num_steps >= 400 and engine.statistics().drafted_tokens == 0
-    async with make_engine(speculation="ngram", **how) as engine:
+    async with make_engine(speculation="suffix", **how) as engine:
         drafted = await engine.generate([1, 2, 3], params)
         statistics = engine.statistics()
         await settled(engine)
@@ -74,7 +105,7 @@ async def test_a_request_may_refuse_drafts(make_engine: Make) -> None:
     """Of others beside it there are some; what a grammar forces is no guess, and is drafted."""
     params = SamplingParams(max_tokens=100, ignore_eos=True, speculation=False)
     forced = StructuredOutput(choice=["one answer alone"])
-    async with make_engine(fake={"token": verse}, speculation="ngram") as engine:
+    async with make_engine(fake={"token": verse}, speculation="ngram", max_leased_steps=0) as engine:
         await engine.generate([1, 2, 3], params)
         assert engine.statistics().drafted_tokens == 0
         constrained = await engine.generate([1], SamplingParams(speculation=False, structured_output=forced))
@@ -86,12 +117,12 @@ async def test_a_request_may_refuse_drafts(make_engine: Make) -> None:
 
 
 async def test_many_streams_draft_nothing(make_engine: Make) -> None:
-    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
     async with make_engine(fake={"token": verse}, speculation="ngram") as engine:
-        await asyncio.gather(*(engine.generate([i, 2, 3], params) for i in range(20)))
+        await asyncio.gather(*(engine.generate([i, 2, 3], params) for i in range(70)))
         assert engine.statistics().drafted_tokens == 0
 
 
 def test_an_unknown_speculation_is_refused(make_engine: Make) -> None:
-    with pytest.raises(InvalidRequestError, match="'none', 'ngram'"):
+    with pytest.raises(InvalidRequestError, match="'none', 'suffix', 'ngram'"):
         make_engine(speculation="eagle")

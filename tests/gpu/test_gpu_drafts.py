@@ -14,6 +14,8 @@ from test_gpu_hazards import compiled
 from tiny import VOCAB_SIZE
 
 from aengine import SamplingParams
+from aengine.engine.replicas import replica
+from aengine.engine.speculation.budget import DraftBudget
 from aengine.ipc.messages import DraftColumns, int32
 from aengine.runner.graphs.cuda_graphs import graph_sizes
 from aengine.runner.speculation.graphs import draft_sizes
@@ -41,15 +43,19 @@ def params_of(kind: str, seed: int) -> SamplingParams:
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "gpt_oss"])
-async def test_drafts_change_no_token(checkpoint: MakeCheckpoint, arch: str, rng: random.Random) -> None:
-    """Of requests of every kind, alone and together. gpt_oss: experts, sinks, windows, and attention in two groups."""
+async def test_drafts_change_no_token(
+    checkpoint: MakeCheckpoint, arch: str, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of requests of every kind, alone and together, whatever steps with drafts cost. gpt_oss: experts, sinks, windows,
+    and attention in two groups."""
+    monkeypatch.setattr(replica, "CostBudget", lambda most_positions, growth: DraftBudget(most_positions))
     folder = checkpoint(arch).folder
     work = []
     for i, kind in enumerate(KINDS):
         some = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(3, 7))]
         work.append((some * 4, params_of(kind, i)))
     outcomes = []
-    for speculation in ("none", "ngram", "ngram_worker"):
+    for speculation in ("none", "suffix", "ngram_worker"):
         async with running(folder, speculation=speculation) as engine:
             alone = [await engine.generate(*one) for one in work[:3]]
             together = await asyncio.gather(*(engine.generate(*one) for one in work))
@@ -67,7 +73,7 @@ async def test_drafts_change_no_token(checkpoint: MakeCheckpoint, arch: str, rng
 def test_drafts_compile_nothing(checkpoint: MakeCheckpoint, rng: random.Random, compiled: list[str]) -> None:
     model = checkpoint("llama", "bfloat16", "14 heads")
     runner = make_runner(
-        model.folder, dtype="bfloat16", speculation="ngram", kv_cache_memory_bytes=64 * MIB, max_num_seqs=16
+        model.folder, dtype="bfloat16", speculation="suffix", kv_cache_memory_bytes=64 * MIB, max_num_seqs=16
     )
     batch = Batch(runner)
     compiled.clear()

@@ -26,6 +26,8 @@ from test_gpu_group_weights import pair
 from tiny import VOCAB_SIZE
 
 from aengine import AsyncLLM, Completion, SamplingParams, StructuredOutput
+from aengine.engine.replicas import replica
+from aengine.engine.speculation.budget import DraftBudget
 from aengine.workers.rank import LOOPBACK
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("shared_gpu")]
@@ -113,9 +115,17 @@ async def test_codes_of_weights(kind: str, tmp_path: Path, two: dict[str, Any], 
     assert differ <= len(prompts) // 10  # sums in another order may decide what is nearly equal
 
 
-@pytest.mark.parametrize("speculation", ["ngram", "ngram_worker"])
-async def test_drafts(checkpoint: MakeCheckpoint, two: dict[str, Any], speculation: str, rng: random.Random) -> None:
-    """Answers that repeat themselves, and one that a grammar forces in part: fewer steps, and the same tokens."""
+@pytest.mark.parametrize("speculation", ["suffix", "ngram_worker"])
+async def test_drafts(
+    checkpoint: MakeCheckpoint,
+    two: dict[str, Any],
+    speculation: str,
+    rng: random.Random,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Answers that repeat themselves, and one that a grammar forces in part: fewer steps, and the same tokens, whatever
+    steps with drafts cost."""
+    monkeypatch.setattr(replica, "CostBudget", lambda most_positions, growth: DraftBudget(most_positions))
     folder, prompts = checkpoint("qwen3").folder, some_prompts(rng)[:6]
     same = GREEDY.replace(logit_bias={70: 30.0}, max_tokens=40)
     forced = StructuredOutput(regex="abcabcabcabc[a-f]{2,5}(one|two) end")

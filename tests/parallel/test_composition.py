@@ -142,7 +142,8 @@ class Walk:
         scheduler.rows.lookahead = drafts = Drafts(scheduler.rows)
         found = self._run([one for some in requests for one in some], right)
         answers = iter(found)
-        return [[next(answers) for _ in some] for some in requests], drafts.num_accepted
+        num_accepted = sum(each.accepted_tokens for each in drafts.statistics())
+        return [[next(answers) for _ in some] for some in requests], num_accepted
 
     def _run(self, requests: list[Request], right: list[list[int]] | None) -> list[Answer]:
         scheduler, sent, death = self.engine.scheduler, deque(), 25 if right else -1

@@ -43,6 +43,7 @@ from aengine.runner.weights.formats import choose_formats
 from aengine.runner.weights.plain import PlainWeight
 from aengine.runner.weights.quantised.scaled import ScaledWeight
 from aengine.runner.weights.sources.loader import load_weights
+from aengine.telemetry.metrics import DraftStatistics
 
 TinyModel = Callable[..., Path]
 NUM_BLOCKS, BLOCK_SIZE, MAX_LEN, ROWS, BATCHED = 96, 4, 64, 6, 24
@@ -185,7 +186,8 @@ def run(
         if answers and (out is None or rng.random() < 0.4):
             scheduler.update(answers.popleft().get())
             check_scheduler(scheduler)
-    assert not known or (0 < drafts.num_accepted < drafts.num_drafted and scheduler.rows.num_preemptions)
+    (counts,) = drafts.statistics() or [DraftStatistics("", 0, 0, 0, ())]
+    assert not known or (0 < counts.accepted_tokens < counts.drafted_tokens and scheduler.rows.num_preemptions)
     return [list(request.token_ids[request.num_prompt_tokens :]) for request in requests if request is not gone]
 
 

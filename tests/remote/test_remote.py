@@ -328,6 +328,16 @@ async def test_draining_is_of_one_process(tmp_path: Path) -> None:
         assert remote.state == "closed"
 
 
+async def test_drafts_are_told_by_proposer(tmp_path: Path) -> None:
+    async with both(tmp_path, "to be or not " * 9, speculation="suffix") as (engine, remote):
+        await remote.generate("x")
+        while remote.statistics().num_finished < 1:
+            await asyncio.sleep(0.01)
+        (drafts,) = remote.statistics().drafts
+        assert drafts == engine.statistics().drafts[0] and drafts.proposer == "suffix"
+        assert 20 < drafts.accepted_tokens == sum(drafts.accepted_by_position)
+
+
 async def test_what_there_is_to_know(tmp_path: Path) -> None:
     async with both(tmp_path, "yes") as (engine, remote):
         assert remote.state == "running" and remote.config.model == "fake"

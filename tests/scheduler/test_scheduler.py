@@ -26,6 +26,7 @@ from aengine.ipc.messages import (
 )
 from aengine.outputs import FinishReason
 from aengine.params import SamplingParams
+from aengine.telemetry.metrics import DraftStatistics
 
 LIMITS: dict[str, Any] = {"num_blocks": 64, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 32}
 
@@ -612,7 +613,7 @@ def test_drafts_are_computed_with_the_token_before_them() -> None:
     assert a.output_token_ids == [11, 12, 13, 99] and a.num_pending == 1 and result.num_rows == 2
     drafts = scheduler.rows.lookahead
     assert isinstance(drafts, Drafts)
-    assert (drafts.num_drafts, drafts.num_drafted, drafts.num_accepted) == (1, 3, 2)
+    assert drafts.statistics() == (DraftStatistics("grammar", 1, 3, 2, (1, 1)),)
     fourth = step(scheduler)
     assert (list(fourth.settled_rows), list(fourth.num_rejected)) == ([a.req_idx], [1])
     reply(scheduler, third, [32, 15])

@@ -77,6 +77,19 @@ async def test_the_names_that_dashboards_read() -> None:
         assert found["aengine:running", ""] == 1 and found["aengine:worker_restarts_total", ""] == 0
 
 
+async def test_drafts_by_position_and_proposer() -> None:
+    registry = CollectorRegistry()
+    async with FakeAsyncLLM("to be or not " * 9, speculation="suffix") as engine:
+        registry.register(PrometheusCollector(engine))
+        await engine.generate("x", SamplingParams(max_tokens=100))
+        found, (drafts,) = samples_of(registry), engine.statistics().drafts
+        assert drafts.proposer == "suffix"
+        assert found["aengine:drafted_tokens_total", "proposer=suffix"] == drafts.drafted_tokens > 20
+        assert found["aengine:accepted_tokens_total", "proposer=suffix"] == drafts.accepted_tokens
+        for position, count in enumerate(drafts.accepted_by_position):
+            assert found["vllm:spec_decode_num_accepted_tokens_per_pos_total", f"position={position}"] == count > 0
+
+
 async def test_what_changes_while_requests_run() -> None:
     registry = CollectorRegistry()
     limits: dict[str, Any] = {"max_num_seqs": 1, "max_num_queued_requests": 1}

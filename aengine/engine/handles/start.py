@@ -51,6 +51,8 @@ class EngineStart:
         try:
             await workers.begin(config, source)
             core_class = await run_in_thread("import", self._core_class)
+            if config.speculation != "none":
+                await run_in_thread("import", _import_proposer, config.speculation)
             tokenizer, eos_token_ids = await self._load_tokenizer(source)
             if tokenizer is not None and config.preload_grammars:
                 from ..structured.service import GrammarService
@@ -108,3 +110,10 @@ def _tokenizer_of(source: ModelSource, config: EngineConfig) -> Tokenizer:
     tokenizer = Tokenizer.load(source, config.tokenizer, config.revision)
     tokenizer.compile_chat_templates()
     return tokenizer
+
+
+def _import_proposer(name: str) -> None:
+    """Import what guesses tokens. Blocking."""
+    from ..speculation.proposer import import_proposer
+
+    import_proposer(name)

@@ -23,6 +23,7 @@ from ..recovery import RestartBudget
 from ..scheduler.rows import forget_prefixes
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.swapped_requests import SwappedRequests
+from ..speculation.budget import CostBudget, DraftBudget
 from ..speculation.drafts import Drafts, Speculation
 from ..step_loop import StepLoop
 from ..structured.service import GrammarService
@@ -32,9 +33,11 @@ from .start import Started
 _GPU_PATIENCE = 30.0
 """Seconds that a step may take on a GPU, whatever those before took: some kernels are compiled at first use."""
 
-_MOST_ROWS_ON_GPU = 64
-_MOST_ROWS_ON_CPU = 16
-"""Rows of logits in a step, drafts included, beyond which no tokens are drafted by lookup."""
+_MOST_POSITIONS = 64
+"""Rows of logits of a step with drafts: a GPU has graphs for so many."""
+
+_GROWTH_ON_GPU, _GROWTH_ON_CPU = 0.01, 0.15
+"""Share of a step of one row that a further row adds to it, as long as none was measured."""
 
 
 class Replica:
@@ -67,12 +70,16 @@ class Replica:
         self.scheduler = _new_scheduler(config, ready, step_time, in_flight.capacity)
         self.scheduler.rows.lookahead = self._drafts = Drafts(self.scheduler.rows)
         speculation = Speculation()
-        if config.speculation != "none":
-            from ..speculation import ngram  # it takes numpy, which the host does without else
+        if config.speculation != "none" and not self.scheduler.rows.kv.has_states:
+            from ..speculation.proposer import new_history  # it takes numpy, which the host does without else
+            from ..speculation.proposing import Proposing
 
-            most_rows = _MOST_ROWS_ON_GPU if is_gpu else _MOST_ROWS_ON_CPU
-            history = ngram.DraftHistory if config.speculation == "ngram_worker" else ngram.TokenHistory
-            speculation = ngram.NGramSpeculation(self.scheduler, in_flight, most_rows, history)
+            drafted = DraftBudget(_MOST_POSITIONS if is_gpu else 16)
+            # Where steps wait for those of other stages or replicas, their seconds are not their own.
+            if config.pipeline_parallel_size == 1 and turn.is_independent:
+                drafted = CostBudget(_MOST_POSITIONS, _GROWTH_ON_GPU if is_gpu else _GROWTH_ON_CPU)
+            how = (config.speculation, new_history(config.speculation, ready["vocab_size"]))
+            speculation = Proposing(self.scheduler, in_flight, drafted, *how)
         self.steps = StepLoop(
             self.scheduler,
             executor,
@@ -107,7 +114,7 @@ class Replica:
     def statistics(self) -> ReplicaStatistics:
         """See `Statistics.replicas`."""
         scheduler = self.scheduler
-        num_swapped = scheduler.rows.preempted.num_kept
+        num_swapped, drafts = scheduler.rows.preempted.num_kept, self._drafts.statistics()
         return ReplicaStatistics(
             state=self.state,
             num_running=scheduler.num_running,
@@ -119,9 +126,10 @@ class Replica:
             num_restarts=self.worker.num_restarts,
             prefix_cache_queries=scheduler.prefix_cache_queries,
             prefix_cache_hits=scheduler.prefix_cache_hits,
-            num_drafts=self._drafts.num_drafts,
-            drafted_tokens=self._drafts.num_drafted,
-            accepted_tokens=self._drafts.num_accepted,
+            num_drafts=sum(each.num_drafts for each in drafts),
+            drafted_tokens=sum(each.drafted_tokens for each in drafts),
+            accepted_tokens=sum(each.accepted_tokens for each in drafts),
+            drafts=drafts,
         )
 
 

@@ -228,6 +228,8 @@ class Request:
     def end(self) -> None:
         """Give back its own list, when all of its tokens are delivered: those of a call's completions are freed one by
         one then, not all at the call's end."""
+        if self.history is not None:
+            self.history.end(self)
         self.token_ids = self.prompt.token_ids
         self.history = None
 

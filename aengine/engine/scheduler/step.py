@@ -21,6 +21,7 @@ class AheadTokens(NamedTuple):
 
     token_ids: list[int]
     are_certain: bool = False  # it gets all of them, and samples after the last alone
+    proposer: str = ""
 
     @property
     def num_samples(self) -> int:
@@ -34,7 +35,9 @@ NOTHING_AHEAD = AheadTokens([])
 class Lookahead:
     """What has requests compute tokens behind their known ones: nothing does. What guesses some has the same verbs."""
 
-    def propose(self, request: Request, token_ids: Sequence[int], *, are_certain: bool = False) -> int:
+    def propose(
+        self, request: Request, token_ids: Sequence[int], *, are_certain: bool = False, proposer: str = "grammar"
+    ) -> int:
         """Guess that ``token_ids`` follow what the request has sampled, all steps in flight included. ``are_certain``:
         nothing else can be sampled. Returns how many of them its next step computes, as far as there is room."""
         return 0

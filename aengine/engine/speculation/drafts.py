@@ -4,25 +4,31 @@ A guess costs its computation and changes no token: those are kept that agree wi
 
     answer of step N ──> Speculation, a grammar ──> propose ──> extend, tell: step N + 2 ──> settle: what was counted
                          step N + 1 is in flight: a draft follows the tokens that it samples  for rejected ones goes
+
+`Proposing` is the `Speculation` that asks proposers; what is drafted of their guesses a `DraftBudget` says.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from ...config import LEAST_LOGITS
 from ...ipc.messages import DraftColumns, SchedulerOutput, int32
+from ...telemetry.metrics import DraftStatistics
 from ..delivery import Sampled
 from ..scheduler.request import Request, RequestStatus
 from ..scheduler.rows import Rows
-from ..scheduler.step import NOTHING_AHEAD, AheadTokens, Lookahead
+from ..scheduler.step import NOTHING_AHEAD, AheadTokens, InFlightStep, Lookahead
+
+_DRAFTS, _DRAFTED = -1, -2  # beside the positions of accepted drafts
 
 
 class Speculation:
     """Drafts nothing. What does has the same verbs, which the step loop calls."""
 
-    def note_tokens(self, sampled: Sampled) -> None:
-        """Called with the tokens of each answer."""
+    def note_answer(self, step: InFlightStep, seconds: float, sampled: Sampled) -> None:
+        """Called with the tokens of each answer, and the seconds that its step took; 0: they are not known."""
 
     def propose(self) -> bool:
         """Called before a step is made: propose drafts for it to the scheduler. What a grammar forces was proposed
@@ -36,9 +42,15 @@ class Drafts(Lookahead):
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
         self._proposed: dict[Request, AheadTokens] = {}
-        self.num_drafts = self.num_drafted = self.num_accepted = 0  # see `ReplicaStatistics`
+        self._counts: defaultdict[str, Counter[int]] = defaultdict(Counter)  # for each proposer, see `statistics`
 
-    def propose(self, request: Request, token_ids: Sequence[int], *, are_certain: bool = False) -> int:
+    def statistics(self) -> tuple[DraftStatistics, ...]:
+        """Return what was verified of the drafts of each proposer."""
+        return tuple(_statistics_of(name, counts) for name, counts in list(self._counts.items()))
+
+    def propose(
+        self, request: Request, token_ids: Sequence[int], *, are_certain: bool = False, proposer: str = "grammar"
+    ) -> int:
         """See `Lookahead`. They are not taken as certain while drafts in flight may be rejected, since then these may
         belong elsewhere, nor with penalties, which count what was sampled. Nothing happens unless it decodes, nor with
         a model that keeps a state, out of which a rejected token could not be taken again."""
@@ -52,7 +64,7 @@ class Drafts(Lookahead):
         if drafts:
             counts_sampled = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
             are_certain = are_certain and not counts_sampled and not self._may_reject(request)
-            self._proposed[request] = AheadTokens(drafts, are_certain)
+            self._proposed[request] = AheadTokens(drafts, are_certain, proposer)
             rows.stop_decoding(request)
         return len(drafts)
 
@@ -78,7 +90,7 @@ class Drafts(Lookahead):
             return
         counts, is_certain, is_found = (int32(bytes(4 * len(output.req_idx))) for _ in range(3))
         token_ids = int32()
-        for batch_idx, (drafts, are_certain) in ahead.items():
+        for batch_idx, (drafts, are_certain, _) in ahead.items():
             counts[batch_idx] = len(drafts)
             is_certain[batch_idx] = are_certain
             is_found[batch_idx] = drafts[0] < 0
@@ -87,13 +99,17 @@ class Drafts(Lookahead):
 
     def settle(self, request: Request, ahead: AheadTokens, count: int) -> None:
         num_drafted, num_accepted = len(ahead.token_ids), max(0, count - 1)
-        self.num_drafts += 1
-        self.num_drafted += num_drafted
-        self.num_accepted += num_accepted
+        self._counts[ahead.proposer].update(range(num_accepted))
+        self._counts[ahead.proposer].update((_DRAFTS, *[_DRAFTED] * num_drafted))
         if request.history is not None:
-            request.history.note_verified(num_drafted, num_accepted)
+            request.history.note_verified(request, num_drafted, num_accepted)
         if not ahead.are_certain and request.req_idx >= 0:
             self._rows.settle(request, 1 + num_drafted - count)
 
     def drop(self, request: Request) -> None:
         self._proposed.pop(request, None)
+
+
+def _statistics_of(proposer: str, counts: Counter[int]) -> DraftStatistics:
+    accepted = tuple(counts[place] for place in range(max(counts) + 1))
+    return DraftStatistics(proposer, counts[_DRAFTS], counts[_DRAFTED], sum(accepted), accepted)

@@ -1,0 +1,110 @@
+"""`DraftHistory`: what is known of one request's text, what may follow it, and how likely that is right.
+
+    tokens of an answer ──> take_in ──> is the last guess what came?    counted, whether it was drafted or not
+    before the next step ──> guess ──> tokens, each with its chance    `DraftBudget` says how many are drafted
+
+A guess that is not drafted is compared too, so to learn that a text can't be guessed costs no step.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..scheduler.request import Request
+
+MOST_DRAFTS = 16
+"""Most drafts of a request in a step."""
+
+_KINDS = 6
+_FIRST_CHANCES = (0.1, 0.2, 0.35, 0.55, 0.75, 0.9)
+"""Chance of a guess after a match of some tokens, by the bits of their number, before any was compared."""
+_PRIOR = 4.0  # guesses for which the chances of all requests count as those of one
+_MOST_COUNTED = 24.0  # guesses after which older ones count for ever less
+
+
+class Guess(NamedTuple):
+    """Tokens that may follow those in flight; -1: one that the worker finds."""
+
+    token_ids: list[int]
+    chances: list[float]  # that each is right, if all before it are
+
+
+NO_GUESS = Guess([], [])
+
+
+class Chances:
+    """How often guesses were right, by kind: of a lookup the length of its match, so that a long one counts for more.
+    Of one request, with those of all requests as ``prior``, or of these."""
+
+    __slots__ = ("_prior", "_right", "_tried")
+
+    def __init__(self, prior: Chances | None = None) -> None:
+        self._prior = prior
+        self._right = [0.0] * _KINDS
+        self._tried = [0.0] * _KINDS
+
+    def of(self, match: int) -> float:
+        """Return the chance of a guess after ``match`` tokens that agree."""
+        kind = min(match.bit_length(), _KINDS - 1)
+        prior = _FIRST_CHANCES[kind] if self._prior is None else self._prior.of(match)
+        return (self._right[kind] + _PRIOR * prior) / (self._tried[kind] + _PRIOR)
+
+    def note(self, match: int, num_right: int, is_wrong: bool) -> None:
+        """Note that so many guesses from there on were right, and perhaps the one after them wrong."""
+        for place in range(match, match + num_right + is_wrong):
+            kind = min(place.bit_length(), _KINDS - 1)
+            if self._tried[kind] >= _MOST_COUNTED:
+                keep = 1 - 1 / _MOST_COUNTED
+                self._tried[kind] *= keep
+                self._right[kind] *= keep
+            self._tried[kind] += 1
+            self._right[kind] += place < match + num_right
+        if self._prior is not None:
+            self._prior.note(match, num_right, is_wrong)
+
+
+class DraftHistory:
+    """Here the worker makes the guesses (kernels/find_drafts.py), which knows the tokens in flight: the host says how
+    many there are, and hears of those alone that were drafted."""
+
+    __slots__ = ("_most", "_num_misses", "_wait_until", "chance_in_flight", "chances")
+
+    def __init__(self, request: Request, chances: Chances) -> None:
+        self.chances = chances
+        self.chance_in_flight = 1.0
+        """The chance that all drafts in flight are right."""
+        self._most = 4
+        self._num_misses = 0  # verifications in a row in which no draft was accepted
+        self._wait_until = 0  # number of tokens from which on there are drafts again
+
+    size = 0
+    """Tokens that could have been put into a table in the time in which the history was made."""
+
+    knows_in_flight = True
+    """Whether a guess follows the tokens in flight as they are, not as the host guesses them."""
+
+    def note_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        """Called for each answer to a step in which the request had drafts, whoever proposed them."""
+        self.chances.note(MOST_DRAFTS, num_accepted, num_accepted < num_drafted)
+        if num_accepted:
+            self._num_misses = 0
+            self._most = min(MOST_DRAFTS, 2 * self._most) if num_accepted == num_drafted else max(2, num_accepted + 1)
+        elif len(request.token_ids) >= self._wait_until:  # before it they were behind the rejected ones
+            self._num_misses += 1
+            self._most = 2
+            self._wait_until = len(request.token_ids) + (1 << min(6, self._num_misses))
+
+    def take_in(self, request: Request, most: int) -> int:
+        """Take in the request's new tokens, of a long prompt some. Returns how many were put into a table."""
+        return 0
+
+    def guess(self, request: Request, most: int) -> Guess:
+        """Return at most ``most`` tokens that may follow those in flight. A grammar's bitmasks need tokens that the
+        host knows."""
+        if len(request.token_ids) < self._wait_until or request.grammar is not None:
+            return NO_GUESS
+        count = min(most, self._most)
+        return Guess([-1] * count, [self.chances.of(MOST_DRAFTS)] * count)
+
+    def end(self, request: Request) -> None:
+        """Called when the request has ended, and all of its tokens are delivered."""

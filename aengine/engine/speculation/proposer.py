@@ -1,0 +1,142 @@
+"""`Proposer`: the interface of what guesses tokens, and the names by which the setting ``speculation`` chooses one.
+
+A package adds a proposer by an entry point, which names what makes one, a class or a function of (vocab_size):
+
+    [project.entry-points."aengine.proposers"]
+    mine = "mine.drafts:MyProposer"
+
+``AsyncLLM(model, speculation="mine")`` then asks it. Whatever it returns, the output is the same. One that raises an
+exception, returns what can't be, or takes long, is not asked any more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.metadata import EntryPoint
+from time import perf_counter
+from typing import Any, Protocol
+
+from ...config import PROPOSERS, target_of
+from ...errors import ModelLoadError
+from ..scheduler.request import Request
+from .history import MOST_DRAFTS, NO_GUESS, Chances, DraftHistory, Guess
+from .suffix import PastTexts, SuffixHistory
+
+logger = logging.getLogger("aengine")
+
+_MOST_SECONDS = 0.002  # a proposer may take on average, on the engine's event loop
+_NUM_AVERAGED = 16  # calls, of which that is the average
+
+
+class Proposer(Protocol):
+    """Guesses what comes next in texts. One object a replica of the model, called on the engine's event loop: the steps
+    and whatever else runs there wait for it."""
+
+    def begin(self, token_ids: list[int]) -> Any:
+        """Return what is to be kept of a request. ``token_ids``: its prompt, and what it has got by now."""
+
+    def propose(self, kept: Any, new_token_ids: list[int], most: int) -> Sequence[int]:
+        """Return at most ``most`` tokens that may follow all that a request has; none: nothing is guessed.
+        ``new_token_ids``: what it has got since the last call."""
+
+
+class Unreliable:
+    """A proposer of another package, as long as what it returns can be used."""
+
+    def __init__(self, name: str, vocab_size: int, proposer: Proposer) -> None:
+        self._name = name
+        self._vocab_size = vocab_size
+        self._proposer: Proposer | None = proposer
+        self._mean_seconds = 0.0
+
+    def begin(self, token_ids: list[int]) -> Any:
+        return self._ask(lambda proposer: proposer.begin(token_ids))
+
+    def propose(self, kept: Any, new_token_ids: list[int], most: int) -> list[int]:
+        return self._ask(lambda proposer: self._checked(proposer.propose(kept, new_token_ids, most), most)) or []
+
+    def _checked(self, guess: Sequence[int], most: int) -> list[int]:
+        if not isinstance(guess, Sequence) or len(guess) > most:
+            raise ValueError(f"it returned no list of at most {most} tokens")
+        wrong = next((i for i in guess if not isinstance(i, int) or not 0 <= i < self._vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"it returned {wrong!r:.80}, which is no token of the model")
+        return list(guess)
+
+    def _ask(self, question: Callable[[Proposer], Any]) -> Any:
+        if self._proposer is None:
+            return None
+        begun = perf_counter()
+        try:
+            answer = question(self._proposer)
+        except Exception as error:
+            self._give_up(f"{type(error).__name__}: {error!s:.200}")
+            return None
+        self._mean_seconds += (perf_counter() - begun - self._mean_seconds) / _NUM_AVERAGED
+        if self._mean_seconds > _MOST_SECONDS:
+            self._give_up(f"it takes {1e3 * self._mean_seconds:.1f} ms a call on the event loop")
+        return answer
+
+    def _give_up(self, reason: str) -> None:
+        self._proposer = None
+        logger.warning("The proposer of drafts %r is not asked any more: %s", self._name, reason)
+
+
+class ProposedHistory(DraftHistory):
+    """What a proposer of another package keeps of one request."""
+
+    __slots__ = ("_expected", "_kept", "_num_seen", "_proposer")
+    knows_in_flight = False
+
+    def __init__(self, request: Request, chances: Chances, proposer: Unreliable) -> None:
+        super().__init__(request, chances)
+        self._proposer = proposer
+        self._kept = proposer.begin(list(request.token_ids))
+        self._num_seen = len(request.token_ids)
+        self._expected: list[int] = []  # the guess of what follows the tokens seen
+
+    def note_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        """All guesses are compared, those that were drafted among them."""
+
+    def guess(self, request: Request, most: int) -> Guess:
+        new, ahead = request.token_ids[self._num_seen :], request.num_pending
+        pairs = list(zip(self._expected, new, strict=False))
+        num_right = next((i for i, (first, second) in enumerate(pairs) if first != second), len(pairs))
+        self.chances.note(MOST_DRAFTS, num_right, num_right < len(pairs))
+        self._num_seen = len(request.token_ids)
+        self._expected = self._proposer.propose(self._kept, new, ahead + min(most, MOST_DRAFTS))
+        following = self._expected[ahead:]
+        if not following:
+            return NO_GUESS
+        chance = self.chances.of(MOST_DRAFTS)
+        return Guess(following, [chance ** (1 + ahead), *[chance] * (len(following) - 1)])
+
+
+NewHistory = Callable[[Request, Chances], DraftHistory]
+"""Makes what is kept of a request."""
+
+
+def import_proposer(name: str) -> None:
+    """Import what `new_history` needs, so that it can be called on a loop. Blocking."""
+    target = target_of(PROPOSERS, name)
+    if target:
+        EntryPoint(name, target, PROPOSERS).load()
+
+
+def new_history(name: str, vocab_size: int) -> NewHistory:
+    """Return what makes the histories of requests for ``speculation=name``. Raises ModelLoadError when another
+    package's proposer can't be made."""
+    if name in ("ngram", "suffix"):
+        return SuffixHistory
+    if name == "suffix_past":
+        return partial(SuffixHistory, past=PastTexts())
+    if name == "ngram_worker":
+        return DraftHistory
+    try:
+        proposer = EntryPoint(name, target_of(PROPOSERS, name) or "", PROPOSERS).load()(vocab_size)
+    except Exception as error:
+        message = f"the proposer of drafts {name!r} can't be made: {type(error).__name__}: {error}"
+        raise ModelLoadError(message) from error
+    return partial(ProposedHistory, proposer=Unreliable(name, vocab_size, proposer))

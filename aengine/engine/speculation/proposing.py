@@ -1,0 +1,90 @@
+"""`Proposing`: before each step guesses for all requests that decode are gathered, and those that pay are drafted."""
+
+from __future__ import annotations
+
+from math import prod
+
+from ..delivery import Sampled
+from ..pacing.steps_in_flight import StepsInFlight
+from ..scheduler.request import Request, RequestStatus
+from ..scheduler.scheduler import Scheduler
+from ..scheduler.step import InFlightStep
+from .budget import DraftBudget
+from .drafts import Speculation
+from .history import Chances, DraftHistory, Guess
+from .proposer import NewHistory
+
+_MOST_TAKEN_IN = 8192  # tokens that are put into tables before a step, of all requests together: some 500 us
+
+
+class Proposing(Speculation):
+    """Proposes drafts for requests that decode, from the histories of their tokens."""
+
+    def __init__(
+        self, scheduler: Scheduler, in_flight: StepsInFlight, budget: DraftBudget, name: str, new_history: NewHistory
+    ) -> None:
+        """``name``: under which the drafts are counted; ``new_history`` makes what is kept of a request."""
+        self._scheduler = scheduler
+        self._in_flight = in_flight
+        self._budget = budget
+        self._name = name
+        self._new_history = new_history
+        self._chances = Chances()  # those of all requests
+        self._changed: dict[Request, None] = {}  # requests that got tokens since the last step was made
+
+    def note_answer(self, step: InFlightStep, seconds: float, sampled: Sampled) -> None:
+        self._budget.learn(step, seconds)
+        self._changed |= dict.fromkeys(request for request, _, _ in sampled)
+
+    def propose(self) -> bool:
+        changed, self._changed = self._changed, {}
+        rows = self._scheduler.rows
+        # Those that come count as if they were in the step: a burst of them takes the drafts back at once.
+        num_rows = rows.num_running + min(rows.num_free, self._scheduler.num_waiting)
+        room = self._budget.room(num_rows)
+        if room <= 0:
+            return True
+        awaits_answers = self._budget.awaits_answers(num_rows)
+        drafted = {
+            step.batch[place] for step in rows.steps for place, ahead in step.ahead.items() if not ahead.are_certain
+        }
+        if drafted and awaits_answers:
+            self._changed = changed
+            return False
+        guesses = self._guesses(changed, drafted, room)
+        if not guesses:
+            return True
+        counts = self._budget.grant(num_rows, [guess.chances for guess in guesses.values()])
+        granted = [request for request, count in zip(guesses, counts, strict=True) if count]
+        is_early = awaits_answers and any(request.num_pending for request in granted)
+        if granted and (self._in_flight.runs_ahead or is_early):
+            self._in_flight.interrupt()  # steps ahead have one token each, at the places of the drafts
+            self._changed = changed
+            return False
+        for (request, guess), count in zip(guesses.items(), counts, strict=True):
+            if count:
+                request.history.chance_in_flight = prod(guess.chances[:count])
+                rows.lookahead.propose(request, guess.token_ids[:count], proposer=self._name)
+        return True
+
+    def _guesses(self, changed: dict[Request, None], drafted: set[Request], most: int) -> dict[Request, Guess]:
+        """Return what may come next in those of ``changed`` that decode. ``drafted``: requests of which drafts are in
+        flight."""
+        guesses: dict[Request, Guess] = {}
+        budget = _MOST_TAKEN_IN
+        for request in changed:
+            if request.status is not RequestStatus.DECODING or not request.params.speculation:
+                continue
+            history: DraftHistory | None = request.history
+            if history is None:
+                if budget <= 0:  # it gets one with a later token
+                    continue
+                history = request.history = self._new_history(request, Chances(self._chances))
+                budget -= history.size
+            budget -= history.take_in(request, budget)
+            guess = history.guess(request, most)
+            if guess.token_ids:
+                if request in drafted and not history.knows_in_flight:
+                    guess.chances[0] *= history.chance_in_flight
+                guesses[request] = guess
+        return guesses

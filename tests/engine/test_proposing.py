@@ -1,0 +1,453 @@
+"""Guesses of tokens, how likely they are held to be, and which of them are drafted."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from aengine.engine.pacing.steps_in_flight import StepsInFlight
+from aengine.engine.scheduler.request import CacheKey, Request, RequestStatus
+from aengine.engine.scheduler.scheduler import Scheduler
+from aengine.engine.scheduler.step import AheadTokens, InFlightStep
+from aengine.engine.speculation import proposer
+from aengine.engine.speculation.budget import CostBudget, DraftBudget
+from aengine.engine.speculation.drafts import Drafts
+from aengine.engine.speculation.history import MOST_DRAFTS, Chances, DraftHistory
+from aengine.engine.speculation.proposer import ProposedHistory, Unreliable
+from aengine.engine.speculation.proposing import Proposing
+from aengine.engine.speculation.suffix import PastTexts, SuffixHistory, TokenIndex
+from aengine.ipc.messages import KVCacheGroup, ModelRunnerOutput, int32
+from aengine.params import SamplingParams
+
+
+def new_request(prompt: list[int], num_more: int = 1000, salt: bytes = b"") -> Request:
+    limits = {"max_num_tokens": len(prompt) + num_more, "stop_token_ids": frozenset[int]()}
+    request = Request("a", prompt, SamplingParams(), seed=0, cache_key=CacheKey(salt), **limits)
+    request.begin()
+    request.num_computed_tokens = len(prompt)  # its first token is in flight
+    return request
+
+
+def add(request: Request, token_ids: list[int]) -> None:
+    request.token_ids += token_ids
+    request.num_computed_tokens += len(token_ids)
+
+
+def longest_match(text: list[int], token_ids: list[int]) -> int:
+    """How many tokens of the end of ``text`` occur somewhere in ``token_ids``, before its end where it is the same."""
+    last = len(token_ids) - (token_ids is text)
+    return max(
+        (
+            next((n for n in range(min(end, len(text))) if token_ids[end - 1 - n] != text[-1 - n]), min(end, len(text)))
+            for end in range(1, last + 1)
+        ),
+        default=0,
+    )
+
+
+@pytest.mark.parametrize("vocab_size", [2, 5, 40])
+def test_the_longest_match_is_found(rng: random.Random, vocab_size: int) -> None:
+    """As far as a look at all places finds it, if there are no more of these than are compared."""
+    num_found = 0
+    for _ in range(60):
+        token_ids = [rng.randrange(vocab_size) for _ in range(rng.randint(3, 60))]
+        index = TokenIndex(token_ids, 200)
+        while index.num_indexed < len(token_ids) - 1:
+            index.add(min(len(token_ids) - 1, index.num_indexed + rng.choice([1, 5, 50])))
+        place, length = index.find(token_ids)
+        wanted = longest_match(token_ids, token_ids)
+        assert (length >= 3) == (place >= 0) == (wanted >= 3), "three tokens are always compared with the newest place"
+        if length:
+            assert token_ids[place - length + 1 : place + 1] == token_ids[-length:]
+            occurs = sum(token_ids[end - 3 : end] == token_ids[-3:] for end in range(3, len(token_ids)))
+            assert length == wanted or occurs > 8
+            num_found += 1
+    assert num_found > 5 or vocab_size == 40
+
+
+def test_a_text_longer_than_the_table_is_found_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aengine.engine.speculation.suffix._MOST_PLACES", 64)
+    token_ids = list(range(1000))
+    index = TokenIndex(token_ids, 5000)
+    for end in range(0, 1000, 7):
+        index.add(end)
+    assert index.size == 64
+    assert index.find([980, 981, 982]) == (982, 3)
+    assert index.find([500, 501, 502]) == (-1, 0)
+
+
+def test_of_several_places_the_one_counts_after_which_most_came() -> None:
+    token_ids = [1, 2, 3, 4, 9, 1, 2, 3, 4, 8, 1, 2, 3, 5, 7, 1, 2, 3]
+    index = TokenIndex(token_ids, 100)
+    index.add(len(token_ids) - 1)
+    assert index.find(token_ids) == (7, 3), "after 4 came different tokens: the newer place"
+
+
+def test_all_of_a_prompt_is_found_by_and_by() -> None:
+    """In parts of a size that costs the loop little."""
+    prompt = [*range(1000, 6000), 7]
+    request = new_request(prompt)
+    history = SuffixHistory(request, Chances())
+    assert [history.take_in(request, 1200) for _ in range(6)] == [1200, 1200, 1200, 1200, len(prompt) - 1 - 4802, 0]
+    add(request, [4000, 4001, 4002])
+    history.take_in(request, 1200)
+    assert history.guess(request, 3).token_ids == [4004, 4005, 4006], "one token is in flight"
+
+
+def test_a_match_is_followed_past_other_occurrences() -> None:
+    """A quotation is read on where it began, though its words were used elsewhere since."""
+    quoted = list(range(100, 130))
+    request = new_request([*quoted, 1, *quoted[8:11], 2, 3])
+    history = SuffixHistory(request, Chances())
+    for token_id in quoted[:12]:
+        add(request, [token_id])
+        history.take_in(request, 100)
+    assert history.guess(request, 4).token_ids == quoted[13:17]
+
+
+def test_a_text_that_repeats_is_continued_beyond_its_end() -> None:
+    request = new_request([5, 6, 5, 6, 5, 6])
+    history = SuffixHistory(request, Chances())
+    history.take_in(request, 100)
+    assert history.guess(request, 4).token_ids == [6, 5, 6, 5]
+
+
+@pytest.mark.parametrize(
+    ("changed", "following"),
+    [
+        ([500], [111, 112]),  # one token in place of another
+        ([112], [113, 114]),  # tokens were left out
+        ([500, 110], [111, 112]),  # a token was put in
+    ],
+)
+def test_a_match_goes_on_behind_a_change(changed: list[int], following: list[int]) -> None:
+    request = new_request(list(range(100, 130)))
+    history = SuffixHistory(request, Chances())
+    for token_id in (*range(100, 110), *changed):
+        add(request, [token_id])
+        request.num_computed_tokens = len(request.token_ids) - 1  # nothing is in flight
+        history.take_in(request, 100)
+    assert history.guess(request, 16).token_ids[:2] == following
+    for token_id in range(800, 900):
+        add(request, [token_id])
+        history.take_in(request, 100)
+    assert not history.guess(request, 16).token_ids, "it is given up"
+
+
+def test_guesses_that_were_right_make_others_likelier() -> None:
+    """Of the request, and of others; also if none was drafted."""
+    of_all = Chances()
+    request = new_request([*range(40), 99, 0, 1, 2])
+    history = SuffixHistory(request, Chances(of_all))
+    history.take_in(request, 100)
+    before = history.guess(request, 8).chances
+    for token_id in range(3, 20):
+        add(request, [token_id])
+        history.take_in(request, 100)
+    after = history.guess(request, 8).chances
+    assert after[0] > before[0] and before == sorted(before), "the longer the match, the likelier"
+    assert Chances(of_all).of(4) > Chances().of(4)
+    for token_id in range(200, 280):
+        add(request, [token_id % 7 + 200] if token_id % 4 else [0])
+        history.take_in(request, 100)
+    assert Chances(of_all).of(1) < Chances().of(2)
+
+
+def test_chances_follow_what_happens_now() -> None:
+    chances = Chances()
+    for _ in range(500):
+        chances.note(MOST_DRAFTS, 0, True)
+    assert chances.of(MOST_DRAFTS) < 0.15
+    for _ in range(60):
+        chances.note(MOST_DRAFTS, 1, False)
+    assert chances.of(MOST_DRAFTS) > 0.7
+
+
+def test_past_outputs_are_found_by_requests_of_the_same_salt_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aengine.engine.speculation.suffix._MOST_PAST", 64)
+    past = PastTexts()
+
+    def guess(salt: bytes, prompt: list[int]) -> list[int]:
+        request = new_request(prompt, salt=salt)
+        history = SuffixHistory(request, Chances(), past)
+        history.take_in(request, 1000)
+        return history.guess(request, 4).token_ids
+
+    first = new_request([1, 2, 3], salt=b"a")
+    first.history = SuffixHistory(first, Chances(), past)
+    first.token_ids += range(100, 110)
+    first.end()
+    assert guess(b"a", [7, 100, 101, 102]) == [104, 105, 106, 107], "one token is in flight"
+    assert guess(b"b", [7, 100, 101, 102]) == guess(b"a", [7, 1, 2, 3]) == []
+    assert guess(b"a", [7, 106, 107, 108]) == [], "the output ends there"
+    for begin in range(1000, 3000, 20):
+        past.add(b"a", list(range(begin, begin + 20)))
+    assert sum(len(index.token_ids) for index in past.of(b"a")) <= 2 * 64
+    assert guess(b"a", [7, 100, 101, 102]) == []
+    assert guess(b"a", [2980, 2981, 2982]) == [2984, 2985, 2986, 2987]
+    for number in range(100):
+        past.add(b"%d" % number, [1])
+    assert not past.of(b"a") and past.of(b"99")
+
+
+def test_who_is_never_right_is_asked_ever_less() -> None:
+    """Where the worker finds the drafts: the host knows only of those that were verified."""
+    request = new_request([1, 2, 3])
+    history = DraftHistory(request, Chances())
+    asked = []
+    for place in range(600):
+        add(request, [place % 3])
+        guess = history.guess(request, 100)
+        if guess.token_ids:
+            asked.append(place)
+            history.note_verified(request, len(guess.token_ids), 0)
+    assert len(asked) < 20 and asked[-1] - asked[-2] >= 64
+
+
+def step_of(num_rows: int, num_drafts: int = 0, **changes: Any) -> InFlightStep:
+    batch: Any = [object()] * num_rows
+    ahead = {0: AheadTokens([1] * num_drafts)} if num_drafts else {}
+    step = InFlightStep(0, batch, {}, ahead, num_rows + num_drafts, 0)
+    for name, value in changes.items():
+        setattr(step, name, value)
+    return step
+
+
+def taught(seconds: Any, sizes: Sequence[tuple[int, int]]) -> CostBudget:
+    budget = CostBudget(64, 0.05)
+    for num_rows, num_drafts in [*sizes] * 10:
+        budget.learn(step_of(num_rows, num_drafts), seconds(num_rows, num_drafts))
+    return budget
+
+
+def test_the_likeliest_drafts_are_granted_up_to_the_room() -> None:
+    assert DraftBudget(6).grant(3, [[0.5, 0.9], [0.9, 0.9, 0.1], []]) == [1, 2, 0]
+    assert DraftBudget(6).grant(6, [[1.0]]) == DraftBudget(2).grant(3, [[1.0]]) == [0]
+
+
+def test_drafts_are_granted_where_they_pay() -> None:
+    """A step of one row takes as long as one of eight; from there on each position takes its time."""
+    budget = taught(
+        lambda rows, drafts: max(8, rows + drafts) / 100, [(1, 0), (1, 3), (1, 7), (1, 11), (1, 15), (8, 0), (8, 8)]
+    )
+    assert budget.grant(1, [[0.9] * 16]) == [7]
+    assert budget.grant(2, [[0.3] * 16, [0.9] * 16])[1] > 3
+    assert budget.grant(8, [[0.9] * 16] * 8) == [0] * 8
+    assert budget.grant(1, [[0.01] * 16]) == [0]
+
+
+def test_what_was_dear_once_is_tried_again() -> None:
+    """After steps in which nothing was drafted: something else may have run beside that step."""
+    budget = CostBudget(64, 0.05)
+    budget.learn(step_of(1), 0.01)
+    assert budget.grant(1, [[0.8] * 4]) == [4]
+    for _ in range(3):
+        for num_drafts in range(1, 17):
+            budget.learn(step_of(1, num_drafts), 0.5)
+    assert budget.grant(1, [[0.8] * 4]) == [0]
+    for _ in range(2000):
+        budget.learn(step_of(1), 0.01)
+    assert budget.grant(1, [[0.8] * 4]) == [4]
+
+
+def test_steps_of_another_kind_teach_nothing() -> None:
+    budget = CostBudget(64, 0.05)
+    budget.learn(step_of(2), 0.0)
+    budget.learn(step_of(2, is_gated=True), 1.0)
+    budget.learn(step_of(2, num_tokens=300), 1.0)
+    assert not budget.awaits_answers(2)
+    budget.learn(step_of(2), 0.02)
+    assert budget.awaits_answers(1) and budget.awaits_answers(64)
+    assert not taught(lambda rows, drafts: 0.001, [(1, 0)]).awaits_answers(1)
+
+
+class Odd:
+    """A proposer of another package, which answers as it is told."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.asked: list[tuple[list[int], int]] = []
+
+    def begin(self, token_ids: list[int]) -> str:
+        return f"of {token_ids}"
+
+    def propose(self, kept: str, new_token_ids: list[int], most: int) -> Any:
+        assert kept == "of [1, 2, 3]"
+        self.asked.append((new_token_ids, most))
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def test_a_proposer_is_asked_with_what_is_new() -> None:
+    odd = Odd([11, 12, 13], [13, 14], [])
+    request = new_request([1, 2, 3])
+    history = ProposedHistory(request, Chances(), Unreliable("odd", 50, odd))
+    assert history.guess(request, 4).token_ids == [12, 13], "the first is in flight"
+    add(request, [11, 12])
+    guess = history.guess(request, 40)
+    assert guess.token_ids == [14] and guess.chances[0] < 1
+    add(request, [20])
+    assert history.guess(request, 4).token_ids == []
+    assert odd.asked == [([], 5), ([11, 12], 1 + MOST_DRAFTS), ([20], 5)]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [[5, -1], [50], [1] * 6, ["a"], [1.0], 7, None, ValueError("x" * 1000)],
+    ids=lambda answer: f"{answer!r:.9}",
+)
+def test_a_proposer_that_errs_is_not_asked_again(answer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    odd = Odd([11, 12], answer)
+    request = new_request([1, 2, 3])
+    guard = Unreliable("odd", 50, odd)
+    history = ProposedHistory(request, Chances(), guard)
+    with caplog.at_level(logging.WARNING, "aengine"):
+        assert history.guess(request, 4).token_ids == [12]
+        for _ in range(5):
+            assert history.guess(request, 4).token_ids == []
+            assert ProposedHistory(request, Chances(), guard).guess(request, 4).token_ids == []
+    assert len(odd.asked) == 2
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "'odd'" in line and len(line) < 400
+
+
+def test_a_proposer_that_takes_long_is_not_asked_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 0.01  # at each look: a call takes as long
+        return now[0]
+
+    monkeypatch.setattr(proposer, "perf_counter", clock)
+    odd = Odd(*[[11, 12]] * 100)
+    request = new_request([1, 2, 3])
+    history = ProposedHistory(request, Chances(), Unreliable("odd", 50, odd))
+    for _ in range(100):
+        history.guess(request, 4)
+    assert 1 < len(odd.asked) < 20
+    assert len(caplog.records) == 1 and "ms a call" in caplog.text
+
+
+class StepsAhead(StepsInFlight):
+    """Some of them can be taken back, until that is asked for."""
+
+    num_interrupts = 0
+
+    @property
+    def runs_ahead(self) -> bool:
+        return not self.num_interrupts
+
+    def interrupt(self) -> None:
+        self.num_interrupts += 1
+
+
+class Loop:
+    """A scheduler and one request, with what drafts for it; its steps are answered with these tokens."""
+
+    def __init__(self, in_flight: StepsInFlight, budget: DraftBudget, num_blocks: int = 64) -> None:
+        limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64}
+        self.scheduler = Scheduler(num_blocks=num_blocks, kv_groups=[KVCacheGroup("full", 4)], **limits)
+        self.scheduler.rows.lookahead = Drafts(self.scheduler.rows)
+        self.speculation = Proposing(self.scheduler, in_flight, budget, "suffix", SuffixHistory)
+        self.request = self.new_request("a")
+        self.scheduler.add_request(self.request)
+
+    def new_request(self, name: str, prompt: Sequence[int] = (5, 6, 7, 8, 9, 1)) -> Request:
+        how: Any = {"max_num_tokens": 40, "stop_token_ids": frozenset[int]()}
+        return Request(name, prompt, SamplingParams(), seed=0, **how)
+
+    def answer(self, out: Any, token_id: int, seconds: float = 0.0) -> None:
+        step = self.scheduler.oldest_step
+        assert step is not None
+        sampled = self.scheduler.update(ModelRunnerOutput(out.step_id, int32([token_id]))).sampled
+        self.speculation.note_answer(step, seconds, sampled)
+
+
+def test_steps_ahead_are_taken_back_for_drafts_and_not_for_nothing() -> None:
+    in_flight = StepsAhead(2)
+    loop = Loop(in_flight, DraftBudget(16))
+    for token_id in (5, 6, 7):
+        assert not in_flight.num_interrupts
+        assert loop.speculation.propose()
+        out = loop.scheduler.schedule()
+        assert out is not None and out.drafts is None
+        loop.answer(out, token_id)
+    assert not loop.speculation.propose() and in_flight.num_interrupts == 1
+    assert loop.request.status is RequestStatus.DECODING, "it has no drafts"
+    assert loop.speculation.propose(), "they were taken back"
+    out = loop.scheduler.schedule()
+    assert out is not None and out.drafts is not None and list(out.drafts.token_ids)[:3] == [8, 9, 1]
+
+
+def test_where_steps_are_long_drafts_follow_tokens_that_are_known() -> None:
+    """No step is made that would have none, nor one behind drafts that may be rejected."""
+    loop = Loop(StepsInFlight(2), CostBudget(64, 0.01))
+    propose, schedule = loop.speculation.propose, loop.scheduler.schedule
+    for token_id in (5, 6):
+        assert propose()
+        loop.answer(schedule(), token_id, 0.02)
+    assert propose()
+    first = schedule()
+    assert propose(), "nothing is found yet"
+    second = schedule()
+    loop.answer(first, 7, 0.02)
+    assert not propose(), "a token is in flight"
+    loop.answer(second, 8, 0.02)
+    assert propose()
+    out = schedule()
+    assert out is not None and out.drafts is not None and out.drafts.token_ids[0] == 9
+    assert not propose(), "drafts are in flight"
+
+
+def test_a_burst_takes_the_drafts_back_at_once() -> None:
+    """Those that come count as rows before they have any."""
+    loop = Loop(StepsInFlight(2), DraftBudget(4))
+    for token_id in (5, 6, 7):
+        assert loop.speculation.propose()
+        loop.answer(loop.scheduler.schedule(), token_id)
+    for name in "bcd":
+        loop.scheduler.add_request(loop.new_request(name))
+    assert loop.speculation.propose()
+    out = loop.scheduler.schedule()
+    assert out is not None and out.drafts is None and len(out.req_idx) == 4
+
+
+def test_who_waits_for_blocks_holds_no_drafts_back() -> None:
+    loop = Loop(StepsInFlight(2), DraftBudget(16), num_blocks=10)
+    loop.scheduler.add_request(loop.new_request("b", [3] * 32))
+    for token_id in (5, 6, 7):
+        assert loop.speculation.propose()
+        loop.answer(loop.scheduler.schedule(), token_id)
+    assert loop.speculation.propose()
+    out = loop.scheduler.schedule()
+    assert out is not None and out.drafts is not None and loop.scheduler.num_waiting == 1
+
+
+@pytest.mark.parametrize("vocab_size", [2, 6, 30])
+def test_any_text_can_be_followed(rng: random.Random, vocab_size: int) -> None:
+    """Its own and past ones, in which something else comes again and again."""
+    past = PastTexts()
+    past.add(b"", [rng.randrange(vocab_size) for _ in range(50)])
+    past.add(b"", [rng.randrange(vocab_size) for _ in range(5)])
+    request = new_request([rng.randrange(vocab_size) for _ in range(rng.randint(1, 60))])
+    history = SuffixHistory(request, Chances(), past)
+    num_guesses = 0
+    for _ in range(400):
+        request.num_computed_tokens = len(request.token_ids) - 1 + rng.choice([0, 0, 1, 3])
+        history.take_in(request, rng.choice([10_000, 10_000, 7]))
+        guess = history.guess(request, rng.randint(1, 20))
+        assert len(guess.token_ids) == len(guess.chances) <= MOST_DRAFTS
+        assert all(0 <= token_id < vocab_size for token_id in guess.token_ids)
+        assert all(0 < chance < 1 for chance in guess.chances)
+        num_guesses += bool(guess.token_ids)
+        follows = guess.token_ids[: rng.randint(0, 3)] if rng.random() < 0.6 else []
+        add(request, [*follows, *(rng.randrange(vocab_size) for _ in range(rng.choice([1, 1, 1, 4])))])
+    assert num_guesses > 10
