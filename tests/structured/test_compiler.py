@@ -175,6 +175,7 @@ async def test_a_queued_grammar_that_nobody_wants_is_dropped() -> None:
         backend.gate.set()
         await asyncio.gather(busy, last)
         assert backend.compiled == ["wait", "c"]
+        assert (await compiler.compile(regex("b"))).spec == regex("b")
 
 
 async def test_a_grammar_that_was_cancelled_in_progress_is_kept() -> None:
@@ -231,6 +232,21 @@ async def test_a_grammar_larger_than_the_cache_is_served_all_the_same() -> None:
         for _ in range(2):
             assert (await compiler.compile(regex("a"))).spec == regex("a")
         assert backend.compiled == ["a", "a"]
+    async with compiling(cache_bytes=199) as (compiler, backend):
+        for text in "aba":
+            await compiler.compile(regex(text))
+        assert backend.compiled == ["a", "b", "a"]
+
+
+async def test_one_that_takes_too_long_is_tried_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the first time it has not ended yet."""
+    monkeypatch.setattr("aengine.engine.structured.compiler._FAILURE_SECONDS", 0.0)
+    async with compiling(timeout=0.01, num_threads=2) as (compiler, backend):
+        for _ in range(2):
+            with pytest.raises(GrammarError, match="took longer"):
+                await compiler.compile(regex("wait"))
+        backend.gate.set()
+        await until(lambda: backend.compiled == ["wait", "wait"])
 
 
 async def test_too_long_is_an_error_and_comes_later_all_the_same() -> None:
@@ -336,6 +352,7 @@ async def test_closing_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -
 
 async def test_abandoned_from_another_thread() -> None:
     async with compiling(num_threads=1) as (compiler, backend):
+        await compiler.compile(regex("known"))
         busy = asyncio.create_task(compiler.compile(regex("wait")))
         await begun(backend)
         queued = asyncio.create_task(compiler.compile(regex("a")))
@@ -343,9 +360,11 @@ async def test_abandoned_from_another_thread() -> None:
         await asyncio.to_thread(compiler.abandon)
         for result in await asyncio.gather(busy, queued, return_exceptions=True):
             assert isinstance(result, EngineClosedError)
+        with pytest.raises(EngineClosedError):
+            await compiler.compile(regex("known"))
         backend.gate.set()
         await no_threads()
-        assert backend.compiled == ["wait"]
+        assert backend.compiled == ["known", "wait"]
 
 
 async def test_a_compiler_that_is_dropped_takes_its_threads_along() -> None:

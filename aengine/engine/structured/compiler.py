@@ -51,7 +51,7 @@ class _Work:
     waiters: list[asyncio.Future[Compiled]] = field(default_factory=list)
     job: Job | None = None  # job in a pool's queue; None once a thread has begun it
     timer: asyncio.TimerHandle | None = None
-    begun: float | None = None  # loop time
+    begun: float = 0.0  # loop time
 
 
 class GrammarCompiler:
@@ -221,15 +221,13 @@ class GrammarCompiler:
     def _ended(self, work: _Work, result: Compiled | BaseException) -> None:
         if work.timer is not None:
             work.timer.cancel()
-        if work.begun is not None:
-            seconds = asyncio.get_running_loop().time() - work.begun
-            self._seconds_each += 0.1 * (seconds - self._seconds_each)
+        seconds = asyncio.get_running_loop().time() - work.begun
+        self._seconds_each += 0.1 * (seconds - self._seconds_each)
         self._forget(work)
         if self._closed:
             result = EngineClosedError("the engine was closed while the grammar was compiled")
         elif not isinstance(result, BaseException):
-            self._failures.pop(work.spec, None)  # it took longer than allowed, but is compiled now
-            self._remember(result)
+            self._remember(result)  # though it may have taken longer than allowed
         elif isinstance(result, GrammarError):
             self._remember_failure(work.spec, result)
         else:
