@@ -14,7 +14,8 @@ figure, how much a piece of bounded work counts, and what is in `EQUIVALENT`.
 
 Kernels are changed as Triton's interpreter runs them, which raises where memory is touched that is none of the
 kernel's. Of them not drawn is what changes their speed alone: the functions that choose tiles or count shared memory,
-numbers of warps and stages, hints for caches, prefetches, barriers, and that launches overlap (PDL).
+numbers of warps and stages, hints for caches, prefetches, barriers, and that launches overlap (PDL). Nor is what a
+kernel does with bfloat16 or by assembler alone (`ON_A_GPU`), neither of which the interpreter has.
 """
 
 from __future__ import annotations
@@ -110,9 +111,27 @@ EQUIVALENT = {
 """(function, change, changed code) of what no test can see."""
 ELSEWHERE = {"child.py"}
 """Files that run in processes of their own, which a mutant does not reach."""
-IDLE_CALLS = ("logger.", "yield_gil(", "launch_next", "wait_for_", "gdc_", "prefetch(", "tl.debug_barrier(")
+IDLE_CALLS = (
+    "logger.",
+    "yield_gil(",
+    "launch_next",
+    "wait_for_",
+    "_wait(w_ptr",
+    "gdc_",
+    "prefetch",
+    "tl.debug_barrier(",
+)
 IDLE_ARGUMENTS = ("stacklevel", "num_warps", "num_stages", "cache_modifier", "eviction_policy", "PDL", "STAGES")
 """Statements and arguments that no result depends on."""
+ON_A_GPU = {
+    "_HAS_ASM": "body",
+    "HALF": "orelse",
+    "WAY == 'exact'": "body",
+    "dtype == tl.float16": "orelse",
+    "dtype == tl.bfloat16": "body",
+    "x_ptr.dtype.element_ty == tl.bfloat16": "body",
+}
+"""Conditions in kernels, and which branch of each no kernel reaches in the interpreter."""
 OTHER = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
 
 
@@ -184,7 +203,7 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
 def _is_idle(function: Any) -> bool:
     """Whether no behaviour hangs on the function: it is for debuggers, asserts what others did, or chooses tiles."""
     returned = "" if function.returns is None else ast.unparse(function.returns).removesuffix(" | None")
-    is_tiling = returned.endswith(("Tiling", "Tile"))
+    is_tiling = returned.endswith(("Tiling", "Tile")) or function.name.startswith("_gemv_blocks")
     num_asserts = sum(isinstance(statement, ast.Assert) for statement in function.body)
     return is_tiling or "shared_bytes" in function.name or function.name == "__repr__" or num_asserts >= 2
 
@@ -204,14 +223,17 @@ def _nodes(function: Any) -> list[ast.AST]:
         is_power = isinstance(node, ast.BinOp) and isinstance(node.op, ast.LShift) and ast.unparse(node.left) == "1"
         is_log = isinstance(node, ast.Expr) and ast.unparse(node).startswith(IDLE_CALLS)
         is_turn = isinstance(node, ast.If) and [ast.unparse(one) for one in node.body] == ["yield_gil()"]
-        is_launch = isinstance(node, ast.If) and ast.unparse(node.test) == "PDL"
+        is_launch = isinstance(node, ast.If) and ast.unparse(node.test).startswith("PDL")
         is_level = isinstance(node, ast.keyword) and node.arg in IDLE_ARGUMENTS
         is_count = isinstance(node, ast.Call) and ast.unparse(node.func) == "self._count"
         if not (is_text or is_power or is_log or is_turn or is_launch or is_level):
             yield node
             if not is_count and ast.unparse(node) != "-1":
-                for child in ast.iter_child_nodes(node):
-                    yield from below(child)
+                unreached = ON_A_GPU.get(ast.unparse(node.test)) if isinstance(node, ast.If | ast.IfExp) else None
+                for name, value in ast.iter_fields(node):
+                    for child in value if isinstance(value, list) else [value]:
+                        if isinstance(child, ast.AST) and name != unreached:
+                            yield from below(child)
 
     return [function, *(node for statement in function.body for node in below(statement))]
 
