@@ -105,6 +105,10 @@ EQUIVALENT = {
     ("_Closing._uses", "another comparison", "use == _PART"),  # the copy may be the part's, or the place's own
     ("_Closing._uses", "the condition negated", "[(holder, end)] if use == _PART else []"),  # the same
     ("GrammarCompiler._raise_known_failure", "another comparison", "now < until"),  # times are not the same
+    ("_below_kth", "another comparison", "peaks >= middle"),  # it is a lower bound either way
+    ("_below_kth", "8 is 9", "8"),  # a closer one
+    ("apply_staged_writes", "4 is 5", "4"),  # how many programs write a run
+    ("apply_staged_writes", "1 is 2", "1"),  # the same
     ("PairKernels.multiply", "1 is 2", "1"),  # how many codes are on their way at once
     ("BitmaskFiller._fill_drafted", "another comparison", "len(forced) > 1"),  # forced ids are none, or two and more
 }

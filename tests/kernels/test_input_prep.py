@@ -9,6 +9,7 @@ import torch
 from aengine.kernels.dispatch import torch_reference as plain
 from aengine.kernels.input_prep import (
     ScalarColumns,
+    advance_rows,
     append_tokens,
     commit_decode,
     gather_block_table,
@@ -170,3 +171,20 @@ def test_triton_append_tokens(rng: random.Random, gen: torch.Generator, triton_d
     with plain():
         append_tokens(token_ids, scalars[:, 10], rows, sampled)
     assert torch.equal(on[0].cpu(), token_ids) and torch.equal(on[1].cpu(), scalars)
+
+
+def test_advance_rows(gen: torch.Generator, triton_device: torch.device) -> None:
+    """Of more rows than a program takes; rows of -1 are left out."""
+    rows = torch.randperm(300, generator=gen)[:200]
+    rows[[0, 7, -1]] = -1
+    seq_lens = torch.randint(1, 1000, (200,), generator=gen, dtype=torch.int32)
+    scalars = torch.zeros(300, 16, dtype=torch.int32)
+    wanted = scalars.clone()
+    for row, length in zip(rows.tolist(), seq_lens.tolist()):
+        if row >= 0:
+            wanted[row, 11] = length
+    on = scalars.clone().to(triton_device)
+    advance_rows(on[:, 11], rows.to(triton_device), seq_lens.to(triton_device))
+    with plain():
+        advance_rows(scalars[:, 11], rows, seq_lens)
+    assert torch.equal(on.cpu(), wanted) and torch.equal(scalars, wanted)

@@ -50,32 +50,28 @@ def _in_order_of_calls(messages: Messages) -> Messages:
     one that is of none of the latest calls.
     """
     ordered = list(messages)
-    calls: dict[str | int, deque[int]] = {}  # places of the latest group's calls, by id: an id may come twice
-    results: list[tuple[int, int]] = []  # (place of the call, place of its result) in that group
-    num_calls = 0
-
-    def settle() -> None:
-        for (_, place), (_, wanted) in zip(results, sorted(results), strict=True):
-            ordered[place] = messages[wanted]
-        results.clear()
-
+    calls: dict[str | int, deque[tuple[int, int]]] = {}  # places of the latest group's, by id: one may come twice
+    results: list[tuple[tuple[int, int], int]] = []  # (place of the call, place of its result)
+    has_results = False  # whether the latest group has any
     for place, message in enumerate(messages):
         if message["role"] == "assistant":
             given = message.get("tool_calls")  # the caller may have put any value there
             known = given if isinstance(given, Sequence) else ()
             ids = [call_id_of(call) for call in known if isinstance(call, Mapping)]
-            if ids and results:  # the group before has its results
-                settle()
+            if ids and has_results:
                 calls.clear()
-            for call_id in ids:
-                num_calls += 1
+                has_results = False
+            for number, call_id in enumerate(ids):
                 if call_id is not None:
-                    calls.setdefault(call_id, deque()).append(num_calls)
+                    calls.setdefault(call_id, deque()).append((place, number))
         elif message["role"] == "tool":
             call_id = call_id_of(message, "tool_call_id")
             if call_id is not None and (answered := calls.get(call_id)):
                 results.append((answered.popleft() if len(answered) > 1 else answered[0], place))
-    settle()
+                has_results = True
+    # Those of one group stand before the next one's, as their calls do.
+    for (_, place), (_, wanted) in zip(results, sorted(results), strict=True):
+        ordered[place] = messages[wanted]
     return ordered
 
 
