@@ -340,6 +340,7 @@ class StepsAhead(StepsInFlight):
     """Some of them can be taken back, until that is asked for."""
 
     num_interrupts = 0
+    next_runs_ahead = False
 
     @property
     def runs_ahead(self) -> bool:
@@ -385,6 +386,23 @@ def test_steps_ahead_are_taken_back_for_drafts_and_not_for_nothing() -> None:
     assert loop.speculation.propose(), "they were taken back"
     out = loop.scheduler.schedule()
     assert out is not None and out.drafts is not None and list(out.drafts.token_ids)[:3] == [8, 9, 1]
+
+
+def test_while_drafts_are_in_flight_no_step_is_made_that_may_be_taken_back() -> None:
+    """It would have one token of each, at the places of the drafts that the next answer brings."""
+    in_flight = StepsAhead(2)
+    loop = Loop(in_flight, DraftBudget(16))
+    in_flight.num_interrupts = 1
+    for token_id in (5, 6, 7):
+        in_flight.next_runs_ahead = True
+        assert loop.speculation.propose(), "no drafts are in flight"
+        loop.answer(loop.scheduler.schedule(), token_id)
+    assert loop.speculation.propose()
+    out = loop.scheduler.schedule()
+    assert out is not None and out.drafts is not None
+    assert not loop.speculation.propose()
+    in_flight.next_runs_ahead = False
+    assert loop.speculation.propose()
 
 
 def test_where_steps_are_long_drafts_follow_tokens_that_are_known() -> None:

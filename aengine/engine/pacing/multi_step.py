@@ -62,11 +62,15 @@ class MultiStep(StepsInFlight):
         return bool(self._leased)
 
     @property
+    def next_runs_ahead(self) -> bool:
+        return self.runs_ahead or len(self.answers) >= self.limit.base
+
+    @property
     def is_interrupted(self) -> bool:
         return self._is_revoking
 
     def schedule(self) -> SchedulerOutput | None:
-        if len(self.answers) < self.limit.base and not self._leased:
+        if not self.next_runs_ahead:
             return self.scheduler.schedule()
         if not self.scheduler.is_steady:
             self.interrupt()

@@ -53,6 +53,11 @@ class StepsInFlight:
         return False
 
     @property
+    def next_runs_ahead(self) -> bool:
+        """Whether the next step would be one that may be taken back."""
+        return False
+
+    @property
     def is_interrupted(self) -> bool:
         """Whether the newest steps are being taken back, and none can be made before that is done."""
         return False

@@ -48,7 +48,7 @@ class Proposing(Speculation):
         drafted = {
             step.batch[place] for step in rows.steps for place, ahead in step.ahead.items() if not ahead.are_certain
         }
-        if drafted and awaits_answers:
+        if drafted and (awaits_answers or self._in_flight.next_runs_ahead):
             self._changed = changed
             return False
         guesses = self._guesses(changed, drafted, room)
