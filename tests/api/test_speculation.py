@@ -79,6 +79,30 @@ async def test_drafts_change_no_output(make_engine: Make, rng: random.Random, sp
     assert num_steps > 0
 
 
+@pytest.mark.parametrize("speculation", NAMES[:-1])
+async def test_a_text_ends_where_it_ends_without_drafts(make_engine: Make, speculation: str) -> None:
+    """At a stop string or a token in the middle of a draft, at a limit, at the end of the context, where a draft has no
+    room; prompts are computed in chunks."""
+    settings: dict[str, Any] = {"fake": {"token": verse}, "max_num_batched_tokens": 32}
+    plain = SamplingParams(max_tokens=100, ignore_eos=True)
+    async with make_engine(**settings) as engine:
+        text = (await engine.generate([1, 2, 3], plain)).text
+        kinds = [plain.replace(stop=[text[place : place + 7]]) for place in range(120, 160, 5)]
+        kinds += [plain.replace(stop=[text[130:137]], include_stop_str_in_output=True)]
+        kinds += [plain.replace(stop_token_ids=(307,), min_tokens=count) for count in (0, 50, 51, 70)]
+        kinds += [plain.replace(max_tokens=count) for count in range(40, 60)]
+        work = [([*range(1, 1 + 2 * i)] + [0], kind) for i, kind in enumerate(kinds)]
+        work += [([*range(1, 1 + length)], plain.replace(max_tokens=None)) for length in (940, 960)]
+        expected = [essence(await engine.generate(*one)) for one in work]
+        assert {reason.value for _, _, reason in expected} == {"stop", "length"}
+        assert [len(ids) for _, ids, _ in expected[-2:]] == [84, 64]
+    async with make_engine(speculation=speculation, max_leased_steps=0, **settings) as engine:
+        assert [essence(await engine.generate(*one)) for one in work[::3]] == expected[::3], "alone"
+        assert [essence(c) for c in await asyncio.gather(*(engine.generate(*one) for one in work))] == expected
+        assert engine.statistics().accepted_tokens > 500 or speculation == "ngram_worker", "the fake one finds none"
+        await settled(engine)
+
+
 async def test_a_text_that_repeats_takes_few_steps(make_engine: Make) -> None:
     params = SamplingParams(max_tokens=400, ignore_eos=True)
     how: Any = {"fake": {"token": lambda req_idx, place: 300 + place % 19}, "max_leased_steps": 0}
