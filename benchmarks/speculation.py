@@ -1,12 +1,15 @@
-"""Tokens a second with and without drafts, in turns over three engines in one run: without, with those that the host
-finds, with those that the worker finds. JSON to stdout, a line a task, number of streams and way.
+"""Tokens a second with and without drafts, in turns over engines in one run: without, and one for each way to propose.
+JSON to stdout, a line a task, number of streams and way.
 
-    python benchmarks/speculation.py [--model smollm2-135m] [--streams 1 4] [--tokens 200] [--rounds 3]
+    python benchmarks/speculation.py [--model smollm2-135m] [--tasks edit json free] [--streams 1 16]
+        [--ways suffix ngram_worker] [--tokens 200] [--rounds 3]
 
-``copy``: chats that ask for a text of the prompt once more; ``free``: chats that ask for a story. Greedy, past
-end-of-sequence tokens. ``ratio``: the rate with drafts by that without, of the same round, the median of the rounds;
-``equal``: the share of requests whose tokens are the same in both: in 16 bits a step of several tokens may round in
-another way.
+``edit``: a file of the prompt once more, with a name changed, after an example of the same; ``json``: an object of a
+bounded schema whose keys are long, after an example; ``free``: a story. Greedy, past end-of-sequence tokens but for
+``json``, which ends when it is complete. ``ratio``: the rate with drafts by that without, of the same round, the median
+of the rounds; ``equal``: the share of requests whose tokens are the same in both: in 16 bits a step of several tokens
+may round in another way. The prompts are in the prefix cache, from a round that does not count. "none" drafts what a
+grammar forces all the same; "bare" does not, and is in the run for ``json``.
 """
 
 from __future__ import annotations
@@ -19,78 +22,151 @@ import time
 from contextlib import AsyncExitStack
 from typing import Any
 
-from aengine import AsyncLLM, SamplingParams
+from aengine import AsyncLLM, SamplingParams, StructuredOutput
+from aengine.engine.grammar_gate import ALWAYS, Forcing
+from aengine.engine.replicas import replica
 
-TEXTS = (
-    "The ferry leaves the island at seven in the morning and returns at nine in the evening. Tickets are sold "
-    + "on board. Dogs travel free of charge, bicycles cost two euros, and cars must be registered a day before.",
-    "The library opens at ten on weekdays and at noon on Sundays. Readers may borrow up to six books for four weeks. "
-    + "Newspapers stay in the reading room, and magazines of the last month can be copied at the desk.",
-    "The garden has three ponds, a small bridge and a long wall of old roses. Visitors are asked to stay on the paths. "
-    + "Tea is served on the terrace in the afternoon, and the gate is closed when the sun goes down.",
-)
-WAYS = ("ngram", "ngram_worker")
+EXAMPLE = """def mean(values):
+    total = 0
+    for value in values:
+        total += value
+    return total / len(values)
+"""
+FILE = '''class Account:
+    """What a customer has."""
+
+    def __init__(self, owner, balance=0):
+        self.owner = owner
+        self.balance = balance
+        self.history = []
+
+    def deposit(self, amount):
+        """Add an amount to the balance."""
+        if amount <= 0:
+            raise ValueError("an amount is more than 0")
+        self.balance += amount
+        self.history.append(("deposit", amount))
+        return self.balance
+
+    def withdraw(self, amount):
+        """Take an amount from the balance."""
+        if amount > self.balance:
+            raise ValueError("the balance is too small")
+        self.balance -= amount
+        self.history.append(("withdraw", amount))
+        return self.balance
+
+    def transfer(self, other, amount):
+        """Give an amount to another account."""
+        self.withdraw(amount)
+        other.deposit(amount)
+        self.history.append(("transfer", amount))
+        return self.balance
+'''
+NAMES = ("Account", "Wallet", "Purse", "Deposit", "Ledger", "Safe", "Fund", "Reserve")
+KEYS = ("customer_reference_number", "preferred_delivery_address", "estimated_arrival_time", "special_instructions")
+SCHEMA = {
+    "type": "object",
+    "properties": {key: {"type": "string", "maxLength": 24} for key in KEYS}
+    | {"is_confirmed_by_customer": {"type": "boolean"}, "number_of_parcels_in_total": {"type": "integer"}},
+    "required": [*KEYS, "is_confirmed_by_customer", "number_of_parcels_in_total"],
+    "additionalProperties": False,
+}
 STORIES = ("a lighthouse keeper who paints", "two rivers that meet after the rain", "a clock that was never late")
 
 
-def chat(task: str, number: int) -> list[dict[str, str]]:
-    if task == "copy":
-        text = TEXTS[number % len(TEXTS)]
-        return [{"role": "user", "content": f"Repeat this text word for word, several times:\n\n{text}"}]
+def prompt_of(task: str, number: int) -> Any:
+    """Return a prompt or a chat."""
+    if task == "edit":
+        name = NAMES[number % len(NAMES)] + ("" if number < len(NAMES) else str(number))
+        code = FILE.replace("Account", name)
+        parts = (EXAMPLE, EXAMPLE.replace("values", "numbers"), code)
+        first, changed, second = (f"```python\n{part}```" for part in parts)
+        return (
+            f"{first}\n\nThe same with `values` renamed to `numbers`:\n\n{changed}\n\n{second}\n\n"
+            + "The same with `balance` renamed to `credit`:\n\n```python\n"
+        )
+    if task == "json":
+        asked = (
+            "An order of four parcels for Mary Hill, 14 Station Road, which should arrive at noon. Describe it as JSON."
+        )
+        return [{"role": "user", "content": f"Order {number}. {asked}"}]
     return [{"role": "user", "content": f"Tell a story about {STORIES[number % len(STORIES)]}, number {number}."}]
 
 
+def params_of(task: str, tokens: int) -> SamplingParams:
+    if task == "json":
+        return SamplingParams(temperature=0, max_tokens=tokens, structured_output=StructuredOutput(json_schema=SCHEMA))
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+
+
 async def rate(engine: AsyncLLM, task: str, streams: int, tokens: int) -> tuple[float, list[Any]]:
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    params = params_of(task, tokens)
     begun = time.perf_counter()
-    answers = await asyncio.gather(*(engine.chat(chat(task, i), params) for i in range(streams)))
-    return streams * tokens / (time.perf_counter() - begun), answers
+    prompts = [prompt_of(task, i) for i in range(streams)]
+    calls = [engine.generate(one, params) if isinstance(one, str) else engine.chat(one, params) for one in prompts]
+    answers = await asyncio.gather(*calls)
+    return sum(len(one.token_ids) for one in answers) / (time.perf_counter() - begun), list(answers)
 
 
-async def compare(engines: dict[str, AsyncLLM], task: str, streams: int, tokens: int, rounds: int) -> None:
-    rates: dict[str, list[float]] = {name: [] for name in engines}
+async def compare(engines: dict[str, AsyncLLM], task: str, streams: int, args: argparse.Namespace) -> None:
+    names = [name for name in engines if task == "json" or name != "bare"]
+    rates: dict[str, list[float]] = {name: [] for name in names}
     answers: dict[str, list[Any]] = {}
-    before = {name: engine.statistics() for name, engine in engines.items()}
-    for _ in range(rounds):
-        for name, engine in engines.items():
-            value, answers[name] = await rate(engine, task, streams, tokens)
+    for name in names:
+        await rate(engines[name], task, streams, args.tokens)
+    before = {name: engines[name].statistics() for name in names}
+    for _ in range(args.rounds):
+        for name in names:
+            value, answers[name] = await rate(engines[name], task, streams, args.tokens)
             rates[name].append(value)
-    for name in WAYS:
+    base = names[0]
+    for name in names[1:]:
         after = engines[name].statistics()
-        pairs = list(zip(answers["none"], answers[name], strict=True))
+        pairs = list(zip(answers[base], answers[name], strict=True))
+        num_tokens = after.generated_tokens - before[name].generated_tokens
         result = {
             "task": task,
             "streams": streams,
             "speculation": name,
-            "tok_s": [round(statistics.median(rates[which]), 1) for which in ("none", name)],
-            "ratio": round(statistics.median(b / a for a, b in zip(rates["none"], rates[name], strict=True)), 3),
+            "beside": base,
+            "tok_s": [round(statistics.median(rates[which]), 1) for which in (base, name)],
+            "ratio": round(statistics.median(b / a for a, b in zip(rates[base], rates[name], strict=True)), 3),
             "drafted": after.drafted_tokens - before[name].drafted_tokens,
             "accepted": after.accepted_tokens - before[name].accepted_tokens,
-            "tokens_a_step": round(rounds * tokens * streams / (after.num_steps - before[name].num_steps), 2),
+            "tokens": num_tokens,
+            "tokens_a_step": round(num_tokens / (after.num_steps - before[name].num_steps), 2),
             "equal": sum(a.token_ids == b.token_ids for a, b in pairs) / len(pairs),
         }
         print(json.dumps(result), flush=True)
+
+
+async def start(stack: AsyncExitStack, model: str, name: str, settings: dict[str, Any]) -> AsyncLLM:
+    replica.ALWAYS = Forcing(0, 0.0) if name == "bare" else ALWAYS  # type: ignore[attr-defined]
+    speculation = "none" if name == "bare" else name
+    return await stack.enter_async_context(AsyncLLM(model, speculation=speculation, **settings))
 
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--tasks", nargs="+", default=["edit", "json", "free"])
+    parser.add_argument("--ways", nargs="+", default=["suffix"])
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     settings = {"dtype": args.dtype, "max_model_len": 2048, "kv_cache_memory_bytes": 2 << 30}  # they share a device
     async with AsyncExitStack() as stack:
-        engines = {
-            name: await stack.enter_async_context(AsyncLLM(args.model, speculation=name, **settings))
-            for name in ("none", *WAYS)
-        }
+        names = (*(["bare"] if "json" in args.tasks else []), "none", *args.ways)
+        engines = {name: await start(stack, args.model, name, settings) for name in names}
         for engine in engines.values():
             await rate(engine, "free", 1, 8)
-        for task in ("copy", "free"):
+            await rate(engine, "json", 1, 8)
+        for task in args.tasks:
             for streams in args.streams:
-                await compare(engines, task, streams, args.tokens, args.rounds)
+                await compare(engines, task, streams, args)
 
 
 if __name__ == "__main__":
