@@ -482,7 +482,7 @@ BUDGETS = {
     "kernels": 15150,
     "limits": 478,
     "remote": 1630,
-    "runner": 21140,
+    "runner": 21223,
     "server": 5850,
     "telemetry": 1150,
     "testing": 825,
