@@ -21,29 +21,38 @@ if TYPE_CHECKING:
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, prompt_logprobs=2)
 
 
-def check(prompt: Sequence[int], completion: Completion, judge: Judge) -> None:
+def expected(prompt: Sequence[int], judge: Judge) -> list[list[float]]:
+    """Of each token but the first: its log-probability, and the two largest."""
+    rows = judge.logprobs(prompt[:1], prompt[1:])
+    return [
+        [float(row[token_id]), *row.topk(2).values.tolist()] for token_id, row in zip(prompt[1:], rows, strict=True)
+    ]
+
+
+def check(prompt: Sequence[int], completion: Completion, wanted: list[list[float]]) -> None:
     first, *entries = completion.prompt_logprobs or ()
-    assert first is None and len(entries) == len(prompt) - 1
-    for token_id, entry, row in zip(prompt[1:], entries, judge.logprobs(prompt[:1], prompt[1:]), strict=True):
-        assert entry is not None and entry[0].token_id == token_id
-        wanted = [float(row[token_id]), *row.topk(2).values.tolist()]
-        assert [one.logprob for one in entry] == pytest.approx(wanted, abs=1e-3)
+    assert first is None and all(entries)
+    assert [entry[0].token_id for entry in entries if entry] == list(prompt[1:])
+    for entry, values in zip(entries, wanted, strict=True):
+        assert [one.logprob for one in entry or ()] == pytest.approx(values, abs=1e-3)
 
 
 async def test_a_worker_that_dies(smollm2: str, judge: Judge, rng: random.Random) -> None:
     prompts = [[rng.randrange(40_000) for _ in range(length)] for length in (1, 2, 30, 90, 130)]
     prompts.append(prompts[3][:64] + prompts[2])
+    whole_context = [rng.randrange(40_000) for _ in range(256)]
+    wanted = {tuple(prompt): expected(prompt, judge) for prompt in (*prompts, whole_context)}
     settings: dict[str, Any] = {"kv_cache_memory_bytes": kv_memory(smollm2, 1 << 25), "max_num_batched_tokens": 32}
     kinds = [PARAMS, PARAMS.replace(max_tokens=0), PARAMS.replace(n=2, temperature=1.0), PARAMS]
     async with AsyncLLM(smollm2, dtype="float32", num_threads=1, max_model_len=256, **settings) as engine:
         calls = [(prompt, params) for params in kinds for prompt in prompts]
-        calls.append(([rng.randrange(40_000) for _ in range(256)], PARAMS.replace(max_tokens=0)))  # the whole context
+        calls.append((whole_context, PARAMS.replace(max_tokens=0)))
         tasks = [asyncio.create_task(engine.generate(*call)) for call in calls]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         os.kill(engine.describe()["pid"], signal.SIGKILL)
         for (prompt, params), task in zip(calls, tasks, strict=True):
             completion = await task
-            check(prompt, completion, judge)
+            check(prompt, completion, wanted[tuple(prompt)])
             assert {len(choice.token_ids) for choice in completion.choices} == {params.max_tokens}
         assert engine.statistics().num_restarts == 1
 
