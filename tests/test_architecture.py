@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import json
 import re
 import subprocess
@@ -84,8 +85,19 @@ def text_of(path: Path) -> str:
 
 
 @cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(text_of(path))
+def nodes_of(path: Path) -> list[ast.AST]:
+    """All nodes of a file, its module first."""
+    return list(ast.walk(ast.parse(text_of(path))))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _millions_of_nodes() -> Iterator[None]:
+    """The garbage collector would look at all of them again and again; afterwards they are gone."""
+    gc.disable()
+    yield
+    for cached in (text_of, nodes_of, imports_of, calls_of):
+        cached.cache_clear()
+    gc.enable()
 
 
 def module_of(path: Path) -> str:
@@ -99,12 +111,13 @@ def module_of(path: Path) -> str:
 def imports_of(path: Path, *, type_checking: bool = False) -> list[tuple[str, int, bool]]:
     """(absolute module name, line, whether at module level) of each import statement. ``type_checking``: also of those
     for type checkers only."""
-    tree = tree_of(path)
     package = ["aengine", *path.relative_to(PACKAGE).parent.parts]
     found: list[tuple[str, int, bool]] = []
 
     def visit(node: ast.AST, top: bool) -> None:
         for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                continue
             if not type_checking and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
                 continue
             if isinstance(child, ast.Import):
@@ -117,7 +130,7 @@ def imports_of(path: Path, *, type_checking: bool = False) -> list[tuple[str, in
                     found.extend((f"{name}.{alias.name}", child.lineno, top) for alias in child.names)
             visit(child, top and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
 
-    visit(tree, True)
+    visit(nodes_of(path)[0], True)
     return found
 
 
@@ -179,7 +192,7 @@ def test_families_are_named_in_their_own_room() -> None:
     for path in FILES:
         heart = {"runner", "kernels", "checkpoint", "workers", "engine", "ipc"}
         if within(module_of(path), heart) and not within(module_of(path), FAMILIES_MAY_BE_NAMED):
-            for node in ast.walk(tree_of(path)):
+            for node in nodes_of(path):
                 value = node.value if isinstance(node, ast.Constant) else getattr(node, "id", None)
                 assert value not in names and not str(value).endswith("ForCausalLM"), f"{path}:{node.lineno}: {value}"
 
@@ -216,8 +229,7 @@ def test_no_foreign_pattern_is_run_by_re() -> None:
     """It backtracks for as long as the pattern's author likes, and holds the GIL: grammars are llguidance's."""
     foreign: Counter[str] = Counter()
     for path in FILES:
-        tree = tree_of(path)
-        for node in ast.walk(tree):
+        for node in nodes_of(path):
             if isinstance(node, ast.ImportFrom):
                 assert node.module not in ("re", "regex"), f"{path}: write re.compile, so that this test sees it"
             if isinstance(node, ast.Import):
@@ -230,20 +242,26 @@ def test_no_foreign_pattern_is_run_by_re() -> None:
     assert foreign == dict.fromkeys(FOREIGN_PATTERNS, 1)
 
 
+@cache
 def calls_of(path: Path) -> list[tuple[ast.Call, bool]]:
     """Each call of a file, and whether it is awaited as it is made."""
-    nodes = list(ast.walk(tree_of(path)))
+    nodes = nodes_of(path)
     awaited = {id(node.value) for node in nodes if isinstance(node, ast.Await)}
     return [(node, id(node) in awaited) for node in nodes if isinstance(node, ast.Call)]
+
+
+def function_of(call: ast.Call, *names: str) -> str:
+    """The dotted name of what is called, if its last part is one of ``names``; else none."""
+    last = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    return ast.unparse(call.func) if last in names else ""
 
 
 def test_nothing_runs_in_the_executor_of_the_loop() -> None:
     """The host's loop joins it at its end, however long its threads work; those of `ThreadPool` are daemons."""
     for path in FILES:
         for call, _ in calls_of(path):
-            name = ast.unparse(call.func)
-            is_executor = name.split(".")[-1] in ("run_in_executor", "set_default_executor")
-            assert not is_executor and name not in ("asyncio.to_thread", "to_thread"), f"{path}:{call.lineno}"
+            assert not function_of(call, "run_in_executor", "set_default_executor"), f"{path}:{call.lineno}"
+            assert function_of(call, "to_thread") not in ("asyncio.to_thread", "to_thread"), f"{path}:{call.lineno}"
 
 
 TOKENIZING = {"encode", "encode_plain", "decode", "count", "render", "render_ids", "apply_chat_template"}
@@ -438,7 +456,7 @@ def test_only_rows_reach_into_rows() -> None:
     for path in FILES:
         if module_of(path) == "engine.scheduler.rows":
             continue
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.Attribute) and node.attr in state and ast.unparse(node.value).endswith("rows"):
                 raise AssertionError(f"{path}:{node.lineno}: {ast.unparse(node)}")
 
@@ -456,9 +474,8 @@ def test_one_device_is_named_in_one_room() -> None:
 def test_functions_stay_small() -> None:
     too_big: list[str] = []
     for path in FILES:
-        text = text_of(path)
-        lines = text.splitlines()
-        for node in ast.walk(ast.parse(text)):
+        lines = text_of(path).splitlines()
+        for node in nodes_of(path):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 size = (node.end_lineno or node.lineno) - node.lineno + 1
                 reason = "large on purpose:" in lines[max(0, node.lineno - 2)]
@@ -516,7 +533,7 @@ def test_no_module_is_imported_by_a_text() -> None:
     allowed |= {"workers.loading", "runner.attention.library"}
     for path in FILES:
         for call, _ in calls_of(path):
-            if ast.unparse(call.func) in ("import_module", "importlib.import_module"):
+            if function_of(call, "import_module") in ("import_module", "importlib.import_module"):
                 text = call.args[0]
                 is_ours = not isinstance(text, ast.Constant) or str(text.value).startswith("aengine")
                 assert not is_ours or module_of(path) in allowed, path
@@ -540,7 +557,7 @@ def test_classes_stay_small() -> None:
     """Python's own methods (``__enter__``) are not counted."""
     sizes: dict[str, int] = {}
     for path in FILES:
-        for node in ast.walk(tree_of(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 sizes[f"{path.stem}.{node.name}"] = sum(map(_is_own_method, node.body))
     too_large = {name: size for name, size in sizes.items() if size > MOST_METHODS}
@@ -803,7 +820,7 @@ def test_what_programs_beside_the_package_import_is_there(folder: str) -> None:
     """Many of them are run by hand, now and then, or where there is a GPU."""
     gone = []
     for path in sorted((ROOT / folder).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("aengine."):
                 names = _names_in(PACKAGE.joinpath(*node.module.split(".")[1:]))  # type: ignore[union-attr]
                 gone += [f"{path.name}: {node.module}.{alias.name}" for alias in node.names if alias.name not in names]
@@ -817,8 +834,7 @@ def _names_in(module: Path) -> set[str]:
     path = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
     if not path.exists():
         return names
-    tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.ImportFrom | ast.Import):
@@ -838,7 +854,7 @@ def test_test_files_have_names_of_their_own() -> None:
 
 def _short_sleeps_outside_loops(node: ast.AST) -> Iterator[ast.Call]:
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.Call) and ast.unparse(child.func) in ("time.sleep", "asyncio.sleep"):
+        if isinstance(child, ast.Call) and function_of(child, "sleep") in ("time.sleep", "asyncio.sleep"):
             seconds = child.args[0]
             if isinstance(seconds, ast.Constant) and 0 < seconds.value < 10:  # type: ignore[operator]
                 yield child
@@ -851,8 +867,8 @@ def test_a_short_sleep_of_a_test_has_a_reason() -> None:
     has. Times that have a name, and those of what hangs (10 s or more), are the test's subject."""
     found = []
     for path in sorted((ROOT / "tests").rglob("*.py")):
-        lines = path.read_text().splitlines()
-        calls = _short_sleeps_outside_loops(ast.parse(path.read_text()))
+        lines = text_of(path).splitlines()
+        calls = _short_sleeps_outside_loops(nodes_of(path)[0])
         found += [f"{path}:{call.lineno}" for call in calls if "  # " not in lines[call.lineno - 1]]
     assert not found, "\n".join(found)
 
@@ -865,7 +881,7 @@ is to fall."""
 def test_few_tests_use_private_attributes() -> None:
     uses = []
     for path in sorted((ROOT / "tests").rglob("*.py")):
-        nodes = list(ast.walk(ast.parse(path.read_text())))
+        nodes = nodes_of(path)
         own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
         own |= {"_exit", "_replace", "_fields"}  # of os, and of named tuples
         for node in nodes:
