@@ -219,7 +219,8 @@ def test_messages_give_the_address_of_a_page() -> None:
     """pip does not bring docs/, so what a running engine says names a page by its address, and the page exists."""
     address = "https://github.com/aengine/aengine/blob/main/docs/"
     for path in {*(ROOT / "aengine").rglob("*.py")} - {ROOT / "aengine" / "settings.py"}:  # of docstrings only
-        tree = ast.parse(path.read_text())
+        text = path.read_text()
+        tree = ast.parse(text if "docs/" in text else "")
         docstrings = {
             id(node.value)
             for node in ast.walk(tree)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranked_engine import RankedEngine
 from tiny import VOCAB_SIZE
 from transformers import BertConfig, BertModel
 
@@ -93,8 +94,8 @@ async def test_refused_by_the_ranks(
         await AsyncLLM(tiny_model(arch, **sizes), **SETTINGS | settings).start()
 
 
-@pytest.mark.slow
-async def test_families_that_transformers_computes(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_families_that_transformers_computes(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Told by the ranks, here threads: how an error gets from a process to the host is the same for all."""
     folder = Path(shutil.copytree(tiny_model("llama", **EIGHT), tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "olmo", "architectures": ["OlmoForCausalLM"]}
@@ -102,7 +103,7 @@ async def test_families_that_transformers_computes(tiny_model: TinyModel, tmp_pa
     with pytest.raises(
         ModelLoadError, match="size=2: OlmoForCausalLM is computed by transformers .*data_parallel_size"
     ):
-        await AsyncLLM(folder, tensor_parallel_size=2, **SETTINGS).start()
+        RankedEngine(folder, tensor_parallel_size=2)
 
 
 @pytest.mark.slow
