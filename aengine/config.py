@@ -12,12 +12,13 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import InvalidRequestError
+from .limits.bounds import MAX_PROCESSORS
 from .limits.cgroups import num_usable_cpus
 from .limits.values import (
     check_choices,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PACKAGE_FOLDER",
     "PLATFORMS",
+    "PROCESSORS",
     "PROPOSERS",
     "WORKERS",
     "EngineConfig",
@@ -205,6 +207,10 @@ class EngineConfig:
     "aengine.workers", or "module:function" (docs/extending.md)."""
     worker_extension: str | None = None
     """Class whose methods `AsyncLLM.collective_rpc` calls in each worker: "module:Class" (docs/extending.md)."""
+    logits_processors: Sequence[str] = ()
+    """Classes that change the logits of requests whose ``extra_args`` name them, at most 16: each "module:Class", or
+    the name of an entry point in the group "aengine.logits_processors", such as "thinking_budget" (docs/extending.md).
+    """
     own_thread: bool = False
     """The engine runs on an event loop of its own, in a daemon thread: its methods may be called from any loop in any
     thread, and a blocked loop of yours doesn't hold it up. progress and on_request_end are called in that thread."""
@@ -322,8 +328,10 @@ class EngineConfig:
             raise not_valid(
                 "device", self.device, "a name without numbers with executor='ray', as Ray chooses the GPUs"
             )
-        _check_worker(self.worker)
+        _check_target("worker", self.worker, WORKERS, "module:function")
         _check_speculation(self.speculation)
+        _check_processors(self.logits_processors)
+        object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
         if self.worker_extension is not None and not _is_in_module(self.worker_extension):
             raise not_valid("worker_extension", self.worker_extension, "'module:Class', or None")
         for name in ("progress", "on_request_end"):
@@ -433,11 +441,19 @@ def _check_device(device: object, num_ranks: int) -> None:
         )
 
 
-def _check_worker(worker: object) -> None:
-    """Raise InvalidRequestError unless it is a known name, or looks like "module:function"."""
-    if _is_in_module(worker) or (isinstance(worker, str) and target_of(WORKERS, worker) is not None):
+def _check_target(param: str, given: object, group: str, form: str) -> None:
+    """Raise InvalidRequestError unless it is a name of the group, or looks like ``form``."""
+    if _is_in_module(given) or (isinstance(given, str) and target_of(group, given) is not None):
         return
-    raise not_valid("worker", worker, f"'module:function', or one of {', '.join(map(repr, registered(WORKERS)))}")
+    raise not_valid(param, given, f"{form!r}, or one of {', '.join(map(repr, registered(group)))}")
+
+
+def _check_processors(names: object) -> None:
+    """Raise InvalidRequestError unless it is a list of known names and places in modules."""
+    if isinstance(names, str) or not isinstance(names, Sequence) or len(names) > MAX_PROCESSORS:
+        raise not_valid("logits_processors", names, f"a list of at most {MAX_PROCESSORS} names")
+    for name in names:
+        _check_target("logits_processors", name, PROCESSORS, "module:Class")
 
 
 def _check_speculation(name: object) -> None:
@@ -518,12 +534,15 @@ WORKERS = "aengine.workers"
 """The group of functions that load a model: see workers/loaded.py."""
 PROPOSERS = "aengine.proposers"
 """The group of what guesses tokens: see engine/speculation/proposer.py."""
+PROCESSORS = "aengine.logits_processors"
+"""The group of classes that change logits: see runner/sampling/processors.py."""
 PLATFORMS = "aengine.platforms"
 """The group of classes of devices: see runner/platforms/platform.py."""
 
 _OWN = {
     WORKERS: {"default": "aengine.runner.startup.begin:load_model"},
     PROPOSERS: dict.fromkeys(("suffix", "ngram", "suffix_past", "ngram_worker"), "aengine.engine.speculation.proposer"),
+    PROCESSORS: {"thinking_budget": "aengine.runner.sampling.features.thinking_budget:ThinkingBudget"},
     PLATFORMS: {
         "cuda": "aengine.runner.platforms.cuda:CudaPlatform",
         "cpu": "aengine.runner.platforms.cpu:CpuPlatform",

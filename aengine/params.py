@@ -6,6 +6,7 @@ chat, stream_chat(messages, params, output_type=..., **options: Unpack[ChatOptio
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypedDict
@@ -16,13 +17,15 @@ from .limits.bounds import (
     MAX_BAD_WORD_CHARACTERS,
     MAX_BAD_WORDS,
     MAX_COMPLETIONS,
+    MAX_EXTRA_ARGS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
+    MAX_PROCESSORS,
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
-from .limits.checks import check_name
+from .limits.checks import check_name, size_of
 from .limits.values import (
     check_choices,
     checked_integer,
@@ -158,8 +161,8 @@ class SamplingParams:
     changed, also if it is the default.
 
     The order in which the parameters act on the logits of a position: ``logit_bias`` and ``min_tokens``;
-    ``allowed_token_ids``; ``bad_words``; repetition, frequency and presence penalties; ``temperature``; ``top_k``;
-    ``top_p``; ``min_p``.
+    ``allowed_token_ids``; ``bad_words``; repetition, frequency and presence penalties; the processors of
+    ``extra_args``; ``temperature``; ``top_k``; ``top_p``; ``min_p``.
     ``logprobs`` are those of the model itself, before any of these.
 
     Raises:
@@ -209,6 +212,9 @@ class SamplingParams:
     bad_words: Sequence[str] = ()
     """The completion has none of these, with or without a blank before: the token that would complete one is not
     sampled. At most 256, of at most 256 characters and 32 tokens."""
+    extra_args: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the engine's ``logits_processors``, by name: plain data as each describes it, of 16384 characters as
+    JSON. A processor that is not named does nothing to this request."""
     logprobs: int | None = None
     """With each token, the log-probability of it and of this many of the likeliest, 0 to 64. True means 1."""
     prompt_logprobs: int | None = None
@@ -320,6 +326,23 @@ def _logit_bias(param: str, value: object) -> dict[int, float]:
     return bias
 
 
+def _extra_args(param: str, value: object) -> dict[str, Any]:
+    """Return a copy of what is plain data, with lists for tuples."""
+    if value is None:
+        return {}
+    wanted = f"a mapping of at most {MAX_PROCESSORS} names to plain data, of {MAX_EXTRA_ARGS} characters as JSON"
+    if isinstance(value, Mapping) and len(value) <= MAX_PROCESSORS and all(isinstance(name, str) for name in value):
+        try:
+            size = size_of(value, MAX_EXTRA_ARGS)
+            text = json.dumps(dict(value), allow_nan=False) if size <= MAX_EXTRA_ARGS else ""
+        except (TypeError, ValueError, RecursionError):  # no plain data, NaN, an integer of thousands of digits
+            text = ""
+        if 0 < len(text) <= MAX_EXTRA_ARGS:
+            copy: dict[str, Any] = json.loads(text)
+            return copy
+    raise not_valid(param, value, wanted)
+
+
 def _temperature(param: str, value: object) -> float:
     """Return the temperature if it is 0, or if a float32 logit can be divided by it without becoming infinite."""
     wanted = "0, or a number from 1e-10 to 10000"
@@ -368,6 +391,7 @@ _CHECKS: dict[str, Any] = {
     "logit_bias": _logit_bias,
     "allowed_token_ids": _allowed_token_ids,
     "bad_words": _bad_words,
+    "extra_args": _extra_args,
     "logprobs": _num_logprobs,
     "prompt_logprobs": _num_logprobs,
     "n": lambda p, v: checked_integer(p, v, 1, MAX_COMPLETIONS, f"an integer from 1 to {MAX_COMPLETIONS}"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 from .errors import InvalidRequestError
@@ -173,6 +173,8 @@ def value_of(variable: str, name: str, type_name: str, text: str) -> Any:
         if kind == "int":
             wanted = "an integer"
             return int(text)
+        if kind == "Sequence[str]":
+            return tuple(name for part in text.split(",") if (name := part.strip()))
         if kind == "float":
             wanted = "a number"
             return float(text)
@@ -327,6 +329,10 @@ class Settings(TypedDict, total=False):
     worker_extension: str | None
     """Class whose methods `AsyncLLM.collective_rpc` calls in each worker: "module:Class" (docs/extending.md). Default:
     None."""
+    logits_processors: Sequence[str]
+    """Classes that change the logits of requests whose ``extra_args`` name them, at most 16: each "module:Class", or
+    the name of an entry point in the group "aengine.logits_processors", such as "thinking_budget" (docs/extending.md).
+    Default: ()."""
     own_thread: bool
     """The engine runs on an event loop of its own, in a daemon thread: its methods may be called from any loop in any
     thread, and a blocked loop of yours doesn't hold it up. progress and on_request_end are called in that thread.

@@ -26,6 +26,7 @@ ASKED = (
     "`logit_bias`",
     "`allowed_token_ids`",
     "`bad_words`",
+    "`extra_args`",
     "`logprobs`",
     "`prompt_logprobs`",
     "`n`",

@@ -35,6 +35,7 @@ SAMPLING = {
     "logit_bias": "at most 1024",
     "allowed_token_ids": "at most 16384",
     "bad_words": "at most 256, of at most 32 tokens",
+    "vllm_xargs": "arguments of the engine's logits processors, by name",
     "user": "",
     "request_id": "in the answer's id and in `X-Request-Id`; two requests may have the same",
     "speculation": "false: no tokens are guessed for the request",

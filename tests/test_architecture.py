@@ -527,10 +527,10 @@ def test_the_root_stays_small() -> None:
 
 
 def test_no_module_is_imported_by_a_text() -> None:
-    """A name in a text is an import that no reader and no tool sees. Registries of families, platforms and workers,
-    whose modules are chosen by a checkpoint or a setting, are the exceptions."""
+    """A name in a text is an import that no reader and no tool sees. Registries of families, platforms, workers
+    and processors, whose modules are chosen by a checkpoint or a setting, are the exceptions."""
     allowed = {"__init__", "runner.models", "runner.models.encoders", "runner.platforms.choice", "workers.calls"}
-    allowed |= {"workers.loading", "runner.attention.library"}
+    allowed |= {"workers.loading", "runner.attention.library", "runner.sampling.processors"}
     for path in FILES:
         for call, _ in calls_of(path):
             if function_of(call, "import_module") in ("import_module", "importlib.import_module"):

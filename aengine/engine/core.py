@@ -96,6 +96,7 @@ class EngineCore:
             sampling=sampling,
             tasks=frozenset(ready.get("tasks", ("generate",))),
             is_encoder=bool(ready.get("is_encoder")),
+            processors=ready.get("logits_processors", {}),
         )
         self.admission = self._new_admission(
             loop=self.loop,

@@ -6,11 +6,14 @@ The features that read them are in runner/sampling/features/.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 from ..errors import InvalidRequestError
-from ..ipc.messages import NO_RESULTS, Extras, float32, int32
+from ..ipc.messages import ARGUMENTS_OF, NO_RESULTS, Extras, float32, int32
+from ..limits.arguments import fault_in
 from ..limits.bounds import MAX_BAD_WORD_TOKENS, MAX_PROMPT_LOGPROBS
 from ..limits.values import shown
 from ..params import SamplingParams
@@ -28,9 +31,22 @@ def extras_of(params: SamplingParams, bad_words: Sequence[Sequence[int]] = ()) -
         extras["allowed_token_ids"] = [int32(params.allowed_token_ids).tobytes()]
     if bad_words:
         extras["bad_words"] = [int32(map(len, bad_words)).tobytes(), int32(chain.from_iterable(bad_words)).tobytes()]
+    for name, arguments in params.extra_args.items():
+        extras[ARGUMENTS_OF + name] = [json.dumps(arguments).encode()]
     if params.prompt_logprobs is not None:
         extras |= prompt_logprobs_extra(params.prompt_logprobs, samples=params.max_tokens != 0)
     return extras
+
+
+def check_extra_args(params: SamplingParams, processors: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise InvalidRequestError for arguments that no processor takes. ``processors``: their schemas, by name."""
+    for name, arguments in params.extra_args.items():
+        if name not in processors:
+            known = f"there are {', '.join(processors)}" if processors else "it was started without logits_processors"
+            message = f"extra_args names {shown(name)}, which no logits processor of this engine is called: {known}"
+            raise InvalidRequestError(message, param="extra_args")
+        if fault := fault_in(arguments, processors[name], name):
+            raise InvalidRequestError(f"extra_args: {fault}", param="extra_args")
 
 
 def results_from(params: SamplingParams) -> int:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.sampling_defaults import SamplingDefaults
 from ..errors import InvalidRequestError
 from ..ipc.messages import NO_RESULTS, Extras
 from ..params import CallOptions, SamplingParams, StructuredOutput, check_options, check_params
+from .sampling_extras import check_extra_args
 from .scheduler.request import Request
 from .streams.token_stream import Mailbox
 from .structured.output_type import AskedType
@@ -36,6 +37,8 @@ class Limits:
     tasks: frozenset[str] = frozenset({"generate"})
     """What the model does: "generate", "embed", "classify"."""
     is_encoder: bool = False
+    processors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The schemas of the arguments that `SamplingParams.extra_args` may have, by name."""
 
 
 class Phase(Enum):
@@ -116,6 +119,7 @@ def check_request(limits: Limits, has_tokenizer: bool, kind: str, params: Sampli
             raise InvalidRequestError(
                 f"{what} a tokenizer, and the engine was started with skip_tokenizer=True", param=param
             )
+    check_extra_args(params, limits.processors)
     vocab_size = limits.vocab_size
     for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
         largest = max(getattr(params, name) or (), default=0)

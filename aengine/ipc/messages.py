@@ -127,6 +127,8 @@ NO_RESULTS = 2**31 - 1
 """`NewRequest.results_from` of a request that gets tokens alone."""
 
 Extras = dict[str, list[bytes]]
+ARGUMENTS_OF = "arguments of "
+"""What an extra's name begins with that has the JSON of a logits processor's arguments; its own name follows."""
 """What a request asks for that is a feature's own: its columns, by the feature's name. The feature's object on the
 device reads them, and what is wrong with them is the error of that request alone."""
 

@@ -26,6 +26,10 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARACTERS = 256
 MAX_BAD_WORD_TOKENS = 32
 """Of each of the ways in which a word becomes tokens: alone, and after a blank."""
+MAX_PROCESSORS = 16
+"""Logits processors of an engine, and those that a request names."""
+MAX_EXTRA_ARGS = 16_384
+"""Characters of the JSON of a request's ``extra_args``."""
 MAX_COMPLETIONS = 1024
 """Completions of one prompt."""
 MAX_NAME_CHARACTERS = 1024

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -40,7 +40,7 @@ from .request_state import SCALAR_WORDS, RequestState
 from .results.prompt_logprobs import PromptLogprobs
 from .results.results import Results
 from .sampling.bitmask_memory import HostBitmasks
-from .sampling.features import EXTRAS
+from .sampling.features import SamplingFeature
 from .sampling.sampler import LogprobRows, Sampler, Sampling
 from .sampling.vocabulary import Vocabulary
 from .speculation.drafts import Drafts
@@ -150,12 +150,13 @@ class ModelRunner:
         page_copies: PageCopies | None = None,
         step_rows: StepRows | None = None,
         compiled: Callable[[Tensor], Model] | None = None,
+        processors: Sequence[type[SamplingFeature]] = (),
     ) -> None:
         """``graph_sizes``: batch sizes of decode steps that run as one launch; None: all steps run op by op.
         ``max_graph_tokens``: most tokens of a step with prompts whose layers run as one launch. ``position_sizes``: as
         graph_sizes, of rows with several positions, counted by these; empty: they run as steps with prompts do.
         ``vectors``: how a request that is pooled gets its vector; None: as its last hidden state.
-        ``vocabulary``: the tokens of which the model has the logits on this rank; None: all.
+        ``vocabulary``: tokens whose logits this rank has; None: all. ``processors``: those that the settings name.
         ``exchange``: what this rank exchanges of each step with others; None: nothing, and there are no others. A rank
         that is alone decides by itself what to leave out of a step that it has no memory for; else that is an error.
         ``page_copies``: how pages are copied beyond the pool; ``step_rows``: what is told whose tokens a step has.
@@ -183,10 +184,9 @@ class ModelRunner:
         vocabulary = vocabulary or Vocabulary(VocabularyShare.of(vocab_size, 0, 1), ALONE)
         pooling = DecoderPooling(model, self.requests, vectors or VectorLayers("last"), vocab_size)
         self._results = Results([pooling, PromptLogprobs(model, self.requests, vocabulary, vocab_size)])
-        self._extras = EXTRAS | self._results.extras  # the names of the extras that some feature reads
         self._bitmasks = HostBitmasks(4 * ((vocab_size + 31) // 32))
         self.num_logits = vocabulary.share_size  # logits of each row on this rank
-        self.sampler = Sampler(self.requests, vocab_size, self._bitmasks, vocabulary)
+        self.sampler = Sampler(self.requests, vocab_size, self._bitmasks, vocabulary, processors)
         self._row_faults: dict[int, tuple[str, str]] = {}  # type and message of the fault of a row's request, by row
         self._state: ExecuteModelState | None = None
         self._copy_out = OutputCopier(platform)
@@ -208,6 +208,11 @@ class ModelRunner:
             self.batch_graphs = BatchGraphs(self.requests, self.tables, self.forward_batch, *most, platform, ranks)
         self._exchange.use_graphs(self.graphs, self.batch_graphs)
         self._preparations: list[Preparation] | None = None  # None: to be looked for when asked
+
+    @cached_property
+    def _extras(self) -> frozenset[str]:
+        """The names of the extras that some feature reads."""
+        return self.sampler.extras | self._results.extras
 
     def _find_preparations(self) -> list[Preparation]:
         parts: list[Preparation] = []

@@ -91,6 +91,13 @@ BAD = [
     ("bad_words", ["x" * 257]),
     ("bad_words", ["\ud800"]),
     ("bad_words", {"x": 1}),
+    ("extra_args", ["a"]),
+    ("extra_args", {1: 2}),
+    ("extra_args", {"a": float("nan")}),
+    ("extra_args", {"a": object()}),
+    ("extra_args", {"a": "x" * 16_384}),
+    ("extra_args", {"a": 10**5000}),
+    ("extra_args", dict.fromkeys("abcdefghijklmnopq", 1)),
     ("logprobs", -1),
     ("logprobs", 65),
     ("n", 0),
@@ -128,7 +135,14 @@ def test_spellings_are_normalised() -> None:
     assert params.logit_bias == {5: 1.0}
     assert params.stop_token_ids == (3,)
     assert isinstance(params.temperature, float)
-    assert SamplingParams(stop=None, logit_bias=None, stop_token_ids=None, bad_words=None) == SamplingParams()
+    given = {"a": {"b": (1, 2)}}
+    params = SamplingParams(extra_args=given)
+    given["a"].clear()
+    assert params.extra_args == {"a": {"b": [1, 2]}} and params.replace(n=2).extra_args == params.extra_args
+    assert (
+        SamplingParams(extra_args=None, stop=None, logit_bias=None, stop_token_ids=None, bad_words=None)
+        == SamplingParams()
+    )
 
 
 def test_unknown_names_get_a_hint() -> None:

@@ -31,7 +31,9 @@ def test_every_setting_is_taken(command: str) -> None:
             words.append(f"--no-{flag}" if field.default else f"--{flag}")
             wanted[field.name] = not field.default
         else:
-            kind = {"int": int, "float": float}.get(type_name.removesuffix(" | None"), str)
+            kind = {"int": int, "float": float, "Sequence[str]": lambda text: (text,)}.get(
+                type_name.removesuffix(" | None"), str
+            )
             words += [f"--{flag}", "3"]
             wanted[field.name] = kind("3")
     assert len(wanted) > 40

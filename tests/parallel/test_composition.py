@@ -72,6 +72,7 @@ def features(rng: random.Random, vocab_size: int) -> dict[str, dict[str, Any]]:
         "`logit_bias`": {"logit_bias": dict.fromkeys(rng.sample(ids, 20), 2.0)},
         "`allowed_token_ids`": {"allowed_token_ids": rng.sample(ids, vocab_size // 2)},
         "`bad_words`": {"bad_words": [*pairs[: 2 * vocab_size // 3], *([i] for i in rng.sample(ids, 30))][:256]},
+        "`extra_args`": {"extra_args": {"residues": {"modulus": 7}}},
         "`logprobs`": {"logprobs": 2},
         "`prompt_logprobs`": {"prompt_logprobs": 2},
         "`n`": {"n": 2},
@@ -268,7 +269,8 @@ def _others_together(
 ) -> list[tuple[dict[str, Any], list[Answer], list[Answer]]]:
     folder, settings, engine_class = model
     with settings_of_torch_kept(), states_kept_often():
-        engine = engine_class(folder, swap_space_bytes=1 << 20, **settings)
+        processors = ["callers_processors:Residues"]
+        engine = engine_class(folder, swap_space_bytes=1 << 20, logits_processors=processors, **settings)
         walk = Walk(engine, rng, shift)
         alone = walk.alone()
         together, num_accepted = walk.together(alone)
@@ -336,6 +338,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "`logit_bias`": {"logit_bias": {5: 1.0}},
     "`allowed_token_ids`": {"allowed_token_ids": [5]},
     "`bad_words`": {"bad_words": ["x"]},
+    "`extra_args`": {"extra_args": {"residues": {"modulus": 7}}},
     "`logprobs`": {"logprobs": 1},
     "`prompt_logprobs`": {"prompt_logprobs": 1},
     "`n`": {"n": 2},

@@ -23,6 +23,7 @@ SETTINGS: dict[str, Any] = {
     "max_num_batched_tokens": 40,
     "kv_cache_memory_bytes": 1 << 20,
     "num_threads": 1,
+    "logits_processors": ["callers_processors:Residues"],
 }
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_blocking")]
@@ -39,7 +40,7 @@ def work(engine: AsyncLLM, seed: int) -> list[asyncio.Task[Completion]]:
     greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     kinds = [
         greedy,
-        greedy.replace(temperature=0.9, seed=5),
+        greedy.replace(temperature=0.9, seed=5, extra_args={"residues": {"modulus": 7}}),
         greedy.replace(temperature=1.1, top_k=7, top_p=0.8, seed=6, n=2),
         greedy.replace(logprobs=3, prompt_logprobs=2),
         greedy.replace(repetition_penalty=1.3, presence_penalty=0.4),

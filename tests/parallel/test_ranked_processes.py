@@ -25,6 +25,7 @@ SETTINGS: dict[str, Any] = {
     "max_num_batched_tokens": 40,
     "kv_cache_memory_bytes": 1 << 20,
     "num_threads": 1,
+    "logits_processors": ["callers_processors:Residues"],
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 EXPERTS: dict[str, Any] = {
@@ -51,7 +52,7 @@ def work(engine: AsyncLLM) -> list[asyncio.Task[Completion]]:
     rng = random.Random(1)
     kinds = [
         GREEDY,
-        GREEDY.replace(temperature=0.9, seed=5),
+        GREEDY.replace(temperature=0.9, seed=5, extra_args={"residues": {"modulus": 7}}),
         GREEDY.replace(temperature=1.1, top_k=7, top_p=0.8, min_p=0.01, seed=6, n=3),
         GREEDY.replace(temperature=0.7, seed=9, n=2),
         GREEDY.replace(logprobs=3, prompt_logprobs=2),

@@ -32,6 +32,7 @@ SETTINGS: dict[str, Any] = {
     "max_num_batched_tokens": 40,
     "kv_cache_memory_bytes": 1 << 20,
     "num_threads": 1,
+    "logits_processors": ["callers_processors:Residues"],
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
@@ -90,7 +91,12 @@ def model(tiny_model: TinyModel) -> Path:
 
 def work(engine: AsyncLLM) -> list[asyncio.Task[Completion]]:
     rng = random.Random(1)
-    kinds = [GREEDY, GREEDY.replace(temperature=0.9, seed=5), GREEDY.replace(temperature=1.1, top_k=7, seed=6, n=2)]
+    residues = {"residues": {"modulus": 7}}
+    kinds = [
+        GREEDY,
+        GREEDY.replace(temperature=0.9, seed=5, extra_args=residues),
+        GREEDY.replace(temperature=1.1, top_k=7, seed=6, n=2),
+    ]
     prompts = [[rng.randrange(20, 200) for _ in range(rng.randint(1, 70))] for _ in range(9)]
     return [asyncio.create_task(engine.generate(p, kinds[i % len(kinds)])) for i, p in enumerate(prompts)]
 

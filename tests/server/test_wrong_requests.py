@@ -84,6 +84,8 @@ WRONG: list[tuple[str, list[tuple[dict[str, Any], str | None]]]] = [
             ({"prompt_logprobs": 64, "prompt": [1] * 32_700}, "prompt_logprobs"),
             ({"echo": True, "logprobs": 64, "prompt": [1] * 32_700}, "logprobs"),
             ({"logprobs": 1000}, "logprobs"),
+            ({"vllm_xargs": {"x": 1}}, "vllm_xargs"),
+            ({"vllm_xargs": [1]}, "vllm_xargs"),
             ({"max_tokens": 0}, "max_tokens"),
             ({"stop": [1]}, "stop"),
             ({"stream_options": {"colour": 1}}, "stream_options.colour"),

@@ -12,6 +12,7 @@ A feature that no graph holds (`SamplingFeature.is_in_graphs`) has its rows samp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -66,14 +67,21 @@ class Sampler:
     """Samples for whole steps; keeps which rows want log-probabilities, and the features' state."""
 
     def __init__(
-        self, requests: RequestState, vocab_size: int, bitmasks: HostBitmasks, vocabulary: Vocabulary | None = None
+        self,
+        requests: RequestState,
+        vocab_size: int,
+        bitmasks: HostBitmasks,
+        vocabulary: Vocabulary | None = None,
+        processors: Sequence[type[SamplingFeature]] = (),
     ) -> None:
-        """``vocabulary``: the ranks' shares of it; None: there is one rank."""
+        """``vocabulary``: the ranks' shares of it; None: there is one rank. ``processors``: features of the caller's,
+        which come last."""
         self._requests = requests
         self._vocab_size = vocab_size
         self.vocabulary = vocabulary or Vocabulary(VocabularyShare.of(vocab_size, 0, 1), ALONE)
         self._bitmasks = bitmasks
-        self._features = tuple(feature(requests, vocab_size) for feature in FEATURES)
+        self._features = tuple(feature(requests, vocab_size) for feature in (*FEATURES, *processors))
+        self.extras = frozenset(feature.extra for feature in self._features) - {""}  # names of those that some reads
         self._in_graphs = tuple(feature for feature in self._features if feature.is_in_graphs)
         max_num_seqs = len(requests.in_use)
         # alternatives that each row wants beside the sampled token; -1: no log-probabilities

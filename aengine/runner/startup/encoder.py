@@ -48,6 +48,8 @@ def load_encoder(config: EngineConfig, source: Mapping[str, Any], rank: Rank, pr
         raise ModelLoadError(
             "batch_invariant=True: an encoder attends to whole batches at once: leave it at False here"
         )
+    if config.logits_processors:
+        raise ModelLoadError("logits_processors: an encoder samples no tokens: leave them out")
     if rank.pp_size > 1:
         raise ModelLoadError(
             f"pipeline_parallel_size={rank.pp_size}: an encoder is not divided by layers: leave it at 1"

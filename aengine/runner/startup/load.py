@@ -31,6 +31,7 @@ from ..model_runner import ModelRunner
 from ..models import build_model, read_config
 from ..models.encoders import is_encoder
 from ..pooling.vectors import VectorLayers, load_vector_layers
+from ..sampling.processors import load_processors
 from ..weights.float16_cpu import Float16Format, agree_on_plan
 from ..weights.formats import choose_formats
 from ..weights.inventory import line_of
@@ -60,6 +61,7 @@ def load_model(
     with damage_explained(source["path"]):
         if is_encoder(source["hf_config"]):
             return load_encoder(config, source, rank, progress)
+        load_processors(config.logits_processors)  # its errors come before weights are read
         head = DecoderHead.of(ModelSource.from_wire(source))
         setup, weights = _load(config, source, rank, progress, head)
     return LocalModel(setup, weights, profile(setup, progress), rank, progress, head)
@@ -189,6 +191,7 @@ class LocalModel:
             "model_impl": setup.model_config.implementation,
             "why_not_native": setup.model_config.why_not_native,
             "fused": getattr(setup.model, "fused", {}),
+            "logits_processors": {one.name: dict(one.arguments) for one in setup.processors},
         }
         if setup.platform.is_accelerator:
             self.offer["device_name"] = setup.platform.name

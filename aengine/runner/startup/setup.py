@@ -32,6 +32,7 @@ from ..model_runner import ModelRunner
 from ..models.causal_lm import CausalLM
 from ..platforms.platform import Platform
 from ..pooling.vectors import VectorLayers
+from ..sampling.processors import LogitsProcessor, load_processors
 from ..sampling.vocabulary import Vocabulary
 from ..speculation.graphs import draft_sizes
 from ..weights.inventory import TensorsOfAKind
@@ -88,6 +89,11 @@ class RunnerSetup:
         layers = self.model_config.kv_layers
         layout = lay_out_kv(layers, self.block_size, self.kv_format.dtype.itemsize)
         return layout.of_layers(self.stage.layers(len(layers)))
+
+    @property
+    def processors(self) -> tuple[type[LogitsProcessor], ...]:
+        """The logits processors that the settings name."""
+        return load_processors(self.config.logits_processors)
 
     @property
     def draft_sizes(self) -> list[int]:
@@ -148,6 +154,7 @@ class RunnerSetup:
             page_copies=page_copies,
             step_rows=self.model.weights.formats.step_rows,
             compiled=self._compiled(cache, exchange, max_model_len),
+            processors=self.processors,
         )
 
     def _compiled(self, cache: Any, exchange: StepExchange, max_model_len: int) -> Callable[[Tensor], Any] | None:

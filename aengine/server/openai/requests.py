@@ -295,6 +295,7 @@ class SamplingBody(RequestBody):
     stop_token_ids: TokenIds | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: Many[str] | None = None
+    vllm_xargs: Variables | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -313,6 +314,7 @@ class SamplingBody(RequestBody):
         if not self.stream and getattr(self, "stream_options", None) is not None:
             raise HTTPError(400, "stream_options needs stream: true", code="invalid_value", param="stream_options")
         given = {name: getattr(self, name) for name in _PARAMS & SamplingBody.model_fields.keys()} | others
+        given["extra_args"] = self.vllm_xargs
         if given["top_k"] == -1:  # vLLM's "all"
             del given["top_k"]
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
@@ -320,7 +322,7 @@ class SamplingBody(RequestBody):
     def field_names(self) -> dict[str, str]:
         place = self.place_of_shape
         names = {} if self.structured_outputs is None else {"choice": place, "json_schema": "json"}
-        return {"structured_output": place.rpartition(".")[0], **names}
+        return {"structured_output": place.rpartition(".")[0], "extra_args": "vllm_xargs", **names}
 
 
 class _ChoicesBody(SamplingBody):

@@ -8,7 +8,7 @@ from .feature import SamplingFeature
 from .penalties import Penalties
 from .token_lists import TokenLists
 
-__all__ = ["EXTRAS", "FEATURES", "SamplingFeature"]
+__all__ = ["FEATURES", "SamplingFeature"]
 
 FEATURES: tuple[type[SamplingFeature], ...] = (
     TokenLists,
@@ -16,5 +16,3 @@ FEATURES: tuple[type[SamplingFeature], ...] = (
     BadWords,
     Penalties,
 )
-EXTRAS = frozenset(feature.extra for feature in FEATURES) - {""}
-"""The names of the extras that some feature reads."""

@@ -1,0 +1,188 @@
+"""Logits processors of the caller's: what is loaded, what rows they get, and whom their faults concern."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from callers_processors import Nothing, Raised, Residues
+from runner_fakes import FakeModel, expected_logits, make_runner, request, step
+
+from aengine.engine.sampling_extras import extras_of
+from aengine.errors import ModelLoadError
+from aengine.limits.arguments import check_schema, fault_in
+from aengine.params import SamplingParams
+from aengine.runner.model_runner import ModelRunner
+from aengine.runner.sampling.features.thinking_budget import ThinkingBudget
+from aengine.runner.sampling.processors import LogitsProcessor, load_processors
+
+VOCAB = 23
+
+
+def new_runner(*processors: type[LogitsProcessor]) -> ModelRunner:
+    return make_runner(FakeModel(VOCAB, 40, 4), VOCAB, num_blocks=40, block_size=4, processors=processors)
+
+
+def asking(row: int, prompt: list[int], **extra_args: Any) -> Any:
+    extras = extras_of(SamplingParams(extra_args=extra_args))
+    return request(row, prompt, range(6 * row, 6 * row + 6), extras=extras)
+
+
+def test_rows_and_tokens(rng: random.Random) -> None:
+    """Each row's tokens and arguments are its own, beside rows that don't use it, and when they come again."""
+    runner = new_runner(Nothing, Residues)
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 7))] for _ in range(5)]
+    moduli = [None, 3, 2, None, 5]
+    asked = [{} if modulus is None else {"residues": {"modulus": modulus}} for modulus in moduli]
+    texts = [list(prompt) for prompt in prompts]
+    new, removed = [asking(row, prompts[row], **asked[row]) for row in range(5)], []
+    batch = {row: len(prompts[row]) for row in range(5)}
+    for k in range(10):
+        got = step(runner, batch, new=new, removed=removed)
+        assert got.errors == []
+        for row, token_id in zip(batch, got.token_ids, strict=True):
+            logits, text, modulus = expected_logits(texts[row], VOCAB), texts[row], moduli[row]
+            if modulus is not None:
+                ids = torch.arange(VOCAB)
+                logits[(ids + text[-1] + len(text)) % modulus == 0] = -torch.inf
+            assert token_id == int(logits.argmax())
+            text.append(token_id)
+        new, removed, batch = [], [], dict.fromkeys(range(5), 1)
+        if k == 4:
+            again = request(2, texts[2], range(12, 18), num_prompt_tokens=len(prompts[2]))
+            again.extras |= extras_of(SamplingParams(extra_args=asked[2]))
+            new, removed, batch[2] = [again], [2], len(texts[2])
+
+
+def test_faults_concern_their_own_requests() -> None:
+    runner = new_runner(Residues)
+    new = [asking(row, [1, 2], residues={"modulus": modulus}) for row, modulus in enumerate((999, 998))]
+    got = step(runner, {0: 2, 1: 2, 2: 2}, new=[*new, request(2, [1, 2], range(12, 18))])
+    assert [(error.batch_idx, error.type) for error in got.errors] == [(0, "InvalidRequestError")] + [
+        (1, "InvalidRequestError")
+    ]
+    assert "999 is not prime" in got.errors[0].message and "RuntimeError('out of luck')" in got.errors[1].message
+    assert got.token_ids[2] == int(expected_logits([1, 2], VOCAB).argmax())
+    runner = new_runner(Residues)
+    got = step(
+        runner, {0: 2, 1: 2}, new=[asking(0, [1, 2], residues={"modulus": 997}), request(1, [1, 2], range(6, 12))]
+    )
+    assert [error.batch_idx for error in got.errors] == [0]
+    assert got.token_ids[1] == int(expected_logits([1, 2], VOCAB).argmax())
+
+
+def test_one_that_changes_no_maximum_is_not_given_greedy_requests() -> None:
+    runner = new_runner(Nothing)
+    asked = [asking(row, [1, 2], nothing={}) for row in range(2)]
+    asked[1].temperature = 1.0
+    step(runner, {0: 2, 1: 2}, new=asked)
+    rows = torch.arange(2).numpy()
+    assert not runner.sampler.is_op_by_op(rows[:1]) and runner.sampler.is_op_by_op(rows)
+
+
+def test_one_that_graphs_hold() -> None:
+    """Its ops are among those of `sample_padded`, for padded rows; no step runs op by op because of it."""
+    runner = new_runner(Raised)
+    step(runner, {0: 2, 1: 2}, new=[asking(0, [1, 2], raised=[7, 100]), request(1, [1, 2], range(6, 12))])
+    assert not runner.sampler.is_op_by_op(torch.arange(2).numpy())
+    logits = torch.zeros((3, VOCAB))
+    logits[:, 3] = 1.0
+    rows = torch.tensor([0, 1, -1])
+    feature: Any = Raised(runner.requests, VOCAB)
+    feature.add_request(asking(0, [1, 2], raised=[7, 100]))
+    feature.apply(logits, rows.numpy()[:0], rows, None, None)
+    assert logits.argmax(1).tolist() == [7, 3, 3]
+    assert int(step(runner, {0: 1, 1: 1}).token_ids[0]) == 7
+
+
+def test_a_thinking_budget(rng: random.Random) -> None:
+    """Reasoning that is open in the prompt, or opened in the completion; ends of one token and of several, of which the
+    text has some already; closed reasoning, of which none is left, is not ended again."""
+    runner = new_runner(ThinkingBudget)
+    begin, end, budget = [1], [5, 6, 7], 4
+    prompts = [[1], [2, 1, 3], [1, 9, 5, 6, 7, 3], [2, 3], [1, 8, 8, 8, 5, 6], [1, 8, 8, 8, 8, 5]]
+    own = {"tokens": budget, "begin": begin, "end": end}
+    batch, texts = {row: len(prompt) for row, prompt in enumerate(prompts)}, [list(prompt) for prompt in prompts]
+    new = [asking(row, prompt, thinking_budget=own) for row, prompt in enumerate(prompts)]
+    forced = 0
+    for _ in range(12):
+        got = step(runner, batch, new=new)
+        assert got.errors == []
+        for text, token_id in zip(texts, got.token_ids, strict=True):
+            opened = max((i + 1 for i, one in enumerate(text) if one == 1), default=0)
+            closed = max((i for i in range(len(text) + 1) if text[i - 3 : i] == end), default=0)
+            expected = int(expected_logits(text, VOCAB).argmax())
+            if opened > closed and len(text) - opened >= budget:
+                expected = end[next(k for k in (2, 1, 0) if text[len(text) - k :] == end[:k])]
+                forced += 1
+            assert token_id == expected
+            text.append(token_id)
+        batch, new = dict.fromkeys(range(len(prompts)), 1), []
+    assert forced >= 8
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["callers_processors:Nameless"], "its name is no identifier"),
+        (["callers_processors:Unclear"], "the keyword 'pattern' is not known here"),
+        (["callers_processors:Missing"], "callers_processors:Missing' can't be used: AttributeError"),
+        (["no_such_module:X"], "ModuleNotFoundError"),
+        (["builtins:dict"], "no subclass of LogitsProcessor"),
+        (["another"], "this worker finds no such processor; there are 'thinking_budget'"),
+        (["callers_processors:Nothing"] * 2, "several are called nothing"),
+    ],
+    ids=str,
+)
+def test_what_can_not_be_loaded(names: list[str], message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        load_processors(names)
+
+
+def test_what_is_loaded() -> None:
+    assert load_processors(["callers_processors:Residues", "thinking_budget"]) == (Residues, ThinkingBudget)
+
+
+OBJECT = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 1}, "b": {"type": "array"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "fault"),
+    [
+        ({"type": "integer", "minimum": 1, "maximum": 3}, 2, ""),
+        ({"type": "integer", "minimum": 1}, 0, "x=0 must be from 1 to infinity"),
+        ({"type": "number", "maximum": 3}, 3.5, "x=3.5 must be from -infinity to 3"),
+        ({"type": "integer"}, True, "x=True must be of type integer"),
+        ({"type": "boolean"}, 1, "x=1 must be of type boolean"),
+        ({"type": "boolean"}, False, ""),
+        ({"type": "number"}, 1, ""),
+        ({"type": "string", "enum": ["a", "b"]}, "c", "x='c' must be one of"),
+        ({"type": "string", "enum": ["a", "b"]}, "b", ""),
+        ({"type": "array", "items": {"type": "string"}}, ["a", 1], "x[1]=1 must be of type string"),
+        ({"type": "array", "minItems": 1}, [], "x has 0 items: there must be 1 to any number of"),
+        ({"type": "array", "maxItems": 1}, [1, 2], "x has 2 items: there must be 0 to 1"),
+        (OBJECT, {"a": 1, "b": [None]}, ""),
+        (OBJECT, {}, ""),
+        (OBJECT, {"a": 0}, "x.a=0 must be from 1"),
+        (OBJECT, {"c": 0}, "x has no 'c'; there are a, b"),
+        (OBJECT | {"required": ["b"]}, {"a": 1}, "x needs b"),
+        (OBJECT, [], "x=[] must be of type object"),
+    ],
+    ids=str,
+)
+def test_arguments(schema: dict[str, Any], value: Any, fault: str) -> None:
+    check_schema(schema)
+    found = fault_in(value, schema, "x")
+    assert found.startswith(fault) and bool(found) == bool(fault)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [5, {}, {"type": "tuple"}, {"type": "array", "items": {"type": "x"}}, {"type": "object", "properties": {"a": {}}}],
+    ids=str,
+)
+def test_schemas_that_are_not_known(schema: Any) -> None:
+    with pytest.raises(ValueError, match="is no schema"):
+        check_schema(schema)
