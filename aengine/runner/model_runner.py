@@ -212,7 +212,7 @@ class ModelRunner:
     @cached_property
     def _extras(self) -> frozenset[str]:
         """The names of the extras that some feature reads."""
-        return self.sampler.extras | self._results.extras
+        return self.sampler.extras | self._results.extras | self._step_rows.extras
 
     def _find_preparations(self) -> list[Preparation]:
         parts: list[Preparation] = []
@@ -429,6 +429,7 @@ class ModelRunner:
         sampler = self.sampler if self.samples else None
         for row in out.removed:
             self.requests.remove_request(row)
+            self._step_rows.remove_request(row)
             if sampler is not None:
                 sampler.remove_request(row)
             self._row_faults.pop(row, None)
@@ -437,6 +438,7 @@ class ModelRunner:
             self.requests.add_request(request)
             self._exchange.add_request(request.req_idx)
             fault = self._results.add_request(request) or fault
+            fault = self._step_rows.add_request(request) or fault
             if sampler is not None:
                 fault = sampler.add_request(request) or fault
             if fault is not None:

@@ -1,9 +1,10 @@
 """Which row each token of a step belongs to, for products that differ by request, as adapters' do.
 
 A product is given x alone, and no layer knows whose its tokens are. Where that matters, the engine's formats have a
-`StepRows` of their own: `around` puts a format of its own around that of each matrix, and `begin` is called before the
-layers of each step, so that the weights so made find the rows of x's tokens. What `begin` queues is captured with the
-step, over memory that the graph replays. Without one there is nothing around a format, and nothing is queued.
+`StepRows` of their own: `around` puts a format of its own around that of each matrix; `add_request` tells what is asked
+for in each row, such as an adapter; and `begin` is called before the layers of each step, so that the weights so made
+find the rows of x's tokens. What `begin` queues is captured with the step, over memory that the graph replays. Without
+one there is nothing around a format, and nothing is queued.
 """
 
 from __future__ import annotations
@@ -14,11 +15,23 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from ...ipc.messages import NewRequest
     from .weight import WeightFormat
 
 
 class StepRows:
     """Products depend on x alone."""
+
+    extras: frozenset[str] = frozenset()
+    """The names of what it reads of a request's extras."""
+
+    def add_request(self, request: NewRequest) -> tuple[str, str] | None:
+        """Note the request of a new row, before the first step in which the row has tokens. What it queues for the
+        device is done by that step. Returns the type and the message of what is wrong with its extras."""
+        return None
+
+    def remove_request(self, row: int) -> None:
+        """Note that the row is free, which another request may get in the same step."""
 
     def around(self, name: str, form: WeightFormat) -> WeightFormat:
         """Return the format of the matrix of this name, which the checkpoint keeps in ``form``. A weight that asks for
