@@ -133,7 +133,6 @@ ON_BOTH_LOOPS = {
     "test_loop_ownership.py",
     "test_own_thread_life.py",
     "test_threads.py",
-    "test_worker_adversity.py",
 }
 """Of the files whose tests run on both loops, those about the loop itself: `make test`, too, runs them on both. Each
 test of the others has one of the loops there, and the other in `make test-all`."""

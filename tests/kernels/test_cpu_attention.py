@@ -279,7 +279,9 @@ PLAIN = Target("x86_64-unknown-linux-gnu", "x86-64", "")
 ARM = Target("aarch64-unknown-linux-gnu", "generic", "+neon")
 
 
-@pytest.mark.parametrize("target", [PLAIN, ARM], ids=["sse2", "neon"])
+@pytest.mark.parametrize(
+    "target", [pytest.param(PLAIN, id="sse2", marks=pytest.mark.extended), pytest.param(ARM, id="neon")]
+)
 def test_they_compile_for(target: Target) -> None:
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()

@@ -172,7 +172,9 @@ NAMES = ["route.softmax.all", "route.sigmoid.chosen", "plan_experts.8", "gather"
 NAMES += ["gate_experts.clamped_swiglu.interleaved", "expert_product.q4_k.planes.silu", "add_experts.bfloat16.float32"]
 
 
-@pytest.mark.parametrize("target", [PLAIN, ARM], ids=["sse2", "neon"])
+@pytest.mark.parametrize(
+    "target", [pytest.param(PLAIN, id="sse2", marks=pytest.mark.extended), pytest.param(ARM, id="neon")]
+)
 def test_they_compile_for(target: Target) -> None:
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()

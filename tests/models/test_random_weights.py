@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import random
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import test_fp8_weights
 import test_group_weights
 import torch
 from driver import CPU, Driver, load, source_of
+from pairs import some
 from test_group_weights import MOE, SIZES, set_config
 
 from aengine.runner.weights.scope import Place
@@ -46,8 +48,13 @@ def check(folder: Path, seed: int = 1) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("arch", ["llama", "qwen3_moe"])
+ARCHS = ("llama", "qwen3_moe")
+
+
+@pytest.mark.parametrize(
+    ("arch", "kind"),
+    some(itertools.product(ARCHS, CONFIGS), *((ARCHS[i % 2], kind) for i, kind in enumerate(CONFIGS))),
+)
 def test_a_model_in_each_format(arch: str, kind: str, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     sizes = MOE if arch == "qwen3_moe" else SIZES
     (tmp_path / "config.json").write_bytes((tiny_model(arch, seed=3, **sizes) / "config.json").read_bytes())
