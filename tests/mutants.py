@@ -107,12 +107,18 @@ EQUIVALENT = {
     ("GrammarCompiler._raise_known_failure", "another comparison", "now < until"),  # times are not the same
     ("_below_kth", "another comparison", "peaks >= middle"),  # it is a lower bound either way
     ("_below_kth", "8 is 9", "8"),  # a closer one
+    ("_append_tokens", "0 is 1", "other=0"),  # what is loaded there is not stored
+    ("_commit_drafts", "0 is 1", "other=0"),  # the same
+    ("_prepare_inputs", "0 is 1", "other=0"),  # the same, or it is not summed
+    ("_top_k_top_p", "1 is 2", "top_p < 1"),  # the longer way says the same
+    ("find_bracket", "0 is 1", "wanted < 0"),  # a mass of 0 is wanted of none
+    ("make_candidates", "2 is 3", "2"),  # more memory than is used
     ("apply_staged_writes", "4 is 5", "4"),  # how many programs write a run
     ("apply_staged_writes", "1 is 2", "1"),  # the same
     ("PairKernels.multiply", "1 is 2", "1"),  # how many codes are on their way at once
     ("BitmaskFiller._fill_drafted", "another comparison", "len(forced) > 1"),  # forced ids are none, or two and more
 }
-"""(function, change, changed code) of what no test can see."""
+"""(function, change, changed code or what it is a part of) of what no test can see."""
 ELSEWHERE = {"child.py"}
 """Files that run in processes of their own, which a mutant does not reach."""
 IDLE_CALLS = (
@@ -187,9 +193,11 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
     find(ast.parse(path.read_text()).body, [])
     for names, function in functions:
         is_bool = function.returns is not None and ast.unparse(function.returns) == "bool"
+        parents = {child: node for node in ast.walk(function) for child in ast.iter_child_nodes(node)}
         for i, node in enumerate(_nodes(function)):
+            around = parents.get(node, node)
             for what, change in changes(node, is_bool):
-                if (".".join(names), what, ast.unparse(node)) in EQUIVALENT:
+                if any((".".join(names), what, ast.unparse(code)) in EQUIVALENT for code in (node, around)):
                     continue
                 other = deepcopy(function)
                 change(_nodes(other)[i])

@@ -237,6 +237,7 @@ def test_shares_of_a_vocabulary_draw_what_the_whole_does(
     logits, temperature = columns[0], columns[1]
     temperature[:4] = 0.0
     logits[:2] = logits[:2].round()
+    logits[2, -1] = 50.0  # the best is the last
     logits[12, rng.randrange(vocab_size)] = torch.nan
     logits[13] = -torch.inf
     logits[14, rng.randrange(vocab_size)] = torch.inf
@@ -252,6 +253,8 @@ def test_shares_of_a_vocabulary_draw_what_the_whole_does(
             for i in range(shares)
         ]
         ids, checks = best_of_shares(torch.stack(parts))
+        many, _ = best_of_shares(torch.stack(parts).repeat(1, 1, 5))
+    assert torch.equal(many, ids.repeat(5)) and ids[2] == vocab_size - 1
     good = wanted_checks.isfinite()
     assert torch.equal(ids[good], wanted[good]) and good.sum() == 13
     # torch takes logarithms at the end of a row, where no vector is full, by other code, which may round otherwise.
