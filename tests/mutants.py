@@ -113,6 +113,8 @@ EQUIVALENT = {
     ("_top_k_top_p", "1 is 2", "top_p < 1"),  # the longer way says the same
     ("find_bracket", "0 is 1", "wanted < 0"),  # a mass of 0 is wanted of none
     ("make_candidates", "2 is 3", "2"),  # more memory than is used
+    ("_draw_scored", "1 is 2", "max(1, _PIECE // vocab_size)"),  # the least rows of a piece
+    ("_top_k_top_p", "1 is 2", "max(1, _PIECE // vocab_size)"),  # the same
     ("apply_staged_writes", "4 is 5", "4"),  # how many programs write a run
     ("apply_staged_writes", "1 is 2", "1"),  # the same
     ("PairKernels.multiply", "1 is 2", "1"),  # how many codes are on their way at once
