@@ -137,6 +137,7 @@ IDLE_ARGUMENTS = ("stacklevel", "num_warps", "num_stages", "cache_modifier", "ev
 """Statements and arguments that no result depends on."""
 ON_A_GPU = {
     "_HAS_ASM": "body",
+    "_HAS_LOP3": "body",
     "HALF": "orelse",
     "WAY == 'exact'": "body",
     "dtype == tl.float16": "orelse",
