@@ -113,6 +113,15 @@ EQUIVALENT = {
     ("_top_k_top_p", "1 is 2", "top_p < 1"),  # the longer way says the same
     ("find_bracket", "0 is 1", "wanted < 0"),  # a mass of 0 is wanted of none
     ("make_candidates", "2 is 3", "2"),  # more memory than is used
+    ("_list_kernel", "0 is 1", "other=0"),  # what is loaded there is not stored
+    ("_list_kernel", "another comparison", "i < num_banned"),  # nothing is left then
+    ("_list_kernel", "another comparison", "i < num_biases"),  # the same
+    ("_logprob_kernel", "another comparison", "block < num_blocks"),  # the first of those that tie is there
+    ("_logprob_kernel", "another comparison", "done < _NO_INDEX"),  # a block has more than may be asked for
+    ("_measure_list", "another comparison", "i < length"),  # nothing is left then
+    ("_prepare_inputs", "another comparison", "i < count"),  # the same
+    ("_prepare_inputs", "another comparison", "i < num_tokens"),  # the same
+    ("_search_list", "another comparison", "i < length"),  # the same
     ("_draw_scored", "1 is 2", "max(1, _PIECE // vocab_size)"),  # the least rows of a piece
     ("_top_k_top_p", "1 is 2", "max(1, _PIECE // vocab_size)"),  # the same
     ("apply_staged_writes", "4 is 5", "4"),  # how many programs write a run

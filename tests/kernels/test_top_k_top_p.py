@@ -156,6 +156,72 @@ def test_triton_against_the_reference(rng: random.Random, gen: torch.Generator, 
     assert not (logits[10, 5] < got[10] or logits[11, 5] < got[11])
 
 
+def bracket_after(
+    sums: torch.Tensor, pivots: torch.Tensor, bases: torch.Tensor, top_p: float
+) -> tuple[float, float, int, int]:
+    """(low, high, mass at or above high, mass that is wanted) after a pass over a row"""
+    *masses, total = sums.tolist()
+    wanted = bases[1].item() if bases[1] >= 0 else int(top_p * float(total))
+    first = next(i for i, mass in enumerate(masses) if mass >= wanted)
+    if first == 0:
+        return pivots[0].item(), pivots[-1].item(), bases[0].item(), wanted
+    return pivots[first].item(), pivots[first - 1].item(), masses[first - 1], wanted
+
+
+def test_triton_lists_the_logits_of_a_narrow_bracket(gen: torch.Generator, triton_device: torch.device) -> None:
+    """Masses at or above each pivot, of the whole row at first and then of a fifteenth of it; and what lies between."""
+    from aengine.kernels.triton.nucleus import COLUMNS, find_candidates, make_candidates
+    from aengine.kernels.triton.top_k_top_p import BLOCK, _extremes
+
+    top_p = [0.05, 0.5, 0.9, 0.97, 0.999]
+    n, vocab_size = len(top_p), 3000
+    logits = torch.randn(n, vocab_size, generator=gen) * torch.tensor([[1.0], [3.0], [1.0], [6.0], [0.1]])
+    logits[1, ::3] = -torch.inf
+    logits[2, 7] = torch.nan
+    temperature, p = torch.tensor([1.0, 0.6, 1.7, 1.0, 0.9]), torch.tensor(top_p)
+    given = [t.to(triton_device) for t in (logits, temperature, torch.zeros(n, dtype=torch.int32), p)]
+    found = make_candidates(n, triton_device)
+    find_candidates(*given, _extremes(given[0], found), found, BLOCK)
+    sums, counts, pivots, bases, values = (t.cpu() for t in found)
+    num_listed = 0
+    for i in range(n):
+        x = logits[i].double()
+        x[x.isnan()] = -torch.inf
+        peak, t = x.max(), temperature[i].double()
+        mass = ((x - peak) / t).exp() * 2.0**36
+        low, high, base, wanted = float(x[x.isfinite()].min()), float(peak), 0, -1
+        low = max(low, high - float(t) * (np.log(vocab_size) + 20))
+        upper = float("inf")
+        for number in range(2):
+            own = pivots[number, i].double()
+            assert bases[number, i].tolist() == [base, wanted] and own[-1] == upper
+            shares = torch.arange(COLUMNS - 1) / 14 if number == 0 else torch.arange(1, COLUMNS) / 15
+            torch.testing.assert_close(own[:-1], high + (low - high) * shares.double(), rtol=1e-5, atol=1e-5)
+            exact = torch.stack([mass[x >= pivot].sum() for pivot in own[:-1]])
+            torch.testing.assert_close(sums[number, i, :-1].double(), exact, rtol=1e-5, atol=99.0)
+            if number == 0:
+                torch.testing.assert_close(sums[0, i, -1].double(), mass.sum(), rtol=1e-5, atol=99.0)
+            low, upper, base, wanted = bracket_after(sums[number, i], pivots[number, i], bases[number, i], float(p[i]))
+            high = low if upper == float("inf") else upper
+        if upper == float("inf"):  # the cutoff is the highest logit
+            assert low == peak and counts[i] == 0
+            continue
+        num_listed += 1
+        between = logits[i][(logits[i] >= low) & (logits[i] < upper)]
+        assert counts[i] == len(between) < vocab_size / 2
+        assert torch.equal(values[i, : len(between)].sort().values, between.sort().values)
+    assert num_listed >= 3
+
+
+def test_of_tokens_that_tie_with_the_last_only_as_many_count(triton_device: torch.device) -> None:
+    """Of 20.1, 2.7, 2.7 and 2.7, two are 22.8, of which 0.87 is less than the first alone."""
+    logits = torch.tensor([[3.0, 1.0, 1.0, 1.0, 0.0]])
+    columns = torch.ones(1), torch.tensor([2]).int(), torch.tensor([0.87]), torch.zeros(1)
+    assert find_cutoff(logits.to(triton_device), *(column.to(triton_device) for column in columns)).item() == 3.0
+    with torch_reference():
+        assert find_cutoff(logits, *columns).item() == 3.0
+
+
 @pytest.mark.timeout(100)
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 def test_triton_ends_whatever_the_logits_span(triton_device: torch.device) -> None:
