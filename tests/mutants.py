@@ -113,6 +113,8 @@ EQUIVALENT = {
     ("_top_k_top_p", "1 is 2", "top_p < 1"),  # the longer way says the same
     ("find_bracket", "0 is 1", "wanted < 0"),  # a mass of 0 is wanted of none
     ("make_candidates", "2 is 3", "2"),  # more memory than is used
+    ("_model", "1 is 2", "normalizer.get(3, 1)"),  # either is true
+    ("_model", "1 is 2", "normalizer.get(4, 1)"),  # the same
     ("_list_kernel", "0 is 1", "other=0"),  # what is loaded there is not stored
     ("_list_kernel", "another comparison", "i < num_banned"),  # nothing is left then
     ("_list_kernel", "another comparison", "i < num_biases"),  # the same

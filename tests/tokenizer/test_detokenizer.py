@@ -121,6 +121,16 @@ def test_markers_end_what_is_held_back(family: str, rng: random.Random) -> None:
             part, got = [], ""
 
 
+def test_a_marker_is_a_token_among_the_first() -> None:
+    known = smollm2()
+    (marker, *_), (a,), (b,) = sorted(known.special_ids), known.encode("a"), known.encode("b")
+    for min_tokens, stops in ((2, True), (3, False)):
+        detokenizer = known.detokenizer(("b",), min_tokens=min_tokens, markers=frozenset({marker}))
+        for token_id in (marker, a, b):
+            detokenizer.put(token_id)
+        assert detokenizer.stopped is stops
+
+
 @pytest.mark.parametrize("text", [*TEXTS, "🙂" * 5, "e\u0301" * 3])
 def test_pieces_are_whole_characters(text: str) -> None:
     tokenizer = smollm2()

@@ -153,6 +153,13 @@ def test_messages_are_copies_in_plain_texts() -> None:
     assert call_id_of({"id": "x"}) == "x" and call_id_of({"id": []}) is None and call_id_of({"call": 3}, "call") == 3
 
 
+def test_the_arguments_of_calls_are_mappings_for_templates() -> None:
+    call = {"function": {"name": "f", "arguments": '{"a": "b"}'}}
+    part = part_of([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    known = words("{{ messages[0].tool_calls[0].function.arguments.a }}")
+    assert part.encode(known, 8) == [B]  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,16 @@ def test_a_text_of_great_width_is_not_made(call: str) -> None:
     """Once it is there, a gigabyte is taken."""
     with pytest.raises(InvalidRequestError, match=r"asks for 1e\+09, where 131072 is the most"):
         render("{{ 'x'.%s }}".replace("%s", call).replace("%s", "1000000000"))
+
+
+def test_a_text_that_would_be_too_long_is_not_made() -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequestError):
+            render("{{ ('x' * 10000).replace('x', 'y' * 10000) }}")
+        assert tracemalloc.get_traced_memory()[1] < 50_000_000, "the text has 100,000,000 letters"
+    finally:
+        tracemalloc.stop()
 
 
 def test_long_chats_stay_within_the_bounds() -> None:

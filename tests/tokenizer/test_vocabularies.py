@@ -156,6 +156,16 @@ def test_no_damage_of_a_sentencepiece_file_raises_anything_else(tmp_path: Path, 
             pass
 
 
+def test_fields_of_a_sentencepiece_file_that_nobody_knows_are_passed_over(tmp_path: Path) -> None:
+    """Of each kind: a number, of 64 bits, a text, of 32 bits."""
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(model_of("unigram"))
+    known = read_sentencepiece(path)
+    others = b"\x78\x96\x01" + b"\x79" + b"8 bytes." + b"\x7a\x03abc" + b"\x7d" + b"four"
+    path.write_bytes(others + model_of("unigram") + others)
+    assert read_sentencepiece(path) == known
+
+
 def tekken(*, special: bool) -> tuple[dict[str, Any], tiktoken.Encoding]:
     pattern = SPLITTINGS["tekken"].patterns[0]
     encoder = tokenizers.Tokenizer(models.BPE())
