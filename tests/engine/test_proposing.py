@@ -157,6 +157,27 @@ def test_guesses_that_were_right_make_others_likelier() -> None:
     assert Chances(of_all).of(1) < Chances().of(2)
 
 
+def test_the_first_guess_is_right_if_those_in_flight_are() -> None:
+    request = new_request([*range(40), 99, 0, 1, 2])
+    history = SuffixHistory(request, Chances())
+    history.take_in(request, 100)
+    request.num_computed_tokens = len(request.token_ids) - 1
+    known = history.guess(request, 8)
+    request.num_computed_tokens += 2
+    behind = history.guess(request, 6)
+    assert known.token_ids == list(range(3, 11)) and behind.token_ids == known.token_ids[2:]
+    first, second, third, *others = known.chances
+    assert behind.chances == [first * second * third, *others]
+
+
+def test_chances_of_several_guesses_are_those_of_each() -> None:
+    chances = Chances()
+    for match in (0, 1, 2, 3, 5, 9):
+        chances.note(match, match, True)
+    for match in range(40):
+        assert chances.of_each(match, 16) == [chances.of(match + i) for i in range(16)]
+
+
 def test_chances_follow_what_happens_now() -> None:
     chances = Chances()
     for _ in range(500):
@@ -183,7 +204,8 @@ def test_past_outputs_are_found_by_requests_of_the_same_salt_and_are_bounded(mon
     first.end()
     assert guess(b"a", [7, 100, 101, 102]) == [104, 105, 106, 107], "one token is in flight"
     assert guess(b"b", [7, 100, 101, 102]) == guess(b"a", [7, 1, 2, 3]) == []
-    assert guess(b"a", [7, 106, 107, 108]) == [], "the output ends there"
+    past.add(b"a", [200, 201, 202, 203])
+    assert guess(b"a", [7, 106, 107, 108]) == guess(b"a", [7, 107, 108, 109]) == [], "the output ends there"
     for begin in range(1000, 3000, 20):
         past.add(b"a", list(range(begin, begin + 20)))
     assert sum(len(index.token_ids) for index in past.of(b"a")) <= 2 * 64

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from heapq import heapify, heappop, heapreplace
 
 from ..scheduler.step import InFlightStep
 
@@ -50,16 +51,21 @@ class DraftBudget:
 
     def _gains(self, num_rows: int, chances: Sequence[Sequence[float]]) -> list[tuple[float, int]]:
         """Return (tokens that it brings, request) of each draft for which there is room, the likeliest first."""
-        gains = []
-        for place, some in enumerate(chances):
-            gain = 1.0
-            for chance in some:
-                gain *= chance
-                if gain < _LEAST_CHANCE:
-                    break
-                gains.append((gain, place))
-        gains.sort(reverse=True)
-        return gains[: max(0, self.room(num_rows))]
+        gains: list[tuple[float, int]] = []
+        # The next draft of each request, the likeliest first: (gain, request, number of the draft), as negative gains.
+        ahead = [(-some[0], place, 0) for place, some in enumerate(chances) if some and some[0] >= _LEAST_CHANCE]
+        heapify(ahead)
+        for _ in range(self.room(num_rows)):
+            if not ahead:
+                break
+            gain, place, number = ahead[0]
+            gains.append((-gain, place))
+            following = chances[place][number + 1 : number + 2]
+            if following and gain * following[0] <= -_LEAST_CHANCE:
+                heapreplace(ahead, (gain * following[0], place, number + 1))
+            else:
+                heappop(ahead)
+        return gains
 
 
 class CostBudget(DraftBudget):

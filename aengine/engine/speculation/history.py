@@ -26,7 +26,7 @@ class Guess(NamedTuple):
     """Tokens that may follow those in flight; -1: one that the worker finds."""
 
     token_ids: list[int]
-    chances: list[float]  # that each is right, if all before it are
+    chances: list[float]  # that each is right, if all before it are; of the first, with the guesses of those in flight
 
 
 NO_GUESS = Guess([], [])
@@ -49,6 +49,16 @@ class Chances:
         prior = _FIRST_CHANCES[kind] if self._prior is None else self._prior.of(match)
         return (self._right[kind] + _PRIOR * prior) / (self._tried[kind] + _PRIOR)
 
+    def of_each(self, match: int, count: int) -> list[float]:
+        """Return the chances of ``count`` guesses, the first of which comes after ``match`` tokens that agree."""
+        found: list[float] = []
+        while len(found) < count:
+            same = (1 << match.bit_length()) - match if match.bit_length() < _KINDS - 1 else count
+            same = min(same, count - len(found))
+            found += [self.of(match)] * same
+            match += same
+        return found
+
     def note(self, match: int, num_right: int, is_wrong: bool) -> None:
         """Note that so many guesses from there on were right, and perhaps the one after them wrong."""
         for place in range(match, match + num_right + is_wrong):
@@ -67,21 +77,16 @@ class DraftHistory:
     """Here the worker makes the guesses (kernels/find_drafts.py), which knows the tokens in flight: the host says how
     many there are, and hears of those alone that were drafted."""
 
-    __slots__ = ("_most", "_num_misses", "_wait_until", "chance_in_flight", "chances")
+    __slots__ = ("_most", "_num_misses", "_wait_until", "chances")
 
     def __init__(self, request: Request, chances: Chances) -> None:
         self.chances = chances
-        self.chance_in_flight = 1.0
-        """The chance that all drafts in flight are right."""
         self._most = 4
         self._num_misses = 0  # verifications in a row in which no draft was accepted
         self._wait_until = 0  # number of tokens from which on there are drafts again
 
     size = 0
     """Tokens that could have been put into a table in the time in which the history was made."""
-
-    knows_in_flight = True
-    """Whether a guess follows the tokens in flight as they are, not as the host guesses them."""
 
     def note_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """Called for each answer to a step in which the request had drafts, whoever proposed them."""

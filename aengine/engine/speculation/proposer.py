@@ -88,7 +88,6 @@ class ProposedHistory(DraftHistory):
     """What a proposer of another package keeps of one request."""
 
     __slots__ = ("_expected", "_kept", "_num_seen", "_proposer")
-    knows_in_flight = False
 
     def __init__(self, request: Request, chances: Chances, proposer: Unreliable) -> None:
         super().__init__(request, chances)

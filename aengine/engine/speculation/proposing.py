@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
 from ..delivery import Sampled
 from ..pacing.steps_in_flight import StepsInFlight
 from ..scheduler.request import Request, RequestStatus
@@ -45,13 +43,11 @@ class Proposing(Speculation):
         if room <= 0:
             return True
         awaits_answers = self._budget.awaits_answers(num_rows)
-        drafted = {
-            step.batch[place] for step in rows.steps for place, ahead in step.ahead.items() if not ahead.are_certain
-        }
-        if drafted and (awaits_answers or self._in_flight.next_runs_ahead):
+        may_be_rejected = any(not ahead.are_certain for step in rows.steps for ahead in step.ahead.values())
+        if may_be_rejected and (awaits_answers or self._in_flight.next_runs_ahead):
             self._changed = changed
             return False
-        guesses = self._guesses(changed, drafted, room)
+        guesses = self._guesses(changed, room)
         if not guesses:
             return True
         counts = self._budget.grant(num_rows, [guess.chances for guess in guesses.values()])
@@ -63,13 +59,11 @@ class Proposing(Speculation):
             return False
         for (request, guess), count in zip(guesses.items(), counts, strict=True):
             if count:
-                request.history.chance_in_flight = prod(guess.chances[:count])
                 rows.lookahead.propose(request, guess.token_ids[:count], proposer=self._name)
         return True
 
-    def _guesses(self, changed: dict[Request, None], drafted: set[Request], most: int) -> dict[Request, Guess]:
-        """Return what may come next in those of ``changed`` that decode. ``drafted``: requests of which drafts are in
-        flight."""
+    def _guesses(self, changed: dict[Request, None], most: int) -> dict[Request, Guess]:
+        """Return what may come next in those of ``changed`` that decode."""
         guesses: dict[Request, Guess] = {}
         budget = _MOST_TAKEN_IN
         for request in changed:
@@ -84,7 +78,5 @@ class Proposing(Speculation):
             budget -= history.take_in(request, budget)
             guess = history.guess(request, most)
             if guess.token_ids:
-                if request in drafted and not history.knows_in_flight:
-                    guess.chances[0] *= history.chance_in_flight
                 guesses[request] = guess
         return guesses

@@ -12,6 +12,7 @@ it was drafted or not. With `PastTexts` the outputs of earlier requests of the s
 from __future__ import annotations
 
 from collections import OrderedDict
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -139,7 +140,6 @@ class SuffixHistory(DraftHistory):
     """The places of one request's tokens, and the match that is being followed."""
 
     __slots__ = ("_index", "_lost", "_match", "_num_seen", "_past", "_place", "_source")
-    knows_in_flight = False
 
     def __init__(self, request: Request, chances: Chances, past: PastTexts | None = None) -> None:
         super().__init__(request, chances)
@@ -174,10 +174,10 @@ class SuffixHistory(DraftHistory):
 
     def _follow(self, token_ids: list[int]) -> None:
         """Move the match on over the new tokens, as far as it holds."""
-        new = token_ids[self._num_seen :]
-        self._num_seen = len(token_ids)
-        if self._place < 0 or not new:
+        num_seen, self._num_seen = self._num_seen, len(token_ids)
+        if self._place < 0 or num_seen == len(token_ids):
             return
+        new = token_ids[num_seen:]
         foretold = self._source[self._place + 1 : self._place + 1 + len(new)]
         pairs = zip(foretold, new, strict=False)  # near the end of a text fewer are foretold
         num_right = next((i for i, (first, second) in enumerate(pairs) if first != second), len(foretold))
@@ -210,11 +210,11 @@ class SuffixHistory(DraftHistory):
         following = source[begin : begin + ahead + most]
         if source is request.token_ids and 0 < len(following) < ahead + most:
             following *= (ahead + most) // len(following) + 1  # the match goes on into itself: a text that repeats
-        following = following[ahead : ahead + most]
         if -1 in following:  # an output ends there
             following = following[: following.index(-1)]
-        match = self._match + ahead
-        return Guess(following, [self.chances.of(match + i) for i in range(len(following))])
+        following = following[ahead : ahead + most]
+        chances = self.chances.of_each(self._match, ahead + len(following))
+        return Guess(following, [prod(chances[: ahead + 1]), *chances[ahead + 1 :]] if following else [])
 
     def end(self, request: Request) -> None:
         if self._past is not None:
