@@ -274,7 +274,7 @@ class StepLoop:
         assert step is not None, "update has found it"
         if output.seconds and step.num_prompt_tokens and not step.is_gated:
             self._step_time.learn(step.num_tokens, output.seconds)
-        self._speculation.note_answer(step, output.seconds, sampled)
+        self._speculation.note_answer(step, output.answered_at, sampled)
         self._counters.generated_tokens += len(sampled)
         self._answered = self._observer.note_answer(begun, num_rows, self._answered)
         begun.clear()  # an idle engine must hold no request

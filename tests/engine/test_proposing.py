@@ -253,9 +253,8 @@ def test_the_likeliest_drafts_are_granted_up_to_the_room() -> None:
 
 def test_drafts_are_granted_where_they_pay() -> None:
     """A step of one row takes as long as one of eight; from there on each position takes its time."""
-    budget = taught(
-        lambda rows, drafts: max(8, rows + drafts) / 100, [(1, 0), (1, 3), (1, 7), (1, 11), (1, 15), (8, 0), (8, 8)]
-    )
+    sizes = [(8, 0), (1, 0), (8, 0), (1, 3), (1, 7), (1, 11), (1, 15), (8, 8)]
+    budget = taught(lambda rows, drafts: max(8, rows + drafts) / 100, sizes)
     assert budget.grant(1, [[0.9] * 16]) == [7]
     assert budget.grant(2, [[0.3] * 16, [0.9] * 16])[1] > 3
     assert budget.grant(8, [[0.9] * 16] * 8) == [0] * 8
@@ -279,12 +278,29 @@ def test_what_was_dear_once_is_tried_again() -> None:
 def test_steps_of_another_kind_teach_nothing() -> None:
     budget = CostBudget(64, 0.05)
     budget.learn(step_of(2), 0.0)
+    budget.learn(step_of(2), -1.0)
     budget.learn(step_of(2, is_gated=True), 1.0)
     budget.learn(step_of(2, num_tokens=300), 1.0)
     assert not budget.awaits_answers(2)
     budget.learn(step_of(2), 0.02)
     assert budget.awaits_answers(1) and budget.awaits_answers(64)
     assert not taught(lambda rows, drafts: 0.001, [(1, 0)]).awaits_answers(1)
+
+
+def test_what_plain_steps_take_is_remembered_while_all_have_drafts() -> None:
+    budget = taught(lambda rows, drafts: 0.01, [(1, 0)])
+    for _ in range(5000):
+        budget.learn(step_of(1, 1), 0.03)
+    assert budget.grant(1, [[0.9]]) == [0], "three times as long, and not twice as many tokens"
+
+
+def test_a_plain_step_behind_drafts_is_not_what_plain_steps_take() -> None:
+    """It was made when the drafts were answered: the worker has waited for it."""
+    budget = CostBudget(64, 0.05)
+    for _ in range(20):
+        for num_drafts, seconds in ((0, 0.01), (0, 0.01), (3, 0.015), (0, 0.05)):
+            budget.learn(step_of(1, num_drafts), seconds)
+    assert budget._plain_seconds(1) == pytest.approx(0.01)
 
 
 class Odd:
@@ -380,6 +396,7 @@ class Loop:
         self.scheduler = Scheduler(num_blocks=num_blocks, kv_groups=[KVCacheGroup("full", 4)], **limits)
         self.scheduler.rows.lookahead = Drafts(self.scheduler.rows)
         self.speculation = Proposing(self.scheduler, in_flight, budget, "suffix", SuffixHistory)
+        self.now = 0.0
         self.request = self.new_request("a")
         self.scheduler.add_request(self.request)
 
@@ -388,10 +405,11 @@ class Loop:
         return Request(name, prompt, SamplingParams(), seed=0, **how)
 
     def answer(self, out: Any, token_id: int, seconds: float = 0.0) -> None:
+        self.now += seconds
         step = self.scheduler.oldest_step
         assert step is not None
         sampled = self.scheduler.update(ModelRunnerOutput(out.step_id, int32([token_id]))).sampled
-        self.speculation.note_answer(step, seconds, sampled)
+        self.speculation.note_answer(step, self.now, sampled)
 
 
 def test_steps_ahead_are_taken_back_for_drafts_and_not_for_nothing() -> None:

@@ -19,7 +19,9 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from aengine import EngineOverloadedError, SamplingParams
+from aengine.engine.replicas import replica
 from aengine.engine.scheduler.kv_cache_manager import PreemptedKV
+from aengine.engine.speculation.budget import DraftBudget
 from aengine.remote import connect, serve_engine
 from aengine.server import create_app
 from aengine.telemetry.prometheus import PrometheusCollector
@@ -77,7 +79,8 @@ async def test_the_names_that_dashboards_read() -> None:
         assert found["aengine:running", ""] == 1 and found["aengine:worker_restarts_total", ""] == 0
 
 
-async def test_drafts_by_position_and_proposer() -> None:
+async def test_drafts_by_position_and_proposer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "CostBudget", lambda most_positions, growth: DraftBudget(most_positions))
     registry = CollectorRegistry()
     async with FakeAsyncLLM("to be or not " * 9, speculation="suffix") as engine:
         registry.register(PrometheusCollector(engine))

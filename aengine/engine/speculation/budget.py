@@ -3,8 +3,10 @@
     tokens a second     (rows + what drafts bring) / seconds of a step with so many positions
     ──────────────►     as many drafts, the likeliest first, as make that most; none where the plain step has more
 
-What a step takes is learned from the steps: of plain ones by rows, of those with drafts by positions. What no step has
-measured lately is taken to grow by a share of the step with each position, so that it is tried once more by and by.
+What a step takes is learned from the steps: of plain ones by rows, of those with drafts by positions. It is the time
+from one answer to the next, so it has what the worker waits for the host in it: a small model's steps are given ahead
+without drafts, and wait for each other with them. What no step has measured lately is taken to grow by a share of the
+step with each position, so that it is tried once more by and by.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class DraftBudget:
         self._most_positions = most_positions
 
     def learn(self, step: InFlightStep, seconds: float) -> None:
-        """Note that an answered step took so many seconds; 0: it was not measured."""
+        """Note that a step was answered so many seconds after the one before."""
 
     def awaits_answers(self, num_rows: int) -> bool:
         """Return whether drafts of a step are to follow the answers to all before it, with so many rows."""
@@ -78,11 +80,15 @@ class CostBudget(DraftBudget):
         self._growth = growth
         self._plain = _Measured()
         self._drafted = _Measured()
+        self._follows_plain = True  # the last step that was measured had no drafts
 
     def learn(self, step: InFlightStep, seconds: float) -> None:
         num_positions = len(step.batch) + sum(len(ahead.token_ids) for ahead in step.ahead.values())
-        if not seconds or step.is_gated or step.chunks or num_positions != step.num_tokens:
+        if seconds <= 0 or step.is_gated or step.chunks or num_positions != step.num_tokens:
             return  # it has prompts, or has waited for a bitmask
+        follows_plain, self._follows_plain = self._follows_plain, not step.ahead
+        if not (step.ahead or follows_plain):
+            return  # it may have waited for the answer of the one before
         self._plain.age()
         self._drafted.age()
         measured = self._drafted if step.ahead else self._plain
@@ -148,9 +154,10 @@ class _Measured:
     def nearest(self, num_positions: int) -> tuple[int, float]:
         """Return the measured size that is nearest, and its seconds; (1, 1.0): none is."""
         place = min(bisect_left(_SIZES, num_positions), len(_SIZES) - 1)
-        measured = [i for i, weight in enumerate(self._weights) if weight > 0.1]
-        if not measured:
+        if not self.is_known:
             return 1, 1.0
+        least = min(0.1, max(self._weights))
+        measured = [i for i, weight in enumerate(self._weights) if weight >= least]
         near = min(measured, key=lambda i: abs(i - place))
         return _SIZES[near], self._means[near]
 

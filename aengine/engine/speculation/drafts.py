@@ -27,8 +27,8 @@ _DRAFTS, _DRAFTED = -1, -2  # beside the positions of accepted drafts
 class Speculation:
     """Drafts nothing. What does has the same verbs, which the step loop calls."""
 
-    def note_answer(self, step: InFlightStep, seconds: float, sampled: Sampled) -> None:
-        """Called with the tokens of each answer, and the seconds that its step took; 0: they are not known."""
+    def note_answer(self, step: InFlightStep, answered_at: float, sampled: Sampled) -> None:
+        """Called with the tokens of each answer, and when the worker sent it, in monotonic seconds."""
 
     def propose(self) -> bool:
         """Called before a step is made: propose drafts for it to the scheduler. What a grammar forces was proposed

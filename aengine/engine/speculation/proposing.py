@@ -28,10 +28,15 @@ class Proposing(Speculation):
         self._name = name
         self._new_history = new_history
         self._chances = Chances()  # those of all requests
+        self._answered_at = 0.0  # when the worker sent the last answer, in monotonic seconds
+        self._was_busy = False  # there was more to compute then
         self._changed: dict[Request, None] = {}  # requests that got tokens since the last step was made
 
-    def note_answer(self, step: InFlightStep, seconds: float, sampled: Sampled) -> None:
-        self._budget.learn(step, seconds)
+    def note_answer(self, step: InFlightStep, answered_at: float, sampled: Sampled) -> None:
+        # What the host takes between two steps is part of the time, as far as the worker waits for it.
+        if self._was_busy:
+            self._budget.learn(step, answered_at - self._answered_at)
+        self._answered_at, self._was_busy = answered_at, self._scheduler.num_running > 0
         self._changed |= dict.fromkeys(request for request, _, _ in sampled)
 
     def propose(self) -> bool:
