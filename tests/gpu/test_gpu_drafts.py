@@ -63,7 +63,7 @@ async def test_drafts_change_no_token(
             statistics, ready = engine.statistics(), engine.describe()
         if DEVICE != "cpu":
             plain = len(graph_sizes(64))
-            wanted = (plain, len(draft_sizes(512)) if speculation != "none" else 0)
+            wanted = (plain, len(draft_sizes(64)) if speculation != "none" else 0)
             assert (ready["num_graphs"], ready["num_draft_graphs"]) == wanted
         assert (statistics.accepted_tokens > 0) == (speculation != "none")
     assert outcomes[0] == outcomes[1] == outcomes[2]

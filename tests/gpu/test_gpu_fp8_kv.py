@@ -88,7 +88,7 @@ async def test_drafts_change_no_token(checkpoint: MakeCheckpoint, arch: str, rng
             outcomes.append([completion.token_ids for completion in together])
             statistics, ready = engine.statistics(), engine.describe()
         if DEVICE != "cpu":
-            wanted = (len(graph_sizes(64)), len(draft_sizes(512)) if speculation != "none" else 0)
+            wanted = (len(graph_sizes(64)), len(draft_sizes(64)) if speculation != "none" else 0)
             assert (ready["num_graphs"], ready["num_draft_graphs"]) == wanted
         assert (statistics.accepted_tokens > 0) == (speculation != "none")
     check_same(outcomes)

@@ -33,8 +33,8 @@ from .start import Started
 _GPU_PATIENCE = 30.0
 """Seconds that a step may take on a GPU, whatever those before took: some kernels are compiled at first use."""
 
-_MOST_POSITIONS = 64
-"""Rows of logits of a step with drafts: a GPU has graphs for so many."""
+_MOST_ON_GPU, _MOST_ON_CPU = 256, 64
+"""Rows of logits of a step with drafts: a GPU has graphs for so many, if it may have as many rows."""
 
 _GROWTH_ON_GPU, _GROWTH_ON_CPU = 0.01, 0.15
 """Share of a step of one row that a further row adds to it, as long as none was measured."""
@@ -74,10 +74,11 @@ class Replica:
             from ..speculation.proposer import new_history  # it takes numpy, which the host does without else
             from ..speculation.proposing import Proposing
 
-            drafted = DraftBudget(_MOST_POSITIONS if is_gpu else 16)
+            most = min(_MOST_ON_GPU if is_gpu else _MOST_ON_CPU, config.max_logits)
+            drafted = DraftBudget(min(most, 64 if is_gpu else 16))
             # Where steps wait for those of other stages or replicas, their seconds are not their own.
             if config.pipeline_parallel_size == 1 and turn.is_independent:
-                drafted = CostBudget(_MOST_POSITIONS, _GROWTH_ON_GPU if is_gpu else _GROWTH_ON_CPU)
+                drafted = CostBudget(most, _GROWTH_ON_GPU if is_gpu else _GROWTH_ON_CPU)
             how = (config.speculation, new_history(config.speculation, ready["vocab_size"]))
             speculation = Proposing(self.scheduler, in_flight, drafted, *how)
         self.steps = StepLoop(

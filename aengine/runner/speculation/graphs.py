@@ -25,7 +25,7 @@ from ..request_state import COLUMNS
 from ..transfer import send
 from .positions import Positions
 
-_SIZES = (4, 8, 16, 24, 32, 48, 64)
+_SIZES = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 def draft_sizes(most: int) -> list[int]:

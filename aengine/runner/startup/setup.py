@@ -100,7 +100,7 @@ class RunnerSetup:
         """Numbers of positions of decodes with drafts that have graphs; pipelines run them as steps with prompts."""
         if self.config.speculation == "none" or not self.platform.is_accelerator or self.link is not None:
             return []
-        return draft_sizes(self.max_batched)
+        return draft_sizes(min(self.max_batched, self.config.max_logits))
 
     @property
     def num_swap_pages(self) -> int:
