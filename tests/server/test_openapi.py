@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import warnings
 from collections import Counter
@@ -12,11 +13,14 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from pairs import some
 from pydantic import BaseModel
 from starlette.routing import Route
 
 from aengine.server import create_app
+from aengine.server.anthropic.requests import MessagesBody
 from aengine.server.in_process import streaming_transport
+from aengine.server.openai.embeddings import EmbeddingBody, RerankBody
 from aengine.server.openai.requests import ChatBody, CompletionBody
 from aengine.server.openai.responses.body import ResponseBody
 from aengine.server.openai.tokens import TokenizeBody
@@ -61,8 +65,9 @@ def test_every_route_is_described() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("count", some([7, 40], 7))
 @pytest.mark.parametrize(("path", "method", "mode"), OPERATIONS, ids=str)
-def test_no_request_is_a_500(path: str, method: str, mode: str) -> None:
+def test_no_request_is_a_500(path: str, method: str, mode: str, count: int) -> None:
     operation = schemathesis.openapi.from_dict(DOCUMENT)[path][method.upper()]
     engine = FakeAsyncLLM(max_model_len=256)
     client = client_of(engine)
@@ -70,7 +75,7 @@ def test_no_request_is_a_500(path: str, method: str, mode: str) -> None:
 
     @given(case=operation.as_strategy(generation_mode=schemathesis.GenerationMode(mode)))
     @settings(
-        max_examples=20 if method == "post" else 2,
+        max_examples=count if method == "post" else 2,
         database=None,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
@@ -126,25 +131,31 @@ BODIES: list[tuple[str, type[BaseModel], dict[str, Any]]] = [
     ("/v1/chat/completions", ChatBody, {"messages": MESSAGES}),
     ("/v1/completions", CompletionBody, {"prompt": "hello"}),
     ("/v1/responses", ResponseBody, {"input": MESSAGES}),
+    ("/v1/messages", MessagesBody, {"messages": MESSAGES, "model": "fake", "max_tokens": 4}),
     ("/tokenize", TokenizeBody, {"messages": MESSAGES}),
+    ("/v1/embeddings", EmbeddingBody, {"input": "hello"}),
+    ("/rerank", RerankBody, {"query": "hello", "documents": ["hello"]}),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("path", "kind", "body"), BODIES, ids=lambda value: value if isinstance(value, str) else "")
 def test_no_value_of_a_field_is_a_500(path: str, kind: type[BaseModel], body: dict[str, Any]) -> None:
+    """Of each field several, alone and beside a value of the next field; and of what messages consist of."""
     engine = FakeAsyncLLM(max_model_len=256)
     client = client_of(engine)
-    fields = st.dictionaries(st.sampled_from(sorted(kind.model_fields)), JSON_VALUES, min_size=1, max_size=2)
+    changes = st.fixed_dictionaries(dict.fromkeys(sorted(kind.model_fields), JSON_VALUES))
 
-    @given(change=fields, inside=JSON_VALUES)
-    @settings(max_examples=60, database=None, phases=[Phase.generate])
-    def check(change: dict[str, Any], inside: Any) -> None:
-        runner.run(send(body | change))
+    @given(changes=changes, inside=st.lists(JSON_VALUES, min_size=10, max_size=10))
+    @settings(max_examples=5, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    def check(changes: dict[str, Any], inside: list[Any]) -> None:
+        for first, second in itertools.pairwise([*changes, min(changes)]):
+            runner.run(send(body | {first: changes[first]}))
+            runner.run(send(body | {first: changes[first], second: changes[second]}))
         name, value = next(iter(body.items()))
-        if isinstance(value, list):  # what its items may be
-            runner.run(send({name: [*value, inside]}))
-            runner.run(send({name: [{**value[0], "content": inside, "tool_calls": inside, "type": inside}]}))
+        for one in inside if isinstance(value, list) else ():
+            runner.run(send(body | {name: [*value, one]}))
+            runner.run(send(body | {name: [{**value[0], "content": one, "tool_calls": one, "type": one}]}))
 
     async def send(asked: dict[str, Any]) -> None:
         answer = await client.post(path, content=json.dumps(asked), headers={"content-type": "application/json"})
