@@ -335,7 +335,7 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
         },
     ),
     "drafts": (
-        {"draft", "drafts", "drafted", "Drafts", "DraftColumns", "DraftHistory", "DraftStep"},
+        {"draft", "drafts", "drafted", "Drafts", "DraftVerifier", "DraftColumns", "DraftHistory", "DraftStep"},
         {
             "engine/replicas/replica.py",  # chooses who makes them, and has their counts
             "engine/grammar_gate.py",  # proposes what a grammar forces, and has rows of bitmasks after each draft
@@ -377,7 +377,7 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
         },
     ),
     "shared experts": (
-        {"experts", "ExpertsGroup", "ExpertRounds", "Rounds", "ReplicaTurn", "Joint", "JoiningRunner"},
+        {"experts", "ExpertsGroup", "ExpertRounds", "Rounds", "RoundPeers", "Joint", "JoiningRunner"},
         {
             "config.py",  # its setting
             "settings.py",

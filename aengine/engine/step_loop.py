@@ -24,9 +24,9 @@ from ..telemetry.observer import Observer
 from .delivery import Delivery, logprobs_by_token, request_error
 from .executor import Executor
 from .grammar_gate import ALWAYS, Forcing, GrammarGate, Masks
+from .pacing.peers import Peers
 from .pacing.step_time import StepTime
 from .pacing.steps_in_flight import StepsInFlight
-from .pacing.turns import Turn
 from .recovery import Watchdog, hang_error
 from .scheduler.request import Request, RequestStatus
 from .scheduler.scheduler import Scheduler
@@ -60,9 +60,9 @@ class StepLoop:
         grammars: GrammarService | None = None,
         forcing: Forcing = ALWAYS,
         speculation: Speculation,
-        turn: Turn,
+        peers: Peers,
     ) -> None:
-        """``turn``: asked before each step, and told of each. ``speculation``: asked for guesses before each step.
+        """``peers``: asked before each step, and told of each. ``speculation``: asked for guesses before each step.
 
         ``work`` wakes the idle loop, which then finds what there is to do; a failing executor sets it. ``on_begun``
         is told the id of each request with its first step, once for each of n completions."""
@@ -80,13 +80,13 @@ class StepLoop:
         self._unsent: SchedulerOutput | None = None
         loop = asyncio.get_running_loop()
         self.lag = LoopLag(loop)
-        self._turn = turn
+        self._peers = peers
         watchdog = Watchdog(loop, hang_timeout, lambda: self._executor.vitals(), self._on_hang)
-        turn.attach(scheduler.quarantine, work, watchdog)
-        self.watchdog = turn.watchdog
+        peers.attach(scheduler.quarantine, work, watchdog)
+        self.watchdog = peers.watchdog
         self.watchdog.patience = step_patience
         in_flight.attach(scheduler, executor, self.watchdog, work)
-        self._gate = GrammarGate(scheduler, grammars, forcing, self.watchdog, self._turn.rest)
+        self._gate = GrammarGate(scheduler, grammars, forcing, self.watchdog, self._peers.note_idle)
         self._speculation = speculation
         self._delivery = Delivery(scheduler)
 
@@ -110,7 +110,7 @@ class StepLoop:
             return
         if len(self.in_flight.answers) >= min(_MOST_SENT_AHEAD, self.scheduler.max_in_flight_steps):
             return
-        if not self._turn.is_open:
+        if not self._peers.may_step:
             return
         self._num_new_tokens = 0
         output = self.scheduler.schedule()
@@ -126,7 +126,7 @@ class StepLoop:
             self._unsent = output
 
     def _note_scheduled(self, output: SchedulerOutput) -> None:
-        self._turn.note_given(sum(output.num_scheduled_tokens))
+        self._peers.note_given(sum(output.num_scheduled_tokens))
         newest = self.scheduler.newest_step
         assert newest is not None
         if newest.newcomers:
@@ -150,7 +150,7 @@ class StepLoop:
 
     async def run(self) -> EngineError:
         """Run until the executor fails, and return its error. Raises CancelledError, and whatever a bug raises."""
-        generation = self._turn.generation
+        generation = self._peers.generation
         self.in_flight.is_running = True
         try:
             while True:
@@ -161,7 +161,7 @@ class StepLoop:
             return error.with_traceback(None)  # the error is kept, and the frames of its traceback hold requests
         finally:
             self.in_flight.is_running = False
-            if self._turn.generation == generation:  # the watchdog does not watch other workers yet
+            if self._peers.generation == generation:  # the watchdog does not watch other workers yet
                 self.watchdog.stop()
             self.lag.pause()
 
@@ -191,14 +191,14 @@ class StepLoop:
             if in_flight.has_room and self._gate.step is None:
                 return
         if not in_flight.has_answer:
-            self._turn.rest()
+            self._peers.note_idle()
         if not in_flight.answers:
             await self._idle()
             return
         answer = await in_flight.next_answer()
         if answer is None:
             return
-        self._turn.note_answered()
+        self._peers.note_answered()
         await self._apply(answer)
         if in_flight.has_answer:  # more answers have come: let other tasks of this loop run first
             await asyncio.sleep(0)
@@ -207,7 +207,7 @@ class StepLoop:
         """Publish one more step, if the worker may have one and there is something to compute."""
         if self._gate.step is not None or not self.in_flight.has_room:
             return False
-        if not self._turn.is_open:
+        if not self._peers.may_step:
             return False
         if not self._speculation.propose():
             return False

@@ -44,12 +44,12 @@ class WorkerControl:
         counters: Counters,
         name: str,
         *,
-        tells: bool = True,
+        reports_deaths: bool = True,
     ) -> None:
-        """``name``: what logs and errors call the worker. ``tells``: this object counts and logs deaths; False: another
+        """``name``: what logs and errors call the worker. ``reports_deaths``: it counts and logs deaths; False: another
         replica's, whose workers live and die with these, does."""
         self.name = name
-        self._tells = tells
+        self._reports_deaths = reports_deaths
         self.executor = executor
         self.ready = ready
         self.restarts: deque[WorkerRestart] = deque(maxlen=NUM_RESTARTS_TOLD)  # the latest restarts
@@ -83,7 +83,7 @@ class WorkerControl:
             if delay is None:
                 return _given_up(error, self._budget)
             self.num_restarts += 1
-            if self._tells:
+            if self._reports_deaths:
                 logger.warning("%s is started again%s: %s", self.name, f" in {delay:g} s" if delay else "", error)
                 self._counters.num_restarts += 1
                 self.restarts.append(WorkerRestart(time.time(), str(error)[:_REASON_CHARACTERS]))
@@ -113,7 +113,7 @@ class WorkerControl:
             self.executor.fail(error)
         self._steps.restart(self.executor)
         self.recovering, self.ready = None, ready
-        if self._tells:
+        if self._reports_deaths:
             logger.warning("%s runs again after %.1f s; all requests go on", self.name, time.monotonic() - begun)
         return None
 

@@ -43,8 +43,8 @@ from .sampling.bitmask_memory import HostBitmasks
 from .sampling.features import SamplingFeature
 from .sampling.sampler import LogprobRows, Sampler, Sampling
 from .sampling.vocabulary import Vocabulary
-from .speculation.drafts import Drafts
-from .speculation.speculation import Speculation
+from .speculation.drafts import DraftVerifier
+from .speculation.speculation import Verifier
 from .staged_writes import StagedArena
 from .transfer import to_device
 from .weights.step_rows import StepRows
@@ -120,7 +120,7 @@ class ExecuteModelState:
     logits: Tensor | None = None  # float32 [num_sampled, share]; None: nothing samples, or it was sampled already
     side: SideOutput = NO_SIDE_OUTPUT  # what the step yields beside tokens
     graphs: CudaGraphManager | None = None  # the rest of the step is queued as one of these; None: op by op
-    is_held: bool = False  # that is the end of a step with prompts, not the second half of decodes
+    ends_by_graph: bool = False  # the graph is the end of a step with prompts, not the second half of decodes
     num_reqs: int = 0  # requests of the step, those that could not be run included
     row_errors: dict[int, RowError] = field(default_factory=dict)  # errors by position in the SchedulerOutput
 
@@ -200,8 +200,8 @@ class ModelRunner:
             step = DecodeStep(*sized, samples=self.samples, sampled=self._exchange.sampled_ids)
             self.graphs = CudaGraphManager(step, graph_sizes, platform, enforce_eager=enforce_eager)
         verified = (position_sizes, parts, enforce_eager, self._exchange.has_tokens)
-        speculation = Speculation(self.requests) if self.tables.has_states else Drafts(self.requests, *verified)
-        self.speculation: Speculation = speculation
+        speculation = Verifier(self.requests) if self.tables.has_states else DraftVerifier(self.requests, *verified)
+        self.speculation: Verifier = speculation
         self.batch_graphs: BatchGraphs | None = None
         if graph_sizes and not enforce_eager:
             most, ranks = (max_num_seqs, max_graph_tokens), self._exchange.group
@@ -295,21 +295,23 @@ class ModelRunner:
             return ExecuteModelState(plan=plan)
         logits, side = None, self._results.compute(plan, hidden)
         most = 0 if self.graphs is None or plan.num_samples is not None else self.graphs.max_size
-        is_held = not side.tensors and 0 < len(plan.sampling) <= most
-        is_held = is_held and not self.sampler.is_op_by_op(plan.rows[plan.sampling])
+        ends_by_graph = not side.tensors and 0 < len(plan.sampling) <= most
+        ends_by_graph = ends_by_graph and not self.sampler.is_op_by_op(plan.rows[plan.sampling])
         if len(plan.sampling):
             if plan.num_logits == len(hidden):
                 last = None
             elif last is None or plan.num_logits != plan.num_reqs or plan.num_samples is not None:
                 last = to_device(plan.logits_indices(), hidden.device)
-            if is_held and self.graphs is not None:
+            if ends_by_graph and self.graphs is not None:
                 self.graphs.hold(hidden, last, plan.rows[plan.sampling])
             else:
                 logits = self.model.compute_logits(hidden if last is None else hidden.index_select(0, last))
-        if not is_held or len(plan.sampling) < plan.num_reqs:  # the graph of the end advances rows that sample
+        if not ends_by_graph or len(plan.sampling) < plan.num_reqs:  # the graph of the end advances rows that sample
             self.requests.advance_device(rows, seq_lens)
-        graphs = self.graphs if is_held else None
-        return ExecuteModelState(plan=plan, idx_mapping=rows, logits=logits, side=side, graphs=graphs, is_held=is_held)
+        graphs = self.graphs if ends_by_graph else None
+        return ExecuteModelState(
+            plan=plan, idx_mapping=rows, logits=logits, side=side, graphs=graphs, ends_by_graph=ends_by_graph
+        )
 
     def forward_batch(self, inputs: PreparedInputs, rows: Tensor) -> Tensor:
         """See `BatchGraphs`: the forward of a step with prompts over a graph's memory."""
@@ -367,7 +369,7 @@ class ModelRunner:
         logprobs = self.sampler.logprob_rows(rows, batch_idx)
         masked, bits = self._bitmasks.of_batch(grammar, batch_idx)
         sampling = self.sampler.asks(rows)
-        queue = state.graphs.end if state.is_held else state.graphs.sample
+        queue = state.graphs.end if state.ends_by_graph else state.graphs.sample
         queue(masked, bits, sampling if bits is None else max(sampling, Sampling.MASKED))
         published = state.graphs.step.published(len(rows), has_logprobs=logprobs is not None)
         self._exchange.send_ids_of_graph(len(rows))

@@ -409,11 +409,11 @@ async def test_a_burst_waits_while_other_replicas_have_their_turn(make_engine: M
         steps, tried = core_of(engine).replicas[0].steps, engine.executor.num_tried
         await engine.generate([1], SamplingParams(max_tokens=2))
         await settled(engine)
-        own_turn = steps._turn
-        steps._turn = SimpleNamespace(is_open=False)  # type: ignore[assignment]  # as rounds of shared experts have
+        own_peers = steps._peers
+        steps._peers = SimpleNamespace(may_step=False)  # type: ignore[assignment]  # as rounds of shared experts have
         streams = [engine.stream([7, 8, i] * 8, SamplingParams(max_tokens=5)) for i in range(8)]
         assert engine.executor.num_tried == tried
-        steps._turn = own_turn
+        steps._peers = own_peers
         assert all([len((await stream.wait()).token_ids) == 5 for stream in streams])
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from fakes import FakeExecutor
 
+from aengine.engine.pacing.peers import NoPeers
 from aengine.engine.pacing.step_time import StepTime
 from aengine.engine.pacing.steps_in_flight import StepsInFlight
-from aengine.engine.pacing.turns import OwnTurn
 from aengine.engine.scheduler.request import Request, RequestStatus
 from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.engine.speculation.drafts import Speculation
@@ -42,7 +42,7 @@ async def test_a_row_that_was_begun_before_a_preemption_resumes_no_later_pause()
         observer=Observer(),
         on_begun=lambda request_id: None,
         speculation=Speculation(),
-        turn=OwnTurn(),
+        peers=NoPeers(),
         grammars=grammars,
     )
     grammar: Any = SimpleNamespace(is_slow=False, ahead=None)

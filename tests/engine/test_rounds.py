@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from aengine.engine.pacing.turns import OwnTurn, Turn
+from aengine.engine.pacing.peers import NoPeers, Peers
 from aengine.engine.replicas.rounds import Rounds
 from aengine.engine.scheduler.crash_quarantine import CrashQuarantine
 from aengine.ipc.messages import SchedulerOutput, int32
@@ -59,20 +59,20 @@ def test_steps_pair_up() -> None:
     run.answer(0)
     assert run.published == [(0, None), (1, None)], "the first is about to give another one"
     run.give(0, 2)
-    run.rounds.rest(0)
+    run.rounds.note_idle(0)
     run.answer(0)
     run.give(0, 3)
-    run.rounds.rest(0)
+    run.rounds.note_idle(0)
     assert run.published[2:] == [(2, 0), (3, 1)]
     for step_id in range(4, 8):
         first, second = (0, 1) if step_id % 2 else (1, 0)
         run.answer(first)
         run.give(first, step_id - 2 * first)
-        run.rounds.rest(first)
+        run.rounds.note_idle(first)
         assert len(run.published) == step_id
         run.answer(second)
         run.give(second, step_id - 2 * second)
-        run.rounds.rest(second)
+        run.rounds.note_idle(second)
         assert run.published[-1] == (step_id, step_id - 2)
 
 
@@ -83,7 +83,7 @@ def test_one_that_rests_is_left_out() -> None:
     run.answer(0, 1)
     run.give(0, 1)
     assert run.published == [(0, None), (None, 0)]
-    run.rounds.rest(1)
+    run.rounds.note_idle(1)
     assert run.published[2:] == [(1, None)]
 
 
@@ -101,18 +101,18 @@ async def test_suspects_run_alone() -> None:
     run = Run()
     works = [asyncio.Event(), asyncio.Event()]
     suspects = [CrashQuarantine(), CrashQuarantine()]
-    for turn, suspect, work in zip(run.rounds.turns, suspects, works, strict=True):
-        turn.attach(suspect, work, watchdog=None)  # type: ignore[arg-type]
-    first, second = run.rounds.turns
-    assert first.is_open and second.is_open
+    for peers, suspect, work in zip(run.rounds.peers, suspects, works, strict=True):
+        peers.attach(suspect, work, watchdog=None)  # type: ignore[arg-type]
+    first, second = run.rounds.peers
+    assert first.may_step and second.may_step
     for suspect in reversed(suspects):
         suspect._requests.append(None)  # type: ignore[arg-type]
-    assert first.is_open and not second.is_open
-    first.rest()
+    assert first.may_step and not second.may_step
+    first.note_idle()
     assert not works[1].is_set()
     suspects[0]._requests.clear()
-    first.rest()
-    assert works[1].is_set() and second.is_open and not first.is_open
+    first.note_idle()
+    assert works[1].is_set() and second.may_step and not first.may_step
 
 
 def test_rounds_are_watched_not_steps() -> None:
@@ -126,7 +126,7 @@ def test_rounds_are_watched_not_steps() -> None:
     assert run.watched == [10, 14], "the third step waits"
     run.answer(0)
     run.give(0, 3)
-    run.rounds.rest(0)
+    run.rounds.note_idle(0)
     assert run.watched == [10, 14, None, 18]
     run.answer(0, 0)
     assert run.watched == [10, 14, None, 18, None, 0], "the third round still has the step of the second replica"
@@ -143,8 +143,8 @@ def test_nothing_begins_while_there_are_no_workers() -> None:
     run.give(0, 2)  # waits for room
     generation = run.rounds.generation
     run.rounds.end()
-    run.rounds.rest(0)
-    run.rounds.rest(1)
+    run.rounds.note_idle(0)
+    run.rounds.note_idle(1)
     assert run.published == [(0, None), (1, None)] and not run.watched
     assert run.rounds.generation == generation + 1
 
@@ -152,13 +152,13 @@ def test_nothing_begins_while_there_are_no_workers() -> None:
 def test_whose_workers_a_turn_is_for() -> None:
     """The steps of workers that live and die together are watched once, and their deaths told once."""
     run, watchdog = Run(), Run()
-    turns: list[Turn] = [OwnTurn("the worker of replica 1"), *run.rounds.turns]
-    for turn in turns:
-        turn.attach(CrashQuarantine(), asyncio.Event(), watchdog)  # type: ignore[arg-type]
-        turn.note_given(5)
-        turn.note_answered()
-    assert [turn.is_independent for turn in turns] == [True, False, False]
-    assert [turn.tells for turn in turns] == [True, True, False]
-    assert [turn.watchdog for turn in turns] == [watchdog, run, run]
+    every: list[Peers] = [NoPeers("the worker of replica 1"), *run.rounds.peers]
+    for peers in every:
+        peers.attach(CrashQuarantine(), asyncio.Event(), watchdog)  # type: ignore[arg-type]
+        peers.note_given(5)
+        peers.note_answered()
+    assert [peers.is_independent for peers in every] == [True, False, False]
+    assert [peers.reports_deaths for peers in every] == [True, True, False]
+    assert [peers.watchdog for peers in every] == [watchdog, run, run]
     assert watchdog.watched == [5, None] and not run.watched
-    assert len({turn.name for turn in turns}) == 2
+    assert len({peers.name for peers in every}) == 2

@@ -176,7 +176,7 @@ class Batch:
         if state.graphs is not None and state.graphs is self._runner.graphs and state.graphs._half is not None:
             half = self._runner.graphs._half[1]
             logits = None if half is None else half.logits[: len(rows)]
-        if state.is_held:
+        if state.ends_by_graph:
             logits = self._logits_of_end(len(state.plan.sampling))  # type: ignore[union-attr]
         if logits is not None and state.plan is not None:  # the runner puts single tokens first
             order = torch.from_numpy(state.plan.batch_idx[state.plan.sampling]).to(logits.device)

@@ -24,7 +24,7 @@ from ...outputs import StartupProgress
 from ...workers.host.answers import AnswerFuture, PendingAnswers
 from ..executor import FailureCallback, ProcessExecutor, ProgressCallback, call_ranks
 from ..recovery import Watchdog, hang_error
-from .rounds import ReplicaTurn, Rounds
+from .rounds import RoundPeers, Rounds
 
 
 def shares_experts(config: EngineConfig, hf_config: Mapping[str, Any]) -> bool:
@@ -48,9 +48,9 @@ class Joint:
         )
         self._rounds = Rounds(config.data_parallel_size, config.steps_in_flight, watchdog)
 
-    def turn(self, index: int) -> ReplicaTurn:
-        """Return the turn in the rounds that a replica's step loop asks; it stays the same over restarts."""
-        return self._rounds.turns[index]
+    def peers(self, index: int) -> RoundPeers:
+        """Return the peers of a replica in the rounds, which its step loop asks; they stay the same over restarts."""
+        return self._rounds.peers[index]
 
     def executor(self, index: int) -> ReplicaExecutor:
         """Make a replica's executor. The first replica that asks after a failure has new ranks made for all."""

@@ -55,15 +55,15 @@ class Replica:
         grammars: GrammarService | None,
     ) -> None:
         """``on_begun`` is called with the id of each request whose first step was made, perhaps more than once."""
-        executor, work, ready, restart, turn = started
+        ready, peers = started.ready, started.peers
         is_gpu = bool(ready.get("is_accelerator"))
         step_time = StepTime(config.max_step_seconds or math.inf, ready.get("prompt_step_sizes", ()))
         self.index = index
         self.failure: EngineError | None = None  # the error for which the replica was given up
         self.task: asyncio.Task[None] | None = None  # the task that runs the replica
-        self.is_independent = turn.is_independent  # its workers live and die without those of other replicas
+        self.is_independent = peers.is_independent  # its workers live and die without those of other replicas
         # No leases where other replicas would have to drop theirs too, nor over machines, which share no `Lead`.
-        may_lease = turn.is_independent and not config.may_span_machines
+        may_lease = peers.is_independent and not config.may_span_machines
         in_flight: StepsInFlight = StepsInFlight(config.steps_in_flight)
         if may_lease and config.max_leased_steps > config.steps_in_flight:
             in_flight = MultiStep(config.steps_in_flight, config.max_leased_steps)
@@ -77,14 +77,14 @@ class Replica:
             most = min(_MOST_ON_GPU if is_gpu else _MOST_ON_CPU, config.max_logits)
             drafted = DraftBudget(min(most, 64 if is_gpu else 16))
             # Where steps wait for those of other stages or replicas, their seconds are not their own.
-            if config.pipeline_parallel_size == 1 and turn.is_independent:
+            if config.pipeline_parallel_size == 1 and peers.is_independent:
                 drafted = CostBudget(most, _GROWTH_ON_GPU if is_gpu else _GROWTH_ON_CPU)
             how = (config.speculation, new_history(config.speculation, ready["vocab_size"]))
             speculation = Proposing(self.scheduler, in_flight, drafted, *how)
         self.steps = StepLoop(
             self.scheduler,
-            executor,
-            work,
+            started.executor,
+            started.work,
             in_flight=in_flight,
             step_time=step_time,
             counters=counters,
@@ -95,11 +95,11 @@ class Replica:
             grammars=grammars,
             forcing=IN_SMALL_BATCHES if is_gpu else ALWAYS,
             speculation=speculation,
-            turn=turn,
+            peers=peers,
         )
         budget = RestartBudget(config.max_restarts, config.restart_window)
-        where = (executor, ready, restart, self.steps, budget, counters)
-        self.worker = WorkerControl(*where, turn.name, tells=turn.tells)
+        where = (started.executor, ready, started.restart, self.steps, budget, counters)
+        self.worker = WorkerControl(*where, peers.name, reports_deaths=peers.reports_deaths)
 
     @property
     def state(self) -> str:

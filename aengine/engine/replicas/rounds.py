@@ -30,12 +30,12 @@ class Rounds:
         step like the longest."""
         self.watchdog = watchdog
         self.generation = 0  # changes when the workers have died and when others have started
-        self.turns = [ReplicaTurn(self, index) for index in range(num_replicas)]
+        self.peers = [RoundPeers(self, index) for index in range(num_replicas)]
         self._max_in_flight = max_in_flight
         self._publish: Callable[[Sequence[SchedulerOutput | None]], None] = lambda outs: None  # sends a round
         # steps of each replica that are in no round yet
-        self._given: list[deque[SchedulerOutput]] = [deque() for _ in self.turns]
-        self._is_busy = [False for _ in self.turns]  # whether each replica's step loop may give a step soon
+        self._given: list[deque[SchedulerOutput]] = [deque() for _ in self.peers]
+        self._is_busy = [False for _ in self.peers]  # whether each replica's step loop may give a step soon
         self._in_flight: deque[set[int]] = deque()  # for each round in flight, the replicas whose answer has not come
         self._refused: set[int] = set()  # replicas that were refused a step because of another's quarantine
 
@@ -71,19 +71,19 @@ class Rounds:
             self.watchdog.end()
         self._go()
 
-    def rest(self, index: int) -> None:
+    def note_idle(self, index: int) -> None:
         """Note that a replica will give no step before it gets an answer, or before something else happens: rounds need
         not wait for it."""
         self._is_busy[index] = False
-        for other in [other for other in self._refused if self.is_open(other)]:
+        for other in [other for other in self._refused if self.may_step(other)]:
             self._refused.discard(other)
-            self.turns[other].work.set()
+            self.peers[other].work.set()
         self._go()
 
-    def is_open(self, index: int) -> bool:
+    def may_step(self, index: int) -> bool:
         """Return whether a replica may make steps: while workers may have died of a request that runs again, no other
         replica has steps that they might die of instead (engine/scheduler/crash_quarantine.py)."""
-        suspicious = next((turn.index for turn in self.turns if turn.quarantine), index)
+        suspicious = next((peers.index for peers in self.peers if peers.quarantine), index)
         if suspicious != index:
             self._refused.add(index)
         return suspicious == index
@@ -99,27 +99,27 @@ class Rounds:
             self._publish(outs)
 
 
-class ReplicaTurn:
-    """A replica's turn in the rounds, as its step loop sees it."""
+class RoundPeers:
+    """The other replicas in the rounds, as the step loop of one sees them."""
 
     name = "the group of all workers"
     is_independent = False
 
     def __init__(self, rounds: Rounds, index: int) -> None:
         self.index = index
-        self.tells = index == 0
+        self.reports_deaths = index == 0
         self.quarantine: CrashQuarantine | None = None
         self.work = asyncio.Event()
         self._rounds = rounds
 
     def attach(self, quarantine: CrashQuarantine, work: asyncio.Event, watchdog: Watchdog) -> None:
-        """See `Turn`. The replica's own watchdog is not used."""
+        """See `Peers`. The replica's own watchdog is not used."""
         self.quarantine, self.work = quarantine, work
 
     @property
-    def is_open(self) -> bool:
+    def may_step(self) -> bool:
         """Whether a step may be made now; if not, the step loop is woken once it may be."""
-        return self._rounds.is_open(self.index)
+        return self._rounds.may_step(self.index)
 
     @property
     def watchdog(self) -> Watchdog:
@@ -137,6 +137,6 @@ class ReplicaTurn:
     def note_answered(self) -> None:
         """Do nothing: the executor tells `Rounds` of each answer."""
 
-    def rest(self) -> None:
+    def note_idle(self) -> None:
         """Tell `Rounds` that this replica will give no step for now."""
-        self._rounds.rest(self.index)
+        self._rounds.note_idle(self.index)

@@ -14,7 +14,7 @@ from ...config import EngineConfig, num_worker_threads
 from ...errors import ModelLoadError
 from ...outputs import StartupProgress
 from ..executor import Executor, ProcessExecutor
-from ..pacing.turns import OwnTurn, Turn
+from ..pacing.peers import NoPeers, Peers
 from ..threads.pools import run_in_thread
 from .joint import Joint, shares_experts
 
@@ -34,7 +34,7 @@ class Started(NamedTuple):
     work: asyncio.Event  # event that is set when the executor, or one started in its place, fails
     ready: dict[str, Any]  # the READY message that its workers have agreed on
     restart: Restart
-    turn: Turn
+    peers: Peers
 
 
 class ReplicasStart:
@@ -61,8 +61,8 @@ class ReplicasStart:
             report = self._report if len(configs) == 1 else partial(_report_of, self._report, index)
             name = f"replica {index} (data_parallel_size={len(configs)}, device={own.device!r}): "
             another = partial(self._make_executor, own)
-            turn = OwnTurn(f"the worker of replica {index}") if len(configs) > 1 else OwnTurn()
-            starting = self._start(executor, another, load, report, name if len(configs) > 1 else "", turn)
+            peers: Peers = NoPeers(f"the worker of replica {index}") if len(configs) > 1 else NoPeers()
+            starting = self._start(executor, another, load, report, name if len(configs) > 1 else "", peers)
             self._starting.append(loop.create_task(starting, name="aengine-worker-start"))
 
     def _makes_processes(self, config: EngineConfig) -> bool:
@@ -78,7 +78,7 @@ class ReplicasStart:
         for index in range(config.data_parallel_size):
             executor = joint.executor(index)
             self._executors.append(executor)
-            starting = self._start(executor, partial(joint.executor, index), load, self._report, "", joint.turn(index))
+            starting = self._start(executor, partial(joint.executor, index), load, self._report, "", joint.peers(index))
             self._starting.append(loop.create_task(starting, name="aengine-worker-start"))
 
     async def _start(
@@ -88,7 +88,7 @@ class ReplicasStart:
         load: dict[str, Any],
         report: ProgressCallback,
         name: str,
-        turn: Turn,
+        peers: Peers,
     ) -> Started:
         """Start a replica's workers. ``name``: how its errors begin."""
         work = asyncio.Event()
@@ -103,7 +103,7 @@ class ReplicasStart:
             another = make_another()
             return another, partial(another.start, _load_again(load, ready), _log_progress, work.set)
 
-        return Started(executor, work, ready, restart, turn)
+        return Started(executor, work, ready, restart, peers)
 
     async def ready(self) -> list[Started]:
         """Wait for all. Raises what the first that fails raises; call `undo` then."""

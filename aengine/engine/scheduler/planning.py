@@ -27,7 +27,7 @@ class StepPlan:
 
     __slots__ = (
         *("_ahead", "_budget", "_coming", "_counts", "_grown_groups", "_grown_ids", "_grown_rows", "_keeps_states"),
-        *("_new_requests", "_num_ahead", "_num_waiting", "_page_copies", "_prompt_budget", "_rows", "extras"),
+        *("_new_requests", "_num_ahead", "_num_waiting", "_page_copies", "_prompt_budget", "_rows", "catching_up"),
         *("newcomers", "num_cache_hits", "num_cache_queries", "num_prompt_tokens"),
     )
 
@@ -44,9 +44,9 @@ class StepPlan:
         self.num_prompt_tokens = 0
         self._num_waiting = num_waiting
         self._num_ahead = 0  # tokens in ``_ahead``
-        self.extras: list[Request] = []  # requests of this step that catch up or are new
-        self._counts: list[int] = []  # number of tokens that each of ``extras`` computes in this step
-        self._ahead: dict[int, AheadTokens] = {}  # those of requests that look ahead, by place in ``extras``
+        self.catching_up: list[Request] = []  # requests of this step that catch up or are new
+        self._counts: list[int] = []  # number of tokens that each of ``catching_up`` computes in this step
+        self._ahead: dict[int, AheadTokens] = {}  # those of requests that look ahead, by place in ``catching_up``
         self._new_requests: list[NewRequest] = []
         self.newcomers: list[Request] = []  # requests that have not been in any step before
         self.num_cache_queries = self.num_cache_hits = 0  # tokens of the newcomers that were looked up; tokens found
@@ -195,10 +195,10 @@ class StepPlan:
         if num_tokens > 1:
             self.num_prompt_tokens += num_tokens
         if ahead.token_ids:
-            self._ahead[len(self.extras)] = ahead
+            self._ahead[len(self.catching_up)] = ahead
             self._num_ahead += len(ahead.token_ids)
             num_tokens += len(ahead.token_ids)
-        self.extras.append(request)
+        self.catching_up.append(request)
         self._counts.append(num_tokens)
         self._budget -= num_tokens
         request.num_computed_tokens += num_tokens
@@ -222,12 +222,12 @@ class StepPlan:
         chunks: dict[int, int] = {}
         ahead = self._ahead
         num_tokens = len(batch) + sum(self._counts)
-        if self.extras:
+        if self.catching_up:
             ahead = {len(batch) + place: tokens for place, tokens in ahead.items()}
-            req_idx = req_idx + int32([request.req_idx for request in self.extras])
+            req_idx = req_idx + int32([request.req_idx for request in self.catching_up])
             num_scheduled = num_scheduled + int32(self._counts)
             chunks = self._plan_next_step(len(batch))
-            batch = batch + self.extras
+            batch = batch + self.catching_up
         step = InFlightStep(step_id, batch, chunks, ahead, num_tokens, self.num_prompt_tokens)
         step.newcomers = self.newcomers
         step.is_gated = has_grammars and bool(step.constrained())
@@ -251,7 +251,7 @@ class StepPlan:
         joining: list[Request] = []
         draining: list[Request] = []
         waits = len(self._rows.batches) > 1
-        for place, request in enumerate(self.extras):
+        for place, request in enumerate(self.catching_up):
             if request.num_computed_tokens < len(request.token_ids):
                 chunks[batch_idx] = request.num_computed_tokens
             elif not request.samples:

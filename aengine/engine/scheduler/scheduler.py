@@ -256,7 +256,7 @@ class Scheduler:
             plan.admit(self.waiting, self.quarantine, whole_prompts=self._computes_whole_prompts)
             self.prefix_cache_queries += plan.num_cache_queries
             self.prefix_cache_hits += plan.num_cache_hits
-        if not decoding and not plan.extras:
+        if not decoding and not plan.catching_up:
             return None
         step_id = self._next_step_id
         self._next_step_id = step_id + 1

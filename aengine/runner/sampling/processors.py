@@ -93,8 +93,7 @@ class LogitsProcessor(OpByOpFeature):
         places = np.flatnonzero(self.uses[rows])
         own = rows[places]
         place = to_device(places, logits.device)
-        most_guesses = len(rows) - len(np.unique(rows))
-        longest = int(self._requests.num_tokens[own].max()) + most_guesses
+        longest = int(self._requests.num_tokens[own].max()) + len(rows) - len(np.unique(rows))  # with all guesses
         processed = ProcessedRows(
             place,
             [self._of_row[row] for row in own.tolist()],

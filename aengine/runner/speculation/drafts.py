@@ -1,4 +1,4 @@
-"""`Drafts`: steps in which requests have drafts, which are written into their rows, computed, and verified."""
+"""`DraftVerifier`: steps in which requests have drafts, which are written into their rows, computed, and verified."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ..request_state import RequestState
 from ..transfer import to_device
 from .graphs import DraftStep
 from .positions import Verification, places_in
-from .speculation import Speculation
+from .speculation import Verifier
 
 
-class Drafts(Speculation):
+class DraftVerifier(Verifier):
     """A request with drafts gets those that are what is sampled, and one token more."""
 
     def __init__(

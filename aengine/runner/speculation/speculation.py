@@ -1,9 +1,9 @@
-"""`Speculation`: how many tokens the requests of a step get.
+"""`Verifier`: how many tokens the requests of a step get.
 
     update ─> ahead ─> begin ─> the layers ─┬─> gather, sampling, note_sampled, append ─┬─> answer
                                             └─> a graph, note_sampled ──────────────────┘
 
-Here each gets one, if it samples. `Drafts` verifies guesses of several.
+Here each gets one, if it samples. `DraftVerifier` verifies guesses of several.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..input_batch import BatchPlan, Rows, SampleBatch
 from ..request_state import RequestState
 
 
-class Speculation:
+class Verifier:
     """One token each. `ModelRunner` calls the methods in the order of the picture."""
 
     graphs: CudaGraphManager | None = None

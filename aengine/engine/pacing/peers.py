@@ -9,9 +9,9 @@ from ..recovery import Watchdog
 from ..scheduler.crash_quarantine import CrashQuarantine
 
 
-class Turn(Protocol):
-    """Interface of what a step loop asks before each step, and of what is known of its workers among those of other
-    replicas."""
+class Peers(Protocol):
+    """The other replicas, of which a step loop's workers may need those workers for each step: interface of what it
+    asks before a step, and tells of it."""
 
     @property
     def name(self) -> str:
@@ -22,7 +22,7 @@ class Turn(Protocol):
         """Whether the workers live and die, and drop steps, without those of other replicas."""
 
     @property
-    def tells(self) -> bool:
+    def reports_deaths(self) -> bool:
         """Whether this replica counts and logs deaths of the workers; if not, another does."""
 
     def attach(self, quarantine: CrashQuarantine, work: asyncio.Event, watchdog: Watchdog) -> None:
@@ -30,7 +30,7 @@ class Turn(Protocol):
         for whoever watches them alone."""
 
     @property
-    def is_open(self) -> bool:
+    def may_step(self) -> bool:
         """Whether a step may be made now; if not, the loop's ``work`` is set once it may be."""
 
     @property
@@ -47,14 +47,14 @@ class Turn(Protocol):
     def note_answered(self) -> None:
         """Called when the loop has taken the answer of its oldest step."""
 
-    def rest(self) -> None:
+    def note_idle(self) -> None:
         """Called when the loop will publish no step before an answer comes or something wakes it."""
 
 
-class OwnTurn:
-    """The turn of a step loop whose workers compute its steps alone: it is always open."""
+class NoPeers:
+    """The peers of a step loop whose workers compute its steps alone: there are none, and it may always step."""
 
-    is_open = is_independent = tells = True
+    may_step = is_independent = reports_deaths = True
     generation = 0
     watchdog: Watchdog
 
@@ -70,5 +70,5 @@ class OwnTurn:
     def note_answered(self) -> None:
         self.watchdog.end()
 
-    def rest(self) -> None:
+    def note_idle(self) -> None:
         """Do nothing: no other step loop waits for this one."""
