@@ -158,6 +158,9 @@ def test_the_arguments_of_calls_are_mappings_for_templates() -> None:
     part = part_of([{"role": "assistant", "content": None, "tool_calls": [call]}])
     known = words("{{ messages[0].tool_calls[0].function.arguments.a }}")
     assert part.encode(known, 8) == [B]  # type: ignore[union-attr]
+    cut = part_of([{"role": "assistant", "content": None, "tool_calls": [{"function": {"arguments": "b"}}]}])
+    known = words("{{ messages[0].tool_calls[0].function.arguments }}")
+    assert cut.encode(known, 8) == [B], "what is no JSON is shown as it is"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

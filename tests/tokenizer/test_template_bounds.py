@@ -170,6 +170,12 @@ def test_arithmetic_and_texts_are_as_ever() -> None:
     assert render("{% for x in y %}{{ loop.index }}/{{ loop.length }} {% else %}none{% endfor %}", y=["a", "b"]) == (
         "1/2 2/2 "
     )
+    tree = [{"n": 1, "below": [{"n": 2}, {"n": 3}]}, {"n": 4}]
+    nested = "{% for x in y recursive %}{{ x.n }}{% if x.below %}({{ loop(x.below) }}){% endif %}{% endfor %}"
+    assert render(nested, y=tree) == "1(23)4"
+    assert render("{{ 'axa'.replace('a', 'b') }}{{ 'axa'.replace('a', 'b', 1) }}") == "bxbbxa"
+    with pytest.raises(InvalidRequestError, match="positional argument"):
+        render("{{ 'x'.replace('x') }}")
     assert render("{% for x in missing %}{% else %}none{% endfor %}{{ [1, 2]|sum }}{{ 'x'.rjust(3) }}") == "none3  x"
     assert (
         render("{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}{{ {'a': [1]}|tojson }}") == 'a1{"a": [1]}'

@@ -156,6 +156,20 @@ def test_no_damage_of_a_sentencepiece_file_raises_anything_else(tmp_path: Path, 
             pass
 
 
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [(b"\x12\x02\x18\x03", "algorithm 3"), (b"\x12\x05\x18\x01\xc0\x01\x01", "blanks at the ends of words")],
+)
+def test_kinds_of_sentencepiece_that_can_not_be_built_are_named(tmp_path: Path, more: bytes, says: str) -> None:
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(model_of("unigram") + more)  # another description of its training
+    with pytest.raises(ModelLoadError, match=says):
+        read_sentencepiece(path)
+    path.write_bytes(more)
+    with pytest.raises(ModelLoadError, match="no pieces"):
+        read_sentencepiece(path)
+
+
 def test_fields_of_a_sentencepiece_file_that_nobody_knows_are_passed_over(tmp_path: Path) -> None:
     """Of each kind: a number, of 64 bits, a text, of 32 bits."""
     path = tmp_path / "tokenizer.model"
