@@ -13,6 +13,25 @@ from torch import Tensor
 
 from .dispatch import uses_triton
 from .expert_types import Routing, RoutingRule
+from .matrix import Matrix
+from .rms_norm import Norm
+
+
+def route_after_norm(
+    x: Tensor,
+    norm: Norm,
+    matrix: Matrix,
+    rule: RoutingRule,
+    correction: Tensor | None = None,
+    own: range | None = None,
+) -> Routing | None:
+    """`route` by the logits norm(x) W^T + b; None: their product has to be made first."""
+    if not uses_triton(x):
+        return None
+    from .triton import routing as triton_op
+
+    matrix.check(x.shape)
+    return triton_op.route_after_norm(x, norm, matrix, rule, correction, own)
 
 
 def route(

@@ -17,7 +17,8 @@ from aengine.kernels.expert_plan import plan_experts
 from aengine.kernels.expert_tilings import ExpertShape, ExpertTiling, ProductTile, choose_tiling, default_tiling
 from aengine.kernels.expert_types import ExpertGate, ExpertMatrices, InputNorm, Routing, RoutingRule, can_group
 from aengine.kernels.experts import add_experts, expert_product
-from aengine.kernels.routing import route
+from aengine.kernels.matrix import Matrix
+from aengine.kernels.routing import route, route_after_norm
 from aengine.runner.layers.moe import Experts, MoE, Router
 from aengine.runner.layers.norm import RMSNorm
 from aengine.runner.weights.formats import choose_formats
@@ -313,6 +314,30 @@ def test_routing(rule: RoutingRule, rng: random.Random, gen: torch.Generator, tr
             if rule.renormalise:
                 wanted = wanted / wanted.sum()
             torch.testing.assert_close(own_weights, wanted * rule.scale, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("n, num_experts, size", [(2, 8, 2064), (17, 40, 48), (70, 130, 272)])
+def test_routing_after_norm(
+    n: int, num_experts: int, size: int, gen: torch.Generator, triton_device: torch.device
+) -> None:
+    x, weight = torch.randn(n, size, generator=gen), torch.randn(num_experts, size, generator=gen) * size**-0.5
+    norm, bias = InputNorm(torch.rand(size, generator=gen) + 0.5, 1e-3), torch.randn(num_experts, generator=gen)
+    rule, matrix = RoutingRule(4), Matrix(weight.to(triton_device), bias.to(triton_device))
+    out = route_after_norm(x.to(triton_device), norm._replace(weight=norm.weight.to(triton_device)), matrix, rule)
+    assert out is not None
+    normed = x.double() * norm.weight.double() / (x.double().square().mean(1, keepdim=True) + norm.eps).sqrt()
+    logits = normed @ weight.double().t() + bias.double()
+    for row, ids, weights in zip(logits, out.expert_ids.cpu().tolist(), out.weights.cpu().double(), strict=True):
+        assert len({*ids}) == rule.top_k
+        torch.testing.assert_close(row[ids], row.sort(descending=True).values[: rule.top_k], rtol=0, atol=1e-5)
+        torch.testing.assert_close(weights, row[ids].softmax(0), rtol=1e-5, atol=1e-7)
+
+
+def test_routing_after_norm_leaves_the_rest() -> None:
+    norm, rule = InputNorm(torch.ones(32), 1e-6), RoutingRule(1)
+    for n, dtype in ((1, torch.float32), (513, torch.float32), (2, torch.float16)):
+        x = torch.zeros(n, 32, dtype=dtype)
+        assert route_after_norm(x, norm, Matrix(torch.zeros(8, 32, dtype=dtype)), rule) is None
 
 
 def test_equal_scores_and_nan(triton_device: torch.device) -> None:

@@ -20,10 +20,11 @@ from ...errors import ModelLoadError
 from ...kernels.activation import computed
 from ...kernels.expert_plan import plan_experts
 from ...kernels.expert_tilings import ExpertShape
-from ...kernels.expert_types import ExpertGate, ExpertPlan, RoutingRule
-from ...kernels.routing import route
+from ...kernels.expert_types import ExpertGate, ExpertPlan, Routing, RoutingRule
+from ...kernels.routing import route, route_after_norm
 from ..distributed.experts_group import ExpertsGroup
 from ..weights.packed_experts import PackedLayout
+from ..weights.plain import PlainWeight
 from ..weights.scope import WeightScope
 from ..weights.weight import put_into
 from .expert_linear import ExpertLinear
@@ -58,6 +59,16 @@ class Router:
 
     def _put(self, tensor: Tensor) -> None:
         put_into(self, "correction", tensor.float())
+
+    def choose(self, x: Tensor, norm: RMSNorm, own: range | None, is_compiled: bool) -> Routing:
+        """Return the experts of each row of norm(x). ``own``, ``is_compiled``: see `route`."""
+        weight = self.linear.weight
+        if isinstance(weight, PlainWeight):
+            routing = route_after_norm(x, norm, weight.matrix, self.rule, self.correction, own)
+            if routing is not None:
+                return routing
+        logits = self.linear.after_norm(x, norm, torch.float32)
+        return route(logits, self.rule, self.correction, own, is_compiled=is_compiled)
 
 
 class Experts:
@@ -166,9 +177,8 @@ class MoE:
     def _hidden(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, ExpertPlan]:
         """Return the inner features of the chosen experts that are this rank's, for norm(x) [num_tokens,
         hidden_size]."""
-        logits = self.router.linear.after_norm(x, norm, torch.float32)
         is_compiled = self.experts.is_compiled
-        routing = route(logits, self.router.rule, self.router.correction, self._own, is_compiled=is_compiled)
+        routing = self.router.choose(x, norm, self._own, is_compiled)
         plan = plan_experts(
             routing,
             self.shape,
