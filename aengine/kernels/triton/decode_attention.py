@@ -28,7 +28,7 @@ from .decode_parts import (
     score_scale,
     write_own_kv,
 )
-from .kv_codes import as_known, beside_codes, kept_number, numbers_of, times_scale
+from .kv_codes import as_known, beside_codes, kept_number, numbers_of, times_scale, values_of
 from .launch import has_pdl, launch, launch_next, max_shared_memory, wait_for_previous
 
 
@@ -60,7 +60,8 @@ def _measured(size: BatchSize, head_bytes: int, is_narrow: bool, is_fp8: bool) -
         return _Tiling(64, 4, 2)
     if size is BatchSize.MIDDLING:
         return _Tiling(64 if is_fp8 else 32, 2, 3)
-    return _Tiling(32, 1, 2)  # one warp needs no barriers, and many small programs hide each other's latency
+    # One warp needs no barriers, and many small programs hide each other's latency.
+    return _Tiling(32, 1, 3 if is_fp8 else 2)
 
 
 def decode_step_attention(
@@ -280,7 +281,7 @@ def _load_keys(kv, block, begin, end, D: tl.constexpr, DP: tl.constexpr, BLOCK_S
 def _attend(q, stretch, scale, top, total, acc, SOFTCAP: tl.constexpr):
     """Add one stretch of keys to the running softmax: maximum and sum [rows], weighted values [rows, DP]."""
     k, v, known = stretch
-    k, v = numbers_of(k, q), numbers_of(v, q)
+    k, v = numbers_of(k, q), values_of(v, q)
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     if SOFTCAP > 0:
         s = capped(s, SOFTCAP)

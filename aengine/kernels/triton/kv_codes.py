@@ -14,6 +14,8 @@ from torch import Tensor
 
 from .launch import has_fp8, has_pdl, is_interpreted
 
+_INTERPRETED = tl.constexpr(is_interpreted)
+
 
 def as_known(kv_cache: Tensor, kv_scales: Tensor | None) -> Tensor:
     """The cache as the GPU reads it: codes as float8_e4m3fn where it converts that type to bfloat16 (9.0 and
@@ -78,4 +80,29 @@ def numbers_of(kept, like):
         y = tl.where((code & 0x7F) == 0x7F, float("nan"), y).to(like.dtype)
     else:
         y = kept.to(like.dtype)
+    return y
+
+
+@triton.jit
+def values_of(kept, like):
+    """`numbers_of` for the values of a product. Four codes of a row at once, and only then put where the tensor cores
+    want them: left to itself the compiler reads each code from shared memory by itself, since it turns them there."""
+    if kept.dtype == tl.float8e4nv and like.dtype == tl.float16 and not _INTERPRETED:
+        y = tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b16 low, high;
+                mov.b32 {low, high}, $2;
+                cvt.rn.f16x2.e4m3x2 $0, low;
+                cvt.rn.f16x2.e4m3x2 $1, high;
+            }
+            """,
+            "=r,=r,r",
+            [kept],
+            dtype=tl.float16,
+            is_pure=False,  # else it would be moved to where the codes have been turned
+            pack=4,
+        )
+    else:
+        y = numbers_of(kept, like)
     return y
