@@ -108,7 +108,8 @@ def _tiling_of_codes(shape: ExpertShape, num_tokens: int, kind: CodeKind) -> Exp
     tile = ProductTile(64, 128, 4, 3)
     for block_m, most in ((16, 16), (32, 32), (64, 96)):
         if average <= most or (block_m == 64 and kind == "e4m3"):
-            return ExpertTiling("blocks", block_m, tile, tile)
+            is_wide = block_m == 64 and kind == "e4m3"
+            return ExpertTiling("blocks", block_m, tile, tile._replace(block_n=128) if is_wide else tile)
     return ExpertTiling("blocks", 128, tile._replace(block_k=64), tile._replace(block_k=64))
 
 

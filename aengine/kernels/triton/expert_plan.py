@@ -15,7 +15,7 @@ from ..expert_types import ExpertBlocks, ExpertPlan, Routing
 from ..grouped_codes import CodeKind
 from .launch import device_name, gdc_launch_dependents, gdc_wait, has_pdl, launch, only_compiles
 
-_CHUNKS = (64, 256, 1024)
+_CHUNKS = (64, 256, 512, 2048, 4096)
 """Pairs at a time. All are compiled ahead with each size of blocks: which go together depends on the step."""
 
 
