@@ -128,10 +128,13 @@ def _few_rounded(shape: LinearShape, num_rows: int) -> StreamedTiling:
     if shape.kind == "gated":
         tilings = {16: StreamedTiling(64, 16, 256, 4, 3), 32: StreamedTiling(64, 32, 256, 4, 5)}
         return tilings.get(block_m, StreamedTiling(128, 64, 128, 4, 5))
-    if block_m > 32 and ceil(shape.out_features / 64) < 96:
+    columns, room = ceil(shape.out_features / 64), _SHARED_BYTES
+    if block_m > 32 and columns < 96:
         block_m = 32
+        if 2 * columns > _MULTIPROCESSORS:  # the last ones would wait for the first to end
+            room //= 2
     one = StreamedTiling(64, block_m, 512 if block_m <= 32 and not shape.in_blocks else 256, 4, 1)
-    return one._replace(num_stages=min(9, _SHARED_BYTES // one.shared_bytes(False, 1, 1)))
+    return one._replace(num_stages=min(9, room // one.shared_bytes(False, 1, 1)))
 
 
 def _default_of_rounded(shape: LinearShape, num_rows: int) -> StreamedTiling:
