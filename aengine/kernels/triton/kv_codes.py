@@ -100,7 +100,7 @@ def values_of(kept, like):
             "=r,=r,r",
             [kept],
             dtype=tl.float16,
-            is_pure=False,  # else it would be moved to where the codes have been turned
+            is_pure=False,  # a pure one is moved to where the codes have been turned
             pack=4,
         )
     else:

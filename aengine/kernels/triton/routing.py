@@ -21,7 +21,7 @@ from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch, launch_nex
 MOST_IN_PARTS = 512
 """Most tokens whose logits are summed up in parts: of more, the parts take longer to write and read."""
 _PARTS = 16
-_COLUMNS = 128  # of a part that are multiplied at once, and experts of a program
+_COLUMNS = 128  # columns that are multiplied at once; also the most experts of a program
 
 
 class _Parts(NamedTuple):
@@ -38,7 +38,7 @@ def route_after_norm(
 ) -> Routing | None:
     """Choose experts by the logits norm(x) W^T + b; None: their product is faster, or as exact, in another way."""
     weight, bias, (n, k) = matrix.weight, matrix.bias, x.shape
-    is_plain = isinstance(weight, Tensor) and weight.dtype == x.dtype != torch.float16  # which could overflow
+    is_plain = isinstance(weight, Tensor) and weight.dtype == x.dtype != torch.float16  # float16 could overflow
     if not is_plain or not 1 < n <= MOST_IN_PARTS or k % 16:
         return None
     num_experts = matrix.shape[0]
