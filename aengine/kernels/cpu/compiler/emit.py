@@ -468,7 +468,6 @@ class Module:
 
     def __init__(self, name: str) -> None:
         self.llvm = ir.Module(name)
-        self._declared: dict[str, ir.Function] = {}
 
     @contextmanager
     def function(self, name: str, **arguments: Type) -> Iterator[Function]:

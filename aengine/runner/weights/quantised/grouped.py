@@ -7,7 +7,7 @@ kernels/grouped_codes.py defines: kind of codes, order of two in a byte, what ma
         return grouped_weight(self._codes(tensors), tensors.get("bias"), self.plain)
 
     def make_experts(self, num_experts, tensors, device):
-        return grouped_experts(self._codes, num_experts, tensors, device, self.plain)
+        return CodedExperts(self._codes, num_experts, tensors, device)
 
 What `_codes` must deliver, of the tensors of matrices that are perhaps below each other, on their device:
 
@@ -42,9 +42,9 @@ from ....kernels.expert_types import ExpertCodes, ExpertGate, ExpertPlan, InputN
 from ....kernels.experts import add_experts, expert_product
 from ....kernels.grouped_codes import CodeKind, GroupedCodes, numbers, pack, pack_halves, unpack
 from ....kernels.matrix import Matrix
-from ..expert_weights import GatheredExperts, SeparateExperts
+from ..expert_weights import GatheredExperts
 from ..plain import MatrixWeight
-from ..weight import ExpertWeights, Norm, StoredTensor, Weight, WeightFormat
+from ..weight import Norm, StoredTensor, Weight, WeightFormat
 
 if TYPE_CHECKING:
     from ..compiled import CompiledFormat
@@ -56,7 +56,6 @@ __all__ = [
     "GroupedWeight",
     "compiled_format",
     "fits",
-    "grouped_experts",
     "grouped_weight",
     "numbers",
     "pack",
@@ -183,19 +182,6 @@ class CodedExperts(GatheredExperts):
     def add_to(self, residual: Tensor, hidden: Tensor, plan: ExpertPlan) -> None:
         assert self.matrices is not None
         add_experts(residual, hidden, self.matrices, plan)
-
-
-def grouped_experts(
-    codes_of: CodesOf,
-    num_experts: int,
-    tensors: Sequence[StoredTensor],
-    device: torch.device,
-    plain: WeightFormat,
-) -> ExpertWeights:
-    """Return the weights of experts, which are yet to be filled with ``tensors``, those of each."""
-    if device.type != "cpu":
-        return CodedExperts(codes_of, num_experts, tensors, device)
-    return SeparateExperts(lambda own: grouped_weight(codes_of(own), own.get("bias"), plain), tensors)
 
 
 def fits(kind: CodeKind, in_features: int, group: int) -> bool:
