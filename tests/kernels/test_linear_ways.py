@@ -13,6 +13,7 @@ from aengine.kernels.activation import computed
 from aengine.kernels.expert_types import InputNorm
 from aengine.kernels.grouped_codes import CodeKind, GroupedCodes, numbers, pack
 from aengine.kernels.linear import add_linear, norm_gated_linear, norm_linear, plain_linear
+from aengine.kernels.linear_tilings import LinearShape
 from aengine.kernels.matrix import Matrix
 from aengine.kernels.triton import grouped_tiles, linear, linear_fp8
 from aengine.kernels.triton.grouped_tiles import way_of
@@ -222,3 +223,46 @@ def test_products_before_hopper(
         }
         for verb, (out, wanted) in made.items():
             assert float((out.double() - wanted).norm() / wanted.norm()) < 4e-3, verb
+
+
+def test_halves_of_four_bits_go_to_the_even_one(triton_device: torch.device) -> None:
+    """Of 1.0625 and 1.1875, as near to two numbers of four bits each; 448 makes the scale 1."""
+    x = torch.tensor([[448.0, 1.0625, 1.1875, -1.0625, -1.1875, 1.0703125, 0.0, 3.0]]).half()
+    codes, scale, _ = linear_fp8.split(x, None, 1)
+    assert scale.tolist() == [[1.0]]
+    assert codes[0].float().tolist() == [448.0, 1.0, 1.25, -1.0, -1.25, 1.125, 0.0, 3.0]
+
+
+def test_a_shape_has_the_name_that_measurements_go_by() -> None:
+    assert str(LinearShape("add", 96, 64)) == "add 96x64"
+    assert str(LinearShape("gated", 96, 64, 1)) == "gated fp8 96x64"
+    assert str(LinearShape("plain", 96, 64, 1, 1, in_blocks=True)) == "plain fp8 rounded blocks 96x64"
+
+
+@pytest.mark.parametrize("kind", ["plain", "int8", "grouped"])
+def test_products_by_torch(gen: torch.Generator, kind: str) -> None:
+    """As on a CPU without compiled kernels."""
+    weight, bias = torch.randn(64, 64, generator=gen) / 8, torch.randn(64, generator=gen)
+    matrix = Matrix(weight, bias)
+    if kind == "int8":
+        matrix = Matrix((weight * 64).round().to(torch.int8), bias, torch.rand(64, generator=gen) / 64)
+        weight = matrix.weight.float() * matrix.scale[:, None]  # type: ignore[union-attr,index]
+    elif kind == "grouped":
+        codes = torch.randint(0, 16, (64, 64), generator=gen, dtype=torch.uint8)
+        matrix = Matrix(GroupedCodes("int4", pack(codes), torch.rand(64, 2, generator=gen) / 16, 32), bias)
+        weight = numbers(matrix.weight)  # type: ignore[arg-type]
+    x, residual = torch.randn(5, 64, generator=gen), torch.randn(5, 64, generator=gen)
+    norm = InputNorm(torch.rand(64, generator=gen) + 0.5, 1e-6)
+    of_x = x @ weight.t() + bias
+    of_norm = torch.rms_norm(x, (64,), norm.weight, 1e-6) @ weight.t() + bias
+    added = residual.clone()
+    add_linear(added, x, matrix)
+    gated = computed(norm_gated_linear(x, norm, matrix))
+    assert norm_linear(x, norm, matrix, torch.float64).dtype == torch.float64
+    for out, wanted in (
+        (plain_linear(x, matrix), of_x),
+        (norm_linear(x, norm, matrix), of_norm),
+        (gated, F.silu(of_norm[:, :32]) * of_norm[:, 32:]),
+        (added, residual + of_x),
+    ):
+        torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
