@@ -14,7 +14,8 @@ import psutil
 import pytest
 from processes import Host, subreaper
 
-STARTS, LIVES = 12, 4
+STARTS, LIVES = 6, 3
+"""Hosts that are killed at a random moment of each kind: `make stress` kills sixteen more."""
 LOOPS = ("fake", "uvloop")
 
 
