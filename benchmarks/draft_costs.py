@@ -6,7 +6,8 @@
 
 In the whole engine: as each step brings each stream one token, milliseconds a step are seconds by tokens. Plain steps
 and those with drafts take turns in one engine; medians of the rounds. "drafts" is how many a row had in the mean: less
-than k where there was no room for more. ``--prompt-logprobs``: milliseconds of a prompt of so many tokens with
+than k where there was no room for more. "cpu_ms" is the worker's CPU time, which says more than "ms" where other
+programs run and the worker has one thread. ``--prompt-logprobs``: milliseconds of a prompt of so many tokens with
 log-probabilities of each, beside a plain prefill of as many, in turns.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import statistics
 import tempfile
@@ -53,24 +55,30 @@ def drafts_of_any_cost(name: str, vocab_size: int) -> type[Wrong]:
     return Wrong
 
 
-async def step_seconds(engine: AsyncLLM, rows: int, prompt: int, steps: int, vocab_size: int) -> float:
-    """Return the mean time of a step while all rows decode."""
+def cpu_seconds(engine: AsyncLLM) -> float:
+    """Return the CPU time that the worker had until now, of all its threads."""
+    fields = Path(f"/proc/{engine.describe()['pid']}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def step_seconds(engine: AsyncLLM, rows: int, prompt: int, steps: int, vocab_size: int) -> tuple[float, float]:
+    """Return the mean time of a step while all rows decode, and the worker's CPU time."""
     params = SamplingParams(max_tokens=steps + 24, ignore_eos=True, temperature=0.0)
-    count, marks = 0, []
+    count, marks = 0, list[tuple[float, float]]()
 
     async def read(token_ids: list[int]) -> None:
         nonlocal count
         async for _ in engine.stream(token_ids, params):
             count += 1
             if count in (rows * 16, rows * (16 + steps)):
-                marks.append(time.perf_counter())
+                marks.append((time.perf_counter(), cpu_seconds(engine)))
 
     await asyncio.gather(*(read([random.randrange(vocab_size) for _ in range(prompt)]) for _ in range(rows)))
-    return (marks[1] - marks[0]) / steps
+    return (marks[1][0] - marks[0][0]) / steps, (marks[1][1] - marks[0][1]) / steps
 
 
 async def steps_of(engine: AsyncLLM, args: argparse.Namespace, rows: int, counts: Sequence[int]) -> None:
-    seconds: dict[int, list[float]] = {count: [] for count in counts}
+    seconds: dict[int, list[tuple[float, float]]] = {count: [] for count in counts}
     had: dict[int, float] = {}
     for _ in range(args.rounds):
         for count in counts:
@@ -81,9 +89,9 @@ async def steps_of(engine: AsyncLLM, args: argparse.Namespace, rows: int, counts
             num_steps = rows * (after.num_steps - before.num_steps)
             had[count] = (after.drafted_tokens - before.drafted_tokens) / num_steps
     for count in counts:
-        ms = 1e3 * statistics.median(seconds[count])
-        ratio = statistics.median(a / b for a, b in zip(seconds[count], seconds[0], strict=True))
-        result = {"rows": rows, "k": count, "positions": rows * (1 + count), "ms": round(ms, 3)}
+        ms, cpu_ms = (round(1e3 * statistics.median(some), 3) for some in zip(*seconds[count], strict=True))
+        ratio = statistics.median(a / b for (a, _), (b, _) in zip(seconds[count], seconds[0], strict=True))
+        result = {"rows": rows, "k": count, "positions": rows * (1 + count), "ms": ms, "cpu_ms": cpu_ms}
         print(json.dumps(result | {"ratio": round(ratio, 3), "drafts": round(had[count], 2)}), flush=True)
 
 

@@ -9,7 +9,8 @@ bounded schema whose keys are long, after an example; ``free``: a story. Greedy,
 ``json``, which ends when it is complete. ``ratio``: the rate with drafts by that without, of the same round, the median
 of the rounds; ``equal``: the share of requests whose tokens are the same in both: in 16 bits a step of several tokens
 may round in another way. The prompts are in the prefix cache, from a round that does not count. "none" drafts what a
-grammar forces all the same; "bare" does not, and is in the run for ``json``.
+grammar forces all the same; "bare" does not, and is in the run for ``json``. "cpu_ratio" is that of the worker's CPU
+time, which says more than "ratio" where other programs run and the worker has one thread (``--threads 1``).
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import statistics
 import time
 from contextlib import AsyncExitStack
 from typing import Any
+
+from draft_costs import cpu_seconds
 
 from aengine import AsyncLLM, SamplingParams, StructuredOutput
 from aengine.engine.grammar_gate import ALWAYS, Forcing
@@ -112,14 +115,17 @@ async def rate(engine: AsyncLLM, task: str, streams: int, tokens: int) -> tuple[
 async def compare(engines: dict[str, AsyncLLM], task: str, streams: int, args: argparse.Namespace) -> None:
     names = [name for name in engines if task == "json" or name != "bare"]
     rates: dict[str, list[float]] = {name: [] for name in names}
+    cpu: dict[str, list[float]] = {name: [] for name in names}  # the worker's
     answers: dict[str, list[Any]] = {}
     for name in names:
         await rate(engines[name], task, streams, args.tokens)
     before = {name: engines[name].statistics() for name in names}
     for _ in range(args.rounds):
         for name in names:
+            begun = cpu_seconds(engines[name])
             value, answers[name] = await rate(engines[name], task, streams, args.tokens)
             rates[name].append(value)
+            cpu[name].append(cpu_seconds(engines[name]) - begun)
     base = names[0]
     for name in names[1:]:
         after = engines[name].statistics()
@@ -132,6 +138,7 @@ async def compare(engines: dict[str, AsyncLLM], task: str, streams: int, args: a
             "beside": base,
             "tok_s": [round(statistics.median(rates[which]), 1) for which in (base, name)],
             "ratio": round(statistics.median(b / a for a, b in zip(rates[base], rates[name], strict=True)), 3),
+            "cpu_ratio": round(statistics.median(a / b for a, b in zip(cpu[base], cpu[name], strict=True)), 3),
             "drafted": after.drafted_tokens - before[name].drafted_tokens,
             "accepted": after.accepted_tokens - before[name].accepted_tokens,
             "tokens": num_tokens,
@@ -156,8 +163,14 @@ async def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int)
     args = parser.parse_args()
-    settings = {"dtype": args.dtype, "max_model_len": 2048, "kv_cache_memory_bytes": 2 << 30}  # they share a device
+    settings: dict[str, Any] = {
+        "dtype": args.dtype,
+        "max_model_len": 2048,
+        "kv_cache_memory_bytes": 2 << 30,
+    }  # they share a device
+    settings |= {"num_threads": args.threads} if args.threads else {}
     async with AsyncExitStack() as stack:
         names = (*(["bare"] if "json" in args.tasks else []), "none", *args.ways)
         engines = {name: await start(stack, args.model, name, settings) for name in names}
