@@ -126,12 +126,15 @@ class _ServedEngine:
         """Tell the clients, from time to time, what they ask without waiting."""
         while True:
             await asyncio.sleep(_NEWS_SECONDS)
-            if any(session.wants_news for session in self.sessions):
-                news = self.news()
-                if news != self._told:
-                    self._told = news
-                    for session in self.sessions:
-                        session.tell(news)
+            self.tell()
+
+    def tell(self) -> None:
+        """Tell the clients now, if there is something new."""
+        told = [session for session in self.sessions if session.wants_news]
+        if told and (news := self.news()) != self._told:
+            self._told = news
+            for session in told:
+                session.link.send("news", 0, news)
 
 
 def _tokenizer_table(view: TokenizerView, num_ids: int) -> dict[str, Any]:
@@ -201,10 +204,6 @@ class _Session:
             if self._tasks:
                 await asyncio.wait(self._tasks)
             self.link.abort()
-
-    def tell(self, news: tuple[Any, ...]) -> None:
-        if self.wants_news:
-            self.link.send("news", 0, news)
 
     def _spawn(self, work: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(work)
@@ -297,6 +296,8 @@ class _Session:
 
     def _send_end(self, number: int, whole: Completion, choices: Sequence[Choice]) -> None:
         ends = [choice.finish_reason for choice in choices], [choice.stop_reason for choice in choices]
+        if not self._engine.statistics().num_running:  # who looks after the last answer sees that nothing runs
+            self._served.tell()
         self.link.send("done", number, to_wire(whole), ends)
 
     def _fail(self, number: int, error: Exception) -> None:

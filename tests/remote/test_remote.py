@@ -347,9 +347,8 @@ async def test_what_there_is_to_know(tmp_path: Path) -> None:
         assert remote.describe() == engine.describe()
         assert await remote.check_health() >= 0 and await remote.reset_prefix_cache() == 0
         await remote.generate("x")
-        while remote.statistics().num_finished < 1:
-            await asyncio.sleep(0.01)
-        assert remote.statistics().histograms == engine.statistics().histograms
+        seen = remote.statistics()  # at once: nothing runs any more
+        assert (seen.num_finished, seen.num_running) == (1, 0) and seen.histograms == engine.statistics().histograms
         near, far = engine.tokenizer, remote.tokenizer
         assert (far.vocab_size, far.special_tokens) == (near.vocab_size, near.special_tokens)
         assert (far.bos_token_id, far.eos_token_ids) == (near.bos_token_id, near.eos_token_ids)
