@@ -35,16 +35,22 @@ class Embedding:
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Return [num_tokens, hidden_size] in the activations' dtype, a new tensor; input_ids: int64 [num_tokens]."""
-        rows = self._sum_of_rows(input_ids) if self._is_divided else self.table.index_select(0, input_ids)
+        rows = self._sum_of_rows(input_ids) if self._is_divided else rows_of(self.table, input_ids)
         rows = rows.to(self._dtype)
         return rows if self._scale == 1.0 else rows.mul_(self._scale)
 
     def _sum_of_rows(self, input_ids: Tensor) -> Tensor:
         places = input_ids - self._start
         is_other = (places < 0) | (places >= self._num_rows)
-        rows = self.table.index_select(0, places.clamp_(0, self._num_rows - 1))
+        rows = rows_of(self.table, places.clamp_(0, self._num_rows - 1))
         rows.masked_fill_(is_other[:, None], 0.0)
         return self._group.sum(rows)
+
+
+def rows_of(table: Tensor, ids: Tensor) -> Tensor:
+    """Return rows of a table. Up to 16 of them torch's index_select copies one after the other (16: 7.8 us on an H100);
+    indexing does not (1.5 us), but takes a microsecond longer for one."""
+    return table[ids] if 1 < len(ids) <= 16 else table.index_select(0, ids)
 
 
 class WeightRows:
