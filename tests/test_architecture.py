@@ -499,7 +499,7 @@ BUDGETS = {
     "kernels": 15350,
     "limits": 542,
     "remote": 1630,
-    "runner": 21476,
+    "runner": 21482,
     "server": 5850,
     "telemetry": 1150,
     "testing": 825,
