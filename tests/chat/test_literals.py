@@ -9,6 +9,7 @@ from chat_harness import MARKERS_ARE, Setting, parse, parse_ids, token_id_of, to
 
 from aengine.chat import FORMATS, ChatParser, ToolChoice, compose, tools_of
 from aengine.engine.chat.syntax.literal_text import literal_of
+from aengine.engine.chat.syntax.schemas import count_of
 from aengine.engine.tokenizer.chat_template import ChatTemplate
 from aengine.errors import GrammarError
 
@@ -215,3 +216,11 @@ def test_a_call_that_is_none_is_not_complete(text):
     parser = ChatParser(FORMATS["lfm2"], None, tools_of([{"name": "f"}]), False, lambda name: None)
     _, message = parse(parser, [f"<|tool_call_start|>[{text}]<|tool_call_end|>"])
     assert [call.is_complete for call in message.tool_calls] == [False]
+
+
+@pytest.mark.parametrize(("given", "number"), [(0, 0), (3, 3), (3.0, 3), (None, None)])
+def test_counts_are_whole_numbers_from_0_on(given, number):
+    assert count_of({"minItems": given}, "minItems") == number == count_of({"minItems": number}, "minItems")
+    for wrong in (-1, 0.5, True, "3"):
+        with pytest.raises(GrammarError, match="at least 0"):
+            count_of({"minItems": wrong}, "minItems")
