@@ -20,7 +20,7 @@ from .launch import is_interpreted, known
 from .linear_parts import numbers
 
 _RAISED_BY = {"int4": 24.0, "uint4": 16.0, "iq4_nl": 384.0, "int8": 384.0, "uint8": 256.0}
-_HAS_LOP3 = tl.constexpr(not is_interpreted and torch.version.hip is None)
+_HAS_PTX = tl.constexpr(not is_interpreted and torch.version.hip is None)
 _IQ4_0 = tl.constexpr(0x3F2D1801)  # llama.cpp's numbers, each plus 128, a byte each
 _IQ4_1 = tl.constexpr(0x766A5D4F)
 _IQ4_2 = tl.constexpr(-0x5966727F)
@@ -50,12 +50,47 @@ def constants(codes: GroupedCodes) -> dict[str, Any]:
 @triton.jit
 def masked_or(words, MASK: tl.constexpr, BITS: tl.constexpr):
     """words & MASK | BITS, in one instruction, for which the compiler takes two."""
-    if _HAS_LOP3:
+    if _HAS_PTX:
         lop3: tl.constexpr = f"lop3.b32 $0, $1, {MASK}, {BITS}, 0xea;"
         y = tl.inline_asm_elementwise(lop3, "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
     else:
         y = words & MASK | BITS
     return y
+
+
+@triton.jit
+def halves(both, dtype: tl.constexpr):
+    """The two numbers of ``dtype`` in each word (of float32: in 64 bits), in float32."""
+    if dtype == tl.float32:
+        low, high = both.to(tl.int32).to(dtype, bitcast=True), (both >> 32).to(tl.int32).to(dtype, bitcast=True)
+    elif dtype == tl.bfloat16:
+        low, high = (both << 16).to(tl.float32, bitcast=True), (both & -65536).to(tl.float32, bitcast=True)
+    else:
+        low = both.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        high = (both >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def times_plus(words, factor, addend, dtype: tl.constexpr):
+    """Words of the two numbers of ``dtype`` in each word, times those in ``factor``, plus those in ``addend``: one
+    instruction for both, for which the compiler, given halves, takes three."""
+    if _HAS_PTX:
+        asm: tl.constexpr = "fma.rn.f16x2 $0, $1, $2, $3;" if dtype == tl.float16 else "fma.rn.bf16x2 $0, $1, $2, $3;"
+        y = tl.inline_asm_elementwise(asm, "=r,r,r,r", [words, factor, addend], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        low, high = halves(words, dtype)
+        low_factor, high_factor = halves(factor, dtype)
+        low_addend, high_addend = halves(addend, dtype)
+        low = (low * low_factor + low_addend).to(dtype).to(tl.int16, bitcast=True)
+        high = (high * high_factor + high_addend).to(dtype).to(tl.int16, bitcast=True)
+        y = low.to(tl.int32) & 65535 | high.to(tl.int32) << 16
+    return y
+
+
+@triton.jit
+def no_number(shape: tl.constexpr):
+    return tl.full(shape, -0x7FFF8000, tl.int32)  # -0
 
 
 @triton.jit

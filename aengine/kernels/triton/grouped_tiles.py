@@ -24,15 +24,23 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..grouped_codes import GroupedCodes
-from .grouped_parts import constants, group_values, in_columns, masked_or, pointers, raised_columns
-from .launch import has_pdl, is_hopper, is_interpreted, launch, launch_next, max_shared_memory, wait_for_previous
+from .grouped_parts import (
+    constants,
+    group_values,
+    in_columns,
+    masked_or,
+    no_number,
+    pointers,
+    raised_columns,
+    times_plus,
+)
+from .launch import has_pdl, is_hopper, launch, launch_next, max_shared_memory, wait_for_previous
 from .linear_parts import prefetch_rows, store_product
 
 MAX_ROWS = 512
 """Most rows of x for the kernel: for more, codes are written as numbers for the library."""
 _WIDE_GROUP = 64
 _NARROWEST = 32  # columns of a block of K
-_HAS_ASM = tl.constexpr(not is_interpreted and torch.version.hip is None)
 _LARGE = tl.constexpr(2.0**64)
 _REST = tl.constexpr(2.0**62)
 
@@ -204,32 +212,8 @@ def _words_of_exact(w, dtype: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def _halves(words, dtype: tl.constexpr):
-    """The two numbers of ``dtype`` in each word, in float32."""
-    if dtype == tl.bfloat16:
-        low, high = (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
-    else:
-        low = words.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
-        high = (words >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
-    return low, high
-
-
-@triton.jit
-def _times_plus(words, factor, addend, dtype: tl.constexpr):
-    """The two numbers of ``dtype`` in each word, times those in ``factor``, plus those in ``addend``: one instruction
-    for both, for which the compiler, given halves, takes three."""
-    if _HAS_ASM:
-        asm: tl.constexpr = "fma.rn.f16x2 $0, $1, $2, $3;" if dtype == tl.float16 else "fma.rn.bf16x2 $0, $1, $2, $3;"
-        y = tl.inline_asm_elementwise(asm, "=r,r,r,r", [words, factor, addend], dtype=tl.int32, is_pure=True, pack=1)
-        low = y.to(tl.int16).to(dtype, bitcast=True)
-        high = (y >> 16).to(tl.int16).to(dtype, bitcast=True)
-    else:
-        low, high = _halves(words, dtype)
-        low_factor, high_factor = _halves(factor, dtype)
-        low_addend, high_addend = _halves(addend, dtype)
-        low = (low * low_factor + low_addend).to(dtype)
-        high = (high * high_factor + high_addend).to(dtype)
-    return tl.join(low, high)
+def _numbers(words, dtype: tl.constexpr):
+    return tl.join(words.to(tl.int16).to(dtype, bitcast=True), (words >> 16).to(tl.int16).to(dtype, bitcast=True))
 
 
 @triton.jit
@@ -241,10 +225,9 @@ def _in_columns_of(words, factor, addend, dtype: tl.constexpr, KIND: tl.constexp
     else:
         first, second = factor, factor
     first, second, addend = _spread(first, BN, BK // 8), _spread(second, BN, BK // 8), _spread(addend, BN, BK // 8)
-    return in_columns(
-        _times_plus(a, first, addend, dtype), _times_plus(b, first, addend, dtype),
-        _times_plus(c, second, addend, dtype), _times_plus(d, second, addend, dtype), BN, BK,
-    )  # fmt: skip
+    a, b = times_plus(a, first, addend, dtype), times_plus(b, first, addend, dtype)
+    c, d = times_plus(c, second, addend, dtype), times_plus(d, second, addend, dtype)
+    return in_columns(_numbers(a, dtype), _numbers(b, dtype), _numbers(c, dtype), _numbers(d, dtype), BN, BK)
 
 
 @triton.jit
@@ -266,18 +249,13 @@ def _exact(
         y = (raised_columns(w, like, KIND, UNIT, BN, BK) - _spread(zero, BN, BK)).to(dtype)
     elif KIND == "e2m1":
         LARGE: tl.constexpr = 0x74007400 if dtype == tl.float16 else 0x7E807E80
-        y = _in_columns_of(w, tl.full((1, 1), LARGE, tl.int32), _no_number(), dtype, KIND, BN, BK)
+        y = _in_columns_of(w, tl.full((1, 1), LARGE, tl.int32), no_number((1, 1)), dtype, KIND, BN, BK)
     else:  # from numbers raised by 1024 or 128, instead of 16, in words whose last bits count ones
         ONE: tl.constexpr = 0x3C003C00 if dtype == tl.float16 else 0x3F803F80
         LESS: tl.constexpr = -0x1BFF1C00 if dtype == tl.float16 else -0x3CFF3D00
         addend = (zero.to(tl.int32) - 16) * 0x00010001 + LESS
         y = _in_columns_of(w, tl.full((1, 1), ONE, tl.int32), addend, dtype, KIND, BN, BK)
     return y
-
-
-@triton.jit
-def _no_number():
-    return tl.full((1, 1), -0x7FFF8000, tl.int32)  # -0
 
 
 @triton.jit
@@ -352,7 +330,7 @@ def add_tile(
     elif WAY == "exact":  # bits are 2^-126 of the values of codes: times 2^64 of the scale no product is too small
         bits = (scale * _LARGE).to(tl.int32, bitcast=True)
         factor = bits & -65536 | bits >> 16  # twice as bfloat16
-        y += tl.dot(_in_columns_of(w, factor, _no_number(), x.dtype, KIND, BN, BK), x, input_precision="ieee")
+        y += tl.dot(_in_columns_of(w, factor, no_number((1, 1)), x.dtype, KIND, BN, BK), x, input_precision="ieee")
     else:
         v = raised_columns(w, scale, KIND, UNIT, BN, BK) * _spread(scale, BN, BK)
         v += _spread(offset - zero * scale, BN, BK)

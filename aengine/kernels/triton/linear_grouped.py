@@ -164,6 +164,7 @@ def _gemv(
     PER: tl.constexpr = 4 if UNIT == 32 else 16  # elements of a unit
     WIDTH: tl.constexpr = K // UNIT * PER  # and of a row
     ALL: tl.constexpr = 2 * N if GATED else N
+    IS_HALF: tl.constexpr = x_ptr.dtype.element_ty != tl.float32
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     element = tl.arange(0, BU * PER)
     unit = tl.arange(0, BU)
@@ -186,12 +187,12 @@ def _gemv(
         column = (u0 + unit) * UNIT
         acc += dot_of_units(
             w, xs, scale_ptr, zero_ptr, offset_ptr, n, column,
-            KIND, UNIT, N, K, BN, BU, GROUP, GROUPS, ROWS, RAISED,
+            KIND, UNIT, N, K, BN, BU, GROUP, GROUPS, ROWS, RAISED, IS_HALF,
         )  # fmt: skip
         if GATED:
             up += dot_of_units(
                 u, xs, scale_ptr, zero_ptr, offset_ptr, N + n, column,
-                KIND, UNIT, ALL, K, BN, BU, GROUP, GROUPS, ROWS, RAISED,
+                KIND, UNIT, ALL, K, BN, BU, GROUP, GROUPS, ROWS, RAISED, IS_HALF,
             )  # fmt: skip
     y = tl.sum(acc, 1)
     v = tl.sum(up, 1) if GATED else y
