@@ -99,6 +99,9 @@ async def test_log_probabilities_of_prompts() -> None:
         )
         assert chat.usage is not None and chat.model_extra is not None
         assert len(chat.model_extra["prompt_logprobs"]) == chat.usage.prompt_tokens
+        for none in (False, None):
+            answer = await client.completions.create(model="fake", prompt="x", extra_body={"prompt_logprobs": none})
+            assert not answer.choices[0].model_extra or "prompt_logprobs" not in answer.choices[0].model_extra
 
 
 async def test_logprobs_say_where_each_token_is() -> None:

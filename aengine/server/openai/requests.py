@@ -26,6 +26,10 @@ Many = Annotated[list[T], Field(fail_fast=True)]
 TokenIds = Many[Annotated[int, Field(strict=True)]]
 """Token ids: true, which Python takes for 1, is none."""
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+NumAlternatives = Annotated[
+    int | None, Field(strict=True), BeforeValidator(lambda given: None if given is False else given)
+]
+"""A number of alternatives. False is none at all, as it is for `SamplingParams`."""
 Ignored = Annotated[Any, Field(default=None, description="Taken, and without effect.")]
 
 
@@ -331,7 +335,7 @@ class _ChoicesBody(SamplingBody):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     n: int | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: NumAlternatives = None
     response_format: ResponseFormat | None = None
     metadata: Ignored = None
     store: Ignored = None
