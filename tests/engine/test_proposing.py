@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from aengine.engine.pacing.steps_in_flight import StepsInFlight
@@ -20,8 +21,10 @@ from aengine.engine.speculation.history import MOST_DRAFTS, Chances, DraftHistor
 from aengine.engine.speculation.proposer import ProposedHistory, Unreliable
 from aengine.engine.speculation.proposing import Proposing
 from aengine.engine.speculation.suffix import PastTexts, SuffixHistory, TokenIndex
+from aengine.errors import ModelLoadError
 from aengine.ipc.messages import KVCacheGroup, ModelRunnerOutput, int32
 from aengine.params import SamplingParams
+from aengine.testing import FakeAsyncLLM
 
 
 def new_request(prompt: list[int], num_more: int = 1000, salt: bytes = b"") -> Request:
@@ -337,7 +340,10 @@ def test_a_proposer_is_asked_with_what_is_new() -> None:
 
 @pytest.mark.parametrize(
     "answer",
-    [[5, -1], [50], [1] * 6, ["a"], [1.0], 7, None, ValueError("x" * 1000)],
+    [
+        *([5, -1], [50], [1] * 6, ["a"], [1.0], [True], "12", {5: 1}, 7, None, ValueError("x" * 1000)),
+        *(np.array([5, -1]), np.array([1.0]), np.array([True]), np.array([[5, 6]]), np.zeros(6, int), np.array(5)),
+    ],
     ids=lambda answer: f"{answer!r:.9}",
 )
 def test_a_proposer_that_errs_is_not_asked_again(answer: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -353,6 +359,32 @@ def test_a_proposer_that_errs_is_not_asked_again(answer: Any, caplog: pytest.Log
     assert len(odd.asked) == 2
     (line,) = [record.getMessage() for record in caplog.records]
     assert "'odd'" in line and len(line) < 400
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [np.array([11, 12]), np.array([11, 12], np.uint8), [np.int64(11), np.int32(12)], (11, 12), range(11, 13)],
+    ids=lambda answer: f"{answer!r:.30}",
+)
+def test_a_proposer_may_return_integers_of_numpy(answer: Any) -> None:
+    guess = Unreliable("odd", 50, Odd(answer)).propose("of [1, 2, 3]", [], 2)
+    assert guess == [11, 12] and {type(token_id) for token_id in guess} == {int}
+
+
+@pytest.mark.parametrize("target", ["no_such_module:X", "builtins:NoSuchThing", "builtins:len", f"{__name__}:too_long"])
+async def test_a_proposer_that_can_not_be_made_is_an_error_of_the_start(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("aengine.config", "aengine.engine.speculation.proposer"):
+        monkeypatch.setattr(f"{module}.target_of", lambda group, name: target)
+    with pytest.raises(ModelLoadError, match="the proposer of drafts 'odd' can't be made: ") as caught:
+        async with FakeAsyncLLM("x", speculation="odd"):
+            pass
+    assert len(str(caught.value)) < 400
+
+
+def too_long(vocab_size: int) -> Any:
+    raise ValueError("x" * 10_000)
 
 
 def test_a_proposer_that_takes_long_is_not_asked_again(

@@ -15,8 +15,11 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import EntryPoint
+from operator import index
 from time import perf_counter
 from typing import Any, Protocol
+
+import numpy as np
 
 from ...config import PROPOSERS, target_of
 from ...errors import ModelLoadError
@@ -57,13 +60,16 @@ class Unreliable:
     def propose(self, kept: Any, new_token_ids: list[int], most: int) -> list[int]:
         return self._ask(lambda proposer: self._checked(proposer.propose(kept, new_token_ids, most), most)) or []
 
-    def _checked(self, guess: Sequence[int], most: int) -> list[int]:
-        if not isinstance(guess, Sequence) or len(guess) > most:
+    def _checked(self, guess: Any, most: int) -> list[int]:
+        if not isinstance(guess, Sequence | np.ndarray) or len(guess) > most:
             raise ValueError(f"it returned no list of at most {most} tokens")
-        wrong = next((i for i in guess if not isinstance(i, int) or not 0 <= i < self._vocab_size), None)
-        if wrong is not None:
-            raise ValueError(f"it returned {wrong!r:.80}, which is no token of the model")
-        return list(guess)
+        return [self._token(one) for one in guess]
+
+    def _token(self, one: Any) -> int:
+        token_id = index(one) if hasattr(one, "__index__") and not isinstance(one, bool) else -1
+        if not 0 <= token_id < self._vocab_size:
+            raise ValueError(f"it returned {one!r:.80}, which is no token of the model")
+        return token_id
 
     def _ask(self, question: Callable[[Proposer], Any]) -> Any:
         if self._proposer is None:
@@ -118,10 +124,9 @@ NewHistory = Callable[[Request, Chances], DraftHistory]
 
 
 def import_proposer(name: str) -> None:
-    """Import what `new_history` needs, so that it can be called on a loop. Blocking."""
-    target = target_of(PROPOSERS, name)
-    if target:
-        EntryPoint(name, target, PROPOSERS).load()
+    """Import what `new_history` needs, so that it can be called on a loop. Blocking. Raises ModelLoadError."""
+    if target := target_of(PROPOSERS, name):
+        _made(name, EntryPoint(name, target, PROPOSERS).load)
 
 
 def new_history(name: str, vocab_size: int) -> NewHistory:
@@ -133,9 +138,14 @@ def new_history(name: str, vocab_size: int) -> NewHistory:
         return partial(SuffixHistory, past=PastTexts())
     if name == "ngram_worker":
         return DraftHistory
-    try:
-        proposer = EntryPoint(name, target_of(PROPOSERS, name) or "", PROPOSERS).load()(vocab_size)
-    except Exception as error:
-        message = f"the proposer of drafts {name!r} can't be made: {type(error).__name__}: {error}"
-        raise ModelLoadError(message) from error
+    entry = EntryPoint(name, target_of(PROPOSERS, name) or "", PROPOSERS)
+    proposer = _made(name, lambda: entry.load()(vocab_size))
     return partial(ProposedHistory, proposer=Unreliable(name, vocab_size, proposer))
+
+
+def _made(name: str, make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except Exception as error:  # whatever another package may raise
+        message = f"the proposer of drafts {name!r} can't be made: {type(error).__name__}: {error!s:.300}"
+        raise ModelLoadError(message) from error
