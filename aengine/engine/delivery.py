@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 from ..errors import EngineError, InternalError, InvalidRequestError, RequestError
-from ..ipc.messages import LogprobColumns, RowError
+from ..ipc.messages import UNSAMPLED, LogprobColumns, RowError
 from ..outputs import FinishReason
 from .scheduler.request import Request
 from .scheduler.scheduler import Scheduler
@@ -96,8 +96,10 @@ def logprobs_by_token(columns: LogprobColumns) -> Logprobs:
     return rows
 
 
-def request_error(error: RowError) -> RequestError | EngineError:
-    """Return the error that the caller of a request gets when the request failed by itself on the worker."""
-    if error.type == "InvalidRequestError":
-        return InvalidRequestError(error.message)
-    return InternalError(error.message)
+def request_error(error: RowError, processors: Iterable[str]) -> RequestError | EngineError:
+    """Return the error that the caller of a request gets when the request failed by itself on the worker.
+    ``processors``: the logits processors that it asks for."""
+    message = error.message
+    if message.startswith(UNSAMPLED) and (names := ", ".join(processors)):
+        message += f"; its logits processors may have done it: {names}"
+    return InvalidRequestError(message) if error.type == "InvalidRequestError" else InternalError(message)

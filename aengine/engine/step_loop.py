@@ -279,7 +279,7 @@ class StepLoop:
         self._answered = self._observer.note_answer(begun, num_rows, self._answered)
         begun.clear()  # an idle engine must hold no request
         for request, error in failed:
-            request.sink.fail(request_error(error))
+            request.sink.fail(request_error(error, request.params.extra_args))
         for request, result in results:
             request.sink.put_result(result, None if request.samples else request.finish_reason)
         masks: Masks | None = None

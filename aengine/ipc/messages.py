@@ -47,6 +47,8 @@ import msgpack
 
 KV_LOST = "KVLost"
 """Type of the `RowError` of a request whose pages did not come back from the host's memory."""
+UNSAMPLED = "no token is left to sample", "the model's logits hold NaN or infinity for this request"
+"""What the messages of `RowError` begin with of which the request's own logits processors may be the cause."""
 LOG_TEXTS = ("name", "text", "path", "function", "thread")
 """The texts of a LOG message, beside its ``level`` and ``line``, integers, and ``created``, seconds since 1970."""
 PLAN_LIMITS = ("num_blocks", "max_model_len", "max_num_batched_tokens")
@@ -127,10 +129,9 @@ NO_RESULTS = 2**31 - 1
 """`NewRequest.results_from` of a request that gets tokens alone."""
 
 Extras = dict[str, list[bytes]]
+"""What a request asks for that is a feature's own: its columns, by the feature's name. Faults are that request's."""
 ARGUMENTS_OF = "arguments of "
 """What an extra's name begins with that has the JSON of a logits processor's arguments; its own name follows."""
-"""What a request asks for that is a feature's own: its columns, by the feature's name. The feature's object on the
-device reads them, and what is wrong with them is the error of that request alone."""
 
 
 @dataclass(slots=True)
@@ -156,9 +157,7 @@ class NewRequest:
     logprobs: int = -1  # alternatives reported for each token beside the sampled one; -1: no log-probabilities
     min_tokens: int = 0
     max_num_tokens: int = 2**31 - 1  # most tokens of prompt and completion together
-    results_from: int = (
-        NO_RESULTS  # the first token that a result is made of: those before have had theirs, or need none
-    )
+    results_from: int = NO_RESULTS  # first token that a result is made of: those before have had theirs, or need none
     stop_token_ids: array[int] = field(default_factory=int32)  # ids that end the completion; banned before min_tokens
     block_spans: array[int] = field(default_factory=int32)
     """int32 [2 * num_groups], a pair for each KV group: how many leading blocks of its table are left out, as they are

@@ -32,9 +32,10 @@ def fault_in(value: Any, schema: Mapping[str, Any], place: str) -> str:
     """Return what is wrong with a value, which stands at ``place``; empty: it is as the schema says. An object has no
     property that the schema does not name."""
     kind = schema["type"]
-    is_kind = isinstance(value, _KINDS[kind]) and isinstance(value, bool) == (kind == "boolean")
-    if not is_kind:
+    if not isinstance(value, _KINDS[kind]) or isinstance(value, bool) != (kind == "boolean"):
         return f"{place}={shown(value)} must be of type {kind}"
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:  # arrays of numbers have no room for it
+        return f"{place}={shown(value)}: an integer must be from -2**63 to 2**63 - 1"
     if "enum" in schema and value not in schema["enum"]:
         return f"{place}={shown(value)} must be one of {shown(schema['enum'])}"
     if kind in ("integer", "number"):

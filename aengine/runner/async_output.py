@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from ..ipc.messages import LogprobColumns, ModelRunnerOutput, ResultColumns, RowError, float32, int32
+from ..ipc.messages import UNSAMPLED, LogprobColumns, ModelRunnerOutput, ResultColumns, RowError, float32, int32
 from .input_batch import Rows
 from .platforms.platform import Event, Platform
 from .sampling.sampler import LogprobRows
@@ -175,15 +175,9 @@ class Published:
 
 def _unsampled(batch_idx: int, check: float) -> RowError:
     if check == -math.inf:
-        return RowError(
-            batch_idx,
-            "InvalidRequestError",
-            "no token is left to sample: the grammar, min_tokens, allowed_token_ids, bad_words and logit_bias together "
-            "forbid every one",
-        )
-    return RowError(
-        batch_idx, "InternalError", "the model's logits hold NaN or infinity for this request; others are unharmed"
-    )
+        features = "the grammar, min_tokens, allowed_token_ids, bad_words, logit_bias and extra_args"
+        return RowError(batch_idx, "InvalidRequestError", f"{UNSAMPLED[0]}: {features} together forbid every one")
+    return RowError(batch_idx, "InternalError", f"{UNSAMPLED[1]}; others are unharmed")
 
 
 def logprob_columns(

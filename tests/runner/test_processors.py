@@ -5,18 +5,22 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from callers_processors import Nothing, Raised, Residues
 from runner_fakes import FakeModel, expected_logits, make_runner, request, step
+from torch import Tensor
 
+from aengine.engine.delivery import request_error
 from aengine.engine.sampling_extras import extras_of
-from aengine.errors import ModelLoadError
+from aengine.errors import InvalidRequestError, ModelLoadError
+from aengine.ipc.messages import ModelRunnerOutput
 from aengine.limits.arguments import check_schema, fault_in
 from aengine.params import SamplingParams
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.sampling.features.thinking_budget import ThinkingBudget
-from aengine.runner.sampling.processors import LogitsProcessor, load_processors
+from aengine.runner.sampling.processors import LogitsProcessor, ProcessedRows, load_processors
 
 VOCAB = 23
 
@@ -63,14 +67,95 @@ def test_faults_concern_their_own_requests() -> None:
     assert [(error.batch_idx, error.type) for error in got.errors] == [(0, "InvalidRequestError")] + [
         (1, "InvalidRequestError")
     ]
-    assert "999 is not prime" in got.errors[0].message and "RuntimeError('out of luck')" in got.errors[1].message
+    assert str(request_error(got.errors[0], ["residues"])) == "999 is not prime"
+    assert "RuntimeError('out of luck')" in got.errors[1].message
     assert got.token_ids[2] == int(expected_logits([1, 2], VOCAB).argmax())
     runner = new_runner(Residues)
     got = step(
         runner, {0: 2, 1: 2}, new=[asking(0, [1, 2], residues={"modulus": 997}), request(1, [1, 2], range(6, 12))]
     )
     assert [error.batch_idx for error in got.errors] == [0]
+    said = str(request_error(got.errors[0], ["residues"]))
+    assert said == f"{request_error(got.errors[0], [])}; its logits processors may have done it: residues"
     assert got.token_ids[1] == int(expected_logits([1, 2], VOCAB).argmax())
+
+
+def test_processors_that_forbid_every_token_are_named() -> None:
+    class Forbidding(Nothing):
+        name = "forbidding"
+        changes_argmax = True
+
+        def process(self, logits: Tensor, rows: ProcessedRows) -> None:
+            logits[rows.places] = -torch.inf
+
+    (error,) = step(new_runner(Forbidding), {0: 2}, new=[asking(0, [1, 2], forbidding={})]).errors
+    said = request_error(error, ["forbidding", "other"])
+    assert isinstance(said, InvalidRequestError) and "extra_args" in error.message
+    assert str(said) == f"{error.message}; its logits processors may have done it: forbidding, other"
+
+
+def prepared(state: Any) -> tuple[ModelRunnerOutput, list[Tensor]]:
+    """Return the answer to a step of a request of which `prepare` returns this and of one without, and what `process`
+    has got of it."""
+    got: list[Tensor] = []
+
+    class Given(Nothing):
+        name = "given"
+        changes_argmax = True
+
+        def prepare(self, arguments: Any) -> Any:
+            return state
+
+        def process(self, logits: Tensor, rows: ProcessedRows) -> None:
+            got.extend(rows.states)
+
+    new = [asking(0, [1, 2], given={}), request(1, [1, 2], range(6, 12))]
+    return step(new_runner(Given), {0: 2, 1: 2}, new=new), got
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        np.array([10**30]),
+        np.array(["a"]),
+        np.array([b"a"]),
+        np.array([1j]),
+        np.array(["2026-01-01"], dtype="M8[D]"),
+        np.array([1.5], dtype=np.longdouble),
+        np.zeros(2, dtype="i4,f4"),
+        np.zeros(2**20 + 1, dtype=np.uint8),
+        np.broadcast_to(0.0, (2**40,)),
+        np.zeros((1,) * 9),
+        [[1], [2, 3]],
+        None,
+    ],
+    ids=lambda state: f"{getattr(state, 'dtype', state)}",
+)
+def test_what_can_not_be_copied_to_the_device_is_refused(state: Any) -> None:
+    answer, got = prepared(state)
+    assert [(error.batch_idx, error.type) for error in answer.errors] == [(0, "InvalidRequestError")] and not got
+    assert "given can't take its arguments" in answer.errors[0].message and len(answer.errors[0].message) < 300
+    assert answer.token_ids[1] == int(expected_logits([1, 2], VOCAB).argmax())
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        *(np.array([1, 0], dtype=kind) for kind in ("?", "u1", "u2", "u4", "u8", "i8", "f2", "f8", ">i4", ">f8")),
+        np.arange(6.0).reshape(2, 3).T[::-1],
+        np.broadcast_to(3, (2, 2)),
+        np.zeros(2**20, dtype=np.uint8),
+        np.zeros((0, 3)),
+        [1, 2],
+        5,
+        torch.ones(2),
+    ],
+    ids=lambda state: f"{getattr(state, 'dtype', state)}",
+)
+def test_arrays_of_any_kind_of_number_come_to_the_device(state: Any) -> None:
+    answer, got = prepared(state)
+    assert not answer.errors
+    assert got[0].tolist() == np.asarray(state).tolist()
 
 
 def test_one_that_changes_no_maximum_is_not_given_greedy_requests() -> None:
@@ -154,6 +239,11 @@ OBJECT = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 1
         ({"type": "integer", "minimum": 1, "maximum": 3}, 2, ""),
         ({"type": "integer", "minimum": 1}, 0, "x=0 must be from 1 to infinity"),
         ({"type": "number", "maximum": 3}, 3.5, "x=3.5 must be from -infinity to 3"),
+        ({"type": "integer"}, -(2**63), ""),
+        ({"type": "integer"}, 2**63, "x=9223372036854775808: an integer must be from -2**63 to 2**63 - 1"),
+        ({"type": "number", "maximum": 2**70}, -(2**63) - 1, "x=-9223372036854775809: an integer must be"),
+        ({"type": "number"}, 1e30, ""),
+        ({"type": "array", "items": {"type": "integer"}}, [1, 10**30], "x[1]=1000"),
         ({"type": "integer"}, True, "x=True must be of type integer"),
         ({"type": "boolean"}, 1, "x=1 must be of type boolean"),
         ({"type": "boolean"}, False, ""),

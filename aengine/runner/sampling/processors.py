@@ -28,6 +28,7 @@ from ..transfer import to_device
 from .features.feature import OpByOpFeature
 
 logger = logging.getLogger("aengine")
+_MOST_BYTES = 1 << 20  # bytes that `prepare` may return
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,8 @@ class LogitsProcessor(OpByOpFeature):
         cls.extra = ARGUMENTS_OF + cls.name
 
     def prepare(self, arguments: Any) -> Any:
-        """Return what `process` needs of a request with these arguments, as a numpy array. Raises InvalidRequestError,
-        which is the request's."""
+        """Return what `process` needs of a request with these arguments, as a numpy array of booleans, integers or
+        floats, of at most 1 MiB. Raises InvalidRequestError, which is the request's; so is whatever else goes wrong."""
         return np.zeros(0)
 
     def process(self, logits: Tensor, rows: ProcessedRows) -> None:
@@ -82,7 +83,12 @@ class LogitsProcessor(OpByOpFeature):
 
     def read(self, columns: list[bytes]) -> Any:
         try:
-            return np.asarray(self.prepare(json.loads(columns[0])))
+            state = np.asarray(self.prepare(json.loads(columns[0])))
+            if state.dtype.kind not in "biuf" or state.nbytes > _MOST_BYTES or state.ndim > 8:
+                raise ValueError(
+                    f"{state.ndim} dimensions of {state.dtype}, {state.nbytes} bytes, are no state of a row"
+                )
+            return torch.from_numpy(state.astype(state.dtype.newbyteorder("="), order="C")).numpy()  # torch takes it
         except InvalidRequestError:
             raise
         except Exception as error:
@@ -131,5 +137,5 @@ def _class_of(name: str) -> type[LogitsProcessor]:
         assert processor.name.isidentifier(), "its name is no identifier"
         check_schema(processor.arguments)
     except Exception as error:  # whatever an import may raise
-        raise ModelLoadError(f"logits_processors: {name!r} can't be used: {error!r}") from error
+        raise ModelLoadError(f"logits_processors: {name!r} can't be used: {error!r:.300}") from error
     return processor
