@@ -89,7 +89,8 @@ class ContextLengthError(RequestError):
         else:
             message = (
                 f"a text has {'at least ' if at_least else ''}{num_prompt_tokens} tokens, but this model takes "
-                f"{max_model_len} at once: shorten it, or have its end cut off by truncate=True"
+                f"{max_model_len} at once: shorten it, or have its end cut off by truncate=True "
+                "(embed, classify, score, rerank)"
             )
         super().__init__(message)
         self.num_prompt_tokens = num_prompt_tokens

@@ -15,15 +15,28 @@ _KINDS: dict[str, Any] = {
     "array": list,
     "object": dict,
 }
-_KEYWORDS = {"type", "enum", "minimum", "maximum", "minItems", "maxItems", "items", "properties", "required"}
+_KEYWORDS: dict[str, Any] = {  # and what their values are
+    "type": str,
+    "enum": list,
+    "minimum": (int, float),
+    "maximum": (int, float),
+    "minItems": int,
+    "maxItems": int,
+    "items": Mapping,
+    "properties": Mapping,
+    "required": list,
+}
 
 
 def check_schema(schema: object) -> None:
     """Raise ValueError for a schema that `fault_in` would not follow to the letter."""
     if not isinstance(schema, Mapping) or schema.get("type") not in _KINDS:
         raise ValueError(f"{shown(schema)} is no schema with a type of {', '.join(_KINDS)}")
-    for keyword in schema.keys() - _KEYWORDS:
-        raise ValueError(f"the keyword {shown(keyword)} is not known here; there are {', '.join(sorted(_KEYWORDS))}")
+    for keyword, value in schema.items():
+        if keyword not in _KEYWORDS:
+            raise ValueError(f"the keyword {shown(keyword)} is not known here; there are {', '.join(_KEYWORDS)}")
+        if not isinstance(value, _KEYWORDS[keyword]):
+            raise ValueError(f"{keyword}={shown(value)} in {shown(schema)} is of another type than that keyword's")
     for inner in (*schema.get("properties", {}).values(), *([schema["items"]] if "items" in schema else ())):
         check_schema(inner)
 

@@ -150,7 +150,7 @@ class ModelRunner:
         page_copies: PageCopies | None = None,
         step_rows: StepRows | None = None,
         compiled: Callable[[Tensor], Model] | None = None,
-        processors: Sequence[type[SamplingFeature]] = (),
+        processors: Sequence[Callable[[RequestState, int], SamplingFeature]] = (),
     ) -> None:
         """``graph_sizes``: batch sizes of decode steps that run as one launch; None: all steps run op by op.
         ``max_graph_tokens``: most tokens of a step with prompts whose layers run as one launch. ``position_sizes``: as

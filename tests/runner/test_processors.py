@@ -20,7 +20,7 @@ from aengine.limits.arguments import check_schema, fault_in
 from aengine.params import SamplingParams
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.sampling.features.thinking_budget import ThinkingBudget
-from aengine.runner.sampling.processors import LogitsProcessor, ProcessedRows, load_processors
+from aengine.runner.sampling.processors import LogitsProcessor, ProcessedRows, load_processors, make_processor
 
 VOCAB = 23
 
@@ -276,3 +276,24 @@ def test_arguments(schema: dict[str, Any], value: Any, fault: str) -> None:
 def test_schemas_that_are_not_known(schema: Any) -> None:
     with pytest.raises(ValueError, match="is no schema"):
         check_schema(schema)
+
+
+@pytest.mark.parametrize("keyword", ["enum", "minimum", "maxItems", "items", "properties", "required"])
+def test_keywords_of_the_wrong_type(keyword: str) -> None:
+    with pytest.raises(ValueError, match=f"{keyword}='x' in .* is of another type"):
+        check_schema({"type": "array", keyword: "x"})
+
+
+@pytest.mark.parametrize(
+    ("init", "message"),
+    [
+        (lambda self: None, "TypeError"),
+        (lambda self, requests, vocab_size: None, "has to call super"),
+        (lambda self, requests, vocab_size: 1 // 0, "ZeroDivisionError"),
+    ],
+    ids=["signature", "no super", "raises"],
+)
+def test_what_can_not_be_made(init: Any, message: str) -> None:
+    processor = type("Own", (Residues,), {"name": "own", "__init__": init})
+    with pytest.raises(ModelLoadError, match=f"own can't be made: .*{message}"):
+        make_processor(processor, new_runner().requests, 8)

@@ -22,7 +22,7 @@ from ...errors import InvalidRequestError, ModelLoadError
 from ...ipc.messages import ARGUMENTS_OF, NewRequest
 from ...limits.arguments import check_schema
 from ..input_batch import Rows
-from ..request_state import Scalars
+from ..request_state import RequestState, Scalars
 from ..speculation.positions import OneEach
 from ..transfer import to_device
 from .features.feature import OpByOpFeature
@@ -116,6 +116,17 @@ class LogitsProcessor(OpByOpFeature):
             logits.index_fill_(0, place, torch.nan)
 
 
+def make_processor(processor: type[LogitsProcessor], requests: RequestState, vocab_size: int) -> LogitsProcessor:
+    """Return the object of a class that the setting names. Raises ModelLoadError."""
+    try:
+        made = processor(requests, vocab_size)
+        if not hasattr(made, "uses"):
+            raise TypeError("its __init__ has to call super().__init__(requests, vocab_size)")
+    except Exception as error:  # whatever its __init__ may raise
+        raise ModelLoadError(f"logits_processors: {processor.name} can't be made: {error!r:.300}") from error
+    return made
+
+
 def load_processors(names: Sequence[str]) -> tuple[type[LogitsProcessor], ...]:
     """Import the classes that the setting names. Raises ModelLoadError."""
     found = tuple(map(_class_of, names))
@@ -133,9 +144,11 @@ def _class_of(name: str) -> type[LogitsProcessor]:
     module, _, attribute = target.partition(":")
     try:
         processor = getattr(import_module(module), attribute)
-        assert issubclass(processor, LogitsProcessor), "it is no subclass of LogitsProcessor"
-        assert processor.name.isidentifier(), "its name is no identifier"
+        if not issubclass(processor, LogitsProcessor):
+            raise TypeError("it is no subclass of LogitsProcessor")
+        if not processor.name.isidentifier():
+            raise ValueError("its name is no identifier")
         check_schema(processor.arguments)
-    except Exception as error:  # whatever an import may raise
+    except (Exception, SystemExit) as error:  # whatever an import may raise
         raise ModelLoadError(f"logits_processors: {name!r} can't be used: {error!r:.300}") from error
     return processor

@@ -12,7 +12,7 @@ A feature that no graph holds (`SamplingFeature.is_in_graphs`) has its rows samp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -72,7 +72,7 @@ class Sampler:
         vocab_size: int,
         bitmasks: HostBitmasks,
         vocabulary: Vocabulary | None = None,
-        processors: Sequence[type[SamplingFeature]] = (),
+        processors: Sequence[Callable[[RequestState, int], SamplingFeature]] = (),
     ) -> None:
         """``vocabulary``: the ranks' shares of it; None: there is one rank. ``processors``: features of the caller's,
         which come last."""
@@ -80,7 +80,8 @@ class Sampler:
         self._vocab_size = vocab_size
         self.vocabulary = vocabulary or Vocabulary(VocabularyShare.of(vocab_size, 0, 1), ALONE)
         self._bitmasks = bitmasks
-        self._features = tuple(feature(requests, vocab_size) for feature in (*FEATURES, *processors))
+        makers: list[Callable[[RequestState, int], SamplingFeature]] = [*FEATURES, *processors]
+        self._features = tuple(make(requests, vocab_size) for make in makers)
         self.extras = frozenset(feature.extra for feature in self._features) - {""}  # names of those that some reads
         self._in_graphs = tuple(feature for feature in self._features if feature.is_in_graphs)
         max_num_seqs = len(requests.in_use)

@@ -32,7 +32,7 @@ from ..model_runner import ModelRunner
 from ..models.causal_lm import CausalLM
 from ..platforms.platform import Platform
 from ..pooling.vectors import VectorLayers
-from ..sampling.processors import LogitsProcessor, load_processors
+from ..sampling.processors import LogitsProcessor, load_processors, make_processor
 from ..sampling.vocabulary import Vocabulary
 from ..speculation.graphs import draft_sizes
 from ..weights.inventory import TensorsOfAKind
@@ -154,7 +154,7 @@ class RunnerSetup:
             page_copies=page_copies,
             step_rows=self.model.weights.formats.step_rows,
             compiled=self._compiled(cache, exchange, max_model_len),
-            processors=self.processors,
+            processors=[partial(make_processor, one) for one in self.processors],
         )
 
     def _compiled(self, cache: Any, exchange: StepExchange, max_model_len: int) -> Callable[[Tensor], Any] | None:
