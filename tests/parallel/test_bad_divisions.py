@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranked_engine import RankedEngine
 from tiny import VOCAB_SIZE
 from transformers import BertConfig, BertModel
 
@@ -94,8 +93,8 @@ async def test_refused_by_the_ranks(
         await AsyncLLM(tiny_model(arch, **sizes), **SETTINGS | settings).start()
 
 
-def test_families_that_transformers_computes(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """Told by the ranks, here threads: how an error gets from a process to the host is the same for all."""
+@pytest.mark.slow
+async def test_families_that_transformers_computes(tiny_model: TinyModel, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_model("llama", **EIGHT), tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "olmo", "architectures": ["OlmoForCausalLM"]}
@@ -103,7 +102,7 @@ def test_families_that_transformers_computes(tiny_model: TinyModel, tmp_path: Pa
     with pytest.raises(
         ModelLoadError, match="size=2: OlmoForCausalLM is computed by transformers .*data_parallel_size"
     ):
-        RankedEngine(folder, tensor_parallel_size=2)
+        await AsyncLLM(folder, tensor_parallel_size=2, **SETTINGS).start()
 
 
 @pytest.mark.slow
