@@ -110,7 +110,7 @@ def test_what_the_library_multiplies(gen: torch.Generator, library: list[int], m
     own, blocks = fp8(32, 48, gen), unwrapped(128, 512)
     assert blocks.scale is not None and blocks.scale.shape == (1, 4)
     assert [by_library(rows, own) for rows in (16, 17)] == [False, True]
-    assert [by_library(rows, blocks) for rows in (8, 9)] == [False, True]
+    assert [by_library(rows, blocks) for rows in (16, 17)] == [False, True]  # few tiles: half as many rows, of more
     assert not by_library(17, own, torch.float32) and not by_library(17, own._replace(quantises_x=False))
     assert not by_library(17, own._replace(weight=torch.zeros(32, 48, dtype=torch.int8)))
     assert not by_library(17, Matrix(torch.zeros(32, 48), None, None, True)) and not by_library(
