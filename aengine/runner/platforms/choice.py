@@ -7,7 +7,6 @@ from importlib import import_module
 
 from ...config import PLATFORMS, registered, target_of
 from ...errors import ModelLoadError
-from ..startup.meta_kernels import register_meta_kernels
 from .cpu import CpuPlatform
 from .cuda import CudaPlatform
 from .platform import Platform, Unavailable
@@ -61,8 +60,6 @@ def _class_of(name: str) -> type[Platform]:
         known = ", ".join(map(repr, registered(PLATFORMS)))
         raise ModelLoadError(f"device={name!r}: this worker finds no such platform; there are {known}")
     module, _, attribute = target.partition(":")
-    if name != "cpu":
-        register_meta_kernels()
     try:
         platform: type[Platform] = getattr(import_module(module), attribute)
     except Exception as error:  # whatever another package's import may raise

@@ -11,12 +11,10 @@ import ctypes
 import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ...config import EngineConfig
 from ...workers.rank import Rank
-from .meta_kernels import meta_kernels_postponed
 
 if TYPE_CHECKING:
     from .encoder import LoadedEncoder
@@ -27,9 +25,7 @@ def load_model(
     config: EngineConfig, source: Mapping[str, Any], rank: Rank, progress: Callable[[str, int, int, str], None]
 ) -> LocalModel | LoadedEncoder:
     """Load the model of one rank, as a worker asks for it: see `load.load_model`. Raises ModelLoadError."""
-    driver = _nvidia_driver(rank.device)
-    needs_all = driver is not None or config.worker_extension is not None  # it may do anything with torch
-    with _gpu_opening(driver, rank.device), _no_collections(), nullcontext() if needs_all else meta_kernels_postponed():
+    with _gpu_opening(rank.device), _no_collections():
         from .load import load_model as load
     return load(config, source, rank, progress)
 
@@ -46,31 +42,25 @@ def _no_collections() -> Iterator[None]:
         gc.enable()
 
 
-def _nvidia_driver(device: str) -> ctypes.CDLL | None:
-    """Return the driver of NVIDIA's GPUs, if the setting ``device`` may mean one and there is a driver."""
-    if device.partition(":")[0] not in ("auto", "cuda"):
-        return None
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-
-
 @contextlib.contextmanager
-def _gpu_opening(driver: ctypes.CDLL | None, device: str) -> Iterator[None]:
-    """Open the GPU of the setting ``device`` beside what runs within, if there is a driver. What fails is left to
+def _gpu_opening(device: str) -> Iterator[None]:
+    """Open the GPU of the setting ``device`` beside what runs within, if it is one of NVIDIA's. What fails is left to
     whoever needs it, and says why."""
-    if driver is None:
+    name, _, index = device.partition(":")
+    if name not in ("auto", "cuda"):
         yield
         return
-    index = int(device.partition(":")[2] or 0)
-    thread = threading.Thread(target=_open_gpu, args=(driver, index), name="open gpu", daemon=True)
+    thread = threading.Thread(target=_open_gpu, args=(int(index or 0),), name="open gpu", daemon=True)
     thread.start()
     yield
     thread.join()
 
 
-def _open_gpu(driver: ctypes.CDLL, index: int) -> None:
+def _open_gpu(index: int) -> None:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return
     if driver.cuInit(0) != 0:
         return
     hashing = threading.Thread(target=_hash_triton, name="hash triton", daemon=True)

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from ....errors import ModelLoadError
-from ...startup.meta_kernels import register_meta_kernels
 from .attention import ATTENTION, register
 
 _LEAST_VERSION = (5, 17)
@@ -133,7 +132,6 @@ def build_skeleton(files: ModelFiles, dtype: torch.dtype, *, buffers: torch.devi
     Raises ModelLoadError.
     """
     config = read_hf_config(files)
-    register_meta_kernels()
     register()  # this imports much of transformers: an unknown model_type is refused before
     model_class, config = _model_class(config, files)
     with _quietly(), _explained(files, "transformers can't build it"), _meta_parameters(buffers):
