@@ -28,9 +28,8 @@ from typing import Any
 from engine_bench import SHAPES
 
 from aengine import AsyncLLM, SamplingParams
-from aengine.engine.replicas import replica
 from aengine.engine.scheduler.request import Request
-from aengine.engine.speculation import proposer
+from aengine.engine.speculation import choice, proposer
 from aengine.engine.speculation.budget import DraftBudget
 from aengine.engine.speculation.history import NO_GUESS, DraftHistory, Guess
 
@@ -122,7 +121,7 @@ async def main() -> None:
     parser.add_argument("--prompt-logprobs", type=int, default=0)
     args = parser.parse_args()
     proposer.new_history = drafts_of_any_cost  # type: ignore[assignment]
-    replica.CostBudget = lambda most_positions, growth: DraftBudget(most_positions)  # type: ignore[assignment,misc]
+    choice.CostBudget = lambda most_positions, growth: DraftBudget(most_positions)  # type: ignore[assignment,misc]
     settings: dict[str, Any] = {"speculation": "suffix", "max_model_len": 1024 + args.prompt_logprobs}
     settings |= {key: json.loads(value) for key, value in (item.split("=", 1) for item in args.set)}
     with tempfile.TemporaryDirectory() as folder:

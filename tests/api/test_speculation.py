@@ -12,7 +12,7 @@ from conftest_api import settled
 from test_recovery import death, essence, no_delay, work
 
 from aengine import AsyncLLM, InvalidRequestError, SamplingParams, StructuredOutput, config
-from aengine.engine.replicas import replica
+from aengine.engine.speculation import choice
 from aengine.engine.speculation.budget import DraftBudget
 
 __all__ = ["no_delay"]  # a fixture
@@ -43,7 +43,7 @@ class Foolish:
 @pytest.fixture(autouse=True)
 def any_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts are granted whatever steps take on a machine that may be busy."""
-    monkeypatch.setattr(replica, "CostBudget", lambda most_positions, growth: DraftBudget(most_positions))
+    monkeypatch.setattr(choice, "CostBudget", lambda most_positions, growth: DraftBudget(most_positions))
 
 
 @pytest.fixture

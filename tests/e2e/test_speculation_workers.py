@@ -13,7 +13,7 @@ import pytest
 from test_every_architecture import MIB, Model, models, one_thread, running
 
 from aengine import AsyncLLM, Completion, SamplingParams
-from aengine.engine.replicas import replica
+from aengine.engine.speculation import choice
 from aengine.engine.speculation.budget import DraftBudget
 
 __all__ = ["models", "one_thread"]  # fixtures
@@ -54,7 +54,7 @@ async def answers(engine: AsyncLLM, seed: int) -> list[Any]:
 @pytest.fixture(autouse=True)
 def any_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts are granted whatever the steps of these small models take on a machine that may be busy."""
-    monkeypatch.setattr(replica, "CostBudget", lambda most_positions, growth: DraftBudget(16))
+    monkeypatch.setattr(choice, "CostBudget", lambda most_positions, growth: DraftBudget(16))
 
 
 @pytest.mark.parametrize(("arch", "speculation"), [("llama", "ngram_worker"), ("mixed", "suffix")])

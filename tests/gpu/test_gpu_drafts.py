@@ -14,7 +14,7 @@ from test_gpu_hazards import compiled
 from tiny import VOCAB_SIZE
 
 from aengine import SamplingParams
-from aengine.engine.replicas import replica
+from aengine.engine.speculation import choice
 from aengine.engine.speculation.budget import DraftBudget
 from aengine.ipc.messages import DraftColumns, int32
 from aengine.runner.graphs.cuda_graphs import graph_sizes
@@ -48,7 +48,7 @@ async def test_drafts_change_no_token(
 ) -> None:
     """Of requests of every kind, alone and together, whatever steps with drafts cost. gpt_oss: experts, sinks, windows,
     and attention in two groups."""
-    monkeypatch.setattr(replica, "CostBudget", lambda most_positions, growth: DraftBudget(most_positions))
+    monkeypatch.setattr(choice, "CostBudget", lambda most_positions, growth: DraftBudget(most_positions))
     folder = checkpoint(arch).folder
     work = []
     for i, kind in enumerate(KINDS):

@@ -26,7 +26,7 @@ from test_gpu_group_weights import pair
 from tiny import VOCAB_SIZE
 
 from aengine import AsyncLLM, Completion, SamplingParams, StructuredOutput
-from aengine.engine.replicas import replica
+from aengine.engine.speculation import choice
 from aengine.engine.speculation.budget import DraftBudget
 from aengine.workers.rank import LOOPBACK
 
@@ -125,7 +125,7 @@ async def test_drafts(
 ) -> None:
     """Answers that repeat themselves, and one that a grammar forces in part: fewer steps, and the same tokens, whatever
     steps with drafts cost."""
-    monkeypatch.setattr(replica, "CostBudget", lambda most_positions, growth: DraftBudget(most_positions))
+    monkeypatch.setattr(choice, "CostBudget", lambda most_positions, growth: DraftBudget(most_positions))
     folder, prompts = checkpoint("qwen3").folder, some_prompts(rng)[:6]
     same = GREEDY.replace(logit_bias={70: 30.0}, max_tokens=40)
     forced = StructuredOutput(regex="abcabcabcabc[a-f]{2,5}(one|two) end")

@@ -31,7 +31,7 @@ from aengine import (
     Tool,
     ToolChoice,
 )
-from aengine.engine.replicas import replica
+from aengine.engine.speculation import choice
 from aengine.engine.speculation.budget import DraftBudget
 from aengine.engine.structured.output_type import AskedType
 from aengine.engine.tokenizer.tokenizer import Tokenizer
@@ -331,7 +331,7 @@ async def test_draining_is_of_one_process(tmp_path: Path) -> None:
 
 
 async def test_drafts_are_told_by_proposer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica, "CostBudget", lambda most_positions, growth: DraftBudget(most_positions))
+    monkeypatch.setattr(choice, "CostBudget", lambda most_positions, growth: DraftBudget(most_positions))
     async with both(tmp_path, "to be or not " * 9, speculation="suffix") as (engine, remote):
         await remote.generate("x")
         while remote.statistics().num_finished < 1:

@@ -19,8 +19,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from aengine import EngineOverloadedError, SamplingParams
-from aengine.engine.replicas import replica
 from aengine.engine.scheduler.kv_cache_manager import PreemptedKV
+from aengine.engine.speculation import choice
 from aengine.engine.speculation.budget import DraftBudget
 from aengine.remote import connect, serve_engine
 from aengine.server import create_app
@@ -80,7 +80,7 @@ async def test_the_names_that_dashboards_read() -> None:
 
 
 async def test_drafts_by_position_and_proposer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica, "CostBudget", lambda most_positions, growth: DraftBudget(most_positions))
+    monkeypatch.setattr(choice, "CostBudget", lambda most_positions, growth: DraftBudget(most_positions))
     registry = CollectorRegistry()
     async with FakeAsyncLLM("to be or not " * 9, speculation="suffix") as engine:
         registry.register(PrometheusCollector(engine))

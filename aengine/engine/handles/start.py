@@ -51,8 +51,7 @@ class EngineStart:
         try:
             await workers.begin(config, source)
             core_class = await run_in_thread("import", self._core_class)
-            if config.speculation != "none":
-                await run_in_thread("import", _import_proposer, config.speculation)
+            await run_in_thread("import", _import_speculation, config)
             tokenizer, eos_token_ids = await self._load_tokenizer(source)
             if tokenizer is not None and config.preload_grammars:
                 from ..structured.service import GrammarService
@@ -112,8 +111,7 @@ def _tokenizer_of(source: ModelSource, config: EngineConfig) -> Tokenizer:
     return tokenizer
 
 
-def _import_proposer(name: str) -> None:
-    """Import what guesses tokens. Blocking."""
-    from ..speculation.proposer import import_proposer
+def _import_speculation(config: EngineConfig) -> None:
+    from ..speculation.choice import import_speculation
 
-    import_proposer(name)
+    import_speculation(config)

@@ -23,8 +23,8 @@ from ..recovery import RestartBudget
 from ..scheduler.rows import forget_prefixes
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.swapped_requests import SwappedRequests
-from ..speculation.budget import CostBudget, DraftBudget
-from ..speculation.drafts import Drafts, Speculation
+from ..speculation.choice import new_speculation
+from ..speculation.drafts import Drafts
 from ..step_loop import StepLoop
 from ..structured.service import GrammarService
 from ..worker_control import WorkerControl
@@ -32,12 +32,6 @@ from .start import Started
 
 _GPU_PATIENCE = 30.0
 """Seconds that a step may take on a GPU, whatever those before took: some kernels are compiled at first use."""
-
-_MOST_ON_GPU, _MOST_ON_CPU = 256, 64
-"""Rows of logits of a step with drafts: a GPU has graphs for so many, if it may have as many rows."""
-
-_GROWTH_ON_GPU, _GROWTH_ON_CPU = 0.01, 0.15
-"""Share of a step of one row that a further row adds to it, as long as none was measured."""
 
 
 class Replica:
@@ -69,18 +63,9 @@ class Replica:
             in_flight = MultiStep(config.steps_in_flight, config.max_leased_steps)
         self.scheduler = _new_scheduler(config, ready, step_time, in_flight.capacity)
         self.scheduler.rows.lookahead = self._drafts = Drafts(self.scheduler.rows)
-        speculation = Speculation()
-        if config.speculation != "none" and not self.scheduler.rows.kv.has_states:
-            from ..speculation.proposer import new_history  # it takes numpy, which the host does without else
-            from ..speculation.proposing import Proposing
-
-            most = min(_MOST_ON_GPU if is_gpu else _MOST_ON_CPU, config.max_logits)
-            drafted = DraftBudget(min(most, 64 if is_gpu else 16))
-            # Where steps wait for those of other stages or replicas, their seconds are not their own.
-            if config.pipeline_parallel_size == 1 and peers.is_independent:
-                drafted = CostBudget(most, _GROWTH_ON_GPU if is_gpu else _GROWTH_ON_CPU)
-            how = (config.speculation, new_history(config.speculation, ready["vocab_size"]))
-            speculation = Proposing(self.scheduler, in_flight, drafted, *how)
+        # A step may wait for those of other stages, or of other replicas.
+        alone = config.pipeline_parallel_size == 1 and peers.is_independent
+        speculation = new_speculation(config, ready, self.scheduler, in_flight, steps_alone=alone)
         self.steps = StepLoop(
             self.scheduler,
             started.executor,
