@@ -13,8 +13,6 @@ def check_scheduler(scheduler: Scheduler) -> None:
     rows, waiting, parallel_sampling = scheduler.rows, scheduler.waiting, scheduler.parallel_sampling
     leaving = [request for step in rows.steps for request in step.leavers]
     rows.kv.check((*rows.running, *leaving))
-    assert len({i for table in rows.kv.pins.tables() for i in table}) == len(rows.kv.pins)
-    assert len(rows.kv.pins) <= scheduler.max_pinned_blocks
     used = [request.req_idx for request in rows.running]
     unfinished = (*rows.running, *rows.held, *waiting, *parallel_sampling.waiting, *rows.prefixes.waiting)
     assert scheduler.num_constrained == sum(request.grammar is not None for request in unfinished)

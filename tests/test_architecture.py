@@ -493,7 +493,7 @@ BUDGETS = {
     "root": 2665,
     "checkpoint": 2367,
     "cli": 1550,
-    "engine": 25060,
+    "engine": 25025,
     "integrations": 2534,
     "ipc": 2170,
     "kernels": 15350,

@@ -20,7 +20,7 @@ from scheduler_invariants import check_scheduler
 
 from aengine.engine.pacing.multi_step import undo_steps
 from aengine.engine.scheduler.request import CacheKey, Request, RequestStatus
-from aengine.engine.scheduler.scheduler import Scheduler, pin_prefix
+from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.engine.scheduler.swapped_requests import SwappedRequests
 from aengine.engine.speculation.drafts import Drafts
 from aengine.ipc.messages import (
@@ -250,8 +250,6 @@ class Driver:
         self.num_steps = 0
         self.num_drafted = 0
         self.num_paused = 0
-        self.num_pinned = 0  # most blocks that were pinned at once
-        self.num_refused_pins = 0
         self.leased: set[int] = set()  # ids of the steps that may be taken back
         self.num_revoked = 0
         self.num_awaited = 0  # most requests that waited for a prefix at once
@@ -302,15 +300,6 @@ class Driver:
         self.revoke(0)
         self.scheduler.pause(request)
         self.num_paused += request.is_paused
-
-    def pin(self, holder: int, request: Request) -> None:
-        pins = self.scheduler.rows.kv.pins
-        before = pins.tables()
-        if not pin_prefix(self.scheduler, holder, request):
-            assert pins.tables() == before
-            self.num_refused_pins += 1
-        self.num_pinned = max(self.num_pinned, len(pins))
-        check_scheduler(self.scheduler)
 
     def resume_all(self) -> None:
         for request in self.unfinished:
@@ -468,7 +457,6 @@ class Driver:
     def expect_idle(self) -> None:
         scheduler = self.scheduler
         assert scheduler.num_running == scheduler.num_waiting == 0
-        scheduler.rows.kv.pins.unpin_all()  # not before: all requests have ended beside what was pinned
         check_scheduler(scheduler)
         assert scheduler.num_free_blocks == scheduler.num_blocks
         assert scheduler.rows.preempted.num_kept == 0, "a place in the host's memory was lost"

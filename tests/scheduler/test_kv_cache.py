@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from aengine.engine.scheduler import kv_cache_manager
-from aengine.engine.scheduler.block_pool import BlockPool, PinnedBlocks
+from aengine.engine.scheduler.block_pool import BlockPool
 from aengine.engine.scheduler.kv_cache_manager import (
     KVCacheManager,
     extend_hashes,
@@ -111,42 +111,6 @@ def test_the_older_of_two_equal_blocks_keeps_the_name() -> None:
     pool.release([b])
     pool.check([[a]])
     assert pool.num_free == 1 and pool.allocate(1) == [b] and pool.find(b"A") == a
-
-
-def test_pinned_blocks_are_not_evicted() -> None:
-    kv = manager(8)
-    first = written(kv, list(range(9)))
-    pinned = blocks(first)[:2]
-    assert kv.pins.pin("session", pinned, 4)
-    kv.release(first)
-    assert kv.pool.num_free == 6
-    others = kv.pool.allocate(6)
-    assert kv.match(make(list(range(9)))).tables[0].block_ids == pinned
-    kv.pins.unpin("session")
-    kv.pins.unpin("session")
-    assert kv.pool.num_free == 2 and kv.pool.allocate(2) == pinned[::-1]
-    kv.pool.check([others, pinned])
-
-
-def test_a_holder_pins_other_blocks_in_place_of_its_own_within_the_bound() -> None:
-    pool = BlockPool(6)
-    table = pool.allocate(6)
-    for block in table:
-        pool.offer(block, bytes([block]))
-    pool.release(table)
-    pins = PinnedBlocks(pool)
-    a, b, c, d, e, _ = table
-    assert pins.pin("x", [a, b], 3) and pins.pin("y", [a, c], 3) and len(pins) == 3
-    assert not pins.pin("z", [d], 3) and not pins.pin("x", [a, b, d], 3) and pool.num_free == 3
-    assert pins.pin("z", [a, b, c], 3) and pins.pin("z", [b], 3), "those that are pinned already count once"
-    assert not pins.pin("x", [a, d], 3), "z has b still"
-    pins.unpin("z")
-    assert pins.pin("x", [a, d], 3) and len(pins) == 3 and pins.tables() == [[a, c], [a, d]]
-    assert pins.pin("y", [a, e], 3) and len(pins) == 3
-    pool.check(pins.tables())
-    pins.unpin_all()
-    assert len(pins) == 0 and pool.num_free == 6 and not pins.tables()
-    pool.check([])
 
 
 @pytest.mark.parametrize(("num_tokens", "num_hits"), [(3, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2), (30, 2)])

@@ -152,16 +152,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         place = data.draw(st.integers(0, len(self.driver.unfinished) - 1))
         self.driver.pause(self.driver.unfinished[place])
 
-    @precondition(lambda self: self.driver.requests)
-    @rule(data=st.data(), holder=st.integers(0, 2))
-    def pin(self, data: st.DataObject, holder: int) -> None:
-        place = data.draw(st.integers(0, len(self.driver.requests) - 1))
-        self.driver.pin(holder, self.driver.requests[place][0])
-
-    @rule(holder=st.integers(0, 2))
-    def unpin(self, holder: int) -> None:
-        self.driver.scheduler.rows.kv.pins.unpin(holder)
-
     @rule()
     def resume(self) -> None:
         self.driver.resume_all()
@@ -215,7 +205,6 @@ def play(rng: random.Random, model: str, *, num_requests: int, aborts: float) ->
         rope_border=rng.choice([None, None, 8, 24, 40]),
         num_places=rng.choice([0, 10, 200]),
     )
-    pins = rng.choice([0, 0.02, 0.3])
     for i in range(num_requests):
         prompt = rng.choice(STREAMS)[: rng.randint(1, 40)] + [rng.randrange(1, VOCAB) for _ in range(rng.randint(0, 3))]
         max_tokens = rng.randint(1, longest - len(prompt))
@@ -242,10 +231,6 @@ def play(rng: random.Random, model: str, *, num_requests: int, aborts: float) ->
                 driver.scheduler.resume(rng.choice(driver.unfinished))
             if driver.unfinished and rng.random() < aborts:
                 driver.scheduler.finish(rng.choice(driver.unfinished), FinishReason.ABORT)
-            if rng.random() < pins:
-                driver.pin(rng.randrange(4), rng.choice(driver.requests)[0])
-            if rng.random() < pins / 10:
-                driver.scheduler.rows.kv.pins.unpin(rng.randrange(4))
             if rng.random() < 0.1:
                 driver.revoke(rng.randint(0, 5))
             if rng.random() < aborts / 20:
@@ -272,7 +257,7 @@ def live_until_seen(live: Callable[[], dict[str, int]], wanted: dict[str, int], 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_random_lives(rng: random.Random, model: str) -> None:
-    wanted = {"prefixes found": 1, "prefixes awaited": 1, "preemptions": 1, "pauses": 1, "pins": 1, "pins refused": 1}
+    wanted = {"prefixes found": 1, "prefixes awaited": 1, "preemptions": 1, "pauses": 1}
     if model != "hybrid":  # a state can't go back to before a rejected draft
         wanted |= {"drafts accepted": 61, "drafts rejected": 1}
 
@@ -283,8 +268,6 @@ def test_random_lives(rng: random.Random, model: str) -> None:
             "prefixes awaited": driver.num_awaited,
             "preemptions": driver.scheduler.rows.num_preemptions,
             "pauses": driver.num_paused,
-            "pins": driver.num_pinned,
-            "pins refused": driver.num_refused_pins,
             "drafts accepted": driver.worker.num_accepted,
             "drafts rejected": driver.num_drafted - driver.worker.num_accepted,
         }

@@ -9,14 +9,12 @@ worker's. A block is a page of the one pool that all KV groups share.
                                                                      block is taken and its name forgotten
 
     free = empty + idle;  free + in use == num_blocks;  every move is O(1)
-
-A holder that pins a block, such as a session between its turns, is a user of it as a request is.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterable
+from collections import OrderedDict
+from collections.abc import Iterable
 
 
 class BlockTable:
@@ -152,46 +150,3 @@ class BlockPool:
         named = {block_id: n for block_id, n in enumerate(self._name_of) if n is not None}
         assert {n: block_id for block_id, n in named.items()} == self._by_name, "names and blocks disagree"
         assert idle <= named.keys() and not empty & named.keys(), "idle blocks have a name, empty ones have none"
-
-
-class PinnedBlocks:
-    """The cached blocks of a pool that holders keep from being evicted."""
-
-    __slots__ = ("_held", "_num_holders", "_pool")
-
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-        self._held: dict[Hashable, list[int]] = {}
-        self._num_holders: Counter[int] = Counter()  # how many have each pinned block
-
-    def __len__(self) -> int:
-        """Return how many blocks are pinned; those of several holders count once."""
-        return len(self._num_holders)
-
-    def pin(self, holder: Hashable, block_ids: list[int], most: int) -> bool:
-        """Pin these cached blocks, in place of those that the holder has. False: more than ``most`` blocks would be
-        pinned, so nothing is changed."""
-        num_holders = self._num_holders
-        num_left = sum(num_holders[block_id] == 1 for block_id in {*self._held.get(holder, ())}.difference(block_ids))
-        num_new = sum(block_id not in num_holders for block_id in block_ids)
-        if len(self) - num_left + num_new > most:
-            return False
-        self._pool.acquire(block_ids)
-        num_holders.update(block_ids)
-        self.unpin(holder)
-        self._held[holder] = block_ids
-        return True
-
-    def unpin(self, holder: Hashable) -> None:
-        """Release all blocks of the holder, if it has any."""
-        block_ids = self._held.pop(holder, [])
-        self._pool.release(block_ids)
-        self._num_holders -= Counter(block_ids)  # keeps positive counts alone
-
-    def unpin_all(self) -> None:
-        for holder in list(self._held):
-            self.unpin(holder)
-
-    def tables(self) -> list[list[int]]:
-        """Return the blocks of each holder."""
-        return list(self._held.values())

@@ -42,7 +42,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from ...ipc.messages import KVCacheGroup
-from .block_pool import BlockPool, BlockTable, PinnedBlocks
+from .block_pool import BlockPool, BlockTable
 from .request import CacheKey, Request, RequestStates, StateCopy
 
 STATE_INTERVAL = 256
@@ -133,7 +133,6 @@ class KVCacheManager:
         # Others can take over a multiple of so many tokens of a prompt that is being computed. 0: none.
         self.prefix_unit = max((group.block_size for group in groups if group.kind != "state"), default=0)
         self.pool = BlockPool(num_blocks)
-        self.pins = PinnedBlocks(self.pool)
         self._groups = [_Group(group, index, self.block_size) for index, group in enumerate(groups)]
         attending = [own for own, group in zip(self._groups, groups, strict=True) if group.kind != "state"]
         # A full group looks up a prefix from its begin, and so tells the windows cheaply how far to look at most.
@@ -294,12 +293,12 @@ class KVCacheManager:
         return sum(max(0, min(g.first_needed(position) - t.begin, len(t.block_ids))) for g, t in tables)
 
     def check(self, requests: Iterable[Request]) -> None:
-        """Assert that the pool agrees with the pins and the tables of ``requests``, which are all that hold blocks."""
+        """Assert that the pool agrees with the tables of ``requests``, which are all that hold blocks."""
         tables = [
             [i for t in request.block_tables for i in t.block_ids] + [i for c in request.states.copies for i in c.pages]
             for request in requests
         ]
-        self.pool.check(tables + self.pins.tables())
+        self.pool.check(tables)
 
 
 class _Group:

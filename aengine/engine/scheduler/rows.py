@@ -263,5 +263,4 @@ def forget_prefixes(rows: Rows) -> int:
             request.block_hashes = []
             request.states.offered.clear()
     rows.preempted.drop_all()
-    rows.kv.pins.unpin_all()
     return rows.kv.pool.forget_all()

@@ -18,13 +18,13 @@ blocks is in rows.py, a step in the making in planning.py, an answer's way in an
 * A preempted request waits for its answers in flight (HELD), then its prompt and output are computed again. So does one
   that grows past the model's rope border, up to which and beyond which KV differ.
 * Only a less urgent request is preempted, so the most urgent one with a row always gets its blocks; every request fits
-  into the pool alone, beside all that is pinned (`max_tokens_capacity`, `max_pinned_blocks`); and one that lacks a
-  block was given all that were free, so nobody is admitted past it. Hence all end.
+  into the pool alone (`max_tokens_capacity`); and one that lacks a block was given all that were free, so nobody is
+  admitted past it. Hence all end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 
 from ...errors import InternalError
 from ...ipc.messages import KVCacheGroup, ModelRunnerOutput, SchedulerOutput, kv_capacity
@@ -40,8 +40,6 @@ from .step import InFlightStep
 from .waiting_queue import WaitingQueue
 
 _DECODING = RequestStatus.DECODING
-_PINNED_SHARE = 0.5
-"""Share of the pool that may be pinned, if the rest is enough for the largest request."""
 
 
 class Scheduler:
@@ -90,8 +88,6 @@ class Scheduler:
         self.rows = Rows(*limits, self.waiting.add, rope_border, least_awaited_prefix, num_batches, preempted)
         self.max_tokens_capacity = kv_capacity(kv_groups, num_blocks, max_model_len, max_num_batched_tokens)
         """Most tokens, prompt and completion, that one request may have; admission sees to it."""
-        largest = sum(group.most_blocks(self.max_tokens_capacity, max_num_batched_tokens) for group in kv_groups)
-        self.max_pinned_blocks = min(int(_PINNED_SHARE * num_blocks), num_blocks - largest)
         self.enable_prefix_caching = enable_prefix_caching
         self.max_in_flight_steps = max_in_flight_steps
         self._vocab_size = vocab_size  # an answer with an id of this or more is an error
@@ -283,15 +279,3 @@ def name_prefix(scheduler: Scheduler, request: Request) -> None:
     """Set the root of the request's block hashes, by which others find its prefix, if it shares it. Idempotent."""
     if scheduler.enable_prefix_caching and request.root_hash is None:
         request.root_hash = shared_root(request.cache_key)
-
-
-def pin_prefix(scheduler: Scheduler, holder: Hashable, request: Request) -> bool:
-    """Keep what is cached of an added request's tokens from being evicted, in place of what ``holder`` has pinned.
-
-    It lasts until `PinnedBlocks.unpin`, the worker's end, or `forget_prefixes`. False: more blocks than
-    `max_pinned_blocks` would be pinned, so nothing is changed.
-    """
-    kv = scheduler.rows.kv
-    prefix = kv.match(request)
-    block_ids = [block_id for table in prefix.tables for block_id in table.block_ids]
-    return kv.pins.pin(holder, block_ids + prefix.kept, scheduler.max_pinned_blocks)
