@@ -1,4 +1,5 @@
-"""A token and a group of its heads a program. Bytes: qkv twice, k and v once more; operations: some 10 an element."""
+"""A token's queries, or its keys and values, a program. Bytes: qkv twice, k and v once more; operations: some 10 an
+element."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ def apply_rope_and_write_kv(
     block_size, _, num_kv_heads, head_dim = kv_cache.shape[1:]
     launch(
         _apply_rope_and_write_kv,
-        (qkv.shape[0],),
+        (qkv.shape[0], 2),
         qkv,
         positions,
         slot_mapping,
@@ -41,7 +42,8 @@ def apply_rope_and_write_kv(
         kv_cache.stride(3),
         H=num_heads,
         KV=num_kv_heads,
-        HEADS=triton.next_power_of_2(num_heads + 2 * num_kv_heads),
+        QUERIES=triton.next_power_of_2(num_heads),
+        KEPT=triton.next_power_of_2(2 * num_kv_heads),
         D=head_dim,
         HALF=triton.next_power_of_2(head_dim // 2),
         ROTARY=0 if rope is None else rope.table.shape[1],
@@ -70,6 +72,73 @@ def _pairs(i, D: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr):
     return first, apart
 
 
+@triton.jit
+def _write_heads(
+    qkv,
+    positions,
+    slots,
+    rope,
+    query_scale,
+    norm,
+    cache,
+    kv_scales,
+    eps,
+    strides,
+    H: tl.constexpr,
+    KV: tl.constexpr,
+    HEADS: tl.constexpr,
+    IS_KEPT: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Normalise and rotate a token's queries, or IS_KEPT its keys, which with its values go to the cache as well."""
+    stride_block, stride_token, stride_kv, stride_head = strides
+    token = tl.program_id(0).to(tl.int64)
+    if ROTARY > 0:
+        position = tl.load(positions + token)
+    head = tl.arange(0, HEADS)[:, None]
+    is_head = head < (2 * KV if IS_KEPT else H)
+    rotated = head < (KV if IS_KEPT else H)
+    i = tl.arange(0, HALF)[None, :]
+    half: tl.constexpr = D // 2
+    inside = is_head & (i < half)
+    e, apart = _pairs(i, D, ROTARY, INTERLEAVED)
+    at = qkv + token * ((H + 2 * KV) * D) + (head + (H if IS_KEPT else 0)) * D + e
+    first_raw = tl.load(at, mask=inside, other=0.0)
+    second_raw = tl.load(at + apart, mask=inside, other=0.0)
+    first, second = first_raw.to(tl.float32), second_raw.to(tl.float32)
+    if NORM:
+        scale = 1.0 / tl.sqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / D + eps)
+        first = first * scale[:, None] * tl.load(norm + e, mask=i < half, other=0.0).to(tl.float32)
+        second = second * scale[:, None] * tl.load(norm + apart + e, mask=i < half, other=0.0).to(tl.float32)
+    if ROTARY > 0:
+        turn: tl.constexpr = ROTARY // 2
+        unturned: tl.constexpr = 0.0 if ROTARY == D else 1.0
+        cos = tl.load(rope + position * ROTARY + i, mask=i < turn, other=unturned)
+        sin = tl.load(rope + position * ROTARY + turn + i, mask=i < turn, other=0.0)
+        x = first * cos - second * sin
+        second = second * cos + first * sin
+        first = x
+        if query_scale is not None and not IS_KEPT:
+            factor = tl.load(query_scale + position)
+            first, second = first * factor, second * factor
+    if ROTARY > 0 or NORM:
+        first_raw = tl.where(rotated, first.to(first_raw.dtype), first_raw)
+        second_raw = tl.where(rotated, second.to(first_raw.dtype), second_raw)
+        tl.store(at, first_raw, mask=inside & rotated)
+        tl.store(at + apart, second_raw, mask=inside & rotated)
+    if IS_KEPT:
+        slot = tl.load(slots + token)
+        place = cache + slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * stride_token
+        place = place + tl.where(rotated, 0, stride_kv) + tl.where(rotated, head, head - KV) * stride_head + e
+        store_kept(place, kept_number(first_raw, kv_scales, head, is_head, cache), inside & (slot >= 0))
+        store_kept(place + apart, kept_number(second_raw, kv_scales, head, is_head, cache), inside & (slot >= 0))
+
+
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def _apply_rope_and_write_kv(
     qkv,
@@ -88,7 +157,8 @@ def _apply_rope_and_write_kv(
     stride_head,
     H: tl.constexpr,
     KV: tl.constexpr,
-    HEADS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEPT: tl.constexpr,
     D: tl.constexpr,
     HALF: tl.constexpr,
     ROTARY: tl.constexpr,
@@ -97,55 +167,13 @@ def _apply_rope_and_write_kv(
     NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """QUERIES, KEPT: powers of two that hold a token's heads of queries, and of keys and values. They are apart since
+    only these are rounded to codes, which takes long."""
     launch_next_and_wait(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    if ROTARY > 0:
-        position = tl.load(positions + token)
-    slot = tl.load(slots + token)
-    head = tl.arange(0, HEADS)[:, None]
-    i = tl.arange(0, HALF)[None, :]
-    half: tl.constexpr = D // 2
-    inside = (head < H + 2 * KV) & (i < half)
-    e, apart = _pairs(i, D, ROTARY, INTERLEAVED)
-    at = qkv + token * ((H + 2 * KV) * D) + head * D + e
-    first_raw = tl.load(at, mask=inside, other=0.0)
-    second_raw = tl.load(at + apart, mask=inside, other=0.0)
-    first, second = first_raw.to(tl.float32), second_raw.to(tl.float32)
-    if NORM:
-        scale = 1.0 / tl.sqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / D + eps)
-        ok = i < half
-        w1 = tl.where(head < H, tl.load(q_norm + e, mask=ok, other=0.0), tl.load(k_norm + e, mask=ok, other=0.0))
-        w2 = tl.where(
-            head < H, tl.load(q_norm + apart + e, mask=ok, other=0.0), tl.load(k_norm + apart + e, mask=ok, other=0.0)
-        )
-        first = first * scale[:, None] * w1.to(tl.float32)
-        second = second * scale[:, None] * w2.to(tl.float32)
-    rotated = head < H + KV
-    if ROTARY > 0:
-        turn: tl.constexpr = ROTARY // 2
-        kept: tl.constexpr = 0.0 if ROTARY == D else 1.0
-        cos = tl.load(rope + position * ROTARY + i, mask=i < turn, other=kept)
-        sin = tl.load(rope + position * ROTARY + turn + i, mask=i < turn, other=0.0)
-        x = first * cos - second * sin
-        y = second * cos + first * sin
-        if query_scale is not None:
-            factor = tl.where(head < H, tl.load(query_scale + position), 1.0)
-            x, y = x * factor, y * factor
-        one = tl.where(rotated, x.to(qkv.dtype.element_ty), first_raw)
-        two = tl.where(rotated, y.to(qkv.dtype.element_ty), second_raw)
-    elif NORM:
-        one = tl.where(rotated, first.to(qkv.dtype.element_ty), first_raw)
-        two = tl.where(rotated, second.to(qkv.dtype.element_ty), second_raw)
+    strides = (stride_block, stride_token, stride_kv, stride_head)
+    where = (qkv, positions, slots, rope, query_scale)
+    to = (cache, kv_scales, eps, strides, H, KV)
+    if tl.program_id(1) == 0:
+        _write_heads(*where, q_norm, *to, QUERIES, False, D, HALF, ROTARY, INTERLEAVED, BLOCK_SIZE, NORM)
     else:
-        one, two = first_raw, second_raw
-    if ROTARY > 0 or NORM:
-        tl.store(at, one, mask=inside & rotated)
-        tl.store(at + apart, two, mask=inside & rotated)
-    is_value = head >= H + KV
-    kv_head = tl.where(is_value, head - H - KV, head - H)
-    place = cache + slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * stride_token
-    place = place + tl.where(is_value, stride_kv, 0) + kv_head * stride_head + e
-    written = inside & (head >= H) & (slot >= 0)
-    whose = (kv_scales, head - H, (head >= H) & (head < H + 2 * KV))
-    store_kept(place, kept_number(one, *whose, cache), written)
-    store_kept(place + apart, kept_number(two, *whose, cache), written)
+        _write_heads(*where, k_norm, *to, KEPT, True, D, HALF, ROTARY, INTERLEAVED, BLOCK_SIZE, NORM)
