@@ -80,7 +80,7 @@ def _default_tiling(shape: LinearShape, num_rows: int) -> StreamedTiling | None:
     if shape.weight_bytes == 1:
         return _default_of_fp8(shape, num_rows)
     is_small = shape.out_features * shape.in_features <= 2**23
-    if num_rows > 64 or shape.out_features > 2**16:
+    if num_rows > 64:
         return None
     if is_small and (num_rows <= 8 or (shape.kind == "plain" and num_rows > 16)):
         return None
