@@ -16,11 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..grouped_codes import GroupedCodes
-from .launch import is_interpreted, known
+from .launch import HAS_PTX, known
 from .linear_parts import numbers
 
 _RAISED_BY = {"int4": 24.0, "uint4": 16.0, "iq4_nl": 384.0, "int8": 384.0, "uint8": 256.0}
-_HAS_PTX = tl.constexpr(not is_interpreted and torch.version.hip is None)
 _IQ4_0 = tl.constexpr(0x3F2D1801)  # llama.cpp's numbers, each plus 128, a byte each
 _IQ4_1 = tl.constexpr(0x766A5D4F)
 _IQ4_2 = tl.constexpr(-0x5966727F)
@@ -50,7 +49,7 @@ def constants(codes: GroupedCodes) -> dict[str, Any]:
 @triton.jit
 def masked_or(words, MASK: tl.constexpr, BITS: tl.constexpr):
     """words & MASK | BITS, in one instruction, for which the compiler takes two."""
-    if _HAS_PTX:
+    if HAS_PTX:
         lop3: tl.constexpr = f"lop3.b32 $0, $1, {MASK}, {BITS}, 0xea;"
         y = tl.inline_asm_elementwise(lop3, "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
     else:
@@ -75,7 +74,7 @@ def halves(both, dtype: tl.constexpr):
 def times_plus(words, factor, addend, dtype: tl.constexpr):
     """Words of the two numbers of ``dtype`` in each word, times those in ``factor``, plus those in ``addend``: one
     instruction for both, for which the compiler, given halves, takes three."""
-    if _HAS_PTX:
+    if HAS_PTX:
         asm: tl.constexpr = "fma.rn.f16x2 $0, $1, $2, $3;" if dtype == tl.float16 else "fma.rn.bf16x2 $0, $1, $2, $3;"
         y = tl.inline_asm_elementwise(asm, "=r,r,r,r", [words, factor, addend], dtype=tl.int32, is_pure=True, pack=1)
     else:

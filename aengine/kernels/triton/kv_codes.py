@@ -12,9 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import has_fp8, has_pdl, is_interpreted
-
-_INTERPRETED = tl.constexpr(is_interpreted)
+from .launch import HAS_PTX, has_fp8, has_pdl, is_interpreted
 
 
 def as_known(kv_cache: Tensor, kv_scales: Tensor | None) -> Tensor:
@@ -87,7 +85,7 @@ def numbers_of(kept, like):
 def values_of(kept, like):
     """`numbers_of` for the values of a product. Four codes of a row at once, and only then put where the tensor cores
     want them: left to itself the compiler reads each code from shared memory by itself, since it turns them there."""
-    if kept.dtype == tl.float8e4nv and like.dtype == tl.float16 and not _INTERPRETED:
+    if kept.dtype == tl.float8e4nv and like.dtype == tl.float16 and HAS_PTX:
         y = tl.inline_asm_elementwise(
             """
             {

@@ -39,6 +39,8 @@ except ImportError:  # a Triton for other GPUs; there `has_pdl` is False, and ne
     gdc_launch_dependents = gdc_wait = None
 
 is_interpreted = bool(triton.knobs.runtime.interpret)
+HAS_PTX = tl.constexpr(not is_interpreted and torch.version.hip is None)
+"""Whether kernels may hold NVIDIA's instructions as they are written."""
 _compile_only = False
 
 
