@@ -142,8 +142,6 @@ def _tiling(rows: int, n: int, k: int, way: str, gated: bool) -> GroupedTiling:
         one, most = GroupedTiling(64, 16, 256, 1, 1, 4, 4), 264 if gated else 512
     elif rows <= 64:
         one, most = GroupedTiling(64, 32 if rows <= 32 else 64, 128, 1, 1, 4, 4), 396
-    elif gated:  # there are twice the sums
-        one = GroupedTiling(64, 64, 128, 1, 1, 4, 3) if is_wide else GroupedTiling(128, 128, 128, 1, 1, 8, 3)
     else:
         one = GroupedTiling(64, 128, 128, 1, 1, 4, 3)
     tiles, parts = triton.cdiv(n, one.block_n) * triton.cdiv(rows, one.block_m), 1
@@ -369,7 +367,8 @@ def _tiles(
     STEP: tl.constexpr = BK * BLOCKS
     SHARE: tl.constexpr = (K + STEP * PARTS - 1) // (STEP * PARTS) * STEP  # columns of a part
     ROW: tl.constexpr = K // UNIT * 16  # bytes
-    m0 = tl.program_id(0) * BM
+    own = tl.program_id(0) * BM
+    m0 = tl.maximum(tl.minimum(own, M - BM), 0)  # the last tile begins before its own rows: copies are slow beyond x
     n0 = tl.program_id(1) * BN
     m = m0 + tl.arange(0, BM)
     n = n0 + tl.arange(0, BN)
@@ -418,5 +417,5 @@ def _tiles(
                 v = _sum_of_parts(v, parts_ptr + PARTS * SIZE, BN, BM, PARTS)
     if is_last:
         out_ptrs = out_ptr + m[None, :].to(tl.int64) * N + n[:, None]
-        is_inside = (n < N)[:, None] & (m < M)[None, :]
+        is_inside = (n < N)[:, None] & ((m >= own) & (m < M))[None, :]
         store_product(y, v, bias_ptr, row_scale_ptr, n, out_ptrs, is_inside, N, 1, BIAS, SCALED, ADD, GATED, ACTIVATION)

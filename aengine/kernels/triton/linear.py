@@ -51,7 +51,8 @@ def linear(x: Tensor, norm: Norm | None, matrix: Matrix, out_dtype: torch.dtype)
 
 def gated_linear(x: Tensor, norm: Norm | None, matrix: Matrix, activation: Activation) -> Tensor | Gated:
     own = linear_fp8.unwrapped(x, matrix, gated=True)
-    made = None if linear_fp8.by_library(x, own) else _own(x, norm, own, x.dtype, activation)
+    is_apart = linear_fp8.by_library(x, own) or linear_grouped.gates_apart(x, own)
+    made = None if is_apart else _own(x, norm, own, x.dtype, activation)
     return Gated(linear(x, norm, matrix, x.dtype), activation) if made is None else made
 
 

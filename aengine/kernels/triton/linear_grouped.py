@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..grouped_codes import GroupedCodes
+from ..matrix import Matrix
 from ..rms_norm import Norm
 from . import rms_norm
 from .activation import activate_and_multiply
@@ -30,10 +31,16 @@ from .launch import (
     prefetch,
 )
 
-__all__ = ["multiply"]
+__all__ = ["gates_apart", "multiply"]
 
 _HELD = 16
 """Units of codes that a thread of `gemv` has on their way while it waits for x; 4 registers each."""
+
+
+def gates_apart(x: Tensor, matrix: Matrix) -> bool:
+    """Return whether gate and up are multiplied as one matrix, and their activation is left to a pass of its own: a
+    tile of both has no room for more than 64 rows of x, and one of either has for 128."""
+    return isinstance(matrix.weight, GroupedCodes) and x.shape[0] > 64
 
 
 def multiply(
