@@ -496,7 +496,7 @@ BUDGETS = {
     "engine": 25025,
     "integrations": 2534,
     "ipc": 2170,
-    "kernels": 15350,
+    "kernels": 15425,
     "limits": 555,
     "remote": 1630,
     "runner": 21500,
