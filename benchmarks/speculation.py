@@ -26,7 +26,7 @@ from typing import Any
 from draft_costs import cpu_seconds
 
 from aengine import AsyncLLM, SamplingParams, StructuredOutput
-from aengine.engine.grammar_gate import ALWAYS, Forcing
+from aengine.engine.grammar_gate import ALWAYS, JumpForward
 from aengine.engine.replicas import replica
 
 EXAMPLE = """def mean(values):
@@ -149,7 +149,7 @@ async def compare(engines: dict[str, AsyncLLM], task: str, streams: int, args: a
 
 
 async def start(stack: AsyncExitStack, model: str, name: str, settings: dict[str, Any]) -> AsyncLLM:
-    replica.ALWAYS = Forcing(0, 0.0) if name == "bare" else ALWAYS  # type: ignore[attr-defined]
+    replica.ALWAYS = JumpForward(0, 0.0) if name == "bare" else ALWAYS  # type: ignore[attr-defined]
     speculation = "none" if name == "bare" else name
     return await stack.enter_async_context(AsyncLLM(model, speculation=speculation, **settings))
 

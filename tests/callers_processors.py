@@ -13,7 +13,7 @@ from aengine.ipc.messages import NewRequest
 from aengine.runner.input_batch import Rows
 from aengine.runner.request_state import RequestState, Scalars
 from aengine.runner.sampling.processors import LogitsProcessor, ProcessedRows
-from aengine.runner.speculation.positions import OneEach
+from aengine.runner.speculation.positions import SpecDecode
 
 
 class Residues(LogitsProcessor):
@@ -69,7 +69,7 @@ class Raised(LogitsProcessor):
         own = self.arguments_of(request) if self.uses[request.req_idx] else [0, 0]
         self._table[request.req_idx] = torch.tensor(own, device=self._table.device)
 
-    def apply(self, logits: Tensor, rows: Rows, rows_device: Tensor, scalars: Scalars, around: OneEach) -> None:
+    def apply(self, logits: Tensor, rows: Rows, rows_device: Tensor, scalars: Scalars, spec_decode: SpecDecode) -> None:
         token_id, number = self._table.index_select(0, rows_device.clamp(min=0)).unbind(1)
         logits.scatter_add_(1, token_id.long()[:, None], number.masked_fill(rows_device < 0, 0.0)[:, None])
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from aengine.errors import EngineClosedError, EngineError
+from aengine.ipc.liveness import Liveness
 from aengine.ipc.messages import (
     GrammarOutput,
     Kind,
@@ -23,7 +24,6 @@ from aengine.ipc.messages import (
     pack,
     unpack,
 )
-from aengine.ipc.vitals import Vitals
 
 
 class FakeExecutor:
@@ -217,9 +217,9 @@ class FakeExecutor:
     async def call_all(self, method: str, args: Sequence[Any], *, timeout: float) -> list[Any]:
         return [[method, *args]]
 
-    def vitals(self) -> Vitals:
+    def liveness(self) -> Liveness:
         self._num_beats += not self.is_hung
-        return Vitals(self._num_beats)
+        return Liveness(self._num_beats)
 
     def memory(self) -> tuple[int | None, int | None]:
         return None, None

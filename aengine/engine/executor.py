@@ -24,8 +24,8 @@ from typing import Any, Protocol
 from ..checkpoint.early_checks import check_start
 from ..config import WORKERS, EngineConfig, target_of
 from ..errors import EngineClosedError, EngineError, InternalError, ModelLoadError, WorkerDiedError
+from ..ipc.liveness import Liveness
 from ..ipc.messages import GrammarOutput, Kind, MessageError, SchedulerOutput, pack, unpack
-from ..ipc.vitals import Vitals
 from ..limits.ulimits import limit_hint, memory_ulimit_hint
 from ..outputs import StartupProgress
 from ..telemetry.worker_logs import level_for_workers, log_for_worker
@@ -87,7 +87,7 @@ class Executor(Protocol):
         Raises InvalidRequestError if there is none, WorkerCallError if it fails or takes longer than ``timeout``
         seconds; the workers go on."""
 
-    def vitals(self) -> Vitals:
+    def liveness(self) -> Liveness:
         """Return the heartbeats and overdue seconds that the workers publish in shared memory; sends nothing."""
 
     def memory(self) -> tuple[int | None, int | None]:
@@ -179,9 +179,9 @@ class ProcessExecutor:
             message = {**load, **place, "log_level": level_for_workers()}
             await self.workers.publish(rank.index, Kind.LOAD, 0, pack(message))
 
-    def vitals(self) -> Vitals:
+    def liveness(self) -> Liveness:
         """See `Executor`."""
-        return Vitals(0) if self._released else self.workers.vitals()
+        return Liveness(0) if self._released else self.workers.liveness()
 
     def memory(self) -> tuple[int | None, int | None]:
         """See `Executor`. The devices' is some seconds old."""

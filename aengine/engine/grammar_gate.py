@@ -26,15 +26,15 @@ _LONG_FILLING = 0.05
 step behind it, as many steps as may be in flight."""
 
 
-class Forcing(NamedTuple):
-    """Conditions under which tokens that a grammar forces are drafted."""
+class JumpForward(NamedTuple):
+    """Jump-forward decoding: when tokens that a grammar forces, as it allows no others, are drafted."""
 
     most_rows: int  # most rows with a grammar in a step: to ask a grammar which tokens it forces takes some 10 us a row
     least_tokens: float  # least forced tokens a request, on average: fewer save less than the larger step costs
 
 
-ALWAYS = Forcing(1 << 30, 0.0)
-IN_SMALL_BATCHES = Forcing(4, 2.0)
+ALWAYS = JumpForward(1 << 30, 0.0)
+IN_SMALL_BATCHES = JumpForward(4, 2.0)
 """On a GPU, where a step of several tokens a request is no decode graph, and takes about as long as two."""
 
 
@@ -56,7 +56,7 @@ class GrammarGate:
         self,
         scheduler: Scheduler,
         grammars: GrammarService | None,
-        forcing: Forcing,
+        jump_forward: JumpForward,
         watchdog: Watchdog,
         rest: Callable[[], None],
     ) -> None:
@@ -64,7 +64,7 @@ class GrammarGate:
         self.step: InFlightStep | None = None  # the published step that waits for its bitmask before it samples
         self._scheduler = scheduler
         self._grammars = grammars
-        self._forcing = forcing
+        self._jump_forward = jump_forward
         self._watchdog = watchdog
         self._rest = rest
 
@@ -94,7 +94,7 @@ class GrammarGate:
         bitmasks.check_open()
         # Nothing may fail from here on: the matchers, which outlive a worker, must get the tokens taken out below.
         jobs = []
-        wants_forced = len(due) <= self._forcing.most_rows
+        wants_forced = len(due) <= self._jump_forward.most_rows
         for batch_idx, request in due:
             grammar = request.grammar
             assert grammar is not None
@@ -111,7 +111,7 @@ class GrammarGate:
         self.step = None
         bitmask = len(masks.rows) if masks.is_shared else masks.rows
         await executor.send_grammar(GrammarOutput(masks.step.step_id, masks.batch_idx, bitmask))
-        if sum(map(len, filled.forced.values())) >= self._forcing.least_tokens * len(masks.step.batch):
+        if sum(map(len, filled.forced.values())) >= self._jump_forward.least_tokens * len(masks.step.batch):
             for job, (_, *drafts) in filled.forced.items():  # the step in flight samples the first
                 request = masks.due[job]
                 # A request that wants log-probabilities of each token needs the logits of each position.

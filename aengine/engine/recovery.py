@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ..errors import WorkerDiedError
-from ..ipc.vitals import Vitals
+from ..ipc.liveness import Liveness
 
 _FIRST_DELAY = 0.25
 _LONGEST_DELAY = 30.0
@@ -74,16 +74,16 @@ class Watchdog:
         self,
         loop: asyncio.AbstractEventLoop,
         hang_timeout: float,
-        vitals: Callable[[], Vitals],
+        liveness: Callable[[], Liveness],
         on_hang: Callable[[str], None],
         *,
         patience: float = 0.0,
     ) -> None:
-        """``vitals``: returns what the workers show of themselves; ``on_hang``: called with a description, once;
+        """``liveness``: returns what the workers show of themselves; ``on_hang``: called with a description, once;
         ``patience``: seconds that any step may take while heartbeats come."""
         self._loop = loop
         self._hang_timeout = hang_timeout
-        self._vitals = vitals
+        self._liveness = liveness
         self._on_hang = on_hang
         self.patience = patience
         self._timer: asyncio.TimerHandle | None = None
@@ -173,9 +173,9 @@ class Watchdog:
         now = self._loop.time()
         late = now - self._looked - self.PERIOD
         self._looked = now
-        vitals = self._vitals()
-        if vitals.num_heartbeats != self._num_beats:
-            self._num_beats, self._beaten = vitals.num_heartbeats, now
+        liveness = self._liveness()
+        if liveness.num_heartbeats != self._num_beats:
+            self._num_beats, self._beaten = liveness.num_heartbeats, now
         if late > 1.0:  # the loop itself stood still, and answers may lie unread
             self._beaten = now
             self._steps = deque((num_tokens, max(begun, now - 1.0)) for num_tokens, begun in self._steps)
@@ -187,13 +187,13 @@ class Watchdog:
         fault = ""
         if now - self._beaten > self._hang_timeout:
             fault = f"has shown no sign of life for {now - self._beaten:.1f} s"
-        elif (overdue := self._confirmed(vitals.overdue_seconds)) > self._hang_timeout:
+        elif (overdue := self._confirmed(liveness.overdue_seconds)) > self._hang_timeout:
             fault = f"has a device that is stuck in a step: it takes {overdue:.1f} s longer than it could"
         elif now - begun > self.allowed(num_tokens):
             fault = f"has worked on a step of {num_tokens} tokens for {now - begun:.1f} s"
         if fault:  # the step stays: its answer may have come just before, and is still taken
             self._timer = None
-            self._on_hang(f"{vitals.slowest} {fault}")
+            self._on_hang(f"{liveness.slowest} {fault}")
         else:
             self._timer = self._loop.call_later(self.PERIOD, self._look)
 

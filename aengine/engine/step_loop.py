@@ -23,7 +23,7 @@ from ..telemetry.metrics import Counters, LoopLag
 from ..telemetry.observer import Observer
 from .delivery import Delivery, logprobs_by_token, request_error
 from .executor import Executor
-from .grammar_gate import ALWAYS, Forcing, GrammarGate, Masks
+from .grammar_gate import ALWAYS, GrammarGate, JumpForward, Masks
 from .pacing.peers import Peers
 from .pacing.step_time import StepTime
 from .pacing.steps_in_flight import StepsInFlight
@@ -58,7 +58,7 @@ class StepLoop:
         hang_timeout: float = math.inf,
         step_patience: float = 0.0,
         grammars: GrammarService | None = None,
-        forcing: Forcing = ALWAYS,
+        jump_forward: JumpForward = ALWAYS,
         speculation: Speculation,
         peers: Peers,
     ) -> None:
@@ -81,12 +81,12 @@ class StepLoop:
         loop = asyncio.get_running_loop()
         self.lag = LoopLag(loop)
         self._peers = peers
-        watchdog = Watchdog(loop, hang_timeout, lambda: self._executor.vitals(), self._on_hang)
+        watchdog = Watchdog(loop, hang_timeout, lambda: self._executor.liveness(), self._on_hang)
         peers.attach(scheduler.quarantine, work, watchdog)
         self.watchdog = peers.watchdog
         self.watchdog.patience = step_patience
         in_flight.attach(scheduler, executor, self.watchdog, work)
-        self._gate = GrammarGate(scheduler, grammars, forcing, self.watchdog, self._peers.note_idle)
+        self._gate = GrammarGate(scheduler, grammars, jump_forward, self.watchdog, self._peers.note_idle)
         self._speculation = speculation
         self._delivery = Delivery(scheduler)
 
@@ -97,7 +97,7 @@ class StepLoop:
             return
         self.scheduler.add_request(request)
         self._work.set()
-        self.in_flight.interrupt()
+        self.in_flight.cancel_queued()
         if self._is_idle:
             self._num_new_tokens += len(request.token_ids)
             if self._num_new_tokens >= self.scheduler.max_num_batched_tokens:
@@ -106,7 +106,7 @@ class StepLoop:
     def _send_ahead(self) -> None:
         """Publish a step in the middle of a burst of `add` calls, if enough prompt tokens for a full step have come:
         the loop may be busy for long with adding more."""
-        if self._unsent is not None or self._gate.step is not None or self.in_flight.is_interrupted:
+        if self._unsent is not None or self._gate.step is not None or self.in_flight.is_cancelling:
             return
         if len(self.in_flight.answers) >= min(_MOST_SENT_AHEAD, self.scheduler.max_in_flight_steps):
             return
@@ -146,7 +146,7 @@ class StepLoop:
             return
         self.scheduler.finish(request, reason)
         self._work.set()
-        self.in_flight.interrupt()
+        self.in_flight.cancel_queued()
 
     async def run(self) -> EngineError:
         """Run until the executor fails, and return its error. Raises CancelledError, and whatever a bug raises."""

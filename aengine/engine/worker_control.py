@@ -120,7 +120,7 @@ class WorkerControl:
     async def call(self, method: str, *args: Any, timeout: float) -> Any:
         """Make a collective call of the workers, see `Executor.call`. Raises InternalError if it takes longer than
         ``timeout`` seconds."""
-        self._steps.in_flight.interrupt()  # the call's frame is handled after the steps that were given before
+        self._steps.in_flight.cancel_queued()  # the call's frame is handled after the steps that were given before
         try:
             return await self.executor.call(method, *args, timeout=timeout)
         except TimeoutError:
@@ -135,7 +135,7 @@ class WorkerControl:
         """Make a call that every rank answers, see `Executor.call_all`. Steps and heartbeats may stop for as long as it
         takes, also when the caller is cancelled meanwhile."""
         self.check()
-        self._steps.in_flight.interrupt()
+        self._steps.in_flight.cancel_queued()
         call = asyncio.get_running_loop().create_task(self._call_all(method, args, timeout), name="aengine-call")
         call.add_done_callback(lambda call: call.cancelled() or call.exception())  # the caller may have gone
         return await asyncio.shield(call)

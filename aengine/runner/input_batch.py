@@ -18,7 +18,7 @@ from ..ipc.messages import GrammarOutput, KVCacheGroup, SchedulerOutput
 from ..kernels.input_prep import PreparedInputs, gather_block_table, prepare_inputs
 from .block_tables import BlockTables
 from .request_state import RequestState, Scalars
-from .speculation.positions import ONE_EACH, OneEach, places_in
+from .speculation.positions import NO_SPEC_DECODE, SpecDecode, places_in
 from .transfer import to_device
 
 Rows = npt.NDArray[np.int64]
@@ -215,7 +215,7 @@ class SampleBatch:
     rows_device: Tensor  # int64 [n]: `rows` on the device
     scalars: Scalars  # columns of [n]; num_tokens counts those before each row of logits
     grammar: GrammarOutput | None
-    around: OneEach = ONE_EACH  # what is verified of several rows of a request
+    spec_decode: SpecDecode = NO_SPEC_DECODE  # what is verified of several rows of a request
 
     @classmethod
     def gather(

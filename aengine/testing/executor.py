@@ -14,6 +14,7 @@ from typing import Any
 
 from ..config import EngineConfig
 from ..errors import EngineClosedError, EngineError, InvalidRequestError, WorkerDiedError
+from ..ipc.liveness import Liveness
 from ..ipc.messages import (
     GrammarOutput,
     LogprobColumns,
@@ -26,7 +27,6 @@ from ..ipc.messages import (
     int32,
     int32_of,
 )
-from ..ipc.vitals import Vitals
 from .script import Line, Script
 from .vocabulary import END_OF_TURN, tokenizer
 
@@ -240,9 +240,9 @@ class ScriptedExecutor:
         self._check()
         raise InvalidRequestError("a fake engine has no worker whose methods could be called", param="method")
 
-    def vitals(self) -> Vitals:
+    def liveness(self) -> Liveness:
         self._num_beats += 1
-        return Vitals(self._num_beats)
+        return Liveness(self._num_beats)
 
     def memory(self) -> tuple[None, None]:
         return None, None

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 from short_model import kv_memory
 
 from aengine import AsyncLLM, SamplingParams, StructuredOutput
-from aengine.engine.grammar_gate import Forcing
+from aengine.engine.grammar_gate import JumpForward
 from aengine.engine.replicas import replica
 
 
@@ -124,7 +124,7 @@ async def test_forced_tokens_change_nothing(engine: AsyncLLM, smollm2: str, monk
         return [completion.text for completion in done], engine.statistics().num_steps - before
 
     texts, steps = await texts_and_steps(engine)
-    monkeypatch.setattr(replica, "ALWAYS", Forcing(-1, 0.0))
+    monkeypatch.setattr(replica, "ALWAYS", JumpForward(-1, 0.0))
     async with AsyncLLM(smollm2, **CONFIG) as plain:
         plain_texts, plain_steps = await texts_and_steps(plain)
     assert texts == plain_texts

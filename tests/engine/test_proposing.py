@@ -18,7 +18,7 @@ from aengine.engine.speculation import proposer
 from aengine.engine.speculation.budget import CostBudget, DraftBudget
 from aengine.engine.speculation.drafts import Drafts
 from aengine.engine.speculation.history import MOST_DRAFTS, Chances, DraftHistory
-from aengine.engine.speculation.proposer import ProposedHistory, Unreliable
+from aengine.engine.speculation.proposer import GuardedProposer, ProposedHistory
 from aengine.engine.speculation.proposing import Proposing
 from aengine.engine.speculation.suffix import PastTexts, SuffixHistory, TokenIndex
 from aengine.errors import ModelLoadError
@@ -284,10 +284,10 @@ def test_steps_of_another_kind_teach_nothing() -> None:
     budget.learn(step_of(2), -1.0)
     budget.learn(step_of(2, is_gated=True), 1.0)
     budget.learn(step_of(2, num_tokens=300), 1.0)
-    assert not budget.awaits_answers(2)
+    assert not budget.waits_for_answers(2)
     budget.learn(step_of(2), 0.02)
-    assert budget.awaits_answers(1) and budget.awaits_answers(64)
-    assert not taught(lambda rows, drafts: 0.001, [(1, 0)]).awaits_answers(1)
+    assert budget.waits_for_answers(1) and budget.waits_for_answers(64)
+    assert not taught(lambda rows, drafts: 0.001, [(1, 0)]).waits_for_answers(1)
 
 
 def test_what_plain_steps_take_is_remembered_while_all_have_drafts() -> None:
@@ -328,7 +328,7 @@ class Odd:
 def test_a_proposer_is_asked_with_what_is_new() -> None:
     odd = Odd([11, 12, 13], [13, 14], [])
     request = new_request([1, 2, 3])
-    history = ProposedHistory(request, Chances(), Unreliable("odd", 50, odd))
+    history = ProposedHistory(request, Chances(), GuardedProposer("odd", 50, odd))
     assert history.guess(request, 4).token_ids == [12, 13], "the first is in flight"
     add(request, [11, 12])
     guess = history.guess(request, 40)
@@ -349,7 +349,7 @@ def test_a_proposer_is_asked_with_what_is_new() -> None:
 def test_a_proposer_that_errs_is_not_asked_again(answer: Any, caplog: pytest.LogCaptureFixture) -> None:
     odd = Odd([11, 12], answer)
     request = new_request([1, 2, 3])
-    guard = Unreliable("odd", 50, odd)
+    guard = GuardedProposer("odd", 50, odd)
     history = ProposedHistory(request, Chances(), guard)
     with caplog.at_level(logging.WARNING, "aengine"):
         assert history.guess(request, 4).token_ids == [12]
@@ -367,7 +367,7 @@ def test_a_proposer_that_errs_is_not_asked_again(answer: Any, caplog: pytest.Log
     ids=lambda answer: f"{answer!r:.30}",
 )
 def test_a_proposer_may_return_integers_of_numpy(answer: Any) -> None:
-    guess = Unreliable("odd", 50, Odd(answer)).propose("of [1, 2, 3]", [], 2)
+    guess = GuardedProposer("odd", 50, Odd(answer)).propose("of [1, 2, 3]", [], 2)
     assert guess == [11, 12] and {type(token_id) for token_id in guess} == {int}
 
 
@@ -399,7 +399,7 @@ def test_a_proposer_that_takes_long_is_not_asked_again(
     monkeypatch.setattr(proposer, "perf_counter", clock)
     odd = Odd(*[[11, 12]] * 100)
     request = new_request([1, 2, 3])
-    history = ProposedHistory(request, Chances(), Unreliable("odd", 50, odd))
+    history = ProposedHistory(request, Chances(), GuardedProposer("odd", 50, odd))
     for _ in range(100):
         history.guess(request, 4)
     assert 1 < len(odd.asked) < 20
@@ -410,13 +410,13 @@ class StepsAhead(StepsInFlight):
     """Some of them can be taken back, until that is asked for."""
 
     num_interrupts = 0
-    next_runs_ahead = False
+    next_is_cancellable = False
 
     @property
-    def runs_ahead(self) -> bool:
+    def has_cancellable(self) -> bool:
         return not self.num_interrupts
 
-    def interrupt(self) -> None:
+    def cancel_queued(self) -> None:
         self.num_interrupts += 1
 
 
@@ -466,14 +466,14 @@ def test_while_drafts_are_in_flight_no_step_is_made_that_may_be_taken_back() -> 
     loop = Loop(in_flight, DraftBudget(16))
     in_flight.num_interrupts = 1
     for token_id in (5, 6, 7):
-        in_flight.next_runs_ahead = True
+        in_flight.next_is_cancellable = True
         assert loop.speculation.propose(), "no drafts are in flight"
         loop.answer(loop.scheduler.schedule(), token_id)
     assert loop.speculation.propose()
     out = loop.scheduler.schedule()
     assert out is not None and out.drafts is not None
     assert not loop.speculation.propose()
-    in_flight.next_runs_ahead = False
+    in_flight.next_is_cancellable = False
     assert loop.speculation.propose()
 
 

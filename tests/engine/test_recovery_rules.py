@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from aengine.engine.recovery import RestartBudget, Watchdog
-from aengine.ipc.vitals import Vitals
+from aengine.ipc.liveness import Liveness
 
 
 def test_restarts_back_off_and_end() -> None:
@@ -55,13 +55,13 @@ class FakeLoop:
 class Scene:
     def __init__(self, **options: Any) -> None:
         self.loop, self.beats, self.faults = FakeLoop(), 0, []
-        self.dog = Watchdog(self.loop, 4.0, self.vitals, self.faults.append, **options)  # type: ignore[arg-type]
+        self.dog = Watchdog(self.loop, 4.0, self.liveness, self.faults.append, **options)  # type: ignore[arg-type]
         self.lives = True
         self.overdue = 0.0
 
-    def vitals(self) -> Vitals:
+    def liveness(self) -> Liveness:
         self.beats += self.lives
-        return Vitals(self.beats, self.overdue)
+        return Liveness(self.beats, self.overdue)
 
     def steps(self, count: int, num_tokens: int, seconds: float) -> None:
         for _ in range(count):

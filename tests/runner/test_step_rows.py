@@ -57,7 +57,7 @@ class AddsByRow(TokenRows):
         super().begin(rows, query_start_loc, num_tokens)
         self.of_tokens = self.of_tokens.remainder(len(self.table))
 
-    def around(self, name: str, form: WeightFormat) -> WeightFormat:
+    def wrap(self, name: str, form: WeightFormat) -> WeightFormat:
         return AroundFormat(form, self) if name.endswith("down_proj") else form
 
 

@@ -362,7 +362,7 @@ def test_states_are_found_where_they_were_kept() -> None:
 def test_within_a_completion_only_the_latest_states_are_kept() -> None:
     kv = manager(40, *STATES)
     request = begun(kv, range(10))
-    request.milestone = 11
+    request.next_check_len = 11
     found = []
     for border in (8, 16, 24, 32):
         keep(kv, request, border)

@@ -256,7 +256,7 @@ async def test_a_step_that_is_on_its_way_into_full_rings_is_not_revoked(
             publish_in_turn(broadcast)
             if broadcast.kind is Kind.STEP and steps.in_flight._leased:
                 num_waited += 1
-                loop.call_soon(steps.in_flight.interrupt)
+                loop.call_soon(steps.in_flight.cancel_queued)
                 loop.call_soon(time.sleep, 0.003)
 
         monkeypatch.setattr(

@@ -81,8 +81,8 @@ async def test_ranks_on_two_nodes_answer_like_those_of_one_machine() -> None:
     for i, answer in enumerate(await asyncio.gather(*answers), 1):
         assert answer is not None and list(answer.token_ids) == [260 + 3 + i]
     assert await executor.call("ping", timeout=5) is not None
-    beats = executor.vitals().num_heartbeats
-    while executor.vitals().num_heartbeats <= beats:
+    beats = executor.liveness().num_heartbeats
+    while executor.liveness().num_heartbeats <= beats:
         await asyncio.sleep(0.01)
     resident, _ = executor.memory()
     assert resident is not None and resident > 4 * 5e6
@@ -141,9 +141,9 @@ async def test_a_stopped_worker_shows_no_sign_of_life() -> None:
     ready = await start(executor)
     os.kill(pids_of(ready)[1], signal.SIGSTOP)
     await asyncio.sleep(0.7)  # those that are on their way
-    beats = executor.vitals().num_heartbeats
+    beats = executor.liveness().num_heartbeats
     await asyncio.sleep(1.0)  # several beats of a worker that runs
-    assert executor.vitals().num_heartbeats == beats
+    assert executor.liveness().num_heartbeats == beats
     executor.terminate()
     await executor.aclose(5)
     await all_gone(cluster, pids_of(ready))

@@ -58,22 +58,22 @@ class MultiStep(StepsInFlight):
         return not self._is_revoking and super().has_room
 
     @property
-    def runs_ahead(self) -> bool:
+    def has_cancellable(self) -> bool:
         return bool(self._leased)
 
     @property
-    def next_runs_ahead(self) -> bool:
-        return self.runs_ahead or len(self.answers) >= self.limit.base
+    def next_is_cancellable(self) -> bool:
+        return self.has_cancellable or len(self.answers) >= self.limit.base
 
     @property
-    def is_interrupted(self) -> bool:
+    def is_cancelling(self) -> bool:
         return self._is_revoking
 
     def schedule(self) -> SchedulerOutput | None:
-        if not self.next_runs_ahead:
+        if not self.next_is_cancellable:
             return self.scheduler.schedule()
         if not self.scheduler.is_steady:
-            self.interrupt()
+            self.cancel_queued()
             return None
         output = self.scheduler.schedule(can_be_undone=True)
         if output is not None:
@@ -107,7 +107,7 @@ class MultiStep(StepsInFlight):
     def note_idle(self) -> None:
         self.limit.begin()
 
-    def interrupt(self) -> None:
+    def cancel_queued(self) -> None:
         """Revoke the leased steps that the worker has not begun, so that the next one can contain what has come."""
         if self._leased and not self._is_revoking:
             self._must_revoke = True

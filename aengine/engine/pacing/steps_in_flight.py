@@ -17,7 +17,7 @@ from ..scheduler.scheduler import Scheduler
 
 
 class StepsInFlight:
-    """The futures of the steps in flight, oldest first. No step is taken back here."""
+    """The futures of the steps in flight, oldest first. No step is cancelled here."""
 
     def __init__(self, most: int) -> None:
         """``most``: the limit of steps in flight."""
@@ -48,22 +48,23 @@ class StepsInFlight:
         return len(self.answers) < self.most
 
     @property
-    def runs_ahead(self) -> bool:
-        """Whether the worker has steps that may be taken back: the next tokens of requests are in them."""
+    def has_cancellable(self) -> bool:
+        """Whether steps are queued at the worker that may be cancelled: the next tokens of requests are in them."""
         return False
 
     @property
-    def next_runs_ahead(self) -> bool:
-        """Whether the next step would be one that may be taken back."""
+    def next_is_cancellable(self) -> bool:
+        """Whether the next step would be one that may be cancelled."""
         return False
 
     @property
-    def is_interrupted(self) -> bool:
-        """Whether the newest steps are being taken back, and none can be made before that is done."""
+    def is_cancelling(self) -> bool:
+        """Whether queued steps are being cancelled, and none can be made before that is done."""
         return False
 
-    def interrupt(self) -> None:
-        """Called when a request, an abort or the like should be part of the worker's next step. Nothing to do here."""
+    def cancel_queued(self) -> None:
+        """Cancel the queued steps, so that a request, an abort or the like is part of the worker's next step. Here none
+        can be."""
 
     def schedule(self) -> SchedulerOutput | None:
         """Make the next step. None: there is nothing to compute now."""

@@ -18,8 +18,8 @@ from typing import Any
 from ...checkpoint.early_checks import has_experts
 from ...config import EngineConfig
 from ...errors import EngineClosedError, EngineError
+from ...ipc.liveness import Liveness
 from ...ipc.messages import GrammarOutput, Kind, SchedulerOutput, int32, pack
-from ...ipc.vitals import Vitals
 from ...outputs import StartupProgress
 from ...workers.host.answers import AnswerFuture, PendingAnswers
 from ..executor import FailureCallback, ProcessExecutor, ProgressCallback, call_ranks
@@ -43,7 +43,7 @@ class Joint:
         watchdog = Watchdog(
             asyncio.get_running_loop(),
             config.hang_timeout,
-            lambda: Vitals(0) if self._ranks is None else self._ranks.vitals(),
+            lambda: Liveness(0) if self._ranks is None else self._ranks.liveness(),
             self._on_hang,
         )
         self._rounds = Rounds(config.data_parallel_size, config.steps_in_flight, watchdog)
@@ -210,9 +210,9 @@ class ReplicaExecutor:
     async def _call(self, message: list[Any], timeout: float) -> list[Any]:
         return await call_ranks(self._joint.workers, self._joint.answers(self._index), message, timeout, self._ranks)
 
-    def vitals(self) -> Vitals:
+    def liveness(self) -> Liveness:
         """See `Executor`. They are those of all ranks: one that stands still stops all."""
-        return self._joint.vitals()
+        return self._joint.liveness()
 
     def memory(self) -> tuple[int | None, int | None]:
         """See `Executor`. Of this replica's ranks."""

@@ -35,7 +35,7 @@ def can_move(scheduler: Scheduler, requests: Iterable[Request]) -> bool:
 def is_untouched(requests: Iterable[Request]) -> bool:
     """Return whether no step of their replica has had any completion of a call: of those that were in one, tokens may
     be on their way to their readers."""
-    return all(one.milestone in (0, _BEGUN_ELSEWHERE) for one in requests if one.finish_reason is None)
+    return all(one.next_check_len in (0, _BEGUN_ELSEWHERE) for one in requests if one.finish_reason is None)
 
 
 def take_out(scheduler: Scheduler, requests: Sequence[Request]) -> list[Request]:
@@ -53,8 +53,8 @@ def take_out(scheduler: Scheduler, requests: Sequence[Request]) -> list[Request]
         scheduler.rows.preempted.drop(request)
         scheduler.parallel_sampling.release(request)
         request.status = RequestStatus.NEW
-        if request.milestone:
-            request.milestone = _BEGUN_ELSEWHERE
+        if request.next_check_len:
+            request.next_check_len = _BEGUN_ELSEWHERE
         request.root_hash, request.block_hashes, request.is_long = None, [], False
     return left
 

@@ -78,7 +78,7 @@ class Replica:
             hang_timeout=config.hang_timeout,
             step_patience=_GPU_PATIENCE if is_gpu else 0.0,
             grammars=grammars,
-            forcing=IN_SMALL_BATCHES if is_gpu else ALWAYS,
+            jump_forward=IN_SMALL_BATCHES if is_gpu else ALWAYS,
             speculation=speculation,
             peers=peers,
         )

@@ -84,8 +84,8 @@ class Answers:
             token_ids = request.token_ids
             token_ids.append(token_id)
             sampled.append((request, token_id, batch_idx))
-            if len(token_ids) == request.milestone or token_id in request.stop_token_ids:
-                self._on_milestone(request, token_id)
+            if len(token_ids) == request.next_check_len or token_id in request.stop_token_ids:
+                self._check_length(request, token_id)
         return sampled
 
     def _commit_ragged(
@@ -119,8 +119,8 @@ class Answers:
         if request.finish_reason is not None:
             return False
         request.token_ids.append(token_id)
-        if len(request.token_ids) == request.milestone or token_id in request.stop_token_ids:
-            self._on_milestone(request, token_id)
+        if len(request.token_ids) == request.next_check_len or token_id in request.stop_token_ids:
+            self._check_length(request, token_id)
         return True
 
     def _commit_results(self, step: InFlightStep, columns: ResultColumns) -> list[tuple[Request, array[float]]]:
@@ -138,10 +138,10 @@ class Answers:
                 self._finish(request, FinishReason.LENGTH if request.params.max_tokens == 0 else FinishReason.STOP)
         return results
 
-    def _on_milestone(self, request: Request, token_id: int) -> None:
+    def _check_length(self, request: Request, token_id: int) -> None:
         """Handle a stop token, the last token, the first one after (re)starting, or one past a full block."""
         num_tokens = len(request.token_ids)
-        if num_tokens == request.milestone:
+        if num_tokens == request.next_check_len:
             # Its last token was sampled just now, so the KV of all before it is written, however many steps overlap.
             self._rows.kv.note_written(request, num_tokens - 1)
             block_size = self._rows.kv.block_size
@@ -150,7 +150,7 @@ class Answers:
                 next_full = min(next_full, request.states.copies[0].border + 1)
             if self._quarantine and self._quarantine.holds(request):
                 next_full = num_tokens
-            request.milestone = min(next_full + 1, request.max_num_tokens)
+            request.next_check_len = min(next_full + 1, request.max_num_tokens)
             if request.is_leading:
                 self._rows.prefixes.leave(request)
             if request.dependents:

@@ -425,7 +425,7 @@ class _KeptStates:
         pages = self._pool.allocate(len(self._groups))
         states.copies.append(StateCopy(position, pages))
         if position + 2 > num_known:  # with so many tokens the step that begins with the copy was answered
-            request.milestone = min(request.milestone, position + 2)
+            request.next_check_len = min(request.next_check_len, position + 2)
         return self.pairs(request, pages, is_kept=True)
 
     def pairs(self, request: Request, pages: list[int], *, is_kept: bool) -> list[int]:

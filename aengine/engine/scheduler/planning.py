@@ -180,14 +180,14 @@ class StepPlan:
             rows.take(request)
             rows.prefixes.lead(request)
             num_known += num_tokens
-            if request.milestone == 0:  # its first time here: what it finds later may be its own
+            if request.next_check_len == 0:  # its first time here: what it finds later may be its own
                 request.begin()
                 request.num_cached_tokens = num_cached
                 self.newcomers.append(request)
                 if request.root_hash is not None:
                     self.num_cache_queries += num_tokens
                     self.num_cache_hits += num_cached
-            request.milestone = num_tokens + 1
+            request.next_check_len = num_tokens + 1
             self._new_requests.append(request.to_message())
             self._add(request, num_scheduled)
 

@@ -166,8 +166,8 @@ class Request:
     # Two thresholds, so that the loop over all requests compares one number with another:
     # value of num_computed_tokens at which a DECODING request needs a block or ends
     limit: int = field(default=0, init=False)
-    # len(token_ids) at which `update` has more to do than append; 0: it has had no step
-    milestone: int = field(default=0, init=False)
+    # len(token_ids) at which `update` has more to do than append: a block is full, or it ends; 0: it has had no step
+    next_check_len: int = field(default=0, init=False)
 
     history: Any = field(default=None, init=False)  # what a `Speculation` keeps of the request
 
@@ -208,7 +208,7 @@ class Request:
     @property
     def is_preempted(self) -> bool:
         """Whether it has had a row, and waits for another."""
-        return self.milestone != 0 and self.status in (RequestStatus.WAITING, RequestStatus.HELD)
+        return self.next_check_len != 0 and self.status in (RequestStatus.WAITING, RequestStatus.HELD)
 
     @property
     def num_pending(self) -> int:

@@ -38,7 +38,7 @@ class DraftBudget:
     def learn(self, step: InFlightStep, seconds: float) -> None:
         """Note that a step was answered so many seconds after the one before."""
 
-    def awaits_answers(self, num_rows: int) -> bool:
+    def waits_for_answers(self, num_rows: int) -> bool:
         """Return whether drafts of a step are to follow the answers to all before it, with so many rows."""
         return False
 
@@ -94,7 +94,7 @@ class CostBudget(DraftBudget):
         measured = self._drafted if step.ahead else self._plain
         measured.learn(num_positions, seconds)
 
-    def awaits_answers(self, num_rows: int) -> bool:
+    def waits_for_answers(self, num_rows: int) -> bool:
         return self._plain.is_known and self._plain_seconds(num_rows) >= _LONG_STEP
 
     def grant(self, num_rows: int, chances: Sequence[Sequence[float]]) -> list[int]:

@@ -45,7 +45,7 @@ class Proposer(Protocol):
         ``new_token_ids``: what it has got since the last call."""
 
 
-class Unreliable:
+class GuardedProposer:
     """A proposer of another package, as long as what it returns can be used."""
 
     def __init__(self, name: str, vocab_size: int, proposer: Proposer) -> None:
@@ -95,7 +95,7 @@ class ProposedHistory(DraftHistory):
 
     __slots__ = ("_expected", "_kept", "_num_seen", "_proposer")
 
-    def __init__(self, request: Request, chances: Chances, proposer: Unreliable) -> None:
+    def __init__(self, request: Request, chances: Chances, proposer: GuardedProposer) -> None:
         super().__init__(request, chances)
         self._proposer = proposer
         self._kept = proposer.begin(list(request.token_ids))
@@ -140,7 +140,7 @@ def new_history(name: str, vocab_size: int) -> NewHistory:
         return DraftHistory
     entry = EntryPoint(name, target_of(PROPOSERS, name) or "", PROPOSERS)
     proposer = _made(name, lambda: entry.load()(vocab_size))
-    return partial(ProposedHistory, proposer=Unreliable(name, vocab_size, proposer))
+    return partial(ProposedHistory, proposer=GuardedProposer(name, vocab_size, proposer))
 
 
 def _made(name: str, make: Callable[[], Any]) -> Any:

@@ -47,9 +47,9 @@ class Proposing(Speculation):
         room = self._budget.room(num_rows)
         if room <= 0:
             return True
-        awaits_answers = self._budget.awaits_answers(num_rows)
+        waits_for_answers = self._budget.waits_for_answers(num_rows)
         may_be_rejected = any(not ahead.are_certain for step in rows.steps for ahead in step.ahead.values())
-        if may_be_rejected and (awaits_answers or self._in_flight.next_runs_ahead):
+        if may_be_rejected and (waits_for_answers or self._in_flight.next_is_cancellable):
             self._changed = changed
             return False
         guesses = self._guesses(changed, room)
@@ -57,9 +57,9 @@ class Proposing(Speculation):
             return True
         counts = self._budget.grant(num_rows, [guess.chances for guess in guesses.values()])
         granted = [request for request, count in zip(guesses, counts, strict=True) if count]
-        is_early = awaits_answers and any(request.num_pending for request in granted)
-        if granted and (self._in_flight.runs_ahead or is_early):
-            self._in_flight.interrupt()  # steps ahead have one token each, at the places of the drafts
+        must_wait = waits_for_answers and any(request.num_pending for request in granted)
+        if granted and (self._in_flight.has_cancellable or must_wait):
+            self._in_flight.cancel_queued()  # steps ahead have one token each, at the places of the drafts
             self._changed = changed
             return False
         for (request, guess), count in zip(guesses.items(), counts, strict=True):

@@ -23,7 +23,7 @@ from ...ipc.messages import ARGUMENTS_OF, NewRequest
 from ...limits.arguments import check_schema
 from ..input_batch import Rows
 from ..request_state import RequestState, Scalars
-from ..speculation.positions import OneEach
+from ..speculation.positions import SpecDecode
 from ..transfer import to_device
 from .features.feature import OpByOpFeature
 
@@ -95,7 +95,7 @@ class LogitsProcessor(OpByOpFeature):
             logger.exception("logits processor %s: a request is refused", self.name)
             raise InvalidRequestError(f"extra_args: {self.name} can't take its arguments: {error!r:.200}") from None
 
-    def apply(self, logits: Tensor, rows: Rows, rows_device: Tensor, scalars: Scalars, around: OneEach) -> None:
+    def apply(self, logits: Tensor, rows: Rows, rows_device: Tensor, scalars: Scalars, spec_decode: SpecDecode) -> None:
         places = np.flatnonzero(self.uses[rows])
         own = rows[places]
         place = to_device(places, logits.device)

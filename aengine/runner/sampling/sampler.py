@@ -32,7 +32,7 @@ from ..distributed.group import ALONE
 from ..distributed.shares import VocabularyShare
 from ..input_batch import NO_ROWS, Rows, SampleBatch, to_device
 from ..request_state import RequestState, Scalars
-from ..speculation.positions import ONE_EACH, OneEach
+from ..speculation.positions import NO_SPEC_DECODE, SpecDecode
 from .bitmask_memory import HostBitmasks, MaskMemory
 from .features import FEATURES, SamplingFeature
 from .vocabulary import Vocabulary
@@ -161,11 +161,11 @@ class Sampler:
         if asks is Sampling.ANY:
             features = [one for one in self._features if one.uses[rows].any() or one.is_pending(rows)]
         for feature in features:
-            feature.apply(logits, rows, rows_device, scalars, batch.around)
+            feature.apply(logits, rows, rows_device, scalars, batch.spec_decode)
         self._apply_bitmasks(logits, batch)
         token_ids, checks = self._choose(logits, batch)
         for feature in features:
-            feature.commit(token_ids, rows_device, scalars, batch.around)
+            feature.commit(token_ids, rows_device, scalars, batch.spec_decode)
         logprobs = None
         if kept is not None:
             logprobs = torch.empty((1, len(rows), 1 + 2 * most), dtype=torch.int32, device=logits.device)
@@ -181,26 +181,26 @@ class Sampler:
         masks: MaskMemory,
         logprobs: Tensor,
         slot: Tensor,
-        around: OneEach = ONE_EACH,
+        spec_decode: SpecDecode = NO_SPEC_DECODE,
     ) -> tuple[Tensor, Tensor]:
         """Return (ids int64 [n], checks float32 [n]) of logits float32 [n, vocab_size], which are overwritten, with all
         that their rows (int64 [n]; -1: padding) ask for. Asks nothing of the host; `reserve` has been called.
 
         ``masks``: bitmasks of these rows; ``logprobs``, ``slot``: where the log-probabilities go, see
-        `token_logprobs`. ``around``: guesses around the rows, of which a request has several then.
+        `token_logprobs`. ``spec_decode``: what is verified of the rows, of which a request has several then.
         """
         n = len(rows)
         scalars = Scalars(select_rows(self._requests.scalars.words, rows))
-        around.count_before(scalars.num_tokens)
+        spec_decode.count_before(scalars.num_tokens)
         kept = keep_logits(logits, scalars.logprobs_asked)
         for feature in self._in_graphs:
-            feature.apply(logits, NO_ROWS, rows, scalars, around)
+            feature.apply(logits, NO_ROWS, rows, scalars, spec_decode)
         apply_bitmask(logits, masks.rows[:n], masks.bits[:n])
         cutoff = find_cutoff(logits, scalars.temperature, scalars.top_k, scalars.top_p, scalars.min_p)
         ids, checks = gumbel_sample(logits, scalars.temperature, scalars.seed, scalars.num_tokens, cutoff)
         token_logprobs(kept, ids, scalars.logprobs_asked, logprobs, slot)
         for feature in self._in_graphs:
-            feature.commit(ids, rows, scalars, around)
+            feature.commit(ids, rows, scalars, spec_decode)
         return ids, checks
 
     def cutoff(self, logits: Tensor, rows: Tensor) -> Tensor:

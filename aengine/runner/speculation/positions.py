@@ -31,8 +31,8 @@ from ..transfer import to_device
 Rows = npt.NDArray[np.int64]
 
 
-class OneEach:
-    """Where there are no drafts: each request has one row of logits, and gets what is sampled."""
+class SpecDecode:
+    """The rows of logits of a step without drafts: each request has one, and gets what is sampled."""
 
     def count_before(self, num_tokens: Tensor) -> None:
         """Add to ``num_tokens``, int32 [n], how many of its request's drafts are before each row of logits."""
@@ -52,11 +52,11 @@ class OneEach:
         return {}
 
 
-ONE_EACH = OneEach()
+NO_SPEC_DECODE = SpecDecode()
 
 
 @dataclass(slots=True)
-class Positions(OneEach):
+class Positions(SpecDecode):
     """The drafts around n rows of logits, those of a request one after the other; int64 on the device."""
 
     draft_ids: Tensor  # [n]: the draft that follows each row of logits; -1: none
@@ -119,8 +119,8 @@ class Verification(Positions):
         row, before, starts_of, owner_device = of_logits.unbind(0)
         following = following_drafts(requests.token_ids, requests.scalars.num_tokens, row, before)
         of_requests = to_device(np.stack((rows, lengths)), device)
-        around = (following, before, starts_of, int(places.max()))
-        return cls(*around, places, owner, rows, lengths, owner_device, *of_requests.unbind(0))
+        drafts = (following, before, starts_of, int(places.max()))
+        return cls(*drafts, places, owner, rows, lengths, owner_device, *of_requests.unbind(0))
 
     def count_accepted(self, sampled: Tensor) -> Tensor:
         """Return how many of ``sampled`` (int64 [n]) each request gets: int64 [s], at least 1."""

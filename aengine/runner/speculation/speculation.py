@@ -47,7 +47,7 @@ class Verifier:
     def append(self, batch: SampleBatch, token_ids: Tensor) -> Mapping[str, Tensor]:
         """Give the rows the tokens that were sampled for them, int64 [n]. Returns what the host must know beside
         these, by field of `HostOutput`."""
-        return batch.around.commit(token_ids, batch.rows_device, self._requests)
+        return batch.spec_decode.commit(token_ids, batch.rows_device, self._requests)
 
     def note_sampled(self, plan: BatchPlan) -> None:
         """Note on the host that the step has sampled."""

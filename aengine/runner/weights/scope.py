@@ -146,7 +146,7 @@ class WeightScope:
             form = self.formats.of(full)
         policy = self.formats.policy
         is_tiled = policy.batch_invariant and not self.formats.is_compiled  # compiled kernels add up row by row
-        return self.formats.step_rows.around(full, RowTiledFormat(form, policy) if is_tiled else form)
+        return self.formats.step_rows.wrap(full, RowTiledFormat(form, policy) if is_tiled else form)
 
     @property
     def gives_rows(self) -> bool:

@@ -1,7 +1,7 @@
 """Which row each token of a step belongs to, for products that differ by request, as adapters' do.
 
 A product is given x alone, and no layer knows whose its tokens are. Where that matters, the engine's formats have a
-`StepRows` of their own: `around` puts a format of its own around that of each matrix; `add_request` tells what is asked
+`StepRows` of their own: `wrap` puts a format of its own around that of each matrix; `add_request` tells what is asked
 for in each row, such as an adapter; and `begin` is called before the layers of each step, so that the weights so made
 find the rows of x's tokens. What `begin` queues is captured with the step, over memory that the graph replays. Without
 one there is nothing around a format, and nothing is queued.
@@ -33,7 +33,7 @@ class StepRows:
     def remove_request(self, row: int) -> None:
         """Note that the row is free, which another request may get in the same step."""
 
-    def around(self, name: str, form: WeightFormat) -> WeightFormat:
+    def wrap(self, name: str, form: WeightFormat) -> WeightFormat:
         """Return the format of the matrix of this name, which the checkpoint keeps in ``form``. A weight that asks for
         rows must be multiplied by all tokens of a step: that of the head is not."""
         return form

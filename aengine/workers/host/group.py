@@ -15,9 +15,9 @@ from ...config import EngineConfig
 from ...errors import EngineClosedError, EngineError, WorkerDiedError
 from ...ipc.channel import Frame, HostChannel
 from ...ipc.lead import new_lead
+from ...ipc.liveness import Liveness
 from ...ipc.messages import Kind
 from ...ipc.thread_calls import run_in_thread
-from ...ipc.vitals import Vitals
 from ...limits.ulimits import limit_hint
 from ..device_watch import overdue_seconds
 from ..rank import Rank
@@ -87,7 +87,7 @@ class WorkerGroup:
         # messages that wait for room in several rings; the first is being sent
         self._waiting: deque[_Broadcast] = deque()
         self._publisher: asyncio.Task[None] | None = None  # sends what is in ``_waiting``; None while that is empty
-        self._num_beats = 0  # heartbeats of the group, see `vitals`
+        self._num_beats = 0  # heartbeats of the group, see `liveness`
         self._beats: list[int] = []  # heartbeats of each worker when the group's number last grew
 
     def __len__(self) -> int:
@@ -244,7 +244,7 @@ class WorkerGroup:
                     done.exception()  # retrieved here: asyncio would warn about it if nobody waits
         self._publisher = None
 
-    def vitals(self) -> Vitals:
+    def liveness(self) -> Liveness:
         """Return what all ranks show of themselves. A heartbeat of the group is one of each rank: ranks begin to beat
         when each is ready, and a rank that was stopped for a while has fewer than the others for ever."""
         beats = [worker.channel.num_heartbeats for worker in self._workers]
@@ -253,7 +253,7 @@ class WorkerGroup:
         elif beats and all(now > then for now, then in zip(beats, self._beats, strict=True)):
             self._num_beats, self._beats = self._num_beats + 1, beats
         overdue = overdue_seconds(worker.channel.device_word for worker in self._workers)
-        return Vitals(self._num_beats, overdue, self._slowest(beats))
+        return Liveness(self._num_beats, overdue, self._slowest(beats))
 
     def _slowest(self, beats: Sequence[int]) -> str:
         """Return the name of the worker that hangs: one that has not beaten while another has for a second, or any."""

@@ -11,7 +11,7 @@ from ....ipc.messages import MessageError, int32_of
 from ....kernels.bitmask import apply_bitmask
 from ...input_batch import Rows
 from ...request_state import Scalars
-from ...speculation.positions import OneEach
+from ...speculation.positions import SpecDecode
 from ...transfer import to_device
 from .feature import OpByOpFeature, check_token_ids
 
@@ -29,7 +29,7 @@ class AllowedTokens(OpByOpFeature):
         is_allowed[token_ids] = True
         return np.packbits(is_allowed, bitorder="little")
 
-    def apply(self, logits: Tensor, rows: Rows, rows_device: Tensor, scalars: Scalars, around: OneEach) -> None:
+    def apply(self, logits: Tensor, rows: Rows, rows_device: Tensor, scalars: Scalars, spec_decode: SpecDecode) -> None:
         places = np.flatnonzero(self.uses[rows])
         bits = torch.stack([self._of_row[row] for row in rows[places].tolist()])
         apply_bitmask(logits, to_device(places, logits.device), bits)

@@ -18,7 +18,7 @@ from ....ipc.messages import MessageError, int32_of
 from ....limits.bounds import MAX_BAD_WORD_TOKENS
 from ...input_batch import Rows
 from ...request_state import Scalars
-from ...speculation.positions import OneEach
+from ...speculation.positions import SpecDecode
 from ...transfer import to_device
 from .feature import OpByOpFeature, check_token_ids
 
@@ -37,7 +37,7 @@ class BadWords(OpByOpFeature):
         sequences[MAX_BAD_WORD_TOKENS - 1 - np.arange(MAX_BAD_WORD_TOKENS) < np.array(lengths)[:, None]] = token_ids
         return sequences
 
-    def apply(self, logits: Tensor, rows: Rows, rows_device: Tensor, scalars: Scalars, around: OneEach) -> None:
+    def apply(self, logits: Tensor, rows: Rows, rows_device: Tensor, scalars: Scalars, spec_decode: SpecDecode) -> None:
         places = np.flatnonzero(self.uses[rows])
         of_places = [self._of_row[row] for row in rows[places].tolist()]
         sequences = torch.cat(of_places)

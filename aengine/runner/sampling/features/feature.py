@@ -17,7 +17,7 @@ from ....errors import InvalidRequestError
 from ....ipc.messages import NewRequest
 from ...input_batch import Rows
 from ...request_state import RequestState, Scalars
-from ...speculation.positions import OneEach
+from ...speculation.positions import SpecDecode
 from ...transfer import to_device
 
 
@@ -59,13 +59,13 @@ class SamplingFeature:
         """Return whether `apply` acts on some of these rows at their present lengths, beyond those in ``uses``."""
         return False
 
-    def apply(self, logits: Tensor, rows: Rows, rows_device: Tensor, scalars: Scalars, around: OneEach) -> None:
+    def apply(self, logits: Tensor, rows: Rows, rows_device: Tensor, scalars: Scalars, spec_decode: SpecDecode) -> None:
         """Change logits float32 [n, vocab_size] in place. ``rows``: int64 [n], the row of each, several times if it has
-        guesses to be verified, which are ``around`` them; ``rows_device``: the same on the device, -1 for padding;
+        guesses to be verified, which are ``spec_decode``; ``rows_device``: the same on the device, -1 for padding;
         ``scalars``: of the same rows, where num_tokens counts the guesses before each. What graphs hold may not look at
         ``rows``, which are empty there."""
 
-    def commit(self, sampled: Tensor, rows: Tensor, scalars: Scalars, around: OneEach) -> None:
+    def commit(self, sampled: Tensor, rows: Tensor, scalars: Scalars, spec_decode: SpecDecode) -> None:
         """Note the tokens, int64 [n], that were sampled for the rows (int64 [n], on the device)."""
 
 

@@ -10,7 +10,7 @@ from ....kernels.penalties import PenaltyInputs, apply_penalties, count_tokens
 from ...input_batch import Rows
 from ...lazy_zeros import lazy_zeros
 from ...request_state import RequestState, Scalars
-from ...speculation.positions import OneEach
+from ...speculation.positions import SpecDecode
 from .feature import SamplingFeature
 
 
@@ -50,11 +50,11 @@ class Penalties(SamplingFeature):
             return rows
         return []
 
-    def apply(self, logits: Tensor, rows: Rows, rows_device: Tensor, scalars: Scalars, around: OneEach) -> None:
-        apply_penalties(logits, around.counted(self._inputs(rows_device, scalars)))
+    def apply(self, logits: Tensor, rows: Rows, rows_device: Tensor, scalars: Scalars, spec_decode: SpecDecode) -> None:
+        apply_penalties(logits, spec_decode.counted(self._inputs(rows_device, scalars)))
 
-    def commit(self, sampled: Tensor, rows: Tensor, scalars: Scalars, around: OneEach) -> None:
-        around.count_sampled(sampled, self._inputs(rows, scalars))
+    def commit(self, sampled: Tensor, rows: Tensor, scalars: Scalars, spec_decode: SpecDecode) -> None:
+        spec_decode.count_sampled(sampled, self._inputs(rows, scalars))
 
     def _inputs(self, rows: Tensor, scalars: Scalars) -> PenaltyInputs:
         assert self._counts is not None

@@ -11,7 +11,7 @@ from ....ipc.messages import MessageError, NewRequest, int32_of
 from ....kernels.logit_bias import MOST_BIASES, WIDTH, apply_lists, pack_lists
 from ...input_batch import Rows
 from ...request_state import RequestState, Scalars
-from ...speculation.positions import OneEach
+from ...speculation.positions import SpecDecode
 from ...staged_writes import StagedArena
 from .feature import SamplingFeature, check_token_ids
 
@@ -67,5 +67,5 @@ class TokenLists(SamplingFeature):
         is_unsettled = self._requests.num_unsettled[rows] > 0
         return bool((banned_until > np.where(is_unsettled, 0, self._requests.num_tokens[rows])).any())
 
-    def apply(self, logits: Tensor, rows: Rows, rows_device: Tensor, scalars: Scalars, around: OneEach) -> None:
+    def apply(self, logits: Tensor, rows: Rows, rows_device: Tensor, scalars: Scalars, spec_decode: SpecDecode) -> None:
         apply_lists(logits, rows_device, self._lists, scalars.num_tokens)

@@ -25,23 +25,23 @@ def beat(channels: list[Any], *, but: int = -1) -> None:
 
 def test_a_rank_that_began_later_counts_like_the_others() -> None:
     group, channels = group_of(120, 0)
-    last = group.vitals().num_heartbeats
+    last = group.liveness().num_heartbeats
     for _ in range(3):
         beat(channels)
-        vitals = group.vitals()
-        assert vitals.num_heartbeats == last + 1
-        last = vitals.num_heartbeats
-    assert vitals.slowest == "one of 2 workers"
+        liveness = group.liveness()
+        assert liveness.num_heartbeats == last + 1
+        last = liveness.num_heartbeats
+    assert liveness.slowest == "one of 2 workers"
     for _ in range(5):
         beat(channels, but=0)
-        vitals = group.vitals()
-    assert vitals.num_heartbeats == last, "the one with the most beats has stopped"
-    assert vitals.slowest == "worker 0 (pid 100)"
+        liveness = group.liveness()
+    assert liveness.num_heartbeats == last, "the one with the most beats has stopped"
+    assert liveness.slowest == "worker 0 (pid 100)"
     beat(channels)
-    assert group.vitals() == (last + 1, 0.0, "one of 2 workers")
+    assert group.liveness() == (last + 1, 0.0, "one of 2 workers")
 
 
 def test_workers_that_start() -> None:
     group, _ = group_of()
-    assert group.vitals().num_heartbeats == 0
-    assert group_of(7)[0].vitals().slowest == "the worker"
+    assert group.liveness().num_heartbeats == 0
+    assert group_of(7)[0].liveness().slowest == "the worker"

@@ -1,11 +1,11 @@
-"""`Vitals`: what workers show of themselves in memory that the host reads, without being asked."""
+"""`Liveness`: what workers show of themselves in memory that the host reads, without being asked."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 
-class Vitals(NamedTuple):
+class Liveness(NamedTuple):
     """Signs of life of all workers of an executor, taken together."""
 
     num_heartbeats: int  # heartbeats of the whole group; grows when each worker has sent one
