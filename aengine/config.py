@@ -121,8 +121,9 @@ class EngineConfig:
     text, so that no message can pretend to be another. Prompts that are a text are not affected."""
     preload_grammars: bool = True
     """Load the grammar library while the engine starts: some 0.5 s of a thread. Two of its calls hold the GIL, and the
-    host's loop stands still for 0.1 to 0.3 s (49,152 tokens). False: at the first request with a structured output,
-    which waits for it; the loop stands still then."""
+    host's loop stands still for 0.1 to 0.3 s (49,152 tokens; with 262,144, 1.1 s, and 2.4 s in all, beside which the
+    first streams of a model on two cores are slow). False: at the first request with a structured output, which waits
+    for it; the loop stands still then."""
 
     max_model_len: int | None = None
     """Most tokens of prompt and completion together. None: the model's own, as far as the KV memory reaches."""
@@ -211,6 +212,9 @@ class EngineConfig:
     """Classes that change the logits of requests whose ``extra_args`` name them, at most 16: each "module:Class", or
     the name of an entry point in the group "aengine.logits_processors", such as "thinking_budget" (docs/extending.md).
     """
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
+    """Of which distribution ``SamplingParams.logprobs`` are: the model's own, or the one that the token was drawn from,
+    after penalties, bans, the grammar, temperature and cutoffs. A prompt's are always the model's own."""
     own_thread: bool = False
     """The engine runs on an event loop of its own, in a daemon thread: its methods may be called from any loop in any
     thread, and a blocked loop of yours doesn't hold it up. progress and on_request_end are called in that thread."""

@@ -41,6 +41,7 @@ from .results.prompt_logprobs import PromptLogprobs
 from .results.results import Results
 from .sampling.bitmask_memory import HostBitmasks
 from .sampling.features import SamplingFeature
+from .sampling.logprob_modes import RAW_LOGPROBS, LogprobsMode
 from .sampling.sampler import LogprobRows, Sampler, Sampling
 from .sampling.vocabulary import Vocabulary
 from .speculation.drafts import DraftVerifier
@@ -151,19 +152,19 @@ class ModelRunner:
         step_rows: StepRows | None = None,
         compiled: Callable[[Tensor], Model] | None = None,
         processors: Sequence[Callable[[RequestState, int], SamplingFeature]] = (),
+        logprobs_mode: LogprobsMode = RAW_LOGPROBS,
     ) -> None:
-        """``graph_sizes``: batch sizes of decode steps that run as one launch; None: all steps run op by op.
-        ``max_graph_tokens``: most tokens of a step with prompts whose layers run as one launch. ``position_sizes``: as
-        graph_sizes, of rows with several positions, counted by these; empty: they run as steps with prompts do.
-        ``vectors``: how a request that is pooled gets its vector; None: as its last hidden state.
-        ``vocabulary``: tokens whose logits this rank has; None: all. ``processors``: those that the settings name.
-        ``exchange``: what this rank exchanges of each step with others; None: nothing, and there are no others. A rank
-        that is alone decides by itself what to leave out of a step that it has no memory for; else that is an error.
-        ``page_copies``: how pages are copied beyond the pool; ``step_rows``: what is told whose tokens a step has.
-        ``compiled``: makes what runs in place of the model, of the persistent block tables (`BlockTables.table`).
+        """``graph_sizes``: batch sizes of decode steps that run as one launch; None: all run op by op.
+        ``position_sizes``: as these, of rows with several positions, by the positions; empty: they run as steps with
+        prompts do. ``max_graph_tokens``: most tokens of a step with prompts whose layers run as one launch.
+        ``vectors``: how a pooled request gets its vector; None: as its last hidden state. ``vocabulary``: tokens whose
+        logits this rank has; None: all. ``processors``, ``logprobs_mode``: see `Sampler`. ``exchange``: what this rank
+        exchanges of each step with others; None: there are none, and it decides by itself what to leave out of a step
+        that it has no memory for. ``page_copies``: how pages are copied beyond the pool; ``step_rows``: what is told
+        whose tokens a step has; ``compiled``: makes what runs in place of the model, of the persistent block tables.
 
-        Ranks exchange tensors within a step, so all of them must do the same: what a step exchanges follows from the
-        SchedulerOutputs alone. Whether it runs as a graph or op by op is each rank's own matter."""
+        Ranks exchange tensors within a step, as the SchedulerOutputs alone tell: all of them do the same. Whether a
+        step runs as a graph or op by op is each rank's own matter."""
         self._exchange, self._step_rows = exchange or StepExchange(), step_rows or StepRows()
         self.kv_memory, self._page_copies = kv_memory, page_copies or PageCopies()
         self.vocab_size, self.platform = vocab_size, platform
@@ -186,7 +187,7 @@ class ModelRunner:
         self._results = Results([pooling, PromptLogprobs(model, self.requests, vocabulary, vocab_size)])
         self._bitmasks = HostBitmasks(4 * ((vocab_size + 31) // 32))
         self.num_logits = vocabulary.share_size  # logits of each row on this rank
-        self.sampler = Sampler(self.requests, vocab_size, self._bitmasks, vocabulary, processors)
+        self.sampler = Sampler(self.requests, vocab_size, self._bitmasks, vocabulary, processors, logprobs_mode)
         self._row_faults: dict[int, tuple[str, str]] = {}  # type and message of the fault of a row's request, by row
         self._state: ExecuteModelState | None = None
         self._copy_out = OutputCopier(platform)

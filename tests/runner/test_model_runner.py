@@ -15,11 +15,12 @@ from aengine.ipc.messages import GrammarOutput, SchedulerOutput, int32
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.pooling.vectors import VectorLayers
 from aengine.runner.sampling.features import penalties
+from aengine.runner.sampling.logprob_modes import LOGPROBS_MODES
 
 VOCAB = 97
 
 
-def fake_runner(**limits: int) -> tuple[ModelRunner, FakeModel]:
+def fake_runner(**limits: Any) -> tuple[ModelRunner, FakeModel]:
     model = FakeModel(VOCAB, limits.get("num_blocks", 40), limits.get("block_size", 4))
     return make_runner(model, VOCAB, **limits), model
 
@@ -309,6 +310,27 @@ def test_logprobs_are_the_models_own() -> None:
         assert list(columns.token_ids[begin:end]) == top.indices[: columns.counts[i]].tolist()
         assert list(columns.values[begin:end]) == pytest.approx(top.values[: columns.counts[i]].tolist(), abs=1e-5)
         begin = end
+
+
+def test_logprobs_of_what_was_drawn_from() -> None:
+    """Processed ones: after bias and cutoffs, of the scaled logits; of a greedy row with temperature 1."""
+    runner, _ = fake_runner(logprobs_mode=LOGPROBS_MODES["processed_logprobs"])
+    new = [
+        request(0, [3, 4], [0], logprobs=3, logit_bias={50: 9.0}),
+        request(2, [6], [2], logprobs=0, temperature=2.0, seed=9),
+        request(4, [7], [3], logprobs=5, temperature=0.5, top_k=3, seed=4),
+    ]
+    out = step(runner, {0: 2, 2: 1, 4: 1}, new=new)
+    logits = torch.stack([expected_logits(tokens, VOCAB) for tokens in ([3, 4], [6], [7])]).double()
+    logits[0, 50] += 9.0
+    logits[2, logits[2] < logits[2].topk(3).values[-1]] = -torch.inf
+    wanted = torch.log_softmax(logits / torch.tensor([[1.0], [2.0], [0.5]]), 1)
+    assert out.logprobs is not None and out.token_ids[0] == 50
+    assert list(out.logprobs.sampled) == pytest.approx(
+        [float(wanted[i, t]) for i, t in enumerate(out.token_ids)], abs=1e-5
+    )
+    few = [*wanted[0].topk(3).values.tolist(), *wanted[2].topk(5).values.tolist()]
+    assert list(out.logprobs.values) == pytest.approx(few, abs=1e-5) and few[-2:] == [-torch.inf] * 2
 
 
 def test_min_tokens_bans_stop_ids_until_then() -> None:

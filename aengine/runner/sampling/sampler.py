@@ -25,7 +25,7 @@ from ...errors import InvalidRequestError
 from ...ipc.messages import MessageError, NewRequest
 from ...kernels.bitmask import apply_bitmask
 from ...kernels.gumbel import gumbel_sample, likeliest
-from ...kernels.logprobs import keep_logits, token_logprobs
+from ...kernels.logprobs import token_logprobs
 from ...kernels.select_rows import select_rows
 from ...kernels.top_k_top_p import find_cutoff
 from ..distributed.group import ALONE
@@ -35,6 +35,7 @@ from ..request_state import RequestState, Scalars
 from ..speculation.positions import NO_SPEC_DECODE, SpecDecode
 from .bitmask_memory import HostBitmasks, MaskMemory
 from .features import FEATURES, SamplingFeature
+from .logprob_modes import RAW_LOGPROBS, LogprobsMode
 from .vocabulary import Vocabulary
 
 
@@ -73,13 +74,14 @@ class Sampler:
         bitmasks: HostBitmasks,
         vocabulary: Vocabulary | None = None,
         processors: Sequence[Callable[[RequestState, int], SamplingFeature]] = (),
+        logprobs_mode: LogprobsMode = RAW_LOGPROBS,
     ) -> None:
         """``vocabulary``: the ranks' shares of it; None: there is one rank. ``processors``: features of the caller's,
         which come last."""
         self._requests = requests
         self._vocab_size = vocab_size
         self.vocabulary = vocabulary or Vocabulary(VocabularyShare.of(vocab_size, 0, 1), ALONE)
-        self._bitmasks = bitmasks
+        self._bitmasks, self._logprobs_mode = bitmasks, logprobs_mode
         makers: list[Callable[[RequestState, int], SamplingFeature]] = [*FEATURES, *processors]
         self._features = tuple(make(requests, vocab_size) for make in makers)
         self.extras = frozenset(feature.extra for feature in self._features) - {""}  # names of those that some reads
@@ -156,18 +158,20 @@ class Sampler:
             return self.sample_plainly(logits, batch)
         logits = self.vocabulary.whole(logits)
         most = int(self._num_logprobs[rows].max())
-        kept = keep_logits(logits, scalars.logprobs_asked) if most >= 0 else None
+        kept = self._logprobs_mode.before(logits, scalars) if most >= 0 else None
         features: list[SamplingFeature] = []
         if asks is Sampling.ANY:
             features = [one for one in self._features if one.uses[rows].any() or one.is_pending(rows)]
         for feature in features:
             feature.apply(logits, rows, rows_device, scalars, batch.spec_decode)
         self._apply_bitmasks(logits, batch)
-        token_ids, checks = self._choose(logits, batch)
+        cutoff = self._cutoff_of(logits, batch)
+        token_ids, checks = gumbel_sample(logits, scalars.temperature, scalars.seed, scalars.num_tokens, cutoff)
         for feature in features:
             feature.commit(token_ids, rows_device, scalars, batch.spec_decode)
         logprobs = None
         if kept is not None:
+            kept = self._logprobs_mode.after(kept, logits, scalars, cutoff)
             logprobs = torch.empty((1, len(rows), 1 + 2 * most), dtype=torch.int32, device=logits.device)
             slot = torch.zeros(1, dtype=torch.int32, device=logits.device)
             token_logprobs(kept, token_ids, scalars.logprobs_asked, logprobs, slot)
@@ -192,12 +196,13 @@ class Sampler:
         n = len(rows)
         scalars = Scalars(select_rows(self._requests.scalars.words, rows))
         spec_decode.count_before(scalars.num_tokens)
-        kept = keep_logits(logits, scalars.logprobs_asked)
+        kept = self._logprobs_mode.before(logits, scalars)
         for feature in self._in_graphs:
             feature.apply(logits, NO_ROWS, rows, scalars, spec_decode)
         apply_bitmask(logits, masks.rows[:n], masks.bits[:n])
         cutoff = find_cutoff(logits, scalars.temperature, scalars.top_k, scalars.top_p, scalars.min_p)
         ids, checks = gumbel_sample(logits, scalars.temperature, scalars.seed, scalars.num_tokens, cutoff)
+        kept = self._logprobs_mode.after(kept, logits, scalars, cutoff)
         token_logprobs(kept, ids, scalars.logprobs_asked, logprobs, slot)
         for feature in self._in_graphs:
             feature.commit(ids, rows, scalars, spec_decode)
@@ -244,9 +249,9 @@ class Sampler:
             self._bitmasks.to_device(bits, place)
             apply_bitmask(logits, to_device(rows, logits.device), place)
 
-    def _choose(self, logits: Tensor, batch: SampleBatch) -> tuple[Tensor, Tensor]:
-        """Draw one token a row. Returns (ids int64 [n], checks float32 [n])."""
-        scalars, cutoff = batch.scalars, None
-        if self._cuts[batch.rows].any():
-            cutoff = find_cutoff(logits, scalars.temperature, scalars.top_k, scalars.top_p, scalars.min_p)
-        return gumbel_sample(logits, scalars.temperature, scalars.seed, scalars.num_tokens, cutoff)
+    def _cutoff_of(self, logits: Tensor, batch: SampleBatch) -> Tensor:
+        """Return `find_cutoff` of the batch's logits, without a look at them where no row has a cutoff."""
+        scalars = batch.scalars
+        if not self._cuts[batch.rows].any():
+            return torch.full_like(scalars.temperature, -torch.inf)
+        return find_cutoff(logits, scalars.temperature, scalars.top_k, scalars.top_p, scalars.min_p)

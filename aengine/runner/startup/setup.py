@@ -32,6 +32,7 @@ from ..model_runner import ModelRunner
 from ..models.causal_lm import CausalLM
 from ..platforms.platform import Platform
 from ..pooling.vectors import VectorLayers
+from ..sampling.logprob_modes import LOGPROBS_MODES
 from ..sampling.processors import LogitsProcessor, load_processors, make_processor
 from ..sampling.vocabulary import Vocabulary
 from ..speculation.graphs import draft_sizes
@@ -155,6 +156,7 @@ class RunnerSetup:
             step_rows=self.model.weights.formats.step_rows,
             compiled=self._compiled(cache, exchange, max_model_len),
             processors=[partial(make_processor, one) for one in self.processors],
+            logprobs_mode=LOGPROBS_MODES[config.logprobs_mode],
         )
 
     def _compiled(self, cache: Any, exchange: StepExchange, max_model_len: int) -> Callable[[Tensor], Any] | None:
