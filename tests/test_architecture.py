@@ -503,7 +503,7 @@ BUDGETS = {
     "server": 5850,
     "telemetry": 1150,
     "testing": 825,
-    "workers": 2970,
+    "workers": 2950,
 }
 """Lines that a wing may have, by ``wc -l``: some more than it had when this was written. Raising one is a commit of its
 own that says why; whoever makes a wing smaller lowers its budget."""

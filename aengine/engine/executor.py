@@ -33,6 +33,7 @@ from ..workers.host.answers import AnswerFuture, PendingAnswers, reported_error
 from ..workers.host.group import RankWorker, WorkerGroup
 from ..workers.host.handshake import Handshake
 from ..workers.rank import ranks_of
+from .threads.loop_ownership import loop_here
 from .threads.pools import run_in_thread
 
 logger = logging.getLogger("aengine")
@@ -232,7 +233,7 @@ class ProcessExecutor:
                 self._handshake.fail(failure)
             self.workers.close()
 
-        if self._loop is not None and self._loop.is_running() and not _is_current(self._loop):
+        if self._loop is not None and self._loop.is_running() and loop_here() is not self._loop:
             self._loop.call_soon_threadsafe(release_all)
         else:
             release_all()
@@ -406,13 +407,6 @@ def _took_too_long(config: EngineConfig, handshake: Handshake, workers: WorkerGr
         f"with: {stage}"
         f"{'; it last wrote: ' + tail if tail else ''}{memory_ulimit_hint()}"
     )
-
-
-def _is_current(loop: asyncio.AbstractEventLoop) -> bool:
-    try:
-        return asyncio.get_running_loop() is loop
-    except RuntimeError:
-        return False
 
 
 def _bitmask_bytes(config: EngineConfig, load: dict[str, Any]) -> int:

@@ -117,7 +117,10 @@ class ModelConfig:
             if divides_experts and name in self.expert_sizes:
                 continue
             value = getattr(self, name)
-            own = value.divided(num_ranks) if isinstance(value, Divisible) else _quotient(value, num_ranks)
+            if isinstance(value, Divisible):
+                own = value.divided(num_ranks)
+            else:
+                own = None if value % num_ranks else value // num_ranks
             if own is None:
                 return f"{name}={value} can't be divided by it"
             changes[name] = own
@@ -177,10 +180,6 @@ class Divisible(ABC):
     @abstractmethod
     def divided(self, num_ranks: int) -> Self | None:
         """Return the sizes of one rank; None: they don't divide."""
-
-
-def _quotient(size: int, num_ranks: int) -> int | None:
-    return None if size % num_ranks else size // num_ranks
 
 
 class ConfigReader(ValueReader):

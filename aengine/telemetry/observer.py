@@ -76,7 +76,7 @@ class Observer:
                 times.scheduled = now
 
     def note_answer(self, begun: Collection[Request], num_rows: int, before: float) -> float:
-        """Return a step was answered: ``num_rows`` requests got tokens, and those of ``begun`` their first one.
+        """Note that a step was answered: ``num_rows`` requests got tokens, and those of ``begun`` their first one.
         ``before``: when the replica's last step was; returns when this was."""
         now = perf_counter()
         gap = now - before

@@ -72,7 +72,7 @@ class Worker:
             raise
         except BaseException as error:
             self._logs.publish()
-            self._report_error(error)
+            self._channel.publish(Kind.ERROR, self._step_id, pack(_report_of(error)))
             return 1
         finally:
             self._ended.set()
@@ -270,11 +270,6 @@ class Worker:
         if self._loading.extension is None:
             raise ValueError("a call came before ALLOCATE")
         return self._loading.extension.call(method, arguments)
-
-    # -- errors
-
-    def _report_error(self, error: BaseException) -> None:
-        self._channel.publish(Kind.ERROR, self._step_id, pack(_report_of(error)))
 
 
 def _report_of(error: BaseException) -> dict[str, str]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from ...errors import EngineClosedError, EngineError
 from ...limits.ulimits import is_out_of_memory, limit_hint, memory_ulimit_hint
 from ...telemetry.listeners import Listeners
-from ..threads.loop_ownership import foreign_process, other_loop, running_loop
+from ..threads.loop_ownership import foreign_process, loop_here, other_loop, running_loop
 from .handle import CoreHandle, Submission
 
 if TYPE_CHECKING:
@@ -237,11 +237,7 @@ class LocalHandle(CoreHandle):
     def running_core(self) -> EngineCore:
         """Return the core for calls that only its own loop may make. Raises EngineClosedError elsewhere."""
         core = self.open_core()
-        try:
-            here = asyncio.get_running_loop()
-        except RuntimeError:
-            here = None
-        if here is not core.loop:
+        if loop_here() is not core.loop:
             if core.loop.is_closed():
                 core.abandon()
             raise other_loop(self, is_closed=core.loop.is_closed())

@@ -16,7 +16,7 @@ _MOVABLE = (RequestStatus.NEW, RequestStatus.WAITING, RequestStatus.WAITING_FOR_
 
 
 _BEGUN_ELSEWHERE = -1
-"""Milestone of a request that was moved after it had had steps, until its next one."""
+"""The `next_check_len` of a request that was moved after it had had steps, until its next one."""
 
 
 def num_cached(scheduler: Scheduler, request: Request) -> int:
@@ -53,7 +53,7 @@ def take_out(scheduler: Scheduler, requests: Sequence[Request]) -> list[Request]
         scheduler.rows.preempted.drop(request)
         scheduler.parallel_sampling.release(request)
         request.status = RequestStatus.NEW
-        if request.next_check_len:
+        if request.has_begun:
             request.next_check_len = _BEGUN_ELSEWHERE
         request.root_hash, request.block_hashes, request.is_long = None, [], False
     return left

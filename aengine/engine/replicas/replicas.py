@@ -142,7 +142,7 @@ class Replicas:
         self._forget(request, source)
         left = take_out(source.scheduler, request.requests)
         target = request.replica = self._route(request, candidates)
-        if left[0].next_check_len:  # it has had its first step, of which `_begun` is told
+        if left[0].has_begun:  # it has had its first step, of which `_begun` is told
             self._balancer.begin(target.index, request.request_id)
         for one in left:
             target.steps.add(one)

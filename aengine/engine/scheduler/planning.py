@@ -180,7 +180,7 @@ class StepPlan:
             rows.take(request)
             rows.prefixes.lead(request)
             num_known += num_tokens
-            if request.next_check_len == 0:  # its first time here: what it finds later may be its own
+            if not request.has_begun:  # its first time here: what it finds later may be its own
                 request.begin()
                 request.num_cached_tokens = num_cached
                 self.newcomers.append(request)

@@ -206,9 +206,14 @@ class Request:
         )
 
     @property
+    def has_begun(self) -> bool:
+        """Whether it has had a row, here or elsewhere."""
+        return self.next_check_len != 0
+
+    @property
     def is_preempted(self) -> bool:
         """Whether it has had a row, and waits for another."""
-        return self.next_check_len != 0 and self.status in (RequestStatus.WAITING, RequestStatus.HELD)
+        return self.has_begun and self.status in (RequestStatus.WAITING, RequestStatus.HELD)
 
     @property
     def num_pending(self) -> int:

@@ -87,6 +87,11 @@ def is_pointer(ref: object) -> bool:
     return isinstance(ref, str) and (ref == "#" or ref.startswith("#/"))
 
 
+def pointer_to(path: Path) -> str:
+    """Return the JSON pointer of a place, "/..."; not quoted for a URI."""
+    return "".join("/" + str(key).replace("~", "~0").replace("/", "~1") for key in path)
+
+
 def pointed_at(root: object, ref: str) -> tuple[Path, Any] | None:
     """Return the target of the JSON pointer ``ref``, "#" or "#/...", with its path; None if there is nothing."""
     value: Any = root

@@ -7,24 +7,31 @@ import asyncio
 from ...errors import EngineClosedError, InvalidRequestError
 
 
-def running_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop that the caller runs on. Raises InvalidRequestError where there is none of asyncio's."""
+def loop_here() -> asyncio.AbstractEventLoop | None:
+    """Return the event loop that the caller runs on; None: there is none."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
+        return None
+
+
+def running_loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop that the caller runs on. Raises InvalidRequestError where there is none of asyncio's."""
+    loop = loop_here()
+    if loop is None:
         raise InvalidRequestError(
             "no asyncio event loop runs here, and AsyncLLM needs one (asyncio's or uvloop's). Under trio or curio, or "
             "in a thread without a loop, use the blocking aengine.LLM in a thread: "
             "await trio.to_thread.run_sync(llm.generate, prompt)"
-        ) from None
+        )
+    return loop
 
 
 def check_may_block(engine_loop: asyncio.AbstractEventLoop | None, *, any_thread: bool) -> None:
     """Raise InvalidRequestError in the engine's own thread, which a blocking call would wait for; and, unless
     ``any_thread`` may be blocked, on the thread of any running event loop."""
-    try:
-        here = asyncio.get_running_loop()
-    except RuntimeError:
+    here = loop_here()
+    if here is None:
         return
     if here is engine_loop:
         raise InvalidRequestError(

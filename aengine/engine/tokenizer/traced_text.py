@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class TracedText(str):
     def origin_of(self, start: int, end: int) -> list[Origin]:
         """Return where those of the characters start to end come from that came out of messages."""
         found = []
-        for first, last, origin in self.spans[max(0, bisect_right(self.spans, start, key=_start_of) - 1) :]:
+        for first, last, origin in self.spans[max(0, bisect_right(self.spans, start, key=itemgetter(0)) - 1) :]:
             if first >= end:
                 break
             if last > start:
@@ -151,10 +152,6 @@ class TracedText(str):
         if not old:
             return traced(self.plain().replace(old, new, count), origin_within((self, new)))
         return TracedText(new, spans_of(new)).join(self.split(old, count))
-
-
-def _start_of(span: Span) -> int:
-    return span[0]
 
 
 _NOTHING = "\uffff"  # a code point that is no character

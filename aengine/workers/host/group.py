@@ -128,9 +128,13 @@ class WorkerGroup:
             except OSError as error:
                 raise EngineError(f"the workers can't be started: {error}{limit_hint(str(error))}") from error
             ranks = [replace(rank, rendezvous=f"/proc/self/fd/{rendezvous}") for rank in ranks]
+        loop, shared = asyncio.get_running_loop(), self._shared_fds
         for rank in ranks:
-            await self._start(config, rank, target, bitmask_bytes, on_frames, on_death)
-            self.check()
+            channel = await _new_channel(config.ring_bytes, bitmask_bytes)
+            if self.failure is not None:
+                channel.close()
+                raise self.failure
+            self._workers.append(WorkerProcess(config, rank.index, channel, loop, on_frames, on_death, target, shared))
         places: list[dict[str, Any]] = [{"rank": rank.to_wire()} for rank in ranks]
         for place, rank in zip(places, ranks, strict=True):
             if leads:
@@ -140,23 +144,6 @@ class WorkerGroup:
     def share_fd(self, fd: int) -> None:
         """Have the workers that are started from now on inherit a descriptor, by the same number; `close` closes it."""
         self._shared_fds += (fd,)
-
-    async def _start(
-        self,
-        config: EngineConfig,
-        rank: Rank,
-        target: str,
-        bitmask_bytes: int,
-        on_frames: OnFrames,
-        on_death: OnDeath,
-    ) -> None:
-        channel = await _new_channel(config.ring_bytes, bitmask_bytes)
-        if self.failure is not None:
-            channel.close()
-            raise self.failure
-        loop = asyncio.get_running_loop()
-        shared = self._shared_fds
-        self._workers.append(WorkerProcess(config, rank.index, channel, loop, on_frames, on_death, target, shared))
 
     def check(self) -> None:
         """Raise `failure` if there is one."""

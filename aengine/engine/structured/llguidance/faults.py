@@ -16,7 +16,7 @@ import llguidance
 
 from ....errors import GrammarError
 from ..backend import MatcherError, MatcherLimitError
-from ..schema_walk import Path, is_pointer, json_path, pointed_at, relocated, subschemas, walk
+from ..schema_walk import Path, is_pointer, json_path, pointed_at, pointer_to, relocated, subschemas, walk
 from ..spec import GrammarSpec
 from .json_schema import json_options, readable_text
 
@@ -121,7 +121,7 @@ def place_of_fault(spec: GrammarSpec) -> str:
 
     def fault(path: Path) -> str:
         """Return what is said of a part by itself, with everything that it may refer to."""
-        return refusal("#/$defs/root" + _pointer(path))
+        return refusal("#/$defs/root" + quote(pointer_to(path)))
 
     path: Path = ()
     found = fault(path)
@@ -185,7 +185,3 @@ def _at(root: Any, path: Path) -> Any:
     for key in path:
         root = root[key]
     return root
-
-
-def _pointer(path: Path) -> str:
-    return "".join("/" + quote(str(key).replace("~", "~0").replace("/", "~1")) for key in path)

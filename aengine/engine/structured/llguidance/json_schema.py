@@ -23,7 +23,7 @@ from urllib.parse import unquote
 
 from ....errors import GrammarError
 from ..patterns import UntranslatablePattern, rust_pattern
-from ..schema_walk import Path, is_pointer, json_path, walk
+from ..schema_walk import Path, is_pointer, json_path, pointer_to, walk
 from .numbers import inexact_value, says_nothing, unusable_bound
 
 _TELLING = re.compile(
@@ -112,7 +112,7 @@ def _is_used(path: Path, refs: list[str]) -> bool:
     """Return whether a place of a schema is in no definition, or in one that something refers to; ``refs``: sorted."""
     for depth, key in enumerate(path[:-1]):
         if key in ("$defs", "definitions"):
-            pointer = "#/" + "/".join(str(key).replace("~", "~0").replace("/", "~1") for key in path[: depth + 2])
+            pointer = "#" + pointer_to(path[: depth + 2])
             at = bisect_left(refs, pointer)
             return at < len(refs) and refs[at].startswith(pointer)
     return True
