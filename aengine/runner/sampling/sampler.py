@@ -165,8 +165,7 @@ class Sampler:
         for feature in features:
             feature.apply(logits, rows, rows_device, scalars, batch.spec_decode)
         self._apply_bitmasks(logits, batch)
-        cutoff = self._cutoff_of(logits, batch)
-        token_ids, checks = gumbel_sample(logits, scalars.temperature, scalars.seed, scalars.num_tokens, cutoff)
+        token_ids, checks, cutoff = self._choose(logits, batch)
         for feature in features:
             feature.commit(token_ids, rows_device, scalars, batch.spec_decode)
         logprobs = None
@@ -249,9 +248,10 @@ class Sampler:
             self._bitmasks.to_device(bits, place)
             apply_bitmask(logits, to_device(rows, logits.device), place)
 
-    def _cutoff_of(self, logits: Tensor, batch: SampleBatch) -> Tensor:
-        """Return `find_cutoff` of the batch's logits, without a look at them where no row has a cutoff."""
+    def _choose(self, logits: Tensor, batch: SampleBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw one token a row. Returns (ids int64 [n], checks float32 [n], cutoffs float32 [n])."""
         scalars = batch.scalars
-        if not self._cuts[batch.rows].any():
-            return torch.full_like(scalars.temperature, -torch.inf)
-        return find_cutoff(logits, scalars.temperature, scalars.top_k, scalars.top_p, scalars.min_p)
+        cutoff = torch.full_like(scalars.temperature, -torch.inf)
+        if self._cuts[batch.rows].any():
+            cutoff = find_cutoff(logits, scalars.temperature, scalars.top_k, scalars.top_p, scalars.min_p)
+        return *gumbel_sample(logits, scalars.temperature, scalars.seed, scalars.num_tokens, cutoff), cutoff
