@@ -46,8 +46,8 @@ run: export PROMPT_TEXT = $(PROMPT)
 chat: $(STAMP) ## a chat in the terminal
 	@$(BIN)/aengine chat '$(MODEL)'
 
-test: $(TESTS) ## the tests, JOBS=2 at a time
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+test: $(TESTS) ## the tests, JOBS=2 at a time; not those of kernels that are as they were when these passed
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --unless-known
 
 test-fast: $(TESTS) ## the units of the host half: no workers, no servers, no models
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "not slow and not extended"

@@ -103,6 +103,7 @@ def _use_own_cache() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--unless-known", action="store_true", help="leave out tests/kernels where it is known to pass")
     parser.addoption("--seed", type=int, help="of the random numbers of `rng`: the one that was printed with a failure")
 
 
@@ -119,7 +120,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """`make test-fast` does not even import the slow folders."""
+    """`make test-fast` does not even import the slow folders, nor `make test` what is known to pass as it is."""
+    if config.option.unless_known and not HAS_GPU:
+        from unchanged import is_known
+
+        if is_known(collection_path):
+            return True
     is_slow = collection_path.parent == Path(__file__).parent and collection_path.name in SLOW
     is_slow |= collection_path.name in SLOW_FILES
     return True if is_slow and "not slow" in config.option.markexpr else None
@@ -218,6 +224,27 @@ def few_idle_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     sharing = DecodeWorkspace.sharing
     if not HAS_GPU:
         monkeypatch.setattr(DecodeWorkspace, "sharing", lambda self, n: sharing(self, n)._replace(max_extra=24))
+
+
+@pytest.fixture
+def wide_programs(monkeypatch: pytest.MonkeyPatch, few_idle_programs: None) -> None:
+    """A product of one row in a tenth of its programs, for tests of whole models: the interpreter takes a millisecond
+    for each, however much it multiplies. The tests of kernels have the real tiles."""
+    if HAS_GPU:
+        return
+    pytest.importorskip("triton")
+    from aengine.kernels.decode_plan import DecodeWorkspace
+    from aengine.kernels.triton import linear_gemv, linear_grouped
+
+    for module, name in (
+        (linear_gemv, "_gemv_blocks"),
+        (linear_gemv, "_gemv_blocks_of_codes"),
+        (linear_grouped, "_gemv_blocks"),
+    ):
+        blocks = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *shape, of=blocks: (32, *of(*shape)[1:]))
+    sharing = DecodeWorkspace.sharing
+    monkeypatch.setattr(DecodeWorkspace, "sharing", lambda self, n: sharing(self, n)._replace(max_extra=8))
 
 
 @pytest.fixture

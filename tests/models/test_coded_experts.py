@@ -38,9 +38,7 @@ from aengine.runner.weights.weight import StoredTensor
 
 
 @pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    pytest.importorskip("triton")
-
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, wide_programs: None) -> Iterator[None]:
     def coded(form: Any, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device) -> CodedExperts:
         def codes_of(own: Any) -> GroupedCodes:
             return grouped_codes(form.unpack(own))[0] if isinstance(form, UnpackedFormat) else form._codes(own)
@@ -61,7 +59,10 @@ def weights_of(folder: Path) -> Any:
 
 def test_mxfp4_of_gpt_oss(tmp_path: Path, tiny_model: TinyModel, as_on_a_gpu: None) -> None:
     """With biases, and gate and up in turn."""
-    folders = [Path(shutil.copytree(tiny_model("gpt_oss", seed=7), tmp_path / name)) for name in ("codes", "plain")]
+    folders = [
+        Path(shutil.copytree(tiny_model("gpt_oss", seed=7, num_hidden_layers=2), tmp_path / name))
+        for name in ("codes", "plain")
+    ]
     exact = mxfp4(folders[0])
     save_file(exact, folders[1] / "model.safetensors")
     weights = weights_of(folders[0])
@@ -73,7 +74,7 @@ def test_mxfp4_of_gpt_oss(tmp_path: Path, tiny_model: TinyModel, as_on_a_gpu: No
 
 @pytest.mark.parametrize("kind", ["awq", "nvfp4", "blocks"])
 def test_codes_of_a_mixture(kind: str, tmp_path: Path, as_on_a_gpu: None) -> None:
-    own = write_tiny_model(tmp_path / "own", "qwen3_moe", seed=3, **MOE)
+    own = write_tiny_model(tmp_path / "own", "qwen3_moe", seed=3, num_hidden_layers=2, **MOE)
     plain = Path(shutil.copytree(own, tmp_path / "plain"))
     exact = write_quantised(own, kind) if kind == "blocks" else write(own, kind)
     save_file(exact, plain / "model.safetensors")
@@ -93,7 +94,10 @@ def test_stacks_of_a_gguf(
     arch: str, overrides: dict[str, Any], kinds: list[Q], tmp_path: Path, as_on_a_gpu: None
 ) -> None:
     """Gate and up of different types become numbers."""
-    reference, path = make_tiny_model(arch, seed=3, **GGUF_SIZES, **overrides), tmp_path / "tiny.gguf"
+    reference, path = (
+        make_tiny_model(arch, seed=3, num_hidden_layers=2, **GGUF_SIZES, **overrides),
+        tmp_path / "tiny.gguf",
+    )
     with torch.no_grad():
         for weight in reference.parameters():
             if weight.dim() >= 2:

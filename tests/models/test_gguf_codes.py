@@ -47,7 +47,7 @@ SCALES = {
 
 
 @pytest.fixture
-def triton(monkeypatch: pytest.MonkeyPatch, quick_interpreter: None) -> None:
+def triton(monkeypatch: pytest.MonkeyPatch, quick_interpreter: None, wide_programs: None) -> None:
     """Blocks become codes as on a GPU, and Triton's interpreter multiplies them."""
 
     def make(form: GgufFormat, tensors: Mapping[str, torch.Tensor]) -> GroupedWeight:
@@ -121,7 +121,7 @@ def test_a_model_of_codes(
     arch: str, overrides: dict[str, Any], kinds: list[Q], tmp_path: Path, rng: random.Random, triton: None
 ) -> None:
     """As on a GPU, by the kernels."""
-    reference = make_tiny_model(arch, seed=rng.getrandbits(30), **SIZES, **overrides)
+    reference = make_tiny_model(arch, seed=rng.getrandbits(30), num_hidden_layers=2, **SIZES, **overrides)
     with torch.no_grad():
         for weight in reference.parameters():
             if weight.dim() >= 2:

@@ -252,7 +252,7 @@ def test_torch(rng: random.Random, gen: torch.Generator) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("graphs", some([False, True], True))
-@pytest.mark.usefixtures("few_idle_programs")
+@pytest.mark.usefixtures("wide_programs")
 def test_triton(rng: random.Random, gen: torch.Generator, graphs: bool) -> None:
     """``graphs``: a step of decodes alone takes the fused kernel."""
     pytest.importorskip("triton")

@@ -22,7 +22,7 @@ from aengine.runner.sampling.bitmask_memory import HostBitmasks
 from aengine.runner.sampling.sampler import Sampler, SamplerOutput, Sampling
 from aengine.runner.staged_writes import StagedArena
 
-VOCAB, ROWS, DRAWS, P_MIN = 40, 500, 10_000, 1e-9
+VOCAB, ROWS, DRAWS, P_MIN = 40, 500, 5_000, 1e-7
 PROMPT, GENERATED = [1, 2, 3, 2], [3, 4, 4, 4]
 BAD_WORDS = [[7], [4, 8], [3, 4, 4, 4, 9], [4, 4, 10], [3, 4, 11], [2, 3, 4, 4, 4, 12], [9, 4, 4, 13], [8, 4]]
 """The token 12 would complete a sequence that begins in the prompt, which is not forbidden."""

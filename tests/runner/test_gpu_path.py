@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 NUM_BLOCKS, BLOCK_SIZE, MAX_LEN, MAX_SEQS = 32, 16, 96, 8
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_idle_programs")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("wide_programs")]
 NUM_LAYERS = 2  # the interpreter is slow
 SHAPES = {
     "llama": {"attention_bias": True, "tie_word_embeddings": False},

@@ -20,7 +20,7 @@ from aengine.params import SamplingParams
 from aengine.runner.model_runner import ModelRunner
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))  # behind all else: that folder has a conftest.py too
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_idle_programs")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("wide_programs")]
 DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24}
 SHAPES: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 16},

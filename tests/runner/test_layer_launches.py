@@ -17,7 +17,7 @@ LAYER = ["_gemv", "_decode_attention", "_gemv", "_gemv", "_gemv"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", SHAPES)
-@pytest.mark.usefixtures("few_idle_programs")
+@pytest.mark.usefixtures("wide_programs")
 def test_a_layer_of_one_stream_is_five_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
     pytest.importorskip("triton")
     if torch.cuda.is_available():

@@ -19,7 +19,7 @@ from aengine.runner.weights.step_rows import TokenRows
 from aengine.runner.weights.weight import ExpertWeights, StoredTensor, Weight, WeightFormat
 
 pytestmark = [
-    pytest.mark.usefixtures("few_idle_programs"),
+    pytest.mark.usefixtures("wide_programs"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="its kernels run in Triton's interpreter"),
 ]
 HIDDEN_SIZE = 48  # tiny.py's

@@ -190,7 +190,7 @@ def test_completions_of_one_prompt_share_it(model: Any, rng: random.Random) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", some(MODELS, "mixed"), indirect=True)
-@pytest.mark.usefixtures("few_idle_programs")
+@pytest.mark.usefixtures("wide_programs")
 def test_right_tokens_by_the_kernels_of_a_gpu(model: Any, rng: random.Random) -> None:
     """In few steps, as the interpreter is slow: chunks, decodes, blocks that change hands, a prefix hit."""
     pytest.importorskip("triton")
