@@ -203,7 +203,7 @@ def check_told_to_stop(server: Server) -> None:
 
 
 def test_command_line(tmp_path: Path, short_model: str) -> None:
-    done = run("-m", "aengine", "run", "smollm2-135m", "-", "--max-tokens", "8", "-q", stdin="What is 2 plus 2?")
+    done = run("-m", "aengine", "run", short_model, "-", "--max-tokens", "8", "-q", stdin="What is 2 plus 2?")
     assert done.returncode == 0 and done.stdout.strip() and not done.stderr, done.stderr
     model = str(write_tiny_model(tmp_path, "llama"))
     bench = run("-m", "aengine", "bench", model, "--streams", "2", "--output-len", "4", "--repeats", "1", "-q")

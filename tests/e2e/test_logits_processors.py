@@ -14,7 +14,7 @@ from short_model import kv_memory
 from aengine import AsyncLLM, InvalidRequestError, ModelLoadError, SamplingParams, StructuredOutput
 
 PROCESSORS = ["callers_processors:Residues", "thinking_budget"]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
 
 
 def settings(model: str) -> dict[str, Any]:

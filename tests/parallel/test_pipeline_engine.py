@@ -37,7 +37,7 @@ def model(tiny_model: TinyModel) -> Path:
 def work(engine: AsyncLLM, seed: int) -> list[asyncio.Task[Completion]]:
     """Requests of many kinds, each of which has one right answer."""
     rng = random.Random(seed)
-    greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    greedy = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
     kinds = [
         greedy,
         greedy.replace(temperature=0.9, seed=5, extra_args={"residues": {"modulus": 7}}),
@@ -88,7 +88,7 @@ async def test_any_request(model: Path, expected: list[Any]) -> None:
 def repeating(engine: AsyncLLM, seed: int) -> list[asyncio.Task[Completion]]:
     """Requests whose answers repeat themselves, or are forced by a grammar in part, with all that one may ask for."""
     rng = random.Random(seed)
-    base = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logit_bias={70: 30.0})
+    base = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logit_bias={70: 30.0})
     forced = SamplingParams(
         max_tokens=40, structured_output=StructuredOutput(regex="abcabcabcabc[a-f]{2,5}(one|two) end")
     )

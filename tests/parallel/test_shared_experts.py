@@ -81,7 +81,7 @@ async def test_one_replica_has_nothing_to_do(model: Path, expected: Sequence[Any
         running = asyncio.create_task(engine.generate([50, 51], GREEDY))
         await asyncio.sleep(0)
         assert await engine.drain(60)
-        assert len((await running).token_ids) == 20
+        assert len((await running).token_ids) == GREEDY.max_tokens
 
 
 class Slow:
@@ -109,7 +109,7 @@ async def test_a_call_that_takes_longer_on_one_replica(model: Path) -> None:
         await engine.generate([50, 51], GREEDY)
         call = asyncio.create_task(engine.collective_rpc("hold", 6.0))
         await asyncio.sleep(0.1)  # the call has begun, most likely
-        assert len((await engine.generate([50, 51], GREEDY)).token_ids) == 20
+        assert len((await engine.generate([50, 51], GREEDY)).token_ids) == GREEDY.max_tokens
         assert await call == [0, 1]
         assert engine.statistics().num_restarts == 0
 
@@ -131,7 +131,7 @@ def test_models_without_experts_do_not_share() -> None:
 
 async def test_drafts_and_swapped_requests(model: Path, expected: Sequence[Any]) -> None:
     """Steps with drafts are steps with prompts to the others of a round; so are those in which pages come back."""
-    small = SETTINGS | {"kv_cache_memory_bytes": 1 << 17, "block_size": 4, "swap_space_bytes": 1 << 20}
+    small = SETTINGS | {"kv_cache_memory_bytes": 3 << 15, "block_size": 4, "swap_space_bytes": 1 << 20}
     async with AsyncLLM(model, speculation="ngram_worker", **small | SHARED) as engine:
         found = [essence(completion) for completion in await asyncio.gather(*work(engine))]
         assert [choices for choices, *_ in found] == [choices for choices, *_ in expected]
@@ -143,7 +143,7 @@ async def test_fp8_keys_and_values(model: Path) -> None:
     """Of one rank, and of replicas that measure their scales together before the first round. One request may have met
     a number in the middle between two codes."""
     expected = await answers(model, kv_cache_dtype="fp8")
-    small = {"kv_cache_memory_bytes": 1 << 15, "block_size": 4, "swap_space_bytes": 1 << 20}
+    small = {"kv_cache_memory_bytes": 24 << 10, "block_size": 4, "swap_space_bytes": 1 << 20}
     more = {"kv_cache_dtype": "fp8", "speculation": "ngram_worker"}
     async with AsyncLLM(model, **SETTINGS | SHARED | small | more) as engine:
         assert engine.describe()["kv_cache_scales"] == "calibrated"

@@ -163,7 +163,7 @@ async def test_a_worker_that_scribbles_on_its_rings(seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(170)
-@pytest.mark.parametrize("cases", some([6, 40], 6))
+@pytest.mark.parametrize("cases", some([3, 40], 3))
 def test_spoiled_model_files(cases: int) -> None:
     """The same cases each time; `make stress` runs others. In a process of its own: it forks one for each case,
     which a process with threads must not."""
