@@ -13,9 +13,11 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
+from json import dumps, loads
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from .errors import InvalidRequestError
 from .limits.bounds import MAX_PROCESSORS
@@ -162,11 +164,12 @@ class EngineConfig:
     """Seconds that requests which decode may wait for a step with prompts: it has as many tokens of these as steps so
     far had in that time, and with a small model on a GPU no more than run as one launch (2,304). It may take six times
     as long as it would without prompts, and longer where many requests wait for their first token. None: no limit."""
-    speculation: str = "none"
+    speculation: str | Mapping[str, Any] = "none"
     """Which tokens are guessed, so that a step brings several where the guess is right (docs/speculation.md); the
     output is the same. "suffix", or "ngram": those that came after the last ones where these occurred before, in the
     prompt or in the completion; "suffix_past": or in the outputs of earlier requests of the same cache_salt;
-    "ngram_worker": found by the worker. Or the name of an entry point in the group "aengine.proposers"."""
+    "ngram_worker": found by the worker; {"method": "draft_model", "model": PATH, "tokens": 4}: what a smaller model of
+    the same tokenizer says. Or the name of an entry point in the group "aengine.proposers"."""
     tensor_parallel_size: int = 1
     """Ranks that share each layer of the model (docs/parallel.md): a GPU each; with device="cpu" a process each."""
     pipeline_parallel_size: int = 1
@@ -333,7 +336,7 @@ class EngineConfig:
                 "device", self.device, "a name without numbers with executor='ray', as Ray chooses the GPUs"
             )
         _check_target("worker", self.worker, WORKERS, "module:function")
-        _check_speculation(self.speculation)
+        object.__setattr__(self, "speculation", _checked_speculation(self.speculation))
         _check_processors(self.logits_processors)
         object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
         if self.worker_extension is not None and not _is_in_module(self.worker_extension):
@@ -363,6 +366,12 @@ class EngineConfig:
     def max_logits(self) -> int:
         """Most rows of logits of a step, of which a request may have several."""
         return max(self.max_num_seqs, LEAST_LOGITS)
+
+    @property
+    def speculation_settings(self) -> SpeculationSettings:
+        text = self.speculation
+        assert isinstance(text, str), "it was checked"
+        return SpeculationSettings(**loads(text)) if text.startswith("{") else SpeculationSettings(text)
 
     @property
     def steps_in_flight(self) -> int:
@@ -460,11 +469,41 @@ def _check_processors(names: object) -> None:
         _check_target("logits_processors", name, PROCESSORS, "module:Class")
 
 
-def _check_speculation(name: object) -> None:
-    """Raise InvalidRequestError unless it is a known name."""
+class SpeculationSettings(NamedTuple):
+    """The setting ``speculation``, read."""
+
+    method: str
+    model: str = ""  # what a method that has weights loads; "": the method has none
+    tokens: int = 4  # most guesses of a request in a step, where the worker makes them by a model
+
+
+_WITH_MODEL = ("draft_model",)
+"""Methods that need a model of their own."""
+
+
+def _checked_speculation(given: object) -> str:
+    """Return the setting as a text: a method's name, or more about it in JSON. Raises InvalidRequestError."""
+    how: object = {"method": given}
+    if isinstance(given, Mapping):
+        how = {("tokens" if name == "num_speculative_tokens" else name): value for name, value in given.items()}
+    elif isinstance(given, str) and given.startswith("{"):
+        with suppress(ValueError):
+            return _checked_speculation(loads(given))
+    name = how.get("method") if isinstance(how, Mapping) else None
     if not isinstance(name, str) or (name != "none" and target_of(PROPOSERS, name) is None):
         known = ("none", *registered(PROPOSERS))
-        raise not_valid("speculation", name, f"one of {', '.join(map(repr, known))}")
+        raise not_valid("speculation", given, f"one of {', '.join(map(repr, known))}, or settings with a method")
+    assert isinstance(how, Mapping)
+    if (unknown := set(how) - set(SpeculationSettings._fields)) or not isinstance(how.get("model", ""), str):
+        wanted = f"settings of {', '.join(SpeculationSettings._fields)}, not {', '.join(map(repr, unknown))}"
+        raise not_valid("speculation", given, wanted if unknown else "settings whose model is a text")
+    if bool(how.get("model")) != (name in _WITH_MODEL):
+        wanted = f'{{"method": "{name}", "model": PATH}}' if name in _WITH_MODEL else "settings without a model"
+        raise not_valid("speculation", given, wanted)
+    tokens = how.get("tokens", 4)
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= 16:
+        raise not_valid("speculation", given, "settings whose tokens are 1 to 16")
+    return name if set(how) == {"method"} else dumps(how)
 
 
 def _is_in_module(name: object) -> bool:
@@ -545,7 +584,9 @@ PLATFORMS = "aengine.platforms"
 
 _OWN = {
     WORKERS: {"default": "aengine.runner.startup.begin:load_model"},
-    PROPOSERS: dict.fromkeys(("suffix", "ngram", "suffix_past", "ngram_worker"), "aengine.engine.speculation.proposer"),
+    PROPOSERS: dict.fromkeys(
+        ("suffix", "ngram", "suffix_past", "ngram_worker", "draft_model"), "aengine.engine.speculation.proposer"
+    ),
     PROCESSORS: {"thinking_budget": "aengine.runner.sampling.features.thinking_budget:ThinkingBudget"},
     PLATFORMS: {
         "cuda": "aengine.runner.platforms.cuda:CudaPlatform",

@@ -3,12 +3,14 @@
     python benchmarks/draft_costs.py --shape llama-3.1-8b --rows 1 8 32 --drafts 3 7     # dummy weights
     python benchmarks/draft_costs.py --shape llama-3.1-8b --set quantization='"fp8"' --prompt-logprobs 8192
     python benchmarks/draft_costs.py --model smollm2-135m --rows 1 4 16 --drafts 1 3 7 15
+    python benchmarks/draft_costs.py --shape llama-3.1-8b --draft-shape llama-3.2-1b --rows 1 8 32 --drafts 1 3 4
 
 In the whole engine: as each step brings each stream one token, milliseconds a step are seconds by tokens. Plain steps
 and those with drafts take turns in one engine; medians of the rounds. "drafts" is how many a row had in the mean: less
 than k where there was no room for more. "cpu_ms" is the worker's CPU time, which says more than "ms" where other
 programs run and the worker has one thread. ``--prompt-logprobs``: milliseconds of a prompt of so many tokens with
-log-probabilities of each, beside a plain prefill of as many, in turns.
+log-probabilities of each, beside a plain prefill of as many, in turns. ``--draft-shape``: a draft model in the worker
+makes the drafts.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from typing import Any
 from engine_bench import SHAPES
 
 from aengine import AsyncLLM, SamplingParams
+from aengine.config import SpeculationSettings
 from aengine.engine.scheduler.request import Request
 from aengine.engine.speculation import choice, proposer
 from aengine.engine.speculation.budget import DraftBudget
@@ -37,7 +40,7 @@ from aengine.engine.speculation.history import NO_GUESS, DraftHistory, Guess
 class Wrong(DraftHistory):
     """Drafts of random tokens, as many as are measured now."""
 
-    count, vocab_size = 0, 1000
+    count, vocab_size, in_worker = 0, 1000, False
 
     def note_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         pass
@@ -46,11 +49,12 @@ class Wrong(DraftHistory):
         count = min(Wrong.count, most)
         if not count:
             return NO_GUESS
-        return Guess([random.randrange(Wrong.vocab_size) for _ in range(count)], [1.0] * count)
+        ids = [-1 if Wrong.in_worker else random.randrange(Wrong.vocab_size) for _ in range(count)]
+        return Guess(ids, [1.0] * count)
 
 
-def drafts_of_any_cost(name: str, vocab_size: int) -> type[Wrong]:
-    Wrong.vocab_size = vocab_size
+def drafts_of_any_cost(chosen: SpeculationSettings, vocab_size: int) -> type[Wrong]:
+    Wrong.vocab_size, Wrong.in_worker = vocab_size, chosen.method == "draft_model"
     return Wrong
 
 
@@ -112,6 +116,7 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--shape", choices=list(SHAPES), help="in place of --model: dummy weights")
+    parser.add_argument("--draft-shape", choices=list(SHAPES), help="of a draft model in the worker")
     parser.add_argument("--set", action="append", default=[], help="a setting, KEY=JSON")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32])
     parser.add_argument("--drafts", type=int, nargs="+", default=[3, 7])
@@ -124,7 +129,10 @@ async def main() -> None:
     choice.CostBudget = lambda most_positions, growth: DraftBudget(most_positions)  # type: ignore[assignment,misc]
     settings: dict[str, Any] = {"speculation": "suffix", "max_model_len": 1024 + args.prompt_logprobs}
     settings |= {key: json.loads(value) for key, value in (item.split("=", 1) for item in args.set)}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as drafting:
+        if args.draft_shape:
+            (Path(drafting) / "config.json").write_text(json.dumps(SHAPES[args.draft_shape]))
+            settings["speculation"] = {"method": "draft_model", "model": drafting, "tokens": max(args.drafts)}
         model = args.model
         if args.shape:
             model = folder

@@ -337,6 +337,8 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
     "drafts": (
         {"draft", "drafts", "drafted", "Drafts", "DraftVerifier", "DraftColumns", "DraftHistory", "DraftStep"},
         {
+            "config.py",  # its setting
+            "settings.py",
             "engine/replicas/replica.py",  # chooses who makes them, and has their counts
             "engine/grammar_gate.py",  # proposes what a grammar forces, and has rows of bitmasks after each draft
             "engine/structured/",
@@ -348,6 +350,7 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
             "runner/sampling/features/bad_words.py",
             "runner/sampling/features/token_lists.py",
             "runner/speculation/",
+            "runner/startup/draft.py",  # loads what makes them
             "runner/startup/load.py",  # captures their graphs
             "runner/startup/profile.py",
             "runner/startup/setup.py",

@@ -141,13 +141,13 @@ class GroupBatch:
 
     @classmethod
     def gather(
-        cls, plan: BatchPlan, group: KVCacheGroup, table: Tensor, idx_mapping: Tensor, seq_lens: Tensor
+        cls, query_lens: Rows, group: KVCacheGroup, table: Tensor, idx_mapping: Tensor, seq_lens: Tensor
     ) -> GroupBatch:
-        """``seq_lens``: int32 [num_reqs], on the CPU; the plan's may be upper bounds."""
+        """``seq_lens``: int32 [num_reqs], on the CPU; a plan's may be upper bounds."""
         size, lens = group.block_size, seq_lens.tolist()
         first: Tensor | None = None
         if group.window:
-            skipped = np.maximum(np.array(lens) - plan.query_lens - group.window + 1, 0) // size
+            skipped = np.maximum(np.array(lens) - query_lens - group.window + 1, 0) // size
             lens = (lens - skipped * size).tolist()
             first = torch.from_numpy(skipped)
         width = -(-max(lens) // size)
@@ -172,7 +172,7 @@ class InputBatch:
         """Gather the blocks of each KV group, for attention by ops of torch."""
         tables, seq_lens = self.tables, self.inputs.seq_lens
         return [
-            GroupBatch.gather(self.plan, group, table, self.idx_mapping, seq_lens)
+            GroupBatch.gather(self.plan.query_lens, group, table, self.idx_mapping, seq_lens)
             for group, table in zip(tables.groups, tables.of_group, strict=True)
         ]
 

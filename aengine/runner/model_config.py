@@ -174,6 +174,24 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
 
+@dataclass(frozen=True, slots=True)
+class AttendingLayers:
+    """What a KV cache needs to know of the layers of several models, those of one behind those of another."""
+
+    kv_layers: tuple[LayerKV, ...]
+    query_heads: tuple[int, ...]
+    ropes: tuple[RopeConfig, ...]
+
+    @classmethod
+    def of(cls, *configs: ModelConfig) -> Self:
+        kept: list[LayerKV] = []
+        for config in configs:
+            first = len(kept)
+            kept += (SharedKV(first + kv.layer) if isinstance(kv, SharedKV) else kv for kv in config.kv_layers)
+        heads = tuple(count for config in configs for count in config.query_heads)
+        return cls(tuple(kept), heads, tuple(rope for config in configs for rope in config.ropes))
+
+
 class Divisible(ABC):
     """Sizes that are divided among ranks together."""
 

@@ -45,6 +45,7 @@ from .sampling.logprob_modes import RAW_LOGPROBS, LogprobsMode
 from .sampling.sampler import LogprobRows, Sampler, Sampling
 from .sampling.vocabulary import Vocabulary
 from .speculation.drafts import DraftVerifier
+from .speculation.proposer import FINDS_IN_ROWS, ProposerSource, RunnerParts
 from .speculation.speculation import Verifier
 from .staged_writes import StagedArena
 from .transfer import to_device
@@ -90,6 +91,9 @@ class KvMemory(Protocol):
         """Return the attention of a decode in which a row is named once for each of its tokens, at ``positions`` (int64
         [n]), which follow each other; otherwise as `bind_decode`."""
 
+    def op_by_op(self, bound: Any) -> Any:
+        """Return what `bind` or `bind_batch` gave as layers use it that run op by op, whatever the model's own do."""
+
     def bind_batch(self, inputs: PreparedInputs, rows: Tensor, block_table: Tensor) -> Any:
         """Return the attention of any batch, padded, over memory that graphs replay; rows are those of
         `bind_decode`."""
@@ -129,6 +133,11 @@ class ExecuteModelState:
 class ModelRunner:
     """Rows, model and sampler of one rank. Not thread-safe; the phases alternate, or it raises InternalError."""
 
+    graphs: CudaGraphManager | None = None
+    batch_graphs: BatchGraphs | None = None
+    _state: ExecuteModelState | None = None
+    _preparations: list[Preparation] | None = None  # None: to be looked for when asked
+
     def __init__(
         self,
         model: Model,
@@ -153,6 +162,7 @@ class ModelRunner:
         compiled: Callable[[Tensor], Model] | None = None,
         processors: Sequence[Callable[[RequestState, int], SamplingFeature]] = (),
         logprobs_mode: LogprobsMode = RAW_LOGPROBS,
+        proposer: ProposerSource = FINDS_IN_ROWS,
     ) -> None:
         """``graph_sizes``: batch sizes of decode steps that run as one launch; None: all run op by op.
         ``position_sizes``: as these, of rows with several positions, by the positions; empty: they run as steps with
@@ -161,7 +171,8 @@ class ModelRunner:
         logits this rank has; None: all. ``processors``, ``logprobs_mode``: see `Sampler`. ``exchange``: what this rank
         exchanges of each step with others; None: there are none, and it decides by itself what to leave out of a step
         that it has no memory for. ``page_copies``: how pages are copied beyond the pool; ``step_rows``: what is told
-        whose tokens a step has; ``compiled``: makes what runs in place of the model, of the persistent block tables.
+        whose tokens a step has; ``compiled``: makes what runs in place of the model, of the persistent block tables;
+        ``proposer``: what makes the one that guesses tokens on the device.
 
         Ranks exchange tensors within a step, as the SchedulerOutputs alone tell: all of them do the same. Whether a
         step runs as a graph or op by op is each rank's own matter."""
@@ -189,26 +200,23 @@ class ModelRunner:
         self.num_logits = vocabulary.share_size  # logits of each row on this rank
         self.sampler = Sampler(self.requests, vocab_size, self._bitmasks, vocabulary, processors, logprobs_mode)
         self._row_faults: dict[int, tuple[str, str]] = {}  # type and message of the fault of a row's request, by row
-        self._state: ExecuteModelState | None = None
         self._copy_out = OutputCopier(platform)
         self._memory = OutOfMemory(platform, is_alone=self._exchange.is_alone, may_repeat=not self.tables.has_states)
         parts = (self.requests, self, self.sampler, max_in_flight_steps, self._bitmasks, platform)
-        self.graphs: CudaGraphManager | None = None
         if graph_sizes:
             if self.samples:
                 self.sampler.reserve()
             sized = *parts[:3], max(graph_sizes), *parts[3:]
             step = DecodeStep(*sized, samples=self.samples, sampled=self._exchange.sampled_ids)
             self.graphs = CudaGraphManager(step, graph_sizes, platform, enforce_eager=enforce_eager)
-        verified = (position_sizes, parts, enforce_eager, self._exchange.has_tokens)
+        self.proposer = proposer.make(RunnerParts(self.requests, self.tables, kv_memory, platform, enforce_eager))
+        verified = (position_sizes, parts, enforce_eager, self._exchange.has_tokens, self.proposer)
         speculation = Verifier(self.requests) if self.tables.has_states else DraftVerifier(self.requests, *verified)
         self.speculation: Verifier = speculation
-        self.batch_graphs: BatchGraphs | None = None
         if graph_sizes and not enforce_eager:
             most, ranks = (max_num_seqs, max_graph_tokens), self._exchange.group
             self.batch_graphs = BatchGraphs(self.requests, self.tables, self.forward_batch, *most, platform, ranks)
         self._exchange.use_graphs(self.graphs, self.batch_graphs)
-        self._preparations: list[Preparation] | None = None  # None: to be looked for when asked
 
     @cached_property
     def _extras(self) -> frozenset[str]:
@@ -289,6 +297,7 @@ class ModelRunner:
             self._step_rows.begin(batch.idx_mapping, inputs.query_start_loc, plan.num_tokens)
             received = self._exchange.receive(plan.num_tokens)
             hidden = self.model.forward(inputs.input_ids, inputs.positions, attn, *received)
+            self.proposer.follow_batch(batch, hidden, attn)
             rows, seq_lens, last = batch.idx_mapping, batch.inputs.seq_lens, None
         if not self.samples:
             self._exchange.send(hidden[: plan.num_tokens])
@@ -319,7 +328,9 @@ class ModelRunner:
         attn = self.kv_memory.bind_batch(inputs, rows, self.tables.table)
         self._step_rows.begin(rows, inputs.query_start_loc, len(inputs.input_ids))
         received = self._exchange.received(len(inputs.input_ids))
-        return self.model.forward(inputs.input_ids, inputs.positions, attn, *received)
+        hidden = self.model.forward(inputs.input_ids, inputs.positions, attn, *received)
+        self.proposer.follow(inputs, rows, hidden, attn)
+        return hidden
 
     def decode(self, inputs: DecodeInputs, rows: Tensor, *, has_several: bool = False) -> Tensor:
         """See `DecodeModel`: the forward of a step over a graph's memory."""
@@ -329,7 +340,10 @@ class ModelRunner:
         else:
             attn = self.kv_memory.bind_decode(rows, lens, table)
         self._step_rows.begin(rows)
-        return self.model.forward(inputs.input_ids, inputs.positions, attn, *self._exchange.received(len(rows)))
+        received = self._exchange.received(len(rows))
+        hidden = self.model.forward(inputs.input_ids, inputs.positions, attn, *received)
+        self.proposer.keep(rows, inputs.positions, hidden)
+        return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """See `DecodeModel`."""

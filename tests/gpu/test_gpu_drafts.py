@@ -69,6 +69,31 @@ async def test_drafts_change_no_token(
     assert outcomes[0] == outcomes[1] == outcomes[2]
 
 
+@pytest.mark.parametrize("size", ["tiny", "one key-value head"])
+async def test_drafts_of_a_model_change_no_token(
+    checkpoint: MakeCheckpoint, rng: random.Random, monkeypatch: pytest.MonkeyPatch, size: str
+) -> None:
+    """A model that drafts for itself is right, in graphs too; one whose heads are of other sizes has its own KV group.
+    Prompts are long enough to be found in the prefix cache, and run as graphs of batches."""
+    monkeypatch.setattr(choice, "CostBudget", lambda most_positions, growth: DraftBudget(most_positions))
+    folder, other = checkpoint("qwen3").folder, checkpoint("qwen3", size=size).folder
+    shared = [rng.randrange(VOCAB_SIZE) for _ in range(20)]
+    work = [(shared[:length] + [rng.randrange(VOCAB_SIZE)] * 3, params_of("greedy", length)) for length in range(2, 20)]
+    work += [(one, params_of(kind, i)) for i, kind in enumerate(KINDS) for one, _ in work[:2]]
+    outcomes = []
+    for speculation in ("none", {"method": "draft_model", "model": str(other), "tokens": 4}):
+        async with running(folder, speculation=speculation) as engine:
+            alone = [await engine.generate(*one) for one in work[:6]]
+            greedy = engine.statistics()
+            together = await asyncio.gather(*(engine.generate(*one) for one in work))
+            outcomes.append([c.token_ids for c in (*alone, *together)])
+            statistics = engine.statistics()
+    print(greedy.drafts, statistics.drafts)
+    assert outcomes[0] == outcomes[1]
+    assert statistics.drafted_tokens > 400
+    assert size != "tiny" or greedy.accepted_tokens > 0.95 * greedy.drafted_tokens > 100
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="nothing is compiled")
 def test_drafts_compile_nothing(checkpoint: MakeCheckpoint, rng: random.Random, compiled: list[str]) -> None:
     model = checkpoint("llama", "bfloat16", "14 heads")

@@ -23,7 +23,7 @@ def import_speculation(config: EngineConfig) -> None:
     if config.speculation != "none":
         from .proposer import import_proposer
 
-        import_proposer(config.speculation)
+        import_proposer(config.speculation_settings.method)
 
 
 def new_speculation(
@@ -41,5 +41,5 @@ def new_speculation(
     budget = DraftBudget(min(most, 64 if is_gpu else 16))
     if steps_alone:
         budget = CostBudget(most, _GROWTH_ON_GPU if is_gpu else _GROWTH_ON_CPU)
-    history = new_history(config.speculation, ready["vocab_size"])
-    return Proposing(scheduler, in_flight, budget, config.speculation, history)
+    chosen = config.speculation_settings
+    return Proposing(scheduler, in_flight, budget, chosen.method, new_history(chosen, ready["vocab_size"]))

@@ -77,11 +77,12 @@ class DraftHistory:
     """Here the worker makes the guesses (kernels/find_drafts.py), which knows the tokens in flight: the host says how
     many there are, and hears of those alone that were drafted."""
 
-    __slots__ = ("_most", "_num_misses", "_wait_until", "chances")
+    __slots__ = ("_limit", "_most", "_num_misses", "_wait_until", "chances")
 
-    def __init__(self, request: Request, chances: Chances) -> None:
+    def __init__(self, request: Request, chances: Chances, most: int = MOST_DRAFTS) -> None:
+        """``most``: guesses of the worker in a step."""
         self.chances = chances
-        self._most = 4
+        self._limit, self._most = most, 4
         self._num_misses = 0  # verifications in a row in which no draft was accepted
         self._wait_until = 0  # number of tokens from which on there are drafts again
 
@@ -93,7 +94,7 @@ class DraftHistory:
         self.chances.note(MOST_DRAFTS, num_accepted, num_accepted < num_drafted)
         if num_accepted:
             self._num_misses = 0
-            self._most = min(MOST_DRAFTS, 2 * self._most) if num_accepted == num_drafted else max(2, num_accepted + 1)
+            self._most = min(self._limit, 2 * self._most) if num_accepted == num_drafted else max(2, num_accepted + 1)
         elif len(request.token_ids) >= self._wait_until:  # before it they were behind the rejected ones
             self._num_misses += 1
             self._most = 2
@@ -108,7 +109,7 @@ class DraftHistory:
         host knows."""
         if len(request.token_ids) < self._wait_until or request.grammar is not None:
             return NO_GUESS
-        count = min(most, self._most)
+        count = min(most, self._most, self._limit)
         return Guess([-1] * count, [self.chances.of(MOST_DRAFTS)] * count)
 
     def end(self, request: Request) -> None:

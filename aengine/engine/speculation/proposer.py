@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ...config import PROPOSERS, target_of
+from ...config import PROPOSERS, SpeculationSettings, target_of
 from ...errors import ModelLoadError
 from ..scheduler.request import Request
 from .history import MOST_DRAFTS, NO_GUESS, Chances, DraftHistory, Guess
@@ -119,6 +119,9 @@ class ProposedHistory(DraftHistory):
         return Guess(following, [chance ** (1 + ahead), *[chance] * (len(following) - 1)])
 
 
+IN_WORKER = ("draft_model",)
+"""Methods whose model the worker has."""
+
 NewHistory = Callable[[Request, Chances], DraftHistory]
 """Makes what is kept of a request."""
 
@@ -129,15 +132,18 @@ def import_proposer(name: str) -> None:
         _made(name, EntryPoint(name, target, PROPOSERS).load)
 
 
-def new_history(name: str, vocab_size: int) -> NewHistory:
-    """Return what makes the histories of requests for ``speculation=name``. Raises ModelLoadError when another
+def new_history(chosen: SpeculationSettings, vocab_size: int) -> NewHistory:
+    """Return what makes the histories of requests for the setting ``speculation``. Raises ModelLoadError when another
     package's proposer can't be made."""
+    name = chosen.method
     if name in ("ngram", "suffix"):
         return SuffixHistory
     if name == "suffix_past":
         return partial(SuffixHistory, past=PastTexts())
     if name == "ngram_worker":
         return DraftHistory
+    if name in IN_WORKER:
+        return partial(DraftHistory, most=chosen.tokens)
     entry = EntryPoint(name, target_of(PROPOSERS, name) or "", PROPOSERS)
     proposer = _made(name, lambda: entry.load()(vocab_size))
     return partial(ProposedHistory, proposer=GuardedProposer(name, vocab_size, proposer))

@@ -17,7 +17,7 @@ from ...kernels.kv_codes import kept_kv, kv_numbers
 from ..distributed.stage import WHOLE, PipelineStage
 from ..kv_spec import FullKV, KVLayout, LayerPlace, StateKV, WindowKV, lay_out_kv
 from ..lazy_zeros import lazy_zeros
-from ..model_config import ModelConfig
+from ..model_config import AttendingLayers, ModelConfig
 from .kv_format import KVFormat
 
 Rows = npt.NDArray[np.int64]
@@ -28,7 +28,7 @@ _NONE: frozenset[int] = frozenset()
 class KvCacheSpec:
     """Sizes and dtypes of a KV cache."""
 
-    config: ModelConfig
+    config: ModelConfig | AttendingLayers
     num_blocks: int
     block_size: int
     dtype: torch.dtype  # dtype of the computation

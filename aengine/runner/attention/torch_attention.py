@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,7 +22,7 @@ from ...kernels.kv_write import write_kv
 from ...kernels.paged_attention import decode_attention, prefill_attention
 from ...kernels.policy import FASTEST, KernelPolicy
 from ...kernels.rotary import apply_rotary, rotary_rows
-from ..input_batch import InputBatch
+from ..input_batch import GroupBatch, InputBatch
 from ..layers.attention import AttentionLayer
 from ..layers.states import LayerStates, StateRows, state_rows_of_batch
 from ..rope import RopeConfig
@@ -55,22 +56,36 @@ class KvCache:
 
     def bind(self, batch: InputBatch) -> Any:
         """Return the attention of one step; the batch itself for a tape, which has its attention."""
-        if self.is_taped:
-            return batch
+        return batch if self.is_taped else self._attention_of(batch)
+
+    def op_by_op(self, bound: Any) -> Any:
+        """See `KvMemory`."""
+        return self._attention_of(bound) if self.is_taped else bound
+
+    def _attention_of(self, batch: InputBatch) -> Attention:
         groups = [
             GroupMetadata(group.seq_lens, group.block_table, slots)
             for group, slots in zip(batch.groups(), batch.inputs.slot_mapping.unbind(0), strict=True)
         ]
-        first_lens = None
-        if self._first_lens is not None and any(rope.long is not None for rope in self.ropes):
-            first_lens = self._first_lens[batch.idx_mapping]
-        return Attention(self, AttentionMetadata(batch.plan.query_lens.tolist(), groups, first_lens))
+        query_lens = batch.plan.query_lens.tolist()
+        return Attention(self, AttentionMetadata(query_lens, groups, self._first_lens_of(batch.idx_mapping)))
+
+    def _first_lens_of(self, rows: Tensor) -> Tensor | None:
+        if self._first_lens is None or all(rope.long is None for rope in self.ropes):
+            return None
+        return self._first_lens[rows]
 
     def bind_decode(self, rows: Tensor, seq_lens: Tensor, block_table: Tensor) -> Attention:
         raise AssertionError("there are no graphs on a CPU")
 
     def bind_positions(self, rows: Tensor, positions: Tensor, seq_lens: Tensor, block_table: Tensor) -> Attention:
-        raise AssertionError("there are no graphs on a CPU")
+        """See `KvMemory`: without padding."""
+        ones, groups = np.ones(len(rows), dtype=np.int64), []
+        for group, table in zip(self.layout.groups, block_table.unbind(0), strict=True):
+            own, size = GroupBatch.gather(ones, group, table, rows, seq_lens), group.block_size
+            slots = table[rows, positions // size].long() * size + positions % size
+            groups.append(GroupMetadata(own.seq_lens, own.block_table, slots))
+        return Attention(self, AttentionMetadata([1] * len(rows), groups, self._first_lens_of(rows)))
 
     def bind_batch(self, inputs: PreparedInputs, rows: Tensor, block_table: Tensor) -> Attention:
         raise AssertionError("there are no graphs on a CPU")

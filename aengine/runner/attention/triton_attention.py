@@ -86,6 +86,9 @@ class GpuKvCache:
     def bind(self, batch: InputBatch) -> BatchAttention:
         return BatchAttention(self, batch.inputs, batch.idx_mapping, batch.block_table, batch.plan)
 
+    def op_by_op(self, bound: BatchAttention) -> BatchAttention:
+        return bound
+
     def bind_batch(self, inputs: PreparedInputs, rows: Tensor, block_table: Tensor) -> BatchAttention:
         return BatchAttention(self, inputs, rows, block_table, None)
 

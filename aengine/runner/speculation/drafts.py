@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ...errors import InternalError
 from ...ipc.messages import DraftColumns, GrammarOutput, ModelRunnerOutput, RowError, SchedulerOutput
-from ...kernels.find_drafts import find_drafts
 from ..async_output import AsyncOutput, HostOutput, SideOutput, int_column, logprob_columns
 from ..graphs.cuda_graphs import CudaGraphManager
 from ..input_batch import BatchPlan, Rows, SampleBatch
@@ -18,6 +17,7 @@ from ..request_state import RequestState
 from ..transfer import to_device
 from .graphs import DraftStep
 from .positions import Verification, places_in
+from .proposer import Proposer
 from .speculation import Verifier
 
 
@@ -30,12 +30,14 @@ class DraftVerifier(Verifier):
         sizes: Sequence[int],
         parts: Sequence[Any],
         enforce_eager: bool,
-        has_tokens: bool = True,
+        has_tokens: bool,
+        proposer: Proposer,
     ) -> None:
         """``sizes``: numbers of positions of decodes that run as graphs, made of ``parts``: `DecodeStep`'s arguments
         but for the largest size. ``has_tokens``: the rows get what is sampled; else drafts are counted, not written,
-        and settled on the device too, before the row's next step."""
+        and settled on the device too, before the row's next step. ``proposer``: finds drafts in the rows."""
         super().__init__(requests)
+        self._proposer = proposer
         self._has_tokens = has_tokens
         if sizes:
             step = DraftStep(*parts[:3], max(sizes), *parts[3:])
@@ -47,6 +49,7 @@ class DraftVerifier(Verifier):
     def update(self, out: SchedulerOutput) -> None:
         """Settle how many drafts were rejected; an answer told the host."""
         self._columns = out.drafts
+        self._proposer.update(out)
         if out.settled_rows:
             rows, num_rejected = np.array(out.settled_rows, dtype=np.int64), np.array(out.num_rejected, dtype=np.int64)
             self._requests.settle(rows, num_rejected)
@@ -66,13 +69,16 @@ class DraftVerifier(Verifier):
     def begin(self, plan: BatchPlan) -> None:
         """Write the drafts behind the tokens of their rows. Those that are certain become tokens of the row, and need
         no logits of their own."""
-        columns = self._columns
-        if columns is None:
-            return
+        self._proposer.tend(plan)
+        if self._columns is not None:
+            self._put(self._columns, plan)
+        self._proposer.note(plan)
+
+    def _put(self, columns: DraftColumns, plan: BatchPlan) -> None:
         counts, is_certain = np.array(columns.counts, dtype=np.int64), np.array(columns.is_certain, dtype=bool)
         if self._has_tokens and any(columns.is_found):
             is_found = np.array(columns.is_found, dtype=bool)
-            self._find(self._rows[is_found], counts[is_found])
+            self._proposer.propose(self._rows[is_found], counts[is_found])
         if self._has_tokens and columns.token_ids:
             self._write(np.array(columns.num_known()), np.array(columns.token_ids, dtype=np.int64), is_certain)
         if is_certain.any():
@@ -80,11 +86,6 @@ class DraftVerifier(Verifier):
         counts = np.where(is_certain, 0, counts)
         if counts.any():
             plan.num_samples = counts[plan.batch_idx] + 1
-
-    def _find(self, rows: Rows, counts: Rows) -> None:
-        requests = self._requests
-        row, count = to_device(np.stack((rows, counts)), requests.token_ids.device).unbind()
-        find_drafts(requests.token_ids, requests.scalars.num_tokens, row, count, int(counts.max()))
 
     def _write(self, counts: Rows, token_ids: Rows, is_certain: np.ndarray) -> None:
         requests = self._requests

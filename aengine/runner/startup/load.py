@@ -36,6 +36,7 @@ from ..weights.float16_cpu import Float16Format, agree_on_plan
 from ..weights.formats import choose_formats
 from ..weights.inventory import line_of
 from ..weights.sources.loader import LoadedWeights, Progress, check_layers, load_weights, tensor_names
+from .draft import Target, load_proposer
 from .encoder import LoadedEncoder, load_encoder
 from .estimate import gguf_matrices, tensors_of
 from .heads import DecoderHead
@@ -122,10 +123,9 @@ def _load(
     model = build_model(model_config, formats, group, stage_of(rank), experts_group)
     attention = platform.choose_attention(config, model_config, formats.dtype)
     weights = load_weights(model, checkpoint, config.seed, progress, platform.memory)
-    if head.labels:
-        vectors: VectorLayers | None = head.vectors(checkpoint, model_config.hidden_size, platform.device)
-    else:
-        vectors = _vectors(config, checkpoint, platform.device)
+    proposer = load_proposer(config, Target(model, checkpoint, platform, dtype, group, rank.pp_size), progress)
+    where = checkpoint, model_config.hidden_size, platform.device
+    vectors = head.vectors(*where) if head.labels else _vectors(config, checkpoint, platform.device)
     tensors = tensors_of(model, checkpoint)
     logger.info("weights on %s: %s", platform.device, line_of(tensors))
     setup = RunnerSetup(
@@ -137,7 +137,7 @@ def _load(
         kv_format=choose_kv_format(config, model_config, formats.dtype, checkpoint, group.rank),
         block_size=config.block_size or DEFAULT_BLOCK_SIZE,
         max_batched=max_batched,
-        weight_bytes=platform.memory().allocated if platform.is_accelerator else weights.own_bytes,
+        weight_bytes=platform.memory().allocated if platform.is_accelerator else weights.own_bytes + proposer.num_bytes,
         num_threads=num_threads,
         num_processes=rank.tp_size * rank.pp_size * rank.dp_size,
         vectors=vectors,
@@ -145,6 +145,7 @@ def _load(
         link=link,
         experts_group=experts_group,
         tensors=tensors,
+        proposer=proposer,
     )
     return setup, weights
 
@@ -213,6 +214,7 @@ class LocalModel:
                 runner.graphs.capture_all(lambda done, total: self._progress("graphs", done, total, "graphs"))
                 if drafts is not None:
                     drafts.capture_all(lambda done, total: self._progress("graphs", done, total, "drafts"))
+                runner.proposer.capture(lambda done, total: self._progress("graphs", done, total, "proposer"))
                 decodes = time.monotonic() - begun
                 if runner.batch_graphs is not None:
                     runner.batch_graphs.prepare_first()
@@ -235,6 +237,7 @@ class LocalModel:
             "num_threads": torch.get_num_threads(),
             "num_experts": setup.num_experts,
             "weights": [group._asdict() for group in self._setup.tensors],
+            "proposer": setup.proposer.described(),
         }
         if platform.is_accelerator:
             facts["device_memory_total_bytes"] = platform.memory().total

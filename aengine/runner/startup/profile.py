@@ -115,6 +115,7 @@ def _peak(setup: RunnerSetup, runner: ModelRunner, max_model_len: int) -> int:
     drafts = runner.speculation.graphs
     if drafts is not None:
         drafts.step.run_padded(drafts.max_size, has_end=False)
+    runner.proposer.rehearse()
     platform.release_cached()
     before = platform.memory().reserved
     runner.graphs.capture(runner.graphs.max_size)
@@ -122,4 +123,5 @@ def _peak(setup: RunnerSetup, runner: ModelRunner, max_model_len: int) -> int:
         runner.batch_graphs.capture(batch)
     if drafts is not None:
         drafts.capture(drafts.max_size)
+    runner.proposer.capture(lambda done, total: None, largest_only=True)
     return peak + platform.memory().reserved - before

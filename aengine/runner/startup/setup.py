@@ -27,7 +27,7 @@ from ..exchange.step_exchange import StepExchange
 from ..graphs.cuda_graphs import graph_sizes
 from ..kv_spec import KVLayout, lay_out_kv
 from ..layers.decoder import Decoder
-from ..model_config import ModelConfig
+from ..model_config import AttendingLayers, ModelConfig
 from ..model_runner import ModelRunner
 from ..models.causal_lm import CausalLM
 from ..platforms.platform import Platform
@@ -36,6 +36,7 @@ from ..sampling.logprob_modes import LOGPROBS_MODES
 from ..sampling.processors import LogitsProcessor, load_processors, make_processor
 from ..sampling.vocabulary import Vocabulary
 from ..speculation.graphs import draft_sizes
+from ..speculation.proposer import FINDS_IN_ROWS, ProposerSource
 from ..weights.inventory import TensorsOfAKind
 
 MAX_GRAPH_TOKENS = 2304
@@ -63,6 +64,7 @@ class RunnerSetup:
     link: PipelineLink | None = None  # connection with the other pipeline stages; None: there is one stage
     experts_group: ExpertsGroup | None = None  # ranks that divide the experts, of all replicas; None: none do
     tensors: Sequence[TensorsOfAKind] = ()  # what the weights have become
+    proposer: ProposerSource = FINDS_IN_ROWS  # what guesses tokens on the device
 
     def _exchange(self, *, is_rehearsal: bool) -> StepExchange:
         if self.experts_group is not None:
@@ -87,9 +89,13 @@ class RunnerSetup:
 
     @property
     def kv_layout(self) -> KVLayout:
-        layers = self.model_config.kv_layers
+        layers = self._attending.kv_layers
         layout = lay_out_kv(layers, self.block_size, self.kv_format.dtype.itemsize)
         return layout.of_layers(self.stage.layers(len(layers)))
+
+    @property
+    def _attending(self) -> AttendingLayers:
+        return AttendingLayers.of(self.model_config, *self.proposer.configs)
 
     @property
     def processors(self) -> tuple[type[LogitsProcessor], ...]:
@@ -111,7 +117,7 @@ class RunnerSetup:
     def make_cache(self, num_blocks: int, max_model_len: int) -> Any:
         """Make a KV cache of ``num_blocks`` blocks."""
         spec = KvCacheSpec(
-            self.model_config,
+            self._attending,
             num_blocks,
             self.block_size,
             self.model.weights.formats.dtype,
@@ -120,7 +126,7 @@ class RunnerSetup:
             max_model_len,
             self.kv_format,
             self.stage,
-            max(self.draft_sizes, default=0),
+            max((self.proposer.most_positions, *self.draft_sizes)),
         )
         return self.attention.make_cache(spec)
 
@@ -157,12 +163,13 @@ class RunnerSetup:
             compiled=self._compiled(cache, exchange, max_model_len),
             processors=[partial(make_processor, one) for one in self.processors],
             logprobs_mode=LOGPROBS_MODES[config.logprobs_mode],
+            proposer=self.proposer,
         )
 
     def _compiled(self, cache: Any, exchange: StepExchange, max_model_len: int) -> Callable[[Tensor], Any] | None:
         """What makes the model a tape, if compiled kernels multiply its weights; see `ModelRunner`."""
         formats, config = self.model.weights.formats, self.config
-        if not formats.is_compiled or config.enforce_eager or not exchange.is_alone:
+        if not formats.is_compiled or config.enforce_eager or not exchange.is_alone or self.proposer.reads_layers:
             return None
         from ..graphs.tape_model import taped
 

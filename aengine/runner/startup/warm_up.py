@@ -50,6 +50,7 @@ def compile_kernels(
         if runner.speculation.graphs is not None:
             for size in runner.speculation.graphs.sizes:
                 _decode(runner, runner.speculation.graphs.step, size)
+        runner.proposer.rehearse()
         shapes = {shape for heads in kv_heads for shape in _prompt_shapes(max_num_seqs, max_batched, heads)}
         if has_experts:
             shapes |= {(num_tokens, 1) for num_tokens in _sizes_for_experts(max_batched)}

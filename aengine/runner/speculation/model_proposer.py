@@ -1,0 +1,376 @@
+"""`ModelProposer`: guesses by a model, small beside the one that it guesses for, or a head on that one's states.
+
+    row       x  x  x  x  x | d1 d2 d3        first pass: the last tokens whose keys and values it has not yet, and d1
+              └─first pass──┘ └┘ └┘           then a pass a guess: each writes keys and values behind those of the first
+
+A head reads, beside a token, the model's states at the token before: it is one token behind (`Head.captured`). Its
+layers keep keys and values in the same pool and under the same block tables as the model's, so that whatever holds for
+those (hits in the prefix cache, copies, swaps) holds for its own. Steps with prompts are followed at once. What rows
+that decode get is computed when they are to have guesses, or when `LAG` tokens have gathered: where guesses don't pay,
+the model costs a small part of a step. So states are kept of as many tokens of each row.
+
+What is computed for guesses that turn out wrong is behind the row's end, and is computed again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...ipc.messages import SchedulerOutput
+from ...kernels.input_prep import PreparedInputs
+from ..distributed.group import TensorGroup
+from ..distributed.shares import VocabularyShare
+from ..input_batch import BatchPlan, InputBatch, Rows
+from ..layers.attention import AttentionCall, AttentionLayer
+from ..model_config import ModelConfig
+from ..platforms.platform import Graph
+from ..sampling.vocabulary import Vocabulary
+from ..transfer import send, to_device
+from .proposer import Proposer, ProposerSource, RunnerParts
+
+LAG = 32
+"""Most tokens of a row that decodes whose keys and values the proposer has not computed."""
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Numbers of rows for which there are graphs."""
+_MOST_LATE = 8  # rows of a launch in which each has `LAG` positions
+_KEPT = LAG + 16
+"""Tokens of each row of which streams are kept: those of guesses that were wrong are among the last 16."""
+
+
+class Head(Protocol):
+    """A model that guesses tokens, or a head on the states of another one."""
+
+    config: ModelConfig
+    vocabulary: VocabularyShare
+    captured: Sequence[int]
+    """The residual streams of the model that it reads: i is the one that comes to layer i, the number of layers the one
+    that leaves the last. None: it reads tokens alone."""
+
+    def combine(self, captured: Tensor) -> Tensor:
+        """Return [n, hidden size of the head] for the streams of n tokens, one behind the other."""
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attn: Any, received: Tensor | None = None) -> Tensor:
+        """See `CausalLM`. With ``received`` (what `combine` or `recycled` returned, at the token before)."""
+
+    def recycled(self, hidden: Tensor) -> Tensor | None:
+        """Return what the next guess takes in place of the model's states, for what `forward` returned."""
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Return float32 [n, vocabulary.size] for what `forward` returned."""
+
+    def token_ids(self, ids: Tensor, /) -> Tensor:
+        """Return the model's tokens for those of the head's own vocabulary, int64 [n]."""
+
+
+class WholeModel:
+    """A model that guesses by tokens alone."""
+
+    captured: Sequence[int] = ()
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.config, self.vocabulary = model.config, model.vocabulary
+
+    def combine(self, captured: Tensor) -> Tensor:
+        raise AssertionError("it reads no states")
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attn: Any, received: Tensor | None = None) -> Tensor:
+        hidden: Tensor = self._model.forward(input_ids, positions, attn)
+        return hidden
+
+    def recycled(self, hidden: Tensor) -> Tensor | None:
+        return None
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self._model.compute_logits(hidden)
+        return logits
+
+    def token_ids(self, ids: Tensor, /) -> Tensor:
+        return ids
+
+
+class KeepingLayer:
+    """A layer of a model that keeps a copy of the residual stream that comes to it."""
+
+    def __init__(self, layer: Callable[[Tensor, AttentionCall], None], kept: dict[int, Tensor], index: int) -> None:
+        self._layer, self._kept, self._index = layer, kept, index
+
+    def __call__(self, residual: Tensor, attn: AttentionCall) -> None:
+        self._kept[self._index] = residual.clone()
+        self._layer(residual, attn)
+
+
+class ModelProposerSource(ProposerSource):
+    """A loaded `Head`."""
+
+    def __init__(
+        self,
+        head: Head,
+        target: Any,
+        group: TensorGroup,
+        *,
+        num_tokens: int,
+        max_num_seqs: int,
+        num_bytes: int,
+        described: dict[str, Any],
+    ) -> None:
+        """``target``: the model for which it guesses, at most ``num_tokens`` a row; ``group``: the ranks that share
+        both."""
+        self.head, self.group, self.num_tokens, self.num_bytes = head, group, num_tokens, num_bytes
+        self.configs = (head.config,)
+        self.num_layers, self.num_ropes = len(target.config.kv_layers), len(target.config.ropes)
+        self.vocab_size, self.target_size = target.config.vocab_size, target.config.hidden_size
+        self.dtype = target.weights.formats.dtype
+        self.sizes = [size for size in _SIZES if size < max_num_seqs] + [min(max_num_seqs, _SIZES[-1])]
+        self.most_positions = max(self.sizes[-1] * (num_tokens + 1), min(_MOST_LATE, max_num_seqs) * LAG)
+        self.streams: dict[int, Tensor] = {}  # those that the model's layers have kept
+        self._described = described
+        between = [index for index in head.captured if index < target.config.num_layers]
+        self.reads_layers = bool(between)
+        for index in between:
+            target.layers[index] = KeepingLayer(target.layers[index], self.streams, index)
+
+    def make(self, parts: RunnerParts) -> Proposer:
+        return ModelProposer(self, parts)
+
+    def described(self) -> dict[str, Any]:
+        return self._described | {"num_bytes": self.num_bytes}
+
+
+class AttentionBehind:
+    """The attention of a step for the layers of a model whose keys and values lie behind those of another one."""
+
+    def __init__(self, attn: Any, source: ModelProposerSource, layers: dict[int, AttentionLayer]) -> None:
+        self._attn, self._source, self._layers = attn, source, layers
+        self.begin, self.first_lens, self.states = attn.begin, attn.first_lens, attn.states
+
+    def forward(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
+        out: Tensor = self._attn.forward(self._behind(layer), qkv)
+        return out
+
+    def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = self._attn.attend(self._behind(layer), q, k, v)
+        return out
+
+    def _behind(self, layer: AttentionLayer) -> AttentionLayer:
+        found = self._layers.get(layer.index)
+        if found is None:
+            source = self._source
+            rope = None if layer.rope is None else layer.rope + source.num_ropes
+            found = self._layers[layer.index] = replace(layer, index=layer.index + source.num_layers, rope=rope)
+        return found
+
+
+class ModelProposer(Proposer):
+    """See the module. On an accelerator the rows are padded to a size, each of which has a graph for each number of
+    guesses; on a CPU they are as they are."""
+
+    def __init__(self, source: ModelProposerSource, parts: RunnerParts) -> None:
+        super().__init__(parts)
+        self._source, self._head, self._parts = source, source.head, parts
+        self._vocabulary = Vocabulary(source.head.vocabulary, source.group)
+        max_num_seqs, device = len(parts.requests.in_use), parts.requests.token_ids.device
+        self._shift = int(bool(source.head.captured))  # tokens of a row that the head is behind
+        # From the first token that is not computed to the last, at most; of a row whose prompt is computed yet: 1.
+        self._lag = np.zeros(max_num_seqs, dtype=np.int64)
+        self._first = np.zeros(max_num_seqs, dtype=np.int64)  # tokens of each that others had computed
+        self._layers: dict[int, AttentionLayer] = {}
+        self._block_size = min(group.block_size for group in parts.tables.groups)
+        width = len(source.head.captured) * source.target_size
+        # The streams of the last tokens of each row, by position; the last row is for those that nobody wants.
+        shape = (max_num_seqs + 1, _KEPT, width) if width else (0, _KEPT, 0)
+        self._streams = torch.zeros(shape, dtype=source.dtype, device=device)
+        self._words = torch.zeros(5 * source.sizes[-1], dtype=torch.int64, device=device)
+        self._is_padded = parts.platform.is_accelerator
+        self._graphs: dict[
+            tuple[int, int], Graph
+        ] = {}  # graphs by number of rows and of guesses; 0: what is late alone
+
+    def update(self, out: SchedulerOutput) -> None:
+        """A row that is freed is completed, if others may find a block of it that has tokens which are not computed."""
+        if out.removed:
+            rows = np.array(out.removed, dtype=np.int64)
+            ends, size = self._requests.num_tokens[rows], self._block_size
+            # Of its last token there are no keys and values, and there may be no place for them.
+            self._catch_up(rows[(ends - 1) // size > (ends - self._lag[rows]) // size], without_last=True)
+        for request in out.new_requests:
+            self._lag[request.req_idx], self._first[request.req_idx] = 1, request.num_computed_tokens
+
+    def tend(self, plan: BatchPlan) -> None:
+        lag = self._lag[plan.rows]
+        self._catch_up(plan.rows[(lag > 1) & (lag + plan.query_lens > LAG)])
+
+    def propose(self, rows: Rows, counts: Rows) -> None:
+        if self._is_padded:
+            self._catch_up(rows[self._lag[rows] > self._source.num_tokens + 1])
+        self._launch(rows, counts, self._source.sizes[-1])
+
+    def note(self, plan: BatchPlan) -> None:
+        num_new = np.zeros(len(plan.rows), dtype=np.int64)  # tokens that the rows get by sampling, at most
+        num_new[plan.sampling] = 1 if plan.num_samples is None else plan.num_samples[plan.sampling]
+        lag = self._lag[plan.rows]
+        known = plan.query_lens - np.maximum(num_new - 1, 0)  # tokens of the step that are no guesses
+        if plan.is_decode:
+            lag += num_new
+        else:
+            lag = np.maximum(1, np.where(lag <= known, 0, lag + known - 1) + num_new)
+        self._lag[plan.rows] = np.minimum(lag, LAG)
+
+    def follow(self, inputs: PreparedInputs, rows: Tensor, hidden: Tensor, attn: Any) -> None:
+        head, ids, received = self._head, inputs.input_ids, None
+        if self._shift:
+            owners, places, streams = _owners(inputs), inputs.positions, self._captured(hidden[: len(ids)])
+            row, token_ids = rows.index_select(0, owners), self._requests.token_ids
+            is_last = (places >= inputs.seq_lens.index_select(0, owners) - LAG) & (inputs.slot_mapping[0] >= 0)
+            self._put(torch.where(is_last, row, -1), places, streams)
+            ids = token_ids[row.clamp(min=0), (places + 1).clamp(max=token_ids.shape[1] - 1)].long()
+            received = head.combine(streams)
+        behind = AttentionBehind(self._parts.kv_memory.op_by_op(attn), self._source, self._layers)
+        head.forward(ids, inputs.positions, behind, received)
+
+    def follow_batch(self, batch: InputBatch, hidden: Tensor, attn: Any) -> None:
+        if not batch.plan.is_decode:
+            self.follow(batch.inputs, batch.idx_mapping, hidden, attn)
+        elif self._shift:
+            self.keep(batch.idx_mapping.index_select(0, _owners(batch.inputs)), batch.inputs.positions, hidden)
+
+    def keep(self, rows: Tensor, positions: Tensor, hidden: Tensor) -> None:
+        if self._shift:
+            self._put(rows, positions, self._captured(hidden))
+
+    def _put(self, rows: Tensor, positions: Tensor, streams: Tensor) -> None:
+        """Keep the streams [n, width] of tokens at positions of rows, int64 [n]; -1: nobody wants them."""
+        self._streams[torch.where(rows < 0, len(self._streams) - 1, rows), positions % _KEPT] = streams
+
+    def _captured(self, hidden: Tensor) -> Tensor:
+        """Return the streams that the head reads, [n, width], of a step whose layers have returned ``hidden``."""
+        found = [self._source.streams.get(index, hidden)[: len(hidden)] for index in self._head.captured]
+        return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+    def _catch_up(self, rows: Rows, *, without_last: bool = False) -> None:
+        """Compute what the rows lack, without a guess."""
+        self._launch(rows, np.zeros_like(rows), min(_MOST_LATE, self._source.sizes[-1]), without_last)
+
+    def _launch(self, rows: Rows, counts: Rows, most_rows: int, without_last: bool = False) -> None:
+        sizes, left_out = self._source.sizes, np.full_like(rows, max(self._shift, without_last))
+        columns = np.stack((rows, counts, np.maximum(1, self._lag[rows]), self._first[rows], left_out))
+        for begin in range(0, len(rows), most_rows):
+            own = columns[:, begin : begin + most_rows]
+            most, late = int(own[1].max()), int(own[2].max())
+            if not self._is_padded:
+                self._draft(to_device(own, self._words.device), late, most)
+                continue
+            size = sizes[bisect_left(sizes, own.shape[1])]
+            padded = np.full((5, size), -1, dtype=np.int64)
+            padded[:, : own.shape[1]] = own
+            send(padded, self._columns(size))
+            if (size, most) in self._graphs:
+                self._graphs[size, most].replay()
+            else:
+                self._step(size, most)
+        self._lag[rows] = 0
+
+    def _columns(self, size: int) -> Tensor:
+        """Return the columns of `_draft`, int64 [5, size], in memory without gaps, so that they are one copy."""
+        return self._words[: 5 * size].view(5, size)
+
+    def _step(self, size: int, most: int) -> None:
+        self._draft(self._columns(size), self._source.num_tokens + 1 if most else LAG, most)
+
+    def _draft(self, columns: Tensor, width: int, most: int) -> None:
+        """Compute the last tokens of rows, then write guesses behind them. ``columns``: int64 [5, n]: rows, -1 for
+        padding; how many guesses, at most ``most``; how many tokens are to be computed, at most ``width``; the first
+        place from which on they may be; and how many are left out behind them."""
+        rows, counts, lags, first, left_out = columns
+        requests, own, head = self._requests, rows.clamp(min=0), self._head
+        ends = requests.scalars.num_tokens.index_select(0, own).long() - left_out
+        places = ends[:, None] - width + torch.arange(width, device=rows.device)
+        is_wanted = (rows >= 0)[:, None] & (places >= torch.maximum(first, ends - lags)[:, None])
+        owners = torch.where(is_wanted, rows[:, None], -1).flatten()
+        places = places.clamp_(min=0)
+        ids = requests.token_ids[own[:, None], places + self._shift].long().flatten()
+        received = None
+        if self._shift:
+            received = head.combine(self._streams[own[:, None], places % _KEPT].flatten(0, 1))
+        hidden = self._compute(owners, places.flatten(), ids, received).unflatten(0, (-1, width))[:, -1]
+        for number in range(most):
+            guesses = self._best(hidden)
+            _write(requests.token_ids, own, ends + left_out + number, guesses, (rows >= 0) & (counts > number))
+            if number + 1 < most:
+                goes_on = (rows >= 0) & (counts > number + 1)
+                where = torch.where(goes_on, rows, -1), (ends + number).clamp_(min=0)
+                hidden = self._compute(*where, guesses, head.recycled(hidden))
+
+    def _compute(self, rows: Tensor, positions: Tensor, ids: Tensor, received: Tensor | None) -> Tensor:
+        """Return what the head's layers return, [n, hidden size], for tokens at int64 [n] positions of rows; -1: any
+        numbers."""
+        if self._is_padded:
+            return self._forward(rows, positions, ids, received)
+        places = (rows >= 0).nonzero()[:, 0]
+        if len(places) == len(rows):
+            return self._forward(rows, positions, ids, received)
+        hidden = torch.zeros((len(rows), self._head.config.hidden_size), dtype=self._source.dtype)
+        if len(places):
+            own = None if received is None else received[places]
+            hidden[places] = self._forward(rows[places], positions[places], ids[places], own)
+        return hidden
+
+    def _forward(self, rows: Tensor, positions: Tensor, ids: Tensor, received: Tensor | None) -> Tensor:
+        seq_lens = torch.where(rows < 0, 0, positions + 1).int()
+        attn = self._parts.kv_memory.bind_positions(rows, positions, seq_lens, self._parts.tables.table)
+        return self._head.forward(ids, positions, AttentionBehind(attn, self._source, self._layers), received)
+
+    def _best(self, hidden: Tensor) -> Tensor:
+        """Return the likeliest token of each, int64 [n]."""
+        zeros = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
+        ids, _ = self._vocabulary.draw(self._head.compute_logits(hidden), zeros.float(), zeros, zeros)
+        ids = ids.clamp(0, self._head.vocabulary.vocab_size - 1)  # while kernels are compiled they are any numbers
+        return self._head.token_ids(ids).clamp_(max=self._source.vocab_size - 1)
+
+    def rehearse(self) -> None:
+        for size, most in self._shapes():
+            self._columns(size).fill_(-1)
+            self._step(size, most)
+
+    def capture(self, progress: Callable[[int, int], None], *, largest_only: bool = False) -> None:
+        platform = self._parts.platform
+        if not self._is_padded or self._parts.enforce_eager:
+            return
+        shapes = list(self._shapes())[: 1 if largest_only else None]
+        pool = platform.graph_pool()
+        for done, (size, most) in enumerate(shapes):
+            progress(done, len(shapes))
+            self._columns(size).fill_(-1)
+            self._step(size, most)  # what a first run does may not be captured
+            platform.synchronize()
+            with platform.capture(pool) as graph:
+                self._step(size, most)
+            self._graphs[size, most] = graph
+        progress(len(shapes), len(shapes))
+
+    def _shapes(self) -> Iterator[tuple[int, int]]:
+        """Yield the numbers of rows and of guesses of which there are graphs, the largest first."""
+        for size in self._source.sizes[::-1]:
+            yield from ((size, most) for most in range(self._source.num_tokens, 0, -1))
+            if size <= _MOST_LATE:
+                yield size, 0
+
+
+def _owners(inputs: PreparedInputs) -> Tensor:
+    """Return the request of each token of a batch, int64 [num_tokens]."""
+    ends = inputs.query_start_loc[1:]
+    tokens = torch.arange(len(inputs.positions), dtype=ends.dtype, device=ends.device)
+    return torch.searchsorted(ends, tokens, right=True).clamp_(max=len(ends) - 1)
+
+
+def _write(token_ids: Tensor, rows: Tensor, places: Tensor, guesses: Tensor, are_asked: Tensor) -> None:
+    """Write guesses at places of rows; where they are not asked for, what is there stays."""
+    places = torch.where(are_asked, places, token_ids.shape[1] - 1)
+    token_ids[rows, places] = torch.where(are_asked, guesses.int(), token_ids[rows, places])

@@ -1,0 +1,82 @@
+"""What a draft model must be, for a model in the same worker: otherwise an error says what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from aengine.checkpoint.source import ModelSource
+from aengine.config import EngineConfig
+from aengine.errors import InvalidRequestError, ModelLoadError
+from aengine.runner.kv_spec import FullKV, LayerKV, SharedKV, StateKV, WindowKV
+from aengine.runner.model_config import AttendingLayers
+from aengine.runner.speculation.proposer import FINDS_IN_ROWS
+from aengine.runner.startup.draft import Target, _check_layers, _check_vocabularies, load_proposer
+
+DRAFTED: dict[str, Any] = {"method": "draft_model", "model": "somewhere", "num_speculative_tokens": 3}
+
+
+def config_of(*layers: LayerKV) -> Any:
+    return SimpleNamespace(kv_layers=layers, query_heads=(2,) * len(layers), ropes=("rope",), model_type="some")
+
+
+def target_of(layers: Sequence[LayerKV], num_stages: int) -> Any:
+    return Target(SimpleNamespace(config=config_of(*layers)), *[None] * 4, num_stages)  # type: ignore[arg-type]
+
+
+def source_of(folder: Path, vocabulary: dict[str, int] | None) -> ModelSource:
+    folder.mkdir()
+    if vocabulary is not None:
+        (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    return ModelSource(folder.name, str(folder), "safetensors", {})
+
+
+def test_settings_are_read_and_checked() -> None:
+    config = EngineConfig(model="m", speculation=DRAFTED)
+    assert config.speculation_settings == ("draft_model", "somewhere", 3)
+    assert (
+        EngineConfig(model="m", speculation=json.dumps(DRAFTED)) == config == EngineConfig.from_wire(config.to_wire())
+    )
+    wrong: list[Any] = ["draft_model", {**DRAFTED, "model": ""}, {**DRAFTED, "depth": 2}, {**DRAFTED, "tokens": 17}]
+    for one in [*wrong, {"method": "suffix", "model": "somewhere"}, {"model": "somewhere"}, {"method": []}, "{", 3]:
+        with pytest.raises(InvalidRequestError, match="speculation="):
+            EngineConfig(model="m", speculation=one)
+
+
+def test_a_model_with_states_and_stages_are_refused() -> None:
+    config = EngineConfig(model="m", speculation=DRAFTED)
+    for layers, stages, cure in (([StateKV(())], 1, "leave"), ([FullKV(1, 8)], 2, "tensor_parallel_size")):
+        with pytest.raises(ModelLoadError, match=cure):
+            load_proposer(config, target_of(layers, stages), lambda *report: None)
+        named = config.replace(speculation="ngram_worker")
+        assert load_proposer(named, target_of(layers, stages), lambda *report: None) is FINDS_IN_ROWS
+
+
+def test_a_draft_model_has_the_tokens_of_its_model(tmp_path: Path) -> None:
+    words, others = {"a": 0, "b": 1}, {"a": 1, "b": 0}
+    target, same, other = (source_of(tmp_path / str(i), v) for i, v in enumerate((words, words, others)))
+    unknown = source_of(tmp_path / "unknown", None)
+    _check_vocabularies(same, target, 64, 128)  # tables that are padded
+    _check_vocabularies(unknown, target, 128, 128)
+    for one, size in ((other, 128), (unknown, 64)):
+        with pytest.raises(ModelLoadError, match="take a model of the same"):
+            _check_vocabularies(one, target, size, 128)
+
+
+def test_layers_that_a_draft_model_may_have() -> None:
+    _check_layers(config_of(FullKV(1, 8), WindowKV(1, 8, 64), SharedKV(0)))
+    for kv in (StateKV(()), WindowKV(1, 8, 63)):
+        with pytest.raises(ModelLoadError, match="full attention"):
+            _check_layers(config_of(kv))
+
+
+def test_layers_of_two_models_lie_behind_each_other() -> None:
+    first, second = config_of(FullKV(1, 8), FullKV(1, 8)), config_of(WindowKV(1, 8, 64), SharedKV(0))
+    joined = AttendingLayers.of(first, second)
+    assert joined.kv_layers == (FullKV(1, 8), FullKV(1, 8), WindowKV(1, 8, 64), SharedKV(2))
+    assert joined.query_heads == (2, 2, 2, 2) and len(joined.ropes) == 2
