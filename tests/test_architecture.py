@@ -502,7 +502,7 @@ BUDGETS = {
     "kernels": 15425,
     "limits": 555,
     "remote": 1630,
-    "runner": 22550,
+    "runner": 22650,
     "server": 5850,
     "telemetry": 1150,
     "testing": 825,
