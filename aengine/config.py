@@ -169,7 +169,8 @@ class EngineConfig:
     output is the same. "suffix", or "ngram": those that came after the last ones where these occurred before, in the
     prompt or in the completion; "suffix_past": or in the outputs of earlier requests of the same cache_salt;
     "ngram_worker": found by the worker; {"method": "draft_model", "model": PATH, "tokens": 4}: what a smaller model of
-    the same tokenizer says. Or the name of an entry point in the group "aengine.proposers"."""
+    the same tokenizer says; {"method": "eagle3", "model": PATH}, or "mtp": what a head on the model's states says. Or
+    the name of an entry point in the group "aengine.proposers"."""
     tensor_parallel_size: int = 1
     """Ranks that share each layer of the model (docs/parallel.md): a GPU each; with device="cpu" a process each."""
     pipeline_parallel_size: int = 1
@@ -477,8 +478,8 @@ class SpeculationSettings(NamedTuple):
     tokens: int = 4  # most guesses of a request in a step, where the worker makes them by a model
 
 
-_WITH_MODEL = ("draft_model",)
-"""Methods that need a model of their own."""
+_WITH_MODEL = ("draft_model", "eagle3")
+"""Methods that need a model of their own; "mtp" may have one, or layers of the model's own checkpoint."""
 
 
 def _checked_speculation(given: object) -> str:
@@ -497,7 +498,7 @@ def _checked_speculation(given: object) -> str:
     if (unknown := set(how) - set(SpeculationSettings._fields)) or not isinstance(how.get("model", ""), str):
         wanted = f"settings of {', '.join(SpeculationSettings._fields)}, not {', '.join(map(repr, unknown))}"
         raise not_valid("speculation", given, wanted if unknown else "settings whose model is a text")
-    if bool(how.get("model")) != (name in _WITH_MODEL):
+    if name != "mtp" and bool(how.get("model")) != (name in _WITH_MODEL):
         wanted = f'{{"method": "{name}", "model": PATH}}' if name in _WITH_MODEL else "settings without a model"
         raise not_valid("speculation", given, wanted)
     tokens = how.get("tokens", 4)
@@ -585,7 +586,8 @@ PLATFORMS = "aengine.platforms"
 _OWN = {
     WORKERS: {"default": "aengine.runner.startup.begin:load_model"},
     PROPOSERS: dict.fromkeys(
-        ("suffix", "ngram", "suffix_past", "ngram_worker", "draft_model"), "aengine.engine.speculation.proposer"
+        ("suffix", "ngram", "suffix_past", "ngram_worker", "draft_model", "eagle3", "mtp"),
+        "aengine.engine.speculation.proposer",
     ),
     PROCESSORS: {"thinking_budget": "aengine.runner.sampling.features.thinking_budget:ThinkingBudget"},
     PLATFORMS: {

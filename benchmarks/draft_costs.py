@@ -4,13 +4,14 @@
     python benchmarks/draft_costs.py --shape llama-3.1-8b --set quantization='"fp8"' --prompt-logprobs 8192
     python benchmarks/draft_costs.py --model smollm2-135m --rows 1 4 16 --drafts 1 3 7 15
     python benchmarks/draft_costs.py --shape llama-3.1-8b --draft-shape llama-3.2-1b --rows 1 8 32 --drafts 1 3 4
+    python benchmarks/draft_costs.py --shape llama-3.1-8b --draft-shape eagle3 --rows 1 8 32 --drafts 3
 
 In the whole engine: as each step brings each stream one token, milliseconds a step are seconds by tokens. Plain steps
 and those with drafts take turns in one engine; medians of the rounds. "drafts" is how many a row had in the mean: less
 than k where there was no room for more. "cpu_ms" is the worker's CPU time, which says more than "ms" where other
 programs run and the worker has one thread. ``--prompt-logprobs``: milliseconds of a prompt of so many tokens with
 log-probabilities of each, beside a plain prefill of as many, in turns. ``--draft-shape``: a draft model in the worker
-makes the drafts.
+makes the drafts, or an EAGLE-3 head of the shape's own sizes with 32,000 tokens.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from aengine.engine.speculation import choice, proposer
 from aengine.engine.speculation.budget import DraftBudget
 from aengine.engine.speculation.history import NO_GUESS, DraftHistory, Guess
 
+EAGLE3 = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 32000}
+
 
 class Wrong(DraftHistory):
     """Drafts of random tokens, as many as are measured now."""
@@ -54,7 +57,7 @@ class Wrong(DraftHistory):
 
 
 def drafts_of_any_cost(chosen: SpeculationSettings, vocab_size: int) -> type[Wrong]:
-    Wrong.vocab_size, Wrong.in_worker = vocab_size, chosen.method == "draft_model"
+    Wrong.vocab_size, Wrong.in_worker = vocab_size, chosen.method in proposer.IN_WORKER
     return Wrong
 
 
@@ -116,7 +119,7 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--shape", choices=list(SHAPES), help="in place of --model: dummy weights")
-    parser.add_argument("--draft-shape", choices=list(SHAPES), help="of a draft model in the worker")
+    parser.add_argument("--draft-shape", choices=[*SHAPES, "eagle3"], help="of a draft model in the worker")
     parser.add_argument("--set", action="append", default=[], help="a setting, KEY=JSON")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32])
     parser.add_argument("--drafts", type=int, nargs="+", default=[3, 7])
@@ -131,8 +134,11 @@ async def main() -> None:
     settings |= {key: json.loads(value) for key, value in (item.split("=", 1) for item in args.set)}
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as drafting:
         if args.draft_shape:
-            (Path(drafting) / "config.json").write_text(json.dumps(SHAPES[args.draft_shape]))
-            settings["speculation"] = {"method": "draft_model", "model": drafting, "tokens": max(args.drafts)}
+            is_head = args.draft_shape == "eagle3"
+            shape = SHAPES[args.shape] | EAGLE3 if is_head else SHAPES[args.draft_shape]
+            (Path(drafting) / "config.json").write_text(json.dumps(shape))
+            method = "eagle3" if is_head else "draft_model"
+            settings["speculation"] = {"method": method, "model": drafting, "tokens": max(args.drafts)}
         model = args.model
         if args.shape:
             model = folder

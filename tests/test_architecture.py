@@ -347,6 +347,7 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
             "ipc/messages.py",  # their column
             "kernels/",
             "runner/model_runner.py",  # registers them
+            "runner/models/heads/",
             "runner/sampling/features/bad_words.py",
             "runner/sampling/features/token_lists.py",
             "runner/speculation/",

@@ -82,8 +82,8 @@ FAMILIES = (
         tools=("mistral",),
     ),
     Family(
-        name="Qwen 2, 2.5, QwQ",
-        model_types=("qwen2",),
+        name="Qwen 2, 2.5, QwQ, MiMo",
+        model_types=("qwen2", "mimo"),
         classes=("Qwen2ForCausalLM",),
         formats=_GGUF,
         gguf=("qwen2",),

@@ -119,7 +119,7 @@ class ProposedHistory(DraftHistory):
         return Guess(following, [chance ** (1 + ahead), *[chance] * (len(following) - 1)])
 
 
-IN_WORKER = ("draft_model",)
+IN_WORKER = ("draft_model", "eagle3", "mtp")
 """Methods whose model the worker has."""
 
 NewHistory = Callable[[Request, Chances], DraftHistory]

@@ -57,6 +57,7 @@ class SelfAttention:
         out_scale: float = 1.0,
         qk_norm: Callable[[Tensor], Tensor] | None = None,
         out_name: str = "o_proj",
+        in_features: int | None = None,
     ) -> None:
         """
         Args:
@@ -66,10 +67,12 @@ class SelfAttention:
             out_scale: of the output
             qk_norm: of q and k in another way than head by head, such as `QKNorm`
             out_name: of the output matrix in the checkpoint
+            in_features: of what q, k and v are made of; None: the residual stream's
         """
+        size = in_features or config.hidden_size
         q, kv = weights.share(config.q_size), weights.share(config.kv_size, config.kv_copies)
         qkv: dict[str, Features] = {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        self.qkv = Linear(weights, config.hidden_size, {"qkv_proj": (q, kv, kv)} if packed else qkv, qkv_bias)
+        self.qkv = Linear(weights, size, {"qkv_proj": (q, kv, kv)} if packed else qkv, qkv_bias)
         self.o = Linear(weights, q, {out_name: config.hidden_size}, o_bias)
         self.layer = AttentionLayer.make(
             config, index, q_norm, k_norm, scale=scale, rope=rope, softcap=softcap, sinks=sinks

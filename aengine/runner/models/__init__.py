@@ -32,6 +32,7 @@ FAMILIES = {
     "gpt_oss": "gpt_oss.GptOss",
     "lfm2": "lfm2.Lfm2",
     "llama": "llama.Llama",
+    "mimo": "qwen2.Qwen2",
     "ministral3": "mistral.Mistral",
     "mistral": "mistral.Mistral",
     "mixtral": "mixtral.Mixtral",

@@ -16,6 +16,7 @@ from ..kv_spec import FullKV, LatentKV, SharedKV, StateKV, WindowKV
 from ..model_config import ModelConfig
 from ..models import build_model, read_config
 from ..models.causal_lm import CausalLM
+from ..models.heads import build_head
 from ..platforms.platform import Platform
 from ..speculation.model_proposer import LAG, Head, ModelProposerSource, WholeModel
 from ..speculation.proposer import FINDS_IN_ROWS, ProposerSource
@@ -78,6 +79,23 @@ def _load_draft_model(config: EngineConfig, target: Target, progress: Progress) 
     logger.info("a draft model on %s: %s, %d bytes", target.platform.device, source.path, num_bytes)
     described = {"method": "draft_model", "model": source.path, "weight_format": formats.name}
     return _source(WholeModel(model), config, target, num_bytes, described)
+
+
+def _load_head(config: EngineConfig, target: Target, progress: Progress) -> ProposerSource:
+    """Load a head on the model's states: of a checkpoint of its own, or of the model's."""
+    chosen, own, source = config.speculation_settings, config, target.checkpoint
+    if chosen.model:
+        asked = {"revision": None, "gguf_file": None, "speculation": "none", "quantization": "auto"}
+        own = config.replace(model=chosen.model, **asked)
+        source = resolve_model(own)
+    formats = _formats(own, source, source.hf_config, target.model.config, target)
+    head = build_head(source.hf_config, tensor_names(source), target.model, formats, target.group)
+    num_bytes = load_weights(
+        head, source, config.seed, progress, target.platform.memory, is_whole=bool(chosen.model)
+    ).own_bytes
+    logger.info("a head on %s: %s, %d bytes", target.platform.device, source.path, num_bytes)
+    described = {"method": chosen.method, "model": source.path, "weight_format": formats.name}
+    return _source(head, config, target, num_bytes, described)
 
 
 def _formats(
@@ -154,5 +172,9 @@ def _tokens_of(source: ModelSource) -> Any:
     return vocabulary
 
 
-_METHODS: dict[str, Callable[[EngineConfig, Target, Progress], ProposerSource]] = {"draft_model": _load_draft_model}
+_METHODS: dict[str, Callable[[EngineConfig, Target, Progress], ProposerSource]] = {
+    "draft_model": _load_draft_model,
+    "eagle3": _load_head,
+    "mtp": _load_head,
+}
 """What loads the proposer of a method; the others have no weights."""

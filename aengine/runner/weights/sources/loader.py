@@ -40,10 +40,10 @@ Progress = Callable[[str, int, int, str], None]
 
 _IGNORED = re.compile(
     r"rotary_emb\.inv_freq$|\.(input|activation|input_global|k|v|kv)_scale$|rope_(freqs|factors_)|\.masked_bias$|attn_rot_embd|\.weight_shape$|^lm_head\.weight$"
-    r"|^score\.weight$"
+    r"|^score\.weight$|^t2d$"
 )
-"""Tensors of a checkpoint for which the model may have no place: constants, the output matrix of a tied model, and the
-head of a decoder that classifies texts, which is read apart."""
+"""Tensors of a checkpoint for which the model may have no place: constants, the output matrix of a tied model, the
+head of a decoder that classifies texts, which is read apart, and which tokens EAGLE-3 predicts, as d2t says too."""
 _HEADS_OF_ENCODERS = re.compile(
     r"embeddings\.position_ids$|^(\w+\.)?pooler\.dense|^(cls|lm_head)\.|^(head|decoder)\."
     r"|^vocab_(transform|layer_norm|projector)\."
@@ -75,8 +75,10 @@ def load_weights(
     seed: int,
     progress: Progress,
     memory: Callable[[], DeviceMemory] | None = None,
+    is_whole: bool = True,
 ) -> LoadedWeights:
-    """Fill the model. ``progress(stage, done, total, unit)`` gets bytes; ``memory()`` is the device's, for errors.
+    """Fill the model. ``progress(stage, done, total, unit)`` gets bytes; ``memory()`` is the device's, for errors;
+    ``is_whole``: the checkpoint has nothing beside the model, so that whatever else is there is worth a warning.
 
     Raises:
         ModelLoadError: a file is missing, truncated or corrupt; a tensor is missing, has another shape or is not stored
@@ -125,7 +127,7 @@ def load_weights(
         raise ModelLoadError(f"{source.path} lacks {count} of the model: {_some(missing)}; {why}")
     if names is not None:
         names.finish(device)
-    if unexpected and stage.size == 1:  # others may be another stage's
+    if unexpected and is_whole and stage.size == 1:  # others may be another stage's
         logger.warning(
             "%s has %d tensors that the model does not use: %s", source.path, len(unexpected), _some(unexpected)
         )

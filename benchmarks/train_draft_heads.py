@@ -1,0 +1,339 @@
+"""Trains a head that drafts for a small model, and writes it as such heads are published: safetensors and config.json.
+
+    python benchmarks/train_draft_heads.py texts --out DIR --seconds 250           what the target writes, captured
+    python benchmarks/train_draft_heads.py eagle3 --out DIR --seconds 250
+    python benchmarks/train_draft_heads.py texts eagle3 mtp --out DIR --seconds 35 --batches 48     on a GPU
+
+Each of them takes --seconds, and goes on where it was stopped: a machine that is shared is held for minutes at a time.
+The texts begin with Python's own documentation, as a text and as a question in a chat; the target goes on, greedily and
+at temperature 0.8.
+What is trained are the reference's heads (tests/models/draft_heads.py), on drafts of --steps tokens: each step reads
+the state that the one before has made, as when drafting, and learns the target's distribution there.
+
+"tokens a step": of texts that were held out, the target's own greedy ones, gone through as speculation would: a step
+brings the drafts that are what comes, and one token more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import pydoc_data.topics
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+
+sys.path += [str(Path(__file__).parents[1] / "tests" / "models")]
+
+from draft_heads import DraftHead, Eagle3, Mtp
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from aengine.checkpoint.gguf_file import GgufFile
+from aengine.checkpoint.source import resolve_model
+from aengine.config import EngineConfig
+from aengine.engine.tokenizer.tokenizer import Tokenizer
+from aengine.runner.models import gguf_names, read_config
+from aengine.runner.weights.sources.gguf_source import read_gguf_tensor
+
+PROMPT, LENGTH, HELD_OUT = 40, 256, 2
+KINDS: dict[str, type[DraftHead]] = {"eagle3": Eagle3, "mtp": Mtp}
+CHAT = "<|im_start|>user\n{}", "<|im_end|>\n<|im_start|>assistant\n"
+QUESTIONS = ("Explain this: ", "Write an example of it. ", "What is meant by this? ", "Say it in other words: ")
+
+
+def load_target(model: str, device: str) -> tuple[LlamaForCausalLM, Any]:
+    """The model of a GGUF as transformers computes it, in bfloat16, and its tokenizer."""
+    source = resolve_model(EngineConfig.create(model, {}))
+    config = LlamaConfig(**source.hf_config)
+    names, state = gguf_names(read_config(source.hf_config)), dict[str, Tensor]()
+    with GgufFile(source.path) as file:
+        stored = list(file.tensors)
+    for name in stored:
+        full = names.hf_name(name)
+        weight = read_gguf_tensor(source.path, name)
+        if isinstance(full, str) and full.endswith(("q_proj.weight", "k_proj.weight")):  # pairs are interleaved
+            weight = weight.unflatten(0, (-1, config.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+        state[str(full)] = weight
+    with torch.device("meta"):
+        target = LlamaForCausalLM(config)
+    target.load_state_dict(state | {"lm_head.weight": state["model.embed_tokens.weight"]}, assign=True)
+    target.model.rotary_emb = type(target.model.rotary_emb)(config)
+    return target.to(device, torch.bfloat16).eval(), Tokenizer.load(source)
+
+
+def documentation(most_files: int = 400) -> str:
+    """Python's documentation: of the language, and the docstrings of its library."""
+    parts = [text for _, text in sorted(pydoc_data.topics.topics.items())]
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:most_files]:
+        try:
+            tree = ast.parse(path.read_text())
+        except (SyntaxError, UnicodeDecodeError):
+            continue
+        nodes = (ast.Module, ast.ClassDef, ast.FunctionDef)
+        parts += [text for node in ast.walk(tree) if isinstance(node, nodes) and (text := ast.get_docstring(node))]
+    return "\n\n".join(parts)
+
+
+def prompts(tokenizer: Any, rows: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of prompts of PROMPT tokens, int64 [rows, PROMPT], of texts and of chats in turn, without end; and of the
+    documentation as it is, [rows, LENGTH]."""
+    ids, rng = torch.tensor(tokenizer.encode(documentation())), torch.Generator().manual_seed(seed)
+    end = torch.tensor(tokenizer.encode(CHAT[1]))
+    heads = [torch.tensor(tokenizer.encode(CHAT[0].format(question))) for question in QUESTIONS]
+    while True:
+        for is_chat in (False, True):
+            made = []
+            starts = torch.randint(0, len(ids) - LENGTH, (rows,), generator=rng)
+            for start in starts:
+                head = heads[int(start) % len(heads)] if is_chat else ids[:0]
+                tail = end if is_chat else end[:0]
+                inner = ids[start : start + PROMPT - len(head) - len(tail)]
+                made.append(torch.cat((head, inner, tail)))
+            yield torch.stack(made), torch.stack([ids[start : start + LENGTH] for start in starts])
+
+
+@torch.inference_mode()
+def written(target: LlamaForCausalLM, prompt: Tensor, temperature: Tensor) -> Tensor:
+    """What the target makes of prompts at the temperatures [rows, 1]: int64 [rows, LENGTH]."""
+    cache, ids, step = DynamicCache(config=target.config), [prompt], prompt
+    for _ in range(LENGTH - prompt.shape[1]):
+        logits = target(step, past_key_values=cache, logits_to_keep=1).logits[:, -1].float()
+        noise = -torch.empty_like(logits).exponential_().log() * temperature
+        step = (logits + noise).argmax(-1, keepdim=True)
+        ids.append(step)
+    return torch.cat(ids, 1)
+
+
+def layers_of(target: LlamaForCausalLM) -> tuple[int, int, int]:
+    """The layers whose inputs EAGLE-3 reads."""
+    count = target.config.num_hidden_layers
+    return 2, count // 2, count - 3
+
+
+@torch.inference_mode()
+def captured(target: LlamaForCausalLM, ids: Tensor) -> dict[str, Tensor]:
+    """What the heads learn from: the target's states, in bfloat16 on the CPU."""
+    states = target.model(ids, output_hidden_states=True).hidden_states
+    aux = torch.cat([states[i] for i in layers_of(target)], -1)
+    return {"ids": ids.cpu(), "aux": aux.bfloat16().cpu(), "last": states[-1].bfloat16().cpu()}
+
+
+def make_texts(args: argparse.Namespace, target: LlamaForCausalLM, tokenizer: Any) -> None:
+    """Write batches of texts to files, the first of them greedy and held out, until the seconds are over."""
+    until = time.monotonic() + args.seconds
+    done = len(list(args.out.glob("texts-*.pt")))
+    torch.manual_seed(done)
+    source = prompts(tokenizer, args.rows, seed=done)
+    while done < args.batches and time.monotonic() < until:
+        begun = time.monotonic()
+        temperatures = torch.tensor([0.8 * (done + i >= HELD_OUT and (done + i) % 2) for i in range(args.at_once)])
+        prompt, ids = (torch.cat(own).to(args.device) for own in zip(*(next(source) for _ in temperatures)))
+        if done < HELD_OUT + args.written:
+            ids = written(target, prompt, temperatures.repeat_interleave(args.rows)[:, None].to(args.device))
+        for part in ids.split(args.rows):
+            torch.save(captured(target, part), args.out / f"texts-{done:04}.pt")
+            done += 1
+        print(f"texts {done}: {ids.numel()} tokens in {time.monotonic() - begun:.1f} s", flush=True)
+
+
+def make_head(kind: str, target: LlamaForCausalLM, files: list[Path], draft_vocab: int) -> DraftHead:
+    """A head that begins as the target's last layer and output."""
+    config = target.config
+    own = {
+        "architectures": ["LlamaForCausalLMEagle3" if kind == "eagle3" else "MiMoMTP"],
+        "model_type": "llama" if kind == "eagle3" else "mimo_mtp",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "max_position_embeddings": config.max_position_embeddings,
+        "hidden_act": config.hidden_act,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }
+    own |= {"draft_vocab_size": draft_vocab} if kind == "eagle3" else {"num_nextn_predict_layers": 1}
+    table = target.model.embed_tokens.weight.detach()
+    with table.device:
+        head = KINDS[kind](own, table, table)
+    last, size = target.model.layers[-1], config.hidden_size
+    with torch.no_grad():
+        if isinstance(head, Eagle3):
+            counts = torch.zeros(config.vocab_size)
+            for file in files:
+                counts += torch.load(file, mmap=True)["ids"].flatten().bincount(minlength=config.vocab_size)
+            ids = counts.topk(draft_vocab).indices.sort().values
+            print(f"draft vocabulary: {counts[ids].sum() / counts.sum():.4f} of the tokens", flush=True)
+            head.d2t.copy_(ids - torch.arange(draft_vocab))
+            head.t2d[ids] = True
+            head.lm_head.weight.copy_(table[ids])
+            head.norm.weight.copy_(target.model.norm.weight)
+            head.fc.weight.mul_(0.1)[:, 2 * size :].add_(torch.eye(size, device=table.device))
+            layer: Any = head.midlayer
+        else:
+            head.final_layernorm.weight.copy_(target.model.norm.weight)
+            head.input_proj.weight.mul_(0.1)[:, :size].add_(torch.eye(size, device=table.device))
+            layer = head
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            mine = getattr(layer.self_attn, name).weight
+            mine.mul_(0.1)[:, -getattr(last.self_attn, name).weight.shape[1] :].add_(
+                getattr(last.self_attn, name).weight
+            )
+        layer.mlp.load_state_dict(last.mlp.state_dict())
+        layer.post_attention_layernorm.load_state_dict(last.post_attention_layernorm.state_dict())
+    return head
+
+
+class Batches:
+    """The captured texts, on the device."""
+
+    def __init__(self, files: list[Path], kind: str, device: str) -> None:
+        loaded = [torch.load(file) for file in files]
+        self._device, self.ids = device, torch.cat([one["ids"] for one in loaded])
+        self._last = torch.cat([one["last"] for one in loaded])
+        self._read = torch.cat([one["aux"] for one in loaded]) if kind == "eagle3" else self._last
+        if device != "cpu":
+            self.ids, self._last, self._read = (x.to(device) for x in (self.ids, self._last, self._read))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def rows(self, index: Tensor | slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids, what the head reads, and the target's last states, of some texts."""
+        return self.ids[index], self._read[index], self._last[index]
+
+
+def loss_of(head: DraftHead, batch: tuple[Tensor, Tensor, Tensor], output: Tensor, steps: int) -> Tensor:
+    """Cross entropy of the target's distributions, of all steps, those that come later counting for less."""
+    ids, read, last = batch
+    rows = ids.shape[1] - steps
+    forced = [ids[:, 1 + step : 1 + step + rows] for step in range(1, steps)]
+    all_logits, _ = head.roll_out(read[:, :rows], ids[:, 1 : 1 + rows], steps, forced)
+    loss = torch.zeros((), device=ids.device)
+    for step, logits in enumerate(all_logits):
+        with torch.no_grad():
+            wanted = F.linear(last[:, 1 + step : 1 + step + rows], output).float().softmax(-1)
+        loss = loss - 0.8**step * (wanted * logits.float().log_softmax(-1)).sum(-1).mean()
+    return loss
+
+
+@torch.inference_mode()
+def tokens_a_step(head: DraftHead, held_out: Batches, steps: int) -> tuple[float, list[float]]:
+    """Tokens a step of speculation with ``steps`` drafts over greedy texts, and how often each draft was right if the
+    ones before it were."""
+    ids, read, _ = held_out.rows(slice(None))
+    rows = ids.shape[1] - steps - 1
+    forced = [ids[:, 1 + step : 1 + step + rows] for step in range(1, steps)]
+    _, drafts = head.roll_out(read[:, :rows], ids[:, 1 : 1 + rows], steps, forced)
+    right = torch.stack([drafts[j] == ids[:, 2 + j : 2 + j + rows] for j in range(steps)], -1).int().cumprod(-1)
+    accepted, num_tokens, num_steps = right.sum(-1).tolist(), 0, 0
+    for text in accepted:
+        place = PROMPT  # the first token was sampled after the prompt
+        while place < rows:
+            num_tokens, num_steps = num_tokens + 1 + text[place], num_steps + 1
+            place += 1 + text[place]
+    shares = right[:, PROMPT:].float().mean((0, 1))
+    return num_tokens / num_steps, [float(x) for x in shares / torch.cat((torch.ones_like(shares[:1]), shares[:-1]))]
+
+
+def train(args: argparse.Namespace, kind: str, target: LlamaForCausalLM) -> None:
+    begun = time.monotonic()
+    files = sorted(args.out.glob("texts-*.pt"))
+    head = make_head(kind, target, files, args.draft_vocab)
+    output = target.lm_head.weight.detach()
+    if isinstance(head, Eagle3):
+        output = output[head.ids(torch.arange(args.draft_vocab, device=args.device))]
+    held_out, texts = (Batches(own, kind, args.device) for own in (files[:HELD_OUT], files[HELD_OUT:]))
+    weights = [weight for weight in head.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=args.rate, betas=(0.9, 0.95), weight_decay=0.0)
+    folder, seen = args.out / kind, 0
+    folder.mkdir(exist_ok=True)
+    if (folder / "state.pt").exists():
+        state = torch.load(folder / "state.pt", map_location=args.device)
+        head.load_state_dict(state["head"])
+        optimizer.load_state_dict(state["optimizer"])
+        seen = state["seen"]
+    torch.manual_seed(seen)
+    last_print = time.monotonic()
+
+    def report() -> None:
+        with torch.autocast(args.device, torch.bfloat16):
+            rate, shares = tokens_a_step(head.eval(), held_out, args.steps)
+        shown = " ".join(f"{share:.2f}" for share in shares)
+        print(f"{kind}: {seen} texts, {time.monotonic() - begun:.0f} s: {rate:.3f} tokens a step; {shown}", flush=True)
+
+    report()
+    progress = 0.0
+    while progress < 1 and time.monotonic() - begun < args.seconds:
+        for group in optimizer.param_groups:
+            group["lr"] = args.rate * min(1.0, (seen + 1) / (50 * args.batch)) * max(0.02, 1 - progress)
+        batch = texts.rows(torch.randint(0, len(texts), (args.batch,)))
+        with torch.autocast(args.device, torch.bfloat16):
+            loss = loss_of(head.train(), batch, output, args.steps)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, 0.5)
+        optimizer.step()
+        seen += args.batch
+        progress = seen / args.texts if args.texts else (time.monotonic() - begun) / args.seconds
+        if time.monotonic() - last_print > args.every:
+            print(f"loss {loss.item():.3f}", end=", ", flush=True)
+            report()
+            last_print = time.monotonic()
+    report()
+    torch.save({"head": head.state_dict(), "optimizer": optimizer.state_dict(), "seen": seen}, folder / "state.pt")
+    tensors = {head.prefix + name: x.contiguous().cpu() for name, x in head.state_dict().items()}
+    tensors = {name: x.bfloat16() if x.is_floating_point() else x for name, x in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(head.config, indent=2) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stages", choices=("texts", *KINDS), nargs="+")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seconds", type=float, default=250, help="of each stage")
+    parser.add_argument("--every", type=float, default=30, help="seconds between two reports")
+    parser.add_argument("--batches", type=int, default=20, help="of texts of 256 tokens, two of them held out")
+    parser.add_argument("--rows", type=int, default=64, help="texts of a batch")
+    parser.add_argument(
+        "--written",
+        type=int,
+        default=1 << 30,
+        help="batches that the target writes beside those held "
+        "out; the others are the documentation as it is, which takes a CPU less time",
+    )
+    parser.add_argument("--at-once", type=int, default=1, help="batches that are made together")
+    parser.add_argument("--texts", type=int, default=6000, help="learned from in all; 0: by --seconds, in one go")
+    parser.add_argument("--batch", type=int, default=8, help="texts of one step of the optimizer")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rate", type=float, default=5e-4)
+    parser.add_argument("--draft-vocab", type=int, default=8192)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    target, tokenizer = load_target(args.model, args.device)
+    for stage in args.stages:
+        if stage == "texts":
+            make_texts(args, target, tokenizer)
+        else:
+            train(args, stage, target)
+
+
+if __name__ == "__main__":
+    main()
