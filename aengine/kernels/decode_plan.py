@@ -11,6 +11,8 @@ import torch
 class BatchSize(Enum):
     """The most (sequence, key-value head) pairs of each size; their number decides what the time is spent on."""
 
+    FEW = 16
+    """As in small batches, and no program has many keys: it asks for more of them at once."""
     SMALL = 64
     """Each pair has a multiprocessor for itself: latency, and putting parts together costs more than keys."""
     MIDDLING = 512
@@ -27,7 +29,12 @@ class Sharing(NamedTuple):
     is_lenient: bool  # a part may have a quarter more keys than its share, before it is cut
 
 
-_SHARING = {BatchSize.SMALL: (64, 264), BatchSize.MIDDLING: (128, 528), BatchSize.LARGE: (128, 2112)}
+_SHARING = {
+    BatchSize.FEW: (128, 264),
+    BatchSize.SMALL: (64, 264),
+    BatchSize.MIDDLING: (128, 528),
+    BatchSize.LARGE: (128, 2112),
+}
 """Least chunk, and about how many programs there are if the keys are many: 2 and 4 for each multiprocessor of an H200,
 which are all that it runs at once; in large batches twice as many as that, so that a long sequence is no longer than
 the others."""
@@ -60,6 +67,6 @@ class DecodeWorkspace:
 
     def sharing(self, num_seqs: int) -> Sharing:
         size = self.batch_size(num_seqs)
-        is_small = size is BatchSize.SMALL
+        is_small = size in (BatchSize.FEW, BatchSize.SMALL)
         least_chunk, programs = _SHARING_OF_NARROW if is_small and self.is_narrow else _SHARING[size]
         return Sharing(least_chunk, -(-programs // self._num_kv_heads), not is_small)

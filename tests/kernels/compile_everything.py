@@ -265,7 +265,8 @@ def decodes(
     num_heads, num_kv_heads, dim = heads
     compiler.note = f"{dtype} {heads} {size.name} {'raw' if is_raw else 'turned'}{' extras' if extras else ''}"
     compiler.note += " fp8" if fp8 else ""
-    n = {BatchSize.SMALL: 1, BatchSize.MIDDLING: 64, BatchSize.LARGE: 512}[size] // num_kv_heads + 1
+    fewest = {BatchSize.FEW: 0, BatchSize.SMALL: 16, BatchSize.MIDDLING: 64, BatchSize.LARGE: 512}
+    n = fewest[size] // num_kv_heads + 1
     qkv, cache, table, scales = kv_of(dtype, heads, n, fp8)
     rows, lens, rope = torch.zeros(n, dtype=torch.int64), torch.zeros(n, dtype=torch.int32), Rope(torch.zeros(99, dim))
     if extras:
@@ -472,6 +473,7 @@ def largest(compiler: Compiler) -> None:
         prompts(compiler, half, (16, 8, dim), 4096, fp8=fp8)
     for heads, size in (
         ((16, 8, 128), BatchSize.SMALL),
+        ((32, 8, 128), BatchSize.FEW),
         ((32, 8, 128), BatchSize.SMALL),
         ((16, 8, 256), BatchSize.MIDDLING),
     ):

@@ -54,8 +54,10 @@ def _tiling(size: BatchSize, rows: int, head_bytes: int, is_narrow: bool, is_fp8
 
 def _measured(size: BatchSize, head_bytes: int, is_narrow: bool, is_fp8: bool) -> _Tiling:
     """Return the tiling that was measured fastest on an H200, between the products of a layer; of codes on an H100."""
-    if size is BatchSize.SMALL and is_narrow:
+    if size in (BatchSize.FEW, BatchSize.SMALL) and is_narrow:
         return _Tiling(min(256, 2**16 // head_bytes), 8, 1)  # as many keys as fit the registers
+    if size is BatchSize.FEW:
+        return _Tiling(128, 4, 1)  # 4000 tokens take 9.7 us on an H100, 64 at a time 11.9
     if size is BatchSize.SMALL:
         return _Tiling(64, 4, 2)
     if size is BatchSize.MIDDLING:
