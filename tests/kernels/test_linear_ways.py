@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import triton.language as tl
 
 from aengine.kernels.activation import computed
 from aengine.kernels.expert_types import InputNorm
 from aengine.kernels.grouped_codes import CodeKind, GroupedCodes, numbers, pack
 from aengine.kernels.linear import add_linear, norm_gated_linear, norm_linear, plain_linear
-from aengine.kernels.linear_tilings import LinearShape
+from aengine.kernels.linear_tilings import LinearShape, StreamedTiling
 from aengine.kernels.matrix import Matrix
 from aengine.kernels.triton import grouped_tiles, linear, linear_fp8
 from aengine.kernels.triton.grouped_tiles import way_of
@@ -98,6 +99,21 @@ def test_rounded_rows_by_the_library(
     for verb, (out, wanted) in made.items():
         assert float((out.double() - wanted).norm() / wanted.norm()) < 0.06, verb
     assert made["norm"][0].dtype == torch.float32 and made["plain"][0].dtype == torch.half
+
+
+def test_our_kernel_adds_many_rows(
+    gen: torch.Generator, triton_device: torch.device, library: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whichever order its programs take the tiles, the last of which are not as many."""
+    for name, value in {"_FEWEST_LAST": 10, "_ADDING": StreamedTiling(64, 16, 128, 4, 3)}.items():
+        monkeypatch.setattr(linear_fp8, name, value)
+    monkeypatch.setattr(linear_fp8, "_TOGETHER", tl.constexpr(2))
+    matrix = fp8(208, 256, gen)._replace(bias=torch.randn(208, generator=gen).half())
+    x, residual = torch.randn(70, 256, generator=gen).half(), torch.randn(70, 208, generator=gen).half()
+    assert matrix.scale is not None
+    wanted = residual + x.double() @ (matrix.weight.double() * matrix.scale[:, None]).t() + matrix.bias  # type: ignore
+    add_linear(residual, x, matrix)
+    assert not library and float((residual.double() - wanted).norm() / wanted.norm()) < 0.06
 
 
 def test_what_the_library_multiplies(gen: torch.Generator, library: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def gated_linear(x: Tensor, norm: Norm | None, matrix: Matrix, activation: Activ
 def add_linear(residual: Tensor, x: Tensor | Gated, matrix: Matrix) -> None:
     own = linear_fp8.unwrapped(x, matrix)
     if linear_fp8.by_library(x, own):
-        residual.add_(linear_fp8.product(x, None, own, x.dtype))
+        linear_fp8.add_product(residual, x, own)
         return
     x = computed(x)
     if isinstance(own.weight, GroupedCodes):
