@@ -40,12 +40,15 @@ LARGE_TILES_FROM = 3072
 """Tokens for each sequence of a step, with which larger tiles pay: nearly all of them are then below the diagonal."""
 
 
-def _tiling(dtype: torch.dtype, head_dim: int, num_tokens: int, num_seqs: int, is_fp8: bool = False) -> _Tiling:
-    """``is_fp8``: of the cache; the blocks of queries, which a plan has, are the same."""
+def _tiling(
+    dtype: torch.dtype, head_dim: int, num_tokens: int, num_seqs: int, is_fp8: bool = False, group: int = 1
+) -> _Tiling:
+    """``is_fp8``: of the cache; the blocks of queries, which a plan has, are the same. ``group``: query heads that
+    share a key-value head."""
     padded = _padded(head_dim)
     head_bytes = padded * dtype.itemsize
     tiling = _measured(dtype, padded, num_tokens, num_seqs)
-    tiling = _of_codes(tiling) if is_fp8 else tiling
+    tiling = _of_codes(tiling, group, head_bytes) if is_fp8 else tiling
     while tiling.shared_bytes(head_bytes) > max_shared_memory():
         if tiling.block_n > 32:
             tiling = tiling._replace(block_n=tiling.block_n // 2)
@@ -66,11 +69,13 @@ def _measured(dtype: torch.dtype, padded: int, num_tokens: int, num_seqs: int) -
     return _Tiling(64, 32, 4, 2, 2) if is_small else _Tiling(128, 128, 8, 3, 1)
 
 
-def _of_codes(tiling: _Tiling) -> _Tiling:
+def _of_codes(tiling: _Tiling, group: int, head_bytes: int) -> _Tiling:
     """Return the tiling for keys and values in FP8, whose numbers take registers: measured fastest on an H100 among
     those with the same blocks of queries, which the plan has."""
     if tiling.block_m == 64:
-        return tiling._replace(block_n=64, num_stages=3)
+        wide = _Tiling(128, 64, 4, 2, 4)  # it has the same queries of twice as many heads
+        is_fit = head_bytes <= 256 and wide.shared_bytes(head_bytes) <= max_shared_memory()
+        return wide if group % 4 == 0 and is_fit else tiling._replace(block_n=64, num_stages=2)
     return tiling._replace(num_stages=2) if tiling.block_m == 128 else tiling
 
 
@@ -120,7 +125,7 @@ def varlen_attention(
     num_tokens, num_heads, head_dim = q.shape
     group = num_heads // kv_cache.shape[3]
     out = torch.empty((num_tokens, num_heads * head_dim), dtype=q.dtype, device=q.device)
-    tiling = _tiling(q.dtype, head_dim, num_tokens, num_seqs, kv_scales is not None)
+    tiling = _tiling(q.dtype, head_dim, num_tokens, num_seqs, kv_scales is not None, group)
     launch(
         _varlen_attention,
         (plan.shape[0], num_heads // _pack(tiling, group)),
