@@ -6,12 +6,15 @@ import mmap
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from gpu_models import MIB, Batch, Checkpoint, make_runner
+from gpu_models import DEVICE, MIB, Batch, Checkpoint, make_runner
 from tiny import VOCAB_SIZE
 
+from aengine import SamplingParams
+from aengine.engine.sampling_extras import extras_of
 from aengine.ipc.messages import ModelRunnerOutput, float32, int32
 
 pytestmark = pytest.mark.gpu
@@ -83,6 +86,26 @@ def test_decode_graphs_give_the_same_bits(
     for of_a_step in zip(*answers, strict=True):
         assert all(answer == of_a_step[0] for answer in of_a_step)
     assert all(not answer.errors for answer in answers[0])
+
+
+def test_a_processor_in_graphs(checkpoint: MakeCheckpoint, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the caller's: graphs hold what it queues, whose rows and numbers change between replays."""
+    prompts, wanted = random_prompts(rng, 7), [rng.randrange(3, VOCAB_SIZE) for _ in range(7)]
+    asked = [extras_of(SamplingParams(extra_args={"raised": [token_id, 1e4]})) for token_id in wanted]
+    runner = make_runner(checkpoint("llama").folder, logits_processors=["callers_processors:Raised"])
+    batch, rows = Batch(runner), list(range(7))
+    sample = Mock(wraps=runner.sampler.sample)
+    monkeypatch.setattr(runner.sampler, "sample", sample)
+    for asking in (rows[::2], rows[1::2], []):
+        answers = [batch.start(prompts, extras=[asked[row] if row in asking else {} for row in rows])[0]]
+        sample.reset_mock()
+        answers += [batch.decode(rows[::-1])[0] for _ in range(3)]
+        assert sample.called == (DEVICE == "cpu"), "a step with it was sampled op by op"
+        batch.end(rows)
+        for order, answer in zip((rows, *[rows[::-1]] * 3), answers, strict=True):
+            assert all(answer.token_ids[order.index(row)] == wanted[row] for row in asking) and not answer.errors
+        others = [row for row in rows if row not in asking]
+        assert any(answers[0].token_ids[row] != wanted[row] for row in others)
 
 
 def test_prompt_graphs_stay_within_rounding(checkpoint: MakeCheckpoint, arch: str, rng: random.Random) -> None:
