@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import random
+import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import torch
 from test_gpu_path import BLOCK_SIZE, MAX_LEN, MAX_SEQS, NUM_BLOCKS, TritonPrefill, make_model, triton, write_model
+
+sys.path.append(str(Path(__file__).parents[1] / "models"))  # behind all else: that folder has a conftest.py too
+from draft_heads import DraftHead, Eagle3, Mtp
+from test_draft_heads import ANY_LAYERS, EAGLE3, MTP, SIZES, randomise, read_head, source_of, write_head
+from tiny import write_tiny_model
 
 from aengine.ipc.messages import DraftColumns, ModelRunnerOutput, NewRequest, SchedulerOutput, int32
 from aengine.runner.attention.kv_pages import KvCacheSpec
+from aengine.runner.attention.torch_attention import KvCache
 from aengine.runner.attention.triton_attention import GpuKvCache
 from aengine.runner.distributed.group import ALONE
 from aengine.runner.model_config import AttendingLayers
 from aengine.runner.model_runner import ModelRunner
+from aengine.runner.models.causal_lm import CausalLM
 from aengine.runner.platforms.cpu import CpuPlatform
 from aengine.runner.speculation.model_proposer import ModelProposerSource, WholeModel
 from aengine.runner.speculation.proposer import Proposer, RunnerParts
@@ -29,14 +42,14 @@ class Padded(ModelProposerSource):
         return super().make(parts._replace(platform=SimpleNamespace(is_accelerator=True)))  # type: ignore[arg-type]
 
 
-def make_runner(folder: Path) -> ModelRunner:
+def make_runner(folder: Path, head_of: Callable[[CausalLM], Any], *, is_padded: bool = True) -> ModelRunner:
+    """``head_of``: what guesses for a model."""
     config, model = make_model(folder)
-    _, small = make_model(folder)
-    how = {"num_tokens": TOKENS, "max_num_seqs": MAX_SEQS, "num_bytes": 0, "described": {}}
-    source = Padded(WholeModel(small), model, ALONE, **how)  # type: ignore[arg-type]
+    how: dict[str, Any] = {"num_tokens": TOKENS, "max_num_seqs": MAX_SEQS, "num_bytes": 0, "described": {}}
+    source = (Padded if is_padded else ModelProposerSource)(head_of(model), model, ALONE, **how)
     layers = AttendingLayers.of(config, *source.configs)
     spec = KvCacheSpec(layers, NUM_BLOCKS, BLOCK_SIZE, source.dtype, CpuPlatform.device, MAX_SEQS, MAX_LEN)
-    cache = GpuKvCache(spec, TritonPrefill())
+    cache: Any = GpuKvCache(spec, TritonPrefill()) if is_padded else KvCache(spec)
     return ModelRunner(
         model,
         cache,
@@ -46,9 +59,9 @@ def make_runner(folder: Path) -> ModelRunner:
         num_blocks=NUM_BLOCKS,
         kv_groups=cache.layout.groups,
         platform=CpuPlatform(),
-        graph_sizes=[1, 2, 4],
+        graph_sizes=[1, 2, 4] if is_padded else None,
         max_graph_tokens=64,
-        position_sizes=(8, 16),
+        position_sizes=(8, 16) if is_padded else (),
         enforce_eager=True,
         proposer=source,
     )
@@ -60,6 +73,7 @@ class Steps:
     def __init__(self, runner: ModelRunner, lengths: list[int], rng: random.Random) -> None:
         self._runner, self._rows, self._num_steps = runner, int32(range(len(lengths))), 0
         self._settled = int32(), int32()
+        self.drafts: list[list[int]] = []  # those of each row in each step
         width = -(-MAX_LEN // BLOCK_SIZE)
         new = []
         for row, length in enumerate(lengths):
@@ -84,6 +98,10 @@ class Steps:
 
     def _answer(self, out: SchedulerOutput) -> ModelRunnerOutput:
         self._runner.execute_model(out)
+        requests = self._runner.requests
+        for row, count in enumerate(() if out.drafts is None else out.drafts.counts):
+            end = int(requests.scalars.num_tokens[row])
+            self.drafts.append(requests.token_ids[row, end : end + count].tolist())
         answer = self._runner.sample_tokens(None).get()
         assert not answer.errors
         return answer
@@ -92,7 +110,28 @@ class Steps:
 def test_guesses_of_the_model_itself_are_right(tmp_path: Path, rng: random.Random) -> None:
     """Of rows with prompts of any length, drafted in each step, or after more steps without drafts than the graph of
     drafts computes tokens of."""
-    runner = make_runner(write_model(tmp_path, "llama"))
+    folder = write_model(tmp_path, "llama")
+    runner = make_runner(folder, lambda model: WholeModel(make_model(folder)[1]))
     steps = Steps(runner, [1, 2, rng.randint(3, 12)], rng)
     for counts in ([1, 2, 3], [3, 3, 1], [0, 0, 0], [2, 0, 3], *[[0, 0, 0]] * (TOKENS + 2), [3, 2, 1]):
         assert steps.run(counts) == [1 + count for count in counts], "all are accepted"
+
+
+@pytest.mark.parametrize("kind", [Eagle3, Mtp])
+def test_a_head_guesses_the_same_padded_and_not(tmp_path: Path, rng: random.Random, kind: type[DraftHead]) -> None:
+    """Behind prompts, and behind steps with drafts, right or wrong, and without."""
+    heads = {name: SIZES[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")}
+    folder = write_tiny_model(tmp_path / "model", "llama", num_hidden_layers=3, **heads)
+    model: Any = make_model(folder)[1]
+    settings = EAGLE3 | ANY_LAYERS if kind is Eagle3 else MTP | {"attention_bias": False}
+    tables = model.embed.table, model.lm_head.weight.multiply(torch.eye(SIZES["hidden_size"])).T
+    head = kind({**SIZES, **settings}, *tables)
+    randomise(head, rng)
+    source = source_of(write_head(tmp_path / "head", head))
+    lengths, seed, found = [1, 2, rng.randint(3, 12)], rng.getrandbits(30), []
+    for is_padded in (False, True):
+        runner = make_runner(folder, partial(read_head, source), is_padded=is_padded)
+        steps = Steps(runner, lengths, random.Random(seed))
+        counts = [steps.run(one) for one in ([1, 2, 3], [3, 3, 1], [0, 0, 0], [2, 0, 3], [0, 0, 0], [3, 2, 1])]
+        found.append((counts, steps.drafts))
+    assert found[0] == found[1] and len({tuple(drafts) for drafts in found[0][1]}) > 5
