@@ -163,7 +163,7 @@ class SamplingParams:
     The order in which the parameters act on the logits of a position: ``logit_bias`` and ``min_tokens``;
     ``allowed_token_ids``; ``bad_words``; repetition, frequency and presence penalties; the processors of
     ``extra_args``; ``temperature``; ``top_k``; ``top_p``; ``min_p``.
-    ``logprobs`` are those of the model itself, before any of these.
+    ``logprobs`` are those of the model itself, before any of these, unless the engine's ``logprobs_mode`` is another.
 
     Raises:
         InvalidRequestError: a value of a wrong type or out of range; ``param`` names it.

@@ -37,6 +37,8 @@ def check_schema(schema: object) -> None:
             raise ValueError(f"the keyword {shown(keyword)} is not known here; there are {', '.join(_KEYWORDS)}")
         if not isinstance(value, _KEYWORDS[keyword]):
             raise ValueError(f"{keyword}={shown(value)} in {shown(schema)} is of another type than that keyword's")
+    if schema["type"] == "array" and "items" not in schema:
+        raise ValueError(f"{shown(schema)} does not say what its items are")
     for inner in (*schema.get("properties", {}).values(), *([schema["items"]] if "items" in schema else ())):
         check_schema(inner)
 
@@ -59,8 +61,7 @@ def fault_in(value: Any, schema: Mapping[str, Any], place: str) -> str:
         if not schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value)):
             bounds = f"{schema.get('minItems', 0)} to {schema.get('maxItems', 'any number of')}"
             return f"{place} has {len(value)} items: there must be {bounds}"
-        inner = schema.get("items")
-        faults = (fault_in(one, inner, f"{place}[{i}]") for i, one in enumerate(value) if inner is not None)
+        faults = (fault_in(one, schema["items"], f"{place}[{i}]") for i, one in enumerate(value))
         return next(filter(None, faults), "")
     elif kind == "object":
         properties = schema.get("properties", {})

@@ -319,12 +319,14 @@ def test_logprobs_of_what_was_drawn_from() -> None:
         request(0, [3, 4], [0], logprobs=3, logit_bias={50: 9.0}),
         request(2, [6], [2], logprobs=0, temperature=2.0, seed=9),
         request(4, [7], [3], logprobs=5, temperature=0.5, top_k=3, seed=4),
+        request(1, [8], [4], logprobs=0, temperature=0.5, top_k=1),
     ]
-    out = step(runner, {0: 2, 2: 1, 4: 1}, new=new)
-    logits = torch.stack([expected_logits(tokens, VOCAB) for tokens in ([3, 4], [6], [7])]).double()
+    out = step(runner, {0: 2, 2: 1, 4: 1, 1: 1}, new=new)
+    logits = torch.stack([expected_logits(tokens, VOCAB) for tokens in ([3, 4], [6], [7], [8])]).double()
     logits[0, 50] += 9.0
     logits[2, logits[2] < logits[2].topk(3).values[-1]] = -torch.inf
-    wanted = torch.log_softmax(logits / torch.tensor([[1.0], [2.0], [0.5]]), 1)
+    logits[3, logits[3] < logits[3].max()] = -torch.inf
+    wanted = torch.log_softmax(logits / torch.tensor([[1.0], [2.0], [0.5], [0.5]]), 1)
     assert out.logprobs is not None and out.token_ids[0] == 50
     assert list(out.logprobs.sampled) == pytest.approx(
         [float(wanted[i, t]) for i, t in enumerate(out.token_ids)], abs=1e-5

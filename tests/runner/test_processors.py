@@ -94,6 +94,28 @@ def test_processors_that_forbid_every_token_are_named() -> None:
     assert str(said) == f"{error.message}; its logits processors may have done it: forbidding, other"
 
 
+def test_other_requests_are_not_harmed_by_what_a_processor_does_wrong() -> None:
+    class Resizing(Nothing):
+        name = "resizing"
+        changes_argmax = True
+
+        def process(self, logits: Tensor, rows: ProcessedRows) -> None:
+            logits.resize_(1, 1)
+
+    class Raising(Resizing):
+        name = "raising"
+
+        def add_request(self, request: Any) -> None:
+            if self.extra in request.extras:
+                raise KeyError("its own mistake")
+
+    for wrong in (Resizing, Raising):
+        new = [asking(0, [1, 2], **{wrong.name: {}}), request(1, [1, 2], range(6, 12))]
+        answer = step(new_runner(wrong), {0: 2, 1: 2}, new=new)
+        assert answer.token_ids[1] == int(expected_logits([1, 2], VOCAB).argmax())
+        assert [error.batch_idx for error in answer.errors] == ([0] if wrong is Raising else [])
+
+
 def prepared(state: Any) -> tuple[ModelRunnerOutput, list[Tensor]]:
     """Return the answer to a step of a request of which `prepare` returns this and of one without, and what `process`
     has got of it."""
@@ -230,7 +252,10 @@ def test_what_is_loaded() -> None:
     assert load_processors(["callers_processors:Residues", "thinking_budget"]) == (Residues, ThinkingBudget)
 
 
-OBJECT = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 1}, "b": {"type": "array"}}}
+OBJECT = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 1}, "b": {"type": "array", "items": {"type": "integer"}}},
+}
 
 
 @pytest.mark.parametrize(
@@ -251,9 +276,13 @@ OBJECT = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 1
         ({"type": "string", "enum": ["a", "b"]}, "c", "x='c' must be one of"),
         ({"type": "string", "enum": ["a", "b"]}, "b", ""),
         ({"type": "array", "items": {"type": "string"}}, ["a", 1], "x[1]=1 must be of type string"),
-        ({"type": "array", "minItems": 1}, [], "x has 0 items: there must be 1 to any number of"),
-        ({"type": "array", "maxItems": 1}, [1, 2], "x has 2 items: there must be 0 to 1"),
-        (OBJECT, {"a": 1, "b": [None]}, ""),
+        (
+            {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+            [],
+            "x has 0 items: there must be 1 to any number of",
+        ),
+        ({"type": "array", "items": {"type": "integer"}, "maxItems": 1}, [1, 2], "x has 2 items: there must be 0 to 1"),
+        (OBJECT, {"a": 1, "b": [2]}, ""),
         (OBJECT, {}, ""),
         (OBJECT, {"a": 0}, "x.a=0 must be from 1"),
         (OBJECT, {"c": 0}, "x has no 'c'; there are a, b"),
@@ -270,7 +299,14 @@ def test_arguments(schema: dict[str, Any], value: Any, fault: str) -> None:
 
 @pytest.mark.parametrize(
     "schema",
-    [5, {}, {"type": "tuple"}, {"type": "array", "items": {"type": "x"}}, {"type": "object", "properties": {"a": {}}}],
+    [
+        5,
+        {},
+        {"type": "tuple"},
+        {"type": "array"},
+        {"type": "array", "items": {"type": "x"}},
+        {"type": "object", "properties": {"a": {}}},
+    ],
     ids=str,
 )
 def test_schemas_that_are_not_known(schema: Any) -> None:

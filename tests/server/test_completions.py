@@ -104,6 +104,15 @@ async def test_log_probabilities_of_prompts() -> None:
             assert not answer.choices[0].model_extra or "prompt_logprobs" not in answer.choices[0].model_extra
 
 
+async def test_the_prompts_of_one_request_have_a_bound_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aengine.server.openai.completions.MAX_PROMPT_LOGPROBS", 11)
+    async with FakeAsyncLLM("!") as engine, openai_client(engine) as client:
+        ask: dict[str, Any] = {"model": "fake", "max_tokens": 0, "extra_body": {"prompt_logprobs": 1}}
+        assert len((await client.completions.create(prompt=["ab", "cd"], **ask)).choices) == 2
+        with pytest.raises(openai.BadRequestError, match="more than 11"):
+            await client.completions.create(prompt=["ab", "cd", "ef"], **ask)
+
+
 async def test_logprobs_say_where_each_token_is() -> None:
     text = "na\u00efve 👋"
     async with FakeAsyncLLM(text) as engine, openai_client(engine) as client:

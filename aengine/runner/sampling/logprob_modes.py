@@ -3,7 +3,7 @@
 raw_logprobs          log_softmax of the model's own logits
 processed_logprobs    log_softmax of what the token was drawn from: logits after penalties, bias, processors and the
                       grammar's mask, divided by the temperature, without what top-k, top-p and min-p cut off.
-                      A greedy row has temperature 1 here, and no cutoff.
+                      A row of temperature 0 has temperature 1 here, and no cutoff but top-k 1.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class ProcessedLogprobs:
 
     def after(self, kept: KeptLogits, logits: Tensor, scalars: Scalars, cutoff: Tensor) -> KeptLogits:
         temperature = torch.where(scalars.temperature > 0, scalars.temperature, 1.0)
+        cutoff = torch.where(scalars.top_k == 1, logits.amax(1), cutoff)  # such a row is greedy, and has no cutoff
         drawn_from = torch.where(logits >= cutoff[:, None], logits, -torch.inf) / temperature[:, None]
         return keep_logits(drawn_from, scalars.logprobs_asked)
 

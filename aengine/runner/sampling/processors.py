@@ -108,7 +108,7 @@ class LogitsProcessor(OpByOpFeature):
             scalars.num_prompt_tokens.index_select(0, place),
         )
         try:
-            self.process(logits, processed)
+            self.process(logits.view(logits.shape), processed)  # one that it resizes is its own view
         except torch.OutOfMemoryError:
             raise
         except Exception:  # the logits of its rows are lost, and so their requests; those of others are not

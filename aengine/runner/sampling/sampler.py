@@ -12,6 +12,7 @@ A feature that no graph holds (`SamplingFeature.is_in_graphs`) has its rows samp
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidRequestError
-from ...ipc.messages import MessageError, NewRequest
+from ...ipc.messages import NewRequest
 from ...kernels.bitmask import apply_bitmask
 from ...kernels.gumbel import gumbel_sample, likeliest
 from ...kernels.logprobs import token_logprobs
@@ -37,6 +38,8 @@ from .bitmask_memory import HostBitmasks, MaskMemory
 from .features import FEATURES, SamplingFeature
 from .logprob_modes import RAW_LOGPROBS, LogprobsMode
 from .vocabulary import Vocabulary
+
+logger = logging.getLogger("aengine")
 
 
 class Sampling(IntEnum):
@@ -110,8 +113,9 @@ class Sampler:
                 feature.add_request(request)
             except InvalidRequestError as error:
                 fault = ("InvalidRequestError", str(error))
-            except MessageError as error:
-                fault = ("InternalError", f"what the request asks of sampling can't be read: {error}")
+            except Exception as error:  # a caller's own feature may raise anything
+                logger.exception("a request is refused by %s", type(feature).__name__)
+                fault = ("InternalError", f"what the request asks of sampling can't be read: {error!r:.300}")
             else:
                 continue
             feature.remove_request(row)

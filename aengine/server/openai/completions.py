@@ -16,9 +16,10 @@ from starlette.responses import Response
 
 from ...engine.threads.yield_gil import yield_gil
 from ...errors import AEngineError
+from ...limits.bounds import MAX_PROMPT_LOGPROBS
 from ...outputs import Choice, Completion, FinishReason, Logprob, Token, Usage
 from ..errors import aborted, check_not_aborted
-from ..http import WrittenJSON, as_utf8, begin_events, event, while_connected
+from ..http import HTTPError, WrittenJSON, as_utf8, begin_events, event, while_connected
 from ..logs import note_usage
 from ..service import Service
 from .answers import (
@@ -86,11 +87,23 @@ async def _whole(service: Service, body: CompletionBody, name: AnswerId) -> list
         for prompt, options in requests:
             calls.append(asyncio.ensure_future(service.engine.generate(prompt, **options)))
             await _turn(len(calls))
-        return await asyncio.gather(*calls)
+        await _check_num_logprobs(calls)
+        return [call.result() for call in calls]
     finally:
         running = [call for call in calls if call.cancel()]
         if running:
             await asyncio.wait(running)
+
+
+async def _check_num_logprobs(calls: Sequence[asyncio.Future[Completion[Any]]]) -> None:
+    """Await all. Raises HTTPError 400 once their prompts' log-probabilities are more than one prompt may have."""
+    num_logprobs = 0
+    for call in asyncio.as_completed(calls):
+        columns = (await call).prompt_logprobs
+        num_logprobs += len(columns) * len(columns[-1] or ()) if columns else 0
+        if num_logprobs > MAX_PROMPT_LOGPROBS:
+            most = f"the prompts' log-probabilities are more than {MAX_PROMPT_LOGPROBS}: ask for fewer in one request"
+            raise HTTPError(400, most, param="prompt")
 
 
 async def _begin(service: Service, body: CompletionBody, name: AnswerId) -> list[TokenStream]:

@@ -366,7 +366,7 @@ class CompletionBody(_ChoicesBody):
 
     prompt: Annotated[str | TokenIds | Many[str] | Many[TokenIds], Prompts]
     echo: bool = False
-    logprobs: int | None = None
+    logprobs: NumAlternatives = None
     best_of: int | None = None
     suffix: str | None = None
 
