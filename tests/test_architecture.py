@@ -500,7 +500,7 @@ BUDGETS = {
     "engine": 25040,
     "integrations": 2534,
     "ipc": 2170,
-    "kernels": 15500,
+    "kernels": 15440,
     "limits": 555,
     "remote": 1630,
     "runner": 22650,

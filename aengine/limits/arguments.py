@@ -38,7 +38,7 @@ def check_schema(schema: object) -> None:
         if not isinstance(value, _KEYWORDS[keyword]):
             raise ValueError(f"{keyword}={shown(value)} in {shown(schema)} is of another type than that keyword's")
     if schema["type"] == "array" and "items" not in schema:
-        raise ValueError(f"{shown(schema)} does not say what its items are")
+        raise ValueError(f"{shown(schema)} is no schema: it does not say what its items are")
     for inner in (*schema.get("properties", {}).values(), *([schema["items"]] if "items" in schema else ())):
         check_schema(inner)
 

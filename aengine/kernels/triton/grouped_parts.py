@@ -71,12 +71,6 @@ def halves(both, dtype: tl.constexpr):
 
 
 @triton.jit
-def joined_halves(low, high):
-    """Words of two numbers of 16 bits."""
-    return low.to(tl.int16, bitcast=True).to(tl.int32) & 65535 | high.to(tl.int16, bitcast=True).to(tl.int32) << 16
-
-
-@triton.jit
 def times_plus(words, factor, addend, dtype: tl.constexpr):
     """Words of the two numbers of ``dtype`` in each word, times those in ``factor``, plus those in ``addend``: one
     instruction for both, for which the compiler, given halves, takes three."""
@@ -87,8 +81,9 @@ def times_plus(words, factor, addend, dtype: tl.constexpr):
         low, high = halves(words, dtype)
         low_factor, high_factor = halves(factor, dtype)
         low_addend, high_addend = halves(addend, dtype)
-        low = (low * low_factor + low_addend).to(dtype)
-        y = joined_halves(low, (high * high_factor + high_addend).to(dtype))
+        low = (low * low_factor + low_addend).to(dtype).to(tl.int16, bitcast=True)
+        high = (high * high_factor + high_addend).to(dtype).to(tl.int16, bitcast=True)
+        y = low.to(tl.int32) & 65535 | high.to(tl.int32) << 16
     return y
 
 

@@ -79,7 +79,7 @@ def _multiply_row(
     """out [1, N] = the product, or is added to; see linear_gemv.py."""
     size, given = out.shape[1], constants(codes)
     units = given["K"] // given["UNIT"]
-    block_n, block_u = _gemv_blocks(size, units, activation is not None, given["GROUP"])
+    block_n, block_u = _gemv_blocks(size, units, activation is not None)
     rows = block_n * (1 if activation is None else 2)
     launch(
         _gemv,
@@ -106,16 +106,13 @@ def _multiply_row(
     )
 
 
-def _gemv_blocks(n: int, units: int, is_gated: bool, group: int) -> tuple[int, int]:
+def _gemv_blocks(n: int, units: int, is_gated: bool) -> tuple[int, int]:
     """BN, and units of a row that are read at once, one a thread: what was the fastest, or nearly so, for
     Llama-3.1-8B's shapes on an H100."""
-    is_wide = group >= 64
-    most = 64 if units > 128 or (is_wide and n <= 4096 and not is_gated) else 128
+    most = 128 if is_gated else 64
     block_u = next((u for u in (128, 64, 32) if u <= most and units % u == 0), 0)
     block_u = block_u or min(most, max(2, triton.next_power_of_2(units)))
-    if n < 2048:
-        return 2, block_u
-    return 4 if is_wide and (is_gated or units > 128) else 8, block_u
+    return (4 if n >= 2048 and units <= 4 * block_u else 2), block_u
 
 
 @triton.jit
@@ -174,7 +171,7 @@ def _gemv(
     PER: tl.constexpr = 4 if UNIT == 32 else 16  # elements of a unit
     WIDTH: tl.constexpr = K // UNIT * PER  # and of a row
     ALL: tl.constexpr = 2 * N if GATED else N
-    PACKED: tl.constexpr = x_ptr.dtype.element_ty != tl.float32 and GROUP > 16 and (KIND == "int4" or KIND == "uint4")
+    IS_HALF: tl.constexpr = x_ptr.dtype.element_ty != tl.float32
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     element = tl.arange(0, BU * PER)
     unit = tl.arange(0, BU)
@@ -193,16 +190,16 @@ def _gemv(
         w = codes_at(u0, ws, row, element, n, N, WIDTH, BU, HELD, EVEN)
         if GATED:
             u = codes_at(u0, us, row + N * WIDTH, element, n, N, WIDTH, BU, HELD, EVEN)
-        xs, squares = load_x(x_ptr, norm_ptr, u0 * 16 + places_of(element, UNIT), squares, K, UNIT, NORM, EVEN, PACKED)
+        xs, squares = load_x(x_ptr, norm_ptr, u0 * 16 + places_of(element, UNIT), squares, K, UNIT, NORM, EVEN)
         column = (u0 + unit) * UNIT
         acc += dot_of_units(
             w, xs, scale_ptr, zero_ptr, offset_ptr, n, column,
-            KIND, UNIT, N, K, BN, BU, GROUP, GROUPS, ROWS, RAISED, PACKED,
+            KIND, UNIT, N, K, BN, BU, GROUP, GROUPS, ROWS, RAISED, IS_HALF,
         )  # fmt: skip
         if GATED:
             up += dot_of_units(
                 u, xs, scale_ptr, zero_ptr, offset_ptr, N + n, column,
-                KIND, UNIT, ALL, K, BN, BU, GROUP, GROUPS, ROWS, RAISED, PACKED,
+                KIND, UNIT, ALL, K, BN, BU, GROUP, GROUPS, ROWS, RAISED, IS_HALF,
             )  # fmt: skip
     y = tl.sum(acc, 1)
     v = tl.sum(up, 1) if GATED else y
