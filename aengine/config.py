@@ -13,7 +13,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from json import dumps, loads
 from pathlib import Path
@@ -488,8 +487,11 @@ def _checked_speculation(given: object) -> str:
     if isinstance(given, Mapping):
         how = {("tokens" if name == "num_speculative_tokens" else name): value for name, value in given.items()}
     elif isinstance(given, str) and given.startswith("{"):
-        with suppress(ValueError):
-            return _checked_speculation(loads(given))
+        try:
+            how = loads(given)
+        except (ValueError, RecursionError) as error:
+            raise not_valid("speculation", given, f"JSON of settings: {error}") from None
+        return _checked_speculation(how)
     name = how.get("method") if isinstance(how, Mapping) else None
     if not isinstance(name, str) or (name != "none" and target_of(PROPOSERS, name) is None):
         known = ("none", *registered(PROPOSERS))

@@ -16,7 +16,7 @@ from aengine.errors import InvalidRequestError, ModelLoadError
 from aengine.runner.kv_spec import FullKV, LayerKV, SharedKV, StateKV, WindowKV
 from aengine.runner.model_config import AttendingLayers
 from aengine.runner.speculation.proposer import FINDS_IN_ROWS
-from aengine.runner.startup.draft import Target, _check_layers, _check_vocabularies, load_proposer
+from aengine.runner.startup.draft import Target, _check_layers, _check_vocabularies, find_proposer, load_proposer
 
 DRAFTED: dict[str, Any] = {"method": "draft_model", "model": "somewhere", "num_speculative_tokens": 3}
 
@@ -43,7 +43,15 @@ def test_settings_are_read_and_checked() -> None:
         EngineConfig(model="m", speculation=json.dumps(DRAFTED)) == config == EngineConfig.from_wire(config.to_wire())
     )
     wrong: list[Any] = ["draft_model", {**DRAFTED, "model": ""}, {**DRAFTED, "depth": 2}, {**DRAFTED, "tokens": 17}]
-    for one in [*wrong, {"method": "suffix", "model": "somewhere"}, {"model": "somewhere"}, {"method": []}, "{", 3]:
+    for one in [
+        *wrong,
+        {"method": "suffix", "model": "somewhere"},
+        {"model": "somewhere"},
+        {"method": []},
+        "{",
+        '{"a":' * 50_000,
+        3,
+    ]:
         with pytest.raises(InvalidRequestError, match="speculation="):
             EngineConfig(model="m", speculation=one)
 
@@ -55,6 +63,13 @@ def test_a_model_with_states_and_stages_are_refused() -> None:
             load_proposer(config, target_of(layers, stages), lambda *report: None)
         named = config.replace(speculation="ngram_worker")
         assert load_proposer(named, target_of(layers, stages), lambda *report: None) is FINDS_IN_ROWS
+
+
+def test_a_folder_that_is_not_there_is_named_before_weights_are_read(tmp_path: Path) -> None:
+    config = EngineConfig(model="m", speculation={**DRAFTED, "model": str(tmp_path / "no")})
+    with pytest.raises(ModelLoadError, match="speculation='draft_model': there is no model"):
+        find_proposer(config)
+    find_proposer(config.replace(speculation="ngram_worker"))
 
 
 def test_a_draft_model_has_the_tokens_of_its_model(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Logits to tokens: the order of SamplingParams' docstring.
+"""Logits to tokens. The order is that of SamplingParams' docstring, with the grammar's bitmask before the temperature.
 
-logits ─> log-probabilities' rows kept ─> bias, min tokens, ... ─> bitmask ─> cutoff ─────────────> / temperature, draw;
+logits ─> raw log-probabilities kept ───> bias, min tokens, ... ─> bitmask ─> cutoff ─────────────> / temperature, draw;
                                           (features/, in order)               (top-k, top-p, min-p)  greedy: the maximum
 
 The same ops in two ways: one by one for the rows that sample in a step, each skipped when no row needs it (`sample`);

@@ -59,11 +59,25 @@ def load_proposer(config: EngineConfig, target: Target, progress: Progress) -> P
     return load(config, target, progress)
 
 
+def find_proposer(config: EngineConfig) -> None:
+    """Look for the checkpoint that ``speculation`` names, before weights are read. Raises ModelLoadError."""
+    if config.speculation_settings.method in _METHODS and config.speculation_settings.model:
+        _checkpoint_of(config)
+
+
+def _checkpoint_of(config: EngineConfig) -> tuple[EngineConfig, ModelSource]:
+    """Return the settings by which the named checkpoint is loaded, and what it is."""
+    asked = {"revision": None, "gguf_file": None, "speculation": "none", "quantization": "auto"}
+    own = config.replace(model=config.speculation_settings.model, **asked)
+    try:
+        return own, resolve_model(own)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"speculation={config.speculation_settings.method!r}: {error}") from error
+
+
 def _load_draft_model(config: EngineConfig, target: Target, progress: Progress) -> ProposerSource:
     """Load a whole model, as the engine's own is loaded."""
-    path = config.speculation_settings.model
-    own = config.replace(model=path, revision=None, gguf_file=None, speculation="none", quantization="auto")
-    source = resolve_model(own)
+    own, source = _checkpoint_of(config)
     head = DecoderHead.of(source)
     folder = source.path if source.format != "gguf" else None
     hf = head.settings(source.hf_config)
@@ -85,9 +99,7 @@ def _load_head(config: EngineConfig, target: Target, progress: Progress) -> Prop
     """Load a head on the model's states: of a checkpoint of its own, or of the model's."""
     chosen, own, source = config.speculation_settings, config, target.checkpoint
     if chosen.model:
-        asked = {"revision": None, "gguf_file": None, "speculation": "none", "quantization": "auto"}
-        own = config.replace(model=chosen.model, **asked)
-        source = resolve_model(own)
+        own, source = _checkpoint_of(config)
     formats = _formats(own, source, source.hf_config, target.model.config, target)
     head = build_head(source.hf_config, tensor_names(source), target.model, formats, target.group)
     num_bytes = load_weights(

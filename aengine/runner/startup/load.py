@@ -36,7 +36,7 @@ from ..weights.float16_cpu import Float16Format, agree_on_plan
 from ..weights.formats import choose_formats
 from ..weights.inventory import line_of
 from ..weights.sources.loader import LoadedWeights, Progress, check_layers, load_weights, tensor_names
-from .draft import Target, load_proposer
+from .draft import Target, find_proposer, load_proposer
 from .encoder import LoadedEncoder, load_encoder
 from .estimate import gguf_matrices, tensors_of
 from .heads import DecoderHead
@@ -62,7 +62,8 @@ def load_model(
     with damage_explained(source["path"]):
         if is_encoder(source["hf_config"]):
             return load_encoder(config, source, rank, progress)
-        load_processors(config.logits_processors)  # its errors come before weights are read
+        load_processors(config.logits_processors)  # their errors come before weights are read
+        find_proposer(config)
         head = DecoderHead.of(ModelSource.from_wire(source))
         setup, weights = _load(config, source, rank, progress, head)
     return LocalModel(setup, weights, profile(setup, progress), rank, progress, head)
