@@ -52,10 +52,11 @@ async def test_the_same_tokens_in_fewer_steps(models: Callable[[str], Model], tm
         assert engine.describe()["proposer"]["num_bytes"] > 0
 
 
-async def test_a_model_that_drafts_for_itself_is_right(models: Callable[[str], Model]) -> None:
+@pytest.mark.parametrize("swap_space_bytes", [0, MIB])
+async def test_a_model_that_drafts_for_itself_is_right(models: Callable[[str], Model], swap_space_bytes: int) -> None:
     """Each draft is accepted, of a greedy request: with prompts in chunks, hits in the prefix cache, tokens that were
-    drafted for nobody before, other requests' drafts, and too few blocks. So its keys and values are where they are to
-    be; the same at the context's end."""
+    drafted for nobody before, other requests' drafts, too few blocks, and pages that are copied aside. So its keys and
+    values are where they are to be; the same at the context's end."""
     model = models("llama")
     rng = random.Random(4)
     shared = [rng.randrange(320) for _ in range(30)]
@@ -63,7 +64,8 @@ async def test_a_model_that_drafts_for_itself_is_right(models: Callable[[str], M
         shared[: rng.randint(0, 30)] + [rng.randrange(320) for _ in range(rng.randint(1, 30))] for _ in range(12)
     ]
     greedy = SamplingParams(temperature=0, max_tokens=36, ignore_eos=True)
-    settings = SETTINGS | {"kv_cache_memory_bytes": MIB // 4, "max_num_batched_tokens": 16}
+    settings = SETTINGS | {"kv_cache_memory_bytes": MIB // 8, "max_num_batched_tokens": 16}
+    settings["swap_space_bytes"] = swap_space_bytes
     async with running(model, **settings, **drafted_by(model.folder)) as engine:
         alone = [(await engine.generate(prompt, greedy)).token_ids for prompt in prompts]
         model.check_greedy(prompts[0], alone[0], 36)
@@ -79,3 +81,4 @@ async def test_a_model_that_drafts_for_itself_is_right(models: Callable[[str], M
         (drafts,) = engine.statistics().drafts
         print(engine.statistics().drafts)
         assert drafts.accepted_tokens == drafts.drafted_tokens > 100
+        assert engine.statistics().num_preemptions > 0

@@ -194,12 +194,14 @@ class ModelProposer(Proposer):
         ] = {}  # graphs by number of rows and of guesses; 0: what is late alone
 
     def update(self, out: SchedulerOutput) -> None:
-        """A row that is freed is completed, if others may find a block of it that has tokens which are not computed."""
+        """A row that is freed is completed, if others may find a block of it that has tokens which are not computed, or
+        if it may be one of those whose pages this step copies aside: these come back with what is computed now."""
         if out.removed:
             rows = np.array(out.removed, dtype=np.int64)
-            ends, size = self._requests.num_tokens[rows], self._block_size
+            ends, lag, size = self._requests.num_tokens[rows], self._lag[rows], self._block_size
+            is_found = (ends - 1) // size > (ends - lag) // size
             # Of its last token there are no keys and values, and there may be no place for them.
-            self._catch_up(rows[(ends - 1) // size > (ends - self._lag[rows]) // size], without_last=True)
+            self._catch_up(rows[is_found | (lag > 1) & (len(out.page_copies) > 0)], without_last=True)
         for request in out.new_requests:
             self._lag[request.req_idx], self._first[request.req_idx] = 1, request.num_computed_tokens
 
