@@ -7,7 +7,7 @@ stalls   32 greedy streams; beside them requests come, one after the other: gree
          streams had from when it came until its first token and 20 ms more.
 speed    of one stream and of 64, for greedy requests, for each parameter alone, and for all together: tokens a second
          between the first token of the last stream and the last token of the first, median of --rounds, and as a
-         share of greedy in the same round.
+         share of greedy in the same round. The processors do nothing.
 
 One JSON object to --out, a table to stdout. Random weights of a shape of engine_bench.py; milliseconds.
 """
@@ -52,7 +52,10 @@ CASES: dict[str, dict[str, Any]] = {
         "stop_token_ids": [7, 8, 9],
         "logprobs": 5,
     },
+    "a processor": {"temperature": 0.0, "extra_args": {"idle": {}}},
+    "a processor in graphs": {"temperature": 0.0, "extra_args": {"idle_in_graphs": {}}},
 }
+PROCESSORS = ["idle_processors:Idle", "idle_processors:IdleInGraphs"]
 NUM_BESIDE = 32
 
 
@@ -73,12 +76,14 @@ class Bench:
         begin, end = max(of[0] for of in times), min(of[-1] for of in times)
         return sum(sum(begin < at <= end for at in of) for of in times) / (end - begin)
 
-    async def speed(self, streams: int, num_tokens: int, rounds: int) -> dict[str, dict[str, float]]:
-        for case in CASES.values():
+    async def speed(
+        self, cases: dict[str, dict[str, Any]], streams: int, num_tokens: int, rounds: int
+    ) -> dict[str, dict[str, float]]:
+        for case in cases.values():
             await self.tokens_per_second(case, streams, 12)
-        found: dict[str, list[float]] = {name: [] for name in CASES}
+        found: dict[str, list[float]] = {name: [] for name in cases}
         for _ in range(rounds):
-            for name, case in CASES.items():
+            for name, case in cases.items():
                 found[name].append(await self.tokens_per_second(case, streams, num_tokens))
         shares = {name: [a / b for a, b in zip(of, found["greedy"], strict=True)] for name, of in found.items()}
         return {
@@ -130,7 +135,9 @@ async def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     begun = time.perf_counter()
     settings = dict(item.split("=", 1) for item in args.set)
     values = {key: json.loads(value) for key, value in settings.items()}
-    options: dict[str, Any] = {"load_format": "dummy", "dtype": "bfloat16", "skip_tokenizer": True} | values
+    options: dict[str, Any] = {"load_format": "dummy", "dtype": "bfloat16", "skip_tokenizer": True}
+    options |= {"logits_processors": PROCESSORS} | values
+    cases = {name: case for name, case in CASES.items() if name == "greedy" or not args.cases or name in args.cases}
     engine = AsyncLLM(folder, **options)
     async with engine:
         bench = Bench(engine, args.seed)
@@ -140,7 +147,7 @@ async def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
         if "stalls" in args.tasks:
             result["stalls"] = await bench.stalls(args.later)
         for streams in args.streams if "speed" in args.tasks else ():
-            result[f"speed_{streams}"] = await bench.speed(streams, args.tokens, args.rounds)
+            result[f"speed_{streams}"] = await bench.speed(cases, streams, args.tokens, args.rounds)
         result["describe"] = engine.describe()
     return result
 
@@ -164,6 +171,7 @@ def main() -> None:
     parser.add_argument("--name", default="aengine")
     parser.add_argument("--tasks", default="stalls,speed", type=lambda text: text.split(","))
     parser.add_argument("--streams", default=[1, 64], type=lambda text: [int(part) for part in text.split(",")])
+    parser.add_argument("--cases", nargs="*", choices=list(CASES), help="of speed, beside greedy; else all")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--later", type=int, default=4, help="requests after the first")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -92,6 +92,31 @@ async def test_drafts_of_a_model_change_no_token(
     assert outcomes[0] == outcomes[1]
     assert statistics.drafted_tokens > 400
     assert size != "tiny" or greedy.accepted_tokens > 0.95 * greedy.drafted_tokens > 100
+
+
+async def test_many_positions_in_a_step(
+    checkpoint: MakeCheckpoint, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of more than 64 positions, in the largest graphs, tokens are those of a run without drafts too."""
+    most = 0
+
+    class Granted(DraftBudget):
+        def grant(self, num_rows: int, chances: Sequence[Sequence[float]]) -> list[int]:
+            nonlocal most
+            counts = super().grant(num_rows, chances)
+            most = max(most, num_rows + sum(counts))
+            return counts
+
+    monkeypatch.setattr(choice, "CostBudget", lambda most_positions, growth: Granted(most_positions))
+    folder, work, outcomes = checkpoint("qwen3").folder, [], []
+    for i in range(40):
+        some = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 3))]
+        work.append((some * 8, params_of(rng.choice(["greedy", "seeded", "cutoffs"]), i)))
+    for speculation in ("none", "suffix"):
+        async with running(folder, speculation=speculation, max_num_seqs=256) as engine:
+            outcomes.append([c.token_ids for c in await asyncio.gather(*(engine.generate(*one) for one in work))])
+    assert outcomes[0] == outcomes[1]
+    assert most > 128 if DEVICE != "cpu" else most == 64
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="nothing is compiled")

@@ -18,6 +18,8 @@ from test_gpu_engine import GREEDY, all_at_once, running, some_prompts
 from test_gpu_logits import random_prompts, relative_error
 from tiny import VOCAB_SIZE
 
+from aengine.engine.speculation import choice
+from aengine.engine.speculation.budget import DraftBudget
 from aengine.runner.graphs.cuda_graphs import graph_sizes
 from aengine.runner.speculation.graphs import draft_sizes
 
@@ -77,7 +79,10 @@ async def test_the_same_tokens(checkpoint: MakeCheckpoint, arch: str, rng: rando
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "gpt_oss"])
-async def test_drafts_change_no_token(checkpoint: MakeCheckpoint, arch: str, rng: random.Random) -> None:
+async def test_drafts_change_no_token(
+    checkpoint: MakeCheckpoint, arch: str, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "CostBudget", lambda most_positions, growth: DraftBudget(most_positions))
     folder = checkpoint(arch).folder
     some = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(3, 7))] * 4 for _ in KINDS]
     work = [(prompt, params_of(kind, i)) for i, (prompt, kind) in enumerate(zip(some, KINDS, strict=True))]
