@@ -272,6 +272,7 @@ IN_THREADS = {
     "engine.structured.vocabulary",  # made in a thread of its own
     "engine.sampling_extras",  # of words, which `Preparation` encodes in a lane
     "integrations.langchain",  # methods that LangChain calls in its caller's thread
+    "integrations.lm_eval",  # on a loop of its own, in its caller's thread
 }
 
 
@@ -498,7 +499,7 @@ BUDGETS = {
     "checkpoint": 2367,
     "cli": 1550,
     "engine": 25040,
-    "integrations": 2534,
+    "integrations": 2640,
     "ipc": 2170,
     "kernels": 15440,
     "limits": 556,

@@ -14,6 +14,7 @@ FRAMEWORKS = [
     ("llama_index", "llama_index", "llama-index-core"),
     ("dspy", "dspy", "dspy"),
     ("litellm", "litellm", "litellm"),
+    ("lm_eval", "lm_eval", "lm-eval"),
     ("smolagents", "smolagents", "smolagents"),
 ]
 
