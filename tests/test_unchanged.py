@@ -42,3 +42,4 @@ def test_no_other_folder_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     path = ROOT / "tests" / "runner" / "test_rows.py"
     monkeypatch.setattr(unchanged, "noted", lambda: {path.name: digest(path)})
     assert not is_known(path)
+    assert not is_known(FOLDER / "__pycache__")
