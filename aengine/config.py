@@ -14,13 +14,14 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from json import dumps, loads
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import InvalidRequestError
 from .limits.bounds import MAX_PROCESSORS
 from .limits.cgroups import num_usable_cpus
+from .limits.speculation import SpeculationSettings, checked_speculation
 from .limits.values import (
     check_choices,
     choices_of,
@@ -336,7 +337,8 @@ class EngineConfig:
                 "device", self.device, "a name without numbers with executor='ray', as Ray chooses the GPUs"
             )
         _check_target("worker", self.worker, WORKERS, "module:function")
-        object.__setattr__(self, "speculation", _checked_speculation(self.speculation))
+        known = partial(target_of, PROPOSERS), partial(registered, PROPOSERS)
+        object.__setattr__(self, "speculation", checked_speculation(self.speculation, *known))
         _check_processors(self.logits_processors)
         object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
         if self.worker_extension is not None and not _is_in_module(self.worker_extension):
@@ -369,9 +371,8 @@ class EngineConfig:
 
     @property
     def speculation_settings(self) -> SpeculationSettings:
-        text = self.speculation
-        assert isinstance(text, str), "it was checked"
-        return SpeculationSettings(**loads(text)) if text.startswith("{") else SpeculationSettings(text)
+        assert isinstance(self.speculation, str), "it was checked"
+        return SpeculationSettings.of(self.speculation)
 
     @property
     def steps_in_flight(self) -> int:
@@ -467,46 +468,6 @@ def _check_processors(names: object) -> None:
         raise not_valid("logits_processors", names, f"a list of at most {MAX_PROCESSORS} names")
     for name in names:
         _check_target("logits_processors", name, PROCESSORS, "module:Class")
-
-
-class SpeculationSettings(NamedTuple):
-    """The setting ``speculation``, read."""
-
-    method: str
-    model: str = ""  # what a method that has weights loads; "": the method has none
-    tokens: int = 4  # most guesses of a request in a step, where the worker makes them by a model
-
-
-_WITH_MODEL = ("draft_model", "eagle3")
-"""Methods that need a model of their own; "mtp" may have one, or layers of the model's own checkpoint."""
-
-
-def _checked_speculation(given: object) -> str:
-    """Return the setting as a text: a method's name, or more about it in JSON. Raises InvalidRequestError."""
-    how: object = {"method": given}
-    if isinstance(given, Mapping):
-        how = {("tokens" if name == "num_speculative_tokens" else name): value for name, value in given.items()}
-    elif isinstance(given, str) and given.startswith("{"):
-        try:
-            how = loads(given)
-        except (ValueError, RecursionError) as error:
-            raise not_valid("speculation", given, f"JSON of settings: {error}") from None
-        return _checked_speculation(how)
-    name = how.get("method") if isinstance(how, Mapping) else None
-    if not isinstance(name, str) or (name != "none" and target_of(PROPOSERS, name) is None):
-        known = ("none", *registered(PROPOSERS))
-        raise not_valid("speculation", given, f"one of {', '.join(map(repr, known))}, or settings with a method")
-    assert isinstance(how, Mapping)
-    if (unknown := set(how) - set(SpeculationSettings._fields)) or not isinstance(how.get("model", ""), str):
-        wanted = f"settings of {', '.join(SpeculationSettings._fields)}, not {', '.join(map(repr, unknown))}"
-        raise not_valid("speculation", given, wanted if unknown else "settings whose model is a text")
-    if name != "mtp" and bool(how.get("model")) != (name in _WITH_MODEL):
-        wanted = f'{{"method": "{name}", "model": PATH}}' if name in _WITH_MODEL else "settings without a model"
-        raise not_valid("speculation", given, wanted)
-    tokens = how.get("tokens", 4)
-    if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= 16:
-        raise not_valid("speculation", given, "settings whose tokens are 1 to 16")
-    return name if set(how) == {"method"} else dumps(how)
 
 
 def _is_in_module(name: object) -> bool:

@@ -21,8 +21,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ...config import PROPOSERS, SpeculationSettings, target_of
+from ...config import PROPOSERS, target_of
 from ...errors import ModelLoadError
+from ...limits.speculation import SpeculationSettings
 from ..scheduler.request import Request
 from .history import MOST_DRAFTS, NO_GUESS, Chances, DraftHistory, Guess
 from .suffix import PastTexts, SuffixHistory

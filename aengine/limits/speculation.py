@@ -1,0 +1,55 @@
+"""The setting ``speculation``: a method's name, or a method with more about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from json import dumps, loads
+from typing import NamedTuple
+
+from .values import not_valid
+
+
+class SpeculationSettings(NamedTuple):
+    """The setting ``speculation``, read."""
+
+    method: str
+    model: str = ""  # what a method that has weights loads; "": the method has none
+    tokens: int = 4  # most guesses of a request in a step, where the worker makes them by a model
+
+    @classmethod
+    def of(cls, text: str) -> SpeculationSettings:
+        """Read what `checked_speculation` returned."""
+        return cls(**loads(text)) if text.startswith("{") else cls(text)
+
+
+_WITH_MODEL = ("draft_model", "eagle3")
+"""Methods that need a model of their own; "mtp" may have one, or layers of the model's own checkpoint."""
+
+
+def checked_speculation(given: object, find: Callable[[str], str | None], names: Callable[[], Iterable[str]]) -> str:
+    """Return the setting as a text: a method's name, or more about it in JSON. ``find``: returns None for what is no
+    method; ``names``: of all methods. Raises InvalidRequestError."""
+    how: object = {"method": given}
+    if isinstance(given, Mapping):
+        how = {("tokens" if name == "num_speculative_tokens" else name): value for name, value in given.items()}
+    elif isinstance(given, str) and given.startswith("{"):
+        try:
+            how = loads(given)
+        except (ValueError, RecursionError) as error:
+            raise not_valid("speculation", given, f"JSON of settings: {error}") from None
+        return checked_speculation(how, find, names)
+    name = how.get("method") if isinstance(how, Mapping) else None
+    if not isinstance(name, str) or (name != "none" and find(name) is None):
+        known = ("none", *names())
+        raise not_valid("speculation", given, f"one of {', '.join(map(repr, known))}, or settings with a method")
+    assert isinstance(how, Mapping)
+    if (unknown := set(how) - set(SpeculationSettings._fields)) or not isinstance(how.get("model", ""), str):
+        wanted = f"settings of {', '.join(SpeculationSettings._fields)}, not {', '.join(map(repr, unknown))}"
+        raise not_valid("speculation", given, wanted if unknown else "settings whose model is a text")
+    if name != "mtp" and bool(how.get("model")) != (name in _WITH_MODEL):
+        wanted = f'{{"method": "{name}", "model": PATH}}' if name in _WITH_MODEL else "settings without a model"
+        raise not_valid("speculation", given, wanted)
+    tokens = how.get("tokens", 4)
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= 16:
+        raise not_valid("speculation", given, "settings whose tokens are 1 to 16")
+    return name if set(how) == {"method"} else dumps(how)
