@@ -1,11 +1,14 @@
-"""Perplexity of a model on a CPU, with weights and activations in each of several formats, in one run. JSON to stdout.
+"""Perplexity of a model, JSON to stdout: on a CPU, with weights and activations in each of several formats, in one run;
+or on any device, with keys and values in several formats.
 
     python benchmarks/perplexity.py                          SmolLM2: a GGUF's codes with activations of 16 bits; exact
     python benchmarks/perplexity.py --model gemma3-270m
+    python benchmarks/perplexity.py --kv                     keys and values in 16 bits and in FP8, through the engine
 
 The text is Python's own documentation of the language (pydoc_data.topics), which every machine has, in pieces of 512
 tokens. "exact": the dequantised weights and activations in float32. "distance" is that of the logits from the exact
-ones, relative, in the mean over positions; "kl": the Kullback-Leibler divergence of the next token, in nats.
+ones, relative, in the mean over positions; "kl": the Kullback-Leibler divergence of the next token, in nats. With --kv
+prompts are computed 128 tokens a step, so that each chunk reads what the cache holds of those before it.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aengine import LLM, SamplingParams
 from aengine.checkpoint.source import resolve_model
 from aengine.config import EngineConfig
 from aengine.engine.tokenizer.tokenizer import Tokenizer
@@ -30,6 +34,11 @@ FORMATS: dict[str, dict[str, Any]] = {
     "exact": {"dtype": "float32"},
     "16 bits": {"dtype": "float16"},
     "auto": {"dtype": "auto"},
+}
+KV_FORMATS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "bfloat16, KV fp8": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
 }
 TOKENS = 512
 
@@ -70,15 +79,32 @@ def logits_of(model: str, settings: dict[str, Any], prompts: list[list[int]]) ->
     return found
 
 
+def kv_perplexity(model: str, settings: dict[str, Any], prompts: list[list[int]]) -> float:
+    """The perplexity of the prompts, each read in chunks of 128 tokens."""
+    limits = {"max_model_len": 2 * TOKENS, "max_num_seqs": 8, "max_num_batched_tokens": 128}
+    with LLM(model, **limits, **settings) as llm:
+        done = llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
+    found = [entry[0].logprob for one in done for entry in (one.prompt_logprobs or ()) if entry]
+    return math.exp(-sum(found) / len(found))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--texts", type=int, default=4)
+    parser.add_argument("--kv", action="store_true", help="compare formats of keys and values, through the engine")
+    parser.add_argument("--device", default="auto", help="with --kv: where")
     args = parser.parse_args()
     tokenizer = Tokenizer.load(resolve_model(EngineConfig.create(args.model, {})))
     prompts = texts(tokenizer, args.texts)
     exact: list[Tensor] = []
     result: dict[str, Any] = {"model": args.model, "texts": args.texts, "tokens": TOKENS}
+    if args.kv:
+        result |= {
+            name: kv_perplexity(args.model, {"device": args.device} | own, prompts) for name, own in KV_FORMATS.items()
+        }
+        print(json.dumps(result, indent=2))
+        return
     for name, settings in FORMATS.items():
         loss = distance = divergence = 0.0
         own = logits_of(args.model, settings, prompts)
