@@ -121,11 +121,10 @@ class EngineConfig:
     allow_special_tokens: bool = False
     """The names of special tokens in a chat's messages and tools ("<|im_end|>") become those tokens. False: they stay
     text, so that no message can pretend to be another. Prompts that are a text are not affected."""
-    preload_grammars: bool = True
-    """Load the grammar library while the engine starts: some 0.5 s of a thread. Two of its calls hold the GIL, and the
-    host's loop stands still for 0.1 to 0.3 s (49,152 tokens; with 262,144, 1.1 s, and 2.4 s in all, beside which the
-    first streams of a model on two cores are slow). False: at the first request with a structured output, which waits
-    for it; the loop stands still then."""
+    preload_grammars: bool = False
+    """Make the grammar library's tables while the engine starts: 0.4 s of a thread and 30 MB for a vocabulary of 49,152
+    tokens, 2.4 s and 0.1 GB for 262,144. False: at the first request with a structured output, which waits for them.
+    The loop goes on meanwhile."""
 
     max_model_len: int | None = None
     """Most tokens of prompt and completion together. None: the model's own, as far as the KV memory reaches."""
@@ -196,8 +195,9 @@ class EngineConfig:
     """A request's logits have the same bits whatever else is in the batch and however its prompt is cut into steps, as
     training against an engine needs. On a CPU; slower without compiled kernels (docs/batch-invariance.md)."""
     num_threads: int | None = None
-    """CPU threads of each worker. None: $OMP_NUM_THREADS if that is set; else the cores that they may use (no more than
-    a container's CPU quota has whole CPUs), less one for the host when there are over four, divided among the ranks."""
+    """CPU threads of each worker, at most 64 or the machine's cores. None: what $OMP_NUM_THREADS says, within that
+    limit; else the cores that they may use (no more than a container's CPU quota has whole CPUs), less one for the host
+    when there are over four, divided among the ranks."""
 
     max_num_queued_requests: int = 10_000
     """Most requests waiting; one more is refused or waits, as admission says."""
@@ -403,6 +403,7 @@ _AT_LEAST = {
     "worker_spin_us": 0,
     "ring_bytes": 64 * 1024,
 }
+_MOST_THREADS = max(64, os.cpu_count() or 1)  # beyond the cores each makes all of them slower
 _AT_MOST = {
     "ring_bytes": 2**40,
     "max_num_seqs": 2**20,
@@ -410,7 +411,7 @@ _AT_MOST = {
     "pipeline_parallel_size": 1024,
     "data_parallel_size": 1024,
     "max_in_flight_steps": 1024,  # the device keeps room for the answer of each
-    "num_threads": max(64, os.cpu_count() or 1),  # beyond the cores each makes all of them slower
+    "num_threads": _MOST_THREADS,
 }
 _POSITIVE = ("gpu_memory_utilization", "startup_timeout", "shutdown_timeout", "restart_window", "hang_timeout")
 _OPTIONAL = {"max_model_len", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes", "num_threads"}
@@ -506,9 +507,9 @@ def num_worker_threads(config: EngineConfig) -> int:
     use, less one for the host when over four. Blocking: reads files."""
     if config.num_threads is not None:
         return config.num_threads
-    of_environment = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # one number for each level of nesting
+    of_environment = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0][:9]  # a number for each level of nesting
     if of_environment.isdecimal() and int(of_environment) > 0:
-        return int(of_environment)
+        return min(int(of_environment), _MOST_THREADS)
     cores = num_usable_cpus()
     num_workers = config.num_ranks * config.data_parallel_size
     return max(1, (cores - 1 if cores > 4 else cores) // num_workers)

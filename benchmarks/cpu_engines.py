@@ -59,8 +59,7 @@ def run_aengine(args: argparse.Namespace) -> Result:
 async def _aengine(args: argparse.Namespace) -> Result:
     from aengine import AsyncLLM, SamplingParams
 
-    # No peer makes ready for grammars, which takes the host some 2 s for 262,144 tokens, beside the first streams.
-    settings = {"num_threads": args.threads, "max_model_len": 2048, "preload_grammars": False, **args.settings}
+    settings = {"num_threads": args.threads, "max_model_len": 2048, **args.settings}
     async with AsyncLLM(args.model, **settings) as engine:
         await engine.generate([1], SamplingParams(max_tokens=1))
         result: Result = {"first_token_s": time.time() - args.begun}

@@ -121,7 +121,7 @@ async def main() -> None:
     torch.set_num_threads(args.threads)
     texts = make_texts(args.texts, args.longest)
     settings = {"num_threads": args.threads, "max_num_batched_tokens": args.batched_tokens}
-    async with AsyncLLM(args.folder, preload_grammars=False, **settings) as engine:
+    async with AsyncLLM(args.folder, **settings) as engine:
 
         async def ours(texts: list[str]) -> np.ndarray:
             return await engine.embed(texts)

@@ -26,7 +26,7 @@ _DEFAULT = "llguidance"
 
 
 def load_backend(name: str, vocabulary: Vocabulary, timeout: float = 2.0) -> Backend:
-    """Build the backend ``name`` for ``vocabulary``. Blocking: some 0.5 s, part of it with the GIL held.
+    """Build the backend ``name`` for ``vocabulary``. Blocking: 0.3 to 2 s, by the vocabulary.
 
     ``timeout``: seconds for a compile, after which one that runs in a process of its own is killed. Raises
     GrammarError when there is no such backend, it can't be built, or it can't serve the vocabulary.

@@ -85,7 +85,7 @@ class GrammarCompiler:
         self._finalizer = weakref.finalize(self, _stop, self._pool, self._slow_pool, self._backends)
 
     async def warm_up(self, backend: str = "llguidance") -> None:
-        """Build a backend ahead of the first grammar: some 0.5 s of a thread, part of it with the GIL held.
+        """Build a backend ahead of the first grammar, in a thread.
 
         Raises GrammarError when the backend can't serve this model.
         """

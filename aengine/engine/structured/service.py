@@ -42,7 +42,7 @@ class GrammarService:
         self._closed = False
 
     def begin_warm_up(self) -> None:
-        """Load the grammar library while the engine starts, in a thread; part of this holds the GIL."""
+        """Load the grammar library and make its tables while the engine starts, in a thread."""
         self._warming = asyncio.get_running_loop().create_task(self._warm_up(), name="aengine-grammar-warm-up")
 
     async def _warm_up(self) -> None:

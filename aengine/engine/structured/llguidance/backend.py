@@ -24,6 +24,7 @@ import logging
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 
 import llguidance
 
@@ -38,7 +39,7 @@ from .faults import grammar_error, too_complex
 from .grammar import NO_FORCING, grammar_of
 from .json_schema import left_out_of
 from .matcher import LLGuidanceMatcher, Root, forced_tokens
-from .tokenizer import tokenizer_of
+from .tokenizer import tables_of
 from .trial import TrialError, Trials
 
 logger = logging.getLogger("aengine.structured")
@@ -74,7 +75,7 @@ def _limits() -> llguidance.LLParserLimits:
 
 
 class LLGuidanceBackend:
-    """Holds the tokenizer in the library's form (33 MB for 49,152 tokens). See `tokenizer_of` for how long it takes."""
+    """Holds the tokenizer in the library's form (33 MB for 49,152 tokens). See `tables_of` for how long it takes."""
 
     name = "llguidance"
 
@@ -88,9 +89,9 @@ class LLGuidanceBackend:
         self.row_bytes = vocabulary.row_bytes
         self.eos_ids = frozenset(vocabulary.eos_ids)
         self.eos_row = vocabulary.eos_row()
-        self.tokenizer = tokenizer_of(vocabulary)
+        self.tokenizer, self._kept = tables_of(vocabulary)
         self._probes = _probes(vocabulary)
-        self._opening = [i for i, text in enumerate(vocabulary.token_bytes) if text == b' "'][:1]
+        self._opening = _ids_of((b' "',), vocabulary)
         self._fill_threads = max(1, min(12, num_usable_cpus() * 3 // 4)) if fill_threads is None else fill_threads
         self._trials = Trials(vocabulary, timeout / 2)
         self._executor: llguidance.LLExecutor | None = None
@@ -217,8 +218,14 @@ def _steps(token_ids: list[int]) -> list[list[int]]:
 
 
 def _probes(vocabulary: Vocabulary) -> list[list[int]]:
-    ids = {text: i for i, text in reversed(list(enumerate(vocabulary.token_bytes))) if text in (b"{", b'"')}
-    return [[ids[b"{"], ids[b'"']]] if len(ids) == 2 else []
+    """Return the ids of an object's first two letters, if each is a token."""
+    ids = _ids_of((b"{", b'"'), vocabulary)
+    return [ids] if len(ids) == 2 else []
+
+
+def _ids_of(texts: Sequence[bytes], vocabulary: Vocabulary) -> list[int]:
+    """Return the first token of each of ``texts``, without those that are no token."""
+    return [vocabulary.token_bytes.index(text) for text in texts if text in vocabulary.token_bytes]
 
 
 def _left_out(spec: GrammarSpec) -> tuple[str, ...]:
