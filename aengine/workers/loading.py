@@ -88,7 +88,8 @@ class Loading:
             hint = "" if memory_ulimit_hint() else limit_hint(text)
             if hint:
                 raise ModelLoadError(f"{self.config.model} can't be loaded ({text}){hint}") from error
-            if not is_out_of_memory(error):
+            may_be_memory = isinstance(error, ImportError) and memory_ulimit_hint()  # numpy's names another cause
+            if not is_out_of_memory(error) and not may_be_memory:
                 raise
             cure = memory_ulimit_hint() or ": take a smaller model, lower kv_cache_memory_bytes, or free memory"
             raise ModelLoadError(f"there is not enough memory to load {self.config.model} ({text}){cure}") from error

@@ -126,7 +126,14 @@ def test_usable_cpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str
 def test_threads_of_a_worker(monkeypatch: pytest.MonkeyPatch, cpus: int, threads: int) -> None:
     monkeypatch.setattr("aengine.config.num_usable_cpus", lambda: cpus)
     config = EngineConfig.create("m", {})
-    for given, expected in (("3", 3), ("3,2", 3), ("0", threads), ("many", threads), ("", threads)):
+    for given, expected in (
+        ("3", 3),
+        ("3,2", 3),
+        ("9" * 5000, max(64, os.cpu_count() or 1)),
+        ("0", threads),
+        ("many", threads),
+        ("", threads),
+    ):
         monkeypatch.setenv("OMP_NUM_THREADS", given)
         assert num_worker_threads(config) == expected
     monkeypatch.delenv("OMP_NUM_THREADS")

@@ -81,18 +81,40 @@ def test_what_others_may_write_is_not_run(
     assert (cache.read(KEY) is None) == (writable == "folder")  # a file of our own takes the other's place
 
 
-def test_what_belongs_to_others_is_not_run(cache: CodeCache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_belongs_to_others_is_not_run(
+    cache: CodeCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     assert cache.read(KEY) is None
+    assert f"it belongs to the user {os.getuid()}, not to {os.getuid() + 1}: mend that, or set" in caplog.messages[0]
 
 
 @pytest.mark.parametrize("link", ["folder", "file"])
-def test_links_are_not_followed(link: str, folder: Path, cache: CodeCache) -> None:
+def test_links_are_not_followed(link: str, folder: Path, cache: CodeCache, caplog: pytest.LogCaptureFixture) -> None:
     path = folder if link == "folder" else folder / KEY
     elsewhere = folder.parent / "elsewhere"
     path.rename(elsewhere)
     path.symlink_to(elsewhere)
     assert cache.read(KEY) is None
+    assert ("it is a link, or no folder" if link == "folder" else "links are not followed") in caplog.messages[0]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "of absurd size"])
+def test_what_is_no_code_is_not_waited_for(
+    kind: str, folder: Path, cache: CodeCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Opening a pipe waits for its other end; reading 30 GB takes all memory."""
+    (path := folder / KEY).unlink()
+    if kind == "pipe":
+        os.mkfifo(path, 0o600)
+    elif kind == "folder":
+        path.mkdir(0o700)
+    else:
+        path.touch(0o600)
+        os.truncate(path, 30 << 30)
+    assert cache.read(KEY) is None
+    expected = f"{KEY} is damaged" if kind == "of absurd size" else f"{KEY} is no file"
+    assert len(caplog.messages) == 1 and expected in caplog.messages[0]
 
 
 @pytest.fixture
@@ -239,3 +261,12 @@ def test_once_kernels_are_loaded_pages_of_the_compiler_are_handed_back_and_it_ca
     assert resident() < 4096  # of 30,000 KiB; another thread may have compiled meanwhile
     again = library.Library(target.host(), 1, CodeCache(folder / "other"))
     assert again.addresses(["attend.64.3.float32"])
+
+
+def test_that_bfloat16_has_no_kernels_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cpu, "unavailable", lambda: None)
+    for dtype in ("auto", "float16", "float32", "bfloat16"):
+        assert cpu.CpuPlatform().choose_dtype(dtype, "bfloat16") == dtype
+    assert len(caplog.messages) == 1 and 'have no dtype="bfloat16"' in caplog.messages[0]

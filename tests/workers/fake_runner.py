@@ -174,6 +174,8 @@ def load_model(config: EngineConfig, source: dict[str, Any], rank: Rank, progres
     if source.get("fail") == "hang":
         progress("profile", 0, 0, "")
         time.sleep(3600)
+    if source.get("fail") == "import":
+        raise ImportError("Error importing numpy: you should not try to import numpy from its source directory")
     if source.get("fail") == "memory":
         raise MemoryError
     if source.get("fail") == "map":

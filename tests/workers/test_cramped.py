@@ -114,7 +114,7 @@ def ulimit() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-@pytest.mark.parametrize("how", ["memory", "map", "crash"])
+@pytest.mark.parametrize("how", ["memory", "map", "crash", "import"])
 async def test_a_ulimit_is_named(ulimit: None, how: str) -> None:
     executor = make()
     with pytest.raises(ModelLoadError, match=r"`ulimit -v` allows each process 17179869184 kB.*ulimit -v unlimited"):

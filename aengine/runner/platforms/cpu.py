@@ -51,6 +51,11 @@ class CpuPlatform:
     def choose_dtype(self, setting: str, checkpoint_dtype: str) -> str:
         """Return the setting itself, also "auto", which depends on what the CPU's kernels are good at, see
         `choose_formats`."""
+        if setting == "bfloat16" and unavailable() is None:
+            logger.info(
+                'torch computes, as compiled kernels, which are faster, have no dtype="bfloat16": '
+                'dtype="auto" keeps 16-bit weights as they are'
+            )
         return setting
 
     def choose_attention(self, config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype) -> AttentionBackend:

@@ -16,6 +16,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from ....__version__ import __version__
 from ....config import model_cache
@@ -26,8 +27,12 @@ logger = logging.getLogger("aengine.runner")
 MOST_FILES = 1024
 """Files that are kept; beyond, those that were not used for longest are removed."""
 
+MOST_BYTES = 64 << 20
+"""Of a file that is read; a module's code has some kilobytes."""
+
 _DIGEST_BYTES = 32
-_OPEN = os.O_NOFOLLOW | os.O_CLOEXEC
+_OPEN = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # to open a pipe would wait for its other end
+_LINKS = {errno.ELOOP: "links are not followed", errno.ENOTDIR: "it is a link, or no folder"}
 
 
 def digest_of_sources(folder: Path) -> str:
@@ -59,9 +64,9 @@ class CodeCache:
     def read(self, key: str) -> bytes | None:
         """Return the code that was written; None: there is none that can be trusted."""
         try:
-            with self._opened() as folder, open(os.open(key, os.O_RDONLY | _OPEN, dir_fd=folder), "rb") as file:
+            with self._opened() as folder, self._file(key, folder) as file:
                 _check_owner(file.fileno())
-                content = file.read()
+                content = file.read(MOST_BYTES + 1)
                 with suppress(OSError):
                     os.utime(file.fileno())  # it was used now
         except FileNotFoundError:
@@ -70,7 +75,7 @@ class CodeCache:
             self._log(error)
             return None
         code = content[_DIGEST_BYTES:]
-        if content[:_DIGEST_BYTES] != _digest(key, code):
+        if len(content) > MOST_BYTES or content[:_DIGEST_BYTES] != _digest(key, code):
             self._log(f"{key} is damaged")
             return None
         return code
@@ -105,10 +110,22 @@ class CodeCache:
         finally:
             os.close(folder)
 
-    def _log(self, problem: object) -> None:
-        if not self._has_logged:
-            self._has_logged = True
-            logger.info("kernels are compiled anew, as code in %s is not usable: %s", self._folder, problem)
+    @staticmethod
+    def _file(key: str, folder: int) -> BinaryIO:
+        descriptor = os.open(key, os.O_RDONLY | _OPEN, dir_fd=folder)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, f"{key} is no file")
+        return open(descriptor, "rb")
+
+    def _log(self, problem: OSError | str) -> None:
+        if self._has_logged:
+            return
+        self._has_logged = True
+        if isinstance(problem, OSError):
+            why = _LINKS.get(problem.errno or 0) or problem.strerror
+            problem = f"{why}: mend that, or set XDG_CACHE_HOME to a folder of your own"
+        logger.info("kernels are compiled anew, for seconds, as code in %s is not usable: %s", self._folder, problem)
 
 
 def _digest(key: str, code: bytes) -> bytes:
@@ -118,8 +135,10 @@ def _digest(key: str, code: bytes) -> bytes:
 def _check_owner(descriptor: int) -> None:
     """Raises PermissionError: others may write to a file or folder."""
     status = os.fstat(descriptor)
-    if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(errno.EPERM, "others may write to it")
+    if status.st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, f"it belongs to the user {status.st_uid}, not to {os.geteuid()}")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(errno.EPERM, "others may write to it (chmod go-w)")
 
 
 def _remove_oldest(folder: int) -> None:
