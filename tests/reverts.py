@@ -6,9 +6,10 @@
 Chooses the newest commits that changed code in aengine/ (at most ``--lines`` lines) and a test file; or takes those
 named. In a clone of its own, undoes of each what it did in aengine/, and nothing else; skips what does not merge any
 more. Then runs, up to the first failure, the test files that the commit changed, and if they pass, the folders that
-these are in. A failure counts as "caught" if the same test passes on the code as it is; tests that can't even be
-imported tell nothing about behaviour ("unfit"). Prints a line a commit and the share caught; exit code 1 if that is
-less than ``--least``.
+these are in. A failure counts as "caught" if the same test fails once more without the mend, and passes on the
+code as it is. "unfit" is a test that then passes without the mend, too, whose failure was of another cause, and one
+that can't even be imported, which tells nothing about behaviour.
+Prints a line a commit and the share caught; exit code 1 if that is less than ``--least``.
 """
 
 from __future__ import annotations
@@ -85,9 +86,12 @@ class Tree:
             end, failed = self.run(*files)
         if end == 0:
             end, failed = self.run(*sorted({str(Path(name).parent) for name in files if name.count("/") > 1}))
+        is_certain = end == 1 and "::" in failed and self.run(failed)[0] == 1
         self.restore()
         if end != 1 or "::" not in failed:
             return {0: "survives", 5: "survives"}.get(end, f"unfit: {end} {failed}")
+        if not is_certain:
+            return f"unfit: passes without the mend, too, {failed}"
         return f"caught by {failed}" if self.run(failed)[0] == 0 else f"unfit: fails as it is, {failed}"
 
 
