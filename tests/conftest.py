@@ -59,10 +59,13 @@ SLOW = {
 """Folders that `make test-fast` leaves out: their tests start processes or servers, compute models, or import torch or
 a framework."""
 SLOW_FILES = {
+    "test_architecture.py",
     "test_channel_processes.py",
     "test_doctor.py",
     "test_embedded.py",
+    "test_hostile.py",
     "test_hub.py",
+    "test_linear_time.py",
     "test_model_command.py",
     "test_own_thread_life.py",
     "test_scheduler_properties.py",
@@ -70,7 +73,8 @@ SLOW_FILES = {
     "test_trial.py",
     "test_walks.py",
 }
-"""Files of other folders that it leaves out: their tests start processes, or a few of them take ten seconds."""
+"""Files of other folders that it leaves out: their tests start processes, or a few of them take ten seconds; that of
+the architecture is part of `make check`."""
 WITH_FAKES = {"api", "remote", "server", "telemetry"}
 """Folders whose tests read streams of engines without a model, in seconds: one that stands still is found sooner."""
 WITH_IO = {"adversity", "ipc", "remote", "stress", "threads", "workers"}

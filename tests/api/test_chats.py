@@ -404,6 +404,7 @@ async def test_a_chat_waits_for_its_place_in_the_queue(make_engine: Make, slow_p
         await settled(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["cancel", "abort", "deadline"])
 async def test_end_a_chat_at_every_await(make_engine: Make, how: str) -> None:
     """After k turns of the loop, until it ends by itself: while it is planned, compiled, decoded. Larger k are further

@@ -246,6 +246,7 @@ async def test_a_close_that_is_cut_short_ends_everything(make: Make, then: str) 
     await engine.aclose()
 
 
+@pytest.mark.slow
 async def test_a_cancelled_close_is_a_termination_at_every_await(make: Make, rng: Any) -> None:
     for turns in range(30):
         engine = await make(fake={"delay": 0.001}).start()

@@ -186,6 +186,7 @@ def test_params_are_frozen_and_replaceable() -> None:
         params.replace(n=0)
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(
         st.sampled_from([name for name, _ in BAD]), st.one_of(st.none(), st.integers(), st.floats(), st.text())

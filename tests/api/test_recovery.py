@@ -54,6 +54,7 @@ def essence(completion: Completion) -> Any:
     return completion.text, completion.token_ids, completion.finish_reason
 
 
+@pytest.mark.slow
 async def test_many_deaths_change_nothing(make_engine: Make, rng: random.Random) -> None:
     async with make_engine() as engine:
         expected = [essence(c) for c in await asyncio.gather(*work(engine, 1))]

@@ -56,6 +56,7 @@ def foolish(monkeypatch: pytest.MonkeyPatch) -> str:
 NAMES = ["ngram_worker", "suffix", "suffix_past", "foolish"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("speculation", NAMES)
 @pytest.mark.usefixtures("foolish")
 async def test_drafts_change_no_output(make_engine: Make, rng: random.Random, speculation: str) -> None:

@@ -76,6 +76,7 @@ def test_a_pattern_says_itself_whether_a_text_may_be_empty(name, markers_are, ke
         assert setting.accepts(_call(FORMATS[name], {"x": text})) is (text in takes), text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("required", ["none", "all", "one"])
 @pytest.mark.parametrize("name", NAMES)
 def test_hundreds_of_parameters_are_compared_and_compiled_in_linear_work(name, required):
@@ -137,6 +138,7 @@ def _value(rng, depth):
     return [_value(rng, depth - 1) for _ in range(rng.randint(0, 3))] if kind < 0.6 else rng.choice(_VALUES)
 
 
+@pytest.mark.slow
 def test_schemas_of_any_values_are_composed_or_refused():
     for seed in range(300):
         rng = random.Random(seed)

@@ -263,6 +263,7 @@ def test_the_kind_of_pooling(tmp_path: Path, kind: int | None, mode: str) -> Non
     assert type(found).from_wire(found.to_wire()) == found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factor", "original"), [(32.0, 2048), (8.0, 4096), (4.0, 8192), (32.0, 16384), (8.0, 32768), (4.0, 131072)]
 )

@@ -89,6 +89,7 @@ def test_work_does_not_grow_by_the_pattern(pattern: str) -> None:
     assert not any(name in found for name in names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pattern", "problem"),
     [

@@ -73,6 +73,7 @@ def test_right_texts_are_accepted_and_wrong_ones_are_not(
     assert not accepts(compiled.matcher(), tokenizer, "")
 
 
+@pytest.mark.slow
 def test_mask_says_exactly_what_is_accepted(
     backend: Backend, tokenizer: Tokenizer, case: tuple[GrammarSpec, str, str], rng: random.Random
 ) -> None:

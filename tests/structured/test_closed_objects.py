@@ -320,6 +320,7 @@ def _is_plain(schema):
     return not any(word in json.dumps(schema) for word in ('"anyOf"', '"oneOf"'))
 
 
+@pytest.mark.slow
 @example({**A, "properties": {"a": {}, "c": {}}, "minProperties": 2, "allOf": [{}]}, [{"a": 1, "b": 1}], False)
 @example({"anyOf": [{**A, "minProperties": 3}], "patternProperties": {"^c": {}}}, [{"a": 1, "b": 1, "e": 1}], False)
 @example({**A, "patternProperties": {"^a": False}, "minProperties": 1}, [{"e": 1}], False)

@@ -159,6 +159,7 @@ def test_no_message_is_beyond_it(properties: Any, message: str) -> None:
     assert error.kind in ("invalid", "unsupported", "unsatisfiable", "too_complex") and len(str(error)) < 600
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", ["(?s:.{1})", "regex parse error ", "error: ", "1(2): ", "in regex /", "too "])
 @pytest.mark.timeout(30)
 def test_long_messages_take_time_as_they_grow(unit: str) -> None:

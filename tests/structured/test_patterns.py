@@ -108,6 +108,7 @@ def test_what_can_not_be_translated_has_a_place_and_can_be_left_out(pattern: str
     assert accepts(relaxed.matcher(), tiny(), '{"e": {"any": 1}}')
 
 
+@pytest.mark.slow
 def test_a_pattern_is_read_once() -> None:
     """Each of these would take minutes if it were read again for each of its parts."""
     for part in ("[", "(", "\\", "{", "(?", "[^", "[a-", r"\u{", r"\p{", "[\\", "{1,", "{1", "(?i"):

@@ -173,6 +173,7 @@ def _pieces(name: str) -> st.SearchStrategy[str]:
     return st.one_of(whole, whole, st.sampled_from(sorted(disguised)), words, st.text(max_size=3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
+from aengine.engine.tokenizer import template_bounds
 from aengine.engine.tokenizer.chat_template import ChatTemplate
 from aengine.errors import InvalidRequestError
 
@@ -19,7 +20,7 @@ DOUBLED = "{% set ns = namespace(x=%s) %}{% for i in range(60) %}{% set ns.x = %
 
 TWO = "{% set ns = namespace(x=%s, y=%s) %}{% for i in range(60) %}{% set ns.x = %s %}{% set ns.y = %s %}{% endfor %}"
 DEEP = "{% set ns = namespace(x=(1,)) %}{% for i in range(20000) %}{% set ns.x = %s %}{% endfor %}{{ %s }}"
-LONG = "{% set s = %s %}{% for i in range(100000) %}{% if %s %}{% endif %}{% endfor %}"
+LONG = "{% set s = %s %}{% for i in range(25000) %}{% if %s %}{% endif %}{% endfor %}"
 
 
 def render(template: str, **variables: Any) -> str:
@@ -87,13 +88,13 @@ def filled(template: str, *parts: str) -> str:
         doubled("[1]", "[ns.x, ns.x]", "|tojson"),
         doubled("[1]", "[ns.x, ns.x]", "|string|length"),
         doubled("[1]", "{'a': ns.x, 'b': ns.x}", "|pprint"),
-        "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
-        "{% for i in range(100000) %}{% for j in range(100000) if j < 0 %}{% endfor %}{% endfor %}",
+        "{% for i in range(25000) %}{% for j in range(25000) %}{% endfor %}{% endfor %}",
+        "{% for i in range(25000) %}{% for j in range(25000) if j < 0 %}{% endfor %}{% endfor %}",
         "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
         "{% for x in [1] recursive %}{% if loop.depth < 60 %}{{ loop([1, 1]) }}{% endif %}{% endfor %}",
-        "{% for i in range(100000) %}{{ range(100000)|map('upper')|list|length }}{% endfor %}",
-        "{% for i in range(100000) %}{{ range(100000)|list|length }}{% endfor %}",
-        "{% for i in range(100000) %}{{ 'x' * 60000000 }}{% endfor %}",
+        "{% for i in range(25000) %}{{ range(25000)|map('upper')|list|length }}{% endfor %}",
+        "{% for i in range(25000) %}{{ range(25000)|list|length }}{% endfor %}",
+        "{% for i in range(25000) %}{{ 'x' * 60000000 }}{% endfor %}",
         two("[1]", "[ns.x, ns.x]", "ns.x == ns.y"),
         two("1", "dict(a=ns.x, b=ns.x)", "ns.x == ns.y"),
         two("1", "dict(a=ns.x, b=ns.x)", "ns.x is eq ns.y"),
@@ -111,7 +112,7 @@ def filled(template: str, *parts: str) -> str:
         filled(LONG, "'x' * 60000000", "'y' in s"),
         filled(LONG, "'x' * 60000000", "s[1:]"),
         filled(LONG, "[0] * 90000", "s.copy()"),
-        filled(LONG, "range(100000)", "'x' in s"),
+        filled(LONG, "range(25000)", "'x' in s"),
         "{{ ('a ' * 9000000).split()|length }}",
         "{{ ('a ' * 9000000).rsplit(' ')|length }}",
         "{{ ('a\n' * 9000000).splitlines()|length }}",
@@ -123,7 +124,9 @@ def filled(template: str, *parts: str) -> str:
         "{{ ('%(a)s' * 1000000)|format(a='x' * 1000) }}",
     ],
 )  # fmt: skip
-def test_an_exhausting_template_is_stopped(template: str) -> None:
+def test_an_exhausting_template_is_stopped(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a quarter of the steps, in loops of a quarter of the rounds: as many steps for each."""
+    monkeypatch.setattr(template_bounds, "_STEPS", template_bounds._STEPS // 4)
     with pytest.raises(InvalidRequestError, match="chat template refuses these messages") as caught:
         render(template)
     assert len(str(caught.value)) < 300
@@ -146,6 +149,7 @@ def test_a_text_that_would_be_too_long_is_not_made() -> None:
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 def test_long_chats_stay_within_the_bounds() -> None:
     """What templates do with each message, over thousands."""
     template = (

@@ -230,6 +230,7 @@ def test_a_tokenizer_that_makes_texts_grow_is_refused(tmp_path: Path, part: str,
         Tokenizer.load(source)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*TEMPLATES, "smollm2"])
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 def test_templates_render_as_in_transformers(tmp_path: Path, name: str, add_generation_prompt: bool) -> None:
