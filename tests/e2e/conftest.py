@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterator, Sequence
 
@@ -91,6 +92,10 @@ class Judge:
         known.append(tuple(output))
 
 
+judge_of = functools.cache(Judge)
+"""One for all files: to read the weights takes two seconds."""
+
+
 @pytest.fixture(scope="module", params=some(["short", "whole"], "short"))
 def smollm2(request: pytest.FixtureRequest) -> str:
     """The model of tests to which any is as good as another; `make test-all` runs them with the whole one, too."""
@@ -101,7 +106,7 @@ def smollm2(request: pytest.FixtureRequest) -> str:
 def judge(smollm2: str) -> Iterator[Judge]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several wait for each other by spinning: twice the CPU time where others want the cores
-    yield Judge(smollm2)
+    yield judge_of(smollm2)
     torch.set_num_threads(threads)
 
 

@@ -32,6 +32,22 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+IMPORTED = (
+    *(
+        "openai.types.responses",
+        "openai.resources",
+        "starlette.applications",
+        "uvicorn",
+        "anthropic.resources.messages",
+    ),
+    *(
+        "aengine.testing",
+        "aengine.server.app",
+        "aengine.server.in_process",
+        "aengine.engine.structured.pydantic_schema",
+    ),
+)
+"""By most pages, when they run."""
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -116,7 +132,7 @@ def main() -> int:
 
 def serve() -> int:
     """Fork for each line of the input, and say the fork's exit code. A fork ends as any program does."""
-    for name in ("openai.types.responses", "starlette.applications", "uvicorn", "aengine.testing"):
+    for name in IMPORTED:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # else the forks' first collections would copy every page

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-from anthropic.types import ToolResultBlockParam
+from typing import TYPE_CHECKING, Any
 
 from aengine import AsyncLLM
 from aengine.server.in_process import anthropic_client
+
+if TYPE_CHECKING:
+    from anthropic.types import ToolResultBlockParam
 
 TOOL: dict[str, Any] = {
     "name": "get_weather",

@@ -33,8 +33,10 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def real() -> AsyncIterator[AsyncLLM]:
-    """For what only the real model can say."""
-    async with AsyncLLM("smollm2-135m", **EXACT) as engine:
+    """For what only the real model can say, whatever it computes with."""
+    async with AsyncLLM(
+        "smollm2-135m", max_model_len=2048, kv_cache_memory_bytes=EXACT["kv_cache_memory_bytes"]
+    ) as engine:
         yield engine
 
 
