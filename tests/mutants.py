@@ -56,7 +56,7 @@ STREAMS = (
 )
 KERNELS = {  # files of kernels/ and kernels/triton/: files of tests/kernels
     "experts": ("expert*", "experts expert_codes"),
-    "linear": ("linear* grouped* scaled* dequantise* matrix*", "fused_linear grouped_codes"),
+    "linear": ("linear* grouped* scaled* dequantise* matrix*", "fused_linear grouped_codes code_words"),
     "attention": (
         "decode_* paged_* varlen_* kv_* rotary* write_qkv*",
         "gpu_attention fp8_kv paged_attention rotary kv_write",
