@@ -49,7 +49,8 @@ def checked_speculation(given: object, find: Callable[[str], str | None], names:
     if name != "mtp" and bool(how.get("model")) != (name in _WITH_MODEL):
         wanted = f'{{"method": "{name}", "model": PATH}}' if name in _WITH_MODEL else "settings without a model"
         raise not_valid("speculation", given, wanted)
-    tokens = how.get("tokens", 4)
-    if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= 16:
+    if "tokens" in how and name not in ("mtp", *_WITH_MODEL):
+        raise not_valid("speculation", given, f"settings without tokens: {name!r} drafts as many as pay")
+    if isinstance(tokens := how.get("tokens", 4), bool) or not isinstance(tokens, int) or not 1 <= tokens <= 16:
         raise not_valid("speculation", given, "settings whose tokens are 1 to 16")
     return name if set(how) == {"method"} else dumps(how)

@@ -46,6 +46,7 @@ def test_settings_are_read_and_checked() -> None:
     for one in [
         *wrong,
         {"method": "suffix", "model": "somewhere"},
+        {"method": "suffix", "tokens": 4},
         {"model": "somewhere"},
         {"method": []},
         "{",
