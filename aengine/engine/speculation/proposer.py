@@ -120,7 +120,7 @@ class ProposedHistory(DraftHistory):
         return Guess(following, [chance ** (1 + ahead), *[chance] * (len(following) - 1)])
 
 
-IN_WORKER = ("draft_model", "eagle3", "mtp")
+IN_WORKER = ("draft_model", "eagle3", "peagle", "dflash", "mtp")
 """Methods whose model the worker has."""
 
 NewHistory = Callable[[Request, Chances], DraftHistory]
