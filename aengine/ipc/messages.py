@@ -100,6 +100,7 @@ class KVCacheGroup:
     kind: str  # "full": keys and values of all tokens; "window": of the last ones; "state": a state of fixed size
     block_size: int  # tokens in a block
     window: int = 0  # tokens that a query attends to, its own included; 0: all
+    num_ahead: int = 0  # guessed tokens of a step that a state can be rid of, at most
 
     @staticmethod
     def from_ready(ready: dict[str, Any]) -> tuple[KVCacheGroup, ...]:
@@ -113,6 +114,12 @@ class KVCacheGroup:
         if not self.window:
             return needed
         return min(needed, -(-(self.window - 1 + step_tokens) // self.block_size) + 1)
+
+
+def most_ahead(groups: Sequence[KVCacheGroup], otherwise: int) -> int:
+    """Return how many tokens of a request a step may guess; ``otherwise`` where no group keeps states, which must be
+    rid of those that were wrong."""
+    return min((group.num_ahead for group in groups if group.kind == "state"), default=otherwise)
 
 
 def kv_capacity(groups: Sequence[KVCacheGroup], num_blocks: int, most: int, step_tokens: int) -> int:
@@ -446,8 +453,9 @@ def _at_least_one(data: Any, names: tuple[str, ...]) -> None:
     for name in names:
         if _int(data.get(name)) < 1:
             raise MessageError(f"{name}={data[name]} is not possible")
-    for kind, block_size, window in data.get("kv_groups", ()):
-        if _text(kind) not in ("full", "window", "state") or _int(block_size) < 1 or _int(window) < 0:
+    for kind, block_size, window, *drafts in data.get("kv_groups", ()):
+        numbers = _int(block_size) - 1, _int(window), *map(_int, drafts)
+        if _text(kind) not in ("full", "window", "state") or len(numbers) > 3 or min(numbers) < 0:
             raise MessageError(f"a KV group of kind={kind:.80} block_size={block_size} window={window} is not possible")
 
 

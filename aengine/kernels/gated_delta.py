@@ -53,7 +53,7 @@ def gated_delta_of_tokens(
 
         return triton_op.gated_delta_of_tokens(q, k, v, decay, beta, memory, pages, begins)
     state = memory.index_select(0, pages).masked_fill_(begins[:, None, None, None], 0)
-    q, k = _normalised(q, k, v.shape[1])
+    q, k = normalised(q, k, v.shape[1])
     state.mul_(decay.exp()[..., None, None])
     known = (k[:, :, None] @ state).squeeze(2)
     correction = (v.float() - known) * beta[..., None]
@@ -71,7 +71,7 @@ def gated_delta_of_prompts(
     if _runs_in_fla(q.device, q.dtype):
         return _by_fla(q, k, v, decay, beta, memory, sequences)
     out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
-    q, k = _normalised(q, k, v.shape[1])
+    q, k = normalised(q, k, v.shape[1])
     states = memory.index_select(0, sequences.pages).masked_fill_(sequences.begins[:, None, None, None], 0)
     begin = 0
     for state, length in zip(states, sequences.lens, strict=True):
@@ -161,7 +161,7 @@ def _inverse(system: Tensor) -> Tensor:
     return inverse
 
 
-def _normalised(q: Tensor, k: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+def normalised(q: Tensor, k: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
     """Return normalised q and k, repeated for each value head, float32 [n, num_heads, key_dim]."""
     q, k = q.float(), k.float()
     q = q * torch.rsqrt((q * q).sum(-1, keepdim=True) + _EPS) * q.shape[-1] ** -0.5

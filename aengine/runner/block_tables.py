@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from ..errors import InternalError
-from ..ipc.messages import KVCacheGroup, NewRequest
+from ..ipc.messages import KVCacheGroup, NewRequest, most_ahead
 from .staged_writes import StagedArena
 
 Rows = npt.NDArray[np.int64]
@@ -43,6 +43,7 @@ class BlockTables:
         # Blocks of each row, for each group: up to the row's last one.
         self._lengths = [np.zeros(self._num_rows, dtype=np.int64) for _ in groups]
         self.has_states = any(group.kind == "state" for group in groups)
+        self.most_unsettled = 1 + most_ahead(groups, 0)  # tokens of a request that are computed as if some were guessed
         # Page of the state, for each group and row; the device's table has it too.
         self._state_pages = np.zeros((len(groups), self._num_rows), dtype=np.int64)
         self._fresh: list[int] = []  # blocks given out since `take_fresh`, which still hold what their last owner wrote

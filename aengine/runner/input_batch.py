@@ -109,7 +109,7 @@ class BatchPlan:
         if num_decodes == len(rows):
             batch_idx = np.arange(len(rows))
         else:
-            batch_idx = np.argsort(is_long, kind="stable")
+            batch_idx = np.argsort(is_long.astype(np.int8) + (query_lens > tables.most_unsettled), kind="stable")
             query_lens, rows = query_lens[batch_idx], rows[batch_idx]
         _check(rows, query_lens, requests)
         seq_lens = requests.num_computed_tokens[rows] + query_lens

@@ -65,6 +65,7 @@ class StateTensor(NamedTuple):
     name: str
     shape: tuple[int, ...]  # shape of the state of one sequence
     dtype: torch.dtype = torch.float32
+    per_position: int = 0  # entries by which it is longer for each token of a step that looks ahead
 
     @property
     def num_bytes(self) -> int:
@@ -76,6 +77,19 @@ class StateKV:
     """A state of fixed size a sequence, whatever its length (a linear attention, a convolution)."""
 
     tensors: tuple[StateTensor, ...]  # tensors of the state, in the order in which they lie in memory
+    num_ahead: int = 0  # tokens that a step may guess of a sequence, and its state can be rid of
+
+    def with_ahead(self, num_ahead: int) -> StateKV:
+        """Return what is kept where a step may guess so many tokens of a sequence; the same if this state can be
+        rid of none. What is apart by position is what a convolution reads, at least."""
+        if not any(tensor.per_position for tensor in self.tensors):
+            return self
+        most = max(num_ahead + 1, *(t.shape[0] for t in self.tensors if t.per_position))
+        longer = (
+            t._replace(shape=(t.shape[0] + most * t.per_position, *t.shape[1:])) if t.per_position else t
+            for t in self.tensors
+        )
+        return StateKV(tuple(longer), most - 1)
 
     @property
     def num_bytes(self) -> int:
@@ -255,7 +269,7 @@ def _token_bytes(kv: _AnyKV, itemsize: int) -> int:
 
 def _group(kv: _AnyKV, block_size: int) -> KVCacheGroup:
     if isinstance(kv, StateKV):
-        return KVCacheGroup("state", block_size)
+        return KVCacheGroup("state", block_size, num_ahead=kv.num_ahead)
     if isinstance(kv, WindowKV):
         return KVCacheGroup("window", block_size, kv.window)
     return KVCacheGroup("full", block_size)

@@ -18,7 +18,7 @@ from ..checkpoint.gguf_config import GGUF_KEYS
 from ..checkpoint.value_reader import ValueReader
 from ..errors import ModelLoadError
 from ..kernels.activation import Activation
-from .kv_spec import FullKV, LayerKV, SharedKV, WindowKV
+from .kv_spec import FullKV, LayerKV, SharedKV, StateKV, WindowKV
 from .rope import RopeConfig
 
 ACTIVATIONS: Mapping[str, Activation] = {
@@ -190,6 +190,11 @@ class AttendingLayers:
             kept += (SharedKV(first + kv.layer) if isinstance(kv, SharedKV) else kv for kv in config.kv_layers)
         heads = tuple(count for config in configs for count in config.query_heads)
         return cls(tuple(kept), heads, tuple(rope for config in configs for rope in config.ropes))
+
+    def with_ahead(self, num_ahead: int) -> Self:
+        """Return what is kept where a step may guess so many tokens of a sequence; see `StateKV.with_ahead`."""
+        layers = (kv.with_ahead(num_ahead) if isinstance(kv, StateKV) else kv for kv in self.kv_layers)
+        return replace(self, kv_layers=tuple(layers))
 
 
 class Divisible(ABC):

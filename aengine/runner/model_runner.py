@@ -211,8 +211,7 @@ class ModelRunner:
             self.graphs = CudaGraphManager(step, graph_sizes, platform, enforce_eager=enforce_eager)
         self.proposer = proposer.make(RunnerParts(self.requests, self.tables, kv_memory, platform, enforce_eager))
         verified = (position_sizes, parts, enforce_eager, self._exchange.has_tokens, self.proposer)
-        speculation = Verifier(self.requests) if self.tables.has_states else DraftVerifier(self.requests, *verified)
-        self.speculation: Verifier = speculation
+        self.speculation: Verifier = DraftVerifier(self.requests, *verified)
         if graph_sizes and not enforce_eager:
             most, ranks = (max_num_seqs, max_graph_tokens), self._exchange.group
             self.batch_graphs = BatchGraphs(self.requests, self.tables, self.forward_batch, *most, platform, ranks)

@@ -56,3 +56,22 @@ def test_gated_conv(width: int, has_bias: bool, rng: random.Random, gen: torch.G
         one = [x[i : i + 1] for x in (gates, positions, table_rows)]
         assert torch.equal(gated_conv(one[0], weight, own_bias, alone, *one[1:], table), out[i : i + 1])
     torch.testing.assert_close(alone, memory, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_ring_forgets_what_is_rejected(rng: random.Random, gen: torch.Generator) -> None:
+    """Steps of one request, of whose tokens some are computed anew, with other inputs."""
+    channels, width, most = rng.choice((5, 64, 200)), rng.choice((2, 4)), 4
+    weight = torch.randn(width, channels, generator=gen)
+    ring = torch.full((3, width - 1 + most, channels), torch.nan)
+    table, at, right = torch.full((2, 1), 1, dtype=torch.int32), 0, torch.zeros(width - 1, channels)
+    for _ in range(20):
+        new = rng.choice((1, 2, 3, 4, 4, 9))
+        gates = torch.randn(new, 3 * channels, generator=gen)
+        positions, rows = torch.arange(at, at + new), torch.ones(new, dtype=torch.int64)
+        out = gated_conv(gates, weight, None, ring, positions, rows, table)
+        b, c, x = gates.chunk(3, 1)
+        inputs = torch.cat((right, b * x))
+        y = sum(inputs[i : i + new] * one for i, one in enumerate(weight))
+        torch.testing.assert_close(out, c * y, rtol=1e-5, atol=1e-5)
+        accepted = rng.randint(1, new) if new <= most else new
+        at, right = at + accepted, inputs[: width - 1 + accepted][1 - width :]

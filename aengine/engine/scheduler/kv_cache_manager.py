@@ -41,7 +41,7 @@ from functools import partial
 from hashlib import blake2b
 from typing import NamedTuple
 
-from ...ipc.messages import KVCacheGroup
+from ...ipc.messages import KVCacheGroup, most_ahead
 from .block_pool import BlockPool, BlockTable
 from .request import CacheKey, Request, RequestStates, StateCopy
 
@@ -129,6 +129,8 @@ class KVCacheManager:
         self.num_growing = sum(group.kind != "state" for group in groups)
         self.block_size = min(group.block_size for group in groups)
         self.has_states = any(group.kind == "state" for group in groups)
+        # Most tokens of a request in a step that are guessed.
+        self.most_ahead = most_ahead(groups, otherwise=step_tokens)
         self.has_windows = any(group.window for group in groups)
         # Others can take over a multiple of so many tokens of a prompt that is being computed. 0: none.
         self.prefix_unit = max((group.block_size for group in groups if group.kind != "state"), default=0)

@@ -119,8 +119,10 @@ class StepPlan:
         self._add(request, num_tokens, ahead)
 
     def _keep_states(self, request: Request) -> None:
-        """Have the step copy the request's states aside first, if they are at a border where they should be kept."""
-        self._page_copies += self._rows.kv.keep_states(request, self._rows.num_spare_blocks)
+        """Have the step copy the request's states aside first, if they are at a border where they should be kept, and
+        if it is known that they will be there."""
+        if not self._rows.lookahead.may_reject(request):
+            self._page_copies += self._rows.kv.keep_states(request, self._rows.num_spare_blocks)
 
     def _make_room(self, request: Request, num_wanted: int) -> int:
         """Return how many of ``num_wanted`` blocks it can have now; preempts the least urgent as far as that helps."""

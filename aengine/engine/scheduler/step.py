@@ -53,6 +53,10 @@ class Lookahead:
     def settle(self, request: Request, ahead: AheadTokens, count: int) -> None:
         """Take back what was counted for the request in a step that has brought it ``count`` tokens."""
 
+    def may_reject(self, request: Request) -> bool:
+        """Return whether what the request computes ahead in steps in flight may be rejected."""
+        return False
+
     def drop(self, request: Request) -> None:
         """Forget what is proposed for a request that has lost its row."""
 

@@ -31,7 +31,7 @@ def new_speculation(
 ) -> Speculation:
     """Return what proposes drafts for the requests of a scheduler. ``ready``: what its worker told of itself;
     ``steps_alone``: what a step takes is its own, as it waits for no other's. Raises ModelLoadError."""
-    if config.speculation == "none" or scheduler.rows.kv.has_states:
+    if config.speculation == "none" or not scheduler.rows.kv.most_ahead:
         return Speculation()
     from .proposer import new_history
     from .proposing import Proposing

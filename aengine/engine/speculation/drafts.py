@@ -52,24 +52,25 @@ class Drafts(Lookahead):
         self, request: Request, token_ids: Sequence[int], *, are_certain: bool = False, proposer: str = "grammar"
     ) -> int:
         """See `Lookahead`. They are not taken as certain while drafts in flight may be rejected, since then these may
-        belong elsewhere, nor with penalties, which count what was sampled. Nothing happens unless it decodes, nor with
-        a model that keeps a state, out of which a rejected token could not be taken again."""
+        belong elsewhere, nor with penalties, which count what was sampled. Of a model with states those that may be
+        rejected are as many as can be taken again out of these. Nothing happens unless the request decodes."""
         rows, params = self._rows, request.params
-        if request.status is not RequestStatus.DECODING or rows.kv.has_states:
+        if request.status is not RequestStatus.DECODING:
             return 0
         stops = request.stop_token_ids
         stop = next((i for i, token_id in enumerate(token_ids) if token_id in stops), len(token_ids))
         room = rows.rope.limit(request) - 1 - request.num_computed_tokens  # its last token must be sampled
         drafts = list(token_ids[: max(0, min(stop, room))])
+        counts_sampled = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+        are_certain = are_certain and not counts_sampled and not self.may_reject(request)
+        if not are_certain:
+            del drafts[rows.kv.most_ahead :]
         if drafts:
-            counts_sampled = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
-            are_certain = are_certain and not counts_sampled and not self._may_reject(request)
             self._proposed[request] = AheadTokens(drafts, are_certain, proposer)
             rows.stop_decoding(request)
         return len(drafts)
 
-    def _may_reject(self, request: Request) -> bool:
-        """Return whether drafts of the request in flight may be rejected."""
+    def may_reject(self, request: Request) -> bool:
         in_flight = [(step.batch[i], drafts) for step in self._rows.steps for i, drafts in step.ahead.items()]
         return any(one is request and not drafts.are_certain for one, drafts in in_flight)
 

@@ -191,17 +191,20 @@ def gated_conv(
     Args:
         gates: float32 [num_tokens, 3 * channels], of b, c and x
         weight, bias: float32 [width, channels], [channels]
-        memory: float32 [num_pages, width - 1, channels], any strides but the last
+        memory: float32 [num_pages, width - 1, channels], any strides but the last; with more inputs it is a ring (see
+            kernels/drafted_states.py)
         positions, table_rows: as of `attend`; a request has no state yet at position 0
         block_table: int32 [max_num_seqs, width]: the first of a row is the page of its state
     """
     width, channels = weight.shape
     assert gates.is_contiguous() and gates.shape[1] == 3 * channels and weight.is_contiguous()
-    assert memory.dtype == torch.float32 and memory.shape[1:] == (width - 1, channels) and memory.stride(2) == 1
+    assert memory.dtype == torch.float32 and memory.shape[1] >= width - 1 and memory.shape[2:] == (channels,)
+    assert memory.stride(2) == 1
+    ring_length = memory.shape[1] if memory.shape[1] >= width else 0
     out = empty(len(gates), channels, torch.float32)
     state = memory, memory.stride(0) * 4, memory.stride(1) * 4
     where = positions, table_rows, block_table, block_table.stride(0) * 4
-    words: list[Argument] = [gates, out, channels, weight, bias, *state, *where]
+    words: list[Argument] = [gates, out, channels, weight, bias, *state, *where, ring_length]
     launch(f"gated_conv.{width}", words, len(gates), -(-channels // CHANNELS), _ENDLESS)
     return out
 

@@ -19,6 +19,7 @@ def _gated_conv(f: Function, target: Target, width: str) -> None:
     masks = [f.lane_mask(channels - begin - i, LANES) for i in range(0, CHANNELS, LANES)]
     states = [[f.variable(_FLOATS, 0.0) for _ in range(kept)] for _ in masks]
     positions, table_rows, table = (f.address(f.words, i) for i in (8, 9, 10))
+    is_ring, length = f.word(f.words, 12) > 0, f.larger(f.word(f.words, 12), 1)
 
     def load(place: Value, part: int) -> Value:
         """16 channels of a row that begins at a place."""
@@ -28,12 +29,15 @@ def _gated_conv(f: Function, target: Target, width: str) -> None:
         own = f.word(table_rows + token * 8, 0)
         page = f.widened(f.load(I32, table + own * f.word(f.words, 11)), I64)
         state, size = f.address(f.words, 5) + page * f.word(f.words, 6), f.word(f.words, 7)
+        position = f.word(positions + token * 8, 0)
         before, after = f.larger(token - 1, 0), f.smaller(token + 1, f.rows - 1)
         with f.when(token.equals(0) | f.word(table_rows + before * 8, 0).differs(own)):
-            has_state = f.word(positions + token * 8, 0) > 0
-            for part, inputs in enumerate(states):
-                for i, variable in enumerate(inputs):
-                    variable.set(f.choose(has_state, load(state + size * i, part), 0.0))
+            for i in range(kept):
+                before_it = position - (kept - i)
+                is_there = f.choose(is_ring, before_it + 1, position) > 0
+                place = state + size * f.choose(is_ring, (before_it + length) % length, f.like(position, i))
+                for part, inputs in enumerate(states):
+                    inputs[i].set(f.choose(is_there, load(place, part), 0.0))
         for part, inputs in enumerate(states):
             b, c, x = (load(f.address(f.words, 0) + (token * 3 + i) * channels * 4, part) for i in range(3))
             past = [*(variable.get() for variable in inputs), b * x]
@@ -47,8 +51,11 @@ def _gated_conv(f: Function, target: Target, width: str) -> None:
             f.store_lanes(c * (y + bias.get()), out, masks[part])
             for variable, one in zip(inputs, past[1:], strict=True):
                 variable.set(one)
+            with f.when(is_ring):
+                place = state + size * (position % length) + (begin + part * LANES) * 4
+                f.store_lanes(past[-1], place, masks[part])
         is_last = after.equals(token) | f.word(table_rows + after * 8, 0).differs(own)
-        with f.when(is_last):
+        with f.when(is_last & f.word(f.words, 12).equals(0)):
             for part, inputs in enumerate(states):
                 for i, variable in enumerate(inputs):
                     place = state + size * i + (begin + part * LANES) * 4

@@ -26,6 +26,7 @@ from ..input_batch import GroupBatch, InputBatch
 from ..layers.attention import AttentionLayer
 from ..layers.states import LayerStates, StateRows, state_rows_of_batch
 from ..rope import RopeConfig
+from ..speculation.states_ahead import RowsAhead
 from .kv_pages import KvCacheSpec
 
 DEFAULT_BLOCK_SIZE = 16
@@ -176,11 +177,11 @@ class Attention:
         # (place in the batch, first token, one past the last token) of each other request
         self._alone = [(i, ends[i] - query_lens[i], ends[i]) for i in range(self._num_decodes, len(query_lens))]
         self._query_lens = query_lens
-        self._state_rows: dict[int, StateRows] = {}  # the rows of each KV group with states
+        self._state_rows: dict[int, StateRows | RowsAhead] = {}  # the rows of each KV group with states
 
     def begin(self, positions: Tensor) -> None:
         """Cosines and sines of the step's tokens (int64 [num_tokens]), for all layers."""
-        cache = self._kv_cache
+        cache, self._positions = self._kv_cache, positions
         self._ropes = [rope.at(positions, self._metadata, cache.dtype) for rope in cache.ropes]
 
     def first_lens(self) -> Tensor | None:
@@ -191,25 +192,22 @@ class Attention:
         """See `AttentionCall`."""
         place = self._kv_cache.states[index]
         if place.group not in self._state_rows:
-            group, n = self._groups[place.group], self._num_decodes
-            pages = group.block_table[:, 0].long()
-            decodes = StateRows(pages[:n], torch.tensor(group.seq_lens[:n], dtype=torch.int64) <= 1, ())
-            self._state_rows[place.group] = state_rows_of_batch(
-                decodes, self._query_lens, group.seq_lens, pages.tolist()
-            )
-        return LayerStates(place.tensors, self._state_rows[place.group])
+            self._state_rows[place.group] = self._find_states(place.group)
+        return self._state_rows[place.group].of_layer(place.tensors)
+
+    def _find_states(self, index: int) -> StateRows | RowsAhead:
+        group, n, query_lens = self._groups[index], self._num_decodes, self._query_lens
+        pages = group.block_table[:, 0].long()
+        num_ahead = self._kv_cache.layout.groups[index].num_ahead
+        if num_ahead:
+            of_tokens = pages.repeat_interleave(torch.tensor(query_lens))
+            return RowsAhead.of_batch(of_tokens, self._positions, query_lens, pages.tolist(), 1 + num_ahead)
+        decodes = StateRows(pages[:n], torch.tensor(group.seq_lens[:n], dtype=torch.int64) <= 1, ())
+        return state_rows_of_batch(decodes, query_lens, group.seq_lens, pages.tolist())
 
     def forward(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
         """See `AttentionCall`: q and k are normalised and rotated in place, the KV of all tokens is written, then all
         attend."""
-        return self._attend(layer, *self._prepared(layer, qkv))
-
-    def write(self, layer: AttentionLayer, qkv: Tensor) -> None:
-        """See `AttentionCall`."""
-        self._write(layer, self._prepared(layer, qkv)[1])
-
-    def _prepared(self, layer: AttentionLayer, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the arguments of `_attend`, q and k normalised and rotated, which are parts of qkv."""
         heads = qkv.view(qkv.shape[0], -1, layer.head_dim)  # q heads, k heads, v heads of each token
         q_and_k = heads[:, : layer.num_heads + layer.num_kv_heads]
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -218,7 +216,7 @@ class Attention:
         if layer.rope is not None:
             self._ropes[layer.rope].apply(q_and_k, layer.num_heads)
         kv = heads[:, layer.num_heads :].unflatten(1, (2, layer.num_kv_heads))
-        return heads[:, : layer.num_heads], kv
+        return self._attend(layer, heads[:, : layer.num_heads], kv)
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `AttentionCall`."""
@@ -229,18 +227,12 @@ class Attention:
             out = out.unflatten(1, (-1, layer.head_dim))[..., :value_dim].flatten(1)
         return out
 
-    def _write(self, layer: AttentionLayer, kv: Tensor) -> Tensor:
-        """Write [num_tokens, 2, num_kv_heads, head_dim] to the cache; returns them as they are kept there."""
-        own = self._kv_cache.layers[layer.index]
-        kept = own.kept(kv)
-        write_kv(kept, own.cache, self._groups[own.group].slot_mapping)
-        return kept
-
     def _attend(self, layer: AttentionLayer, q: Tensor, kv: Tensor) -> Tensor:
         """q: [num_tokens, num_heads, head_dim]; kv: [num_tokens, 2, num_kv_heads, head_dim]."""
         kept = self._kv_cache.layers[layer.index]
         cache, group, n = kept.cache, self._groups[kept.group], self._num_decodes
-        block_size, kv = cache.shape[1], self._write(layer, kv)
+        block_size, kv = cache.shape[1], kept.kept(kv)
+        write_kv(kv, cache, group.slot_mapping)
         how = layer.scores(kept.window)
         parts = []
         if n:

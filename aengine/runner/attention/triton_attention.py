@@ -26,6 +26,7 @@ from ..input_batch import BatchPlan, InputBatch
 from ..layers.attention import AttentionLayer
 from ..layers.states import LayerStates, StateRows, state_rows_of_batch, state_rows_of_decodes
 from ..rope import rope_tables
+from ..speculation.states_ahead import RowsAhead
 from .kv_pages import AttentionLayerKV, KvCacheSpec
 from .prefill import PrefillBackend, PrefillMetadata
 
@@ -128,7 +129,7 @@ class DecodeAttention:
         }
         self.size = len(rows)
         self._rows, self._seq_lens = rows, seq_lens
-        self._state_rows: dict[int, StateRows] = {}  # the rows of each KV group with states
+        self._state_rows: dict[int, StateRows | RowsAhead] = {}  # the rows of each KV group with states
 
     def begin(self, positions: Tensor) -> None:
         pass
@@ -139,13 +140,15 @@ class DecodeAttention:
 
     def states(self, index: int) -> LayerStates:
         place = self._cache.states[index]
-        return LayerStates(place.tensors, self.state_rows(place.group))
+        if place.group not in self._state_rows:
+            rows = self.state_rows(place.group)
+            has_ahead = self._cache.layout.groups[place.group].num_ahead > 0
+            self._state_rows[place.group] = RowsAhead.of_decodes(rows, self._seq_lens) if has_ahead else rows
+        return self._state_rows[place.group].of_layer(place.tensors)
 
     def state_rows(self, group: int) -> StateRows:
-        if group not in self._state_rows:
-            table, spare = self._block_tables[group], self._cache.spare_page
-            self._state_rows[group] = state_rows_of_decodes(table, self._rows, self._seq_lens, spare)
-        return self._state_rows[group]
+        table, spare = self._block_tables[group], self._cache.spare_page
+        return state_rows_of_decodes(table, self._rows, self._seq_lens, spare)
 
     def forward(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
         rope = None if layer.rope is None else self._ropes[layer.rope]
@@ -194,21 +197,14 @@ class PositionsAttention(DecodeAttention):
             for table, size in zip(self._block_tables, (g.block_size for g in cache.layout.groups), strict=True)
         ]
 
-    def write(self, layer: AttentionLayer, qkv: Tensor) -> None:
-        """See `AttentionCall`."""
-        self._write(layer, qkv, None if layer.rope is None else self._ropes[layer.rope], layer.norms)
-
-    def _write(self, layer: AttentionLayer, qkv: Tensor, rope: Rope | None, norms: HeadNorms | None) -> None:
+    def _call(
+        self, layer: AttentionLayer, qkv: Tensor, rope: Rope | None, norms: HeadNorms | None, out: Tensor | None = None
+    ) -> Tensor:
         kept, positions = self._cache.layers[layer.index], self._positions
         if rope is not None and rope.shifts is not None:
             positions = positions + rope.shifts[self._rows.clamp(min=0)]
         slots = self._slots[kept.group]
         apply_rope_and_write_kv(qkv, positions, slots, rope, norms, layer.num_heads, kept.cache, kept.scales)
-
-    def _call(
-        self, layer: AttentionLayer, qkv: Tensor, rope: Rope | None, norms: HeadNorms | None, out: Tensor | None = None
-    ) -> Tensor:
-        self._write(layer, qkv, rope, norms)
         out = torch.empty((len(qkv), layer.num_heads * layer.head_dim), dtype=qkv.dtype, device=qkv.device)
         return super()._call(layer, qkv, None, None, out)
 
@@ -243,7 +239,7 @@ class BatchAttention:
             self._metadata = PrefillMetadata.of(rows[n:], block_table, *prompts)
         elif self._has_prompts:
             self._prompts = self._plan_prompts()
-        self._state_rows: dict[int, StateRows] = {}  # the rows of each KV group with states
+        self._state_rows: dict[int, StateRows | RowsAhead] = {}  # the rows of each KV group with states
         self._decodes: DecodeAttention | None = None
         if plan is None or plan.num_decodes:
             n = min(len(rows), len(inputs.positions))
@@ -262,9 +258,9 @@ class BatchAttention:
         place = self._cache.states[index]
         if place.group not in self._state_rows:
             self._state_rows[place.group] = self._find_states(place.group)
-        return LayerStates(place.tensors, self._state_rows[place.group])
+        return self._state_rows[place.group].of_layer(place.tensors)
 
-    def _find_states(self, group: int) -> StateRows:
+    def _find_states(self, group: int) -> StateRows | RowsAhead:
         """There are none without a plan: a model with states has no batch graphs, so that only kernels are compiled
         here."""
         plan = self._plan
@@ -272,42 +268,33 @@ class BatchAttention:
         decodes = StateRows(nothing, nothing > 0, ())
         if plan is None:
             return decodes
+        assert plan.state_pages is not None
+        num_ahead = self._cache.layout.groups[group].num_ahead
+        if num_ahead:
+            of_tokens = self._block_tables[group][:, 0].index_select(0, self._rows_of_tokens()).long()
+            where = of_tokens, self._inputs.positions, plan.query_lens.tolist(), plan.state_pages[group].tolist()
+            return RowsAhead.of_batch(*where, 1 + num_ahead)
         if self._decodes is not None:
             rows, n = self._decodes.state_rows(group), plan.num_decodes
             decodes = StateRows(rows.pages[:n], rows.begins[:n], ())
-        assert plan.state_pages is not None
         return state_rows_of_batch(decodes, plan.query_lens.tolist(), plan.seq_lens.tolist(), plan.state_pages[group])
 
     def forward(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
-        return self._attend(layer, qkv, *self._turned(layer), layer.norms)
-
-    def write(self, layer: AttentionLayer, qkv: Tensor) -> None:
-        """See `AttentionCall`."""
-        self._write(layer, qkv, *self._turned(layer), layer.norms)
-
-    def _turned(self, layer: AttentionLayer) -> tuple[Rope | None, Tensor]:
-        """Return a layer's rope, and where each token's position is in it."""
         if layer.rope is None:
-            return None, self._inputs.positions
-        return self._ropes[layer.rope], self._positions[layer.rope]
+            return self._attend(layer, qkv, None, self._inputs.positions, layer.norms)
+        return self._attend(layer, qkv, self._ropes[layer.rope], self._positions[layer.rope], layer.norms)
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `AttentionCall`."""
         out = self._attend(layer, _join(layer, q, k, v), None, self._inputs.positions, None)
         return _cut(layer, out, v)
 
-    def _write(
-        self, layer: AttentionLayer, qkv: Tensor, rope: Rope | None, positions: Tensor, norms: HeadNorms | None
-    ) -> AttentionLayerKV:
-        kept = self._cache.layers[layer.index]
-        slots = self._slot_mappings[kept.group]
-        apply_rope_and_write_kv(qkv, positions, slots, rope, norms, layer.num_heads, kept.cache, kept.scales)
-        return kept
-
     def _attend(
         self, layer: AttentionLayer, qkv: Tensor, rope: Rope | None, positions: Tensor, norms: HeadNorms | None
     ) -> Tensor:
-        kept = self._write(layer, qkv, rope, positions, norms)
+        kept = self._cache.layers[layer.index]
+        slots = self._slot_mappings[kept.group]
+        apply_rope_and_write_kv(qkv, positions, slots, rope, norms, layer.num_heads, kept.cache, kept.scales)
         out = self._attend_to_prompts(layer, qkv, kept)
         if self._decodes is not None:
             self._decodes.attend_to_written(layer, qkv[: self._decodes.size], out)

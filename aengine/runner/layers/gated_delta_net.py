@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...kernels.gated_delta import gated_delta_of_prompts, gated_delta_of_tokens
 from ..distributed.shares import part_of
 from ..kv_spec import StateKV, StateTensor
 from ..model_config import Divisible
@@ -25,7 +24,6 @@ from .attention import AttentionCall
 from .linear import Linear
 from .norm import RMSNorm
 from .short_conv import ShortConv
-from .states import LayerStates
 
 _NAME = "recurrent"
 
@@ -64,7 +62,9 @@ class DeltaSizes(Divisible):
     def state(self) -> StateKV:
         """The state that the layer keeps of a sequence."""
         recurrent = StateTensor(_NAME, (self.num_value_heads, self.key_dim, self.value_dim))
-        return StateKV((ShortConv.state(self.channels, self.conv_width), recurrent))
+        kept = ShortConv.state(self.channels, self.conv_width), recurrent
+        pending = StateTensor("pending", (0, self.keys + self.values + 2 * self.num_value_heads), per_position=2)
+        return StateKV((*kept, pending, StateTensor("tags", (0,), torch.int32, per_position=2)))
 
 
 class DeltaInputs(NamedTuple):
@@ -115,18 +115,7 @@ class GatedDeltaNet:
         q, k, v = mixed.split([sizes.keys, sizes.keys, sizes.values], 1)
         q, k = (x.unflatten(1, (-1, sizes.key_dim)) for x in (q, k))
         decay = self._rate * F.softplus(a.float() + self._bias)
-        out = _attend(q, k, v.unflatten(1, (-1, sizes.value_dim)), decay, b.float().sigmoid(), states)
+        v = v.unflatten(1, (-1, sizes.value_dim))
+        out = states.gated_delta(_NAME, q, k, v, decay, b.float().sigmoid())
         gated = self.norm(out.to(residual.dtype)).flatten(1) * F.silu(z.float())
         self.out.add_to(residual, gated.to(residual.dtype))
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, states: LayerStates) -> Tensor:
-    """Return float32 [num_tokens, num_value_heads, value_dim]."""
-    out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
-    memory, n = states.tensors[_NAME], states.num_decodes
-    if n:
-        where = memory, states.pages, states.begins
-        out[:n] = gated_delta_of_tokens(q[:n], k[:n], v[:n], decay[:n], beta[:n], *where)
-    if states.sequences is not None:
-        out[n:] = gated_delta_of_prompts(q[n:], k[n:], v[n:], decay[n:], beta[n:], memory, states.sequences)
-    return out

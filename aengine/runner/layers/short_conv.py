@@ -31,7 +31,7 @@ class ShortConv:
     @staticmethod
     def state(channels: int, width: int) -> StateTensor:
         """Return the form of the state: a sequence keeps its last ``width`` - 1 inputs."""
-        return StateTensor(_NAME, (width - 1, channels))
+        return StateTensor(_NAME, (width - 1, channels), per_position=1)
 
     def _put_weight(self, tensor: Tensor) -> None:
         put_into(self, "weight", tensor.float().squeeze(1).t().contiguous())

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ...kernels.gated_delta import gated_delta_of_prompts, gated_delta_of_tokens
 from ...kernels.sequences import Sequences
 from ...kernels.short_conv import conv_of_prompts, conv_of_tokens
 from ..transfer import to_device
@@ -36,6 +37,9 @@ class StateRows(NamedTuple):
     begins: Tensor  # bool [n]: whether the token is its request's first
     spans: Sequence[StateSpan]  # spans of all other requests
     sequences: Sequences | None = None  # the same spans for kernels; None: there are none
+
+    def of_layer(self, tensors: Mapping[str, Tensor]) -> LayerStates:
+        return LayerStates(tensors, self)
 
 
 class LayerStates:
@@ -76,6 +80,17 @@ class LayerStates:
         """Return c * `conv` of b * x, for ``gates`` [num_tokens, 3 * channels]: b, c, x."""
         b, c, x = gates.chunk(3, 1)
         return c * self.conv(name, b * x, weight, bias)
+
+    def gated_delta(self, name: str, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """Return what the gated delta rule reads out of a state, float32 [num_tokens, num_value_heads, value_dim]. See
+        kernels/gated_delta.py."""
+        memory, n, parts = self.tensors[name], self.num_decodes, []
+        if n:
+            where = memory, self.pages, self.begins
+            parts.append(gated_delta_of_tokens(q[:n], k[:n], v[:n], decay[:n], beta[:n], *where))
+        if self.sequences is not None:
+            parts.append(gated_delta_of_prompts(q[n:], k[n:], v[n:], decay[n:], beta[n:], memory, self.sequences))
+        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty_like(v, dtype=torch.float32)
 
     def of(self, span: StateSpan, name: str) -> Tensor:
         """Return a request's state [*shape], a view of the memory that is changed in place; zero if the request begins.

@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -182,7 +183,7 @@ class LocalModel:
             "max_model_len": plan.max_model_len,
             "max_num_batched_tokens": setup.max_batched,
             "block_size": min(group.block_size for group in groups),
-            "kv_groups": [[group.kind, group.block_size, group.window] for group in groups],
+            "kv_groups": [list(astuple(group)) for group in groups],
             "kv_cache_dtype": setup.kv_format.name,
             "kv_cache_scales": setup.kv_format.origin,
             "vocab_size": setup.model_config.vocab_size,

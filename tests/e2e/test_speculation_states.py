@@ -1,0 +1,93 @@
+"""Drafts for models that keep states, in real worker processes: the same tokens, whatever is rejected, preempted, found
+in the prefix cache or computed again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pairs import some
+from safetensors.torch import load_file, save_file
+from test_every_architecture import MIB, one_thread, running
+from test_speculation_workers import answers, any_cost
+
+from aengine import SamplingParams
+from aengine.engine.scheduler import kv_cache_manager
+
+sys.path.append(str(Path(__file__).parents[1] / "models"))  # behind all else: that folder has a conftest.py too
+from test_hybrids import MODELS
+from tiny import write_tiny_model
+
+__all__ = ["any_cost", "one_thread"]  # fixtures
+SHARED = [*range(100, 140)]
+
+
+@pytest.mark.parametrize(
+    ("name", "speculation"),
+    some(
+        [(name, how) for name in MODELS for how in ("suffix", "ngram_worker")],
+        ("lfm2-biases", "ngram_worker"),
+        ("qwen3-next-experts", "suffix"),
+        ("qwen3.5", "suffix"),
+    ),
+)
+async def test_the_same_tokens(name: str, speculation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With too few blocks for all, places for the pages of some, and a worker that is killed while requests have
+    drafts; alone, and behind a prefix that was kept."""
+    monkeypatch.setattr(kv_cache_manager, "STATE_INTERVAL", 8)
+    arch, fields = MODELS[name]
+    model: Any = SimpleNamespace(folder=write_tiny_model(tmp_path, arch, seed=11, **fields))
+    settings: dict[str, Any] = {"kv_cache_memory_bytes": MIB // 8, "max_num_seqs": 6, "swap_space_bytes": MIB // 8}
+    again = [SHARED + tail for tail in ([1, 2, 1, 2], [3] * 9, [1, 2, 1, 2])]
+    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    outcomes = []
+    for how in ("none", speculation):
+        async with running(model, speculation=how, **settings) as engine:
+            texts = [(await engine.generate(prompt, params)).token_ids for prompt in again]
+            outcomes.append((await answers(engine, 3), texts))
+            statistics = engine.statistics()
+            if how == "none":
+                continue
+            assert 100 < statistics.accepted_tokens < statistics.drafted_tokens, "some repeat themselves"
+            task = asyncio.create_task(answers(engine, 3))
+            while engine.statistics().accepted_tokens < statistics.accepted_tokens + 50:
+                await asyncio.sleep(0.001)
+            os.kill(engine.describe()["pid"], signal.SIGKILL)
+            assert await task == outcomes[1][0]
+            assert engine.statistics().num_restarts == 1
+            print(statistics)
+    assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize("name", some(["qwen3-next", "qwen3.5-experts", "qwen3.5"], "qwen3.5-experts"))
+async def test_heads_draft_for_models_with_states(name: str, tmp_path: Path) -> None:
+    """The layer that a checkpoint has for it, untrained here, and a draft model; pages are too few for all requests."""
+    arch, fields = MODELS[name]
+    folder, other = write_tiny_model(tmp_path / "own", arch, seed=11, **fields), tmp_path / "other"
+    write_tiny_model(other, "llama", seed=5, num_hidden_layers=1)
+    add_mtp_layer(folder)
+    model: Any = SimpleNamespace(folder=folder)
+    settings: dict[str, Any] = {"kv_cache_memory_bytes": MIB, "max_num_seqs": 6}
+    outcomes = []
+    for speculation in ("none", {"method": "mtp", "tokens": 3}, {"method": "draft_model", "model": str(other)}):
+        async with running(model, speculation=speculation, **settings) as engine:
+            outcomes.append(await answers(engine, 3))
+            assert speculation == "none" or engine.statistics().drafted_tokens > 100
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+
+
+def add_mtp_layer(folder: Path) -> None:
+    """Put the layer of the text that attends behind a product, as that of a head."""
+    tensors = load_file(folder / "model.safetensors")
+    before, size = "model.layers.1.", tensors["model.embed_tokens.weight"].shape[1]
+    tensors |= {n.replace(before, "mtp.layers.0."): x.clone() for n, x in tensors.items() if n.startswith(before)}
+    norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    tensors |= {f"mtp.{norm}.weight": torch.rand(size) - 0.5 for norm in norms}
+    save_file(tensors | {"mtp.fc.weight": torch.randn(size, 2 * size) * 0.2}, folder / "model.safetensors")
