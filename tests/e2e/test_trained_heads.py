@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import random
 import shutil
+import signal
 from collections.abc import Callable
 from copy import copy
 from pathlib import Path
@@ -13,8 +16,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_every_architecture import VOCAB_SIZE, Model, models, one_thread, running  # finds the folder of the models
-from test_speculation_workers import any_cost
+from test_every_architecture import (
+    MIB,
+    VOCAB_SIZE,
+    Model,
+    models,
+    one_thread,
+    running,
+)  # finds the folder of the models
+from test_speculation_workers import answers, any_cost
 from torch import Tensor
 
 from aengine import SamplingParams
@@ -78,8 +88,10 @@ async def test_a_head_is_right_as_often_as_its_reference(
     model = models("llama" if kind == "eagle3" else "qwen2")
     prompt = [rng.randrange(VOCAB_SIZE) for _ in range(20)]
     greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    async with running(model, max_leased_steps=0) as engine:
+    few: dict[str, Any] = {"max_leased_steps": 0, "kv_cache_memory_bytes": MIB // 4, "max_num_seqs": 6}
+    async with running(model, **few) as engine:
         own = (await engine.generate(prompt, greedy)).token_ids
+        others = await answers(engine, 3)
     ids = torch.tensor([*prompt, *own])
     made, write = (Eagle3, write_apart) if kind == "eagle3" else (Mtp, write_with_target)
     judge, captured = made_for(model, made, ids)
@@ -90,8 +102,15 @@ async def test_a_head_is_right_as_often_as_its_reference(
     target, how = write(tmp_path, model.folder, judge)
     model = copy(model)
     model.folder = target
-    async with running(model, max_leased_steps=0, speculation=how | {"tokens": DRAFTED}) as engine:
+    async with running(model, **few, speculation=how | {"tokens": DRAFTED}) as engine:
         assert (await engine.generate(prompt, greedy)).token_ids == own
+        steps, drafted = len(found), engine.statistics().drafted_tokens
+        task = asyncio.create_task(answers(engine, 3))  # seeded, preempted, and of a worker that dies
+        while engine.statistics().drafted_tokens < drafted + 60:
+            await asyncio.sleep(0.001)
+        os.kill(engine.describe()["pid"], signal.SIGKILL)
+        assert await task == others and engine.statistics().num_restarts == 1
+    del found[steps:]
     whole = [accepted for drafted, accepted in found if drafted == DRAFTED]  # the last tokens leave no place for all
     assert whole == wanted[: len(whole)] and len(whole) > len(wanted) // 2
 

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from aengine.checkpoint.source import ModelSource
 from aengine.config import EngineConfig
@@ -63,6 +65,18 @@ def test_a_model_with_states_and_stages_are_refused() -> None:
             load_proposer(config, target_of(layers, stages), lambda *report: None)
         named = config.replace(speculation="ngram_worker")
         assert load_proposer(named, target_of(layers, stages), lambda *report: None) is FINDS_IN_ROWS
+
+
+@pytest.mark.parametrize(
+    ("method", "right", "settings"),
+    [("mtp", "eagle3", {"draft_vocab_size": 8}), ("eagle3", "peagle", {"draft_vocab_size": 8, "ptd_token_id": 1})],
+)
+def test_a_head_of_another_method_is_refused(tmp_path: Path, method: str, right: str, settings: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **settings}))
+    save_file({"fc.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
+    config = EngineConfig(model="m", speculation={"method": method, "model": str(tmp_path)})
+    with pytest.raises(ModelLoadError, match=f'use speculation={{"method": "{right}"'):
+        load_proposer(config, target_of([FullKV(1, 8)], 1), lambda *report: None)
 
 
 def test_a_folder_that_is_not_there_is_named_before_weights_are_read(tmp_path: Path) -> None:
