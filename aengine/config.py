@@ -168,8 +168,8 @@ class EngineConfig:
     output is the same. "suffix", or "ngram": those that came after the last ones where these occurred before, in the
     prompt or in the completion; "suffix_past": or in the outputs of earlier requests of the same cache_salt;
     "ngram_worker": found by the worker; {"method": "draft_model", "model": PATH, "tokens": 4}: what a smaller model of
-    the same tokenizer says; {"method": "eagle3", "model": PATH}, or "mtp": what a head on the model's states says. Or
-    the name of an entry point in the group "aengine.proposers"."""
+    the same tokenizer says; {"method": "eagle3", "model": PATH}, with "peagle" or "dflash" likewise, or "mtp": what a
+    head on the model's states says. Or the name of an entry point in the group "aengine.proposers"."""
     tensor_parallel_size: int = 1
     """Ranks that share each layer of the model (docs/parallel.md): a GPU each; with device="cpu" a process each."""
     pipeline_parallel_size: int = 1
@@ -550,7 +550,7 @@ PLATFORMS = "aengine.platforms"
 _OWN = {
     WORKERS: {"default": "aengine.runner.startup.begin:load_model"},
     PROPOSERS: dict.fromkeys(
-        ("suffix", "ngram", "suffix_past", "ngram_worker", "draft_model", "eagle3", "mtp"),
+        ("suffix", "ngram", "suffix_past", "ngram_worker", "draft_model", "eagle3", "peagle", "dflash", "mtp"),
         "aengine.engine.speculation.proposer",
     ),
     PROCESSORS: {"thinking_budget": "aengine.runner.sampling.features.thinking_budget:ThinkingBudget"},

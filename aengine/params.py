@@ -176,7 +176,8 @@ class SamplingParams:
     """No end-of-sequence or stop token is sampled before this many tokens, and a stop string that is complete by then
     ends nothing."""
     temperature: float = DefaultFloat(1.0)
-    """0, or 1e-10 to 10000; 0 is greedy: the likeliest token, whatever top_k, top_p and min_p say."""
+    """0, or 1e-10 to 10000; 0 is greedy: the likeliest token, whatever top_k, top_p and min_p say. Below 1e-5 it counts
+    as 1e-5, at which only tokens whose logits are as good as equal differ from that."""
     top_p: float = DefaultFloat(1.0)
     """Nucleus sampling, 0 < top_p <= 1: the smallest set of likeliest tokens whose probability reaches top_p.
     Holtzman et al. 2020, https://arxiv.org/abs/1904.09751."""

@@ -283,8 +283,8 @@ class Settings(TypedDict, total=False):
     output is the same. "suffix", or "ngram": those that came after the last ones where these occurred before, in the
     prompt or in the completion; "suffix_past": or in the outputs of earlier requests of the same cache_salt;
     "ngram_worker": found by the worker; {"method": "draft_model", "model": PATH, "tokens": 4}: what a smaller model of
-    the same tokenizer says; {"method": "eagle3", "model": PATH}, or "mtp": what a head on the model's states says. Or
-    the name of an entry point in the group "aengine.proposers". Default: "none"."""
+    the same tokenizer says; {"method": "eagle3", "model": PATH}, with "peagle" or "dflash" likewise, or "mtp": what a
+    head on the model's states says. Or the name of an entry point in the group "aengine.proposers". Default: "none"."""
     tensor_parallel_size: int
     """Ranks that share each layer of the model (docs/parallel.md): a GPU each; with device="cpu" a process each. In
     GPUs. Default: 1."""

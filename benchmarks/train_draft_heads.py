@@ -3,6 +3,7 @@
     python benchmarks/train_draft_heads.py texts --out DIR --seconds 250           what the target writes, captured
     python benchmarks/train_draft_heads.py eagle3 --out DIR --seconds 250
     python benchmarks/train_draft_heads.py texts eagle3 mtp --out DIR --seconds 35 --batches 48     on a GPU
+    python benchmarks/train_draft_heads.py texts peagle dflash --out DIR --seconds 35 --batches 48
 
 Each of them takes --seconds, and goes on where it was stopped: a machine that is shared is held for minutes at a time.
 The texts begin with Python's own documentation, as a text and as a question in a chat; the target goes on, greedily and
@@ -34,7 +35,7 @@ from torch import Tensor
 
 sys.path += [str(Path(__file__).parents[1] / "tests" / "models")]
 
-from draft_heads import DraftHead, Eagle3, Mtp
+from draft_heads import DFlash, DraftHead, Eagle3, Mtp, PEagle
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from aengine.checkpoint.gguf_file import GgufFile
@@ -45,7 +46,9 @@ from aengine.runner.models import gguf_names, read_config
 from aengine.runner.weights.sources.gguf_source import read_gguf_tensor
 
 PROMPT, LENGTH, HELD_OUT = 40, 256, 2
-KINDS: dict[str, type[DraftHead]] = {"eagle3": Eagle3, "mtp": Mtp}
+KINDS: dict[str, type[DraftHead]] = {"eagle3": Eagle3, "peagle": PEagle, "mtp": Mtp, "dflash": DFlash}
+MASK = 5
+"""A token that texts do not have: of repositories' files."""
 CHAT = "<|im_start|>user\n{}", "<|im_end|>\n<|im_start|>assistant\n"
 QUESTIONS = ("Explain this: ", "Write an example of it. ", "What is meant by this? ", "Say it in other words: ")
 
@@ -145,12 +148,22 @@ def make_texts(args: argparse.Namespace, target: LlamaForCausalLM, tokenizer: An
         print(f"texts {done}: {ids.numel()} tokens in {time.monotonic() - begun:.1f} s", flush=True)
 
 
-def make_head(kind: str, target: LlamaForCausalLM, files: list[Path], draft_vocab: int) -> DraftHead:
-    """A head that begins as the target's last layer and output."""
-    config = target.config
+def own_settings(kind: str, num_layers: int, draft_vocab: int, target: LlamaForCausalLM) -> dict[str, Any]:
+    """What the config.json of a kind of head has of its own, as such heads are published."""
+    if kind == "mtp":
+        return {"architectures": ["MiMoMTP"], "model_type": "mimo_mtp", "num_nextn_predict_layers": 1}
+    if kind == "dflash":
+        read = {"mask_token_id": MASK, "target_layer_ids": [i - 1 for i in layers_of(target)]}
+        names = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": num_layers}
+        return names | {"block_size": 8, "num_target_layers": target.config.num_hidden_layers, "dflash_config": read}
+    own = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "draft_vocab_size": draft_vocab}
+    return own if kind == "eagle3" else own | {"num_hidden_layers": num_layers, "ptd_token_id": MASK}
+
+
+def make_head(kind: str, target: LlamaForCausalLM, files: list[Path], args: argparse.Namespace) -> DraftHead:
+    """A head that begins as the target's last layers and output."""
+    config, draft_vocab = target.config, args.draft_vocab
     own = {
-        "architectures": ["LlamaForCausalLMEagle3" if kind == "eagle3" else "MiMoMTP"],
-        "model_type": "llama" if kind == "eagle3" else "mimo_mtp",
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -166,35 +179,33 @@ def make_head(kind: str, target: LlamaForCausalLM, files: list[Path], draft_voca
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
     }
-    own |= {"draft_vocab_size": draft_vocab} if kind == "eagle3" else {"num_nextn_predict_layers": 1}
-    table = target.model.embed_tokens.weight.detach()
-    with table.device:
+    own |= own_settings(kind, args.layers, draft_vocab, target)
+    table, size = target.model.embed_tokens.weight.detach(), config.hidden_size
+    with table.device, torch.no_grad():
         head = KINDS[kind](own, table, table)
-    last, size = target.model.layers[-1], config.hidden_size
-    with torch.no_grad():
+        layers: list[Any] = list(getattr(head, "layers", [head]))
+        if isinstance(head, Mtp):
+            head.final_layernorm.weight.copy_(target.model.norm.weight)
+            head.input_proj.weight.mul_(0.1)[:, :size].add_(torch.eye(size))
+        else:
+            head.norm.weight.copy_(target.model.norm.weight)
+            head.fc.weight.mul_(0.1)[:, 2 * size :].add_(torch.eye(size))
         if isinstance(head, Eagle3):
-            counts = torch.zeros(config.vocab_size)
+            counts = torch.zeros(config.vocab_size, device="cpu")
             for file in files:
                 counts += torch.load(file, mmap=True)["ids"].flatten().bincount(minlength=config.vocab_size)
             ids = counts.topk(draft_vocab).indices.sort().values
             print(f"draft vocabulary: {counts[ids].sum() / counts.sum():.4f} of the tokens", flush=True)
-            head.d2t.copy_(ids - torch.arange(draft_vocab))
-            head.t2d[ids] = True
-            head.lm_head.weight.copy_(table[ids])
-            head.norm.weight.copy_(target.model.norm.weight)
-            head.fc.weight.mul_(0.1)[:, 2 * size :].add_(torch.eye(size, device=table.device))
-            layer: Any = head.midlayer
-        else:
-            head.final_layernorm.weight.copy_(target.model.norm.weight)
-            head.input_proj.weight.mul_(0.1)[:, :size].add_(torch.eye(size, device=table.device))
-            layer = head
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            mine = getattr(layer.self_attn, name).weight
-            mine.mul_(0.1)[:, -getattr(last.self_attn, name).weight.shape[1] :].add_(
-                getattr(last.self_attn, name).weight
-            )
-        layer.mlp.load_state_dict(last.mlp.state_dict())
-        layer.post_attention_layernorm.load_state_dict(last.post_attention_layernorm.state_dict())
+            head.d2t.copy_(ids - torch.arange(draft_vocab, device="cpu"))
+            head.t2d[ids.to(table.device)] = True
+            head.lm_head.weight.copy_(table[ids.to(table.device)])
+            layers = head.eagle_layers()
+        for layer, theirs in zip(layers, target.model.layers[-len(layers) :], strict=True):
+            for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                mine, other = getattr(layer.self_attn, name).weight, getattr(theirs.self_attn, name).weight
+                mine.mul_(0.1)[:, -other.shape[1] :].add_(other)
+            layer.mlp.load_state_dict(theirs.mlp.state_dict())
+            layer.post_attention_layernorm.load_state_dict(theirs.post_attention_layernorm.state_dict())
     return head
 
 
@@ -205,7 +216,7 @@ class Batches:
         loaded = [torch.load(file) for file in files]
         self._device, self.ids = device, torch.cat([one["ids"] for one in loaded])
         self._last = torch.cat([one["last"] for one in loaded])
-        self._read = torch.cat([one["aux"] for one in loaded]) if kind == "eagle3" else self._last
+        self._read = torch.cat([one["aux"] for one in loaded]) if kind != "mtp" else self._last
         if device != "cpu":
             self.ids, self._last, self._read = (x.to(device) for x in (self.ids, self._last, self._read))
 
@@ -253,7 +264,7 @@ def tokens_a_step(head: DraftHead, held_out: Batches, steps: int) -> tuple[float
 def train(args: argparse.Namespace, kind: str, target: LlamaForCausalLM) -> None:
     begun = time.monotonic()
     files = sorted(args.out.glob("texts-*.pt"))
-    head = make_head(kind, target, files, args.draft_vocab)
+    head = make_head(kind, target, files, args)
     output = target.lm_head.weight.detach()
     if isinstance(head, Eagle3):
         output = output[head.ids(torch.arange(args.draft_vocab, device=args.device))]
@@ -323,6 +334,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=6000, help="learned from in all; 0: by --seconds, in one go")
     parser.add_argument("--batch", type=int, default=8, help="texts of one step of the optimizer")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=2, help="of heads that draft all tokens in one pass")
     parser.add_argument("--rate", type=float, default=5e-4)
     parser.add_argument("--draft-vocab", type=int, default=8192)
     args = parser.parse_args()

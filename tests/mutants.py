@@ -67,7 +67,7 @@ KERNELS = {  # files of kernels/ and kernels/triton/: files of tests/kernels
     ),
 }
 RUNNER = {  # folders of runner/: files of tests/runner
-    "sampling": "sampling_features distributions",
+    "sampling": "sampling_features distributions processors registered bitmask_memory",
     "attention": "attention_layers cudnn_prefill pages_aside windows states gpu_path",
     "speculation": "drafts",
 }

@@ -22,7 +22,7 @@ class SpeculationSettings(NamedTuple):
         return cls(**loads(text)) if text.startswith("{") else cls(text)
 
 
-_WITH_MODEL = ("draft_model", "eagle3")
+_WITH_MODEL = ("draft_model", "eagle3", "peagle", "dflash")
 """Methods that need a model of their own; "mtp" may have one, or layers of the model's own checkpoint."""
 
 
@@ -38,6 +38,8 @@ def checked_speculation(given: object, find: Callable[[str], str | None], names:
         except (ValueError, RecursionError) as error:
             raise not_valid("speculation", given, f"JSON of settings: {error}") from None
         return checked_speculation(how, find, names)
+    if isinstance(how, Mapping) and how.get("method") == "eagle3" and how.get("parallel_drafting") is True:
+        how = {name: value for name, value in how.items() if name != "parallel_drafting"} | {"method": "peagle"}
     name = how.get("method") if isinstance(how, Mapping) else None
     if not isinstance(name, str) or (name != "none" and find(name) is None):
         known = ("none", *names())
@@ -49,7 +51,8 @@ def checked_speculation(given: object, find: Callable[[str], str | None], names:
     if name != "mtp" and bool(how.get("model")) != (name in _WITH_MODEL):
         wanted = f'{{"method": "{name}", "model": PATH}}' if name in _WITH_MODEL else "settings without a model"
         raise not_valid("speculation", given, wanted)
-    tokens = how.get("tokens", 4)
-    if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= 16:
+    if "tokens" in how and name not in ("mtp", *_WITH_MODEL):
+        raise not_valid("speculation", given, f"settings without tokens: {name!r} drafts as many as pay")
+    if isinstance(tokens := how.get("tokens", 4), bool) or not isinstance(tokens, int) or not 1 <= tokens <= 16:
         raise not_valid("speculation", given, "settings whose tokens are 1 to 16")
     return name if set(how) == {"method"} else dumps(how)

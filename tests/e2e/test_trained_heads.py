@@ -33,13 +33,15 @@ from aengine.engine.speculation import proposer
 from aengine.engine.speculation.history import DraftHistory, Guess
 
 # isort: split
-from draft_heads import DraftHead, Eagle3, Mtp
-from test_draft_heads import ANY_LAYERS, randomise, write_head
+from draft_heads import DFlash, DraftHead, Eagle3, Mtp, PEagle
+from test_draft_heads import ANY_LAYERS, DFLASH, EAGLE3, PEAGLE, randomise, write_head
 from tiny import load_reference
 
 __all__ = ["any_cost", "models", "one_thread"]  # fixtures
 
 TOKENS, DRAFTED = 48, 3
+KINDS: dict[str, type[DraftHead]] = {"eagle3": Eagle3, "peagle": PEagle, "dflash": DFlash, "mtp": Mtp}
+APART = {Eagle3: EAGLE3 | ANY_LAYERS, PEagle: PEAGLE | ANY_LAYERS, DFlash: DFLASH}
 
 
 def trained(judge: DraftHead, captured: Tensor, ids: Tensor) -> None:
@@ -69,7 +71,7 @@ def num_accepted(judge: DraftHead, captured: Tensor, ids: Tensor, num_prompt: in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+@pytest.mark.parametrize("kind", KINDS)
 async def test_a_head_is_right_as_often_as_its_reference(
     kind: str, models: Callable[[str], Model], tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,7 +87,7 @@ async def test_a_head_is_right_as_often_as_its_reference(
             return Guess([-1] * min(most, DRAFTED), [0.9] * min(most, DRAFTED))
 
     monkeypatch.setattr(proposer, "DraftHistory", EveryStep)
-    model = models("llama" if kind == "eagle3" else "qwen2")
+    model, made = models("qwen2" if kind == "mtp" else "llama"), KINDS[kind]
     prompt = [rng.randrange(VOCAB_SIZE) for _ in range(20)]
     greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     few: dict[str, Any] = {"max_leased_steps": 0, "kv_cache_memory_bytes": MIB // 4, "max_num_seqs": 6}
@@ -93,12 +95,12 @@ async def test_a_head_is_right_as_often_as_its_reference(
         own = (await engine.generate(prompt, greedy)).token_ids
         others = await answers(engine, 3)
     ids = torch.tensor([*prompt, *own])
-    made, write = (Eagle3, write_apart) if kind == "eagle3" else (Mtp, write_with_target)
     judge, captured = made_for(model, made, ids)
     randomise(judge, rng)
     trained(judge, captured, ids)
     wanted = num_accepted(judge, captured, ids, len(prompt))
     assert 0 < sum(wanted) < DRAFTED * len(wanted)
+    write = write_with_target if made is Mtp else write_apart
     target, how = write(tmp_path, model.folder, judge)
     model = copy(model)
     model.folder = target
@@ -122,19 +124,19 @@ def made_for(model: Model, made: type[DraftHead], ids: Tensor) -> tuple[DraftHea
     hf = json.loads((model.folder / "config.json").read_text())
     settings = {**hf, "head_dim": hf["hidden_size"] // hf["num_attention_heads"], "rope_theta": 10000.0}
     settings |= {"rope_parameters": None, "num_hidden_layers": 1, "attention_bias": made is Mtp, "mlp_bias": False}
-    settings |= {"draft_vocab_size": VOCAB_SIZE, **ANY_LAYERS} if made is Eagle3 else {"num_nextn_predict_layers": 1}
+    settings |= APART.get(made, {"num_nextn_predict_layers": 1}) | {"draft_vocab_size": VOCAB_SIZE}
     found: list[Tensor] = []  # the residual stream behind the last layer, which transformers does not return
     hook = reference.model.norm.register_forward_pre_hook(lambda _, args: found.append(args[0][0]))
     states = [one[0] for one in reference(ids[None], output_hidden_states=True).hidden_states]
     hook.remove()
-    captured = states[-1] if made is Mtp else torch.cat((states[0], states[2], found[0]), 1)
+    captured = states[-1] if made is Mtp else torch.cat((states[made is DFlash], states[2], found[0]), 1)
     return made(settings, reference.get_input_embeddings().weight, reference.lm_head.weight), captured
 
 
 def write_apart(folder: Path, target: Path, judge: DraftHead) -> tuple[Path, dict[str, Any]]:
     """Write the head as a checkpoint. Returns the target's folder, and the setting."""
-    own = write_head(folder / "head", judge, architectures=["LlamaForCausalLMEagle3"])
-    return target, {"method": "eagle3", "model": str(own)}
+    method = next(name for name, kind in KINDS.items() if kind is type(judge))
+    return target, {"method": method, "model": str(write_head(folder / "head", judge))}
 
 
 def write_with_target(folder: Path, target: Path, judge: DraftHead) -> tuple[Path, dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from draft_heads import DraftHead, Eagle3, Mtp
+from draft_heads import DFlash, DraftHead, Eagle3, Mtp, PEagle
 from driver import Driver, check_near, load, no_progress, source_of
 from safetensors.torch import load_file, save_file
 from test_hybrids import DELTA, EXPERTS
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from aengine.checkpoint.source import ModelSource
 from aengine.errors import ModelLoadError
 from aengine.runner.models import heads
-from aengine.runner.weights.sources.loader import load_weights, tensor_names
+from aengine.runner.weights.sources.loader import load_weights, stored_shapes
 
 ANY_LAYERS = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}
 DRAFTED = 100
@@ -39,6 +39,14 @@ SIZES = {
     "max_position_embeddings": 256,
 }
 EAGLE3 = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "draft_vocab_size": DRAFTED}
+PEAGLE = EAGLE3 | {"num_hidden_layers": 2, "ptd_token_id": 7}
+DFLASH = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "block_size": 8,
+    "dflash_config": {"mask_token_id": 7, "target_layer_ids": [0, 1, 2]},
+}
 MTP = {"architectures": ["MiMoMTP"], "model_type": "mimo_mtp", "num_nextn_predict_layers": 1}
 
 
@@ -59,7 +67,7 @@ def write_head(folder: Path, head: DraftHead, **settings: Any) -> Path:
 
 
 def read_head(source: ModelSource, target: Any) -> Any:
-    head = heads.build_head(source.hf_config, tensor_names(source), target, target.weights.formats)
+    head = heads.build_head(source.hf_config, stored_shapes(source), target, target.weights.formats)
     load_weights(head, source, 0, no_progress)
     return head
 
@@ -213,3 +221,60 @@ def test_what_a_head_lacks_is_named(tiny_model: Callable[..., Path], tmp_path: P
     assert "num_hidden_layers=2 is not 1" in refused("8", num_hidden_layers=2)
     with pytest.raises(ModelLoadError, match="'bert' names no head that drafts"):
         heads.build_head({"model_type": "bert"}, None, target, target.weights.formats)
+
+
+def test_what_a_head_of_one_pass_lacks_is_named(
+    tiny_model: Callable[..., Path], tmp_path: Path, rng: random.Random
+) -> None:
+    target: Any = load(source_of(tiny_model("llama")))[0]
+    tables = target.embed.table.float(), target.embed.table.float()
+
+    def refused(name: str, settings: dict[str, Any], lacking: str = "", **changes: Any) -> str:
+        judge = (DFlash if settings is DFLASH else PEagle)({**SIZES, **settings}, *tables)
+        if lacking:
+            delattr(judge, lacking)
+        with pytest.raises(ModelLoadError) as raised:
+            read_head(source_of(write_head(tmp_path / name, judge, **changes)), target)
+        return str(raised.value)
+
+    peagle, own = PEAGLE | ANY_LAYERS, DFLASH["dflash_config"]
+    assert "lacks mask_hidden, the state that its masks hold" in refused("1", peagle, "mask_hidden")
+    assert "ptd_token_id" in refused("2", peagle, ptd_token_id=VOCAB_SIZE)
+    assert "lacks a tensor of the model: hidden_norm.weight" in refused("3", DFLASH, "hidden_norm")
+    assert "mask_token_id" in refused("4", DFLASH, dflash_config={**own, "mask_token_id": None})
+    assert "target_layer_ids" in refused("5", DFLASH, dflash_config={"mask_token_id": 1})
+    assert "the target, of 3," in refused("6", DFLASH, dflash_config={**own, "target_layer_ids": [3]})
+    assert "block_size" in refused("7", DFLASH, block_size=None)
+    assert "windows" in refused("8", DFLASH, layer_types=["full_attention", "sliding_attention"])
+    assert "vocab_size=640 is not the target's" in refused("9", DFLASH, vocab_size=640)
+    with pytest.raises(ModelLoadError, match="names no head that drafts"):
+        heads.method_of({"architectures": ["DFlash2DraftModel"], "model_type": "qwen3"})
+
+
+@pytest.mark.parametrize(
+    ("method", "hf", "names"),
+    [
+        ("peagle", {"architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": 3}, ()),
+        ("peagle", {"architectures": ["LlamaForCausalLMEagle3"]}, ("mask_hidden",)),
+        ("peagle", {"speculators_model_type": "peagle", "mask_token_id": 3}, ()),
+        ("eagle3", {"speculators_model_type": "eagle3"}, ()),
+        ("dflash", {"speculators_model_type": "dflash"}, ()),
+        ("dflash", {"architectures": ["DFlashDraftModel"], "model_type": "qwen3"}, ()),
+        ("mtp", {"model_type": "mimo"}, ()),
+    ],
+)
+def test_a_checkpoint_says_its_method(method: str, hf: dict[str, Any], names: tuple[str, ...]) -> None:
+    assert heads.method_of(hf, names) == method
+
+
+@pytest.mark.parametrize("kind", [PEagle, DFlash])
+def test_the_form_of_speculators(kind: type[DraftHead], tiny_model: Callable[..., Path]) -> None:
+    """The layers' settings are below a key of their own; DFlash's layers are named by where their outputs come to."""
+    target: Any = load(source_of(tiny_model("llama")))[0]
+    layer = {**SIZES, "model_type": "qwen3", "num_hidden_layers": 2}
+    hf = {"speculators_model_type": kind.__name__.lower(), "draft_vocab_size": VOCAB_SIZE, "mask_token_id": 9}
+    hf |= {"transformer_layer_config": layer, "aux_hidden_state_layer_ids": [1, 2, 3], "block_size": 8}
+    head = heads.build_head(hf | ANY_LAYERS, None, target, target.weights.formats)
+    assert isinstance(head, heads.OnePassHead) and head.mask_token_id == 9
+    assert tuple(head.captured) == ((1, 2, 3) if kind is DFlash else (0, 2, 3))
+    assert head.config.num_layers == 2 and head.vocabulary.vocab_size == VOCAB_SIZE

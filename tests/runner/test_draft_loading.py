@@ -44,10 +44,13 @@ def test_settings_are_read_and_checked() -> None:
     assert (
         EngineConfig(model="m", speculation=json.dumps(DRAFTED)) == config == EngineConfig.from_wire(config.to_wire())
     )
+    read = {"method": "eagle3", "model": "m", "parallel_drafting": True}  # as vLLM is told of P-EAGLE
+    assert EngineConfig(model="m", speculation=read).speculation_settings == ("peagle", "m", 4)
     wrong: list[Any] = ["draft_model", {**DRAFTED, "model": ""}, {**DRAFTED, "depth": 2}, {**DRAFTED, "tokens": 17}]
     for one in [
         *wrong,
         {"method": "suffix", "model": "somewhere"},
+        {"method": "suffix", "tokens": 4},
         {"model": "somewhere"},
         {"method": []},
         "{",

@@ -15,9 +15,21 @@ import torch
 from test_gpu_path import BLOCK_SIZE, MAX_LEN, MAX_SEQS, NUM_BLOCKS, TritonPrefill, make_model, triton, write_model
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))  # behind all else: that folder has a conftest.py too
-from draft_heads import DraftHead, Eagle3, Mtp
-from test_draft_heads import ANY_LAYERS, EAGLE3, MTP, SIZES, randomise, read_head, source_of, write_head
-from tiny import write_tiny_model
+from draft_heads import DFlash, DraftHead, Eagle3, Mtp, PEagle
+from test_draft_heads import (
+    ANY_LAYERS,
+    DFLASH,
+    EAGLE3,
+    MTP,
+    PEAGLE,
+    SIZES,
+    check_near,
+    randomise,
+    read_head,
+    source_of,
+    write_head,
+)
+from tiny import load_reference, write_tiny_model
 
 from aengine.ipc.messages import DraftColumns, ModelRunnerOutput, NewRequest, SchedulerOutput, int32
 from aengine.runner.attention.kv_pages import KvCacheSpec
@@ -27,12 +39,22 @@ from aengine.runner.distributed.group import ALONE
 from aengine.runner.model_config import AttendingLayers
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.models.causal_lm import CausalLM
+from aengine.runner.models.heads import OnePassHead, WholeModel
 from aengine.runner.platforms.cpu import CpuPlatform
-from aengine.runner.speculation.model_proposer import ModelProposerSource, WholeModel
+from aengine.runner.speculation.model_proposer import ModelProposerSource
+from aengine.runner.speculation.one_pass import OnePassSource
 from aengine.runner.speculation.proposer import Proposer, RunnerParts
 
 __all__ = ["triton"]  # a fixture
 TOKENS = 3
+
+
+SETTINGS: dict[type[DraftHead], dict[str, Any]] = {
+    Eagle3: EAGLE3 | ANY_LAYERS,
+    PEagle: PEAGLE | ANY_LAYERS,
+    Mtp: MTP | {"attention_bias": False},
+    DFlash: DFLASH,
+}
 
 
 class Padded(ModelProposerSource):
@@ -42,11 +64,17 @@ class Padded(ModelProposerSource):
         return super().make(parts._replace(platform=SimpleNamespace(is_accelerator=True)))  # type: ignore[arg-type]
 
 
+class PaddedOnePass(Padded, OnePassSource):
+    pass
+
+
 def make_runner(folder: Path, head_of: Callable[[CausalLM], Any], *, is_padded: bool = True) -> ModelRunner:
     """``head_of``: what guesses for a model."""
     config, model = make_model(folder)
     how: dict[str, Any] = {"num_tokens": TOKENS, "max_num_seqs": MAX_SEQS, "num_bytes": 0, "described": {}}
-    source = (Padded if is_padded else ModelProposerSource)(head_of(model), model, ALONE, **how)
+    head = head_of(model)
+    kinds = (OnePassSource, PaddedOnePass) if isinstance(head, OnePassHead) else (ModelProposerSource, Padded)
+    source = kinds[is_padded](head, model, ALONE, **how)
     layers = AttendingLayers.of(config, *source.configs)
     spec = KvCacheSpec(layers, NUM_BLOCKS, BLOCK_SIZE, source.dtype, CpuPlatform.device, MAX_SEQS, MAX_LEN)
     cache: Any = GpuKvCache(spec, TritonPrefill()) if is_padded else KvCache(spec)
@@ -117,17 +145,22 @@ def test_guesses_of_the_model_itself_are_right(tmp_path: Path, rng: random.Rando
         assert steps.run(counts) == [1 + count for count in counts], "all are accepted"
 
 
-@pytest.mark.parametrize("kind", [Eagle3, Mtp])
-def test_a_head_guesses_the_same_padded_and_not(tmp_path: Path, rng: random.Random, kind: type[DraftHead]) -> None:
-    """Behind prompts, and behind steps with drafts, right or wrong, and without."""
+def make_head(tmp_path: Path, kind: type[DraftHead], rng: random.Random) -> tuple[Path, DraftHead, Any]:
+    """The folder of a model, a head for it, and that head as a checkpoint."""
     heads = {name: SIZES[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")}
     folder = write_tiny_model(tmp_path / "model", "llama", num_hidden_layers=3, **heads)
     model: Any = make_model(folder)[1]
-    settings = EAGLE3 | ANY_LAYERS if kind is Eagle3 else MTP | {"attention_bias": False}
     tables = model.embed.table, model.lm_head.weight.multiply(torch.eye(SIZES["hidden_size"])).T
-    head = kind({**SIZES, **settings}, *tables)
+    head = kind({**SIZES, **SETTINGS[kind]}, *tables)
     randomise(head, rng)
-    source = source_of(write_head(tmp_path / "head", head))
+    head.requires_grad_(False)
+    return folder, head, source_of(write_head(tmp_path / "head", head))
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_a_head_guesses_the_same_padded_and_not(tmp_path: Path, rng: random.Random, kind: type[DraftHead]) -> None:
+    """Behind prompts, and behind steps with drafts, right or wrong, and without."""
+    folder, _, source = make_head(tmp_path, kind, rng)
     lengths, seed, found = [1, 2, rng.randint(3, 12)], rng.getrandbits(30), []
     for is_padded in (False, True):
         runner = make_runner(folder, partial(read_head, source), is_padded=is_padded)
@@ -135,3 +168,38 @@ def test_a_head_guesses_the_same_padded_and_not(tmp_path: Path, rng: random.Rand
         counts = [steps.run(one) for one in ([1, 2, 3], [3, 3, 1], [0, 0, 0], [2, 0, 3], [0, 0, 0], [3, 2, 1])]
         found.append((counts, steps.drafts))
     assert found[0] == found[1] and len({tuple(drafts) for drafts in found[0][1]}) > 5
+
+
+@pytest.mark.parametrize("kind", [PEagle, DFlash])
+def test_a_pass_has_the_logits_of_its_reference(tmp_path: Path, rng: random.Random, kind: type[DraftHead]) -> None:
+    """Those of all drafts of all rows, which have as many masks as drafts."""
+    folder, judge, source = make_head(tmp_path, kind, rng)
+    reference, logits = load_reference(folder, "llama"), list[Any]()
+
+    def spied(target: CausalLM) -> Any:
+        head = read_head(source, target)
+        own = head.compute_logits
+        head.compute_logits = lambda hidden: logits.append(own(hidden)) or logits[-1].clone()
+        return head
+
+    runner = make_runner(folder, spied, is_padded=False)
+    steps = Steps(runner, [2, 1, rng.randint(3, 12)], rng)
+    for counts in ([1, 2, 3], [3, 3, 1], [0, 0, 0], [2, 1, 3]):
+        requests = runner.requests
+        lengths = requests.scalars.num_tokens.tolist()
+        texts = [requests.token_ids[row, : lengths[row]].long() for row in range(3)]
+        steps.run(counts)
+        for row, ids in enumerate(texts if any(counts) else ()):
+            wanted, _ = judge.roll_out(streams_of(reference, kind, ids)[:-1], ids[1:], counts[row])
+            found = logits[-1].unflatten(0, (3, -1))[row, : counts[row]]
+            check_near(found, torch.stack([one[-1] for one in wanted]), f"{counts} {row}")
+
+
+@torch.inference_mode()
+def streams_of(reference: Any, kind: type[DraftHead], ids: Any) -> Any:
+    """What a head reads of a text, [len(ids), size]."""
+    last: list[Any] = []  # behind the last layer, which transformers does not return
+    hook = reference.model.norm.register_forward_pre_hook(lambda _, args: last.append(args[0][0]))
+    states = [one[0] for one in reference(ids[None], output_hidden_states=True).hidden_states]
+    hook.remove()
+    return torch.cat((states[1 if kind is DFlash else 0], states[2], last[0]), 1)

@@ -33,8 +33,8 @@ NO_GUESS = Guess([], [])
 
 
 class Chances:
-    """How often guesses were right, by kind: of a lookup the length of its match, so that a long one counts for more.
-    Of one request, with those of all requests as ``prior``, or of these."""
+    """How often guesses were right, by kind: that of a lookup's guess is the length of its match, so that a long match
+    counts for more. Those of one request have the chances of all requests as ``prior``."""
 
     __slots__ = ("_prior", "_right", "_tried")
 
@@ -74,8 +74,8 @@ class Chances:
 
 
 class DraftHistory:
-    """Here the worker makes the guesses (kernels/find_drafts.py), which knows the tokens in flight: the host says how
-    many there are, and hears of those alone that were drafted."""
+    """Says how many tokens of a request are drafted, where the worker makes the guesses (kernels/find_drafts.py or a
+    model): the worker knows the tokens in flight, and the host hears of those guesses alone that were drafted."""
 
     __slots__ = ("_limit", "_most", "_num_misses", "_wait_until", "chances")
 

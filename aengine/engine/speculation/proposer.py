@@ -104,7 +104,7 @@ class ProposedHistory(DraftHistory):
         self._expected: list[int] = []  # the guess of what follows the tokens seen
 
     def note_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        """All guesses are compared, those that were drafted among them."""
+        """Do nothing: all guesses are compared when more tokens are known, also those that were drafted."""
 
     def guess(self, request: Request, most: int) -> Guess:
         new, ahead = request.token_ids[self._num_seen :], request.num_pending
@@ -120,11 +120,19 @@ class ProposedHistory(DraftHistory):
         return Guess(following, [chance ** (1 + ahead), *[chance] * (len(following) - 1)])
 
 
-IN_WORKER = ("draft_model", "eagle3", "mtp")
+IN_WORKER = ("draft_model", "eagle3", "peagle", "dflash", "mtp")
 """Methods whose model the worker has."""
 
 NewHistory = Callable[[Request, Chances], DraftHistory]
 """Makes what is kept of a request."""
+
+_HISTORIES: dict[str, Callable[[SpeculationSettings], NewHistory]] = {
+    **dict.fromkeys(("ngram", "suffix"), lambda chosen: SuffixHistory),
+    "suffix_past": lambda chosen: partial(SuffixHistory, past=PastTexts()),
+    "ngram_worker": lambda chosen: DraftHistory,
+    **dict.fromkeys(IN_WORKER, lambda chosen: partial(DraftHistory, most=chosen.tokens)),
+}
+"""What each method of ours makes the histories of requests with; any other name is an entry point."""
 
 
 def import_proposer(name: str) -> None:
@@ -137,14 +145,8 @@ def new_history(chosen: SpeculationSettings, vocab_size: int) -> NewHistory:
     """Return what makes the histories of requests for the setting ``speculation``. Raises ModelLoadError when another
     package's proposer can't be made."""
     name = chosen.method
-    if name in ("ngram", "suffix"):
-        return SuffixHistory
-    if name == "suffix_past":
-        return partial(SuffixHistory, past=PastTexts())
-    if name == "ngram_worker":
-        return DraftHistory
-    if name in IN_WORKER:
-        return partial(DraftHistory, most=chosen.tokens)
+    if make := _HISTORIES.get(name):
+        return make(chosen)
     entry = EntryPoint(name, target_of(PROPOSERS, name) or "", PROPOSERS)
     proposer = _made(name, lambda: entry.load()(vocab_size))
     return partial(ProposedHistory, proposer=GuardedProposer(name, vocab_size, proposer))

@@ -156,7 +156,7 @@ class SuffixHistory(DraftHistory):
         return self._index.size // _PLACES_AS_A_TOKEN
 
     def note_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
-        """All guesses are compared, those that were drafted among them."""
+        """Do nothing: all guesses are compared when more tokens are known, also those that were drafted."""
 
     def take_in(self, request: Request, most: int) -> int:
         index = self._index

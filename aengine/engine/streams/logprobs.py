@@ -17,7 +17,7 @@ T_co = TypeVar("T_co", covariant=True)
 TableT = TypeVar("TableT")
 
 TokenLogprobs = tuple[float, "array[int]", "array[float]"]
-"""Of one token: its own log-probability, the ids of the likeliest, and theirs; likeliest first."""
+"""One token's: its own log-probability, the ids of the likeliest, and theirs; likeliest first."""
 
 _SHOWN = 4  # elements of a sequence's repr
 

@@ -15,7 +15,7 @@ class Lanes:
     """A lane for short work and one for long. As of `ThreadPool`, all methods but `close` are for the loop's thread."""
 
     def __init__(self, name: str, num_short_threads: int = 1) -> None:
-        """The lane for long work has one thread, so that short work and the loop go on beside it."""
+        """Start no thread yet. The lane for long work has one, so that short work and the loop go on beside it."""
         self._short = ThreadPool(name, num_short_threads)
         self._long = ThreadPool(f"{name}-long")
 

@@ -26,7 +26,7 @@ _STEPS_A_MESSAGE = 1 << 8
 _LETTERS_A_STEP = 1 << 10
 _VALUES_A_STEP = 16
 _ITEMS_A_STEP = 128
-"""Of a list that is made, or looked through, by the interpreter: 1,024 bytes of pointers."""
+"""Items of a list that the interpreter makes or looks through in a step: 1,024 bytes of pointers."""
 _FILTER_STEPS = 8
 CALL_STEPS = 16
 _MOST_LETTERS = 1 << 26
@@ -34,7 +34,7 @@ _MOST_SOURCE = 1 << 20
 """Letters of a template: compiling it takes time in proportion."""
 _MOST_BITS = 1 << 12
 _MOST_WIDTH = 1 << 17
-"""Of what is padded, filled or cut to a width. Jinja's own bound of ranges is 100,000."""
+"""Largest width to which a filter pads, fills or cuts. Jinja's own bound of ranges is 100,000."""
 _WIDTHS = {"batch": _MOST_WIDTH, "center": _MOST_WIDTH, "indent": 1 << 10, "round": 1 << 10, "slice": _MOST_WIDTH,
            "tojson": 1 << 5, "truncate": _MOST_LETTERS, "wordwrap": _MOST_LETTERS}  # fmt: skip
 """Filters that take a number, and the largest."""

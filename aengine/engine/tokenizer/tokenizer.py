@@ -32,7 +32,7 @@ _ENDS_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_t
 """Special tokens that end an answer, whatever the files name as end of sequence."""
 _SAMPLE = "a \U0010fffd"  # the second character is in no vocabulary
 _MOST_TOKENS = 1 << 24
-"""Of a vocabulary. The largest have 300,000."""
+"""Largest vocabulary that is read. The largest known have 300,000."""
 _ENDS_OF_HARMONY = ("<|return|>", "<|call|>")
 _ENDS_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>")
 """Special tokens that end an answer of a GGUF, which has no generation_config.json to name them."""

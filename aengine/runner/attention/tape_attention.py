@@ -75,6 +75,9 @@ class TapeAttention:
     def states(self, index: int) -> LayerStates:
         return TapeStates(self._cache.states[index], self._memory)
 
+    def write(self, layer: AttentionLayer, qkv: Tensor) -> None:
+        raise NotRecorded("a layer that attends to nothing")
+
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         raise NotRecorded("a layer that turns its heads itself")
 

@@ -208,6 +208,14 @@ class Attention:
     def forward(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
         """See `AttentionCall`: q and k are normalised and rotated in place, the KV of all tokens is written, then all
         attend."""
+        return self._attend(layer, *self._prepared(layer, qkv))
+
+    def write(self, layer: AttentionLayer, qkv: Tensor) -> None:
+        """See `AttentionCall`."""
+        self._write(layer, self._prepared(layer, qkv)[1])
+
+    def _prepared(self, layer: AttentionLayer, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the arguments of `_attend`, q and k normalised and rotated, which are parts of qkv."""
         heads = qkv.view(qkv.shape[0], -1, layer.head_dim)  # q heads, k heads, v heads of each token
         q_and_k = heads[:, : layer.num_heads + layer.num_kv_heads]
         if layer.q_norm is not None and layer.k_norm is not None:
@@ -216,7 +224,7 @@ class Attention:
         if layer.rope is not None:
             self._ropes[layer.rope].apply(q_and_k, layer.num_heads)
         kv = heads[:, layer.num_heads :].unflatten(1, (2, layer.num_kv_heads))
-        return self._attend(layer, heads[:, : layer.num_heads], kv)
+        return heads[:, : layer.num_heads], kv
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `AttentionCall`."""
@@ -227,12 +235,18 @@ class Attention:
             out = out.unflatten(1, (-1, layer.head_dim))[..., :value_dim].flatten(1)
         return out
 
+    def _write(self, layer: AttentionLayer, kv: Tensor) -> Tensor:
+        """Write [num_tokens, 2, num_kv_heads, head_dim] to the cache; returns them as they are kept there."""
+        own = self._kv_cache.layers[layer.index]
+        kept = own.kept(kv)
+        write_kv(kept, own.cache, self._groups[own.group].slot_mapping)
+        return kept
+
     def _attend(self, layer: AttentionLayer, q: Tensor, kv: Tensor) -> Tensor:
         """q: [num_tokens, num_heads, head_dim]; kv: [num_tokens, 2, num_kv_heads, head_dim]."""
         kept = self._kv_cache.layers[layer.index]
         cache, group, n = kept.cache, self._groups[kept.group], self._num_decodes
-        block_size, kv = cache.shape[1], kept.kept(kv)
-        write_kv(kv, cache, group.slot_mapping)
+        block_size, kv = cache.shape[1], self._write(layer, kv)
         how = layer.scores(kept.window)
         parts = []
         if n:

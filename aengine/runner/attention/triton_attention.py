@@ -197,14 +197,21 @@ class PositionsAttention(DecodeAttention):
             for table, size in zip(self._block_tables, (g.block_size for g in cache.layout.groups), strict=True)
         ]
 
-    def _call(
-        self, layer: AttentionLayer, qkv: Tensor, rope: Rope | None, norms: HeadNorms | None, out: Tensor | None = None
-    ) -> Tensor:
+    def write(self, layer: AttentionLayer, qkv: Tensor) -> None:
+        """See `AttentionCall`."""
+        self._write(layer, qkv, None if layer.rope is None else self._ropes[layer.rope], layer.norms)
+
+    def _write(self, layer: AttentionLayer, qkv: Tensor, rope: Rope | None, norms: HeadNorms | None) -> None:
         kept, positions = self._cache.layers[layer.index], self._positions
         if rope is not None and rope.shifts is not None:
             positions = positions + rope.shifts[self._rows.clamp(min=0)]
         slots = self._slots[kept.group]
         apply_rope_and_write_kv(qkv, positions, slots, rope, norms, layer.num_heads, kept.cache, kept.scales)
+
+    def _call(
+        self, layer: AttentionLayer, qkv: Tensor, rope: Rope | None, norms: HeadNorms | None, out: Tensor | None = None
+    ) -> Tensor:
+        self._write(layer, qkv, rope, norms)
         out = torch.empty((len(qkv), layer.num_heads * layer.head_dim), dtype=qkv.dtype, device=qkv.device)
         return super()._call(layer, qkv, None, None, out)
 
@@ -280,21 +287,35 @@ class BatchAttention:
         return state_rows_of_batch(decodes, plan.query_lens.tolist(), plan.seq_lens.tolist(), plan.state_pages[group])
 
     def forward(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
+        return self._attend(layer, qkv, *self._turned(layer), layer.norms)
+
+    def write(self, layer: AttentionLayer, qkv: Tensor) -> None:
+        """See `AttentionCall`."""
+        self._write(layer, qkv, *self._turned(layer), layer.norms)
+
+    def _turned(self, layer: AttentionLayer) -> tuple[Rope | None, Tensor]:
+        """Return a layer's rope, and where each token's position is in it."""
         if layer.rope is None:
-            return self._attend(layer, qkv, None, self._inputs.positions, layer.norms)
-        return self._attend(layer, qkv, self._ropes[layer.rope], self._positions[layer.rope], layer.norms)
+            return None, self._inputs.positions
+        return self._ropes[layer.rope], self._positions[layer.rope]
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `AttentionCall`."""
         out = self._attend(layer, _join(layer, q, k, v), None, self._inputs.positions, None)
         return _cut(layer, out, v)
 
-    def _attend(
+    def _write(
         self, layer: AttentionLayer, qkv: Tensor, rope: Rope | None, positions: Tensor, norms: HeadNorms | None
-    ) -> Tensor:
+    ) -> AttentionLayerKV:
         kept = self._cache.layers[layer.index]
         slots = self._slot_mappings[kept.group]
         apply_rope_and_write_kv(qkv, positions, slots, rope, norms, layer.num_heads, kept.cache, kept.scales)
+        return kept
+
+    def _attend(
+        self, layer: AttentionLayer, qkv: Tensor, rope: Rope | None, positions: Tensor, norms: HeadNorms | None
+    ) -> Tensor:
+        kept = self._write(layer, qkv, rope, positions, norms)
         out = self._attend_to_prompts(layer, qkv, kept)
         if self._decodes is not None:
             self._decodes.attend_to_written(layer, qkv[: self._decodes.size], out)

@@ -108,6 +108,9 @@ class AttentionCall(Protocol):
         """Return [num_tokens, num_heads * head_dim] for qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim],
         which is used up: normalised, rotated by position, written to the KV cache, attended to."""
 
+    def write(self, layer: AttentionLayer, qkv: Tensor) -> None:
+        """`forward` without the attention: what it writes to the KV cache."""
+
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return [num_tokens, num_heads * value_dim]: k and v are written to the KV cache as they are, and attended to.
 

@@ -3,7 +3,7 @@
     row       x  x  x  x  x | d1 d2 d3        first pass: the last tokens whose keys and values it has not yet, and d1
               └─first pass──┘ └┘ └┘           then a pass a guess: each writes keys and values behind those of the first
 
-A head reads, beside a token, the model's states at the token before: it is one token behind (`Head.captured`). Its
+A head reads, beside a token, the model's states at the token before: it is one token behind (`DraftHead.captured`). Its
 layers keep keys and values in the same pool and under the same block tables as the model's, so that whatever holds for
 those (hits in the prefix cache, copies, swaps) holds for its own. Steps with prompts are followed at once. What rows
 that decode get is computed when they are to have guesses, or when `LAG` tokens have gathered: where guesses don't pay,
@@ -15,9 +15,9 @@ What is computed for guesses that turn out wrong is behind the row's end, and is
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,10 +26,9 @@ from torch import Tensor
 from ...ipc.messages import SchedulerOutput
 from ...kernels.input_prep import PreparedInputs
 from ..distributed.group import TensorGroup
-from ..distributed.shares import VocabularyShare
 from ..input_batch import BatchPlan, InputBatch, Rows
 from ..layers.attention import AttentionCall, AttentionLayer
-from ..model_config import ModelConfig
+from ..models.heads.draft_head import DraftHead
 from ..platforms.platform import Graph
 from ..sampling.vocabulary import Vocabulary
 from ..transfer import send, to_device
@@ -44,56 +43,20 @@ _KEPT = LAG + 16
 """Tokens of each row of which streams are kept: those of guesses that were wrong are among the last 16."""
 
 
-class Head(Protocol):
-    """A model that guesses tokens, or a head on the states of another one."""
+class Tokens(NamedTuple):
+    """What a pass computes, in one order: n tokens, int64 where nothing else is said."""
 
-    config: ModelConfig
-    vocabulary: VocabularyShare
-    captured: Sequence[int]
-    """The residual streams of the model that it reads: i is the one that comes to layer i, the number of layers the one
-    that leaves the last. None: it reads tokens alone."""
+    rows: Tensor  # -1: padding, and the others are any numbers
+    positions: Tensor
+    ids: Tensor
+    received: Tensor | None  # [n, hidden size of the head]: see `DraftHead.forward`
+    seq_lens: Tensor  # so many places of its row each token sees
+    are_drafted: Tensor | None = None  # bool: see `OnePassHead.draft`; None: none of them
 
-    def combine(self, captured: Tensor) -> Tensor:
-        """Return [n, hidden size of the head] for the streams of n tokens, one behind the other."""
-
-    def forward(self, input_ids: Tensor, positions: Tensor, attn: Any, received: Tensor | None = None) -> Tensor:
-        """See `CausalLM`. With ``received`` (what `combine` or `recycled` returned, at the token before)."""
-
-    def recycled(self, hidden: Tensor) -> Tensor | None:
-        """Return what the next guess takes in place of the model's states, for what `forward` returned."""
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 [n, vocabulary.size] for what `forward` returned."""
-
-    def token_ids(self, ids: Tensor, /) -> Tensor:
-        """Return the model's tokens for those of the head's own vocabulary, int64 [n]."""
-
-
-class WholeModel:
-    """A model that guesses by tokens alone."""
-
-    captured: Sequence[int] = ()
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self.config, self.vocabulary = model.config, model.vocabulary
-
-    def combine(self, captured: Tensor) -> Tensor:
-        raise AssertionError("it reads no states")
-
-    def forward(self, input_ids: Tensor, positions: Tensor, attn: Any, received: Tensor | None = None) -> Tensor:
-        hidden: Tensor = self._model.forward(input_ids, positions, attn)
-        return hidden
-
-    def recycled(self, hidden: Tensor) -> Tensor | None:
-        return None
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self._model.compute_logits(hidden)
-        return logits
-
-    def token_ids(self, ids: Tensor, /) -> Tensor:
-        return ids
+    @classmethod
+    def of(cls, rows: Tensor, positions: Tensor, ids: Tensor, received: Tensor | None) -> Tokens:
+        """Each sees those before it."""
+        return cls(rows, positions, ids, received, positions + 1)
 
 
 class KeepingLayer:
@@ -108,11 +71,11 @@ class KeepingLayer:
 
 
 class ModelProposerSource(ProposerSource):
-    """A loaded `Head`."""
+    """A loaded `DraftHead`."""
 
     def __init__(
         self,
-        head: Head,
+        head: DraftHead,
         target: Any,
         group: TensorGroup,
         *,
@@ -129,7 +92,7 @@ class ModelProposerSource(ProposerSource):
         self.vocab_size, self.target_size = target.config.vocab_size, target.config.hidden_size
         self.dtype = target.weights.formats.dtype
         self.sizes = [size for size in _SIZES if size < max_num_seqs] + [min(max_num_seqs, _SIZES[-1])]
-        self.most_positions = max(self.sizes[-1] * (num_tokens + 1), min(_MOST_LATE, max_num_seqs) * LAG)
+        self.most_positions = max(self.sizes[-1] * self.most_places, min(_MOST_LATE, max_num_seqs) * LAG)
         self.streams: dict[int, Tensor] = {}  # those that the model's layers have kept
         self._described = described
         between = [index for index in head.captured if index < target.config.num_layers]
@@ -137,8 +100,25 @@ class ModelProposerSource(ProposerSource):
         for index in between:
             target.layers[index] = KeepingLayer(target.layers[index], self.streams, index)
 
+    @property
+    def most_places(self) -> int:
+        """Tokens of a row that a pass of its drafts computes, at most."""
+        return self.num_tokens + 1
+
     def make(self, parts: RunnerParts) -> Proposer:
         return ModelProposer(self, parts)
+
+    def shapes(self) -> Iterator[tuple[int, int]]:
+        """Yield the numbers of rows and of guesses of which there are graphs, the largest first."""
+        for size in self.sizes[::-1]:
+            yield from ((size, most) for most in range(self.num_tokens, 0, -1))
+            if size <= _MOST_LATE:
+                yield size, 0
+
+    def captured(self, hidden: Tensor) -> Tensor:
+        """Return the streams that the head reads, [n, width], of a step whose layers have returned ``hidden``."""
+        found = [self.streams.get(index, hidden)[: len(hidden)] for index in self.head.captured]
+        return found[0] if len(found) == 1 else torch.cat(found, 1)
 
     def described(self) -> dict[str, Any]:
         return self._described | {"num_bytes": self.num_bytes}
@@ -159,6 +139,9 @@ class AttentionBehind:
         out: Tensor = self._attn.attend(self._behind(layer), q, k, v)
         return out
 
+    def write(self, layer: AttentionLayer, qkv: Tensor) -> None:
+        self._attn.write(self._behind(layer), qkv)
+
     def _behind(self, layer: AttentionLayer) -> AttentionLayer:
         found = self._layers.get(layer.index)
         if found is None:
@@ -174,7 +157,8 @@ class ModelProposer(Proposer):
 
     def __init__(self, source: ModelProposerSource, parts: RunnerParts) -> None:
         super().__init__(parts)
-        self._source, self._head, self._parts = source, source.head, parts
+        self._source, self._parts = source, parts
+        self._head: Any = source.head
         self._vocabulary = Vocabulary(source.head.vocabulary, source.group)
         max_num_seqs, device = len(parts.requests.in_use), parts.requests.token_ids.device
         self._shift = int(bool(source.head.captured))  # tokens of a row that the head is behind
@@ -228,14 +212,14 @@ class ModelProposer(Proposer):
     def follow(self, inputs: PreparedInputs, rows: Tensor, hidden: Tensor, attn: Any) -> None:
         head, ids, received = self._head, inputs.input_ids, None
         if self._shift:
-            owners, places, streams = _owners(inputs), inputs.positions, self._captured(hidden[: len(ids)])
+            owners, places, streams = _owners(inputs), inputs.positions, self._source.captured(hidden[: len(ids)])
             row, token_ids = rows.index_select(0, owners), self._requests.token_ids
             is_last = (places >= inputs.seq_lens.index_select(0, owners) - LAG) & (inputs.slot_mapping[0] >= 0)
             self._put(torch.where(is_last, row, -1), places, streams)
             ids = token_ids[row.clamp(min=0), (places + 1).clamp(max=token_ids.shape[1] - 1)].long()
             received = head.combine(streams)
         behind = AttentionBehind(self._parts.kv_memory.op_by_op(attn), self._source, self._layers)
-        head.forward(ids, inputs.positions, behind, received)
+        head.remember(ids, inputs.positions, behind, received)
 
     def follow_batch(self, batch: InputBatch, hidden: Tensor, attn: Any) -> None:
         if not batch.plan.is_decode:
@@ -245,16 +229,11 @@ class ModelProposer(Proposer):
 
     def keep(self, rows: Tensor, positions: Tensor, hidden: Tensor) -> None:
         if self._shift:
-            self._put(rows, positions, self._captured(hidden))
+            self._put(rows, positions, self._source.captured(hidden))
 
     def _put(self, rows: Tensor, positions: Tensor, streams: Tensor) -> None:
         """Keep the streams [n, width] of tokens at positions of rows, int64 [n]; -1: nobody wants them."""
         self._streams[torch.where(rows < 0, len(self._streams) - 1, rows), positions % _KEPT] = streams
-
-    def _captured(self, hidden: Tensor) -> Tensor:
-        """Return the streams that the head reads, [n, width], of a step whose layers have returned ``hidden``."""
-        found = [self._source.streams.get(index, hidden)[: len(hidden)] for index in self._head.captured]
-        return found[0] if len(found) == 1 else torch.cat(found, 1)
 
     def _catch_up(self, rows: Rows, *, without_last: bool = False) -> None:
         """Compute what the rows lack, without a guess."""
@@ -290,7 +269,16 @@ class ModelProposer(Proposer):
         """Compute the last tokens of rows, then write guesses behind them. ``columns``: int64 [5, n]: rows, -1 for
         padding; how many guesses, at most ``most``; how many tokens are to be computed, at most ``width``; the first
         place from which on they may be; and how many are left out behind them."""
-        rows, counts, lags, first, left_out = columns
+        late, ends = self._late(columns, width)
+        if most:
+            self._guess(late, ends, columns, most)
+        else:
+            self._compute(late)
+
+    def _late(self, columns: Tensor, width: int) -> tuple[Tokens, Tensor]:
+        """Return the tokens that are to be computed, [n * width], and the place behind the last of each row, [n]. See
+        `_draft`."""
+        rows, _, lags, first, left_out = columns
         requests, own, head = self._requests, rows.clamp(min=0), self._head
         ends = requests.scalars.num_tokens.index_select(0, own).long() - left_out
         places = ends[:, None] - width + torch.arange(width, device=rows.device)
@@ -301,33 +289,42 @@ class ModelProposer(Proposer):
         received = None
         if self._shift:
             received = head.combine(self._streams[own[:, None], places % _KEPT].flatten(0, 1))
-        hidden = self._compute(owners, places.flatten(), ids, received).unflatten(0, (-1, width))[:, -1]
+        return Tokens.of(owners, places.flatten(), ids, received), ends
+
+    def _guess(self, late: Tokens, ends: Tensor, columns: Tensor, most: int) -> None:
+        """Compute ``late``, and write guesses behind the rows' tokens, a pass for each. See `_draft` and `_late`."""
+        rows, counts, _, _, left_out = columns
+        head, own = self._head, rows.clamp(min=0)
+        hidden = self._compute(late).unflatten(0, (len(rows), -1))[:, -1]
         for number in range(most):
             guesses = self._best(hidden)
-            _write(requests.token_ids, own, ends + left_out + number, guesses, (rows >= 0) & (counts > number))
+            places = ends + left_out + number
+            write_guesses(self._requests.token_ids, own, places, guesses, (rows >= 0) & (counts > number))
             if number + 1 < most:
                 goes_on = (rows >= 0) & (counts > number + 1)
                 where = torch.where(goes_on, rows, -1), (ends + number).clamp_(min=0)
-                hidden = self._compute(*where, guesses, head.recycled(hidden))
+                hidden = self._compute(Tokens.of(*where, guesses, head.recycled(hidden)))
 
-    def _compute(self, rows: Tensor, positions: Tensor, ids: Tensor, received: Tensor | None) -> Tensor:
-        """Return what the head's layers return, [n, hidden size], for tokens at int64 [n] positions of rows; -1: any
-        numbers."""
+    def _compute(self, tokens: Tokens) -> Tensor:
+        """Return what the head's layers return, [n, hidden size]: for padding any numbers."""
         if self._is_padded:
-            return self._forward(rows, positions, ids, received)
-        places = (rows >= 0).nonzero()[:, 0]
-        if len(places) == len(rows):
-            return self._forward(rows, positions, ids, received)
-        hidden = torch.zeros((len(rows), self._head.config.hidden_size), dtype=self._source.dtype)
+            return self._forward(tokens)
+        places = (tokens.rows >= 0).nonzero()[:, 0]
+        if len(places) == len(tokens.rows):
+            return self._forward(tokens)
+        hidden = torch.zeros((len(tokens.rows), self._head.config.hidden_size), dtype=self._source.dtype)
         if len(places):
-            own = None if received is None else received[places]
-            hidden[places] = self._forward(rows[places], positions[places], ids[places], own)
+            own: list[Any] = [None if column is None else column[places] for column in tokens]
+            hidden[places] = self._forward(Tokens(*own))
         return hidden
 
-    def _forward(self, rows: Tensor, positions: Tensor, ids: Tensor, received: Tensor | None) -> Tensor:
-        seq_lens = torch.where(rows < 0, 0, positions + 1).int()
-        attn = self._parts.kv_memory.bind_positions(rows, positions, seq_lens, self._parts.tables.table)
-        return self._head.forward(ids, positions, AttentionBehind(attn, self._source, self._layers), received)
+    def _forward(self, tokens: Tokens) -> Tensor:
+        rows, head = tokens.rows, self._head
+        seq_lens = torch.where(rows < 0, 0, tokens.seq_lens).int()
+        attn = self._parts.kv_memory.bind_positions(rows, tokens.positions, seq_lens, self._parts.tables.table)
+        how = tokens.ids, tokens.positions, AttentionBehind(attn, self._source, self._layers), tokens.received
+        hidden: Tensor = head.forward(*how) if tokens.are_drafted is None else head.draft(*how, tokens.are_drafted)
+        return hidden
 
     def _best(self, hidden: Tensor) -> Tensor:
         """Return the likeliest token of each, int64 [n]."""
@@ -337,7 +334,7 @@ class ModelProposer(Proposer):
         return self._head.token_ids(ids).clamp_(max=self._source.vocab_size - 1)
 
     def rehearse(self) -> None:
-        for size, most in self._shapes():
+        for size, most in self._source.shapes():
             self._columns(size).fill_(-1)
             self._step(size, most)
 
@@ -345,7 +342,7 @@ class ModelProposer(Proposer):
         platform = self._parts.platform
         if not self._is_padded or self._parts.enforce_eager:
             return
-        shapes = list(self._shapes())[: 1 if largest_only else None]
+        shapes = list(self._source.shapes())[: 1 if largest_only else None]
         pool = platform.graph_pool()
         for done, (size, most) in enumerate(shapes):
             progress(done, len(shapes))
@@ -357,13 +354,6 @@ class ModelProposer(Proposer):
             self._graphs[size, most] = graph
         progress(len(shapes), len(shapes))
 
-    def _shapes(self) -> Iterator[tuple[int, int]]:
-        """Yield the numbers of rows and of guesses of which there are graphs, the largest first."""
-        for size in self._source.sizes[::-1]:
-            yield from ((size, most) for most in range(self._source.num_tokens, 0, -1))
-            if size <= _MOST_LATE:
-                yield size, 0
-
 
 def _owners(inputs: PreparedInputs) -> Tensor:
     """Return the request of each token of a batch, int64 [num_tokens]."""
@@ -372,7 +362,7 @@ def _owners(inputs: PreparedInputs) -> Tensor:
     return torch.searchsorted(ends, tokens, right=True).clamp_(max=len(ends) - 1)
 
 
-def _write(token_ids: Tensor, rows: Tensor, places: Tensor, guesses: Tensor, are_asked: Tensor) -> None:
+def write_guesses(token_ids: Tensor, rows: Tensor, places: Tensor, guesses: Tensor, are_asked: Tensor) -> None:
     """Write guesses at places of rows; where they are not asked for, what is there stays."""
     places = torch.where(are_asked, places, token_ids.shape[1] - 1)
     token_ids[rows, places] = torch.where(are_asked, guesses.int(), token_ids[rows, places])

@@ -16,12 +16,13 @@ from ..kv_spec import FullKV, LatentKV, SharedKV, StateKV, WindowKV
 from ..model_config import ModelConfig
 from ..models import build_model, read_config
 from ..models.causal_lm import CausalLM
-from ..models.heads import build_head
+from ..models.heads import DraftHead, OnePassHead, WholeModel, build_head, method_of
 from ..platforms.platform import Platform
-from ..speculation.model_proposer import LAG, Head, ModelProposerSource, WholeModel
+from ..speculation.model_proposer import LAG, ModelProposerSource
+from ..speculation.one_pass import OnePassSource
 from ..speculation.proposer import FINDS_IN_ROWS, ProposerSource
 from ..weights.formats import WeightFormats, choose_formats
-from ..weights.sources.loader import Progress, check_layers, load_weights, tensor_names
+from ..weights.sources.loader import Progress, check_layers, load_weights, stored_shapes, tensor_names
 from .estimate import gguf_matrices
 from .heads import DecoderHead
 
@@ -100,8 +101,19 @@ def _load_head(config: EngineConfig, target: Target, progress: Progress) -> Prop
     chosen, own, source = config.speculation_settings, config, target.checkpoint
     if chosen.model:
         own, source = _checkpoint_of(config)
+    stored = stored_shapes(source)
+    if (method := method_of(source.hf_config, stored or ())) != chosen.method:
+        how = f'{{"method": "{method}", "model": {chosen.model!r}}}'
+        raise ModelLoadError(
+            f"speculation={chosen.method!r}: {source.path} has a head of another method: use speculation={how}"
+        )
     formats = _formats(own, source, source.hf_config, target.model.config, target)
-    head = build_head(source.hf_config, tensor_names(source), target.model, formats, target.group)
+    head: Any = build_head(source.hf_config, stored, target.model, formats, target.group)
+    if isinstance(head, OnePassHead) and chosen.tokens > head.most_drafts:
+        raise ModelLoadError(
+            f"speculation={method!r}: tokens={chosen.tokens}, and the head {source.path} drafts {head.most_drafts} at "
+            f"most (block_size): use tokens={head.most_drafts}"
+        )
     num_bytes = load_weights(
         head, source, config.seed, progress, target.platform.memory, is_whole=bool(chosen.model)
     ).own_bytes
@@ -127,9 +139,9 @@ def _formats(
 
 
 def _source(
-    head: Head, config: EngineConfig, target: Target, num_bytes: int, described: dict[str, Any]
+    head: DraftHead, config: EngineConfig, target: Target, num_bytes: int, described: dict[str, Any]
 ) -> ModelProposerSource:
-    return ModelProposerSource(
+    return (OnePassSource if isinstance(head, OnePassHead) else ModelProposerSource)(
         head,
         target.model,
         target.group,
@@ -186,7 +198,6 @@ def _tokens_of(source: ModelSource) -> Any:
 
 _METHODS: dict[str, Callable[[EngineConfig, Target, Progress], ProposerSource]] = {
     "draft_model": _load_draft_model,
-    "eagle3": _load_head,
-    "mtp": _load_head,
+    **dict.fromkeys(("dflash", "eagle3", "mtp", "peagle"), _load_head),
 }
 """What loads the proposer of a method; the others have no weights."""

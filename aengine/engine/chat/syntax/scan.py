@@ -12,7 +12,7 @@ TOKENS = re.compile("[\ud800-\udfff]")
 ID_LETTER = "\udfff"
 """Stands for any letter or digit in a string that is looked for."""
 _MOST_BLANKS = 32
-"""Of one run of blanks beside a sign: more are no spelling of a call, and what waits for the next letter is short."""
+"""Longest run of blanks beside a sign: more are no spelling of a call, and what waits for the next letter is short."""
 _SIGNS = "{}()\\[\\]<>|,:;`\ud800-\udfff"
 _BESIDE_SIGNS = re.compile(
     f"(?:^|(?<=[{_SIGNS}]))[{BLANKS}]{{1,{_MOST_BLANKS}}}|[{BLANKS}]{{1,{_MOST_BLANKS}}}(?=[{_SIGNS}])"

@@ -31,7 +31,7 @@ _MAX_WIDTH = 50_000
 _MAX_LOOSE = 6
 """Operators of a pattern that is intersected with what a text may not begin with: states may double with each."""
 _MAX_LEVELS = 1_000
-"""Of nesting, references followed: the library goes down all of them in one recursion, and 1,800 are more than a
+"""Levels of nesting, references followed: the library goes down all of them in one recursion, and 1,800 are more than a
 thread's stack takes, which ends the host's process."""
 _MAX_GRAMMAR_LETTERS = 2_000
 _MAX_TERMINALS = 24

@@ -12,7 +12,7 @@ _MOST_EXACT = 2**53
 _LEAST_INT64, _MOST_INT64 = -(2**63), 2**63 - 1
 _MOST_DOUBLE = 1.7976931348623157e308
 _MOST_FAR = 10**17
-"""Of a ``minimum`` that is positive, a ``maximum`` that is negative. Measured, as the next two."""
+"""Largest ``minimum`` that is positive, and ``maximum`` that is negative. Measured, as the next two."""
 _LEAST_NEAR = 1e-30
 _MOST_DIVISOR = (2**32 - 1) // 10  # the library keeps remainders in 32 bits, and takes ten times one with each digit
 _LOWER = ("minimum", "exclusiveMinimum")

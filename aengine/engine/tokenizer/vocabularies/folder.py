@@ -35,7 +35,7 @@ _BERT_ROLES = {
     "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "mask_token": "[MASK]",
 }  # fmt: skip
 _MOST_GROWTH = 64
-"""Of a text, which is the caller's. The blank that SentencePiece puts before it counts as 2."""
+"""Most times as long as it is that normalising makes a caller's text. The blank that SentencePiece adds counts as 2."""
 _MOST_DIGITS = 10  # digits of a token's id
 _CURE = (
     "where transformers is installed, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) writes a "

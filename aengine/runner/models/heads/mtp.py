@@ -20,9 +20,10 @@ from ...model_config import ConfigReader, ModelConfig
 from ...weights.gguf_names import GgufNames
 from ...weights.scope import WeightScope
 from ..qwen3_next import Qwen3Next, Qwen3NextConfig, Qwen35
+from .draft_head import DraftHead
 
 
-class MtpHead(Decoder[Config]):
+class MtpHead(Decoder[Config], DraftHead):
     """A decoder of one layer between a product and the target's head. A family with such heads says how they are named
     in its checkpoints."""
 
@@ -37,7 +38,7 @@ class MtpHead(Decoder[Config]):
     def __init__(self, config: Config, weights: WeightScope, target: Decoder[Any]) -> None:
         self.config, self.weights, self.vocabulary = config, weights, target.vocabulary
         self.captured: Sequence[int] = (target.config.num_layers,)
-        self.embed, self.lm_head, self.combine = target.embed, target.lm_head, target.final_hidden
+        self.embed, self.lm_head, self._target = target.embed, target.lm_head, target
         at, size = {part: weights.at(name) for part, name in self.names.items()}, config.hidden_size
         self.embedding_norm, self.state_norm = self.make_norm(at["embedding_norm"]), self.make_norm(at["state_norm"])
         self.product = Linear(weights, 2 * size, {self.names["product"]: size})
@@ -67,11 +68,11 @@ class MtpHead(Decoder[Config]):
         residual = self.product.multiply(torch.cat(parts[::-1] if self.state_first else parts, 1))
         return super().forward(input_ids, positions, attn, residual)
 
+    def combine(self, captured: Tensor) -> Tensor:
+        return self._target.final_hidden(captured)
+
     def recycled(self, hidden: Tensor) -> Tensor:
         return self.norm(hidden)
-
-    def token_ids(self, draft_ids: Tensor) -> Tensor:
-        return draft_ids
 
 
 class MimoMtpConfig(ModelConfig):
