@@ -69,7 +69,7 @@ KERNELS = {  # files of kernels/ and kernels/triton/: files of tests/kernels
 RUNNER = {  # folders of runner/: files of tests/runner
     "sampling": "sampling_features distributions processors registered bitmask_memory",
     "attention": "attention_layers cudnn_prefill pages_aside windows states gpu_path",
-    "speculation": "drafts",
+    "speculation": "drafts model_proposer draft_loading",
 }
 WINGS = {
     **{
@@ -92,6 +92,7 @@ WINGS = {
     "tokenizer": ("engine/tokenizer", ["tokenizer"]),
 }
 EQUIVALENT = {
+    ("HostBitmasks.of_batch", "another comparison", "rows.min() < 0"),  # then all are kept
     ("_Answer._with_index", "and/or swapped", "deltas and self._index"),  # 0 replaced by 0, or a list that is empty
     ("_ByBytes._cut", "1 is 2", "1"),  # the longest token where there is none
     ("_is_exact", "0 is 1", "0"),  # of a power of ten, which is 1 there
@@ -148,6 +149,7 @@ IDLE_ARGUMENTS = ("stacklevel", "num_warps", "num_stages", "cache_modifier", "ev
 """Statements and arguments that no result depends on."""
 ON_A_GPU = {
     "_HAS_ASM": "body",
+    "HAS_PTX": "body",
     "_HAS_LOP3": "body",
     "HALF": "orelse",
     "WAY == 'exact'": "body",

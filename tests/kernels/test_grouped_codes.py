@@ -180,6 +180,18 @@ def test_products(kind: CodeKind, gen: torch.Generator, rng: random.Random, trit
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_one_row_in_each_number_of_bits(kind: CodeKind, gen: torch.Generator, triton_device: torch.device) -> None:
+    """The kernel of a single row, whatever else is drawn: with groups of 16, which it halves its units for, and wider
+    ones, whose codes it raises otherwise where x has 16 bits."""
+    for k, group in ((96, 16), (64, 32), (128, 64)):
+        codes = draw_codes(gen, random.Random(k), kind, 24, k, group)
+        codes = replace(codes, **{name: tensor.to(triton_device) for name, tensor in codes.tensors().items()})
+        for dtype in (torch.float32, torch.float16):
+            x = (torch.randn(1, k, generator=gen) / 64).to(dtype).to(triton_device)
+            check(plain_linear(x, Matrix(codes, None)), product({"codes": codes, "bias": None}, x), dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_products_by_a_norm(
     kind: CodeKind, gen: torch.Generator, rng: random.Random, triton_device: torch.device
 ) -> None:
