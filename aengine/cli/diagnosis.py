@@ -38,7 +38,7 @@ _PROBE_TIMEOUT = 120.0  # seconds, for a cold disk and a large torch; usually it
 _MASK_BYTES = 5_000_000  # bytes of shared memory for bitmasks beside the rings, for a vocabulary of 150,000
 _FEW_DESCRIPTORS = 256
 _FEW_THREADS = 64
-_CPU_FLAGS = "avx2 avx512f avx512_bf16 avx512_fp16 amx_bf16 amx_fp16 asimd asimdhp bf16 i8mm"
+_CPU_FLAGS = "avx2 avx_vnni avx512f avx512_vnni avx512_bf16 avx512_fp16 amx_int8 amx_bf16 asimd asimdhp bf16 i8mm"
 _SHOWN_MODELS = 6
 _SHOWN_PAIRS = 3
 _DISTRIBUTION = "aengine-llm"
@@ -323,7 +323,7 @@ def _read_probe(process: subprocess.Popen[str]) -> dict[str, Any] | Finding:
 def _devices(report: dict[str, Any]) -> Iterator[Finding]:
     build = f"for CUDA {report['cuda']}" if report["cuda"] else "for the CPU"
     units = ", 16-bit matrix products are faster" if report.get("matrix_units") else ""
-    found = f"{report['torch']}, built {build}; CPU kernels: {report['cpu_capability']}{units}"
+    found = f"{report['torch']}, built {build}; its own CPU kernels: {report['cpu_capability']}{units}"
     if report["cpu_problem"]:
         yield Finding(
             "torch", "error", found, f"its kernels fail on this CPU ({report['cpu_problem']}): use dtype='float32'"
