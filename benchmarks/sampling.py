@@ -54,8 +54,13 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "a processor": {"temperature": 0.0, "extra_args": {"idle": {}}},
     "a processor in graphs": {"temperature": 0.0, "extra_args": {"idle_in_graphs": {}}},
+    "allowed_token_ids": {"temperature": 0.0, "allowed_token_ids": list(range(100, 4100))},
+    "thinking_budget": {
+        "temperature": 0.0,
+        "extra_args": {"thinking_budget": {"tokens": 50, "begin": [5], "end": [6, 7]}},
+    },
 }
-PROCESSORS = ["idle_processors:Idle", "idle_processors:IdleInGraphs"]
+PROCESSORS = ["idle_processors:Idle", "idle_processors:IdleInGraphs", "thinking_budget"]
 NUM_BESIDE = 32
 
 

@@ -265,12 +265,11 @@ class ModelRunner:
 
     def _run_graph(self, plan: BatchPlan, graphs: CudaGraphManager, size: int) -> ExecuteModelState:
         """Run a step of decodes by graphs: one launch here, the second by `sample_tokens`. If this rank does not
-        sample, there is no second one. If a row uses what no graph holds, the step is run op by op, in the shape that
-        the graph has."""
+        sample, there is no second one; nor if a row uses what no graph holds: the logits are sampled op by op then."""
         self._exchange.receive_for_graph(plan.num_tokens)
         rows, _ = plan.sampled()
         if self.sampler.is_op_by_op(plan.rows):
-            rows_device, half = graphs.run_op_by_op(rows, size)
+            rows_device, half = graphs.run_to_logits(rows, size)
             seq_lens = half.inputs.seq_lens[: len(rows)]
             if plan.num_samples is not None:  # the positions of a row follow each other, and the last is its length
                 last = to_device(np.cumsum(plan.query_lens) - 1, rows_device.device)

@@ -162,7 +162,7 @@ class Batch:
     def _step(
         self, rows: Sequence[int], counts: Sequence[int], **fields: Any
     ) -> tuple[ModelRunnerOutput, Tensor | None]:
-        """Its answer, and a copy of its logits, in the order of ``rows``, where they are not inside a graph."""
+        """Its answer, and a copy of its logits, in the order of ``rows``; None where a graph samples all at once."""
         out = SchedulerOutput(1, req_idx=int32(rows), num_scheduled_tokens=int32(counts), **fields)
         grammar = None
         if self.bitmask is not None and rows:
@@ -174,8 +174,7 @@ class Batch:
         assert state is not None
         logits = state.logits
         if state.graphs is not None and state.graphs is self._runner.graphs and state.graphs._half is not None:
-            half = self._runner.graphs._half[1]
-            logits = None if half is None else half.logits[: len(rows)]
+            logits = self._runner.graphs._half[1].logits[: len(rows)]
         if state.ends_by_graph:
             logits = self._logits_of_end(len(state.plan.sampling))  # type: ignore[union-attr]
         if logits is not None and state.plan is not None:  # the runner puts single tokens first

@@ -108,6 +108,37 @@ def test_a_processor_in_graphs(checkpoint: MakeCheckpoint, rng: random.Random, m
         assert any(answers[0].token_ids[row] != wanted[row] for row in others)
 
 
+def test_the_layers_are_a_graph_where_rows_are_sampled_op_by_op(
+    checkpoint: MakeCheckpoint, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what no graph holds, the tokens are those of a run without graphs, for all rows of such steps and of others
+    between them; the logits are found where the graph of this size has left them."""
+    prompts, rows = random_prompts(rng, 7), list(range(7))
+    extras = [extras_of(SamplingParams(extra_args={"residues": {"modulus": 2 + row}})) for row in rows]
+    extras[1], extras[3] = {"allowed_token_ids": [int32(range(3, VOCAB_SIZE, 2)).tobytes()]}, {}
+    extras[5] = extras[6] = {}
+    how: dict[str, Any] = {"seed": [rng.getrandbits(60) for _ in rows], "temperature": [0.0, 1.0] * 3 + [0.0]}
+    how |= {"frequency_penalty": [0.0, 0.5, 0.5, 0.5, 0.0, 0.0, 0.0], "logprobs": [-1, -1, 2, -1, -1, 2, -1]}
+    batches = [rng.sample(rows, rng.choice([1, 2, 3, 5, 7])) for _ in range(14)] + [[3, 5, 6], rows, [5], rows]
+    answers: list[list[tuple[list[int], Any]]] = []
+    for eager in (True, False):
+        runner = make_runner(
+            checkpoint("llama").folder, enforce_eager=eager, logits_processors=["callers_processors:Residues"]
+        )
+        batch = Batch(runner)
+        given = [batch.start(prompts, extras=extras, **how)[0]]
+        assert runner.graphs is not None
+        run, replayed = Mock(wraps=runner.graphs.step.run), Mock(wraps=runner.graphs.run_to_logits)
+        monkeypatch.setattr(runner.graphs.step, "run", run)
+        monkeypatch.setattr(runner.graphs, "run_to_logits", replayed)
+        given += [batch.decode(some)[0] for some in batches]
+        assert not any(answer.errors for answer in given)
+        answers.append([(list(answer.token_ids), answer.logprobs) for answer in given])
+        assert DEVICE == "cpu" or (run.called == eager and 2 <= replayed.call_count < len(batches))
+        del runner, batch
+    assert answers[0] == answers[1]
+
+
 def test_prompt_graphs_stay_within_rounding(checkpoint: MakeCheckpoint, arch: str, rng: random.Random) -> None:
     """They pad to another number of tokens, for which the libraries may sum in another order."""
     work = [random_prompts(rng, size) for size in (1, 2, 5, 9, 30)]

@@ -100,7 +100,8 @@ def capture_decode(graphs: Any, group: ThreadGroup, size: int) -> None:
     with group.rehearsal():
         half = step.run(size)
     second = {kind: Again(lambda kind=kind: step.sample(half, kind) or (), ()) for kind in Sampling}
-    graphs._graphs[size] = cuda_graphs._Graphs(Again(lambda: step.run(size), half), second)  # type: ignore[arg-type]
+    first: Any = Again(lambda: step.run(size), half)
+    graphs._graphs[size] = cuda_graphs._Graphs(first, second, half)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -127,8 +128,12 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+EXTRAS: list[dict[str, list[bytes]]] = [{}, {}, {}, {"allowed_token_ids": [int32(range(VOCAB_SIZE)).tobytes()]}]
+
+
 def steps(rng: random.Random, count: int) -> Iterator[SchedulerOutput]:
-    """Prompts beside decodes and decodes alone; a row is taken again when its request has ended."""
+    """Prompts beside decodes and decodes alone; a row is taken again when its request has ended. Some ask for what is
+    sampled op by op, and forbids nothing."""
     left: dict[int, int] = {}  # by row, the tokens that it still gets
     for step_id in range(count):
         ended = [row for row, tokens in left.items() if tokens == 0]
@@ -138,7 +143,7 @@ def steps(rng: random.Random, count: int) -> Iterator[SchedulerOutput]:
         for row in rng.sample(range(MAX_SEQS), rng.choice((0, 0, 1, 4))):
             if row not in left:
                 ids = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 20))]
-                new.append(request(row, ids, [row], logprobs=rng.choice((-1, -1, 2))))
+                new.append(request(row, ids, [row], logprobs=rng.choice((-1, -1, 2)), extras=rng.choice(EXTRAS)))
         rows = [*left, *(one.req_idx for one in new)]
         counts = [*(1 for _ in left), *(len(one.token_ids) for one in new)]
         left |= {one.req_idx: rng.randint(1, 12) for one in new}

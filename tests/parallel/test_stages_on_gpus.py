@@ -209,9 +209,8 @@ def capture_decode(graphs: CudaGraphManager, size: int) -> None:
     if isinstance(half, PassedOn):
         graphs._graphs[size] = _Graphs(first, {}, half)
         return
-    graphs._graphs[size] = _Graphs(
-        first, {kind: Again(lambda kind=kind: step.sample(half, kind) or (), ()) for kind in Sampling}
-    )
+    second = {kind: Again(lambda kind=kind: step.sample(half, kind) or (), ()) for kind in Sampling}
+    graphs._graphs[size] = _Graphs(first, second, half)  # type: ignore[arg-type]
     graphs._ends[size] = {kind: Again(lambda kind=kind: step.end(size, kind) or (), ()) for kind in Sampling}
 
 

@@ -13,11 +13,15 @@ import pytest
 import torch
 
 from aengine.runner.graphs.batch_graphs import BatchGraphs, BatchOutputs, BatchShape
-from aengine.runner.graphs.cuda_graphs import CudaGraphManager
+from aengine.runner.graphs.cuda_graphs import CudaGraphManager, HalfDone
 from aengine.runner.sampling.sampler import Sampling
 
 ROWS = np.arange(3)
 SHAPE = BatchShape(16, 8)
+
+
+class Logits(str):
+    is_cuda = False
 
 
 class Log:
@@ -28,18 +32,18 @@ class Log:
         self.has_memory = True
         self.is_capturing = False
 
-    def set_rows(self, rows: Any, size: int) -> None:
-        pass
+    def set_rows(self, rows: Any, size: int) -> Any:
+        return rows
 
     def set_bitmasks(self, rows: Any, bits: Any, size: int) -> None:
         self.done.append("bitmasks")
 
-    def run(self, size: int) -> str:
+    def run(self, size: int) -> Any:
         self._note(f"run {size}")
-        return f"half {size}"
+        return HalfDone(Logits(f"half {size}"), None)  # type: ignore[arg-type]
 
-    def sample(self, half: str, sampling: Sampling) -> None:
-        self._note(f"{half} {sampling.name}")
+    def sample(self, half: Any, sampling: Sampling) -> None:
+        self._note(f"{half.logits} {sampling.name}")
 
     def _note(self, what: str) -> None:
         self.done.append(f"capture {what}" if self.is_capturing else what)
@@ -87,6 +91,17 @@ def test_the_second_half_is_the_one_that_the_batch_asks_for() -> None:
         *["replay run 4", "bitmasks", "replay half 4 CUT"],
         *["replay run 4", "bitmasks", "replay half 4 ANY"],
     ]
+
+
+def test_an_end_that_no_graph_holds_is_behind_the_graph_of_the_layers() -> None:
+    """It gets the logits that the graph leaves."""
+    log, manager = make()
+    manager.capture_all(lambda done, total: None)
+    log.done.clear()
+    for rows, size in (ROWS, 4), (ROWS[:1], 1):
+        places, half = manager.run_to_logits(rows, size)
+        assert (list(places), half.logits) == (list(rows), f"half {size}")
+    assert log.done == ["replay run 4", "replay run 1"]
 
 
 def test_the_end_of_a_step_with_prompts_is_one_launch() -> None:

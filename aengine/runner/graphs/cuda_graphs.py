@@ -17,7 +17,8 @@ smaller ones fit into what the largest took.
 The second half is launched when the host has sent the bitmasks, if there are any, which it fills during the first. It
 finds the first one's logits in the pool, since no other graph is launched in between; so they need not be kept. There
 is one of it for each kind of `Sampling`: what nobody in the batch asks for is not launched. The end of a step with
-prompts is launched then, too, and is there for each kind.
+prompts is launched then, too, and is there for each kind. What no graph holds is queued in place of the second half,
+over the same logits.
 """
 
 from __future__ import annotations
@@ -270,8 +271,20 @@ class _Graphs(NamedTuple):
     """Both halves of the decodes of a size."""
 
     first: Graph
-    second: dict[Sampling, Graph]
-    passed_on: PassedOn | None = None  # what the first graph leaves on a rank that does not sample
+    second: dict[Sampling, Graph]  # empty on a rank that does not sample
+    left: HalfDone | PassedOn  # what the first graph leaves; its logits lie in the pool until another graph is launched
+
+
+class _Unowned:
+    """Memory of a tensor on a CUDA device, which it does not keep."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.__cuda_array_interface__ = dict(tensor.__cuda_array_interface__)
+
+
+def _unowned(tensor: Tensor) -> Tensor:
+    """Return a tensor over the same memory, which does not keep it: other graphs of the pool may use it, too."""
+    return torch.as_tensor(_Unowned(tensor), device=tensor.device) if tensor.is_cuda else tensor
 
 
 class CudaGraphManager:
@@ -298,7 +311,7 @@ class CudaGraphManager:
         self._ends: dict[int, dict[Sampling, Graph]] = {}  # graphs of the ends of steps with prompts, by size
         end_sizes = (size for size in self._sizes if size in _END_SIZES or size == self._sizes[-1])
         self._end_sizes = list(end_sizes) if has_ends else []
-        self._half: tuple[int, HalfDone | None] | None = None  # size of the step to be sampled; what is not in a graph
+        self._half: tuple[int, HalfDone] | None = None  # size of the step to be sampled; what its first half leaves
         self._held = 0  # size of the end that waits
         self._pool: Any = None
 
@@ -339,30 +352,31 @@ class CudaGraphManager:
 
         Returns the hidden states to be passed on, [len(rows), hidden_size], on a rank that does not sample.
         """
-        half = self._run_first(rows, size)
+        self.step.set_rows(rows, size)
+        half = self._run_first(size)
         if isinstance(half, PassedOn):
             return half.hidden[: len(rows)]
         self._half = (size, half)
         return None
 
-    def run_op_by_op(self, rows: Rows, size: int) -> tuple[Tensor, HalfDone]:
-        """Queue the first half of a step as `run` does, without a graph, for another end than `sample`, which its rows
-        don't fit. Returns the rows, int64 [len(rows)] on the device, too. Only on a rank that samples."""
+    def run_to_logits(self, rows: Rows, size: int) -> tuple[Tensor, HalfDone]:
+        """Queue the first half of a step as `run` does, on a rank that samples, for another end than `sample`: it is to
+        be queued before another graph. Returns the rows, int64 [len(rows)] on the device, too."""
         places = self.step.set_rows(rows, size)
-        half = self.step.run(size)
+        half = self._run_first(size)
         assert isinstance(half, HalfDone)
         return places[: len(rows)], half
 
     def run_empty(self, size: int) -> None:
         """Queue the first half of a step of no requests, which nothing follows: for what ranks exchange in it."""
-        self._run_first(NO_ROWS, size)
+        self.step.set_rows(NO_ROWS, size)
+        self._run_first(size)
 
-    def _run_first(self, rows: Rows, size: int) -> HalfDone | PassedOn | None:
-        self.step.set_rows(rows, size)
-        if size in self._graphs:
-            self._graphs[size].first.replay()
-            return self._graphs[size].passed_on
-        return self.step.run(size)
+    def _run_first(self, size: int) -> HalfDone | PassedOn:
+        if size not in self._graphs:
+            return self.step.run(size)
+        self._graphs[size].first.replay()
+        return self._graphs[size].left
 
     def sample(self, rows: Rows, bits: npt.NDArray[np.uint8] | None, sampling: Sampling) -> None:
         """Queue the second half of the step: ``bits`` [n, row_bytes] are of the batch's ``rows`` [n]; ``sampling``: of
@@ -371,10 +385,10 @@ class CudaGraphManager:
         (size, half), self._half = self._half, None
         if sampling >= Sampling.MASKED:
             self.step.set_bitmasks(rows, bits, size)
-        if half is not None:
-            self.step.sample(half, sampling)
-        else:
+        if size in self._graphs:
             self._graphs[size].second[sampling].replay()
+        else:
+            self.step.sample(half, sampling)
 
     def hold(self, hidden: Tensor, places: Tensor | None, rows: Rows) -> None:
         """Keep the hidden states of those requests of a step with prompts that sample; see `DecodeStep.hold`."""
@@ -404,7 +418,7 @@ class CudaGraphManager:
         for sampling in Sampling:
             with self._platform.capture(self._pool) as second[sampling]:
                 self.step.sample(half, sampling)
-        self._graphs[size] = _Graphs(first, second)
+        self._graphs[size] = _Graphs(first, second, half._replace(logits=_unowned(half.logits)))
         if size not in self._end_sizes:
             return
         ends = {}

@@ -28,7 +28,7 @@ class SamplingFeature:
     """The name of what it reads of a request's extras; empty: it reads none."""
     is_in_graphs = True
     """Whether graphs hold its ops, which a step with any such feature then runs. Those of another feature run op by op,
-    and so do the steps in which a row that uses it samples."""
+    and so does all sampling of the steps in which a row uses it, but not their layers."""
 
     def __init__(self, requests: RequestState, vocab_size: int) -> None:
         self._requests = requests
