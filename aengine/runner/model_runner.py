@@ -295,7 +295,7 @@ class ModelRunner:
             self._step_rows.begin(batch.idx_mapping, inputs.query_start_loc, plan.num_tokens)
             received = self._exchange.receive(plan.num_tokens)
             hidden = self.model.forward(inputs.input_ids, inputs.positions, attn, *received)
-            self.proposer.follow_batch(batch, hidden, attn)
+            self.proposer.run_behind(batch, hidden, attn)
             rows, seq_lens, last = batch.idx_mapping, batch.inputs.seq_lens, None
         if not self.samples:
             self._exchange.send(hidden[: plan.num_tokens])
@@ -327,7 +327,7 @@ class ModelRunner:
         self._step_rows.begin(rows, inputs.query_start_loc, len(inputs.input_ids))
         received = self._exchange.received(len(inputs.input_ids))
         hidden = self.model.forward(inputs.input_ids, inputs.positions, attn, *received)
-        self.proposer.follow(inputs, rows, hidden, attn)
+        self.proposer.prefill(inputs, rows, hidden, attn)
         return hidden
 
     def decode(self, inputs: DecodeInputs, rows: Tensor, *, has_several: bool = False) -> Tensor:
@@ -340,7 +340,7 @@ class ModelRunner:
         self._step_rows.begin(rows)
         received = self._exchange.received(len(rows))
         hidden = self.model.forward(inputs.input_ids, inputs.positions, attn, *received)
-        self.proposer.keep(rows, inputs.positions, hidden)
+        self.proposer.store_states(rows, inputs.positions, hidden)
         return hidden
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -69,10 +69,10 @@ class DraftVerifier(Verifier):
     def begin(self, plan: BatchPlan) -> None:
         """Write the drafts behind the tokens of their rows. Those that are certain become tokens of the row, and need
         no logits of their own."""
-        self._proposer.tend(plan)
+        self._proposer.catch_up(plan)
         if self._columns is not None:
             self._put(self._columns, plan)
-        self._proposer.note(plan)
+        self._proposer.advance(plan)
 
     def _put(self, columns: DraftColumns, plan: BatchPlan) -> None:
         counts, is_certain = np.array(columns.counts, dtype=np.int64), np.array(columns.is_certain, dtype=bool)

@@ -162,8 +162,8 @@ class ModelProposer(Proposer):
         self._vocabulary = Vocabulary(source.head.vocabulary, source.group)
         max_num_seqs, device = len(parts.requests.in_use), parts.requests.token_ids.device
         self._shift = int(bool(source.head.captured))  # tokens of a row that the head is behind
-        # From the first token that is not computed to the last, at most; of a row whose prompt is computed yet: 1.
-        self._lag = np.zeros(max_num_seqs, dtype=np.int64)
+        # Of each row, how many of its last tokens have no keys and values of this model: no more than so many.
+        self._num_late = np.zeros(max_num_seqs, dtype=np.int64)
         self._first = np.zeros(max_num_seqs, dtype=np.int64)  # tokens of each that others had computed
         self._layers: dict[int, AttentionLayer] = {}
         self._block_size = min(group.block_size for group in parts.tables.groups)
@@ -182,34 +182,34 @@ class ModelProposer(Proposer):
         if it may be one of those whose pages this step copies aside: these come back with what is computed now."""
         if out.removed:
             rows = np.array(out.removed, dtype=np.int64)
-            ends, lag, size = self._requests.num_tokens[rows], self._lag[rows], self._block_size
+            ends, lag, size = self._requests.num_tokens[rows], self._num_late[rows], self._block_size
             is_found = (ends - 1) // size > (ends - lag) // size
             # Of its last token there are no keys and values, and there may be no place for them.
             self._catch_up(rows[is_found | (lag > 1) & (len(out.page_copies) > 0)], without_last=True)
         for request in out.new_requests:
-            self._lag[request.req_idx], self._first[request.req_idx] = 1, request.num_computed_tokens
+            self._num_late[request.req_idx], self._first[request.req_idx] = 1, request.num_computed_tokens
 
-    def tend(self, plan: BatchPlan) -> None:
-        lag = self._lag[plan.rows]
+    def catch_up(self, plan: BatchPlan) -> None:
+        lag = self._num_late[plan.rows]
         self._catch_up(plan.rows[(lag > 1) & (lag + plan.query_lens > LAG)])
 
     def propose(self, rows: Rows, counts: Rows) -> None:
         if self._is_padded:
-            self._catch_up(rows[self._lag[rows] > self._source.num_tokens + 1])
+            self._catch_up(rows[self._num_late[rows] > self._source.num_tokens + 1])
         self._launch(rows, counts, self._source.sizes[-1])
 
-    def note(self, plan: BatchPlan) -> None:
+    def advance(self, plan: BatchPlan) -> None:
         num_new = np.zeros(len(plan.rows), dtype=np.int64)  # tokens that the rows get by sampling, at most
         num_new[plan.sampling] = 1 if plan.num_samples is None else plan.num_samples[plan.sampling]
-        lag = self._lag[plan.rows]
+        lag = self._num_late[plan.rows]
         known = plan.query_lens - np.maximum(num_new - 1, 0)  # tokens of the step that are no guesses
         if plan.is_decode:
             lag += num_new
         else:
             lag = np.maximum(1, np.where(lag <= known, 0, lag + known - 1) + num_new)
-        self._lag[plan.rows] = np.minimum(lag, LAG)
+        self._num_late[plan.rows] = np.minimum(lag, LAG)
 
-    def follow(self, inputs: PreparedInputs, rows: Tensor, hidden: Tensor, attn: Any) -> None:
+    def prefill(self, inputs: PreparedInputs, rows: Tensor, hidden: Tensor, attn: Any) -> None:
         head, ids, received = self._head, inputs.input_ids, None
         if self._shift:
             owners, places, streams = _owners(inputs), inputs.positions, self._source.captured(hidden[: len(ids)])
@@ -221,13 +221,13 @@ class ModelProposer(Proposer):
         behind = AttentionBehind(self._parts.kv_memory.op_by_op(attn), self._source, self._layers)
         head.remember(ids, inputs.positions, behind, received)
 
-    def follow_batch(self, batch: InputBatch, hidden: Tensor, attn: Any) -> None:
+    def run_behind(self, batch: InputBatch, hidden: Tensor, attn: Any) -> None:
         if not batch.plan.is_decode:
-            self.follow(batch.inputs, batch.idx_mapping, hidden, attn)
+            self.prefill(batch.inputs, batch.idx_mapping, hidden, attn)
         elif self._shift:
-            self.keep(batch.idx_mapping.index_select(0, _owners(batch.inputs)), batch.inputs.positions, hidden)
+            self.store_states(batch.idx_mapping.index_select(0, _owners(batch.inputs)), batch.inputs.positions, hidden)
 
-    def keep(self, rows: Tensor, positions: Tensor, hidden: Tensor) -> None:
+    def store_states(self, rows: Tensor, positions: Tensor, hidden: Tensor) -> None:
         if self._shift:
             self._put(rows, positions, self._source.captured(hidden))
 
@@ -241,7 +241,7 @@ class ModelProposer(Proposer):
 
     def _launch(self, rows: Rows, counts: Rows, most_rows: int, without_last: bool = False) -> None:
         sizes, left_out = self._source.sizes, np.full_like(rows, max(self._shift, without_last))
-        columns = np.stack((rows, counts, np.maximum(1, self._lag[rows]), self._first[rows], left_out))
+        columns = np.stack((rows, counts, np.maximum(1, self._num_late[rows]), self._first[rows], left_out))
         for begin in range(0, len(rows), most_rows):
             own = columns[:, begin : begin + most_rows]
             most, late = int(own[1].max()), int(own[2].max())
@@ -256,7 +256,7 @@ class ModelProposer(Proposer):
                 self._graphs[size, most].replay()
             else:
                 self._step(size, most)
-        self._lag[rows] = 0
+        self._num_late[rows] = 0
 
     def _columns(self, size: int) -> Tensor:
         """Return the columns of `_draft`, int64 [5, size], in memory without gaps, so that they are one copy."""

@@ -1,7 +1,7 @@
 """`Proposer`: what guesses tokens on the device, for rows in which the host asks for guesses.
 
-    rows taken, freed ─> update ─> tend ─> propose ─> the layers ─┬─> follow, a step with prompts
-                                                      of a step   └─> keep, a step of decodes
+    rows taken, freed ─> update ─> catch_up ─> propose ─> the layers ─┬─> prefill, a step with prompts
+                                                          of a step   └─> store_states, a step of decodes
 
 A proposer writes its guesses behind the tokens of the rows, as these are on the device then; the host knows how many
 there are, not which. The one here looks them up in the rows. `ModelProposer` has weights.
@@ -45,8 +45,8 @@ class Proposer:
     def update(self, out: SchedulerOutput) -> None:
         """Called before the rows are changed as a step says."""
 
-    def tend(self, plan: BatchPlan) -> None:
-        """Called before each step, and before its guesses."""
+    def catch_up(self, plan: BatchPlan) -> None:
+        """Compute what rows lack that would lack too much behind this step. Called before each step and its guesses."""
 
     def propose(self, rows: Rows, counts: Rows) -> None:
         """Write ``counts`` [n] guesses behind the tokens of ``rows`` [n]. There is room for so many."""
@@ -54,17 +54,17 @@ class Proposer:
         row, count = to_device(np.stack((rows, counts)), requests.token_ids.device).unbind()
         find_drafts(requests.token_ids, requests.scalars.num_tokens, row, count, int(counts.max()))
 
-    def note(self, plan: BatchPlan) -> None:
-        """Called when it is settled what a step computes, before it does."""
+    def advance(self, plan: BatchPlan) -> None:
+        """Count the tokens that the rows get in a step as not computed. Called before the step computes."""
 
-    def follow(self, inputs: PreparedInputs, rows: Tensor, hidden: Tensor, attn: Any) -> None:
+    def prefill(self, inputs: PreparedInputs, rows: Tensor, hidden: Tensor, attn: Any) -> None:
         """Called behind the layers of a step with prompts, perhaps inside a graph. rows: int64 [num_reqs], of the
         requests; hidden: [num_tokens or more, hidden_size]; attn: that of the layers."""
 
-    def follow_batch(self, batch: InputBatch, hidden: Tensor, attn: Any) -> None:
+    def run_behind(self, batch: InputBatch, hidden: Tensor, attn: Any) -> None:
         """Called behind the layers of any step that runs op by op."""
 
-    def keep(self, rows: Tensor, positions: Tensor, hidden: Tensor) -> None:
+    def store_states(self, rows: Tensor, positions: Tensor, hidden: Tensor) -> None:
         """Called behind the layers of a step of decodes, perhaps inside a graph. rows: int64 [n], of each position, -1
         for padding; positions: int64 [n]; hidden: [n, hidden_size]."""
 
