@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -320,7 +321,7 @@ class Odd:
         assert kept == "of [1, 2, 3]"
         self.asked.append((new_token_ids, most))
         answer = self.answers.pop(0)
-        if isinstance(answer, Exception):
+        if isinstance(answer, BaseException):
             raise answer
         return answer
 
@@ -341,7 +342,7 @@ def test_a_proposer_is_asked_with_what_is_new() -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        *([5, -1], [50], [1] * 6, ["a"], [1.0], [True], "12", {5: 1}, 7, None, ValueError("x" * 1000)),
+        *([5, -1], [50], [1] * 6, ["a"], [1.0], [True], "12", {5: 1}, 7, None, ValueError("x" * 1000), SystemExit(2)),
         *(np.array([5, -1]), np.array([1.0]), np.array([True]), np.array([[5, 6]]), np.zeros(6, int), np.array(5)),
     ],
     ids=lambda answer: f"{answer!r:.9}",
@@ -371,10 +372,25 @@ def test_a_proposer_may_return_integers_of_numpy(answer: Any) -> None:
     assert guess == [11, 12] and {type(token_id) for token_id in guess} == {int}
 
 
-@pytest.mark.parametrize("target", ["no_such_module:X", "builtins:NoSuchThing", "builtins:len", f"{__name__}:too_long"])
+def test_an_interrupt_while_a_proposer_runs_is_not_its_fault() -> None:
+    guard = GuardedProposer("odd", 50, Odd(KeyboardInterrupt(), [11]))
+    with pytest.raises(KeyboardInterrupt):
+        guard.propose("of [1, 2, 3]", [], 2)
+    assert guard.propose("of [1, 2, 3]", [], 2) == [11]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        *("no_such_module:X", "builtins:NoSuchThing", "builtins:len", f"{__name__}:too_long"),
+        *("sys:exit", "module_that_exits:X"),
+    ],
+)
 async def test_a_proposer_that_can_not_be_made_is_an_error_of_the_start(
-    target: str, monkeypatch: pytest.MonkeyPatch
+    target: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    (tmp_path / "module_that_exits.py").write_text("raise SystemExit(2)")
+    monkeypatch.syspath_prepend(tmp_path)
     for module in ("aengine.config", "aengine.engine.speculation.proposer"):
         monkeypatch.setattr(f"{module}.target_of", lambda group, name: target)
     with pytest.raises(ModelLoadError, match="the proposer of drafts 'odd' can't be made: ") as caught:
