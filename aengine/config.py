@@ -163,13 +163,13 @@ class EngineConfig:
     """Seconds that requests which decode may wait for a step with prompts: it has as many tokens of these as steps so
     far had in that time, and with a small model on a GPU no more than run as one launch (2,304). It may take six times
     as long as it would without prompts, and longer where many requests wait for their first token. None: no limit."""
-    speculation: str | Mapping[str, Any] = "none"
+    speculation: str | Mapping[str, Any] | None = "none"
     """Which tokens are guessed, so that a step brings several where the guess is right (docs/speculation.md); the
     output is the same. "suffix", or "ngram": those that came after the last ones where these occurred before, in the
     prompt or in the completion; "suffix_past": or in the outputs of earlier requests of the same cache_salt;
     "ngram_worker": found by the worker; {"method": "draft_model", "model": PATH, "tokens": 4}: what a smaller model of
     the same tokenizer says; {"method": "eagle3", "model": PATH}, with "peagle" or "dflash" likewise, or "mtp": what a
-    head on the model's states says. Or the name of an entry point in the group "aengine.proposers"."""
+    head on the model's states says. Or the name of an entry point in the group "aengine.proposers". None is "none"."""
     tensor_parallel_size: int = 1
     """Ranks that share each layer of the model (docs/parallel.md): a GPU each; with device="cpu" a process each."""
     pipeline_parallel_size: int = 1

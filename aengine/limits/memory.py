@@ -9,13 +9,10 @@ from .cgroups import memory_left
 
 def free_memory(root: Path = Path("/")) -> int:
     """Return the bytes that this process may still use: what the kernel calls available, or what a container leaves."""
-    available = 0
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
     except OSError:
         lines = []
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
+    available = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)
     left = memory_left(root)
     return available if left is None else min(available, left)

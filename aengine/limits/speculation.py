@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from json import dumps, loads
-from typing import NamedTuple
+from os import PathLike, fspath
+from typing import Any, NamedTuple
 
 from .values import not_valid
 
@@ -29,25 +30,26 @@ _WITH_MODEL = ("draft_model", "eagle3", "peagle", "dflash")
 def checked_speculation(given: object, find: Callable[[str], str | None], names: Callable[[], Iterable[str]]) -> str:
     """Return the setting as a text: a method's name, or more about it in JSON. ``find``: returns None for what is no
     method; ``names``: of all methods. Raises InvalidRequestError."""
-    how: object = {"method": given}
-    if isinstance(given, Mapping):
-        how = {("tokens" if name == "num_speculative_tokens" else name): value for name, value in given.items()}
-    elif isinstance(given, str) and given.startswith("{"):
-        try:
-            how = loads(given)
-        except (ValueError, RecursionError) as error:
-            raise not_valid("speculation", given, f"JSON of settings: {error}") from None
-        return checked_speculation(how, find, names)
-    if isinstance(how, Mapping) and how.get("method") == "eagle3" and how.get("parallel_drafting") is True:
+    try:
+        given = loads(given) if isinstance(given, str) and given.startswith("{") else given
+    except (ValueError, RecursionError) as error:
+        raise not_valid("speculation", given, f"JSON of settings: {error}") from None
+    how: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"method": "none" if given is None else given}
+    if "num_speculative_tokens" in how and "tokens" not in how:
+        how["tokens"] = how.pop("num_speculative_tokens")
+    if isinstance(how.get("model"), PathLike):
+        how["model"] = fspath(how["model"])
+    if how.get("parallel_drafting") is True and how.get("method") == "eagle3":
         how = {name: value for name, value in how.items() if name != "parallel_drafting"} | {"method": "peagle"}
-    name = how.get("method") if isinstance(how, Mapping) else None
+    name = how.get("method")
     if not isinstance(name, str) or (name != "none" and find(name) is None):
         known = ("none", *names())
         raise not_valid("speculation", given, f"one of {', '.join(map(repr, known))}, or settings with a method")
-    assert isinstance(how, Mapping)
     if (unknown := set(how) - set(SpeculationSettings._fields)) or not isinstance(how.get("model", ""), str):
         wanted = f"settings of {', '.join(SpeculationSettings._fields)}, not {', '.join(map(repr, unknown))}"
         raise not_valid("speculation", given, wanted if unknown else "settings whose model is a text")
+    if name == "none":
+        return name
     if name != "mtp" and bool(how.get("model")) != (name in _WITH_MODEL):
         wanted = f'{{"method": "{name}", "model": PATH}}' if name in _WITH_MODEL else "settings without a model"
         raise not_valid("speculation", given, wanted)

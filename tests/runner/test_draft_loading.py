@@ -46,11 +46,16 @@ def test_settings_are_read_and_checked() -> None:
     )
     read = {"method": "eagle3", "model": "m", "parallel_drafting": True}  # as vLLM is told of P-EAGLE
     assert EngineConfig(model="m", speculation=read).speculation_settings == ("peagle", "m", 4)
+    placed = EngineConfig(model="m", speculation={**DRAFTED, "model": Path("some", "where")})
+    assert placed.speculation_settings.model == str(Path("some", "where"))
+    for off in (None, {"method": "none"}, {"method": "none", "tokens": 3, "model": "m"}):
+        assert EngineConfig(model="m", speculation=off).speculation == "none"
     wrong: list[Any] = ["draft_model", {**DRAFTED, "model": ""}, {**DRAFTED, "depth": 2}, {**DRAFTED, "tokens": 17}]
     for one in [
         *wrong,
         {"method": "suffix", "model": "somewhere"},
         {"method": "suffix", "tokens": 4},
+        {**DRAFTED, "tokens": 3},  # vLLM's name of it as well
         {"model": "somewhere"},
         {"method": []},
         "{",
