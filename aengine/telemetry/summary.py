@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def summary_of(ready: Mapping[str, Any]) -> str:
-    """Format the main facts of a start as ``name=value``; those that a worker does not tell are left out."""
+def summary_of(ready: Mapping[str, Any], speculation: str = "none") -> str:
+    """Format the main facts of a start as ``name=value``; those that a worker does not tell are left out.
+    ``speculation``: the method that the setting names."""
     device = ready.get("device")
     name = ready.get("device_name")
     shown = {
@@ -19,6 +20,7 @@ def summary_of(ready: Mapping[str, Any]) -> str:
         "kv_memory": _kv_memory(ready),
         "max_model_len": ready["max_model_len"],
         "attention": ready.get("attention_backend"),
+        "speculation": None if speculation == "none" else speculation,
         "graphs": ready.get("num_graphs"),
         "threads": ready.get("num_threads"),
         "pid": ready.get("pid"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import Callable
 from typing import Any
@@ -112,13 +113,16 @@ async def test_a_text_ends_where_it_ends_without_drafts(make_engine: Make, specu
         await settled(engine)
 
 
-async def test_a_text_that_repeats_takes_few_steps(make_engine: Make) -> None:
+async def test_a_text_that_repeats_takes_few_steps(make_engine: Make, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "aengine")
     params = SamplingParams(max_tokens=400, ignore_eos=True)
     how: Any = {"fake": {"token": lambda req_idx, place: 300 + place % 19}, "max_leased_steps": 0}
     async with make_engine(**how) as engine:
+        assert engine.describe()["speculation"] == "none" and "speculation=" not in caplog.text
         plain = await engine.generate([1, 2, 3], params)
         assert engine.statistics().num_steps >= 400 and engine.statistics().drafted_tokens == 0
     async with make_engine(speculation="suffix", **how) as engine:
+        assert engine.describe()["speculation"] == "suffix" and "speculation=suffix" in caplog.text
         drafted = await engine.generate([1, 2, 3], params)
         statistics = engine.statistics()
         await settled(engine)

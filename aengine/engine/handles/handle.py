@@ -131,6 +131,7 @@ class CoreHandle(ABC):
         """See `AsyncLLM.describe`."""
         core = self.running_core()
         described = core.ready | {"sampling_defaults": dict(core.sampling.values)}
+        described["speculation"] = core.config.speculation_settings.method
         if len(core.replicas) > 1:
             described["replicas"] = [replica.worker.ready for replica in core.replicas]
         return described

@@ -59,7 +59,8 @@ class ImmediateCalls:
         """Return what runs: vocab_size, max_model_len, num_blocks, block_size, device, dtype, weight_format, pid, ...;
         ``activations``: what they are as matrices multiply them ("int16 beside codes, else float32", say);
         ``weights``: what each kind of tensors is in the first rank's memory, its bytes, and those that a step reads;
-        ``sampling_defaults``: what the checkpoint's generation_config.json says for requests that don't. With
+        ``sampling_defaults``: what the checkpoint's generation_config.json says for requests that don't;
+        ``speculation``: the method that the setting names, and ``proposer`` what it has weights of. With
         ``data_parallel_size`` above 1 it is of the first replica, and ``replicas`` has that of each."""
         return self._handle.describe()
 

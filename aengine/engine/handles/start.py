@@ -70,9 +70,10 @@ class EngineStart:
             raise
         seconds = time.monotonic() - begun
         report(StartupProgress("ready", detail=f"{seconds:.1f} s"))
+        method = config.speculation_settings.method
         for replica in core.replicas:
             name = config.model if len(started) == 1 else f"{config.model}, replica {replica.index},"
-            logger.info("%s is ready after %.1f s: %s", name, seconds, summary_of(replica.worker.ready))
+            logger.info("%s is ready after %.1f s: %s", name, seconds, summary_of(replica.worker.ready, method))
         return core
 
     # The following methods are overridden by `aengine.testing`.
