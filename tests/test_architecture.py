@@ -499,7 +499,7 @@ BUDGETS = {
     "root": 2685,
     "checkpoint": 2367,
     "cli": 1550,
-    "engine": 25210,
+    "engine": 25230,
     "integrations": 2640,
     "ipc": 2180,
     "kernels": 15900,
