@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from aengine.engine.pacing.steps_in_flight import StepsInFlight
 from aengine.engine.scheduler.request import CacheKey, Request, RequestStatus
 from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.engine.scheduler.step import AheadTokens, InFlightStep
-from aengine.engine.speculation import proposer
+from aengine.engine.speculation import proposer, proposing
 from aengine.engine.speculation.budget import CostBudget, DraftBudget
 from aengine.engine.speculation.drafts import Drafts
 from aengine.engine.speculation.history import MOST_DRAFTS, Chances, DraftHistory
@@ -342,7 +343,8 @@ def test_a_proposer_is_asked_with_what_is_new() -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        *([5, -1], [50], [1] * 6, ["a"], [1.0], [True], "12", {5: 1}, 7, None, ValueError("x" * 1000), SystemExit(2)),
+        *([5, -1], [50], [1] * 6, ["a"], [1.0], [True], "12", {5: 1}, 7, None, ValueError("x" * 1000)),
+        *(SystemExit(2), asyncio.CancelledError()),
         *(np.array([5, -1]), np.array([1.0]), np.array([True]), np.array([[5, 6]]), np.zeros(6, int), np.array(5)),
     ],
     ids=lambda answer: f"{answer!r:.9}",
@@ -511,6 +513,29 @@ def test_where_steps_are_long_drafts_follow_tokens_that_are_known() -> None:
     out = schedule()
     assert out is not None and out.drafts is not None and out.drafts.token_ids[0] == 9
     assert not propose(), "drafts are in flight"
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(0.0005, 12), (0.1, 30)])
+def test_searches_in_vain_take_little_of_the_time(seconds: float, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search takes a millisecond here: beside steps of half a one some are made without, beside long ones none."""
+    now, asked = [0.0], list[int]()
+
+    def clock() -> float:
+        now[0] += 0.001
+        return now[0]
+
+    class Budget(DraftBudget):
+        def grant(self, num_rows: int, chances: Sequence[Sequence[float]]) -> list[int]:
+            asked.append(num_rows)
+            return super().grant(num_rows, chances)
+
+    monkeypatch.setattr(proposing, "monotonic", clock)
+    loop = Loop(StepsInFlight(2), Budget(16))
+    for token_id in range(10, 40):
+        assert loop.speculation.propose()
+        loop.answer(loop.scheduler.schedule(), token_id, seconds)
+    assert 5 < len(asked) <= most
+    assert seconds < 0.001 or len(asked) == 30
 
 
 def test_a_burst_takes_the_drafts_back_at_once() -> None:

@@ -12,7 +12,6 @@ exception, returns what can't be, or takes long, is not asked any more.
 from __future__ import annotations
 
 import logging
-from asyncio import CancelledError
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.metadata import EntryPoint
@@ -33,7 +32,6 @@ logger = logging.getLogger("aengine")
 
 _MOST_SECONDS = 0.002  # a proposer may take on average, on the engine's event loop
 _NUM_AVERAGED = 16  # calls, of which that is the average
-_NOT_ITS_OWN = (KeyboardInterrupt, CancelledError)  # come from outside, whatever runs
 
 
 class Proposer(Protocol):
@@ -80,7 +78,7 @@ class GuardedProposer:
         begun = perf_counter()
         try:
             answer = question(self._proposer)
-        except _NOT_ITS_OWN:
+        except KeyboardInterrupt:  # it comes from outside, whatever runs
             raise
         except BaseException as error:  # a SystemExit would end the loop of the application
             self._give_up(f"{type(error).__name__}: {error!s:.200}")
@@ -159,7 +157,7 @@ def new_history(chosen: SpeculationSettings, vocab_size: int) -> NewHistory:
 def _made(name: str, make: Callable[[], Any]) -> Any:
     try:
         return make()
-    except _NOT_ITS_OWN:
+    except KeyboardInterrupt:
         raise
     except BaseException as error:  # whatever another package may raise: a SystemExit would end the application
         message = f"the proposer of drafts {name!r} can't be made: {type(error).__name__}: {error!s:.300}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from time import monotonic
+
 from ..delivery import Sampled
 from ..pacing.steps_in_flight import StepsInFlight
 from ..scheduler.request import Request, RequestStatus
@@ -13,6 +15,9 @@ from .history import Chances, DraftHistory, Guess
 from .proposer import NewHistory
 
 _MOST_TAKEN_IN = 8192  # tokens that are put into tables before a step, of all requests together: some 500 us
+_MOST_VAIN_SHARE = 0.02  # searches for guesses take no more of the time, while none is drafted again and again
+_FREE_SEARCHES = 4  # searches in vain in a row, after which steps begin to be made without one
+_MOST_DOUBLINGS = 6  # then 64 steps are made without a search: a text that can be guessed is found soon
 
 
 class Proposing(Speculation):
@@ -30,7 +35,11 @@ class Proposing(Speculation):
         self._chances = Chances()  # those of all requests
         self._answered_at = 0.0  # when the worker sent the last answer, in monotonic seconds
         self._was_busy = False  # there was more to compute then
-        self._changed: dict[Request, None] = {}  # requests that got tokens since the last step was made
+        self._changed: dict[Request, None] = {}  # requests that got tokens since guesses were looked for
+        self._began_at = 0.0  # when the search for guesses began that waits for queued steps to be cancelled; 0: none
+        self._num_vain = 0  # searches in a row by which nothing was drafted
+        self._num_to_skip = 0  # steps that are made without a search, but for what `_next_at` says
+        self._next_at = 0.0  # after an answer that was sent then, guesses are looked for in any case; monotonic seconds
 
     def note_answer(self, step: InFlightStep, answered_at: float, sampled: Sampled) -> None:
         # What the host takes between two steps is part of the time, as far as the worker waits for it.
@@ -40,6 +49,10 @@ class Proposing(Speculation):
         self._changed |= dict.fromkeys(request for request, _, _ in sampled)
 
     def propose(self) -> bool:
+        began_at = self._began_at or monotonic()
+        if self._num_to_skip > 0 and self._answered_at < self._next_at:
+            self._num_to_skip -= 1
+            return True
         changed, self._changed = self._changed, {}
         rows = self._scheduler.rows
         # Those that come count as if they were in the step: a burst of them takes the drafts back at once.
@@ -53,19 +66,27 @@ class Proposing(Speculation):
             self._changed = changed
             return False
         guesses = self._guesses(changed, room)
-        if not guesses:
-            return True
         counts = self._budget.grant(num_rows, [guess.chances for guess in guesses.values()])
         granted = [request for request, count in zip(guesses, counts, strict=True) if count]
         must_wait = waits_for_answers and any(request.num_pending for request in granted)
         if granted and (self._in_flight.has_cancellable or must_wait):
             self._in_flight.cancel_queued()  # steps ahead have one token each, at the places of the drafts
-            self._changed = changed
+            self._changed, self._began_at = changed, began_at
             return False
         for (request, guess), count in zip(guesses.items(), counts, strict=True):
             if count:
                 rows.lookahead.propose(request, guess.token_ids[:count], proposer=self._name)
+        self._note_search(began_at, is_in_vain=not granted)
         return True
+
+    def _note_search(self, began_at: float, *, is_in_vain: bool) -> None:
+        """Set how many steps are made without a search: none while guesses are drafted, more with each search in vain,
+        as long as searches take more than their share of the time. The time in which steps were cancelled counts."""
+        ended_at, self._began_at = monotonic(), 0.0
+        self._num_vain = self._num_vain + 1 if is_in_vain else 0
+        doublings = self._num_vain - _FREE_SEARCHES
+        self._num_to_skip = 1 << min(doublings, _MOST_DOUBLINGS) if doublings >= 0 else 0
+        self._next_at = self._answered_at + (ended_at - began_at) / _MOST_VAIN_SHARE
 
     def _guesses(self, changed: dict[Request, None], most: int) -> dict[Request, Guess]:
         """Return what may come next in those of ``changed`` that decode."""
