@@ -505,7 +505,7 @@ BUDGETS = {
     "kernels": 15900,
     "limits": 614,
     "remote": 1630,
-    "runner": 23300,
+    "runner": 23360,
     "server": 5860,
     "telemetry": 1150,
     "testing": 825,
