@@ -19,7 +19,9 @@ import torch
 from driver import CPU, Driver, check_near, load, no_progress, source_of
 from safetensors.torch import load_file, save_file
 
+from aengine.config import EngineConfig
 from aengine.errors import ModelLoadError
+from aengine.runner.startup.estimate import estimate
 from aengine.runner.weights.expert_weights import StackedExperts
 from aengine.runner.weights.formats import choose_formats
 from aengine.runner.weights.plain import PlainFormat, PlainWeight
@@ -294,6 +296,19 @@ def test_a_quantised_checkpoint_is_the_dequantised_model(arch: str, kind: str, c
     assert load(source_of(folder))[1].num_parameters == load(source_of(plain))[1].num_parameters
 
 
+def test_gptq_without_an_order_may_lack_g_idx(copied: Callable[..., Path]) -> None:
+    def without(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.endswith(".g_idx")]:
+            del tensors[name]
+
+    folder, plain = copied(), copied()
+    save_file(write(folder, "gptq", without), plain / "model.safetensors")
+    check_near(logits(folder), logits(plain))
+    set_config(folder, of_gptq(desc_act=True))
+    with pytest.raises(ModelLoadError, match=r"lacks \d+ tensors .*g_idx"):
+        load(source_of(folder))
+
+
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("int8, tensor",)])
 def test_codes_for_a_gpu_mean_the_same(kind: str) -> None:
     """`GroupedCodes`, with the order of the columns, of one matrix and of two below each other."""
@@ -503,6 +518,19 @@ def test_wrong_tensors_are_refused_by_name(what: str, copied: Callable[..., Path
     write(folder, kind, spoil)
     with pytest.raises(ModelLoadError, match=message):
         load(source_of(folder))
+
+
+@pytest.mark.parametrize("what", ["", "no scale", "truncated", "other codes"])
+def test_what_headers_show_is_found_without_loading(what: str, copied: Callable[..., Path]) -> None:
+    kind, spoil, message = WRONG[what] if what else ("gptq", lambda _: None, "")
+    folder = copied()
+    write(folder, kind, spoil)
+    config = EngineConfig.create(str(folder), {"device": "cpu"})
+    if not what:
+        assert estimate(config)["weight_bytes"] > 0
+        return
+    with pytest.raises(ModelLoadError, match=message):
+        estimate(config)
 
 
 @pytest.mark.parametrize("kind", ["gptq", "int4"])

@@ -23,7 +23,7 @@ from ..weights.formats import COMPILED_DTYPES, choose_formats
 from ..weights.inventory import TensorsOfAKind, inventory, line_of
 from ..weights.quantised.gguf import CODED_TYPES
 from ..weights.sources.gguf_source import GgufMatrices, gguf_types
-from ..weights.sources.loader import check_layers, stored_shapes, tensor_names
+from ..weights.sources.loader import check_layers, check_tensors, stored_shapes, tensor_names
 from .heads import DecoderHead
 from .kv_memory import cpu_budget
 
@@ -66,6 +66,7 @@ def estimate(config: EngineConfig) -> dict[str, Any]:
         model = build_model(model_config, formats)
         if model.weights.names is not None:
             model.weights.names.choose(stored_shapes(source))
+        check_tensors(model, source)
         groups = tensors_of(model, source)
     layout = lay_out_kv(
         model_config.kv_layers,

@@ -4,7 +4,8 @@
     qweight    int32 [K * bits / 32, N]           the inputs' codes, the first in a word's lowest bits
     qzeros     int32 [K / group, N * bits / 32]   the outputs' zeros likewise; less one, but in format "gptq_v2"
     scales     float16 [K / group, N]
-    g_idx      int32 [K]                          the group of each input: with desc_act they are in no order
+    g_idx      int32 [K]                          the group of each input: with desc_act they are in no order, and
+                                                  without it files may lack it
 
 Which matrices are quantised is what the files say: those that have a qweight. With desc_act a rank that has some of the
 inputs keeps the scales of all groups.
@@ -33,6 +34,7 @@ class GptqFormat(UnpackedFormat):
     is_ordered: bool  # desc_act: inputs are not in the order of their groups
     zeros_less_one: bool
     is_symmetric: bool  # random weights have the codes' middle as zeros; what files have is seen there
+    has_g_idx: bool = True  # in the files
     name: str = "gptq"
 
     @property
@@ -54,12 +56,13 @@ class GptqFormat(UnpackedFormat):
         words, count = out_features // per_word, out_features * in_features
         scales, g_idx = random_scales(1 << self.bits - 1), partial(random_g_idx, in_features, group, self.is_ordered)
         zeros = partial(self._middle_zeros, (num_groups, words)) if self.is_symmetric else None
-        return [
+        found = [
             StoredTensor("qweight", (in_features // per_word, out_features), torch.int32, count, 1, 0, turned=True),
             StoredTensor("qzeros", (num_groups, words), torch.int32, 0, 1, of_groups, None, True, zeros),
             StoredTensor("scales", (num_groups, out_features), torch.float32, 0, 1, of_groups, None, True, scales),
             StoredTensor("g_idx", (in_features,), torch.int32, 0, None, 0, drawn=g_idx),
         ]
+        return found if self.has_g_idx else found[:-1]
 
     def _middle_zeros(self, shape: tuple[int, int]) -> Tensor:
         middle = (1 << self.bits - 1) - self.zeros_less_one
@@ -72,11 +75,11 @@ class GptqFormat(UnpackedFormat):
         scale = checked_scale(tensors["scales"], "scales")
         if self.zeros_less_one:
             zeros = (zeros + 1) & (1 << self.bits) - 1
-        (_, k), num_groups, g_idx = codes.shape, scale.shape[1], tensors["g_idx"]
+        (_, k), num_groups, of_column = codes.shape, scale.shape[1], None
         group = k if self.group_size < 0 else self.group_size
-        if not self.is_ordered:  # a rank's first group is its number 0
-            g_idx = g_idx - g_idx.min()
-        of_column = order_of_columns(g_idx, k, num_groups, group, "g_idx")
+        if self.has_g_idx:
+            g_idx = tensors["g_idx"] if self.is_ordered else tensors["g_idx"] - tensors["g_idx"].min()  # a rank's own
+            of_column = order_of_columns(g_idx, k, num_groups, group, "g_idx")
         if of_column is not None and not self.is_ordered:
             raise ValueError("g_idx has an order of columns, and desc_act of config.json is false")
         if bool((zeros == 1 << self.bits - 1).all()):  # symmetric
@@ -112,4 +115,5 @@ def _format_of(asked: Asked, values: ValueReader, others: Mapping[str, Any]) -> 
         raise merged.error("group_size", "must be -1 or above 0")
     is_ordered = merged.flag("desc_act") and group_size > 0
     base = asked.plain, asked.device.type == "cpu", asked.dequantises
-    return GptqFormat(*base, bits, group_size, is_ordered, form == "gptq", merged.flag("sym", True))
+    has_g_idx = is_ordered or asked.stored is None or any(name.endswith(".g_idx") for name in asked.stored)
+    return GptqFormat(*base, bits, group_size, is_ordered, form == "gptq", merged.flag("sym", True), has_g_idx)

@@ -30,7 +30,7 @@ from ..quantised.matrices import UNQUANTISED
 from ..scope import Place
 from .gguf_source import gguf_shape, read_gguf
 from .random_source import make_random
-from .reading import Source, Target, in_threads, text_name
+from .reading import Named, Source, Target, in_threads, text_name
 from .safetensors_source import READERS, read_safetensors, read_shapes
 
 logger = logging.getLogger("aengine.runner")
@@ -40,10 +40,11 @@ Progress = Callable[[str, int, int, str], None]
 
 _IGNORED = re.compile(
     r"rotary_emb\.inv_freq$|\.(input|activation|input_global|k|v|kv)_scale$|rope_(freqs|factors_)|\.masked_bias$|attn_rot_embd|\.weight_shape$|^lm_head\.weight$"
-    r"|^score\.weight$|^t2d$"
+    r"|^score\.weight$|^t2d$|^(model\.)?mtp(_layers)?\."
 )
 """Tensors of a checkpoint for which the model may have no place: constants, the output matrix of a tied model, the
-head of a decoder that classifies texts, which is read apart, and which tokens EAGLE-3 predicts, as d2t says too."""
+head of a decoder that classifies texts, which is read apart, which tokens EAGLE-3 predicts, as d2t says too, and layers
+that predict later tokens, which are read where they are asked for."""
 _HEADS_OF_ENCODERS = re.compile(
     r"embeddings\.position_ids$|^(\w+\.)?pooler\.dense|^(cls|lm_head)\.|^(head|decoder)\."
     r"|^vocab_(transform|layer_norm|projector)\."
@@ -87,44 +88,33 @@ def load_weights(
     names = model.weights.names
     if names is not None:
         names.choose(stored_shapes(source))
-    places, stage, device = dict(model.weights.places), model.weights.stage, model.weights.formats.device
+    stage, device = model.weights.stage, model.weights.formats.device
     if memory is not None:
         _check_room(model, source, device, memory())
     name_in_file = model.gguf.name_in_file if source.format == "gguf" and model.gguf is not None else str
-    target = Target({name: first for name, (first, *_) in places.items()}, device, name_in_file)
+    target = Target({name: first for name, (first, *_) in model.weights.places.items()}, device, name_in_file)
     tensors, total = _open(model, source, seed, target)
     loaded = LoadedWeights()
     unexpected: list[str] = []
-    is_encoder = isinstance(model, Encoder)
+    wanted = _wanted(model, source, tensors, name_in_file, unexpected)
 
     def to_put() -> Iterator[Callable[[], None]]:
-        for name, tensor, num_bytes, shape in tensors:
-            own = places.pop(name, None)
-            if own is not None and tensor is not None:
-                _check_shape(own[0], shape, source, name_in_file(name))
-                loaded.own_bytes += tensor.nbytes
-                # on another stage this is a tied table, which the first stage counts
-                if stage.is_first or ".embed_tokens." not in name:
-                    loaded.num_parameters += own[0].num_parameters
-                loaded.num_bytes += num_bytes
-                loaded.last = name
-                yield partial(target.put, own, tensor)
-            elif not _IGNORED.search(name) and not (is_encoder and _HEADS_OF_ENCODERS.search(name)):
-                unexpected.append(name)
-            del tensor  # this reference would keep the tensor until the next one has come
+        for own, named in wanted:
+            assert named.tensor is not None
+            loaded.own_bytes += named.tensor.nbytes
+            # on another stage this is a tied table, which the first stage counts
+            if stage.is_first or ".embed_tokens." not in named.name:
+                loaded.num_parameters += own[0].num_parameters
+            loaded.num_bytes += named.num_bytes
+            loaded.last = named.name
+            yield partial(target.put, own, named.tensor)
+            del named  # this reference would keep the tensor until the next one has come
 
     progress("weights", 0, total, "bytes")
     with _out_of_memory(loaded, total, model, device, memory):
         for _ in _putting(to_put(), source, device):
             progress("weights", min(loaded.num_bytes, total), total, "bytes")
     progress("weights", total, total, "bytes")
-    if places:
-        count = f"{len(places)} tensors" if len(places) > 1 else "a tensor"
-        codes = next((name for name in unexpected if name.endswith(_CODES)), None)
-        why = f"{codes} is of a quantised one, of which config.json has no quantization_config: {UNQUANTISED}"
-        why = why if codes else _OTHER_METADATA if source.format == "gguf" else _OTHER_MODEL
-        missing = sorted({name_in_file(name) for name in places})
-        raise ModelLoadError(f"{source.path} lacks {count} of the model: {_some(missing)}; {why}")
     if names is not None:
         names.finish(device)
     if unexpected and is_whole and stage.size == 1:  # others may be another stage's
@@ -132,6 +122,44 @@ def load_weights(
             "%s has %d tensors that the model does not use: %s", source.path, len(unexpected), _some(unexpected)
         )
     return loaded
+
+
+def check_tensors(model: CausalLM, source: ModelSource) -> None:
+    """Raise ModelLoadError as `load_weights` for what the headers of safetensors files show."""
+    if source.format == "safetensors":
+        places = {name: first for name, (first, *_) in model.weights.places.items()}
+        tensors, _ = read_safetensors(Path(source.path), Target(places, torch.device("meta"), has_numbers=False))
+        for _ in _wanted(model, source, tensors, str, []):
+            pass
+
+
+def _wanted(
+    model: CausalLM | Encoder[Any],
+    source: ModelSource,
+    tensors: Iterable[Named],
+    name_in_file: Callable[[str], str],
+    unexpected: list[str],
+) -> Iterator[tuple[list[Place], Named]]:
+    """Yield the tensors that the model wants, each with its places; the names of others are added to ``unexpected``.
+
+    Raises ModelLoadError: a tensor has another shape; at the end: some are missing.
+    """
+    places, is_encoder = dict(model.weights.places), isinstance(model, Encoder)
+    for named in tensors:
+        own = places.pop(named.name, None)
+        if own is not None and named.tensor is not None:
+            _check_shape(own[0], named.shape, source, name_in_file(named.name))
+            yield own, named
+        elif not _IGNORED.search(named.name) and not (is_encoder and _HEADS_OF_ENCODERS.search(named.name)):
+            unexpected.append(named.name)
+        del named  # see `load_weights`
+    if places:
+        count = f"{len(places)} tensors" if len(places) > 1 else "a tensor"
+        codes = next((name for name in unexpected if name.endswith(_CODES)), None)
+        why = f"{codes} is of a quantised one, of which config.json has no quantization_config: {UNQUANTISED}"
+        why = why if codes else _OTHER_METADATA if source.format == "gguf" else _OTHER_MODEL
+        missing = sorted({name_in_file(name) for name in places})
+        raise ModelLoadError(f"{source.path} lacks {count} of the model: {_some(missing)}; {why}")
 
 
 def check_layers(source: ModelSource, num_layers: int) -> None:

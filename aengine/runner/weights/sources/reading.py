@@ -40,6 +40,7 @@ class Target(NamedTuple):
     places: Mapping[str, Place]
     device: torch.device
     name_in_file: Callable[[str], str] = str  # for errors
+    has_numbers: bool = True  # False: shapes and dtypes alone are looked at, by the headers of safetensors files
 
     def named(self, name: str, tensor: Tensor, *, keep: bool) -> Named:
         """Return what a source yields for a ``tensor`` of the checkpoint: the part that its place wants.

@@ -138,8 +138,11 @@ def _read_tensor(
         stored_as = stored.get_dtype()
     _check_dtype(path, name, stored_as, target.places[own_name].dtype)
     with _corrupt(path):
-        # A view of the mapped file, of which nothing is read yet; a copy of a part.
-        tensor = file.get_tensor(name) if part is None else stored[part]
+        if not target.has_numbers:
+            whole = torch.empty(stored.get_shape(), dtype=_DTYPES[stored_as], device="meta")
+            tensor = whole if part is None else whole[part]
+        else:  # a view of the mapped file, of which nothing is read yet; a copy of a part
+            tensor = file.get_tensor(name) if part is None else stored[part]
     if tensor.dtype == torch.float64:  # numbers as well, which nothing computes with
         tensor = tensor.float()
     return target.named(own_name, tensor, keep=True)
