@@ -25,9 +25,9 @@ class Family:
     """Whose code computes it: "native" or "transformers"."""
     task: str = "generate"
     """"generate" (and give embeddings), or "embed" of an encoder, which can't generate."""
-    formats: tuple[str, ...] = ("safetensors", "int8", "fp8")
-    """Formats of weights: "safetensors" (16 or 32 bits), "int8" (compressed-tensors), "fp8", "mxfp4" (of
-    experts), "gguf"."""
+    formats: tuple[str, ...] = ("safetensors", "quantised")
+    """Formats of weights: "safetensors" (16 or 32 bits), "quantised" (codes of 4 and 8 bits in safetensors, by the
+    ``quantization_config``), "mxfp4" (of experts), "gguf"."""
     gguf: tuple[str, ...] = ()
     """``general.architecture`` of its GGUF files."""
     tools: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ class Family:
         return asdict(self)
 
 
-_GGUF = ("safetensors", "int8", "fp8", "gguf")
+_GGUF = ("safetensors", "quantised", "gguf")
 _PLAIN = ("safetensors",)
 _PROCESSES = (_SCENARIOS, "worker processes")
 
