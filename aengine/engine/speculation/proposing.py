@@ -50,21 +50,21 @@ class Proposing(Speculation):
 
     def propose(self) -> bool:
         began_at = self._began_at or monotonic()
-        if self._num_to_skip > 0 and self._answered_at < self._next_at:
-            self._num_to_skip -= 1
-            return True
-        changed, self._changed = self._changed, {}
         rows = self._scheduler.rows
         # Those that come count as if they were in the step: a burst of them takes the drafts back at once.
         num_rows = rows.num_running + min(rows.num_free, self._scheduler.num_waiting)
         room = self._budget.room(num_rows)
         if room <= 0:
+            self._changed, self._began_at = {}, 0.0
             return True
         waits_for_answers = self._budget.waits_for_answers(num_rows)
         may_be_rejected = any(not ahead.are_certain for step in rows.steps for ahead in step.ahead.values())
         if may_be_rejected and (waits_for_answers or self._in_flight.next_is_cancellable):
-            self._changed = changed
             return False
+        if self._num_to_skip > 0 and self._answered_at < self._next_at:
+            self._num_to_skip -= 1
+            return True
+        changed, self._changed = self._changed, {}
         guesses = self._guesses(changed, room)
         counts = self._budget.grant(num_rows, [guess.chances for guess in guesses.values()])
         granted = [request for request, count in zip(guesses, counts, strict=True) if count]
