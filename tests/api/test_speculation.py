@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from conftest_api import settled
+from searches import every_step_has_a_search  # noqa: F401
 from test_recovery import death, essence, no_delay, work
 
 from aengine import AsyncLLM, InvalidRequestError, SamplingParams, StructuredOutput, config

@@ -15,6 +15,7 @@ import pytest
 import torch
 from pairs import some
 from safetensors.torch import load_file, save_file
+from searches import every_step_has_a_search  # noqa: F401
 from test_every_architecture import MIB, one_thread, running
 from test_speculation_workers import answers, any_cost
 

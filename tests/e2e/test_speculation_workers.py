@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from searches import every_step_has_a_search  # noqa: F401
 from test_every_architecture import MIB, Model, models, one_thread, running
 
 from aengine import AsyncLLM, Completion, SamplingParams

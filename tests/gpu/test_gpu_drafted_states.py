@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from gpu_models import DEVICE
+from searches import every_step_has_a_search  # noqa: F401
 from test_gpu_drafts import KINDS, params_of
 from test_gpu_engine import running
 from test_hybrids import MODELS

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from gpu_models import DEVICE, MIB, Batch, Checkpoint, make_runner
+from searches import every_step_has_a_search  # noqa: F401
 from test_gpu_engine import running
 from test_gpu_hazards import compiled
 from tiny import VOCAB_SIZE

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from gpu_models import DEVICE, MIB, Batch, Checkpoint, make_runner
+from searches import every_step_has_a_search  # noqa: F401
 from test_gpu_drafts import KINDS, params_of
 from test_gpu_engine import GREEDY, all_at_once, running, some_prompts
 from test_gpu_logits import random_prompts, relative_error

@@ -21,6 +21,7 @@ import torch
 from conftest_api import check_beside_cancelled, core_of, settled
 from gpu_models import DEVICE, MIB, SHARED_GPU, Checkpoint
 from one_gpu import MEETING_PORT
+from searches import every_step_has_a_search  # noqa: F401
 from test_gpu_engine import GREEDY, LENGTH, all_at_once, running, some_prompts
 from test_gpu_group_weights import pair
 from tiny import VOCAB_SIZE

@@ -21,6 +21,7 @@ from gguf import GGMLQuantizationType as Q
 from pairs import some
 from ranked_engine import RankedEngine
 from scenarios import Engine, settings_of_torch_kept, states_kept_often
+from searches import every_step_has_a_search  # noqa: F401
 from test_divided_formats import GROUP_EXPERTS, LARGER, ROUTER
 from test_divided_models import DELTA, EIGHT, EXPERTS, LAYER_TYPES
 from test_expert_layers import mxfp4

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from conftest_api import check_beside_cancelled, core_of, settled
+from searches import every_step_has_a_search  # noqa: F401
 
 from aengine import AsyncLLM, Completion, InvalidRequestError, ModelLoadError, SamplingParams, StructuredOutput
 
