@@ -119,7 +119,9 @@ def serve(requests: socket.socket) -> None:
         size, num_fds = _HEAD.unpack(head)
         data = b""
         while len(data) < size:
-            data += requests.recv(size - len(data))
+            if not (more := requests.recv(size - len(data))):
+                os._exit(0)
+            data += more
         assert len(fds) == num_fds
         read, write = os.pipe()
         between = os.fork()
