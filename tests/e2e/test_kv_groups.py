@@ -30,7 +30,7 @@ async def test_kv_of_a_window_stays_bounded_and_the_context_passes_the_pool(mist
     prompts = [[rng.randrange(320) for _ in range(30)] for _ in range(2)]
     sizes = {"kv_cache_memory_bytes": 10 * PAGE_BYTES, "max_model_len": 200, "max_num_batched_tokens": 16}
     async with running(mistral, **sizes) as engine:
-        assert engine.describe()["kv_groups"] == [["window", BLOCK, WINDOW]]
+        assert engine.describe()["kv_groups"] == [["window", BLOCK, WINDOW, 0]]
         assert engine.describe()["num_blocks"] == 10 and engine.describe()["max_model_len"] == 200
         used: list[int] = []
 

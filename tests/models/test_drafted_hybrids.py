@@ -61,6 +61,8 @@ class DraftingEngine(Engine):
             self._texts[prompt] = ids
         first = request.num_computed_tokens + 1  # behind the token that the step computes, which may be in flight
         num_right, count = self._rng.randint(0, self.most), self._rng.randint(1, self.most + 2)
+        if self._rng.random() < 0.3:  # the ends of the range are drawn more often: all are right, or none
+            num_right, count = self._rng.choice((0, self.most)), self.most
         ids = (self._texts[prompt][first:] + [0] * count)[:count]
         return [*ids[:num_right], *(token_id ^ 1 for token_id in ids[num_right:])]
 

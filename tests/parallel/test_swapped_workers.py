@@ -74,7 +74,7 @@ async def test_any_request(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatc
     "ranks",
     [
         {"pipeline_parallel_size": 2, "kv_cache_memory_bytes": 1 << 15},
-        {"data_parallel_size": 2, "kv_cache_memory_bytes": 1 << 16},
+        {"data_parallel_size": 2, "kv_cache_memory_bytes": 5 << 13},
     ],
     ids=str,
 )
