@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from .errors import InvalidRequestError
 from .limits.bounds import MAX_PROCESSORS
 from .limits.cgroups import num_usable_cpus
+from .limits.loras import checked_loras
 from .limits.speculation import SpeculationSettings, checked_speculation
 from .limits.values import (
     check_choices,
@@ -189,6 +190,14 @@ class EngineConfig:
     ray_address: str | None = None
     """The Ray cluster, as `ray.init` takes it. None: the one that this process is connected to, else $RAY_ADDRESS, else
     the one that runs on this machine. Only with executor="ray"."""
+    loras: Mapping[str, str] | None = None
+    """LoRA adapters that requests can name: the name of each, and its folder or hub id, in PEFT's format. In a text:
+    "name=folder,other=folder"."""
+    max_loras: int | None = None
+    """Adapters that are on the device at a time. None: as many as loras has, at most 16. 0: none, and nothing is kept
+    for them."""
+    max_lora_rank: int | None = None
+    """The largest rank of an adapter. None: the largest of loras, or 16 if there are none."""
     enforce_eager: bool = False
     """No CUDA graphs: each step's kernels are launched one by one."""
     batch_invariant: bool = False
@@ -339,6 +348,9 @@ class EngineConfig:
         _check_target("worker", self.worker, WORKERS, "module:function")
         known = partial(target_of, PROPOSERS), partial(registered, PROPOSERS)
         object.__setattr__(self, "speculation", checked_speculation(self.speculation, *known))
+        object.__setattr__(self, "loras", checked_loras(self.loras, self.max_loras, self.max_lora_rank))
+        if self.num_lora_slots and self.batch_invariant:
+            raise InvalidRequestError("batch_invariant=True does not go together with adapters: leave max_loras at 0")
         _check_processors(self.logits_processors)
         object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
         if self.worker_extension is not None and not _is_in_module(self.worker_extension):
@@ -358,6 +370,11 @@ class EngineConfig:
     def num_ranks(self) -> int:
         """Number of worker processes of each replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def num_lora_slots(self) -> int:
+        """Adapters that are on the device at a time; 0: none can be."""
+        return min(len(self.loras or ()), 16) if self.max_loras is None else self.max_loras
 
     @property
     def may_span_machines(self) -> bool:
@@ -397,6 +414,8 @@ _AT_LEAST = {
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
+    "max_loras": 0,
+    "max_lora_rank": 1,
     "num_threads": 1,
     "max_num_queued_requests": 1,
     "max_restarts": 0,
@@ -410,11 +429,14 @@ _AT_MOST = {
     "tensor_parallel_size": 1024,
     "pipeline_parallel_size": 1024,
     "data_parallel_size": 1024,
+    "max_loras": 1024,
+    "max_lora_rank": 512,
     "max_in_flight_steps": 1024,  # the device keeps room for the answer of each
     "num_threads": _MOST_THREADS,
 }
 _POSITIVE = ("gpu_memory_utilization", "startup_timeout", "shutdown_timeout", "restart_window", "hang_timeout")
 _OPTIONAL = {"max_model_len", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes", "num_threads"}
+_OPTIONAL |= {"max_loras", "max_lora_rank"}
 _CHOICES = choices_of(EngineConfig)
 _ONLY_WITH: dict[str, tuple[str, object, str]] = {
     "tokenizer": ("skip_tokenizer", False, ""),

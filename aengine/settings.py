@@ -33,6 +33,8 @@ UNITS = {
     "pipeline_parallel_size": "stages",
     "data_parallel_size": "replicas",
     "num_threads": "threads",
+    "max_loras": "adapters",
+    "max_lora_rank": "",
     "worker_spin_us": "microseconds",
     "max_restarts": "restarts",
 }
@@ -175,6 +177,9 @@ def value_of(variable: str, name: str, type_name: str, text: str) -> Any:
             return int(text)
         if kind == "Sequence[str]":
             return tuple(name for part in text.split(",") if (name := part.strip()))
+        if kind == "Mapping[str, str]":
+            wanted = "name=value, or several with commas between them"
+            return {name.strip(): own.strip() for name, own in (part.split("=", 1) for part in text.split(","))}
         if kind == "float":
             wanted = "a number"
             return float(text)
@@ -307,6 +312,14 @@ class Settings(TypedDict, total=False):
     ray_address: str | None
     """The Ray cluster, as `ray.init` takes it. None: the one that this process is connected to, else $RAY_ADDRESS, else
     the one that runs on this machine. Only with executor="ray". Default: None."""
+    loras: Mapping[str, str] | None
+    """LoRA adapters that requests can name: the name of each, and its folder or hub id, in PEFT's format. In a text:
+    "name=folder,other=folder". Default: None."""
+    max_loras: int | None
+    """Adapters that are on the device at a time. None: as many as loras has, at most 16. 0: none, and nothing is kept
+    for them. In adapters. Default: None."""
+    max_lora_rank: int | None
+    """The largest rank of an adapter. None: the largest of loras, or 16 if there are none. Default: None."""
     enforce_eager: bool
     """No CUDA graphs: each step's kernels are launched one by one. Default: False."""
     batch_invariant: bool

@@ -163,7 +163,7 @@ def test_unknown_names_get_a_hint() -> None:
         assert caught.value.param == wrong
 
 
-@pytest.mark.parametrize("name", ["speculative_config", "context_parallel_size", "tokenizer_mode", "max_loras"])
+@pytest.mark.parametrize("name", ["speculative_config", "context_parallel_size", "tokenizer_mode", "lora_modules"])
 def test_other_engines_settings_get_no_misleading_hint(name: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
         EngineConfig.create("m", {name: 1})

@@ -78,6 +78,20 @@ def test_the_name_of_a_model(tmp_path: Path) -> None:
         assert EngineConfig(model=model).model_name == name
 
 
+def test_adapters_by_name(env: Any) -> None:
+    config = EngineConfig(model="m", loras={"a": Path("/x"), "b": "org/y"})
+    assert config.loras == {"a": "/x", "b": "org/y"} and config.num_lora_slots == 2
+    assert EngineConfig.from_wire(config.to_wire()) == config
+    assert EngineConfig(model="m").num_lora_slots == 0
+    assert EngineConfig(model="m", loras=dict.fromkeys(map(str, range(40)), "/x")).num_lora_slots == 16
+    env(AENGINE_LORAS="a=/x=1, b=org/y")
+    assert EngineConfig.from_env(model="m").loras == {"a": "/x=1", "b": "org/y"}
+    wrong = ({"loras": ["a"]}, {"loras": {"": "/x"}}, {"loras": {"a": 3}}, {"loras": {"a": "/x"}, "max_loras": 0})
+    for settings in (*wrong, {"max_lora_rank": 8}, {"max_loras": 2, "batch_invariant": True}):
+        with pytest.raises(InvalidRequestError):
+            EngineConfig(model="m", **settings)
+
+
 @pytest.mark.parametrize("name", ["model", "revision", "gguf_file", "tokenizer", "ray_address"])
 def test_text_that_no_worker_can_be_sent_is_refused(name: str) -> None:
     path = os.fsdecode(b"/models/m\xffdel.gguf")
@@ -206,6 +220,7 @@ def test_a_model_must_be_named_somewhere() -> None:
         ("AENGINE_ENFORCE_EAGER", "maybe", "true or false", "enforce_eager"),
         ("AENGINE_DTYPE", "float64", "AENGINE_DTYPE: dtype='float64' is not valid", "dtype"),
         ("AENGINE_SEED", "none", "an integer", "seed"),
+        ("AENGINE_LORAS", "folder", "must be name=value", "loras"),
         ("AENGINE_PROGRESS", "print", "a function can't be given in the environment", "progress"),
     ],
 )

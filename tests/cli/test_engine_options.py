@@ -31,11 +31,11 @@ def test_every_setting_is_taken(command: str) -> None:
             words.append(f"--no-{flag}" if field.default else f"--{flag}")
             wanted[field.name] = not field.default
         else:
-            kind = {"int": int, "float": float, "Sequence[str]": lambda text: (text,)}.get(
-                type_name.removesuffix(" | None"), str
-            )
-            words += [f"--{flag}", "3"]
-            wanted[field.name] = kind("3")
+            kinds = {"int": int, "float": float, "Sequence[str]": lambda text: (text,)}
+            kinds["Mapping[str, str]"] = lambda text: {"name": text}
+            kind = type_name.removesuffix(" | None")
+            words += [f"--{flag}", "name=3" if kind.startswith("Mapping") else "3"]
+            wanted[field.name] = kinds.get(kind, str)("3")
     assert len(wanted) > 40
     assert settings_of(*words) == wanted
     assert settings_of(*COMMANDS[command]) == {}, "the engine's own defaults"

@@ -58,6 +58,8 @@ def load_model(
     Raises:
         ModelLoadError: the device, the checkpoint or the memory is not what is needed; the message says what helps.
     """
+    if config.num_lora_slots:
+        raise ModelLoadError("adapters (loras, max_loras) can't be loaded by this version")
     if rank.address != LOOPBACK and not os.path.exists(source["path"]):  # found on the host's machine
         source = resolve_model(config).to_wire()
     with damage_explained(source["path"]):

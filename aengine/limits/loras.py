@@ -1,0 +1,39 @@
+"""The setting ``loras``: adapters by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike, fspath
+
+from ..errors import InvalidRequestError
+from .values import is_unicode, not_valid
+
+MAX_NAMED_LORAS = 10_000
+_MOST_CHARACTERS = 256  # a name has
+
+
+def is_lora_name(name: object) -> bool:
+    return isinstance(name, str) and 0 < len(name) <= _MOST_CHARACTERS and is_unicode(name)
+
+
+def checked_loras(given: object, max_loras: int | None, max_rank: int | None) -> dict[str, str]:
+    """Return the setting as a mapping of names to sources. Raises InvalidRequestError: it is none, or one of the other
+    two has no effect beside it."""
+    if given is not None and (not isinstance(given, Mapping) or len(given) > MAX_NAMED_LORAS):
+        raise not_valid("loras", given, f"a mapping of at most {MAX_NAMED_LORAS} names to folders or hub ids")
+    loras: dict[str, str] = {}
+    for name, source in (given or {}).items():
+        if not is_lora_name(name):
+            raise not_valid("loras", name, f"a mapping whose names are texts of 1 to {_MOST_CHARACTERS} characters")
+        source = fspath(source) if isinstance(source, PathLike) else source
+        if not isinstance(source, str) or not source or not is_unicode(source):
+            raise not_valid("loras", source, f"a folder or a hub id for {name!r}")
+        loras[name] = source
+    if loras and max_loras == 0:
+        raise InvalidRequestError("max_loras=0 leaves no place for loras: raise it, or leave one out", param="loras")
+    if max_rank is not None and not (loras or max_loras):
+        hint = "give loras or max_loras, too, or leave it out"
+        raise InvalidRequestError(
+            f"max_lora_rank={max_rank} has no effect without adapters: {hint}", param="max_lora_rank"
+        )
+    return loras
