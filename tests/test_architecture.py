@@ -497,7 +497,7 @@ MOST_METHODS = 20
 
 BUDGETS = {
     "root": 2730,
-    "checkpoint": 2367,
+    "checkpoint": 2570,
     "cli": 1550,
     "engine": 25230,
     "integrations": 2640,
