@@ -11,7 +11,7 @@ import glob
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,14 @@ def fetch(
         files = choose_gguf(sizes, choice or GgufChoice(), where)
         folder = _snapshot(repo, revision, [glob.escape(file) for file in files], progress)
         return folder / files[0]
+
+
+def fetch_files(name: str, files: Sequence[str]) -> Path:
+    """Bring some of a repository's files into the hub's cache, those that it has. Returns their folder. Blocking, and
+    raises, as `fetch`."""
+    logger.info("looking for %s on the hub%s", name, " (its cache only: HF_HUB_OFFLINE)" if is_offline() else "")
+    with _explained(name, None):
+        return _snapshot(name, None, [glob.escape(file) for file in files], None)
 
 
 def _snapshot(repo: str, revision: str | None, patterns: list[str], progress: Progress | None) -> Path:

@@ -41,12 +41,30 @@ def safetensors_files(folder: Path) -> list[Path]:
 def check_whole(folder: Path) -> None:
     """Raise ModelLoadError as `safetensors_files`, and for a file that ends before its last tensor does."""
     for path in safetensors_files(folder):
-        header, begin = _header_of(path)
-        offsets = [entry.get("data_offsets") for entry in header.values() if isinstance(entry, dict)]
-        ends = [own[1] for own in offsets if isinstance(own, list) and len(own) == 2 and type(own[1]) is int]
-        needed, size = begin + max(ends, default=0), path.stat().st_size
-        if needed > size:
-            raise ModelLoadError(f"{path} is truncated or corrupt: it has {size} of its {needed} bytes; fetch it again")
+        _whole_header(path)
+
+
+def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a file's tensors, by name. Raises ModelLoadError for a file that is none, or ends before its
+    last tensor does."""
+    shapes = {}
+    for name, entry in _whole_header(path).items():
+        shape = entry.get("shape") if isinstance(entry, dict) else None
+        if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+            raise ModelLoadError(f"{path} is truncated or corrupt: {name:.200} has no shape; fetch it again")
+        shapes[name] = tuple(shape)
+    return shapes
+
+
+def _whole_header(path: Path) -> dict[str, object]:
+    """Return what the file says of its tensors. Raises ModelLoadError for a file that ends before its last tensor."""
+    header, begin = _header_of(path)
+    offsets = [entry.get("data_offsets") for entry in header.values() if isinstance(entry, dict)]
+    ends = [own[1] for own in offsets if isinstance(own, list) and len(own) == 2 and type(own[1]) is int]
+    needed, size = begin + max(ends, default=0), path.stat().st_size
+    if needed > size:
+        raise ModelLoadError(f"{path} is truncated or corrupt: it has {size} of its {needed} bytes; fetch it again")
+    return header
 
 
 def stored_names(folder: Path) -> list[str]:

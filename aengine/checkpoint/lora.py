@@ -1,0 +1,170 @@
+"""Adapters of LoRA in PEFT's format: which matrices of a model they change, by how much, and of what rank.
+
+    adapter_config.json        r, lora_alpha, use_rslora, alpha_pattern, ...
+    adapter_model.safetensors  base_model.model.<matrix>.lora_A.weight [rank, in], lora_B.weight [out, rank]
+
+With an adapter a product by the matrix W is x W^T + scale (x A^T) B^T; scale = lora_alpha / r, with use_rslora
+lora_alpha / sqrt(r), where alpha_pattern and rank_pattern give some matrices other numbers. Hu et al. 2021,
+arXiv:2106.09685; rsLoRA: arXiv:2312.03732. The files are read as checkpoints are: their headers here, without torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite, sqrt
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import ModelLoadError
+from . import hub
+from .safetensors_files import tensor_shapes
+from .value_reader import ValueReader, read_json
+
+MOST_RANK = 1024
+MOST_ADAPTERS = 1 << 16
+"""Adapters that an engine can know."""
+_MOST_TENSORS = 1 << 17
+_CONFIG = "adapter_config.json"
+_WEIGHTS = "adapter_model.safetensors"
+_FILES = [_CONFIG, _WEIGHTS]
+_NAME = re.compile(r"(?:base_model\.model\.)?(?P<matrix>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight")
+_PLAIN = re.compile(r"\^?[\w.]{1,200}\$?")
+_REFUSED = {
+    "use_dora": "DoRA, which normalises the changed matrices",
+    "fan_in_fan_out": "matrices that are stored the other way round",
+    "lora_bias": "biases of the factors",
+    "modules_to_save": "whole modules beside the factors",
+    "trainable_token_indices": "embeddings of single tokens",
+    "target_parameters": "parameters that are no matrices of linear layers, such as stacked experts",
+    "layer_replication": "layers that are repeated",
+}
+"""Settings of adapters that change more than products, and what they stand for."""
+
+
+class LoraMatrix(NamedTuple):
+    """The change of one matrix [out_features, in_features]."""
+
+    rank: int
+    in_features: int
+    out_features: int
+    scale: float
+    names: tuple[str, str]  # A's and B's name in the file
+
+
+@dataclass(frozen=True, slots=True)
+class LoraFiles:
+    """An adapter whose headers are sound. Compared by identity of its place alone."""
+
+    path: str  # absolute path of the folder
+    rank: int  # the largest of its matrices
+    matrices: Mapping[str, LoraMatrix]  # keys are the matrices' names in transformers' spelling, without ".weight"
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    @property
+    def weights(self) -> Path:
+        """The file of its tensors."""
+        return Path(self.path) / _WEIGHTS
+
+
+def find_lora(source: str, max_rank: int = MOST_RANK) -> LoraFiles:
+    """Return the adapter in a folder, or of a hub id, which is fetched. Blocking.
+
+    Raises ModelLoadError: there is none, it is damaged, or of a kind that can't be served; the message says what helps.
+    """
+    try:
+        folder = Path(source).expanduser()
+        is_folder = folder.is_dir()
+    except (OSError, ValueError, RuntimeError) as error:  # a name too long, a null character, a ~user that is none
+        raise ModelLoadError(f"{source[:200]!r} can't be an adapter's folder: {error}") from error
+    if not is_folder:
+        if not hub.is_hub_id(source) or folder.parent.is_dir():
+            raise ModelLoadError(f"{source[:200]!r} is no folder: give the one that has {_CONFIG} and {_WEIGHTS}")
+        folder = hub.fetch_files(source, _FILES)
+    return read_lora(folder.resolve(), max_rank)
+
+
+def read_lora(folder: Path, max_rank: int = MOST_RANK) -> LoraFiles:
+    """Return the adapter in a folder. Raises as `find_lora`."""
+    if not (folder / _CONFIG).is_file():
+        raise ModelLoadError(f"{folder} has no {_CONFIG}: give the folder of an adapter in PEFT's format")
+    if not (folder / _WEIGHTS).is_file():
+        pickled = (folder / "adapter_model.bin").is_file()
+        why = "adapter_model.bin alone, a pickle, which can run any code: save it" if pickled else "no weights: save it"
+        raise ModelLoadError(f"{folder} has {why} as {_WEIGHTS} (PEFT's save_pretrained does)")
+    config = ValueReader(read_json(folder / _CONFIG), str(folder / _CONFIG))
+    _check_kind(config)
+    scale_of = _Scales(config)
+    shapes = tensor_shapes(folder / _WEIGHTS)
+    if len(shapes) > _MOST_TENSORS:
+        raise ModelLoadError(f"{folder / _WEIGHTS} has {len(shapes)} tensors: {_MOST_TENSORS} at most are possible")
+    factors: dict[str, dict[str, str]] = {}
+    for name in shapes:
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise ModelLoadError(
+                f"{folder / _WEIGHTS} has the tensor {name:.200}, which is no lora_A or lora_B of a linear layer: "
+                f"train the adapter for linear layers alone, without biases and modules_to_save"
+            )
+        factors.setdefault(match["matrix"], {})[match["factor"]] = name
+    matrices = {}
+    for matrix, names in factors.items():
+        matrices[matrix] = own = _matrix(folder / _WEIGHTS, matrix, names, shapes, scale_of)
+        if own.rank > max_rank:
+            raise ModelLoadError(
+                f"{folder}: {matrix:.200} has the rank {own.rank}, and the engine takes at most max_lora_rank="
+                f"{max_rank}: start it with a larger one"
+            )
+    if not matrices:
+        raise ModelLoadError(f"{folder / _WEIGHTS} has no tensors")
+    return LoraFiles(str(folder), max(own.rank for own in matrices.values()), matrices)
+
+
+def _check_kind(config: ValueReader) -> None:
+    kind = config.name("peft_type") or "LORA"
+    if kind != "LORA":
+        raise config.error("peft_type", "is not served: of PEFT's adapters LORA alone is")
+    for key, what in _REFUSED.items():
+        if config.raw(key):
+            raise config.error(key, f"is not served ({what}): train the adapter without it")
+    if config.name("bias") not in ("", "none"):
+        raise config.error("bias", "is not served: train the adapter with bias='none'")
+
+
+class _Scales:
+    """The factor of each matrix' change, as PEFT computes it."""
+
+    def __init__(self, config: ValueReader) -> None:
+        self._config = config
+        self._alpha = config.number("lora_alpha", 8.0)
+        self._divides_by_root = config.flag("use_rslora")
+        self._patterns = {}
+        for pattern in config.mapping("alpha_pattern"):
+            if not _PLAIN.fullmatch(pattern):
+                raise config.error("alpha_pattern", "must name matrices, without other regular expressions")
+            self._patterns[pattern.strip("^$")] = config.at("alpha_pattern").number(pattern)
+
+    def __call__(self, matrix: str, rank: int) -> float:
+        own = (alpha for name, alpha in self._patterns.items() if f".{matrix}".endswith(f".{name}"))
+        scale = next(own, self._alpha) / (sqrt(rank) if self._divides_by_root else rank)
+        if not isfinite(scale):
+            raise self._config.error("lora_alpha", "must be a finite number")
+        return scale
+
+
+def _matrix(
+    file: Path, matrix: str, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], scale_of: _Scales
+) -> LoraMatrix:
+    if len(names) < 2:
+        there, lacking = *names, "B" if "A" in names else "A"
+        raise ModelLoadError(f"{file} has lora_{there} of {matrix:.200}, and no lora_{lacking}: save the adapter again")
+    a, b = shapes[names["A"]], shapes[names["B"]]
+    if len(a) != 2 or len(b) != 2 or a[0] != b[1] or not 0 < a[0] <= MOST_RANK or not (a[1] and b[0]):
+        raise ModelLoadError(
+            f"{file}: lora_A of {matrix:.200} has the shape {list(a)} and lora_B {list(b)}: they must be [rank, in] "
+            f"and [out, rank], of a rank from 1 to {MOST_RANK}"
+        )
+    return LoraMatrix(a[0], a[1], b[0], scale_of(matrix, a[0]), (names["A"], names["B"]))

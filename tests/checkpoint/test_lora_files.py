@@ -1,0 +1,97 @@
+"""Adapters' files: what is read of sound ones, and the error of each kind that can't be served."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from aengine.checkpoint.lora import find_lora
+from aengine.errors import ModelLoadError
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+def write(folder: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Path:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(
+        {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, folder / "adapter_model.safetensors"
+    )
+    return folder
+
+
+def factors(matrix: str, rank: int = 4, prefix: str = "base_model.model.") -> dict[str, tuple[int, ...]]:
+    return {f"{prefix}{matrix}.lora_A.weight": (rank, 8), f"{prefix}{matrix}.lora_B.weight": (12, rank)}
+
+
+def test_scales_and_ranks_are_pefts(tmp_path: Path) -> None:
+    config = {
+        "peft_type": "LORA",
+        "r": 4,
+        "lora_alpha": 8,
+        "alpha_pattern": {"k_proj": 6, "^model.layers.1.mlp.up_proj": 1},
+    }
+    k, up = "model.layers.0.self_attn.k_proj", "model.layers.1.mlp.up_proj"
+    shapes = factors(Q) | factors(k, 2, "") | factors(up)
+    found = find_lora(str(write(tmp_path / "plain", config, shapes)))
+    assert {name: (own.rank, own.scale) for name, own in found.matrices.items()} == {
+        Q: (4, 2),
+        k: (2, 3),
+        up: (4, 0.25),
+    }
+    assert (found.rank, found.matrices[Q].in_features, found.matrices[Q].out_features) == (4, 8, 12)
+    root = find_lora(str(write(tmp_path / "root", {"lora_alpha": 8, "use_rslora": True}, factors(Q))))
+    assert root.matrices[Q].scale == 4
+
+
+@pytest.mark.parametrize(
+    "config, shapes, says",
+    [
+        ({"peft_type": "IA3"}, factors(Q), "LORA alone"),
+        ({"use_dora": True}, factors(Q), "DoRA"),
+        ({"modules_to_save": ["lm_head"]}, factors(Q), "modules_to_save"),
+        ({"bias": "all"}, factors(Q), "bias='none'"),
+        ({"alpha_pattern": {"(a|b)*": 3}}, factors(Q), "regular expressions"),
+        ({"lora_alpha": float("inf")}, factors(Q), "finite"),
+        ({"lora_alpha": "8"}, factors(Q), "finite number"),
+        ({}, {f"{Q}.lora_A.weight": (4, 8)}, "no lora_B"),
+        ({}, {f"{Q}.lora_A.weight": (4, 8), f"{Q}.lora_B.weight": (12, 5)}, r"\[4, 8\] and lora_B \[12, 5\]"),
+        ({}, {"base_model.model.lm_head.weight": (4, 8)}, "no lora_A or lora_B"),
+        ({}, factors(Q, 128), "max_lora_rank=64"),
+        ({}, {}, "no tensors"),
+    ],
+)
+def test_what_can_not_be_served_is_named(
+    tmp_path: Path, config: dict[str, Any], shapes: dict[str, tuple[int, ...]], says: str
+) -> None:
+    folder = write(tmp_path / "bad", config, shapes)
+    with pytest.raises(ModelLoadError, match=says) as caught:
+        find_lora(str(folder), 64)
+    assert str(folder) in str(caught.value)
+
+
+def test_folders_without_an_adapter(tmp_path: Path) -> None:
+    folder = write(tmp_path / "one", {}, factors(Q))
+    weights = folder / "adapter_model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-8])
+    with pytest.raises(ModelLoadError, match="truncated or corrupt"):
+        find_lora(str(folder))
+    weights.write_bytes(b"\x00" * 7)
+    with pytest.raises(ModelLoadError, match="truncated or corrupt"):
+        find_lora(str(folder))
+    weights.unlink()
+    with pytest.raises(ModelLoadError, match="no weights"):
+        find_lora(str(folder))
+    (folder / "adapter_model.bin").write_bytes(content)
+    with pytest.raises(ModelLoadError, match="a pickle, which can run any code"):
+        find_lora(str(folder))
+    for source in (str(tmp_path / "nowhere"), "\0", "~nobody-of-this-name/x", "x" * 5000):
+        with pytest.raises(ModelLoadError, match="folder"):
+            find_lora(source)
