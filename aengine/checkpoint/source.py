@@ -26,8 +26,7 @@ from .gguf_choice import GgufChoice, choose_gguf
 from .gguf_config import gguf_generation_config, gguf_hf_config
 from .gguf_file import GgufFile
 from .pooling import gguf_pooling, read_pooling
-from .safetensors_files import check_whole, has_safetensors
-from .text_config import text_config
+from .safetensors_files import check_whole, has_safetensors, stored_names
 from .value_reader import check_nesting, check_settings, damage_explained, read_json
 
 logger = logging.getLogger("aengine.checkpoint")
@@ -35,6 +34,7 @@ logger = logging.getLogger("aengine.checkpoint")
 Progress = Callable[[StartupProgress], None]
 
 _MOST_IDS = (1 << 31) - 1  # ids are int32
+_TIED = "tie_word_embeddings"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +128,27 @@ def _read_settings(path: Path, config: EngineConfig, choice: GgufChoice | None) 
     check_nesting(generation, generation_file)
     pooling = read_pooling(path, settings).to_wire()
     return ModelSource(config.model, str(path), "dummy" if dummy else "safetensors", settings, generation, pooling)
+
+
+def text_config(hf_config: Mapping[str, Any], folder: Path | None = None) -> dict[str, Any]:
+    """Return the content itself if it is of a text model alone, else the text model's, which lies below ``text_config``
+    beside those for images.
+
+    What the latter leaves open (dtype, special tokens, quantization) is as above it. Whether embeddings are tied is
+    read above only, as transformers does. Where nothing is said there, transformers takes a default of its class for
+    the whole model, and ``folder`` decides: with safetensors of which none is an output matrix they are tied.
+    """
+    text = hf_config.get("text_config")
+    if not isinstance(text, Mapping):
+        return dict(hf_config)
+    parts = {key for key in hf_config if key.endswith("_config")} - {"quantization_config", "compression_config"}
+    above = {key: value for key, value in hf_config.items() if key not in parts}
+    settings = {**above, **{key: value for key, value in text.items() if value is not None}}
+    tied = above.get(_TIED)
+    if tied is None and folder is not None:
+        names = stored_names(folder)
+        tied = not any("lm_head" in name.split(".") for name in names) if names else None
+    return settings if tied is None else {**settings, _TIED: tied}
 
 
 def locate(
