@@ -502,7 +502,7 @@ BUDGETS = {
     "engine": 25230,
     "integrations": 2640,
     "ipc": 2180,
-    "kernels": 15900,
+    "kernels": 16340,
     "limits": 660,
     "remote": 1630,
     "runner": 23360,
