@@ -44,6 +44,7 @@ from aengine.kernels import (
     linear_tilings,
     logit_bias,
     logprobs,
+    lora,
     penalties,
     rms_norm,
     routing,
@@ -399,6 +400,19 @@ def states(compiler: Compiler) -> None:
         short_conv.conv_of_prompts(x, torch.zeros(width, 8192), bias, memory, sequences)
 
 
+def adapters(compiler: Compiler) -> None:
+    compiler.note = "adapters"
+    k, rank = 4096, 64
+    for dtype, n in ((compiler.half, 1), (compiler.half, 64), (compiler.half, 600), (torch.float32, 64)):
+        a, b = torch.zeros(5, 2 * rank, k, dtype=dtype), torch.zeros(5, 256, rank, dtype=dtype)
+        matrices = lora.AdapterMatrices(a, b, torch.zeros(3, dtype=torch.int32), (128, 128))
+        plan, x = lora.plan_adapters(torch.zeros(n, dtype=torch.int32), 5), torch.zeros(n, k, dtype=dtype)
+        h = lora.shrink(x, InputNorm(torch.zeros(k, dtype=dtype), 1e-6), matrices, plan)
+        lora.shrink(x, None, matrices, plan)
+        lora.expand(torch.zeros(n, 256, dtype=dtype), h, matrices, plan)
+        lora.expand_gated(torch.zeros(n, 256, dtype=dtype), h, matrices, plan)
+
+
 def inputs_and_sampling(compiler: Compiler) -> None:
     compiler.note = ""
     ids, table = torch.zeros(4, 32, dtype=torch.int32), torch.zeros(1, 4, 2, dtype=torch.int32)
@@ -544,6 +558,7 @@ def every_kernel(compiler: Compiler) -> None:
         routing.route_after_norm(x, norm, Matrix(torch.zeros(32, size, dtype=dtype), bias), RoutingRule(4))
     expert_gate.gate_experts(torch.zeros(4, 512, dtype=dtype), clamped)
     states(compiler)
+    adapters(compiler)
     inputs_and_sampling(compiler)
     exchanges(compiler)
 

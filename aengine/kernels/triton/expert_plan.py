@@ -34,6 +34,14 @@ def plan_experts(
     return ExpertPlan(routing, shape, [], tiling, blocks, is_partial)
 
 
+def sort_by_bin(bins: Tensor, num_bins: int, block_m: int) -> tuple[Tensor, Tensor]:
+    """Return the places of ``bins`` (int32 [n], below ``num_bins``) by bin, in blocks of ``block_m`` of one bin each:
+    int32 [blocks * block_m], n where there is none; and the bin of each block, int32 [blocks], -1 for those past all.
+    """
+    blocks = _sort(bins, num_bins, block_m, is_partial=False)
+    return blocks.order, blocks.experts
+
+
 def _sort(ids: Tensor, num_experts: int, block_m: int, is_partial: bool) -> ExpertBlocks:
     count = ids.numel()
     num_blocks = (count + min(count, num_experts) * (block_m - 1)) // block_m  # each expert fills up one block at most

@@ -1,0 +1,32 @@
+"""What the kernels of adapters are given: see lora.py."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+__all__ = ["AdapterMatrices", "AdapterPlan"]
+
+
+class AdapterMatrices(NamedTuple):
+    """Of all slots; a slot has zeros where its adapter has less. In the dtype of activations, without gaps."""
+
+    a: Tensor  # [slots, parts * rank, in_features]
+    b: Tensor  # [slots, out_features, rank]
+    starts: Tensor  # int32 [parts + 1]: the first of each part's output features, and their number
+    sizes: tuple[int, ...]  # output features of each part
+
+    @property
+    def rank(self) -> int:
+        return self.b.shape[2]
+
+
+class AdapterPlan(NamedTuple):
+    """Which tokens of a step have which slot."""
+
+    slots: Tensor  # int32 [n]: of each token; the number of slots: none
+    by_slot: list[tuple[int, Tensor]]  # slot and tokens, int64; empty where kernels sort
+    order: Tensor | None = None  # int32 [blocks * block_m]: tokens by slot; n where there is none
+    block_slots: Tensor | None = None  # int32 [blocks]: slot of each; -1: past all
+    block_m: int = 0  # tokens of a block

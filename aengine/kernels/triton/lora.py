@@ -1,0 +1,295 @@
+"""Adapters by blocks of tokens that have the same slot.
+
+In `_shrink` a program has a block's tokens and a stretch of the input features, and all programs of a block fill the
+multiprocessors also where a step has one token; what they yield is added up as `_expand` reads it. Both read the
+adapter's first tile before they wait for the kernels before them.
+
+Bytes: A and B of a slot once for each of its blocks, all but the first out of the L2 cache.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..activation import Activation
+from ..lora_types import AdapterMatrices, AdapterPlan
+from ..rms_norm import Norm
+from . import rms_norm
+from .activation import activate_and_multiply
+from .expert_plan import sort_by_bin
+from .launch import has_pdl, launch, launch_next, only_compiles, wait_for_previous
+
+_LONGEST_ROW = 16_384  # input features that a program normalises by itself
+_PIECES = ((8, 32), (33, 8), (132, 2))
+"""Up to so many blocks of tokens and rows of A, the input features are divided among so many programs: few numbers,
+since each is a kernel of its own to be compiled. All of these are compiled ahead."""
+_BLOCK_M = (16, 64)
+_BLOCK_K, _BLOCK_N, _BLOCK_R = 128, 128, 64
+_FEW = 512  # tokens, up to which blocks are small
+
+
+def plan_adapters(slots: Tensor, num_slots: int) -> AdapterPlan:
+    fitting = _BLOCK_M[len(slots) > _FEW]
+    for block_m in _BLOCK_M if only_compiles() else (fitting,):
+        order, block_slots = sort_by_bin(slots, num_slots + 1, block_m)
+    return AdapterPlan(slots, [], order, block_slots, fitting)
+
+
+def shrink(x: Tensor, norm: Norm | None, matrices: AdapterMatrices, plan: AdapterPlan) -> Tensor:
+    (n, k), rows = x.shape, matrices.a.shape[1]
+    if norm is not None and (n > 1 or k > _LONGEST_ROW):
+        x, norm = rms_norm.rms_norm(x, norm.weight, norm.eps), None
+    assert plan.block_slots is not None and x.is_contiguous()
+    num_programs = len(plan.block_slots) * triton.cdiv(rows, _block(rows, _BLOCK_R))
+    fitting = next((pieces for most, pieces in _PIECES if num_programs <= most), 1)
+    if only_compiles():
+        for pieces in (1, *(pieces for _, pieces in _PIECES)):
+            for block_m in _BLOCK_M:
+                _shrink_to(pieces, block_m, x, norm, matrices, plan)
+    return _shrink_to(fitting, plan.block_m, x, norm, matrices, plan)
+
+
+def _block(size: int, most: int) -> int:
+    return min(most, max(16, triton.next_power_of_2(size)))
+
+
+def _span(k: int, most: int) -> int:
+    """Input features of a piece, of which there are ``most`` or fewer."""
+    block_k = _block(k, _BLOCK_K)
+    return triton.cdiv(triton.cdiv(k, most), block_k) * block_k
+
+
+def _shrink_to(
+    most: int, block_m: int, x: Tensor, norm: Norm | None, matrices: AdapterMatrices, plan: AdapterPlan
+) -> Tensor:
+    """``most``: pieces; a small matrix has fewer."""
+    assert plan.block_slots is not None
+    (n, k), (num_slots, rows, _) = x.shape, matrices.a.shape
+    span = _span(k, most)
+    pieces = triton.cdiv(k, span)
+    out = torch.empty((pieces, n, rows), dtype=torch.float32, device=x.device)
+    launch(
+        _shrink,
+        (len(plan.block_slots), pieces, triton.cdiv(rows, _block(rows, _BLOCK_R))),
+        x,
+        None if norm is None else norm.weight,
+        matrices.a,
+        out,
+        plan.order,
+        plan.block_slots,
+        n,
+        0.0 if norm is None else norm.eps,
+        SLOTS=num_slots,
+        R=rows,
+        K=k,
+        SPAN=span,
+        BM=block_m,
+        BR=_block(rows, _BLOCK_R),
+        BK=_block(k, _BLOCK_K),
+        ROW=triton.next_power_of_2(k),
+        NORM=norm is not None,
+        PDL=has_pdl(),
+        STAGES=3,
+        num_warps=4,
+    )
+    return out
+
+
+def expand(y: Tensor, h: Tensor, matrices: AdapterMatrices, plan: AdapterPlan) -> None:
+    assert y.is_contiguous()
+    _expand_into(y, y, h, matrices, plan, None)
+
+
+def expand_gated(y: Tensor, h: Tensor, matrices: AdapterMatrices, plan: AdapterPlan, activation: Activation) -> Tensor:
+    out = torch.empty((y.shape[0], y.shape[1] // 2), dtype=y.dtype, device=y.device)
+    _expand_into(y, out, h, matrices, plan, activation)
+    return out
+
+
+def _expand_into(
+    y: Tensor, out: Tensor, h: Tensor, matrices: AdapterMatrices, plan: AdapterPlan, activation: Activation | None
+) -> None:
+    if only_compiles():
+        k = matrices.a.shape[2]
+        for most in (1, *(pieces for _, pieces in _PIECES)):
+            for block_m in _BLOCK_M:
+                _launch_expand(triton.cdiv(k, _span(k, most)), block_m, y, out, h, matrices, plan, activation)
+    _launch_expand(h.shape[0], plan.block_m, y, out, h, matrices, plan, activation)
+
+
+def _launch_expand(
+    pieces: int,
+    block_m: int,
+    y: Tensor,
+    out: Tensor,
+    h: Tensor,
+    matrices: AdapterMatrices,
+    plan: AdapterPlan,
+    activation: Activation | None,
+) -> None:
+    assert plan.block_slots is not None
+    num_slots, size, rank = matrices.b.shape
+    sizes = (size // 2,) if activation is not None else matrices.sizes
+    # Of gate and up each half is a part, or both are of one.
+    assert activation is None or len(matrices.sizes) == 1 or matrices.sizes == (size // 2, size // 2)
+    block_n = _block(max(sizes), _BLOCK_N if y.element_size() == 2 else _BLOCK_N // 2)
+    launch(
+        _expand,
+        (len(plan.block_slots), sum(triton.cdiv(own, block_n) for own in sizes)),
+        y,
+        out,
+        h,
+        matrices.b,
+        matrices.starts,
+        plan.order,
+        plan.block_slots,
+        len(plan.slots),
+        SLOTS=num_slots,
+        N=size,
+        R=h.shape[2],
+        RANK=rank,
+        PARTS=len(matrices.sizes),
+        PIECES=pieces,
+        BM=block_m,
+        BN=block_n,
+        BR=_block(rank, _BLOCK_R),
+        GATED=activation is not None,
+        ACTIVATION=activation,
+        PDL=has_pdl(),
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _inputs(x_ptrs, norm_ptr, k, k0, is_token, scale, K: tl.constexpr, NORM: tl.constexpr):
+    x = tl.load(x_ptrs + k0, mask=is_token[None, :] & (k0 + k < K)[:, None], other=0.0)
+    if NORM:
+        w = tl.load(norm_ptr + k0 + k, mask=k0 + k < K, other=0.0).to(tl.float32)
+        x = (x.to(tl.float32) * scale * w[:, None]).to(x.dtype)
+    return x
+
+
+@triton.jit(do_not_specialize=["n", "eps"])
+def _shrink(
+    x_ptr, norm_ptr, a_ptr, out_ptr, order_ptr, slots_ptr, n, eps, SLOTS: tl.constexpr, R: tl.constexpr,
+    K: tl.constexpr, SPAN: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, ROW: tl.constexpr,
+    NORM: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """out [pieces, n, R] = A x of a block's tokens, over SPAN input features. With NORM there is one token."""
+    launch_next(PDL)
+    block, piece = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots_ptr + block)
+    has_none = (slot < 0) | (slot >= SLOTS)
+    if has_none and (block + piece + tl.program_id(2) > 0):
+        return
+    slot = tl.where(has_none, 0, slot).to(tl.int64)
+    tokens = tl.load(order_ptr + block * BM + tl.arange(0, BM))
+    is_token = (tokens < n) & (not has_none)
+    r = tl.program_id(2) * BR + tl.arange(0, BR)
+    is_row = r < R
+    k = piece * SPAN + tl.arange(0, BK)
+    a_ptrs = a_ptr + slot * R * K + r[:, None] * K + k[None, :]
+    x_ptrs = x_ptr + tokens[None, :].to(tl.int64) * K + k[:, None]
+    a = tl.load(a_ptrs, mask=is_row[:, None] & (k < K)[None, :], other=0.0)
+    wait_for_previous(PDL)
+    scale = 1.0
+    if NORM:
+        i = tl.arange(0, ROW)
+        row = tl.load(x_ptr + i, mask=i < K, other=0.0).to(tl.float32)
+        scale = 1.0 / tl.sqrt(tl.sum(row * row, 0) / K + eps)
+    h = tl.zeros((BR, BM), tl.float32)
+    h = tl.dot(a, _inputs(x_ptrs, norm_ptr, k, 0, is_token, scale, K, NORM), h, input_precision="ieee")
+    for k0 in tl.range(BK, SPAN, BK, num_stages=STAGES):
+        a = tl.load(a_ptrs + k0, mask=is_row[:, None] & (k0 + k < K)[None, :], other=0.0)
+        x = _inputs(x_ptrs, norm_ptr, k, k0, is_token, scale, K, NORM)
+        h = tl.dot(a, x, h, input_precision="ieee")
+    out_ptrs = out_ptr + (piece * n + tokens[None, :]).to(tl.int64) * R + r[:, None]
+    tl.store(out_ptrs, h, mask=is_row[:, None] & is_token[None, :])
+
+
+@triton.jit
+def _sum_of_pieces(h_ptr, at, mask, n, R: tl.constexpr, PIECES: tl.constexpr):
+    h = tl.load(h_ptr + at, mask=mask, other=0.0)
+    for piece in tl.static_range(1, PIECES):
+        h += tl.load(h_ptr + (piece * n * R).to(tl.int64) + at, mask=mask, other=0.0)
+    return h
+
+
+@triton.jit
+def _product(
+    b, h_ptr, b_ptrs, at, is_column, is_token, r, n, R: tl.constexpr, RANK: tl.constexpr, PIECES: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """B h of a block's tokens, [BN, BM]; ``b``: the first tile of B, whose others are read here."""
+    y = tl.zeros((BN, BM), tl.float32)
+    for r0 in tl.static_range(0, RANK, BR):
+        if r0 > 0:
+            b = tl.load(b_ptrs + r0, mask=is_column[:, None] & (r0 + r < RANK)[None, :], other=0.0)
+        h = _sum_of_pieces(h_ptr, at + r0, (r0 + r < RANK)[:, None] & is_token[None, :], n, R, PIECES)
+        y = tl.dot(b, h.to(b.dtype), y, input_precision="ieee")
+    return y
+
+
+@triton.jit(do_not_specialize=["n"])
+def _expand(
+    y_ptr, out_ptr, h_ptr, b_ptr, starts_ptr, order_ptr, slots_ptr, n, SLOTS: tl.constexpr, N: tl.constexpr,
+    R: tl.constexpr, RANK: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BR: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out = y + B h, of a block's tokens and some of a part's columns. GATED: the activation of gate times up."""
+    launch_next(PDL)
+    block, tile = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots_ptr + block)
+    has_none = (slot < 0) | (slot >= SLOTS)
+    is_idle = has_none
+    if GATED:
+        is_idle = slot < 0
+    if is_idle and (block + tile > 0):
+        return
+    own = tl.where(has_none, 0, slot).to(tl.int64)
+    part = 0
+    first = tile * BN
+    end = N // 2
+    if not GATED:
+        before = 0
+        for p in tl.static_range(0, PARTS):
+            begin, stop = tl.load(starts_ptr + p), tl.load(starts_ptr + p + 1)
+            count = (stop - begin + BN - 1) // BN
+            is_here = (tile >= before) & (tile < before + count)
+            part = tl.where(is_here, p, part)
+            first = tl.where(is_here, begin + (tile - before) * BN, first)
+            end = tl.where(is_here, stop, end)
+            before += count
+    column = first + tl.arange(0, BN)
+    is_column = column < end
+    tokens = tl.load(order_ptr + block * BM + tl.arange(0, BM))
+    is_token = (tokens < n) & (not is_idle)
+    has_adapter = is_token & (not has_none)
+    rows = tokens.to(tl.int64)
+    r = tl.arange(0, BR)
+    b_ptrs = b_ptr + (own * N + column[:, None]) * RANK + r[None, :]
+    is_inside = is_column[:, None] & (r < RANK)[None, :]
+    b = tl.load(b_ptrs, mask=is_inside, other=0.0)
+    at = rows[None, :] * R + part * RANK + r[:, None]
+    mask = is_column[:, None] & is_token[None, :]
+    y_ptrs = y_ptr + rows[None, :] * N + column[:, None]
+    if GATED:
+        u = tl.load(b_ptrs + N // 2 * RANK, mask=is_inside, other=0.0)
+        wait_for_previous(PDL)
+        gate = _product(b, h_ptr, b_ptrs, at, is_column, has_adapter, r, n, R, RANK, PIECES, BN, BM, BR)
+        u_ptrs = b_ptrs + N // 2 * RANK
+        up = _product(
+            u, h_ptr, u_ptrs, at + (PARTS - 1) * RANK, is_column, has_adapter, r, n, R, RANK, PIECES, BN, BM, BR
+        )
+        gate += tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
+        up += tl.load(y_ptrs + N // 2, mask=mask, other=0.0).to(tl.float32)
+        gated = activate_and_multiply(gate, up, ACTIVATION)
+        tl.store(out_ptr + rows[None, :] * (N // 2) + column[:, None], gated.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        wait_for_previous(PDL)
+        y = _product(b, h_ptr, b_ptrs, at, is_column, has_adapter, r, n, R, RANK, PIECES, BN, BM, BR)
+        y += tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_ptr + rows[None, :] * N + column[:, None], y.to(out_ptr.dtype.element_ty), mask=mask)
