@@ -18,7 +18,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
@@ -65,7 +65,8 @@ class Diagnosis:
     version: str
     findings: list[Finding]
     choices: dict[str, Any]
-    """What an engine with default settings would take: device, weights, dtype, threads, attention, kv_cache_bytes."""
+    """What an engine with default settings would take: device, weights, dtype, threads, attention, kv_cache_bytes.
+    Nothing after an error."""
 
     @property
     def ok(self) -> bool:
@@ -91,8 +92,8 @@ def diagnose(version: str = "", model: EngineConfig | None = None) -> Diagnosis:
     findings[2:2] = devices
     if model is not None and not isinstance(report, Finding):
         findings.append(_model(model, report))
-    choices = {} if isinstance(report, Finding) else report["choices"]
-    return Diagnosis(version, findings, choices)
+    found = Diagnosis(version, findings, {} if isinstance(report, Finding) else report["choices"])
+    return found if found.ok else replace(found, choices={})
 
 
 # -- Python and packages

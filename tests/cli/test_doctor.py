@@ -115,7 +115,7 @@ def test_this_machine_and_a_model_in_one_page_and_without_torch_in_the_process(t
     ]
     kernels = told["findings"][names.index("CPU kernels")]
     assert kernels["status"] == "ok" and re.match(r"llvmlite [\d.]+; (AVX2|NEON)", kernels["found"])
-    assert "a GGUF's matrices stay its codes" in kernels["found"]
+    assert "matrices stay codes, fewer bytes than 16 bits: a GGUF's, AWQ's" in kernels["found"]
     assert told["choices"]["attention"] == "torch", "of bfloat16"
     found = told["findings"][-1]["found"]
     assert "attention and MLP: bfloat16, 0.1 MB" in found and "KV 256 bytes a token" in found

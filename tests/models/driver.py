@@ -62,6 +62,7 @@ def build(
         stored=tensor_names(source),
         dequantises=dequantises,
         is_compiled=is_compiled,
+        folder=source.path,
     )
     return build_model(read_config(source.hf_config), formats)
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import random
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,12 +99,19 @@ def awq(name: str, weight: torch.Tensor, group: int = 32) -> tuple[Tensors, torc
 
 
 def gptq(
-    name: str, weight: torch.Tensor, bits: int = 4, group: int = 32, less: int = 1, sym: bool = False, act: bool = False
+    name: str,
+    weight: torch.Tensor,
+    bits: int = 4,
+    group: int = 32,
+    less: int = 1,
+    sym: bool = False,
+    act: bool = False,
+    seed: int = 0,
 ) -> tuple[Tensors, torch.Tensor]:
     k = weight.shape[1]
     group = k if group < 0 else group
-    # Matrices of one input have one order.
-    order = torch.randperm(k, generator=torch.Generator().manual_seed(k)) if act else None
+    # Matrices of one input have one order, unless their seeds differ.
+    order = torch.randperm(k, generator=torch.Generator().manual_seed(k + seed)) if act else None
     own = grouped(weight, bits, group, symmetric=sym, order=order)
     tensors = {
         f"{name}.qweight": packed(own.codes.t(), bits, 0),
@@ -205,6 +213,10 @@ KINDS: dict[str, tuple[Writer, dict[str, Any]]] = {
     "gptq, whole rows": (lambda n, w: gptq(n, w, group=-1), of_gptq(group_size=-1, desc_act=True)),
     "gptq_v2": (lambda n, w: gptq(n, w, less=0), of_gptq(checkpoint_format="gptq_v2")),
     "gptq, act-order": (lambda n, w: gptq(n, w, act=True), of_gptq(desc_act=True)),
+    "gptq, act-order of each": (
+        lambda n, w: gptq(n, w, act=True, seed=zlib.crc32(n.encode())),
+        of_gptq(desc_act=True),
+    ),
     "int4": (integers, compressed(PACK)),
     "int4, zeros": (lambda n, w: integers(n, w, sym=False), compressed(PACK, symmetric=False)),
     "int4, act-order": (lambda n, w: integers(n, w, act=True), compressed(PACK, actorder="group")),
@@ -472,25 +484,20 @@ def test_rules_of_gptqmodel(copied: Callable[..., Path]) -> None:
 
 
 WRONG: dict[str, tuple[str, Callable[[Tensors], object], str]] = {
-    "negative": ("awq", lambda t: t[f"{DOWN}.scales"].neg_(), r"down_proj\.\w+, or .*: scales has a scale that is neg"),
-    "infinite": ("gptq", lambda t: t[f"{DOWN}.scales"].fill_(torch.inf), r"down_proj\.\w+, or .*: scales has a scale"),
-    "nan": ("int4", lambda t: t[f"{DOWN}.weight_scale"].fill_(torch.nan), r"down_proj\.\w+, or .*: weight_scale has"),
+    "negative": (
+        "awq",
+        lambda t: t[f"{DOWN}.scales"].neg_(),
+        r"/llama-0: \S+\.down_proj\.scales has a scale that is neg",
+    ),
+    "infinite": ("gptq", lambda t: t[f"{UP}.scales"].fill_(torch.inf), r"up_proj\.scales has a scale that is negative"),
+    "nan": ("int4", lambda t: t[f"{UP}.weight_scale"].fill_(torch.nan), r"up_proj\.weight_scale has a scale that is"),
     "nan in e4m3": ("nvfp4", lambda t: t[f"{DOWN}.weight_scale"].view(torch.uint8).fill_(127), "weight_scale has a sc"),
     "nan in e8m0": ("mxfp4", lambda t: t[f"{DOWN}.weight_scale"].fill_(255), "weight_scale has a scale"),
     "zero to divide by": ("nvfp4", lambda t: t[f"{DOWN}.weight_global_scale"].zero_(), "weight_global_scale has a sc"),
-    "rows' scale": ("int8, tensor", lambda t: t[f"{DOWN}.weight_scale"].neg_(), r"down_proj\.\w+, or .*: weight_scale"),
-    "g_idx": ("gptq, act-order", lambda t: t[f"{DOWN}.g_idx"].add_(1), r"down_proj\.\w+, or .*: g_idx names a group"),
-    "g_idx below": ("gptq, act-order", lambda t: t[f"{DOWN}.g_idx"].sub_(1), "g_idx names a group"),
-    "g_idx of parts": (
-        "gptq, act-order",
-        lambda t: t[f"{UP}.g_idx"].copy_(t[f"{UP}.g_idx"].flip(0)),
-        "are not the same",
-    ),
-    "order": (
-        "gptq",
-        lambda t: t[f"{DOWN}.g_idx"].copy_(t[f"{DOWN}.g_idx"].flip(0)),
-        "desc_act of config.json is false",
-    ),
+    "rows' scale": ("int8, tensor", lambda t: t[f"{DOWN}.weight_scale"].neg_(), r"down_proj\.weight_scale has a scale"),
+    "g_idx": ("gptq, act-order", lambda t: t[f"{UP}.g_idx"].add_(1), r"up_proj\.g_idx names a group that is none"),
+    "g_idx below": ("gptq, act-order", lambda t: t[f"{DOWN}.g_idx"].sub_(1), r"down_proj\.g_idx names a group"),
+    "order": ("gptq", lambda t: t[f"{DOWN}.g_idx"].copy_(t[f"{DOWN}.g_idx"].flip(0)), r"down_proj\.g_idx has an order"),
     "no scale": ("int4", lambda t: t.pop(f"{DOWN}.weight_scale"), r"lacks a tensor .*down_proj\.weight_scale"),
     "no zeros": ("awq", lambda t: t.pop(f"{DOWN}.qzeros"), r"lacks a tensor .*down_proj\.qzeros"),
     "truncated": (
@@ -509,6 +516,60 @@ WRONG: dict[str, tuple[str, Callable[[Tensors], object], str]] = {
         "is stored as F32.*it is U8",
     ),
 }
+
+
+CONTRADICTIONS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "zeros": ("int4, zeros", compressed(PACK), r"weight_zero_point has zeros, .* symmetric: fetch"),
+    "order": ("int4, act-order", compressed(PACK), r"weight_g_idx has an order of columns, and by the quantization_c"),
+    "gptq's zeros": ("gptq", of_gptq(sym=True), r"llama-0: \S+\.qzeros has zeros that are not symm.*says sym=true"),
+    "gptq's version": ("gptq_v2", of_gptq(sym=True), r"\.qzeros has zeros that are not symmetric"),
+    "awq's zeros": (
+        "awq",
+        {**AWQ, "zero_point": False},
+        r"\.qzeros has zeros that are not symm.*says zero_point=false",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CONTRADICTIONS)
+def test_tensors_that_say_more_than_the_config_are_refused(what: str, copied: Callable[..., Path]) -> None:
+    kind, config, message = CONTRADICTIONS[what]
+    folder = copied()
+    write(folder, kind, config=config)
+    with pytest.raises(ModelLoadError, match=message):
+        load(source_of(folder))
+
+
+def test_a_matrix_that_is_there_twice_is_refused(copied: Callable[..., Path]) -> None:
+    folder = copied()
+    write(folder, "gptq", lambda t: t.update({f"{UP}.weight": torch.ones(128, 64)}))
+    with pytest.raises(ModelLoadError, match=r"has both \S+up_proj\.weight and \S+up_proj\.qweight, and"):
+        load(source_of(folder))
+
+
+def test_tensors_that_say_no_more_than_the_config(copied: Callable[..., Path], caplog: Any) -> None:
+    """As older versions of llm-compressor and AutoGPTQ write them."""
+
+    def more(tensors: Tensors) -> None:
+        for name in [name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")]:
+            rows, groups = tensors[f"{name}.weight_scale"].shape
+            tensors[f"{name}.weight_zero_point"] = torch.zeros(rows, groups, dtype=torch.int8)
+            tensors[f"{name}.weight_g_idx"] = torch.arange(32 * groups, dtype=torch.int32) // 32
+            tensors[f"{name}.bias"] = torch.zeros(rows)
+
+    folder, plain, ordered = copied(), copied(), copied()
+    save_file(write(folder, "int4", more), plain / "model.safetensors")
+    check_near(logits(folder), logits(plain))
+    with caplog.at_level("WARNING", logger="aengine"):
+        load(source_of(folder))
+    assert "does not use" not in caplog.text
+
+    def unordered(tensors: Tensors) -> None:
+        more(tensors)
+        tensors |= {name: g_idx.fill_(-1) for name, g_idx in tensors.items() if name.endswith("g_idx")}
+
+    write(ordered, "int4", unordered, config=compressed(PACK, actorder="group"))
+    check_near(logits(ordered), logits(plain))
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -560,7 +621,8 @@ def test_codes_without_a_config_are_told(kind: str, copied: Callable[..., Path])
         (compressed("marlin-24"), "format 'marlin-24'"),
         (compressed(PACK, group_size=48), r"layers\.0\.\S+ in int4: .*48 columns"),
         ({**compressed(PACK), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config has weights"),
-        ({**compressed(PACK), "config_groups": {}}, "config_groups=.* names no matrices"),
+        ({**compressed(PACK), "config_groups": {}}, "config_groups=.* names no matrices .*: give the checkpoint in 16"),
+        ({"quant_method": "compressed-tensors"}, "config_groups=None names no matrices"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, r"config.json: modelopt\)"),
         (
             {"quant_method": "bitsandbytes", "load_in_4bit": True},
@@ -570,6 +632,7 @@ def test_codes_without_a_config_are_told(kind: str, copied: Callable[..., Path])
 )
 def test_what_no_format_reads_is_refused(config: dict[str, Any], message: str, copied: Callable[..., Path]) -> None:
     folder = copied()
+    message = rf"{folder}\S*: .*{message}"
     kind = {"awq": "awq", "gptq": "gptq", "compressed-tensors": "int4"}.get(config["quant_method"])
     if kind is None:
         set_config(folder, config)

@@ -14,6 +14,7 @@ from ...kernels.expert_types import ExpertGate, ExpertPlan
 from ..distributed.shares import NOTHING, Part, Share, part_of, sizes
 from ..weights.expert_weights import ExpertWeights
 from ..weights.packed_experts import PackedLayout
+from ..weights.quantised.matrices import UNQUANTISED
 from ..weights.scope import WeightScope
 from ..weights.weight import Norm, NotMultiplied, StoredTensor
 from .linear import Features, drop, part_of_matrix, shape_on_rank, shares_of, turned
@@ -76,8 +77,9 @@ class ExpertLinear:
         form, *others = {scope.format_of(f"0.{name}") for name in parts}
         if others:
             raise ModelLoadError(
-                f"quantization_config of config.json: of experts' {', '.join(parts)}, which are multiplied together, "
-                f"only some are quantised, which aengine does not read"
+                f"{scope.formats.folder}/config.json: quantization_config: of the experts {scope.name_of('*')}, "
+                f"{' and '.join(parts)} are multiplied together and quantised in two ways, which aengine does not "
+                f"read: {UNQUANTISED}"
             )
         in_features = sizes(columns)[1]
         pieces: list[_Piece] = []  # pieces of each expert of this rank
@@ -121,6 +123,7 @@ class ExpertLinear:
                     room,
                     kept=stored.kept,
                     drawn=stored.drawn,
+                    fault=stored.fault,
                 )
 
     def _put_one(self, expert: int, tensor: Tensor) -> None:
@@ -158,7 +161,8 @@ class ExpertLinear:
                 continue
             part = part_of((experts,), 0, experts.total) or self._part_of_packed(stored, rows, columns)
             put = partial(self._put_packed, kept, stored.suffix, num_wanted, layout)
-            scope.want(*what, put, stored.num_parameters, part, on_host=True, kept=stored.kept, drawn=stored.drawn)
+            count, of_codes, drawn, fault = stored.num_parameters, stored.kept, stored.drawn, stored.fault
+            scope.want(*what, put, count, part, on_host=True, kept=of_codes, drawn=drawn, fault=fault)
 
     def _part_of_packed(self, stored: StoredTensor, rows: Sequence[Share], columns: Sequence[Share]) -> Part | None:
         """Return the part of a tensor of all experts; None, with ``_cut`` set, where ranks' columns meet within its

@@ -16,7 +16,7 @@ from ...kernels.activation import Activation, Gated, computed
 from ...kernels.rms_norm import add_rms_norm
 from ..distributed.shares import NOTHING, Part, Share, part_of, sizes
 from ..weights.scope import WeightScope
-from ..weights.weight import JoinedTensors, Norm, StoredTensor, Weight, WeightFormat
+from ..weights.weight import JoinedTensors, Norm, OrdersDiffer, StoredTensor, Weight, WeightFormat
 
 __all__ = ["Features", "Linear", "drop", "part_of_matrix", "shape_on_rank", "shares_of", "turned"]
 
@@ -117,7 +117,8 @@ class Linear:
                 if room is not None and stored.turned:
                     room = turned(room)
                 put = partial(self._put, piece, stored)
-                scope.want(*what, put, stored.num_parameters, part, room, kept=stored.kept, drawn=stored.drawn)
+                count, kept, drawn, fault = stored.num_parameters, stored.kept, stored.drawn, stored.fault
+                scope.want(*what, put, count, part, room, kept=kept, drawn=drawn, fault=fault)
                 piece.num_tensors += 1
 
     def _put(self, piece: _Piece, stored: StoredTensor, tensor: Tensor) -> None:
@@ -128,7 +129,11 @@ class Linear:
             is_last = piece.num_come == piece.num_tensors
         if not is_last:
             return
-        made = piece.format.make(piece.joined.tensors)
+        try:
+            made = piece.format.make(piece.joined.tensors)
+        except OrdersDiffer:  # each multiplies by itself
+            first, *others = map(piece.format.make, piece.joined.of_parts())
+            made = first.above(others)
         piece.joined.tensors, piece.num_come = {}, 0
         if piece.weight is not None:
             piece.weight.copy_from(made)

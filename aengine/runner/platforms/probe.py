@@ -54,7 +54,8 @@ def probe(model: EngineConfig | None = None) -> dict[str, Any]:
     }
     if not report["compiler_problem"]:
         found = f"llvmlite {importlib.metadata.version('llvmlite')}; {', '.join(instructions())}"
-        report["compiler"] = f"{found}: a GGUF's matrices stay its codes, which are fewer bytes than 16 bits"
+        codes = "a GGUF's, AWQ's, GPTQ's without act-order and compressed-tensors' INT4 and INT8, NVFP4 and MXFP4"
+        report["compiler"] = f"{found}: matrices stay codes, fewer bytes than 16 bits: {codes}"
     gpu = CudaPlatform.find("cuda")
     if isinstance(gpu, Unavailable):
         report["gpu_problem"] = gpu.reason

@@ -135,6 +135,7 @@ def _formats(
         stored=tensor_names(source),
         dequantises=config.on_unsupported_format == "dequantise",
         is_compiled=model_config.implementation == "native" and bool(platform.compiled_types),
+        folder=source.path,
     )
 
 

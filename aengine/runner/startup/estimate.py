@@ -62,6 +62,7 @@ def estimate(config: EngineConfig) -> dict[str, Any]:
             stored=tensor_names(source),
             dequantises=config.on_unsupported_format == "dequantise",
             is_compiled=model_config.implementation == "native" and bool(platform.compiled_types),
+            folder=source.path,
         )
         model = build_model(model_config, formats)
         if model.weights.names is not None:
@@ -81,12 +82,17 @@ def estimate(config: EngineConfig) -> dict[str, Any]:
     return {
         "device": str(platform.device),
         "line": line_of(groups),
-        "formats": {"weights": formats.name, **formats.precision},
+        "formats": {"weights": _formats_of(groups), **formats.precision},
         "weight_bytes": weight_bytes,
         "room": room,
         "kv_bytes_per_token": round(per_token),
         "kv_tokens": int(max(0, budget) * config.num_ranks // per_token) if per_token else 0,
     }
+
+
+def _formats_of(groups: list[TensorsOfAKind]) -> str:
+    """Each format that matrices will be kept in, once."""
+    return ", ".join(dict.fromkeys(form for group in groups for form in group.format.split(", ") if form))
 
 
 def _of_encoder(config: EngineConfig) -> dict[str, Any]:

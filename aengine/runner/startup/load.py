@@ -111,6 +111,7 @@ def _load(
         tensor_names(checkpoint),
         config.on_unsupported_format == "dequantise",
         is_compiled=model_config.implementation == "native" and bool(platform.compiled_types),
+        folder=checkpoint.path,
     )
     if model_config.implementation == "transformers" and formats.quantised is not None:
         raise ModelLoadError(
@@ -122,16 +123,15 @@ def _load(
         agree_on_plan(group)
     model_config.check_device(platform.device, formats.dtype)
     max_batched = config.max_num_batched_tokens or platform.default_batched_tokens
-    most = (max_batched, config.max_logits, config.steps_in_flight)
-    link = open_link(rank, platform, StepSizes(model_config.hidden_size, formats.dtype, *most))
+    sizes = model_config.hidden_size, formats.dtype, max_batched, config.max_logits, config.steps_in_flight
+    link = open_link(rank, platform, StepSizes(*sizes))
     model = build_model(model_config, formats, group, stage_of(rank), experts_group)
     attention = platform.choose_attention(config, model_config, formats.dtype)
     weights = load_weights(model, checkpoint, config.seed, progress, platform.memory)
     proposer = load_proposer(config, Target(model, checkpoint, platform, dtype, group, rank.pp_size), progress)
     where = checkpoint, model_config.hidden_size, platform.device
     vectors = head.vectors(*where) if head.labels else _vectors(config, checkpoint, platform.device)
-    tensors = tensors_of(model, checkpoint)
-    logger.info("weights on %s: %s", platform.device, line_of(tensors))
+    logger.info("weights on %s: %s", platform.device, line_of(tensors := tensors_of(model, checkpoint)))
     setup = RunnerSetup(
         config=config,
         model_config=model_config,

@@ -19,7 +19,7 @@ To add a format of a quantization_config, write its file and name it in `_QUANTI
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -78,6 +78,7 @@ class WeightFormats:
     dequantises: bool = False  # what a GPU can't multiply becomes plain numbers, else it is an error
     is_compiled: bool = False  # compiled kernels multiply, on a CPU, and weights give rows of their matrices
     has_coded_x: bool = False  # these round activations to 16 bits beside codes
+    folder: str = ""  # the checkpoint's, which errors name
 
     @property
     def name(self) -> str:
@@ -107,6 +108,7 @@ def choose_formats(
     dequantises: bool = False,
     is_compiled: bool = False,
     is_encoder: bool = False,
+    folder: str = "",
 ) -> WeightFormats:
     """Return the formats for the setting ``dtype`` on a device, see the table above.
 
@@ -120,6 +122,7 @@ def choose_formats(
         is_compiled: the device is a CPU that has compiled kernels, for `COMPILED_DTYPES`
         is_encoder: a step has many tokens, whose products are bound by computing: of 16 bits, compiled kernels multiply
             int16 where the processor does that faster
+        folder: of the checkpoint, for errors
 
     Raises:
         ModelLoadError: the checkpoint is quantised in a way that no format reads, or float16 was asked for on a CPU
@@ -128,7 +131,8 @@ def choose_formats(
     plain: WeightFormat
 
     def quantised(plain: WeightFormat) -> QuantisedMatrices | None:
-        return packed or _quantised(Asked({}, "", plain, device, stored, dequantises), hf_config or {}, quantization)
+        asked = Asked({}, folder, plain, device, stored, dequantises)
+        return packed or _quantised(asked, hf_config or {}, quantization)
 
     if is_compiled and dtype in COMPILED_DTYPES:
         from ...kernels.cpu.compiler.target import host
@@ -139,12 +143,13 @@ def choose_formats(
         plain = CompiledFormat(kept, as_int16=as_int16)
         coded = as_int16 or (packed is not None and dtype == "auto" and packed.name != "")
         own = quantised(plain)
-        return WeightFormats(torch.float32, kept, plain, own, policy=policy, is_compiled=True, has_coded_x=coded)
+        compiled = WeightFormats(torch.float32, kept, plain, own, policy=policy, is_compiled=True, has_coded_x=coded)
+        return replace(compiled, folder=folder)
     if device.type == "cpu" and dtype in ("auto", "float16"):
         if float16_cpu.has_fbgemm():
             float16_cpu.float16_plan()  # now, while nothing else runs that would disturb its measurement
             plain = float16_cpu.Float16Format()
-            return WeightFormats(torch.float32, torch.float16, plain, quantised(plain), policy=policy)
+            return WeightFormats(torch.float32, torch.float16, plain, quantised(plain), policy=policy, folder=folder)
         if dtype == "float16":
             raise ModelLoadError(
                 "dtype='float16' on a CPU needs FBGEMM, which torch has for x86-64 with AVX2 only: use dtype='auto', "
@@ -153,7 +158,8 @@ def choose_formats(
         dtype = "float32"
     torch_dtype: torch.dtype = getattr(torch, "bfloat16" if dtype == "auto" else dtype)
     plain = PlainFormat(torch_dtype)
-    return WeightFormats(torch_dtype, torch_dtype, plain, quantised(plain), device, policy, dequantises=dequantises)
+    own = quantised(plain)
+    return WeightFormats(torch_dtype, torch_dtype, plain, own, device, policy, dequantises=dequantises, folder=folder)
 
 
 def _quantised(asked: Asked, hf_config: Mapping[str, Any], quantization: str) -> QuantisedMatrices | None:
@@ -173,13 +179,15 @@ def _read_quantization(asked: Asked, hf_config: Mapping[str, Any]) -> QuantisedM
         how = how if isinstance(how, Mapping) else {}
         if how.get("quant_method") == "mxfp4":  # experts alone (packed_experts.py)
             continue
-        own = asked._replace(config=how, where=f"config.json: {key}")
+        where = f"{asked.where}/config.json" if asked.where else "config.json"
+        own = asked._replace(config=how, where=f"{where}: {key}")
         for read in _QUANTISED:
             if (found := read(own)) is not None:
-                return found
-        method = f"{how.get('quant_method') or how.get('format') or 'unknown method'!s:.80}"
+                return found if found.name else None
+        method = f"{how.get('quant_method') or how.get('format') or 'no quant_method'!s:.80}"
         raise ModelLoadError(
-            f"the weights are quantised ({key} of config.json: {method}), and of quantised checkpoints aengine reads "
-            f"GGUF, FP8, compressed-tensors, AWQ, GPTQ and ModelOpt's NVFP4: {UNQUANTISED}"
+            f"{asked.where or 'the checkpoint'}: the weights are quantised ({key} of config.json: {method}) in a way "
+            f"that aengine does not read; it reads GGUF, FP8, compressed-tensors, AWQ, GPTQ and ModelOpt's NVFP4: "
+            f"{UNQUANTISED}"
         )
     return None

@@ -116,7 +116,8 @@ def _kept(
     if key not in seen:
         size = _bytes_of_codes(form, kind == "experts", formats)
         is_codes = size < plain.size
-        named = f"{form.name} as codes" if is_codes else f"{form.name} -> {plain.format}"
+        was = f"{form.name} with act-order" if getattr(form, "mixes_columns", False) else form.name
+        named = f"{was} as codes" if is_codes else f"{was} -> {plain.format}"
         seen[key] = _Kept(named, size, size) if is_codes else plain._replace(format=named)
     return seen[key]
 

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from ...checkpoint.gguf_file import GGML_TYPES
 from ...kernels.grouped_codes import GroupedCodes, pack, unpack_halves, values
+from .quantised import faults
 from .quantised.gguf import GgufFormat
 from .quantised.grouped import CodedExperts
-from .quantised.unpacked import checked_scale, codes_of_bytes, log_dequantised
+from .quantised.unpacked import codes_of_bytes, log_dequantised
 from .weight import RANDOM_EXPONENTS, ExpertWeights, NotMultiplied, StoredTensor
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class Mxfp4Experts(PackedLayout):
         shape, count = (num_experts, out_features, in_features // _GROUP), num_experts * out_features * in_features
         return [
             StoredTensor("_blocks", (*shape, 16), torch.uint8, count, 1, 2, kept=self.kept(dtype)),
-            StoredTensor("_scales", shape, torch.uint8, 0, 1, 2, drawn=RANDOM_EXPONENTS),
+            StoredTensor("_scales", shape, torch.uint8, 0, 1, 2, drawn=RANDOM_EXPONENTS, fault=faults.of_exponents),
             *_bias(num_experts, out_features, has_bias, dtype),
         ]
 
@@ -127,7 +128,7 @@ class Mxfp4Codes(Mxfp4Experts):
         return {"codes": codes, "scale": tensors["_scales"], **_bias_of(tensors)}
 
     def _codes(self, tensors: Mapping[str, Tensor]) -> GroupedCodes:
-        scale = checked_scale(tensors["scale"].view(torch.float8_e8m0fnu), "scales")
+        scale = tensors["scale"].view(torch.float8_e8m0fnu)
         return GroupedCodes("e2m1", tensors["codes"], scale, _GROUP)
 
 

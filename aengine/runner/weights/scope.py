@@ -21,7 +21,7 @@ from ..distributed.stage import WHOLE, PipelineStage
 from .formats import WeightFormats
 from .quantised.matrices import UNQUANTISED
 from .step_rows import ROWS_UNSEEN
-from .weight import Drawn, NotMultiplied, RowTiledFormat, StoredTensor, WeightFormat
+from .weight import Drawn, Fault, NotMultiplied, RowTiledFormat, StoredTensor, WeightFormat
 
 _MOST_TENSORS = 1 << 19  # models of a trillion parameters have 70,000
 
@@ -43,6 +43,7 @@ class Place(NamedTuple):
     on_host: bool = False  # `put` takes it where it was read, and copies it to the device itself
     kept: torch.dtype | None = None  # dtype in which `put` keeps its parameters, if that is another one
     drawn: Drawn | None = None  # see `StoredTensor`
+    fault: Fault | None = None
 
     @property
     def own_shape(self) -> tuple[int, ...]:
@@ -162,7 +163,8 @@ class WeightScope:
             return form.tensors(out_features, in_features, has_bias)
         except ValueError as error:
             cure = "" if isinstance(error, NotMultiplied) else f"; {UNQUANTISED}"
-            raise ModelLoadError(f"{self._prefix}{name} in {form.name}: {error}{cure}") from error
+            where = f"{self.formats.folder}: " if self.formats.folder else ""
+            raise ModelLoadError(f"{where}{self._prefix}{name} in {form.name}: {error}{cure}") from error
 
     def want(
         self,
@@ -176,11 +178,12 @@ class WeightScope:
         on_host: bool = False,
         kept: torch.dtype | None = None,
         drawn: Drawn | None = None,
+        fault: Fault | None = None,
     ) -> None:
         """Request the tensor ``name``, which the loader passes to ``put``: all of it, or that ``part``; see `Place`.
         ``num_parameters``: None: its elements."""
         if len(self.places) >= _MOST_TENSORS:
             raise ModelLoadError(f"config.json: its layers and experts have more than {_MOST_TENSORS} tensors")
         count = prod(shape) if num_parameters is None else num_parameters
-        place = Place(self._prefix + name, shape, dtype, count, put, part, room, on_host, kept, drawn)
+        place = Place(self._prefix + name, shape, dtype, count, put, part, room, on_host, kept, drawn, fault)
         self.places.setdefault(place.name, []).append(place)

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from threading import Lock
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -30,10 +31,12 @@ __all__ = [
     "RANDOM_WEIGHT",
     "Drawn",
     "ExpertWeights",
+    "Fault",
     "JoinedTensors",
     "MultipliedExperts",
     "Norm",
     "NotMultiplied",
+    "OrdersDiffer",
     "RowTiledFormat",
     "RowTiledWeight",
     "StoredTensor",
@@ -50,6 +53,9 @@ RANDOM_WEIGHT = 0.04
 
 Drawn: TypeAlias = tuple[float, float] | Callable[[], Tensor]
 """What a tensor of random weights has: numbers between two, rounded to bfloat16, or what a function makes."""
+
+Fault: TypeAlias = Callable[[Tensor], str]
+"""Says what is wrong with a tensor as it comes, in words that follow its name; "": nothing."""
 
 
 RANDOM_EXPONENTS = (119.0, 121.0)
@@ -210,6 +216,10 @@ class NotMultiplied(ValueError):
     """The tensors are right, and this device can't multiply them in their format; the message says what helps."""
 
 
+class OrdersDiffer(ValueError):
+    """The tensors are right, and of matrices that have other orders of columns: each makes a weight of its own."""
+
+
 class StoredTensor(NamedTuple):
     """A tensor of those in which a checkpoint keeps a matrix."""
 
@@ -222,6 +232,7 @@ class StoredTensor(NamedTuple):
     kept: torch.dtype | None = None  # dtype in which its parameters are kept in memory, if that is another one
     turned: bool = False  # the checkpoint has it as [in, out], memory as [out, in]
     drawn: Drawn | None = None  # if weights are random; None: small numbers, or any codes of the dtype
+    fault: Fault | None = None
 
 
 class WeightFormat(Protocol):
@@ -258,20 +269,28 @@ class JoinedTensors:
 
     def __init__(self, device: torch.device) -> None:
         self.tensors: dict[str, Tensor] = {}
-        self._num_rows: dict[str, int] = {}
+        self._ends: dict[str, list[int]] = {}  # where the rows of each matrix end
         self._device = device
         self._lock = Lock()  # several threads may load
 
     def add(self, suffix: str, shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], Tensor]:
         """Add rows below those of the suffix so far; returns what gives their memory, once all have been added."""
-        begin = self._num_rows.get(suffix, 0)
-        self._num_rows[suffix] = begin + shape[0]
-        return partial(self._room, suffix, begin, shape, dtype)
+        ends = self._ends.setdefault(suffix, [0])
+        ends.append(ends[-1] + shape[0])
+        return partial(self._room, suffix, ends[-2], shape, dtype)
+
+    def of_parts(self) -> list[dict[str, Tensor]]:
+        """Return the tensors of each matrix, once all have come."""
+        split = {
+            suffix: tensor.split([b - a for a, b in pairwise(self._ends[suffix])])
+            for suffix, tensor in self.tensors.items()
+        }
+        return [dict(zip(split, part, strict=True)) for part in zip(*split.values(), strict=True)]
 
     def _room(self, suffix: str, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         with self._lock:
             if suffix not in self.tensors:
-                whole = (self._num_rows[suffix], *shape[1:])
+                whole = (self._ends[suffix][-1], *shape[1:])
                 self.tensors[suffix] = torch.empty(whole, dtype=dtype, device=self._device)
         return self.tensors[suffix][begin : begin + shape[0]]
 

@@ -25,11 +25,12 @@ from torch import Tensor
 
 from ....checkpoint.value_reader import ValueReader
 from ..weight import StoredTensor, WeightFormat, random_scales
+from . import faults
 from .fp4 import Fp4Format
 from .fp8 import Fp8Format
 from .int8 import Int8Format
-from .matrices import Asked, PlainMatrices, Rules, first_rule, ignored_matrices, whole_names
-from .unpacked import UnpackedCodes, UnpackedFormat, checked_scale, codes_of_words, order_of_columns, random_g_idx
+from .matrices import UNQUANTISED, Asked, PlainMatrices, Rules, first_rule, ignored_matrices, whole_names
+from .unpacked import UnpackedCodes, UnpackedFormat, codes_of_words, order_of_columns, random_g_idx
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +78,21 @@ class GroupFormat(UnpackedFormat):
         num_groups = in_features // group
         in_dim = 1 if self.group_size and num_groups > 1 and not self.is_ordered else None
         scales = ((), None, None) if self.group_size == 0 else ((out_features, num_groups), 0, in_dim)
-        drawn = random_scales(1 << self.bits - 1)
-        found = [codes, StoredTensor("weight_scale", scales[0], torch.float32, 0, scales[1], scales[2], drawn=drawn)]
+        scale = StoredTensor("weight_scale", scales[0], torch.float32, 0, scales[1], scales[2], fault=faults.of_scale)
+        found = [codes, scale._replace(drawn=random_scales(1 << self.bits - 1))]
         if self.has_zeros and self.is_packed:
             words = (out_features // per_word, num_groups)
             found.append(StoredTensor("weight_zero_point", words, torch.int32, 0, 0, in_dim))
         elif self.has_zeros:
             found.append(StoredTensor("weight_zero_point", scales[0], torch.int8, 0, *scales[1:]))
         if self.is_ordered:
-            g_idx = partial(random_g_idx, in_features, group, True)
-            found.append(StoredTensor("weight_g_idx", (in_features,), torch.int32, 0, None, 0, drawn=g_idx))
+            drawn, fault = partial(random_g_idx, in_features, group, True), partial(_fault_of_order, num_groups)
+            order = StoredTensor("weight_g_idx", (in_features,), torch.int32, 0, None, 0)
+            found.append(order._replace(drawn=drawn, fault=fault))
         return found
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> UnpackedCodes:
-        scale, zero = checked_scale(tensors["weight_scale"], "weight_scale"), None
+        scale, zero = tensors["weight_scale"], None
         codes = (
             codes_of_words(tensors["weight_packed"], self.bits, 1) if self.is_packed else _plus_128(tensors["weight"])
         )
@@ -99,14 +101,17 @@ class GroupFormat(UnpackedFormat):
         elif self.has_zeros:
             zero = _plus_128(tensors["weight_zero_point"])
         group = self.group_size or codes.shape[1]
-        of_column = None
-        if self.is_ordered:
-            of_column = order_of_columns(tensors["weight_g_idx"], codes.shape[1], scale.shape[1], group, "weight_g_idx")
+        of_column = order_of_columns(tensors["weight_g_idx"], codes.shape[1], group) if self.is_ordered else None
         if self.is_packed and self.bits == 4:
             return UnpackedCodes("int4" if zero is None else "uint4", codes, scale, group, zero, None, of_column)
         if zero is None:
             return UnpackedCodes("int8", codes.view(torch.int8) ^ -128, scale, group, None, None, of_column)
         return UnpackedCodes("uint8", codes, scale, group, zero, None, of_column)
+
+
+def _fault_of_order(num_groups: int, g_idx: Tensor) -> str:
+    """All -1 is how compressed-tensors begins, and means that there is no order."""
+    return "" if bool((g_idx == -1).all()) else faults.of_groups(g_idx, num_groups)
 
 
 def _plus_128(codes: Tensor) -> Tensor:
@@ -137,7 +142,8 @@ class GroupedMatrices(NamedTuple):
 def read_compressed(asked: Asked) -> GroupedMatrices | None:
     """Return what a quantization_config describes; None if its method is another one. Raises ModelLoadError."""
     values = asked.values
-    if values.raw("quant_method") not in (None, "compressed-tensors") or "config_groups" not in asked.config:
+    method = values.raw("quant_method")
+    if method not in (None, "compressed-tensors") or (method is None and "config_groups" not in asked.config):
         return None
     if values.mapping("transform_config"):
         raise asked.refusal("transform_config rotates the activations")
@@ -149,6 +155,8 @@ def read_compressed(asked: Asked) -> GroupedMatrices | None:
     groups = values.at("config_groups")
     for key in groups:
         group = groups.at(key)
+        if group.raw("weights") is None:
+            continue
         form = _format_of(asked, group, group.text("format") or values.text("format"), key)
         for target in group.texts("targets"):
             if target.startswith("re:"):
@@ -159,8 +167,8 @@ def read_compressed(asked: Asked) -> GroupedMatrices | None:
                 names.setdefault(target, form)
     in_order = dict(sorted(patterns.items()))  # as compressed-tensors takes them
     found = GroupedMatrices(names, asked.rules("config_groups: targets", in_order), others, ignored_matrices(asked))
-    if not found.name:
-        raise values.error("config_groups", "names no matrices")
+    if not found.name and values.raw("kv_cache_scheme") is None:
+        raise values.error("config_groups", f"names no matrices whose weights are quantised: {UNQUANTISED}")
     return found
 
 

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from ..weight import RANDOM_EXPONENTS, StoredTensor, random_scales
+from . import faults
 from .matrices import AllButIgnored, Asked, ignored_matrices
-from .unpacked import UnpackedCodes, UnpackedFormat, checked_scale, codes_of_bytes
+from .unpacked import UnpackedCodes, UnpackedFormat, codes_of_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,26 +46,27 @@ class Fp4Format(UnpackedFormat):
         dtype = torch.float8_e4m3fn if self.name == "nvfp4" else torch.uint8
         groups = (out_features, in_features // self._group)
         scales = (224, 448) if self.name == "nvfp4" else RANDOM_EXPONENTS
+        fault = faults.of_scale if self.name == "nvfp4" else faults.of_exponents
         count = out_features * in_features
         found = [
             StoredTensor(self.weight, (out_features, in_features // 2), torch.uint8, count, in_dim=1),
-            StoredTensor("weight_scale", groups, dtype, 0, in_dim=1, drawn=scales),
+            StoredTensor("weight_scale", groups, dtype, 0, in_dim=1, drawn=scales, fault=fault),
         ]
         if self.matrix_scale is not None:
             whole = random_scales(6 * 448)
             whole = (1 / whole[1], 1 / whole[0]) if self.divides else whole
-            found.append(StoredTensor(self.matrix_scale, (), torch.float32, 0, None, drawn=whole))
+            fault = faults.of_divisor if self.divides else faults.of_scale
+            found.append(StoredTensor(self.matrix_scale, (), torch.float32, 0, None, drawn=whole, fault=fault))
         return found
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> UnpackedCodes:
         codes, scale = codes_of_bytes(tensors[self.weight]), tensors["weight_scale"]
         if self.name == "mxfp4":
             scale = scale.view(torch.float8_e8m0fnu)
-        checked_scale(scale, "weight_scale")
         row_scale = None
         if self.matrix_scale is not None:
             row_scale = tensors[self.matrix_scale].float().expand(len(codes), 1).flatten().contiguous()
-            row_scale = checked_scale(row_scale.reciprocal() if self.divides else row_scale, self.matrix_scale)
+            row_scale = row_scale.reciprocal() if self.divides else row_scale
         return UnpackedCodes("e2m1", codes, scale, self._group, None, row_scale)
 
 

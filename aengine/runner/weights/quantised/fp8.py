@@ -27,10 +27,11 @@ from torch import Tensor
 from ....errors import ModelLoadError
 from ..expert_weights import SeparateExperts
 from ..weight import ExpertWeights, StoredTensor, Weight, WeightFormat, random_scales
+from . import faults
 from .grouped import CodedExperts, GroupedCodes, fits, grouped_weight
 from .matrices import AllButIgnored, Asked, ignored_matrices
 from .scaled import ScaledExperts, ScaledWeight
-from .unpacked import DequantisedExperts, checked_scale, log_dequantised
+from .unpacked import DequantisedExperts, log_dequantised
 
 __all__ = ["Fp8Format", "MadeFp8Format", "read_fp8_matrices"]
 
@@ -56,21 +57,28 @@ class Fp8Format:
         if self.block is not None and out_features % self.block[0]:
             raise ValueError(f"its {out_features} rows are no multiple of the {self.block[0]} of a block")
         shape, scales = (out_features, in_features), random_scales(_LARGEST)
-        found = [StoredTensor("weight", shape, torch.float8_e4m3fn, out_features * in_features, in_dim=1)]
+        found = [
+            StoredTensor(
+                "weight", shape, torch.float8_e4m3fn, out_features * in_features, in_dim=1, fault=faults.of_fp8
+            )
+        ]
         if self.block is not None:
             blocks = (out_features // self.block[0], -(-in_features // self.block[1]))
-            found.append(StoredTensor(self.scale, blocks, torch.float32, 0, in_dim=1, drawn=scales))
+            found.append(
+                StoredTensor(self.scale, blocks, torch.float32, 0, in_dim=1, drawn=scales, fault=faults.of_scale)
+            )
         elif self.of_rows:
-            found.append(StoredTensor(self.scale, (out_features, 1), torch.float32, 0, drawn=scales))
+            found.append(
+                StoredTensor(self.scale, (out_features, 1), torch.float32, 0, drawn=scales, fault=faults.of_scale)
+            )
         else:
-            found.append(StoredTensor(self.scale, (), torch.float32, 0, None, drawn=scales))
+            found.append(StoredTensor(self.scale, (), torch.float32, 0, None, drawn=scales, fault=faults.of_scale))
         if has_bias:
             found.append(StoredTensor("bias", (out_features,), torch.float32, out_features))
         return found
 
     def make(self, tensors: Mapping[str, Tensor]) -> Weight:
-        """Raises ValueError: a code is no number, or a scale negative or none."""
-        codes, bias, scale = tensors["weight"], tensors.get("bias"), self._checked(tensors)
+        codes, bias, scale = tensors["weight"], tensors.get("bias"), tensors[self.scale].float()
         if codes.device.type != "cpu" and self.block is None:
             rows = scale.expand(len(codes), 1).flatten().contiguous()
             return ScaledWeight(codes, rows, None if bias is None else bias.float(), self.quantises_x)
@@ -79,17 +87,11 @@ class Fp8Format:
         numbers = {"weight": self._numbers(tensors)}
         return self.plain.make(numbers if bias is None else {**numbers, "bias": bias})
 
-    def _checked(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the scale in float32. Raises ValueError as `make`."""
-        if bool((tensors["weight"].view(torch.uint8) & 0x7F == 0x7F).any()):
-            raise ValueError("a code in FP8 is no number")
-        return checked_scale(tensors[self.scale].float(), self.scale)
-
     def _codes(self, tensors: Mapping[str, Tensor]) -> GroupedCodes:
         """Return the matrix' codes with a scale a block."""
         assert self.block is not None
         rows, columns = self.block
-        return GroupedCodes("e4m3", tensors["weight"], self._checked(tensors).contiguous(), columns, rows=rows)
+        return GroupedCodes("e4m3", tensors["weight"], tensors[self.scale].float().contiguous(), columns, rows=rows)
 
     def _numbers(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """float32 [N, K]."""

@@ -23,8 +23,11 @@ from torch import Tensor
 
 from ....checkpoint.value_reader import ValueReader
 from ..weight import StoredTensor, random_scales
+from . import faults
 from .matrices import Asked, StoredMatrices, first_rule
-from .unpacked import UnpackedCodes, UnpackedFormat, checked_scale, codes_of_words, order_of_columns, random_g_idx
+from .unpacked import UnpackedCodes, UnpackedFormat, codes_of_words, order_of_columns, random_g_idx
+
+_WORDS = torch.int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ class GptqFormat(UnpackedFormat):
     group_size: int  # -1: all inputs are a group
     is_ordered: bool  # desc_act: inputs are not in the order of their groups
     zeros_less_one: bool
-    is_symmetric: bool  # random weights have the codes' middle as zeros; what files have is seen there
+    is_symmetric: bool | None  # zeros are the codes' middle; None: nothing says so, and the files may have others
     has_g_idx: bool = True  # in the files
     name: str = "gptq"
 
@@ -54,34 +57,29 @@ class GptqFormat(UnpackedFormat):
         num_groups = in_features // group
         of_groups = None if self.is_ordered or num_groups == 1 else 0  # the dimension that is divided with the inputs
         words, count = out_features // per_word, out_features * in_features
-        scales, g_idx = random_scales(1 << self.bits - 1), partial(random_g_idx, in_features, group, self.is_ordered)
-        zeros = partial(self._middle_zeros, (num_groups, words)) if self.is_symmetric else None
+        of_scales = random_scales(1 << self.bits - 1), faults.of_scale
+        g_idx = partial(random_g_idx, in_features, group, self.is_ordered)
+        middle = faults.middle_word(self.bits, self.zeros_less_one)
+        zeros = None if self.is_symmetric is False else partial(torch.full, (num_groups, words), middle, dtype=_WORDS)
+        of_zeros = partial(faults.of_middle, word=middle, said="sym=true") if self.is_symmetric else None
+        of_order = partial(faults.of_groups, num_groups=num_groups) if self.is_ordered else faults.of_order
         found = [
-            StoredTensor("qweight", (in_features // per_word, out_features), torch.int32, count, 1, 0, turned=True),
-            StoredTensor("qzeros", (num_groups, words), torch.int32, 0, 1, of_groups, None, True, zeros),
-            StoredTensor("scales", (num_groups, out_features), torch.float32, 0, 1, of_groups, None, True, scales),
-            StoredTensor("g_idx", (in_features,), torch.int32, 0, None, 0, drawn=g_idx),
+            StoredTensor("qweight", (in_features // per_word, out_features), _WORDS, count, 1, 0, turned=True),
+            StoredTensor("qzeros", (num_groups, words), _WORDS, 0, 1, of_groups, None, True, zeros, of_zeros),
+            StoredTensor("scales", (num_groups, out_features), torch.float32, 0, 1, of_groups, None, True, *of_scales),
+            StoredTensor("g_idx", (in_features,), torch.int32, 0, None, 0, drawn=g_idx, fault=of_order),
         ]
         return found if self.has_g_idx else found[:-1]
-
-    def _middle_zeros(self, shape: tuple[int, int]) -> Tensor:
-        middle = (1 << self.bits - 1) - self.zeros_less_one
-        byte = middle * 17 if self.bits == 4 else middle
-        return torch.full((shape[0], 4 * shape[1]), byte, dtype=torch.uint8).view(torch.int32)
 
     def unpack(self, tensors: Mapping[str, Tensor]) -> UnpackedCodes:
         codes = codes_of_words(tensors["qweight"], self.bits, 1)
         zeros = codes_of_words(tensors["qzeros"], self.bits, 0)
-        scale = checked_scale(tensors["scales"], "scales")
+        scale = tensors["scales"]
         if self.zeros_less_one:
             zeros = (zeros + 1) & (1 << self.bits) - 1
-        (_, k), num_groups, of_column = codes.shape, scale.shape[1], None
+        k = codes.shape[1]
         group = k if self.group_size < 0 else self.group_size
-        if self.has_g_idx:
-            g_idx = tensors["g_idx"] if self.is_ordered else tensors["g_idx"] - tensors["g_idx"].min()  # a rank's own
-            of_column = order_of_columns(g_idx, k, num_groups, group, "g_idx")
-        if of_column is not None and not self.is_ordered:
-            raise ValueError("g_idx has an order of columns, and desc_act of config.json is false")
+        of_column = order_of_columns(tensors["g_idx"], k, group) if self.is_ordered else None
         if bool((zeros == 1 << self.bits - 1).all()):  # symmetric
             codes = codes if self.bits == 4 else codes.view(torch.int8) ^ -128
             return UnpackedCodes("int4" if self.bits == 4 else "int8", codes, scale, group, None, None, of_column)
@@ -114,6 +112,7 @@ def _format_of(asked: Asked, values: ValueReader, others: Mapping[str, Any]) -> 
     if group_size == 0:
         raise merged.error("group_size", "must be -1 or above 0")
     is_ordered = merged.flag("desc_act") and group_size > 0
+    is_symmetric = None if merged.raw("sym") is None else merged.flag("sym")
     base = asked.plain, asked.device.type == "cpu", asked.dequantises
     has_g_idx = is_ordered or asked.stored is None or any(name.endswith(".g_idx") for name in asked.stored)
-    return GptqFormat(*base, bits, group_size, is_ordered, form == "gptq", merged.flag("sym", True), has_g_idx)
+    return GptqFormat(*base, bits, group_size, is_ordered, form == "gptq", is_symmetric, has_g_idx)

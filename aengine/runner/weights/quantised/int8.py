@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +26,9 @@ from ....kernels.expert_types import ExpertMatrices
 from ....kernels.grouped_codes import GroupedCodes
 from ..expert_weights import SeparateExperts
 from ..weight import ExpertWeights, StoredTensor, Weight, WeightFormat, random_scales
+from . import faults
 from .grouped import compiled_format
 from .scaled import ScaledExperts, ScaledWeight
-from .unpacked import checked_scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +45,16 @@ class Int8Format:
         else:
             found = [StoredTensor("weight", (out_features, in_features), torch.int8, count, in_dim=1)]
         shape, out_dim = ((out_features, 1), 0) if self.of_rows else ((), None)
-        found.append(StoredTensor("weight_scale", shape, torch.float32, 0, out_dim, drawn=random_scales(128)))
+        how: dict[str, Any] = {"drawn": random_scales(128), "fault": faults.of_scale}
+        found.append(StoredTensor("weight_scale", shape, torch.float32, 0, out_dim, **how))
         if has_bias:
             found.append(StoredTensor("bias", (out_features,), torch.float32, out_features))
         return found
 
     def make(self, tensors: Mapping[str, Tensor]) -> Weight:
-        """Raises ValueError: a scale is negative or no number."""
         codes = unpacked(tensors["weight_packed"]) if self.is_packed else tensors["weight"]
         bias = tensors.get("bias")
-        scale = checked_scale(tensors["weight_scale"].float(), "weight_scale").expand(len(codes), 1).contiguous()
+        scale = tensors["weight_scale"].float().expand(len(codes), 1).contiguous()
         if (compiled := compiled_format(self.plain)) is not None and codes.shape[1] % 32 == 0:
             made = compiled.make_of_codes(GroupedCodes("int8", codes.contiguous(), scale, codes.shape[1]), bias)
             if made is not None:

@@ -24,7 +24,7 @@ from ....errors import ModelLoadError
 from ....kernels.expert_types import ExpertGate, ExpertPlan
 from ....kernels.grouped_codes import values
 from ..expert_weights import GatheredExperts, SeparateExperts
-from ..weight import ExpertWeights, Norm, NotMultiplied, StoredTensor, Weight, WeightFormat
+from ..weight import ExpertWeights, Norm, NotMultiplied, OrdersDiffer, StoredTensor, Weight, WeightFormat
 from .grouped import CodedExperts, CodeKind, GroupedCodes, compiled_format, fits, grouped_weight, pack
 
 logger = logging.getLogger("aengine.runner")
@@ -61,30 +61,20 @@ def codes_of_bytes(pairs: Tensor) -> Tensor:
     return torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2)
 
 
-def checked_scale(scale: Tensor, name: str) -> Tensor:
-    """Return the scale. Raises ValueError: one is negative or no number."""
-    size = scale.float()
-    if not bool(((size >= 0) & (size < torch.inf)).all()):
-        raise ValueError(f"{name} has a scale that is negative, infinite or no number")
-    return scale
-
-
-def order_of_columns(g_idx: Tensor, in_features: int, num_groups: int, group: int, name: str) -> Tensor | None:
+def order_of_columns(g_idx: Tensor, in_features: int, group: int) -> Tensor | None:
     """Return `UnpackedCodes.column_group` of the groups of a matrix' columns; None: they are in order.
 
     Args:
         g_idx: int32 [parts * K]: of matrices that lie below each other one behind the other, and all the same
 
-    Raises ValueError: they are not the same, or name groups that there are not.
+    Raises OrdersDiffer: they are not the same.
     """
     of_parts = g_idx.view(-1, in_features).long()
     first = of_parts[0]
     if not torch.equal(of_parts, first.expand_as(of_parts)):
-        raise ValueError(f"{name} of matrices that are multiplied together are not the same")
-    if not bool(((first >= 0) & (first < num_groups)).all()):
-        raise ValueError(f"{name} names a group that is none of the {num_groups}")
+        raise OrdersDiffer("the columns of matrices that are multiplied together have other orders")
     in_order = torch.arange(in_features, device=first.device) // group
-    return None if torch.equal(first, in_order) else first
+    return None if torch.equal(first, in_order) or bool((first < 0).all()) else first
 
 
 def random_g_idx(in_features: int, group: int, is_ordered: bool) -> Tensor:
@@ -184,7 +174,7 @@ class UnpackedFormat(ABC):
     def make_experts(self, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device) -> ExpertWeights:
         """Raises ModelLoadError: a GPU does not multiply such experts."""
         if self.is_cpu:
-            return SeparateExperts(self.make, tensors)
+            return SeparateExperts(self._make_expert, tensors)
         is_kept = all(tensor.kept is None for tensor in tensors)
         if is_kept and not self.mixes_columns:
             return CodedExperts(lambda own: grouped_codes(self.unpack(own))[0], num_experts, tensors, device)
@@ -194,8 +184,19 @@ class UnpackedFormat(ABC):
         log_dequantised(f"experts in {self.name}", problem)
         return DequantisedExperts(self._expert_numbers, self.plain, num_experts, tensors, device)
 
+    def _make_expert(self, tensors: Mapping[str, Tensor]) -> Weight:
+        try:
+            return self.make(tensors)
+        except OrdersDiffer:
+            own = {"weight": self._expert_numbers(tensors)}
+            return self.plain.make({**own, "bias": tensors["bias"]} if "bias" in tensors else own)
+
     def _expert_numbers(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        return numbers(self.unpack(tensors), self._plain_dtype)
+        try:
+            return numbers(self.unpack(tensors), self._plain_dtype)
+        except OrdersDiffer:  # gate's and up's, which have as many rows
+            halves = zip(*(tensor.chunk(2) for tensor in tensors.values()), strict=True)
+            return torch.cat([self._expert_numbers(dict(zip(tensors, half, strict=True))) for half in halves])
 
 
 def _fit(unpacked: UnpackedCodes) -> bool:

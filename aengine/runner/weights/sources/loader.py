@@ -29,6 +29,7 @@ from ...platforms.platform import DeviceMemory
 from ..quantised.matrices import UNQUANTISED
 from ..scope import Place
 from .gguf_source import gguf_shape, read_gguf
+from .leftovers import CODES, codes_beside
 from .random_source import make_random
 from .reading import Named, Source, Target, in_threads, text_name
 from .safetensors_source import READERS, read_safetensors, read_shapes
@@ -54,7 +55,6 @@ _HEADS_OF_ENCODERS = re.compile(
 _NUMBER = re.compile(r"\.(\d{1,9})\.")
 """The number of a layer, in the name of a tensor."""
 _LAYER = re.compile(r"(?:model\.)?layers\.(\d{1,9})\.(.+)")
-_CODES = (".qweight", ".weight_packed")
 _OTHER_MODEL = "config.json and the weights are not of one model, or a file is missing: fetch the model again"
 _OTHER_METADATA = "the metadata and the tensors of the file are not of one model: get the file again"
 
@@ -92,7 +92,9 @@ def load_weights(
     if memory is not None:
         _check_room(model, source, device, memory())
     name_in_file = model.gguf.name_in_file if source.format == "gguf" and model.gguf is not None else str
-    target = Target({name: first for name, (first, *_) in model.weights.places.items()}, device, name_in_file)
+    target = Target(
+        {name: first for name, (first, *_) in model.weights.places.items()}, device, name_in_file, source.path
+    )
     tensors, total = _open(model, source, seed, target)
     loaded = LoadedWeights()
     unexpected: list[str] = []
@@ -150,16 +152,24 @@ def _wanted(
         if own is not None and named.tensor is not None:
             _check_shape(own[0], named.shape, source, name_in_file(named.name))
             yield own, named
-        elif not _IGNORED.search(named.name) and not (is_encoder and _HEADS_OF_ENCODERS.search(named.name)):
+        elif (
+            not named.is_idle
+            and not _IGNORED.search(named.name)
+            and not (is_encoder and _HEADS_OF_ENCODERS.search(named.name))
+        ):
             unexpected.append(named.name)
         del named  # see `load_weights`
     if places:
         count = f"{len(places)} tensors" if len(places) > 1 else "a tensor"
-        codes = next((name for name in unexpected if name.endswith(_CODES)), None)
+        codes = next((name for name in unexpected if name.endswith((".qweight", ".weight_packed"))), None)
         why = f"{codes} is of a quantised one, of which config.json has no quantization_config: {UNQUANTISED}"
         why = why if codes else _OTHER_METADATA if source.format == "gguf" else _OTHER_MODEL
         missing = sorted({name_in_file(name) for name in places})
         raise ModelLoadError(f"{source.path} lacks {count} of the model: {_some(missing)}; {why}")
+    for name in unexpected:
+        if name.endswith(CODES) and (twin := codes_beside(text_name(name), model.weights.places)):
+            problem = f"has both {name} and {twin}, and which of them counts is not known: {UNQUANTISED}"
+            raise ModelLoadError(f"{source.path} {problem}")
 
 
 def check_layers(source: ModelSource, num_layers: int) -> None:

@@ -17,6 +17,8 @@ from ..weight import NotMultiplied
 NUMBERS = frozenset({torch.float16, torch.bfloat16, torch.float32})
 """Formats whose elements are the weights themselves; others are codes, which mean nothing without their scales."""
 
+_CURE = "fetch the model again"
+
 T = TypeVar("T")
 
 
@@ -25,6 +27,7 @@ class Named(NamedTuple):
     tensor: Tensor | None  # as it was read, or the wanted part of it; None: it is not wanted, and was not read
     num_bytes: int = 0  # bytes of the whole tensor in the checkpoint's format
     shape: tuple[int, ...] = ()  # shape of the whole tensor
+    is_idle: bool = False  # it is not wanted, and says nothing that would be missed
 
 
 class Source(NamedTuple):
@@ -40,6 +43,7 @@ class Target(NamedTuple):
     places: Mapping[str, Place]
     device: torch.device
     name_in_file: Callable[[str], str] = str  # for errors
+    where: str = ""  # the checkpoint's path, likewise
     has_numbers: bool = True  # False: shapes and dtypes alone are looked at, by the headers of safetensors files
 
     def named(self, name: str, tensor: Tensor, *, keep: bool) -> Named:
@@ -57,15 +61,17 @@ class Target(NamedTuple):
         """Hand a tensor over to its places, of which the first says how it comes to the device. Raises ModelLoadError:
         their format can't make a weight of it."""
         tensor = places[0].take(tensor, self.device)
+        what = f"{self.where}: {self.name_in_file(places[0].name)}"
+        if (fault := places[0].fault) is not None and (problem := fault(tensor)):
+            raise ModelLoadError(f"{what} {problem}; {_CURE}")
         if len(places) > 1 and len({place.dtype for place in places}) == 1:
             tensor = tensor.to(places[0].dtype)  # once, so that a tied table is in memory once
         try:
             for place in places:
                 place.put(tensor)
         except ValueError as error:
-            what = f"{self.name_in_file(places[0].name)}, or a matrix that is multiplied together with it"
-            cure = "" if isinstance(error, NotMultiplied) else "; fetch the model again"
-            raise ModelLoadError(f"{what}: {error}{cure}") from error
+            cure = "" if isinstance(error, NotMultiplied) else f"; {_CURE}"
+            raise ModelLoadError(f"{what}, or a matrix that is multiplied together with it: {error}{cure}") from error
 
 
 def text_name(name: str) -> str:

@@ -1,0 +1,69 @@
+"""Tensors of quantised matrices for which the model has no place: whether they say what config.json does not.
+
+Writers leave some that say nothing more: zeros of symmetric codes, groups of columns in their order, biases of 0. What
+says more would change the numbers, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..quantised.faults import is_in_order, middle_word
+from ..scope import Place
+from .reading import NUMBERS
+
+CODES = ("weight_packed", "qweight", "weight")
+
+
+class _Leftover(NamedTuple):
+    is_idle: Callable[[Tensor], bool]  # whether it says nothing more
+    problem: str  # if it says more; "": a warning that it is not used will do
+
+
+def _are_zeros(zeros: Tensor) -> bool:
+    """Packed ones are each the middle of the codes."""
+    if zeros.dtype == torch.int32:
+        return any(bool((zeros == middle_word(bits)).all()) for bits in (4, 8))
+    return not bool(zeros.float().any())
+
+
+def _is_one(scale: Tensor) -> bool:
+    return bool((scale.float() == 1).all())
+
+
+_SCALE = _Leftover(_is_one, "is a scale, and by the quantization_config the matrix has none of this name")
+_ORDER = _Leftover(is_in_order, "has an order of columns, and by the quantization_config there is none")
+_KNOWN = {
+    "weight_zero_point": _Leftover(_are_zeros, "has zeros, and by the quantization_config the weights are symmetric"),
+    "weight_g_idx": _ORDER,
+    "g_idx": _ORDER,
+    "bias": _Leftover(lambda bias: not bool(bias.float().any()), ""),
+    "pre_quant_scale": _Leftover(_is_one, "is a scale of activations, which aengine does not read"),
+    **dict.fromkeys(("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "scales"), _SCALE),
+}
+
+
+def is_idle(name: str, places: Mapping[str, Place], read: Callable[[], Tensor] | None) -> bool:
+    """Return whether a tensor that has no place is known to say nothing more than those that have; see above.
+
+    ``read``: gives the tensor; None: it is not looked at. Raises ValueError: what it says is lost.
+    """
+    known = _KNOWN.get(name.rpartition(".")[2])
+    own = "" if known is None else codes_beside(name, places)
+    if known is None or not own or places[own].dtype in NUMBERS or read is None:
+        return False
+    idle = known.is_idle(read())
+    if known.problem and not idle:
+        raise ValueError(known.problem)
+    return idle
+
+
+def codes_beside(name: str, names: Container[str]) -> str:
+    """Return which of the ``names`` is that of the codes or numbers of the matrix that a tensor is of; "": none."""
+    stem, _, last = name.rpartition(".")
+    kinds = [kind for kind in CODES if kind != last]
+    return next((full for kind in kinds for full in (f"{stem}.{kind}", f"model.{stem}.{kind}") if full in names), "")
