@@ -497,14 +497,14 @@ MOST_METHODS = 20
 
 BUDGETS = {
     "root": 2730,
-    "checkpoint": 2570,
+    "checkpoint": 2580,
     "cli": 1552,
-    "engine": 25230,
+    "engine": 25890,
     "integrations": 2640,
     "ipc": 2180,
     "kernels": 16340,
     "limits": 660,
-    "remote": 1630,
+    "remote": 1640,
     "runner": 23600,
     "server": 5860,
     "telemetry": 1150,
