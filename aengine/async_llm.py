@@ -173,7 +173,7 @@ class AsyncLLM(ImmediateCalls, CoreCalls):
             params: how to sample and when to stop.
             output_type: a pydantic model, or any type that pydantic can describe. The text will be its JSON;
                 ``stream.partial`` is what it says so far, ``completion.parsed`` the value.
-            options: on_unsupported, deadline, first_token_deadline, priority, request_id, cache_salt: see
+            options: on_unsupported, deadline, first_token_deadline, priority, request_id, cache_salt, lora: see
                 `RequestOptions`.
 
         Raises (here, or from the stream):

@@ -427,6 +427,8 @@ class RequestOptions(TypedDict, total=False):
     cache_salt: str | None
     """Prefix KV is shared only among requests of equal salt, so that tenants can't find out about each other's prompts
     by timing."""
+    lora: str | None
+    """The adapter with which the request is computed, one of the setting `loras` or of `AsyncLLM.add_lora`."""
 
 
 class RenderOptions(TypedDict, total=False):
@@ -473,6 +475,12 @@ class CallOptions:
     priority: int = 0
     request_id: str | None = None
     cache_salt: str | None = None
+    lora: str | None = None
+
+    @property
+    def adapter(self) -> str | None:
+        """Name of what changes the model's weights for this request."""
+        return self.lora
 
 
 _OF_REQUEST = {field.name for field in fields(CallOptions)}
@@ -532,7 +540,7 @@ def check_options(options: CallOptions) -> None:
     priority: object = options.priority
     if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
         raise not_valid("priority", priority, "an integer of 64 bits")
-    for name, value in (("request_id", options.request_id), ("cache_salt", options.cache_salt)):
+    for name, value in (("request_id", options.request_id), ("cache_salt", options.cache_salt), ("lora", options.lora)):
         if value is None:
             continue
         if not isinstance(value, str) or not value:

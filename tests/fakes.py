@@ -211,8 +211,8 @@ class FakeExecutor:
             masks.setdefault(batch_idx, []).append(allowed.tolist())
         self.answer_later(future, self.say(step, due, masks))
 
-    async def call(self, method: str, *args: Any, timeout: float) -> Any:
-        return method
+    async def call(self, method: str, *args: Any, timeout: float) -> list[Any]:
+        return [method]
 
     async def call_all(self, method: str, args: Sequence[Any], *, timeout: float) -> list[Any]:
         return [[method, *args]]

@@ -362,6 +362,28 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
             "testing/executor.py",
         },
     ),
+    "adapters": (
+        {"lora", "loras", "Lora", "LoRA", "Loras", "LoraAdapters", "LoraSlots", "LoraFiles", "LoraCalls"},
+        {
+            "config.py",  # its settings
+            "settings.py",
+            "params.py",  # the option of a request
+            "async_llm.py",
+            "limits/loras.py",
+            "checkpoint/lora.py",
+            "checkpoint/early_checks.py",  # names a size of DeepSeek's attention
+            "engine/adapters/",
+            "engine/handles/core_calls.py",
+            "engine/handles/lora_calls.py",
+            "engine/handles/start.py",  # chooses them
+            "engine/handles/sync_llm.py",
+            "kernels/lora.py",
+            "kernels/lora_types.py",
+            "kernels/triton/lora.py",
+            "remote/serving.py",
+            "runner/startup/load.py",
+        },
+    ),
     "pipelines": (
         {"pipeline", "pipelines", "micro", "Relay", "PipelineStage", "PipelineLink", "NoLink"},
         {

@@ -11,7 +11,7 @@ arXiv:2106.09685; rsLoRA: arXiv:2312.03732. The files are read as checkpoints ar
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite, sqrt
 from pathlib import Path
@@ -121,6 +121,24 @@ def read_lora(folder: Path, max_rank: int = MOST_RANK) -> LoraFiles:
     if not matrices:
         raise ModelLoadError(f"{folder / _WEIGHTS} has no tensors")
     return LoraFiles(str(folder), max(own.rank for own in matrices.values()), matrices)
+
+
+def check_matrices(files: LoraFiles, matrices: Mapping[str, Sequence[int]]) -> None:
+    """Raise ModelLoadError for an adapter that changes other matrices than a model has. ``matrices``: output and input
+    features of these, by name."""
+    for name, own in files.matrices.items():
+        shape = matrices.get(name)
+        if shape is None:
+            there = sorted({known.rpartition(".")[2] for known in matrices})
+            raise ModelLoadError(
+                f"{files.path} changes {name:.200}, which is none of the matrices of this model that adapters can "
+                f"change ({', '.join(there[:20])} of its layers): is the adapter of another base model?"
+            )
+        if tuple(shape) != (own.out_features, own.in_features):
+            raise ModelLoadError(
+                f"{files.path} changes {name:.200} as a matrix of {own.out_features} x {own.in_features}, and it has "
+                f"{shape[0]} x {shape[1]} in this model: the adapter is of another base model"
+            )
 
 
 def _check_kind(config: ValueReader) -> None:

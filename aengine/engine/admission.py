@@ -152,6 +152,7 @@ class Admission:
             asked_type=asked_type,
             samples=params.max_tokens != 0,
             results_from=of_prompt,
+            adapter=options.adapter,
         )
         # The second timer checks for a token only when it is due, so that delivering tokens costs nothing more.
         limits = (options.deadline, self._expire), (options.first_token_deadline, self._expire_unless_begun)
@@ -224,6 +225,8 @@ class Admission:
         """
         part = prompt if isinstance(prompt, PromptPart) else part_of(prompt, self._limits.max_model_len)
         check_request(self._limits, self._has_tokenizer, part.kind, params, options)
+        if options.adapter is not None:
+            self.preparation.adapters.check(options.adapter)
         if part is prompt or not isinstance(part, TokensPart):
             return part
         return TokensPart(self.preparation.check_ids(part.token_ids, params))
@@ -308,7 +311,10 @@ class Admission:
                     after=() if prepared.begins_text else ids,
                 )
                 choice.begin(detokenizer)
-        prompt, extras = PromptTokens(ids), request.extras | extras_of(params, prepared.bad_words)
+        prompt, extras = (
+            PromptTokens(ids),
+            request.extras | request.share.extras | extras_of(params, prepared.bad_words),
+        )
         request.requests = [
             Request(
                 request.request_id,
@@ -320,7 +326,7 @@ class Admission:
                 index=i,
                 priority=request.priority,
                 arrival_time=request.arrival_time,
-                cache_key=CacheKey(request.cache_salt),
+                cache_key=CacheKey(request.cache_salt, request.share.key),
                 sink=choice,
                 grammar=None if grammar is None else RequestGrammar(grammar),
                 samples=request.samples,
@@ -347,8 +353,9 @@ class Admission:
         return sum(self.abort(request_id) for request_id in list(self._requests))
 
     def fail_all(self, error: AEngineError) -> None:
-        """End every request with its own copy of the error."""
+        """End every request, and all waiting for adapters, with its own copy of the error."""
         self._unread.stop()
+        self.preparation.adapters.fail(error)
         for request in list(self._requests.values()):
             request.mailbox.fail(error_for_waiter(error))
 
@@ -380,6 +387,7 @@ class Admission:
             timer.cancel()
         request.timers = ()
         self._replicas.drop(request, reason)
+        request.share.give_back()
         if reason is FinishReason.ERROR:
             self._counters.num_failed += 1
         elif reason is FinishReason.ABORT:

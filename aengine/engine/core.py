@@ -25,6 +25,7 @@ from ..errors import EngineClosedError, EngineError, InternalError
 from ..telemetry.listeners import Listeners
 from ..telemetry.metrics import Counters, Statistics, sums_of
 from ..telemetry.observer import Observer
+from .adapters.adapters import NewAdapters
 from .admission import Admission
 from .admission_queue import AdmissionQueue
 from .preparation import Preparation
@@ -56,9 +57,10 @@ class EngineCore:
         sampling: SamplingDefaults,
         listeners: Listeners,
         pooling: PoolingConfig,
+        new_adapters: NewAdapters,
     ) -> None:
         """``started``: the workers of each replica; ``grammars``: of this tokenizer, warmed up ahead; None: made here,
-        if there is a tokenizer."""
+        if there is a tokenizer. Raises ModelLoadError: an adapter of the settings is none for this model."""
         self.loop = asyncio.get_running_loop()
         self.state = "running"  # the next states are "draining" (which can be left again), then "failed" or "closed"
         self._num_closers = 0  # calls of `aclose` that have not returned
@@ -82,6 +84,7 @@ class EngineCore:
         self.replicas = Replicas(
             started, config, queue=self.queue, counters=self._counters, observer=self._observer, grammars=grammars
         )
+        self.adapters = new_adapters(self.ready, self.replicas.running_workers)
         ready = self.ready
         self.limits = limits = Limits(
             vocab_size=vocab_size,
@@ -102,7 +105,7 @@ class EngineCore:
             loop=self.loop,
             replicas=self.replicas,
             queue=self.queue,
-            preparation=Preparation(tokenizer, grammars, limits),
+            preparation=Preparation(tokenizer, grammars, limits, self.adapters),
             tokenizer=tokenizer,
             limits=limits,
             counters=self._counters,
@@ -110,6 +113,7 @@ class EngineCore:
             on_empty=self._tell_drainers,
         )
         for replica in self.replicas:
+            replica.worker.on_restarted = self.adapters.restore
             replica.task = self.loop.create_task(self._run(replica), name="aengine-step-loop")
             replica.task.add_done_callback(partial(self._loop_ended, replica))
             # Dropping an engine warns by itself, and ends the task: asyncio's own warning would add nothing.

@@ -79,8 +79,8 @@ class Executor(Protocol):
     async def send_grammar(self, out: GrammarOutput) -> None:
         """Publish the bitmask of a step that was published with ``sample_now=False``."""
 
-    async def call(self, method: str, *args: Any, timeout: float) -> Any:
-        """Make a collective call. Returns, when all ranks have replied, what the first one has."""
+    async def call(self, method: str, *args: Any, timeout: float) -> list[Any]:
+        """Make a collective call. Returns the replies, by rank."""
 
     async def call_all(self, method: str, args: Sequence[Any], *, timeout: float) -> list[Any]:
         """Call a method of the worker extension on every rank. Returns their answers, by rank.
@@ -285,11 +285,10 @@ class ProcessExecutor:
         self.workers.check()
         await self.workers.broadcast(Kind.GRAMMAR, out.step_id, pack(out))
 
-    async def call(self, method: str, *args: Any, timeout: float) -> Any:
+    async def call(self, method: str, *args: Any, timeout: float) -> list[Any]:
         """See `Executor`. Raises TimeoutError after ``timeout`` seconds; InternalError when it failed in the worker,
         which goes on."""
-        replies = await call_ranks(self.workers, self._answers, [method, True, *args], timeout)
-        return replies[0]
+        return await call_ranks(self.workers, self._answers, [method, True, *args], timeout)
 
     async def call_all(self, method: str, args: Sequence[Any], *, timeout: float) -> list[Any]:
         """See `Executor`."""

@@ -1,9 +1,10 @@
 """`Preparation`: all that is done for a request between its registration and the step loop.
 
-    chat       plan (a lane of threads) ──> its grammar, compiled ──┐
-    other      type, if any, described ──> its grammar, compiled ──> prompt encoded (a lane) ──> Prepared
+    chat       plan (a thread) ──> its grammar, compiled ──┐
+    other      type, if any, described ──> its grammar, compiled ──> prompt encoded ──> its adapter ──> Prepared
 
-The grammar comes first, so that a prompt is not encoded for a request that is refused. One coroutine prepares a
+The grammar comes first, so that a prompt is not encoded for a request that is refused; and the adapter last, since a
+request that waits for a slot should have nothing else to wait for. One coroutine prepares a
 request; cancelling it, at any await, leaves nothing behind: work that no thread has begun is taken back, and what runs
 was bounded before it began. Long prompts have a lane of their own (`aengine.limits.bounds.is_long`).
 """
@@ -20,6 +21,7 @@ from ..errors import EngineOverloadedError, GrammarError
 from ..limits.bounds import MAX_QUEUED_CALLS
 from ..limits.checks import check_num_characters, check_num_messages, is_long
 from ..params import SamplingParams
+from .adapters.adapters import Adapters
 from .sampling_extras import check_num_results, encode_bad_words
 from .structured.service import GrammarService
 from .threads.lanes import Lanes
@@ -35,10 +37,13 @@ T = TypeVar("T")
 class Preparation:
     """Prepares the requests of one engine, on its loop."""
 
-    def __init__(self, tokenizer: Tokenizer | None, grammars: GrammarService | None, limits: Limits) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, grammars: GrammarService | None, limits: Limits, adapters: Adapters
+    ) -> None:
         self._tokenizer = tokenizer
         self._grammars = grammars
         self._limits = limits
+        self.adapters = adapters
         self._lanes = Lanes("prompt", 2)
 
     async def prepare(self, request: UserRequest) -> Prepared:
@@ -52,7 +57,11 @@ class Preparation:
             request.phase = Phase.ENCODING
             assert self._tokenizer is not None
             sequences = await self.run(encode_bad_words, self._tokenizer, words, is_long=False)
-        return replace(await self._prepare_prompt(request), bad_words=sequences)
+        prepared = replace(await self._prepare_prompt(request), bad_words=sequences)
+        if request.adapter is not None:
+            request.phase = Phase.LOADING
+            request.share = await self.adapters.share(request.adapter)
+        return prepared
 
     async def _prepare_prompt(self, request: UserRequest) -> Prepared:
         prompt = request.prompt

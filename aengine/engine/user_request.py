@@ -12,6 +12,7 @@ from ..checkpoint.sampling_defaults import SamplingDefaults
 from ..errors import InvalidRequestError
 from ..ipc.messages import NO_RESULTS, Extras
 from ..params import CallOptions, SamplingParams, StructuredOutput, check_options, check_params
+from .adapters.adapters import NO_SHARE, AdapterShare
 from .sampling_extras import check_extra_args
 from .scheduler.request import Request
 from .streams.token_stream import Mailbox
@@ -48,6 +49,7 @@ class Phase(Enum):
     PLANNING = "the chat was being prepared"
     COMPILING = "its grammar was being prepared"
     ENCODING = "its prompt was being encoded"
+    LOADING = "its adapter was being loaded"
     SCHEDULED = "the request was in the step loop"
 
 
@@ -67,6 +69,8 @@ class UserRequest:
     samples: bool = True  # False: it gets one result in place of tokens
     extras: Extras = field(default_factory=dict)  # see `NewRequest`, beside those of ``params``
     results_from: int = NO_RESULTS  # see `NewRequest`
+    adapter: str | None = None  # the name of its adapter, if it has one
+    share: AdapterShare = NO_SHARE  # what it has of its adapter, once it is prepared
     phase: Phase = Phase.HELD
     preparing: asyncio.Task[None] | None = None
     requests: list[Request] = field(default_factory=list)  # one for each of the n completions
@@ -75,11 +79,12 @@ class UserRequest:
 
     @property
     def must_be_prepared(self) -> bool:
-        """Whether a text or words must be encoded, a chat planned or a grammar compiled before the request can be
-        scheduled."""
+        """Whether a text or words must be encoded, a chat planned, a grammar compiled or an adapter loaded before the
+        request can be scheduled."""
         assert self.prompt is not None
         has_grammar = self.constraint is not None or self.asked_type is not None
-        return self.prompt.kind != "token_ids" or has_grammar or bool(self.params.bad_words)
+        needs_more = bool(self.params.bad_words) or self.adapter is not None
+        return self.prompt.kind != "token_ids" or has_grammar or needs_more
 
 
 @dataclass(frozen=True, slots=True)

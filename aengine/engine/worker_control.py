@@ -55,6 +55,8 @@ class WorkerControl:
         self.restarts: deque[WorkerRestart] = deque(maxlen=NUM_RESTARTS_TOLD)  # the latest restarts
         self.num_restarts = 0
         self.recovering: EngineError | None = None  # the error of the worker that died, until the next one runs
+        self.on_restarted: Callable[[Executor], Awaitable[None]] = _nothing_lost
+        """Gives new workers, before their first step, what those before them were given beside their model."""
         self._restart = restart
         self._steps = steps
         self._budget = budget
@@ -94,6 +96,7 @@ class WorkerControl:
             self.executor, start = self._restart()
             try:
                 ready = await start()
+                await self.on_restarted(self.executor)
             # OSError, RuntimeError: no descriptor or no thread is left
             except (EngineError, OSError, RuntimeError) as again:
                 if not is_wanted():
@@ -118,11 +121,11 @@ class WorkerControl:
         return None
 
     async def call(self, method: str, *args: Any, timeout: float) -> Any:
-        """Make a collective call of the workers, see `Executor.call`. Raises InternalError if it takes longer than
-        ``timeout`` seconds."""
+        """Make a collective call of the workers, and return the first one's reply. Raises InternalError if it takes
+        longer than ``timeout`` seconds."""
         self._steps.in_flight.cancel_queued()  # the call's frame is handled after the steps that were given before
         try:
-            return await self.executor.call(method, *args, timeout=timeout)
+            return (await self.executor.call(method, *args, timeout=timeout))[0]
         except TimeoutError:
             raise InternalError(f"{self.name} did not answer {method} within {timeout:g} s") from None
 
@@ -155,6 +158,10 @@ class WorkerControl:
         begun = time.perf_counter()  # uvloop's time() counts whole milliseconds
         await self.call("ping", timeout=timeout)
         return time.perf_counter() - begun
+
+
+async def _nothing_lost(executor: Executor) -> None:
+    """Workers are given nothing beside their model."""
 
 
 def check_arguments(method: str, args: Sequence[Any]) -> None:

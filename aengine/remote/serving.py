@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("aengine.remote")
 
 _NEWS_SECONDS = 0.5
-_CALLS = {"check_health", "reset_prefix_cache"}
-_ADMIN = {"collective_rpc", "start_profile", "stop_profile"}
+_CALLS = {"check_health", "reset_prefix_cache", "list_loras"}
+_ADMIN = {"collective_rpc", "start_profile", "stop_profile", "add_lora", "remove_lora", "pin_lora"}
 """Calls that the engine's process may refuse; see `serve_engine`."""
 
 
@@ -325,6 +325,10 @@ class _Session:
             elif method == "collective_rpc":
                 name, given, timeout = args
                 value = await self._engine.collective_rpc(name, *given, timeout=timeout)
+            elif method == "add_lora":
+                name, source, replaces = args
+                await self._engine.add_lora(name, source, replace=replaces)
+                value = None
             elif method in _ADMIN or method in _CALLS:
                 value = await getattr(self._engine, method)(*args)
             elif method == "pool":

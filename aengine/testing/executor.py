@@ -232,9 +232,9 @@ class ScriptedExecutor:
 
     # -- the rest
 
-    async def call(self, method: str, *args: Any, timeout: float) -> Any:
+    async def call(self, method: str, *args: Any, timeout: float) -> list[Any]:
         self._check()
-        return {"refused": "a fake engine has no worker to profile"} if "profile" in method else None
+        return [{"refused": "a fake engine has no worker to profile"} if "profile" in method else None]
 
     async def call_all(self, method: str, args: Sequence[Any], *, timeout: float) -> list[Any]:
         self._check()

@@ -29,7 +29,7 @@ async def test_steps_are_answered(ranks: int) -> None:
         assert list(first.token_ids) == [260 + 3]
         futures = [await executor.execute_model(decode(i, [0])) for i in range(1, 200)]
         assert [(await f).token_ids[0] for f in futures] == [260 + 3 + i for i in range(1, 200)]
-        assert (await executor.call("ping", timeout=5))["rank"] == 0
+        assert (await executor.call("ping", timeout=5))[0]["rank"] == 0
         assert not leftovers()
 
 

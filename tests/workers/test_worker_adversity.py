@@ -225,7 +225,7 @@ async def test_a_call_that_times_out_between_two_ranks_reaches_both(monkeypatch:
         assert (await (await next_step)).token_ids[0] == 262
         assert published == [Kind.CALL, Kind.STEP]
         is_full = False
-        assert (await executor.call("ping", timeout=20))["rank"] == 0
+        assert (await executor.call("ping", timeout=20))[0]["rank"] == 0
         assert executor.failure is None
 
 
@@ -325,16 +325,16 @@ async def test_a_callback_that_raises_does_not_stop_the_start(caplog: pytest.Log
 
 async def test_calls() -> None:
     async with running(tensor_parallel_size=2) as executor:
-        assert (await executor.call("memory_info", timeout=5))["resident"] > 1024 * 1024
+        assert (await executor.call("memory_info", timeout=5))[0]["resident"] > 1024 * 1024
         with pytest.raises(InternalError, match="no collective call '__class__'; there are ping"):
             await executor.call("__class__", timeout=5)
         with pytest.raises(InternalError, match="TypeError"):
             await executor.call("ping", 1, 2, timeout=5)
-        assert (await executor.call("ping", timeout=5))["rank"] == 0
+        assert (await executor.call("ping", timeout=5))[0]["rank"] == 0
         await executor.execute_model(step(0, [fake_runner.SLOW]))
         with pytest.raises(TimeoutError):
             await executor.call("ping", timeout=0.05)
-        assert (await executor.call("ping", timeout=5))["rank"] == 0, "the late reply to the first did no harm"
+        assert (await executor.call("ping", timeout=5))[0]["rank"] == 0, "the late reply to the first did no harm"
         assert not executor._answers.calls
 
 
@@ -410,7 +410,7 @@ async def test_the_worker_finds_a_package_that_the_host_found_otherwise(monkeypa
 async def test_a_host_that_embeds_python(executable: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", executable)
     async with running() as executor:
-        assert (await executor.call("ping", timeout=5))["rank"] == 0
+        assert (await executor.call("ping", timeout=5))[0]["rank"] == 0
     monkeypatch.setattr(sys, "exec_prefix", "/nowhere")
     monkeypatch.setattr(sys, "base_exec_prefix", "/nowhere")
     with pytest.raises(EngineError, match=r"need a Python interpreter.*/nowhere"):

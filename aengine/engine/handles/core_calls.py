@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..pooling.requests import PoolingCalls
 from . import calls
+from .lora_calls import LoraCalls
 
 if TYPE_CHECKING:
     import os
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from .handle import Handle
 
 
-class CoreCalls(PoolingCalls):
+class CoreCalls(PoolingCalls, LoraCalls):
     """Calls of the core of an engine held by a handle, each with one `Handle.run`. See `SyncCoreCalls`."""
 
     _handle: Handle

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ...checkpoint.pooling import PoolingConfig
@@ -20,10 +21,12 @@ from ...config import EngineConfig
 from ...outputs import StartupProgress
 from ...telemetry.listeners import Listeners
 from ...telemetry.summary import summary_of
+from ..adapters.adapters import NoAdapters
 from ..replicas.start import ExecutorFactory, ProgressCallback, ReplicasStart
 from ..threads.pools import run_in_thread
 
 if TYPE_CHECKING:
+    from ..adapters.adapters import NewAdapters
     from ..core import EngineCore
     from ..structured.service import GrammarService
     from ..tokenizer.tokenizer import Tokenizer
@@ -45,6 +48,7 @@ class EngineStart:
         config, report = self._config, self._report
         report(StartupProgress("resolve", detail=config.model))
         source = await self._resolve()
+        config, new_adapters = await run_in_thread("resolve", _adapters_of, config)
         report(StartupProgress("worker", detail=source.path))
         workers = ReplicasStart(self._make_executor, report)
         grammars: GrammarService | None = None
@@ -61,7 +65,9 @@ class EngineStart:
             started = await workers.ready()
             sampling = SamplingDefaults(source.generation_config if config.generation_config == "auto" else {})
             pooling = PoolingConfig.from_wire(source.pooling)
-            core = core_class(config, started, tokenizer, eos_token_ids, grammars, sampling, listeners, pooling)
+            core = core_class(
+                config, started, tokenizer, eos_token_ids, grammars, sampling, listeners, pooling, new_adapters
+            )
         except BaseException:
             workers.terminate()
             if grammars is not None:
@@ -102,6 +108,17 @@ class EngineStart:
         if config.allow_special_tokens:
             tokenizer = tokenizer.allowing_special_tokens()
         return tokenizer, tokenizer.eos_token_ids
+
+
+def _adapters_of(config: EngineConfig) -> tuple[EngineConfig, NewAdapters]:
+    """Find the adapters of the settings. Returns the settings as workers need them, and what makes the engine's
+    adapters. Blocking. Raises ModelLoadError."""
+    if not config.num_lora_slots:
+        return config, lambda *_: NoAdapters()
+    from ..adapters.registry import LoraAdapters, find_given
+
+    config, given = find_given(config)
+    return config, partial(LoraAdapters, config, given)
 
 
 def _tokenizer_of(source: ModelSource, config: EngineConfig) -> Tokenizer:

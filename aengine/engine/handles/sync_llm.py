@@ -71,6 +71,10 @@ class SyncCoreCalls:
     stop_profile = _blocking(CoreCalls.stop_profile)
     collective_rpc = _blocking(CoreCalls.collective_rpc)
     reset_prefix_cache = _blocking(CoreCalls.reset_prefix_cache)
+    add_lora = _blocking(CoreCalls.add_lora)
+    remove_lora = _blocking(CoreCalls.remove_lora)
+    pin_lora = _blocking(CoreCalls.pin_lora)
+    list_loras = _blocking(CoreCalls.list_loras)
 
 
 class SyncLLM(ImmediateCalls, SyncCoreCalls):

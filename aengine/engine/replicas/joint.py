@@ -198,10 +198,9 @@ class ReplicaExecutor:
         """See `Executor`."""
         await self._joint.send_bitmask(self._index, out)
 
-    async def call(self, method: str, *args: Any, timeout: float) -> Any:
+    async def call(self, method: str, *args: Any, timeout: float) -> list[Any]:
         """See `Executor`."""
-        replies = await self._call([method, True, *args], timeout)
-        return replies[0]
+        return await self._call([method, True, *args], timeout)
 
     async def call_all(self, method: str, args: Sequence[Any], *, timeout: float) -> list[Any]:
         """See `Executor`."""

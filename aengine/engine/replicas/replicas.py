@@ -25,6 +25,7 @@ from ...outputs import FinishReason
 from ...telemetry.metrics import Counters
 from ...telemetry.observer import Observer
 from ..admission_queue import AdmissionQueue
+from ..executor import Executor
 from ..structured.service import GrammarService
 from ..user_request import UserRequest
 from ..worker_control import check_arguments
@@ -194,6 +195,10 @@ class Replicas:
         return True
 
     # -- calls of the workers
+
+    def running_workers(self) -> list[Executor]:
+        """Return the workers of each replica that is not being started again."""
+        return [replica.worker.executor for replica in self._all if replica.state == "running"]
 
     async def call(self, method: str, *args: Any, timeout: float) -> list[Any]:
         """Make a call that stops steps and heartbeats, of the workers of all replicas that run. Returns their answers,

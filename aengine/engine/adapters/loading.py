@@ -1,0 +1,42 @@
+"""Brings an adapter into a slot of workers, without keeping their steps waiting.
+
+Each call begins the load or goes on with it: the files are read by a thread of each worker, and copied a little at a
+time between two steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from ...errors import InternalError, InvalidRequestError
+from ...limits.values import shown
+from .adapters import Workers
+from .slots import Lora
+
+_PERIOD = 0.005  # seconds between two calls
+_MOST_SECONDS = 120.0  # seconds that a load may take; files may lie in a network
+_CALL_SECONDS = 60.0  # seconds that a call may take, which waits for the steps before it
+
+
+async def load_into(workers: Workers, slot: int, lora: Lora) -> None:
+    """Load an adapter into a slot of all of a replica's workers.
+
+    Raises InvalidRequestError: it is none for this model, or can't be read any more. EngineError: the workers failed.
+    """
+    loop = asyncio.get_running_loop()
+    end = loop.time() + _MOST_SECONDS
+    while True:
+        try:
+            states = await workers.call("load_lora", slot, lora.files.path, timeout=_CALL_SECONDS)
+        except TimeoutError:
+            raise InternalError(f"the worker did not answer load_lora within {_CALL_SECONDS:g} s") from None
+        for state in states:
+            if state.startswith("refused: "):
+                raise InvalidRequestError(f"lora {shown(lora.name)}: {state.removeprefix('refused: ')}", param="lora")
+        if all(state == "ready" for state in states):
+            return
+        if loop.time() > end:
+            raise InvalidRequestError(
+                f"lora {shown(lora.name)}: {lora.files.path} was not read within {_MOST_SECONDS:g} s", param="lora"
+            )
+        await asyncio.sleep(_PERIOD)

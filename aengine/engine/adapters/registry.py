@@ -1,0 +1,164 @@
+"""`LoraAdapters`: the adapters that requests can name, and how they come to the workers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from typing import Any
+
+from ...checkpoint.lora import MOST_ADAPTERS, MOST_RANK, LoraFiles, check_matrices, find_lora
+from ...config import EngineConfig
+from ...errors import AEngineError, EngineClosedError, EngineError, InvalidRequestError, ModelLoadError
+from ...ipc.messages import int32
+from ...limits.values import shown
+from ..threads.pools import run_in_thread
+from .adapters import AdapterShare, Running, Workers
+from .loading import load_into
+from .slots import Lora, LoraSlots
+
+logger = logging.getLogger("aengine")
+
+DEFAULT_RANK = 16
+
+EXTRA = "lora"
+"""Name of the extra of a request that has its adapter's slot."""
+
+
+class LoraAdapters:
+    """`Adapters` of LoRA. ``given``: those of the setting ``loras``, by name."""
+
+    def __init__(
+        self, config: EngineConfig, given: Mapping[str, LoraFiles], ready: Mapping[str, Any], running: Running
+    ) -> None:
+        """``ready``: what the workers said of themselves. Raises ModelLoadError: one of those ``given`` is none for
+        their model."""
+        self._running = running
+        self._max_rank = config.max_lora_rank or 0
+        self._matrices: Mapping[str, Sequence[int]] = ready["lora_matrices"]
+        for name, files in given.items():
+            with _named_in_error(name):
+                check_matrices(files, self._matrices)
+        self._serials = count(1)
+        self._loras = {name: Lora(name, files, next(self._serials)) for name, files in given.items()}
+        self._coming: set[str] = set()  # names whose files are being read
+        self.slots = LoraSlots(config.num_lora_slots, self._load)
+
+    # -- of requests
+
+    def check(self, name: str) -> None:
+        """See `Adapters`."""
+        self._named(name, "lora")
+
+    async def share(self, name: str) -> AdapterShare:
+        """See `Adapters`."""
+        lora = self._named(name, "lora")
+        index, leave = await self.slots.acquire(lora)
+        return AdapterShare({EXTRA: [int32([index]).tobytes()]}, lora.key, leave)
+
+    # -- of the engine's owner
+
+    async def add(self, name: str, source: str, *, replace: bool) -> None:
+        """See `AsyncLLM.add_lora`."""
+        if name in self._coming or (name in self._loras and not replace):
+            raise InvalidRequestError(
+                f"there is an adapter {shown(name)} already: remove_lora({name!r:.80}) first, or give replace=True",
+                param="name",
+            )
+        if len(self._loras) + len(self._coming) >= MOST_ADAPTERS and name not in self._loras:
+            raise InvalidRequestError(
+                f"there are {MOST_ADAPTERS} adapters, which is the most: remove some", param="name"
+            )
+        self._coming.add(name)
+        try:
+            files = await run_in_thread("lora", partial(find_lora, source, self._max_rank))
+            check_matrices(files, self._matrices)
+        except ModelLoadError as error:
+            raise InvalidRequestError(f"lora {shown(name)}: {error}", param="source") from error
+        finally:
+            self._coming.discard(name)
+        if name in self._loras:
+            self.remove(name)
+        self._loras[name] = Lora(name, files, next(self._serials))
+
+    def remove(self, name: str) -> None:
+        """See `AsyncLLM.remove_lora`."""
+        lora = self._named(name, "name")
+        del self._loras[name]
+        self.slots.forget(lora)
+
+    async def pin(self, name: str) -> None:
+        """See `AsyncLLM.pin_lora`."""
+        await self.slots.pin(self._named(name, "name"))
+
+    def listed(self) -> dict[str, dict[str, Any]]:
+        """See `AsyncLLM.list_loras`."""
+        users, waiting, loaded = self.slots.num_users, self.slots.num_waiting, {lora.name for _, lora in self.slots}
+        return {
+            name: {
+                "path": lora.files.path,
+                "rank": lora.files.rank,
+                "is_loaded": name in loaded,
+                "num_running": users.get(name, 0),
+                "num_waiting": waiting.get(name, 0),
+            }
+            for name, lora in self._loras.items()
+        }
+
+    def fail(self, error: AEngineError) -> None:
+        """See `Adapters`."""
+        self.slots.fail(error)
+
+    def _named(self, name: str, param: str) -> Lora:
+        lora = self._loras.get(name)
+        if lora is None:
+            known = ", ".join(f"{one:.40}" for one in list(self._loras)[:8]) or "none"
+            raise InvalidRequestError(f"there is no adapter {shown(name)}: there are {known}", param=param)
+        return lora
+
+    # -- in the workers
+
+    async def _load(self, index: int, lora: Lora) -> None:
+        async def load(workers: Workers) -> None:
+            try:
+                await load_into(workers, index, lora)
+            except EngineError:
+                if workers.failure is None or isinstance(workers.failure, EngineClosedError):
+                    raise
+                # The workers that come in place of dead ones get it by `restore`.
+
+        await asyncio.gather(*map(load, self._running()))
+
+    async def restore(self, workers: Workers) -> None:
+        """See `Adapters`: an adapter whose files have gone fails its requests, by the worker, and no others."""
+        done: set[tuple[int, Lora]] = set()
+        while missing := [one for one in self.slots if one not in done]:
+            for index, lora in missing:
+                done.add((index, lora))
+                try:
+                    await load_into(workers, index, lora)
+                except InvalidRequestError as error:
+                    logger.error("the adapter %s can't be loaded into the new worker: %s", lora.name, error)
+
+
+def find_given(config: EngineConfig) -> tuple[EngineConfig, dict[str, LoraFiles]]:
+    """Return the settings as workers need them, with ``max_lora_rank`` known and all adapters in folders, and the
+    adapters of ``loras``. Blocking. Raises ModelLoadError, naming the adapter."""
+    given = {}
+    for name, source in (config.loras or {}).items():
+        with _named_in_error(name):
+            given[name] = find_lora(source, config.max_lora_rank or MOST_RANK)
+    rank = config.max_lora_rank or max((files.rank for files in given.values()), default=DEFAULT_RANK)
+    return config.replace(loras={name: files.path for name, files in given.items()}, max_lora_rank=rank), given
+
+
+@contextmanager
+def _named_in_error(name: str) -> Iterator[None]:
+    """Say of which of the setting's adapters a ModelLoadError is."""
+    try:
+        yield
+    except ModelLoadError as error:
+        raise ModelLoadError(f"loras: {shown(name)}: {error}") from error

@@ -1,0 +1,94 @@
+"""`LoraCalls`: the calls of an engine that concern its adapters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ...errors import InvalidRequestError
+from ...limits.loras import is_lora_name
+from ...limits.values import is_unicode, not_valid
+
+if TYPE_CHECKING:
+    from ..adapters.registry import LoraAdapters
+    from ..core import EngineCore
+    from .handle import Handle
+
+
+async def add_lora(core: EngineCore, name: str, source: str, replace: bool) -> None:
+    """See `LoraCalls.add_lora`."""
+    await _adapters_of(core).add(name, source, replace=replace)
+
+
+async def remove_lora(core: EngineCore, name: str) -> None:
+    """See `LoraCalls.remove_lora`."""
+    _adapters_of(core).remove(name)
+
+
+async def pin_lora(core: EngineCore, name: str) -> None:
+    """See `LoraCalls.pin_lora`."""
+    await _adapters_of(core).pin(name)
+
+
+async def list_loras(core: EngineCore) -> dict[str, dict[str, Any]]:
+    """See `LoraCalls.list_loras`."""
+    return _adapters_of(core).listed() if core.config.num_lora_slots else {}
+
+
+class LoraCalls:
+    """Calls about LoRA adapters of an engine held by a handle."""
+
+    _handle: Handle
+
+    async def add_lora(self, name: str, source: str, *, replace: bool = False) -> None:
+        """Let requests name another adapter. It is loaded when the first one does, or by `pin_lora`.
+
+        Args:
+            name: what requests call it: ``lora=name``.
+            source: its folder or hub id, in PEFT's format. The folder must stay as it is while the adapter is known.
+            replace: take the place of an adapter of this name. Requests that use that one end with it.
+
+        Raises:
+            InvalidRequestError: the name is in use, the engine was started without ``max_loras``, or the adapter is
+                damaged, of another base model, of a larger rank than ``max_lora_rank``, or of a kind that can't be
+                served; the message says what helps.
+            EngineClosedError: the engine is not running.
+        """
+        if not is_lora_name(name):
+            raise not_valid("name", name, "a text of 1 to 256 characters")
+        if not isinstance(source, str) or not source or not is_unicode(source):
+            raise not_valid("source", source, "a folder or a hub id")
+        await self._handle.run(add_lora, name, source, replace)
+
+    async def remove_lora(self, name: str) -> None:
+        """Refuse requests that name the adapter from now on. Those that use it go on.
+
+        Raises InvalidRequestError: there is none of this name. EngineClosedError.
+        """
+        await self._handle.run(remove_lora, name)
+
+    async def pin_lora(self, name: str) -> None:
+        """Load the adapter now, and keep it on the device until it is removed.
+
+        Raises InvalidRequestError: there is none, it can't be loaded, or no place would be left for others.
+        EngineClosedError.
+        """
+        await self._handle.run(pin_lora, name)
+
+    async def list_loras(self) -> dict[str, dict[str, Any]]:
+        """Return what is known of each adapter, by name: ``path``, ``rank``, ``is_loaded`` (it is on the device, or
+        comes there now), ``num_running`` and ``num_waiting``, the requests that use it and that wait for it.
+
+        Raises EngineClosedError: the engine is not running.
+        """
+        return await self._handle.run(list_loras)
+
+
+def _adapters_of(core: EngineCore) -> LoraAdapters:
+    from ..adapters.registry import LoraAdapters
+
+    if not isinstance(core.adapters, LoraAdapters):
+        raise InvalidRequestError(
+            "the engine was started without places for adapters: start it with max_loras=N or loras={...}",
+            param="max_loras",
+        )
+    return core.adapters
