@@ -56,7 +56,7 @@ class Loop:
     def __init__(self, args: argparse.Namespace, kind: str, streams: int, *, speculates: bool) -> None:
         most = args.steps * 17 + 64
         blocks = streams * ((args.prompt + most) // BLOCK_SIZE + 2)
-        limits = {"max_num_seqs": streams, "max_num_batched_tokens": 8192, "max_model_len": 1 << 20}
+        limits = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "max_model_len": 1 << 20}
         self.scheduler = Scheduler(num_blocks=blocks, kv_groups=[KVCacheGroup("full", BLOCK_SIZE)], **limits)
         self.scheduler.rows.lookahead = Drafts(self.scheduler.rows)
         self.speculation = Speculation()

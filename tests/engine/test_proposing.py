@@ -305,7 +305,7 @@ def test_a_plain_step_behind_drafts_is_not_what_plain_steps_take() -> None:
     for _ in range(20):
         for num_drafts, seconds in ((0, 0.01), (0, 0.01), (3, 0.015), (0, 0.05)):
             budget.learn(step_of(1, num_drafts), seconds)
-    assert budget._plain_seconds(1) == pytest.approx(0.01)
+    assert budget._costs[False].known_seconds(1) == pytest.approx(0.01)
 
 
 class Odd:
@@ -525,7 +525,7 @@ def test_searches_in_vain_take_little_of_the_time(seconds: float, most: int, mon
         return now[0]
 
     class Budget(DraftBudget):
-        def grant(self, num_rows: int, chances: Sequence[Sequence[float]]) -> list[int]:
+        def grant(self, num_rows: int, chances: Sequence[Sequence[float]], *, is_gated: bool = False) -> list[int]:
             asked.append(num_rows)
             return super().grant(num_rows, chances)
 

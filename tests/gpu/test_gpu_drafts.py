@@ -102,7 +102,7 @@ async def test_many_positions_in_a_step(
     most = 0
 
     class Granted(DraftBudget):
-        def grant(self, num_rows: int, chances: Sequence[Sequence[float]]) -> list[int]:
+        def grant(self, num_rows: int, chances: Sequence[Sequence[float]], *, is_gated: bool = False) -> list[int]:
             nonlocal most
             counts = super().grant(num_rows, chances)
             most = max(most, num_rows + sum(counts))

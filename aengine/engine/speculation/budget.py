@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from heapq import heapify, heappop, heapreplace
+from itertools import accumulate
+from operator import mul, truediv
 
 from ..scheduler.step import InFlightStep
 
@@ -22,7 +23,9 @@ _SIZES = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256
 _LEAST_GAIN = 1.03  # times as many tokens a second that drafts must promise: what they bring is an estimate
 _LEAST_CHANCE = 0.02  # a draft that is right less often is not considered
 _MOST_WEIGHT = 12.0  # measured steps after which older ones count for ever less
-_KEPT = 0.995  # factor on the weight of what was measured with each step that is measured
+_LEARNED_TOGETHER = 8  # measured steps after which the weights of all sizes are lowered
+_LITTLE = 0.02  # share of a step's seconds
+_KEPT = 0.96  # the factor on the weights then
 _DISTURBED = 3.0  # a step that took so many times as long as expected counts as that
 _LONG_STEP = 0.003
 """Seconds of a step beside which it costs nothing to wait for its answer before the next is made: then drafts follow
@@ -46,28 +49,19 @@ class DraftBudget:
         """Return how many drafts a step of so many rows may have."""
         return self._most_positions - num_rows
 
-    def grant(self, num_rows: int, chances: Sequence[Sequence[float]]) -> list[int]:
+    def grant(self, num_rows: int, chances: Sequence[Sequence[float]], *, is_gated: bool = False) -> list[int]:
         """Return how many drafts each request gets in a step of ``num_rows``. ``chances``: of each request's guesses,
-        in order, to be right if all before are."""
+        in order, to be right if all before are. ``is_gated``: the step waits for a bitmask with a row for each."""
         return _counts(self._gains(num_rows, chances), len(chances))
 
     def _gains(self, num_rows: int, chances: Sequence[Sequence[float]]) -> list[tuple[float, int]]:
-        """Return (tokens that it brings, request) of each draft for which there is room, the likeliest first."""
+        """Return (tokens that it brings, request) of each draft for which there is room, the likeliest first. A
+        request's later draft is no likelier than the one before it."""
         gains: list[tuple[float, int]] = []
-        # The next draft of each request, the likeliest first: (gain, request, number of the draft), as negative gains.
-        ahead = [(-some[0], place, 0) for place, some in enumerate(chances) if some and some[0] >= _LEAST_CHANCE]
-        heapify(ahead)
-        for _ in range(self.room(num_rows)):
-            if not ahead:
-                break
-            gain, place, number = ahead[0]
-            gains.append((-gain, place))
-            following = chances[place][number + 1 : number + 2]
-            if following and gain * following[0] <= -_LEAST_CHANCE:
-                heapreplace(ahead, (gain * following[0], place, number + 1))
-            else:
-                heappop(ahead)
-        return gains
+        for place, some in enumerate(chances):
+            gains += [(gain, place) for gain in accumulate(some, mul) if gain >= _LEAST_CHANCE]
+        gains.sort(reverse=True)
+        return gains[: max(0, self.room(num_rows))]
 
 
 class CostBudget(DraftBudget):
@@ -77,41 +71,68 @@ class CostBudget(DraftBudget):
         """``growth``: the share of a step of one position by which each further one prolongs it, before any was
         measured."""
         super().__init__(most_positions)
-        self._growth = growth
-        self._plain = _Measured()
-        self._drafted = _Measured()
+        self._costs = _Costs(growth), _Costs(growth)  # without bitmasks; of steps that wait for one
         self._follows_plain = True  # the last step that was measured had no drafts
 
     def learn(self, step: InFlightStep, seconds: float) -> None:
         num_positions = len(step.batch) + sum(len(ahead.token_ids) for ahead in step.ahead.values())
-        if seconds <= 0 or step.is_gated or step.chunks or num_positions != step.num_tokens:
-            return  # it has prompts, or has waited for a bitmask
+        if seconds <= 0 or step.chunks or num_positions != step.num_tokens:
+            return  # it has prompts
         follows_plain, self._follows_plain = self._follows_plain, not step.ahead
-        if not (step.ahead or follows_plain):
-            return  # it may have waited for the answer of the one before
-        self._plain.age()
-        self._drafted.age()
-        measured = self._drafted if step.ahead else self._plain
-        measured.learn(num_positions, seconds)
+        if not (step.ahead or follows_plain or step.is_gated):
+            return  # it may have waited for the answer of the one before, as all do that wait for a bitmask
+        self._costs[step.is_gated].learn(num_positions, seconds, is_plain=not step.ahead)
 
     def waits_for_answers(self, num_rows: int) -> bool:
-        return self._plain.is_known and self._plain_seconds(num_rows) >= _LONG_STEP
+        return self._costs[False].known_seconds(num_rows) >= _LONG_STEP
 
-    def grant(self, num_rows: int, chances: Sequence[Sequence[float]]) -> list[int]:
+    def grant(self, num_rows: int, chances: Sequence[Sequence[float]], *, is_gated: bool = False) -> list[int]:
         gains = self._gains(num_rows, chances)
-        plain = self._plain_seconds(num_rows)
-        best, best_count, tokens = _LEAST_GAIN * num_rows / plain, 0, float(num_rows)
-        seconds = self._drafted_seconds(num_rows, plain, len(gains))
-        for count, (gain, _) in enumerate(gains, 1):
-            tokens += gain
-            if tokens / seconds[count - 1] > best:
-                best, best_count = tokens / seconds[count - 1], count
-        return _counts(gains[:best_count], len(chances))
+        if not gains:
+            return [0] * len(chances)
+        plain, seconds = self._costs[is_gated].of(num_rows, len(gains))
+        tokens = accumulate((gain for gain, _ in gains), initial=float(num_rows))
+        next(tokens)
+        rates = list(map(truediv, tokens, seconds))
+        best = max(rates)
+        count = 1 + rates.index(best) if best > _LEAST_GAIN * num_rows / plain else 0
+        return _counts(gains[:count], len(chances))
 
-    def _plain_seconds(self, num_rows: int) -> float:
-        """Return what a step without drafts takes; in some unit, before one was measured."""
-        size, seconds = self._plain.nearest(num_rows)
-        return self._grown(seconds, size, num_rows - size)
+
+class _Costs:
+    """What steps take: those without drafts by rows, those with drafts by positions."""
+
+    def __init__(self, growth: float) -> None:
+        self._growth = growth
+        self._plain = _Measured()
+        self._drafted = _Measured()
+        self._num_learned = 0
+        # seconds of a step without drafts, and of those with 1, 2 and so on, by rows
+        self._known: dict[int, tuple[float, list[float]]] = {}
+
+    def learn(self, num_positions: int, seconds: float, *, is_plain: bool) -> None:
+        self._num_learned += 1
+        if is_old := self._num_learned % _LEARNED_TOGETHER == 0:
+            self._plain.age()
+            self._drafted.age()
+        if (self._plain if is_plain else self._drafted).learn(num_positions, seconds) or is_old:
+            self._known.clear()
+
+    def known_seconds(self, num_rows: int) -> float:
+        """Return what a step without drafts takes; 0 before one was measured."""
+        return self.of(num_rows, 0)[0] if self._plain.is_known else 0.0
+
+    def of(self, num_rows: int, most: int) -> tuple[float, list[float]]:
+        """Return what a step of so many rows takes without drafts, in some unit before one was measured, and with 1, 2
+        and so on, ``most`` or more of them."""
+        plain, seconds = self._known.get(num_rows, (0.0, []))
+        if not plain:
+            size, plain = self._plain.nearest(num_rows)
+            plain = self._grown(plain, size, num_rows - size)
+        if len(seconds) < most:
+            seconds = self._drafted_seconds(num_rows, plain, most)
+        self._known[num_rows] = plain, seconds
+        return plain, seconds
 
     def _drafted_seconds(self, num_rows: int, plain: float, most: int) -> list[float]:
         """Return what steps take that have 1 to ``most`` drafts."""
@@ -143,19 +164,22 @@ class _Measured:
         """Count what was measured for less."""
         self._weights = [_KEPT * weight for weight in self._weights]
 
-    def learn(self, num_positions: int, seconds: float) -> None:
+    def learn(self, num_positions: int, seconds: float) -> bool:
+        """Note what a step took. Returns whether that changes what is expected of others by more than a little."""
         self.is_known = True
         place = min(bisect_left(_SIZES, num_positions), len(_SIZES) - 1)
         weight = self._weights[place] = min(_MOST_WEIGHT, self._weights[place] + 1)
         if weight > 1.5:
             seconds = min(seconds, _DISTURBED * self._means[place])
-        self._means[place] += (seconds - self._means[place]) / weight
+        change = (seconds - self._means[place]) / weight
+        self._means[place] += change
+        return abs(change) > _LITTLE * self._means[place]
 
     def nearest(self, num_positions: int) -> tuple[int, float]:
         """Return the measured size that is nearest, and its seconds; (1, 1.0): none is."""
-        place = min(bisect_left(_SIZES, num_positions), len(_SIZES) - 1)
         if not self.is_known:
             return 1, 1.0
+        place = min(bisect_left(_SIZES, num_positions), len(_SIZES) - 1)
         least = min(0.1, max(self._weights))
         measured = [i for i, weight in enumerate(self._weights) if weight >= least]
         near = min(measured, key=lambda i: abs(i - place))

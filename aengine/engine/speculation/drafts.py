@@ -21,8 +21,6 @@ from ..scheduler.request import Request, RequestStatus
 from ..scheduler.rows import Rows
 from ..scheduler.step import NOTHING_AHEAD, AheadTokens, InFlightStep, Lookahead
 
-_DRAFTS, _DRAFTED = -1, -2  # beside the positions of accepted drafts
-
 
 class Speculation:
     """Drafts nothing. What does has the same verbs, which the step loop calls."""
@@ -42,7 +40,8 @@ class Drafts(Lookahead):
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
         self._proposed: dict[Request, AheadTokens] = {}
-        self._counts: defaultdict[str, Counter[int]] = defaultdict(Counter)  # for each proposer, see `statistics`
+        # for each proposer, how often so many tokens were drafted and so many of them accepted
+        self._counts: defaultdict[str, Counter[tuple[int, int]]] = defaultdict(Counter)
 
     def statistics(self) -> tuple[DraftStatistics, ...]:
         """Return what was verified of the drafts of each proposer."""
@@ -100,8 +99,7 @@ class Drafts(Lookahead):
 
     def settle(self, request: Request, ahead: AheadTokens, count: int) -> None:
         num_drafted, num_accepted = len(ahead.token_ids), max(0, count - 1)
-        self._counts[ahead.proposer].update(range(num_accepted))
-        self._counts[ahead.proposer].update((_DRAFTS, *[_DRAFTED] * num_drafted))
+        self._counts[ahead.proposer][num_drafted, num_accepted] += 1
         if request.history is not None:
             request.history.note_verified(request, num_drafted, num_accepted)
         if not ahead.are_certain and request.req_idx >= 0:
@@ -111,6 +109,9 @@ class Drafts(Lookahead):
         self._proposed.pop(request, None)
 
 
-def _statistics_of(proposer: str, counts: Counter[int]) -> DraftStatistics:
-    accepted = tuple(counts[place] for place in range(max(counts) + 1))
-    return DraftStatistics(proposer, counts[_DRAFTS], counts[_DRAFTED], sum(accepted), accepted)
+def _statistics_of(proposer: str, counts: Counter[tuple[int, int]]) -> DraftStatistics:
+    pairs = list(counts.items())  # they may grow meanwhile: another thread may ask
+    num_drafted = sum(drafted * times for (drafted, _), times in pairs)
+    longest = max((accepted for (_, accepted), _ in pairs), default=0)
+    by_position = tuple(sum(times for (_, accepted), times in pairs if accepted > i) for i in range(longest))
+    return DraftStatistics(proposer, sum(times for _, times in pairs), num_drafted, sum(by_position), by_position)

@@ -20,6 +20,7 @@ _FIRST_CHANCES = (0.1, 0.2, 0.35, 0.55, 0.75, 0.9)
 """Chance of a guess after a match of some tokens, by the bits of their number, before any was compared."""
 _PRIOR = 4.0  # guesses for which the chances of all requests count as those of one
 _MOST_COUNTED = 24.0  # guesses after which older ones count for ever less
+_KEEP = 1 - 1 / _MOST_COUNTED
 
 
 class Guess(NamedTuple):
@@ -45,32 +46,48 @@ class Chances:
 
     def of(self, match: int) -> float:
         """Return the chance of a guess after ``match`` tokens that agree."""
-        kind = min(match.bit_length(), _KINDS - 1)
-        prior = _FIRST_CHANCES[kind] if self._prior is None else self._prior.of(match)
+        return self._of_kind(min(match.bit_length(), _KINDS - 1))
+
+    def _of_kind(self, kind: int) -> float:
+        prior = _FIRST_CHANCES[kind] if self._prior is None else self._prior._of_kind(kind)
         return (self._right[kind] + _PRIOR * prior) / (self._tried[kind] + _PRIOR)
 
     def of_each(self, match: int, count: int) -> list[float]:
         """Return the chances of ``count`` guesses, the first of which comes after ``match`` tokens that agree."""
         found: list[float] = []
-        while len(found) < count:
-            same = (1 << match.bit_length()) - match if match.bit_length() < _KINDS - 1 else count
-            same = min(same, count - len(found))
-            found += [self.of(match)] * same
-            match += same
+        end = match + count
+        while match < end:
+            kind, border = _kind_of(match, end)
+            found += [self._of_kind(kind)] * (border - match)
+            match = border
         return found
 
     def note(self, match: int, num_right: int, is_wrong: bool) -> None:
         """Note that so many guesses from there on were right, and perhaps the one after them wrong."""
-        for place in range(match, match + num_right + is_wrong):
-            kind = min(place.bit_length(), _KINDS - 1)
-            if self._tried[kind] >= _MOST_COUNTED:
-                keep = 1 - 1 / _MOST_COUNTED
-                self._tried[kind] *= keep
-                self._right[kind] *= keep
-            self._tried[kind] += 1
-            self._right[kind] += place < match + num_right
+        num_more = is_wrong
+        end = match + num_right + num_more
+        while match < end:
+            kind, border = _kind_of(match, end)
+            self._add(kind, border - match, border - match - (num_more and border == end))
+            match = border
+
+    def _add(self, kind: int, num_tried: int, num_right: int) -> None:
+        tried, right = self._tried[kind], self._right[kind]
+        if tried >= _MOST_COUNTED:
+            keep = _KEEP**num_tried
+            self._tried[kind] = tried * keep + (1 - keep) * _MOST_COUNTED
+            self._right[kind] = right * keep + (1 - keep) * _MOST_COUNTED * num_right / num_tried
+        else:
+            self._tried[kind] = tried + num_tried
+            self._right[kind] = right + num_right
         if self._prior is not None:
-            self._prior.note(match, num_right, is_wrong)
+            self._prior._add(kind, num_tried, num_right)
+
+
+def _kind_of(match: int, end: int) -> tuple[int, int]:
+    """Return the kind of a guess after ``match`` tokens, and up to which number, ``end`` at most, others are of it."""
+    kind = match.bit_length()
+    return (_KINDS - 1, end) if kind >= _KINDS - 1 else (kind, min(end, 1 << kind))
 
 
 class DraftHistory:

@@ -66,7 +66,8 @@ class Proposing(Speculation):
             return True
         changed, self._changed = self._changed, {}
         guesses = self._guesses(changed, room)
-        counts = self._budget.grant(num_rows, [guess.chances for guess in guesses.values()])
+        chances = [guess.chances for guess in guesses.values()]
+        counts = self._budget.grant(num_rows, chances, is_gated=self._scheduler.num_constrained > 0)
         granted = [request for request, count in zip(guesses, counts, strict=True) if count]
         must_wait = waits_for_answers and any(request.num_pending for request in granted)
         if granted and (self._in_flight.has_cancellable or must_wait):

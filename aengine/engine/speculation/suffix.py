@@ -25,6 +25,7 @@ _FACTORS = 1_540_483_477, 1_812_433_253, 1_664_525_013  # factors of the hash, o
 _SHIFT = 16  # bits of the sum that are dropped: in the lowest ones few of a token's bits take part
 _MOST_PLACES = 1 << 17  # places of a text that are found, eight bytes each; of a longer text the last ones
 _MOST_COMPARED = 8  # places of the last three tokens that are compared, newest first
+_FEW = 32  # tokens that are put into a table one by one: arrays of numpy take longer
 _NEAR = 8  # tokens after the end of a match among which the text is expected to go on
 _LONGEST = 32  # tokens beyond which two matches are equally long
 _PLACES_AS_A_TOKEN = 64  # places of a new table that take about as long as to put a token into one
@@ -55,14 +56,15 @@ class TokenIndex:
 
     def add(self, end: int) -> int:
         """Put the tokens before place ``end`` in. Returns how many these were."""
-        begin, token_ids, mask = self.num_indexed, self.token_ids, self._mask
-        if end - begin > 8:
+        begin, mask, last, before = self.num_indexed, self._mask, self._last, self._before
+        if end - begin > _FEW:
             self._add_many(begin, end)
         else:
-            for place in range(begin, end):
-                slot = _hash(*token_ids[place - _N + 1 : place + 1]) >> _SHIFT & mask
-                self._before[place & mask] = self._last[slot]
-                self._last[slot] = place
+            ids = self.token_ids[begin - _N + 1 : end]
+            for place, three in enumerate(zip(ids, ids[1:], ids[2:], strict=False), begin):
+                slot = _hash(*three) >> _SHIFT & mask
+                before[place & mask] = last[slot]
+                last[slot] = place
         self.num_indexed = max(begin, end)
         return max(0, end - begin)
 
@@ -83,7 +85,7 @@ class TokenIndex:
     def find(self, text: list[int]) -> tuple[int, int]:
         """Return the place where the longest end of ``text``, of three tokens or more, ends, and its length; of several
         the one after which came what came most often after them. (-1, 0): none is found."""
-        token_ids, tail, mask = self.token_ids, text[-_N:], self._mask
+        token_ids, mask, tail = self.token_ids, self._mask, text[-_N:]
         if len(tail) < _N:
             return -1, 0
         place, floor = self._last[_hash(*tail) >> _SHIFT & mask], max(0, self.num_indexed - self.size)
@@ -93,9 +95,7 @@ class TokenIndex:
             if place <= floor:
                 break
             if token_ids[place - _N + 1 : place + 1] == tail:
-                length, most = _N, min(_LONGEST, place + 1, len(text))
-                while length < most and token_ids[place - length] == text[-1 - length]:
-                    length += 1
+                length = _agreeing(token_ids, place, text)
                 if length > longest:
                     longest, found = length, []
                 if length == longest:
@@ -105,14 +105,27 @@ class TokenIndex:
         return (_likeliest(token_ids, found), longest) if found else (-1, 0)
 
 
+def _agreeing(token_ids: list[int], place: int, text: list[int]) -> int:
+    """Return how many tokens that end at ``place``, three of which agree, agree with the end of ``text``."""
+    most = min(_LONGEST, place + 1, len(text))
+    if token_ids[place - most + 1 : place + 1] == text[-most:]:
+        return most
+    length = _N
+    while token_ids[place - length] == text[-1 - length]:
+        length += 1
+    return length
+
+
 def _likeliest(token_ids: list[int], places: list[int]) -> int:
     """Return the one of ``places``, newest first, after which came, token by token, what came after most of them."""
-    for ahead in range(1, 1 + MOST_DRAFTS):
-        if len(places) == 1:
-            break
-        following = [token_ids[place + ahead] if place + ahead < len(token_ids) else -1 for place in places]
+    texts = [token_ids[place + 1 : place + 1 + MOST_DRAFTS] for place in places]
+    ahead = 0
+    while texts.count(texts[0]) < len(texts):
+        following = [text[ahead] if ahead < len(text) else -1 for text in texts]
         most = max(following, key=following.count)  # the newest, if several came as often
-        places = [place for place, token_id in zip(places, following, strict=True) if token_id == most]
+        left = [number for number, token_id in enumerate(following) if token_id == most]
+        places, texts = [places[number] for number in left], [texts[number] for number in left]
+        ahead += 1
     return places[0]
 
 
@@ -159,15 +172,19 @@ class SuffixHistory(DraftHistory):
         """Do nothing: all guesses are compared when more tokens are known, also those that were drafted."""
 
     def take_in(self, request: Request, most: int) -> int:
-        index = self._index
-        num_added = index.add(min(len(request.token_ids) - 1, index.num_indexed + most))
+        token_ids, index = request.token_ids, self._index
+        num_seen, match = self._num_seen, self._match
+        self._follow(token_ids)
+        if self._match >= _N <= match and self._source is token_ids and index.num_indexed >= num_seen - 1:
+            index.num_indexed = len(token_ids) - 1  # all of the new ones are found where they are repeated from
+            return 0
+        num_added = index.add(min(len(token_ids) - 1, index.num_indexed + most))
         past = () if self._past is None else self._past.of(request.cache_key.salt)
         for one in past:
             num_added += one.add(min(len(one.token_ids), one.num_indexed + max(0, most - num_added)))
-        self._follow(request.token_ids)
         if self._match < _N:
             for one in (index, *past):
-                place, match = one.find(request.token_ids)
+                place, match = one.find(token_ids)
                 if match > self._match:
                     self._source, self._place, self._match, self._lost = one.token_ids, place, match, -1
         return num_added
@@ -179,8 +196,10 @@ class SuffixHistory(DraftHistory):
             return
         new = token_ids[num_seen:]
         foretold = self._source[self._place + 1 : self._place + 1 + len(new)]
-        pairs = zip(foretold, new, strict=False)  # near the end of a text fewer are foretold
-        num_right = next((i for i, (first, second) in enumerate(pairs) if first != second), len(foretold))
+        num_right = len(foretold)  # near the end of a text fewer are foretold
+        if foretold != new:
+            pairs = zip(foretold, new, strict=False)
+            num_right = next((i for i, (first, second) in enumerate(pairs) if first != second), num_right)
         self.chances.note(self._match, num_right, num_right < len(foretold))
         if num_right == len(new):
             self._place += num_right
