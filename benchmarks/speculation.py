@@ -1,16 +1,19 @@
 """Tokens a second with and without drafts, in turns over engines in one run: without, and one for each way to propose.
 JSON to stdout, a line a task, number of streams and way.
 
-    python benchmarks/speculation.py [--model smollm2-135m] [--tasks edit json free] [--streams 1 16]
+    python benchmarks/speculation.py [--model smollm2-135m] [--tasks edit json free tools] [--streams 1 16]
         [--ways suffix ngram_worker] [--tokens 200] [--rounds 3]
 
 ``edit``: a file of the prompt once more, with a name changed, after an example of the same; ``json``: an object of a
-bounded schema whose keys are long, after an example; ``free``: a story. Greedy, past end-of-sequence tokens but for
-``json``, which ends when it is complete. ``ratio``: the rate with drafts by that without, of the same round, the median
-of the rounds; ``equal``: the share of requests whose tokens are the same in both: in 16 bits a step of several tokens
-may round in another way. The prompts are in the prefix cache, from a round that does not count. "none" drafts what a
-grammar forces all the same; "bare" does not, and is in the run for ``json``. "cpu_ratio" is that of the worker's CPU
-time, which says more than "ratio" where other programs run and the worker has one thread (``--threads 1``).
+bounded schema whose keys are long, after an example; ``free``: a story; ``tools``: as many sessions as streams, of 20
+turns that follow each other: in each one a tool's result comes, and that of an earlier turn is asked for again. Greedy,
+past end-of-sequence tokens but for ``json``, which ends when it is complete. ``ratio``: the rate with drafts by that
+without, of the same round, the median of the rounds; ``equal``: the share of requests whose tokens are the same in
+both: in 16 bits a step of several tokens may round in another way. The prompts are in the prefix cache, from a round
+that does not count. "none" drafts what a grammar forces all the same; "bare" does not, and is in the run for ``json``.
+"cpu_ratio" is that of the worker's CPU time, which says more than "ratio" where other programs run and the worker has
+one thread (``--threads 1``). "ms_a_step" is from one step to the next, "host_ms" the host's CPU time for it: of the one
+beside which the other is measured, and of that.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import statistics
 import time
 from contextlib import AsyncExitStack
@@ -26,7 +30,7 @@ from typing import Any
 from draft_costs import cpu_seconds
 
 from aengine import AsyncLLM, SamplingParams, StructuredOutput
-from aengine.engine.grammar_gate import ALWAYS, JumpForward
+from aengine.engine.grammar_gate import ALWAYS, IN_SMALL_BATCHES, JumpForward
 from aengine.engine.replicas import replica
 
 EXAMPLE = """def mean(values):
@@ -78,6 +82,41 @@ SCHEMA = {
 STORIES = ("a lighthouse keeper who paints", "two rivers that meet after the rain", "a clock that was never late")
 
 
+TOWNS = ("Oslo", "Lima", "Cairo", "Delhi", "Paris", "Quito", "Seoul", "Tunis", "Turin", "Dakar", "Perth", "Sofia")
+TURNS = 20
+
+
+def turn_of(session: int, turn: int) -> tuple[str, str]:
+    """Return what a tool said in this turn, and what is asked for behind it: the result of an earlier turn again."""
+
+    def result(number: int) -> str:
+        rng = random.Random(100 * session + number)
+        town, sky = rng.choice(TOWNS), rng.choice(("clear", "cloudy", "rainy", "windy"))
+        return f"```\nget_weather: {town}, {rng.randint(-9, 39)} degrees, {sky}, wind {rng.randint(1, 99)} km/h\n```\n"
+
+    earlier = max(0, turn - 1 - (session + turn) % 3)
+    asked = f"\nTool result {turn}:\n{result(turn)}\nTool result {earlier} again:\n"
+    return asked, result(earlier)
+
+
+async def tool_rate(engine: AsyncLLM, sessions: int, tokens: int) -> tuple[float, list[Any]]:
+    """Run all sessions, the turns of each one after the other. What the prompt has of earlier turns is right,
+    so that all engines get the same prompts."""
+
+    async def session(number: int) -> list[Any]:
+        text, answers = "".join(turn_of(number, 0)), []
+        for turn in range(1, 1 + TURNS):
+            asked, answer = turn_of(number, turn)
+            answers.append(await engine.generate(text + asked, params))
+            text += asked + answer
+        return answers
+
+    params = SamplingParams(temperature=0, max_tokens=min(tokens, 32), ignore_eos=True)
+    begun = time.perf_counter()
+    answers = [one for some in await asyncio.gather(*map(session, range(sessions))) for one in some]
+    return sum(len(one.token_ids) for one in answers) / (time.perf_counter() - begun), answers
+
+
 def prompt_of(task: str, number: int) -> Any:
     """Return a prompt or a chat."""
     if task == "edit":
@@ -104,6 +143,8 @@ def params_of(task: str, tokens: int) -> SamplingParams:
 
 
 async def rate(engine: AsyncLLM, task: str, streams: int, tokens: int) -> tuple[float, list[Any]]:
+    if task == "tools":
+        return await tool_rate(engine, streams, tokens)
     params = params_of(task, tokens)
     begun = time.perf_counter()
     prompts = [prompt_of(task, i) for i in range(streams)]
@@ -117,16 +158,21 @@ async def compare(engines: dict[str, AsyncLLM], task: str, streams: int, args: a
     rates: dict[str, list[float]] = {name: [] for name in names}
     cpu: dict[str, list[float]] = {name: [] for name in names}  # the worker's
     answers: dict[str, list[Any]] = {}
+    host: dict[str, list[float]] = {name: [] for name in names}
     for name in names:
         await rate(engines[name], task, streams, args.tokens)
     before = {name: engines[name].statistics() for name in names}
     for _ in range(args.rounds):
         for name in names:
-            begun = cpu_seconds(engines[name])
+            begun, begun_host = cpu_seconds(engines[name]), time.process_time()
             value, answers[name] = await rate(engines[name], task, streams, args.tokens)
             rates[name].append(value)
             cpu[name].append(cpu_seconds(engines[name]) - begun)
+            host[name].append(time.process_time() - begun_host)
     base = names[0]
+    steps = {name: engines[name].statistics().num_steps - before[name].num_steps for name in names}
+    lengths = {name: sum(len(one.token_ids) for one in answers[name]) * args.rounds for name in names}
+    ms = {name: 1e3 * lengths[name] / statistics.median(rates[name]) / steps[name] for name in names}
     for name in names[1:]:
         after = engines[name].statistics()
         pairs = list(zip(answers[base], answers[name], strict=True))
@@ -142,14 +188,18 @@ async def compare(engines: dict[str, AsyncLLM], task: str, streams: int, args: a
             "drafted": after.drafted_tokens - before[name].drafted_tokens,
             "accepted": after.accepted_tokens - before[name].accepted_tokens,
             "tokens": num_tokens,
-            "tokens_a_step": round(num_tokens / (after.num_steps - before[name].num_steps), 2),
+            "tokens_a_step": round(num_tokens / steps[name], 2),
+            # of both: a step, from one to the next, and the host's CPU time for it
+            "ms_a_step": [round(ms[one], 3) for one in (base, name)],
+            "host_ms": [round(1e3 * sum(host[one]) / steps[one], 3) for one in (base, name)],
             "equal": sum(a.token_ids == b.token_ids for a, b in pairs) / len(pairs),
         }
         print(json.dumps(result), flush=True)
 
 
 async def start(stack: AsyncExitStack, model: str, name: str, settings: dict[str, Any]) -> AsyncLLM:
-    replica.ALWAYS = JumpForward(0, 0.0) if name == "bare" else ALWAYS  # type: ignore[attr-defined]
+    for kind, jumps in (("ALWAYS", ALWAYS), ("IN_SMALL_BATCHES", IN_SMALL_BATCHES)):
+        setattr(replica, kind, JumpForward(0, 0.0) if name == "bare" else jumps)
     speculation = "none" if name == "bare" else name
     return await stack.enter_async_context(AsyncLLM(model, speculation=speculation, **settings))
 
@@ -167,7 +217,7 @@ async def main() -> None:
     args = parser.parse_args()
     settings: dict[str, Any] = {
         "dtype": args.dtype,
-        "max_model_len": 2048,
+        "max_model_len": 4096,
         "kv_cache_memory_bytes": 2 << 30,
     }  # they share a device
     settings |= {"num_threads": args.threads} if args.threads else {}
