@@ -521,7 +521,7 @@ BUDGETS = {
     "root": 2730,
     "checkpoint": 2580,
     "cli": 1552,
-    "engine": 25890,
+    "engine": 25950,
     "integrations": 2640,
     "ipc": 2180,
     "kernels": 16340,
