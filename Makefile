@@ -46,7 +46,7 @@ run: export PROMPT_TEXT = $(PROMPT)
 chat: $(STAMP) ## a chat in the terminal
 	@$(BIN)/aengine chat '$(MODEL)'
 
-test: $(TESTS) ## the tests, JOBS=2 at a time; not those of kernels that are as they were when these passed
+test: $(TESTS) ## the tests, JOBS=2 at a time; not those that compute where all they read is as it was when they passed
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --unless-known
 
 test-fast: $(TESTS) ## the units of the host half: no workers, no servers, no models

@@ -107,7 +107,7 @@ def _use_own_cache() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--unless-known", action="store_true", help="leave out tests/kernels where it is known to pass")
+    parser.addoption("--unless-known", action="store_true", help="leave out files that are known to pass: unchanged.py")
     parser.addoption("--seed", type=int, help="of the random numbers of `rng`: the one that was printed with a failure")
 
 
@@ -139,9 +139,7 @@ ON_BOTH_LOOPS = {
     "test_call_queue.py",
     "test_channel.py",
     "test_doorbell_shm.py",
-    "test_executor.py",
     "test_loop_ownership.py",
-    "test_own_thread_life.py",
     "test_threads.py",
 }
 """Of the files whose tests run on both loops, those about the loop itself: `make test`, too, runs them on both. Each

@@ -1,45 +1,59 @@
-"""What is noted of a test file holds as long as nothing that it depends on is another."""
+"""What is noted of a test file holds as long as nothing that it read is another."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import unchanged
-from unchanged import FOLDER, ROOT, digest, is_known
+from unchanged import ROOT, TESTS, Notes, digest, is_known, read_by
 
-KERNELS = ROOT / "aengine" / "kernels"
+READ = ["aengine/kernels/cpu/", "aengine/kernels/rotary.py", "pyproject.toml", "tests/kernels/test_rotary.py"]
+TEST = TESTS / "kernels" / "test_rotary.py"
 
 
-@pytest.mark.parametrize(
-    ("test", "changed", "matters"),
-    [
-        ("test_rotary.py", FOLDER / "test_rotary.py", True),
-        ("test_rotary.py", KERNELS / "rotary.py", True),
-        ("test_rotary.py", FOLDER / "conftest.py", True),
-        ("test_rotary.py", KERNELS / "gumbel.py", False),
-        ("test_gumbel.py", KERNELS / "triton" / "launch.py", True),
-        ("test_cpu_products.py", KERNELS / "cpu" / "compiler" / "emit.py", True),
-        ("test_grouped_codes.py", ROOT / "aengine" / "runner" / "weights" / "plain.py", True),
-        ("test_linear_script.py", ROOT / "benchmarks" / "gpu_linear.py", True),
-        ("test_compiles.py", FOLDER / "compile_everything.py", True),
-        ("test_compiles.py", KERNELS / "triton" / "gumbel.py", True),
-        ("test_linear_ways.py", KERNELS / "linear_tilings.json", True),
-        ("test_gumbel.py", ROOT / "tests" / "conftest.py", True),
-        ("test_gumbel.py", ROOT / "aengine" / "async_llm.py", False),
-    ],
-)
-def test_what_a_test_depends_on(test: str, changed: Path, matters: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, before = FOLDER / test, digest(FOLDER / test)
-    monkeypatch.setattr(unchanged, "noted", lambda: {test: before})
-    assert is_known(path)
-    text_of = unchanged.sha256
+@pytest.mark.parametrize("changed", [*READ, "the machine", "aengine/kernels/gumbel.py"])
+def test_what_a_test_read_is_what_it_depends_on(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = "aengine/kernels/gumbel.py"
+    notes = Notes(sorted([*READ, other]), {"kernels/test_rotary.py": (digest(READ), f"{0b11101:x}")})
+    assert notes.reads("kernels/test_rotary.py") == READ
+    monkeypatch.setattr(unchanged, "noted", lambda: notes)
+    assert is_known(TEST) and not is_known(TEST.parent / "test_gumbel.py") and not is_known(TEST.parent)
+    text_of, before = unchanged.sha256, unchanged.machine()
     monkeypatch.setattr(unchanged, "sha256", lambda file: "another" if file == changed else text_of(file))
-    assert changed.exists() and is_known(path) != matters
+    monkeypatch.setattr(unchanged, "machine", lambda: "another" if changed == "the machine" else before)
+    assert is_known(TEST) == (changed == other)
 
 
 def test_no_other_folder_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = ROOT / "tests" / "runner" / "test_rows.py"
-    monkeypatch.setattr(unchanged, "noted", lambda: {path.name: digest(path)})
-    assert not is_known(path)
-    assert not is_known(FOLDER / "__pycache__")
+    monkeypatch.setattr(unchanged, "noted", lambda: Notes([], {"scheduler/test_step.py": (digest([]), "0")}))
+    assert not is_known(TESTS / "scheduler" / "test_step.py")
+
+
+READER = """
+import importlib, os, subprocess, sys
+sys.path.insert(0, {root!r})
+open("docs/index.md").close()
+os.listdir("docs/internals")
+importlib.import_module("aengine.kernels.rotary" if {whole} else "aengine.limits")
+subprocess.run([sys.executable, "-c", "import aengine.__version__"], cwd={root!r})
+if {whole}:
+    subprocess.run([sys.executable, "-c", ""], env={{}})
+"""
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_is_read_is_seen(whole: bool, tmp_path: Path) -> None:
+    """Whether it is opened, imported by a text, listed, or read by a process that the process starts."""
+    code, log = READER.format(root=str(ROOT), whole=whole), tmp_path / "log"
+    environment = os.environ | {"NOTE_READS": str(log), "PYTHONPATH": str(TESTS / "reads")}
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
+    files, reasons = read_by(log)
+    expected = {"docs/index.md", "docs/internals/", "aengine/__version__.py"}
+    assert files >= expected | {"aengine/kernels/rotary.py" if whole else "aengine/limits/__init__.py"}
+    assert all(not name.startswith((".venv", "build")) for name in files)
+    python = f"starts {Path(sys.executable).name}"
+    assert reasons == [python, *[f"{python} unseen"] * whole], "a process without the variable is not seen through"

