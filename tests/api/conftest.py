@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,8 @@ from own_thread_helpers import own_threads
 from aengine import AsyncLLM, EngineConfig
 from aengine.checkpoint.source import resolve_model
 from aengine.engine import core
+from aengine.engine.structured.llguidance import backend
+from aengine.engine.structured.vocabulary import Vocabulary
 from aengine.engine.tokenizer.tokenizer import Tokenizer
 
 VOCAB_SIZE = 49152
@@ -39,10 +42,44 @@ def smollm2_tokenizer() -> Tokenizer:
     return Tokenizer.load(resolve_model(EngineConfig.create("smollm2-135m", {})))
 
 
+class Made:
+    """Vocabularies of one tokenizer, and the grammar library's tables of them: a third of a second each."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._make, self._make_tables = Vocabulary.of, backend.tables_of
+        self._vocabularies: dict[int, Vocabulary] = {}
+        self._tables: dict[int, backend.Tables] = {}
+        self._lock = threading.Lock()
+
+    def vocabulary(self, tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
+        if tokenizer is not self._tokenizer:
+            return self._make(tokenizer, vocab_size)
+        with self._lock:
+            if vocab_size not in self._vocabularies:
+                self._vocabularies[vocab_size] = self._make(tokenizer, vocab_size)
+        return self._vocabularies[vocab_size]
+
+    def tables_of(self, vocabulary: Vocabulary) -> backend.Tables:
+        if self._vocabularies.get(vocabulary.vocab_size) is not vocabulary:
+            return self._make_tables(vocabulary)
+        with self._lock:
+            if vocabulary.vocab_size not in self._tables:
+                self._tables[vocabulary.vocab_size] = self._make_tables(vocabulary)
+        return self._tables[vocabulary.vocab_size]
+
+
+@pytest.fixture(scope="session")
+def made(smollm2_tokenizer: Tokenizer) -> Made:
+    return Made(smollm2_tokenizer)
+
+
 @pytest.fixture
-def make_engine(smollm2_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeLLM]:
-    """A factory of engines that are not started. The tokenizer is loaded once a session."""
+def make_engine(smollm2_tokenizer: Tokenizer, made: Made, monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeLLM]:
+    """A factory of engines that are not started. Their tokenizer and its tables are made once a session."""
     monkeypatch.setattr(core.Tokenizer, "load", classmethod(lambda cls, *args: smollm2_tokenizer))
+    monkeypatch.setattr(Vocabulary, "of", made.vocabulary)
+    monkeypatch.setattr(backend, "tables_of", made.tables_of)
     return FakeLLM
 
 
