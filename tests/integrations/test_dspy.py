@@ -13,7 +13,6 @@ import pytest
 from pydantic import BaseModel
 
 from aengine import (
-    AsyncLLM,
     ContextLengthError,
     DeadlineExceededError,
     EngineClosedError,
@@ -247,18 +246,3 @@ def test_blocking_calls_over_a_thread_of_its_own() -> None:
         assert model("?") == ["yes"]
         events = list(AEngine(engine).stream(request()))
         assert [event.type for event in events] == ["start", "delta", "delta", "delta", "end"]
-
-
-@pytest.mark.slow
-async def test_a_real_model_keeps_to_a_signatures_types(smollm2: AsyncLLM) -> None:
-    """Whatever a model of 135M parameters says."""
-    model = lm(smollm2, cache=False, temperature=0.0, max_tokens=100)
-    with dspy.context(lm=model, adapter=dspy.JSONAdapter()):
-
-        class Judge(dspy.Signature):
-            review: str = dspy.InputField()
-            mood: Literal["good", "bad"] = dspy.OutputField()
-            stars: Literal[1, 2, 3] = dspy.OutputField()
-
-        prediction = await dspy.Predict(Judge).acall(review="I would buy it again.")
-    assert prediction.mood in ("good", "bad") and prediction.stars in (1, 2, 3)

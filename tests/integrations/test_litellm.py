@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 from pydantic import BaseModel, Field
 
 from aengine import (
-    AsyncLLM,
     ContextLengthError,
     DeadlineExceededError,
     EngineOverloadedError,
@@ -249,21 +247,3 @@ async def test_names_are_registered_replaced_and_taken_back() -> None:
         for name in ("openai", "a/b", ""):
             with pytest.raises(InvalidRequestError, match="name"):
                 register(first, name)
-
-
-@pytest.mark.slow
-async def test_a_real_model_keeps_to_tools_and_schemas(smollm2: AsyncLLM) -> None:
-    """Whatever a model of 135M parameters says."""
-
-    class City(BaseModel):
-        name: str = Field(max_length=20)
-        is_large: bool
-
-    register(smollm2, "local")
-    settings: Any = {"temperature": 0.0, "max_tokens": 100}
-    asked = [{"role": "user", "content": "Paris is large."}]
-    response = await litellm.acompletion(MODEL, messages=asked, response_format=City, **settings)
-    assert City.model_validate_json(response.choices[0].message.content)
-    response = await litellm.acompletion(MODEL, messages=asked, tools=TOOLS, tool_choice="required", **settings)
-    (call, *_) = response.choices[0].message.tool_calls
-    assert call.function.name == "weather" and isinstance(json.loads(call.function.arguments), dict)

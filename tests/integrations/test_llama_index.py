@@ -21,7 +21,7 @@ from llama_index.core.tools import FunctionTool
 from llama_index.core.types import PydanticProgramMode
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
-from aengine import AsyncLLM, EngineOverloadedError, InvalidRequestError, RequestError
+from aengine import EngineOverloadedError, InvalidRequestError, RequestError
 from aengine.integrations.llama_index import AEngine
 from aengine.testing import FakeAsyncLLM, FakeLLM, Reply
 
@@ -249,20 +249,3 @@ def test_blocking_calls_over_a_thread_of_its_own() -> None:
         while engine.statistics().num_running:
             pass
         assert engine.statistics().num_aborted == 1
-
-
-@pytest.mark.slow
-async def test_a_real_model_keeps_to_tools_and_types(smollm2: AsyncLLM) -> None:
-    """Whatever a model of 135M parameters says: arguments are valid, and so is the output."""
-
-    class City(BaseModel):
-        name: str = Field(max_length=20)
-        is_large: bool
-
-    llm = AEngine(smollm2, temperature=0.0, max_tokens=100)
-    prompt = PromptTemplate("{text}")
-    partial = [value async for value in await llm.astream_structured_predict(City, prompt, text="Paris is large.")]
-    assert len(partial) > 1 and isinstance(partial[-1], City)
-    response = await llm.achat_with_tools([TOOL], "Weather in Paris?", tool_required=True)
-    (call,) = llm.get_tool_calls_from_response(response)
-    assert call.tool_name == "weather" and isinstance(call.tool_kwargs["city"], str)

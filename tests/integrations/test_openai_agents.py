@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
 from agents import (
     Agent,
-    MaxTurnsExceeded,
     ModelBehaviorError,
     ModelRetryAdviceRequest,
     ModelSettings,
@@ -23,7 +22,7 @@ from agents import (
 from agents.exceptions import ModelTimeoutError
 from agents.items import ReasoningItem, ToolCallItem
 from openai.types.shared import Reasoning
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from aengine import AsyncLLM, EngineOverloadedError, InvalidRequestError, RequestError, WorkerDiedError
 from aengine.integrations.openai_agents import AEngineModel, AEngineProvider
@@ -235,39 +234,3 @@ async def test_an_engine_in_another_process_is_an_engine(tmp_path: Path) -> None
         model = AEngineModel(remote)  # type: ignore[arg-type]
         agent: Agent[Any] = Agent(name="a", model=model, tools=[weather], output_type=Report)
         assert (await run(agent, streamed=True)).final_output == REPORT
-
-
-@pytest.mark.slow
-async def test_a_real_model_keeps_to_tools_and_types(smollm2: AsyncLLM) -> None:
-    """Whatever a model of 135M parameters says: arguments are valid, and so is the output."""
-    called: list[str] = []
-
-    @function_tool(name_override="weather")
-    def record(city: Annotated[str, Field(max_length=10)]) -> str:
-        """Weather of a city."""
-        called.append(city)
-        return f"sunny in {city}"
-
-    class City(BaseModel):
-        name: str = Field(max_length=20)
-        is_large: bool
-
-    settings = ModelSettings(temperature=0.0, max_tokens=100)
-    agent: Agent[Any] = Agent(
-        name="a",
-        model=AEngineModel(smollm2),
-        output_type=City,
-        instructions="Answer as JSON.",
-        model_settings=settings,
-    )
-    for streamed in (False, True):
-        assert isinstance((await run(agent, streamed=streamed)).final_output, City)
-    agent = agent.clone(tools=[record], model_settings=ModelSettings(0.0, max_tokens=100, tool_choice="required"))
-    try:
-        result = await run(agent, streamed=True, max_turns=2)
-    except MaxTurnsExceeded:
-        pass  # it goes on calling its tool, with valid arguments
-    else:
-        assert isinstance(result.final_output, City)
-    assert called
-    await ended(smollm2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
 from pydantic import BaseModel, Field
@@ -385,37 +385,3 @@ async def test_an_engine_in_another_process_is_an_engine(tmp_path: Path) -> None
     ):
         agent = Agent(AEngineModel(remote), tools=[weather], output_type=Report)  # type: ignore[arg-type]
         assert (await agent.run("?")).output == REPORT
-
-
-@pytest.mark.slow
-async def test_a_real_model_keeps_to_tools_and_types(smollm2: AsyncLLM) -> None:
-    """Whatever a model of 135M parameters says: arguments are valid, and so is the output."""
-
-    class City(BaseModel):
-        name: str = Field(max_length=20)
-        is_large: bool
-
-    def short(city: Annotated[str, Field(max_length=10)]) -> str:
-        """Weather of a city."""
-        return f"21 degrees in {city}"
-
-    num_before = smollm2.statistics().num_requests
-    model = AEngineModel(smollm2, settings={"max_tokens": 100, "temperature": 0.0})
-    async with Agent(model, output_type=City).run_stream("Paris is large.") as run:
-        partial = [value async for value in run.stream_output(debounce_by=None)]
-    assert len(partial) > 1 and isinstance(partial[-1], City)
-
-    agent = Agent(model, tools=[short], output_type=City)
-    parameters = ModelRequestParameters(function_tools=definitions(agent))
-    asked: list[Any] = [ModelRequest.user_text_prompt("What is the weather in Paris?")]
-    settings: Any = {"tool_choice": ["short"]}
-    answer = await model_request(model, asked, model_settings=settings, model_request_parameters=parameters)
-    call = next(part for part in answer.parts if isinstance(part, ToolCallPart))
-    assert call.tool_name == "short" and len(call.args_as_dict()["city"]) <= 10
-    try:
-        result = await agent.run("Paris is large.", usage_limits=UsageLimits(request_limit=2))
-    except UsageLimitExceeded:  # it goes on calling its tool, with valid arguments
-        assert smollm2.statistics().num_requests == num_before + 4
-    else:
-        assert isinstance(result.output, City)
-    await ended(smollm2)

@@ -13,7 +13,7 @@ from smolagents.models import CODEAGENT_RESPONSE_FORMAT, ChatMessage, MessageRol
 from smolagents.monitoring import LogLevel
 from smolagents.utils import AgentGenerationError
 
-from aengine import AsyncLLM, EngineOverloadedError, InvalidRequestError, RequestError
+from aengine import EngineOverloadedError, InvalidRequestError, RequestError
 from aengine.integrations.smolagents import AEngineModel
 from aengine.testing import FakeAsyncLLM, FakeLLM, Reply
 
@@ -171,12 +171,3 @@ def test_agents_of_many_threads_share_an_engine() -> None:
 
         with ThreadPoolExecutor(4) as pool:
             assert list(pool.map(run, range(4))) == ["It is fine."] * 4
-
-
-@pytest.mark.slow
-def test_a_real_model_takes_its_steps_by_calls_of_tools(smollm2: AsyncLLM) -> None:
-    """Whatever a model of 135M parameters says: each step calls a tool, with valid arguments."""
-    model = AEngineModel(smollm2, temperature=0.0, max_tokens=200)
-    message = model.generate(USER, tools_to_call_from=[weather])
-    (call, *_) = model.parse_tool_calls(message).tool_calls
-    assert call.function.name == "weather" and isinstance(call.function.arguments["city"], str)
