@@ -12,7 +12,6 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from page_runner import ForkedPages
 from pairs import some
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from aengine.checkpoint.source import resolve_model
 from aengine.config import EngineConfig
@@ -56,6 +55,8 @@ class Judge:
     """What transformers says about a sequence: the embedded model, or a file with some of its layers."""
 
     def __init__(self, model: str) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM  # five seconds, which not every process of tests needs
+
         source = resolve_model(EngineConfig.create(model, {}))
         config = LlamaConfig(**source.hf_config)
         with warnings.catch_warnings():

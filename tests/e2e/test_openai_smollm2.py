@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from pydantic import BaseModel
 
-from aengine import AsyncLLM
+from aengine import AsyncLLM, SamplingParams
 
 MODEL = "smollm2-135m"
 ASK: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
@@ -32,10 +32,15 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client() -> AsyncIterator[openai.AsyncOpenAI]:
+async def engine() -> AsyncIterator[AsyncLLM]:
     async with AsyncLLM(MODEL, max_model_len=1024, kv_cache_memory_bytes=128 << 20) as engine:
-        async with engine.openai_client(max_retries=0) as client:
-            yield client
+        yield engine
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(engine: AsyncLLM) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with engine.openai_client(max_retries=0) as client:
+        yield client
 
 
 async def test_answers_have_their_shape(client: openai.AsyncOpenAI) -> None:
@@ -76,3 +81,21 @@ async def test_texts_and_token_ids_are_completed_alike(client: openai.AsyncOpenA
     assert logprobs is not None and logprobs.text_offset and logprobs.tokens
     for offset, token in zip(logprobs.text_offset, logprobs.tokens):
         assert whole.text[offset:].startswith(token)
+
+
+async def test_words_and_tokens_that_are_not_wanted(engine: AsyncLLM, client: openai.AsyncOpenAI) -> None:
+    """By the engine's own call and by OpenAI's client; the log-probabilities are the model's all the same."""
+    prompt = "The capital of France is"
+    greedy = SamplingParams(max_tokens=24, temperature=0)
+    plain = await engine.generate(prompt, greedy.replace(logprobs=1))
+    assert " Paris" in plain.text
+    without = await engine.generate(prompt, greedy.replace(bad_words=["Paris", "the largest"], logprobs=1))
+    assert "Paris" not in without.text and "the largest" not in without.text
+    likeliest = [max(one.logprobs[0], key=lambda entry: entry.logprob) for one in (plain, without) if one.logprobs]
+    assert likeliest[0].token_id == likeliest[1].token_id
+    yes_no = [engine.tokenizer.encode(word)[0] for word in (" yes", " no")]
+    chosen = await engine.generate(prompt, greedy.replace(allowed_token_ids=yes_no, max_tokens=5))
+    assert set(chosen.token_ids) <= set(yes_no) and chosen.finish_reason == "length"
+    body = {"allowed_token_ids": yes_no, "bad_words": [" yes"]}
+    answer = await client.completions.create(model=MODEL, prompt=prompt, max_tokens=3, temperature=0, extra_body=body)
+    assert answer.choices[0].text == " no no no"

@@ -45,7 +45,7 @@ async def test_a_worker_that_dies(smollm2: str, judge: Judge, rng: random.Random
     settings: dict[str, Any] = {"kv_cache_memory_bytes": kv_memory(smollm2, 1 << 25), "max_num_batched_tokens": 32}
     kinds = [PARAMS, PARAMS.replace(max_tokens=0), PARAMS.replace(n=2, temperature=1.0), PARAMS]
     async with AsyncLLM(smollm2, dtype="float32", num_threads=1, max_model_len=256, **settings) as engine:
-        calls = [(prompt, params) for params in kinds for prompt in prompts]
+        calls = [(prompt, params) for i, params in enumerate(kinds) for prompt in prompts[i % 2 :: 2]]
         calls.append((whole_context, PARAMS.replace(max_tokens=0)))
         tasks = [asyncio.create_task(engine.generate(*call)) for call in calls]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""A real worker that is killed, stopped, or breaks in mid-stream: the same texts as without."""
+"""A real worker that is killed or stopped in mid-stream: the same texts as without."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def texts(engine: AsyncLLM) -> list[Any]:
 async def test_the_same_texts_after_each_way_of_dying(smollm2: str) -> None:
     async with AsyncLLM(smollm2, **CONFIG) as engine:
         expected = await texts(engine)
-        for num_restarts, how in enumerate((signal.SIGKILL, signal.SIGSEGV, signal.SIGSTOP), 1):
+        for num_restarts, how in enumerate((signal.SIGKILL, signal.SIGSTOP), 1):
             worker, before = worker_of(engine), engine.statistics().generated_tokens
             task = asyncio.create_task(texts(engine))
             while engine.statistics().generated_tokens < before + 30:

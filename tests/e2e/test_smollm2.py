@@ -32,15 +32,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def real() -> AsyncIterator[AsyncLLM]:
-    """For what only the real model can say, whatever it computes with."""
-    async with AsyncLLM(
-        "smollm2-135m", max_model_len=2048, kv_cache_memory_bytes=EXACT["kv_cache_memory_bytes"]
-    ) as engine:
-        yield engine
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def exact(smollm2: str) -> AsyncIterator[AsyncLLM]:
     """One engine for the tests that need no other settings; each test's prompts may be in its prefix cache."""
     async with AsyncLLM(smollm2, **EXACT) as engine:
@@ -68,26 +59,6 @@ def prompts_of(engine: AsyncLLM) -> list[list[int]]:
 
 async def all_at_once(engine: AsyncLLM, params: SamplingParams = GREEDY) -> list[Completion]:
     return list(await asyncio.gather(*(engine.generate(ids, params) for ids in prompts_of(engine))))
-
-
-async def test_words_and_tokens_that_are_not_wanted(real: AsyncLLM) -> None:
-    """By the engine's own call and by OpenAI's client; the log-probabilities are the model's all the same."""
-    prompt = "The capital of France is"
-    plain = await real.generate(prompt, GREEDY.replace(logprobs=1))
-    assert " Paris" in plain.text
-    without = await real.generate(prompt, GREEDY.replace(bad_words=["Paris", "the largest"], logprobs=1))
-    assert "Paris" not in without.text and "the largest" not in without.text
-    likeliest = [max(one.logprobs[0], key=lambda entry: entry.logprob) for one in (plain, without) if one.logprobs]
-    assert likeliest[0].token_id == likeliest[1].token_id
-    yes_no = [real.tokenizer.encode(word)[0] for word in (" yes", " no")]
-    chosen = await real.generate(prompt, GREEDY.replace(allowed_token_ids=yes_no, max_tokens=5))
-    assert set(chosen.token_ids) <= set(yes_no) and chosen.finish_reason == "length"
-    client = real.openai_client()
-    body = {"allowed_token_ids": yes_no, "bad_words": [" yes"]}
-    answer = await client.completions.create(
-        model="smollm2-135m", prompt=prompt, max_tokens=3, temperature=0, extra_body=body
-    )
-    assert answer.choices[0].text == " no no no"
 
 
 @pytest.mark.slow
@@ -143,17 +114,6 @@ async def test_a_seed_gives_the_same_tokens_in_any_company(exact: AsyncLLM, pres
     await settled(exact)
     assert [c.token_ids for c in await all_at_once(pressed, params)] == together
     await settled(pressed)
-
-
-async def test_real_text(real: AsyncLLM) -> None:
-    question = [{"role": "user", "content": "What is the capital of France?"}]
-    stream = real.stream(question, GREEDY.replace(max_tokens=40))
-    text = "".join([token.text async for token in stream])
-    assert "Paris" in text
-    assert stream.completion.finish_reason == "stop"
-    stopped = await real.generate("1 2 3 4 5 6 7", SamplingParams(max_tokens=12, temperature=0, stop=" 1 0"))
-    assert " 1 0" not in stopped.text
-    await settled(real)
 
 
 async def test_tokens_arrive_one_by_one(exact: AsyncLLM) -> None:
