@@ -94,6 +94,7 @@ WINGS = {
 EQUIVALENT = {
     ("HostBitmasks.of_batch", "another comparison", "rows.min() < 0"),  # then all are kept
     ("_Answer._with_index", "and/or swapped", "deltas and self._index"),  # 0 replaced by 0, or a list that is empty
+    ("_num_begun", "another comparison", "count < length"),  # one that has all of the end is closed
     ("_ByBytes._cut", "1 is 2", "1"),  # the longest token where there is none
     ("_is_exact", "0 is 1", "0"),  # of a power of ten, which is 1 there
     ("_is_exact", "another comparison", "power >= 0"),  # the same
@@ -149,6 +150,7 @@ IDLE_ARGUMENTS = ("stacklevel", "num_warps", "num_stages", "cache_modifier", "ev
 """Statements and arguments that no result depends on."""
 ON_A_GPU = {
     "_HAS_ASM": "body",
+    "PDL": "body",
     "HAS_PTX": "body",
     "_HAS_LOP3": "body",
     "HALF": "orelse",

@@ -230,6 +230,14 @@ def test_a_thinking_budget(rng: random.Random) -> None:
     assert forced >= 8
 
 
+def test_a_text_that_is_but_the_beginning_of_an_end() -> None:
+    """What begins this reasoning is the first token of what ends it."""
+    runner = new_runner(ThinkingBudget)
+    own = {"tokens": 0, "begin": [5], "end": [5, 6]}
+    assert step(runner, {0: 1}, new=[asking(0, [5], thinking_budget=own)]).token_ids[0] == 6
+    assert step(runner, {0: 1}).token_ids[0] == int(expected_logits([5, 6], VOCAB).argmax())
+
+
 @pytest.mark.parametrize(
     ("names", "message"),
     [
