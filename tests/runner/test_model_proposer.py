@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +42,7 @@ from aengine.runner.model_runner import ModelRunner
 from aengine.runner.models.causal_lm import CausalLM
 from aengine.runner.models.heads import OnePassHead, WholeModel
 from aengine.runner.platforms.cpu import CpuPlatform
-from aengine.runner.speculation.model_proposer import ModelProposerSource
+from aengine.runner.speculation.model_proposer import ModelProposer, ModelProposerSource
 from aengine.runner.speculation.one_pass import OnePassSource
 from aengine.runner.speculation.proposer import Proposer, RunnerParts
 
@@ -68,12 +69,15 @@ class PaddedOnePass(Padded, OnePassSource):
     pass
 
 
-def make_runner(folder: Path, head_of: Callable[[CausalLM], Any], *, is_padded: bool = True) -> ModelRunner:
+def make_runner(
+    folder: Path, head_of: Callable[[CausalLM], Any], *, is_padded: bool = True, kinds: Any = None
+) -> ModelRunner:
     """``head_of``: what guesses for a model."""
     config, model = make_model(folder)
     how: dict[str, Any] = {"num_tokens": TOKENS, "max_num_seqs": MAX_SEQS, "num_bytes": 0, "described": {}}
     head = head_of(model)
-    kinds = (OnePassSource, PaddedOnePass) if isinstance(head, OnePassHead) else (ModelProposerSource, Padded)
+    if kinds is None:
+        kinds = (OnePassSource, PaddedOnePass) if isinstance(head, OnePassHead) else (ModelProposerSource, Padded)
     source = kinds[is_padded](head, model, ALONE, **how)
     layers = AttendingLayers.of(config, *source.configs)
     spec = KvCacheSpec(layers, NUM_BLOCKS, BLOCK_SIZE, source.dtype, CpuPlatform.device, MAX_SEQS, MAX_LEN)
@@ -143,6 +147,56 @@ def test_guesses_of_the_model_itself_are_right(tmp_path: Path, rng: random.Rando
     steps = Steps(runner, [1, 2, rng.randint(3, 12)], rng)
     for counts in ([1, 2, 3], [3, 3, 1], [0, 0, 0], [2, 0, 3], *[[0, 0, 0]] * (TOKENS + 2), [3, 2, 1]):
         assert steps.run(counts) == [1 + count for count in counts], "all are accepted"
+
+
+class Recorded(ModelProposer):
+    """Its graphs compute their steps again, and say that they do."""
+
+    def __init__(self, source: ModelProposerSource, parts: RunnerParts) -> None:
+        self.captured: list[tuple[int, int]] = []  # in this order, while graphs are recorded
+        self.replayed: list[tuple[int, int]] = []
+        self.is_capturing = False
+        platform = SimpleNamespace(is_accelerator=True, graph_pool=object, capture=self.capturing, synchronize=int)
+        super().__init__(source, parts._replace(platform=platform, enforce_eager=False))  # type: ignore[arg-type]
+
+    @contextmanager
+    def capturing(self, pool: object) -> Iterator[Any]:
+        self.is_capturing = True
+        yield SimpleNamespace(replay=lambda place=len(self.captured): self.replay(*self.captured[place]))
+        self.is_capturing = False
+
+    def replay(self, size: int, most: int) -> None:
+        self.replayed.append((size, most))
+        self._step(size, most)
+
+    def _step(self, size: int, most: int) -> None:
+        if self.is_capturing:
+            self.captured.append((size, most))
+        if (self._columns(size)[0] >= 0).any():  # attention on a CPU has no batches of padding alone
+            super()._step(size, most)
+
+
+class WithGraphs(ModelProposerSource):
+    def make(self, parts: RunnerParts) -> Proposer:
+        return Recorded(self, parts)
+
+
+def test_each_number_of_rows_and_guesses_has_a_graph(tmp_path: Path, rng: random.Random) -> None:
+    folder = write_model(tmp_path, "llama")
+    runner = make_runner(folder, lambda model: WholeModel(make_model(folder)[1]), kinds=(WithGraphs,) * 2)
+    proposer: Any = runner.proposer
+    told: list[tuple[int, int]] = []
+    proposer.capture(lambda *progress: told.append(progress), largest_only=True)
+    assert proposer.captured == [(MAX_SEQS, TOKENS)] and told == [(0, 1), (1, 1)]
+    proposer.captured.clear()
+    proposer.capture(lambda *progress: told.append(progress))
+    sizes = [size for size in (1, 2, 4, 8) if size < MAX_SEQS] + [MAX_SEQS]
+    assert proposer.captured == [(size, most) for size in sizes[::-1] for most in (3, 2, 1, 0)]
+    assert told[2:] == [(done, len(sizes) * 4) for done in range(len(sizes) * 4 + 1)]
+    steps = Steps(runner, [1, 2, 5], rng)
+    for counts in ([1, 2, 3], [0, 0, 0], [0, 2, 0]):
+        assert steps.run(counts) == [1 + count for count in counts], "all are accepted"
+    assert proposer.replayed == [(4, 3), (1, 2)]
 
 
 def make_head(tmp_path: Path, kind: type[DraftHead], rng: random.Random) -> tuple[Path, DraftHead, Any]:
