@@ -113,8 +113,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """In `make test`, workers of models on the CPU are forks of one process that has imported torch."""
+    import pairs
+
     _use_own_cache()
-    if "not extended" in config.option.markexpr and not HAS_GPU:
+    pairs.WITH_EXTENDED = "not extended" not in config.option.markexpr
+    if not pairs.WITH_EXTENDED and not HAS_GPU:
         from forked_workers import Forks
 
         from aengine.workers.host import supervisor

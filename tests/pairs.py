@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+WITH_EXTENDED = True
+"""Whether cases that are marked ``extended`` are made at all: they are more than the others, and a millisecond each."""
+
 
 def pairwise(*factors: Sequence[Any]) -> list[Any]:
     """All combinations of the factors' values, for ``pytest.mark.parametrize``.
@@ -22,6 +25,7 @@ def pairwise(*factors: Sequence[Any]) -> list[Any]:
             marks=() if row in chosen else pytest.mark.extended,
         )
         for row in itertools.product(*sizes)
+        if WITH_EXTENDED or row in chosen
     ]
 
 
@@ -35,6 +39,7 @@ def some(cases: Iterable[Any], *kept: Any) -> list[Any]:
             *(case if isinstance(case, tuple) else (case,)), marks=() if case in kept else pytest.mark.extended
         )
         for case in cases
+        if WITH_EXTENDED or case in kept
     ]
 
 
