@@ -93,6 +93,7 @@ async def test_refused_by_the_ranks(
         await AsyncLLM(tiny_model(arch, **sizes), **SETTINGS | settings).start()
 
 
+@pytest.mark.extended  # each rank imports transformers; test_composition.py has the same of one rank, without a process
 @pytest.mark.slow
 async def test_families_that_transformers_computes(tiny_model: TinyModel, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_model("llama", **EIGHT), tmp_path / "model"))

