@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
 
 import pytest
 from chat_harness import MARKERS_ARE, Setting, is_valid, merged, parse_ids, shape_of, token_id_of, tokenizer
-from pairs import pairwise
+from pairs import pairwise, some
 
 from aengine.chat import FORMATS, ChatParser, ReasoningFormat, Tool, ToolChoice, compose, tools_of
 from aengine.engine.chat.formats import ID, LLAMA3
@@ -123,8 +124,9 @@ def _check(message, choice, shape, shown) -> None:
         assert message.content in OPTIONS, shown
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("name", "shape"), some(itertools.product(FORMATS, SHAPES), *zip(FORMATS, itertools.cycle(SHAPES)))
+)
 def test_calls_do_come_up_in_walks(name, shape, rng):
     """Else the test above would say little of "auto"."""
     setting, new_parser = _setting(FORMATS[name], "auto", SHAPES[shape], None)
@@ -144,7 +146,7 @@ def test_calls_do_come_up_in_walks(name, shape, rng):
 def test_without_parallel_calls_there_is_one_at_most(name, rng):
     for wanted in SHAPES.values():
         setting, new_parser = _setting(FORMATS[name], "auto", wanted, None, parallel=False)
-        for _ in range(25):
+        for _ in range(10):
             if (walked := setting.walk(rng, _goals(FORMATS[name]))) is not None:
                 assert len(parse_ids(new_parser(), setting.tokenizer, walked)[1].tool_calls) <= 1
 

