@@ -519,7 +519,7 @@ MOST_METHODS = 20
 
 BUDGETS = {
     "root": 2730,
-    "checkpoint": 2580,
+    "checkpoint": 2600,
     "cli": 1552,
     "engine": 25950,
     "integrations": 2640,
@@ -527,11 +527,11 @@ BUDGETS = {
     "kernels": 16340,
     "limits": 660,
     "remote": 1640,
-    "runner": 23600,
+    "runner": 24150,
     "server": 5860,
     "telemetry": 1150,
     "testing": 825,
-    "workers": 2950,
+    "workers": 2960,
 }
 """Lines that a wing may have, by ``wc -l``: some more than it had when this was written. Raising one is a commit of its
 own that says why; whoever makes a wing smaller lowers its budget."""
