@@ -176,7 +176,7 @@ class ModelRunner:
 
         Ranks exchange tensors within a step, as the SchedulerOutputs alone tell: all of them do the same. Whether a
         step runs as a graph or op by op is each rank's own matter."""
-        self._exchange, self._step_rows = exchange or StepExchange(), step_rows or StepRows()
+        self._exchange, self.step_rows = exchange or StepExchange(), step_rows or StepRows()
         self.kv_memory, self._page_copies = kv_memory, page_copies or PageCopies()
         self.vocab_size, self.platform = vocab_size, platform
         self._arena = StagedArena(
@@ -208,19 +208,21 @@ class ModelRunner:
                 self.sampler.reserve()
             sized = *parts[:3], max(graph_sizes), *parts[3:]
             step = DecodeStep(*sized, samples=self.samples, sampled=self._exchange.sampled_ids)
-            self.graphs = CudaGraphManager(step, graph_sizes, platform, enforce_eager=enforce_eager)
+            self.graphs = CudaGraphManager(
+                step, graph_sizes, platform, enforce_eager=enforce_eager, step_rows=self.step_rows
+            )
         self.proposer = proposer.make(RunnerParts(self.requests, self.tables, kv_memory, platform, enforce_eager))
-        verified = (position_sizes, parts, enforce_eager, self._exchange.has_tokens, self.proposer)
+        verified = (position_sizes, parts, enforce_eager, self._exchange.has_tokens, self.proposer, self.step_rows)
         self.speculation: Verifier = DraftVerifier(self.requests, *verified)
         if graph_sizes and not enforce_eager:
-            most, ranks = (max_num_seqs, max_graph_tokens), self._exchange.group
-            self.batch_graphs = BatchGraphs(self.requests, self.tables, self.forward_batch, *most, platform, ranks)
+            most, ranks = (max_num_seqs, max_graph_tokens), (self._exchange.group, self.step_rows)
+            self.batch_graphs = BatchGraphs(self.requests, self.tables, self.forward_batch, *most, platform, *ranks)
         self._exchange.use_graphs(self.graphs, self.batch_graphs)
 
     @cached_property
     def _extras(self) -> frozenset[str]:
         """The names of the extras that some feature reads."""
-        return self.sampler.extras | self._results.extras | self._step_rows.extras
+        return self.sampler.extras | self._results.extras | self.step_rows.extras
 
     def _find_preparations(self) -> list[Preparation]:
         parts: list[Preparation] = []
@@ -246,6 +248,7 @@ class ModelRunner:
         plan = BatchPlan.make(out, self.requests, self.tables, self.speculation.ahead(out, self.vocab_size))
         self._exchange.begin(out, plan.rows, plan.num_tokens)
         self.speculation.begin(plan)
+        self.step_rows.choose(plan.rows)
         state, errors = self._memory.execute(self._run, plan)
         state = state or ExecuteModelState()
         self._results.commit()
@@ -292,7 +295,7 @@ class ModelRunner:
         else:
             batch = InputBatch.gather(plan, self.requests, self.tables)
             inputs, attn = batch.inputs, self.kv_memory.bind(batch)
-            self._step_rows.begin(batch.idx_mapping, inputs.query_start_loc, plan.num_tokens)
+            self.step_rows.begin(batch.idx_mapping, inputs.query_start_loc, plan.num_tokens)
             received = self._exchange.receive(plan.num_tokens)
             hidden = self.model.forward(inputs.input_ids, inputs.positions, attn, *received)
             self.proposer.run_behind(batch, hidden, attn)
@@ -324,7 +327,7 @@ class ModelRunner:
     def forward_batch(self, inputs: PreparedInputs, rows: Tensor) -> Tensor:
         """See `BatchGraphs`: the forward of a step with prompts over a graph's memory."""
         attn = self.kv_memory.bind_batch(inputs, rows, self.tables.table)
-        self._step_rows.begin(rows, inputs.query_start_loc, len(inputs.input_ids))
+        self.step_rows.begin(rows, inputs.query_start_loc, len(inputs.input_ids))
         received = self._exchange.received(len(inputs.input_ids))
         hidden = self.model.forward(inputs.input_ids, inputs.positions, attn, *received)
         self.proposer.prefill(inputs, rows, hidden, attn)
@@ -337,7 +340,7 @@ class ModelRunner:
             attn = self.kv_memory.bind_positions(rows, inputs.positions, lens, table)
         else:
             attn = self.kv_memory.bind_decode(rows, lens, table)
-        self._step_rows.begin(rows)
+        self.step_rows.begin(rows)
         received = self._exchange.received(len(rows))
         hidden = self.model.forward(inputs.input_ids, inputs.positions, attn, *received)
         self.proposer.store_states(rows, inputs.positions, hidden)
@@ -444,7 +447,7 @@ class ModelRunner:
         sampler = self.sampler if self.samples else None
         for row in out.removed:
             self.requests.remove_request(row)
-            self._step_rows.remove_request(row)
+            self.step_rows.remove_request(row)
             if sampler is not None:
                 sampler.remove_request(row)
             self._row_faults.pop(row, None)
@@ -453,7 +456,7 @@ class ModelRunner:
             self.requests.add_request(request)
             self._exchange.add_request(request.req_idx)
             fault = self._results.add_request(request) or fault
-            fault = self._step_rows.add_request(request) or fault
+            fault = self.step_rows.add_request(request) or fault
             if sampler is not None:
                 fault = sampler.add_request(request) or fault
             if fault is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ from torch import Tensor
 
 from aengine.ipc.messages import DraftColumns, NewRequest, SchedulerOutput, int32
 from aengine.kernels.dispatch import triton_everywhere
+from aengine.runner.distributed.shares import Share
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.weights.step_rows import TokenRows
-from aengine.runner.weights.weight import ExpertWeights, StoredTensor, Weight, WeightFormat
+from aengine.runner.weights.weight import Weight
 
 pytestmark = [
     pytest.mark.usefixtures("wide_programs"),
@@ -34,20 +36,6 @@ class ByRow(Weight):
         return self.inner.multiply(x) + self.own.table.index_select(0, self.own.of_tokens)  # the last row is padding's
 
 
-class AroundFormat:
-    def __init__(self, inner: WeightFormat, own: AddsByRow) -> None:
-        self.inner, self.own, self.name = inner, own, inner.name
-
-    def tensors(self, out_features: int, in_features: int, has_bias: bool) -> list[StoredTensor]:
-        return self.inner.tensors(out_features, in_features, has_bias)
-
-    def make(self, tensors: Mapping[str, Tensor]) -> Weight:
-        return ByRow(self.inner.make(tensors), self.own)
-
-    def make_experts(self, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device) -> ExpertWeights:
-        raise AssertionError("no model here has experts")
-
-
 class AddsByRow(TokenRows):
     def __init__(self, table: Tensor) -> None:
         super().__init__()
@@ -57,8 +45,9 @@ class AddsByRow(TokenRows):
         super().begin(rows, query_start_loc, num_tokens)
         self.of_tokens = self.of_tokens.remainder(len(self.table))
 
-    def wrap(self, name: str, form: WeightFormat) -> WeightFormat:
-        return AroundFormat(form, self) if name.endswith("down_proj") else form
+    def wrap(self, parts: Mapping[str, Sequence[Share]], columns: Sequence[Share]) -> Callable[[Weight], Weight]:
+        is_down = all(name.endswith("down_proj") for name in parts)
+        return partial(ByRow, own=self) if is_down else super().wrap(parts, columns)
 
 
 class AddsByAdapter(AddsByRow):

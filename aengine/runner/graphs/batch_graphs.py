@@ -24,6 +24,7 @@ from ..input_batch import NO_ROWS, BatchPlan, Rows
 from ..platforms.platform import Graph, Platform
 from ..request_state import RequestState
 from ..transfer import send
+from ..weights.step_rows import ROWS_UNSEEN, StepRows
 from .cuda_graphs import fits
 
 _TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 2304)
@@ -37,6 +38,7 @@ Forward = Callable[[PreparedInputs, Tensor], Tensor]
 class BatchShape(NamedTuple):
     num_tokens: int
     num_reqs: int
+    kind: int = 0  # kind of the step, see `StepRows`
 
 
 class BatchOutputs(NamedTuple):
@@ -61,8 +63,11 @@ class BatchGraphs:
         max_tokens: int,
         platform: Platform,
         group: Peers = ALONE,
+        step_rows: StepRows = ROWS_UNSEEN,
     ) -> None:
-        """``group``: the ranks that exchange tensors in these steps; each captures its graphs when it can."""
+        """``group``: the ranks that exchange tensors in these steps; each captures its graphs when it can.
+        ``step_rows``: has the kinds of steps."""
+        self._step_rows = step_rows
         self._platform = platform
         self._group = group
         self._requests = requests
@@ -84,12 +89,13 @@ class BatchGraphs:
 
     @property
     def largest(self) -> BatchShape | None:
-        return BatchShape(self._tokens[-1], self._reqs[-1]) if self._tokens else None
+        return BatchShape(self._tokens[-1], self._reqs[-1], self._step_rows.kinds[-1]) if self._tokens else None
 
     def missing(self) -> list[BatchShape]:
         """Return the shapes to be captured: those that ran first, then the smallest first."""
         sizes = list(pairwise([0, *self._reqs]))  # more requests than the first, at most the second
-        wanted = [BatchShape(tokens, most) for tokens in self._tokens for fewer, most in sizes if fewer < tokens]
+        shapes = [(tokens, most) for tokens in self._tokens for fewer, most in sizes if fewer < tokens]
+        wanted = [BatchShape(*shape, kind) for kind in self._step_rows.kinds for shape in shapes]
         missing = [shape for shape in wanted if shape not in self._graphs and shape not in self._too_large]
         return sorted(missing, key=lambda shape: shape not in self._loaded)
 
@@ -104,7 +110,8 @@ class BatchGraphs:
 
         With several ranks it is the shape all the same, op by op: those that have the graph exchange padded tensors.
         """
-        shape = BatchShape(num_tokens, self._reqs[bisect.bisect_left(self._reqs, plan.num_reqs)])
+        num_reqs = self._reqs[bisect.bisect_left(self._reqs, plan.num_reqs)]
+        shape = BatchShape(num_tokens, num_reqs, self._step_rows.kind)
         if shape in self._loaded and shape not in self._graphs and shape not in self._too_large:
             self.prepare(shape)
         return None if shape in self._too_large and self._group.size == 1 else shape
@@ -116,7 +123,7 @@ class BatchGraphs:
 
     def run_empty(self, num_tokens: int) -> None:
         """Queue a step of ``num_tokens``, all of them padding: for what ranks exchange in it."""
-        self._run(NO_ROWS, NO_ROWS, BatchShape(num_tokens, self._reqs[0]))
+        self._run(NO_ROWS, NO_ROWS, BatchShape(num_tokens, self._reqs[0], self._step_rows.kind))
 
     def _run(self, rows: Rows, query_lens: Rows, shape: BatchShape) -> BatchOutputs:
         self._send(rows, query_lens, shape)
@@ -148,14 +155,15 @@ class BatchGraphs:
     def load(self, shape: BatchShape) -> None:
         """Run a step with padding alone: what is done once (loading a kernel) may not be captured."""
         self._send(NO_ROWS, NO_ROWS, shape)
-        self._step(shape)
+        with self._step_rows.only(shape.kind):
+            self._step(shape)
         self._loaded.add(shape)
 
     def capture(self, shape: BatchShape) -> None:
         """Capture one graph, of a step that has run before. Others may be under way."""
         if self._pool is None:
             self._pool = self._platform.graph_pool()
-        with self._platform.capture(self._pool) as graph:
+        with self._step_rows.only(shape.kind), self._platform.capture(self._pool) as graph:
             outputs = self._step(shape)
         self._graphs[shape] = (graph, outputs)
 

@@ -44,6 +44,7 @@ from ..request_state import COLUMNS, RequestState
 from ..sampling.bitmask_memory import HostBitmasks, MaskMemory
 from ..sampling.sampler import Sampler, Sampling
 from ..transfer import to_device
+from ..weights.step_rows import ROWS_UNSEEN, StepRows
 
 logger = logging.getLogger("aengine.runner")
 
@@ -301,19 +302,26 @@ class CudaGraphManager:
         *,
         enforce_eager: bool,
         has_ends: bool = True,
+        step_rows: StepRows = ROWS_UNSEEN,
     ) -> None:
-        """``has_ends``: also the ends of steps with prompts."""
+        """``has_ends``: also the ends of steps with prompts. ``step_rows``: has the kinds of steps."""
         self._platform = platform
         self.step = step
         self._sizes = sorted(sizes)
         self._is_eager = enforce_eager
-        self._graphs: dict[int, _Graphs] = {}  # graphs of decode steps, by size
+        self._step_rows = step_rows
+        self._of_kinds: dict[int, dict[int, _Graphs]] = {kind: {} for kind in step_rows.kinds}  # those of decode steps
         self._ends: dict[int, dict[Sampling, Graph]] = {}  # graphs of the ends of steps with prompts, by size
         end_sizes = (size for size in self._sizes if size in _END_SIZES or size == self._sizes[-1])
         self._end_sizes = list(end_sizes) if has_ends else []
         self._half: tuple[int, HalfDone] | None = None  # size of the step to be sampled; what its first half leaves
         self._held = 0  # size of the end that waits
         self._pool: Any = None
+
+    @property
+    def _graphs(self) -> dict[int, _Graphs]:
+        """The graphs of decode steps of the kind of the step that is run, by size."""
+        return self._of_kinds[self._step_rows.kind]
 
     @property
     def sizes(self) -> list[int]:
@@ -337,15 +345,17 @@ class CudaGraphManager:
         """Capture every size. ``progress(done, total)``. Nothing may be in flight."""
         if self._is_eager:
             return
-        sizes = self._sizes[::-1]
-        for size in sizes:
+        captured = [(kind, size) for size in self._sizes[::-1] for kind in self._step_rows.kinds]
+        for kind, size in captured:
             # What a first run does (loading a kernel) must not be captured.
-            self.step.run_padded(size, has_end=size in self._end_sizes)
+            with self._step_rows.only(kind):
+                self.step.run_padded(size, has_end=size in self._end_sizes)
         self._platform.release_cached()  # the graphs need the memory that the largest run has left cached
-        for i, size in enumerate(sizes):
-            progress(i, len(sizes))
-            self.capture(size)
-        progress(len(sizes), len(sizes))
+        for i, (kind, size) in enumerate(captured):
+            progress(i, len(captured))
+            with self._step_rows.only(kind):
+                self.capture(size)
+        progress(len(captured), len(captured))
 
     def run(self, rows: Rows, size: int) -> Tensor | None:
         """Queue the first half of a step of these requests, padded to ``size``, one of those that there are.
@@ -419,7 +429,7 @@ class CudaGraphManager:
             with self._platform.capture(self._pool) as second[sampling]:
                 self.step.sample(half, sampling)
         self._graphs[size] = _Graphs(first, second, half._replace(logits=_unowned(half.logits)))
-        if size not in self._end_sizes:
+        if size not in self._end_sizes or size in self._ends:  # ends are the same for all kinds of steps
             return
         ends = {}
         for sampling in Sampling:

@@ -21,6 +21,7 @@ from ...kernels.cpu.tape import NotRecorded, Tape, record
 from ..attention.tape_attention import StepMemory, TapeAttention, tape_rope
 from ..attention.torch_attention import KvCache
 from ..input_batch import InputBatch
+from ..weights.step_rows import ROWS_UNSEEN, StepRows
 
 logger = logging.getLogger("aengine.runner")
 
@@ -28,9 +29,12 @@ logger = logging.getLogger("aengine.runner")
 class TapeModel:
     """A `Model` over a recorded one."""
 
-    def __init__(self, model: Any, cache: KvCache, tables: Tensor, max_tokens: int, max_model_len: int) -> None:
-        """``max_tokens``: most of a step. Raises NotRecorded: an op of the model can't be on a tape."""
-        self._model = model
+    def __init__(
+        self, model: Any, cache: KvCache, tables: Tensor, max_tokens: int, max_model_len: int, step_rows: StepRows
+    ) -> None:
+        """``max_tokens``: most of a step; ``step_rows``: has the kinds of steps, of which the first is recorded. Raises
+        NotRecorded: an op of the model can't be on a tape."""
+        self._model, self._cache, self._step_rows = model, cache, step_rows
         self._memory = StepMemory(max_tokens, tables)
         self._input_ids = torch.zeros(max_tokens, dtype=torch.int64)
         ropes = [tape_rope(rope.config, max_model_len) for rope in cache.ropes]
@@ -52,6 +56,9 @@ class TapeModel:
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: InputBatch) -> Tensor:
         """See `Model`. The next step overwrites the result."""
+        if self._step_rows.kind:
+            hidden: Tensor = self._model.forward(input_ids, positions, self._cache.op_by_op(batch))
+            return hidden
         n = len(input_ids)
         self._input_ids[:n] = input_ids
         self._memory.fill(batch)
@@ -74,11 +81,19 @@ class TapeModel:
         return final
 
 
-def taped(model: Any, cache: KvCache, tables: Tensor, *, max_tokens: int, max_model_len: int) -> Any:
+def taped(
+    model: Any,
+    cache: KvCache,
+    tables: Tensor,
+    *,
+    max_tokens: int,
+    max_model_len: int,
+    step_rows: StepRows = ROWS_UNSEEN,
+) -> Any:
     """The model as a tape, or, with a line in the log, as it is."""
     begun = time.perf_counter()
     try:
-        own = TapeModel(model, cache, tables, max_tokens, max_model_len)
+        own = TapeModel(model, cache, tables, max_tokens, max_model_len, step_rows)
     except NotRecorded as why:
         logger.info("the model runs op by op: %s is not compiled", why)
         return model

@@ -98,6 +98,8 @@ class Linear:
         columns = shares_of(in_features)
         self._is_partial = any(share.is_divided for share in columns)
         self._out_features = 0  # output features on this rank
+        rows_of = {scope.name_of(name): shares_of(features) for name, features in parts.items()}
+        self._wrap: Callable[[Weight], Weight] | None = scope.formats.step_rows.wrap(rows_of, columns)
         by_format = groupby(parts.items(), lambda part: scope.format_of(part[0]))
         self._pieces = [_Piece(form, scope.formats.device, dict(own)) for form, own in by_format]
         wanted = [(piece, *part) for piece in self._pieces for part in piece.parts.items()]
@@ -142,7 +144,9 @@ class Linear:
             piece.weight = made
             weights = [other.weight for other in self._pieces if other.weight is not None]
             if len(weights) == len(self._pieces):
-                self.weight = weights[0] if len(weights) == 1 else weights[0].above(weights[1:])
+                assert self._wrap is not None, "the pieces keep their weights when they are loaded again"
+                self.weight = self._wrap(weights[0] if len(weights) == 1 else weights[0].above(weights[1:]))
+                self._wrap = None
 
     def multiply(self, x: Tensor) -> Tensor:
         """Return [n, out_features]; where input features are divided, this rank's part of the sum."""

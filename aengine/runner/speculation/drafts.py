@@ -15,6 +15,7 @@ from ..graphs.cuda_graphs import CudaGraphManager
 from ..input_batch import BatchPlan, Rows, SampleBatch
 from ..request_state import RequestState
 from ..transfer import to_device
+from ..weights.step_rows import StepRows
 from .graphs import DraftStep
 from .positions import Verification, places_in
 from .proposer import Proposer
@@ -32,17 +33,19 @@ class DraftVerifier(Verifier):
         enforce_eager: bool,
         has_tokens: bool,
         proposer: Proposer,
+        step_rows: StepRows,
     ) -> None:
         """``sizes``: numbers of positions of decodes that run as graphs, made of ``parts``: `DecodeStep`'s arguments
         but for the largest size. ``has_tokens``: the rows get what is sampled; else drafts are counted, not written,
-        and settled on the device too, before the row's next step. ``proposer``: finds drafts in the rows."""
+        and settled on the device too, before the row's next step. ``proposer``: finds drafts in the rows.
+        ``step_rows``: has the kinds of steps."""
         super().__init__(requests)
         self._proposer = proposer
         self._has_tokens = has_tokens
         if sizes:
             step = DraftStep(*parts[:3], max(sizes), *parts[3:])
             how = {"enforce_eager": enforce_eager, "has_ends": False}
-            self.graphs = CudaGraphManager(step, list(sizes), step.platform, **how)
+            self.graphs = CudaGraphManager(step, list(sizes), step.platform, step_rows=step_rows, **how)
         self._columns: DraftColumns | None = None  # drafts of the step being run
         self._rows: Rows = np.empty(0, dtype=np.int64)  # its rows, in the order of the columns
 

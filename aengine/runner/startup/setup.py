@@ -183,7 +183,14 @@ class RunnerSetup:
             return None
         from ..graphs.tape_model import taped
 
-        return partial(taped, self.model, cache, max_tokens=self.max_batched, max_model_len=max_model_len)
+        return partial(
+            taped,
+            self.model,
+            cache,
+            max_tokens=self.max_batched,
+            max_model_len=max_model_len,
+            step_rows=formats.step_rows,
+        )
 
     @contextmanager
     def errors_explained(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from itertools import product
 
 import torch
 
@@ -44,18 +45,16 @@ def compile_kernels(
 
     max_num_seqs = len(runner.requests.in_use)
     with torch.inference_mode(), compiling(num_threads):
-        if runner.graphs is not None:
-            for size in sorted({min(rows, runner.graphs.max_size) for rows in _DECODE_SIZES}):
-                _decode(runner, runner.graphs.step, size)
-        if runner.speculation.graphs is not None:
-            for size in runner.speculation.graphs.sizes:
-                _decode(runner, runner.speculation.graphs.step, size)
+        for kind in runner.step_rows.kinds:
+            with runner.step_rows.only(kind):
+                _decodes(runner)
         runner.proposer.rehearse()
         shapes = {shape for heads in kv_heads for shape in _prompt_shapes(max_num_seqs, max_batched, heads)}
         if has_experts:
             shapes |= {(num_tokens, 1) for num_tokens in _sizes_for_experts(max_batched)}
-        for num_tokens, num_reqs in sorted(shapes):
-            _prompts(runner, num_tokens, num_reqs)
+        for (num_tokens, num_reqs), kind in product(sorted(shapes), runner.step_rows.kinds):
+            with runner.step_rows.only(kind):
+                _prompts(runner, num_tokens, num_reqs)
         if runner.samples:
             _sampling(runner)
         _rows(runner)
@@ -85,6 +84,15 @@ def _sizes_for_experts(max_batched: int) -> set[int]:
     from ...kernels.triton.expert_fp8_blocks import MOST_UNROUNDED
 
     return {1 << i for i in range(3, max_batched.bit_length())} | {max_batched, min(MOST_UNROUNDED + 1, max_batched)}
+
+
+def _decodes(runner: ModelRunner) -> None:
+    if runner.graphs is not None:
+        for size in sorted({min(rows, runner.graphs.max_size) for rows in _DECODE_SIZES}):
+            _decode(runner, runner.graphs.step, size)
+    if runner.speculation.graphs is not None:
+        for size in runner.speculation.graphs.sizes:
+            _decode(runner, runner.speculation.graphs.step, size)
 
 
 def _decode(runner: ModelRunner, step: DecodeStep, size: int) -> None:

@@ -20,7 +20,6 @@ from ..distributed.shares import Part, Share, VocabularyShare
 from ..distributed.stage import WHOLE, PipelineStage
 from .formats import WeightFormats
 from .quantised.matrices import UNQUANTISED
-from .step_rows import ROWS_UNSEEN
 from .weight import Drawn, Fault, NotMultiplied, RowTiledFormat, StoredTensor, WeightFormat
 
 _MOST_TENSORS = 1 << 19  # models of a trillion parameters have 70,000
@@ -147,13 +146,13 @@ class WeightScope:
             form = self.formats.of(full)
         policy = self.formats.policy
         is_tiled = policy.batch_invariant and not self.formats.is_compiled  # compiled kernels add up row by row
-        return self.formats.step_rows.wrap(full, RowTiledFormat(form, policy) if is_tiled else form)
+        return RowTiledFormat(form, policy) if is_tiled else form
 
     @property
     def gives_rows(self) -> bool:
         """Whether weights give rows of their matrices (`Weight.rows`): a table of embeddings is a weight then."""
         formats = self.formats
-        return formats.is_compiled and formats.step_rows is ROWS_UNSEEN and self.group.size == 1
+        return formats.is_compiled and self.group.size == 1
 
     def tensors_of(
         self, name: str, form: WeightFormat, out_features: int, in_features: int, has_bias: bool
