@@ -363,7 +363,7 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
         },
     ),
     "adapters": (
-        {"lora", "loras", "Lora", "LoRA", "Loras", "LoraAdapters", "LoraSlots", "LoraFiles", "LoraCalls"},
+        {"lora", "loras", "Lora", "LoRA", "Loras", "LoraAdapters", "LoraSlots", "LoraFiles", "LoraCalls", "LoraRows"},
         {
             "config.py",  # its settings
             "settings.py",
@@ -381,7 +381,8 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
             "kernels/lora_types.py",
             "kernels/triton/lora.py",
             "remote/serving.py",
-            "runner/startup/load.py",
+            "runner/lora/",
+            "runner/startup/load.py",  # chooses it on the device
         },
     ),
     "pipelines": (

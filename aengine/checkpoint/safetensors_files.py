@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from ..errors import ModelLoadError
 from .value_reader import inner_path, read_json
@@ -42,6 +43,31 @@ def check_whole(folder: Path) -> None:
     """Raise ModelLoadError as `safetensors_files`, and for a file that ends before its last tensor does."""
     for path in safetensors_files(folder):
         _whole_header(path)
+
+
+class TensorPlace(NamedTuple):
+    """Where a tensor lies in its file."""
+
+    dtype: str  # as the file says: "BF16"
+    shape: tuple[int, ...]
+    begin: int  # its first byte, and the one behind its last
+    end: int
+
+
+def tensor_places(path: Path) -> dict[str, TensorPlace]:
+    """Return the places of a file's tensors, by name. Raises ModelLoadError as `tensor_shapes`."""
+    shapes, (header, start) = tensor_shapes(path), _header_of(path)
+    places = {}
+    for name, entry in header.items():
+        own = entry if isinstance(entry, dict) else {}
+        dtype, offsets = own.get("dtype"), own.get("data_offsets")
+        if not (isinstance(offsets, list) and [type(place) for place in offsets] == [int, int]):
+            raise ModelLoadError(f"{path} is truncated or corrupt: {name:.200} has no place; fetch it again")
+        begin, end = offsets
+        if not 0 <= begin <= end or not isinstance(dtype, str):
+            raise ModelLoadError(f"{path} is truncated or corrupt: {name:.200} has no place; fetch it again")
+        places[name] = TensorPlace(dtype, shapes[name], start + begin, start + end)
+    return places
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:

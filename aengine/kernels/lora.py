@@ -64,7 +64,7 @@ def expand(y: Tensor, h: Tensor, matrices: AdapterMatrices, plan: AdapterPlan) -
         own, first = h.index_select(0, tokens).split(matrices.rank, 1), 0
         for part, size in zip(own, matrices.sizes, strict=True):
             added = part @ matrices.b[slot, first : first + size].t()
-            y[:, first : first + size].index_add_(0, tokens, added.to(y.dtype))
+            y[tokens, first : first + size] += added.to(y.dtype)  # index_add_ asks all threads for a few numbers
             first += size
 
 

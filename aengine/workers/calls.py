@@ -51,6 +51,14 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
+def call_model(model: LoadedModel | None, method: str, arguments: list[Any]) -> Any:
+    """Make a call that the model itself has, in ``calls``: a mapping of names to functions."""
+    calls = getattr(model, "calls", {})
+    if method not in calls:
+        raise ValueError(f"there is no collective call {method!r}; there are {', '.join([*CALLS, *calls])}")
+    return calls[method](*arguments)
+
+
 _CALLS_OF_USERS = ("ping", "memory_info", "reload_weights")
 
 

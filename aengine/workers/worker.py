@@ -24,7 +24,7 @@ from ..ipc.lead import Lead
 from ..ipc.messages import GrammarOutput, Kind, SchedulerOutput, pack, unpack
 from .agreement import AnswerCheck
 from .answer_times import AnswerTimes
-from .calls import CALLS
+from .calls import CALLS, call_model
 from .device_watch import DeviceWatch
 from .loaded import Answer, JoiningRunner, Runner
 from .loading import Loading
@@ -259,7 +259,7 @@ class Worker:
             elif method in CALLS:
                 value = CALLS[method](self._loading.rank, self._loading.model, *arguments)
             else:
-                raise ValueError(f"there is no collective call {method!r}; there are {', '.join(CALLS)}")
+                value = call_model(self._loading.model, method, arguments)
             reply = pack({"value": value})
             unpack(Kind.REPLY, reply)  # the host decodes it too, and not all that can be packed can be unpacked
         except Exception as error:

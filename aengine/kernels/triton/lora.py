@@ -45,7 +45,7 @@ def shrink(x: Tensor, norm: Norm | None, matrices: AdapterMatrices, plan: Adapte
     assert plan.block_slots is not None and x.is_contiguous()
     num_programs = len(plan.block_slots) * triton.cdiv(rows, _block(rows, _BLOCK_R))
     fitting = next((pieces for most, pieces in _PIECES if num_programs <= most), 1)
-    if only_compiles():
+    if only_compiles() and norm is None:
         for pieces in (1, *(pieces for _, pieces in _PIECES)):
             for block_m in _BLOCK_M:
                 _shrink_to(pieces, block_m, x, norm, matrices, plan)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple
 from typing import Any
 
@@ -28,13 +28,15 @@ from .. import profiler
 from ..attention.torch_attention import DEFAULT_BLOCK_SIZE
 from ..distributed.opening import open_device, open_experts_group, open_group, open_link, stage_of
 from ..distributed.pipeline import StepSizes
+from ..lora.choice import refuse_loras, with_loras
+from ..model_config import ModelConfig
 from ..model_runner import ModelRunner
 from ..models import build_model, read_config
 from ..models.encoders import is_encoder
 from ..pooling.vectors import VectorLayers, load_vector_layers
 from ..sampling.processors import load_processors
 from ..weights.float16_cpu import Float16Format, agree_on_plan
-from ..weights.formats import choose_formats
+from ..weights.formats import WeightFormats, choose_formats
 from ..weights.inventory import line_of
 from ..weights.sources.loader import LoadedWeights, Progress, check_layers, load_weights, tensor_names
 from .draft import Target, find_proposer, load_proposer
@@ -58,12 +60,11 @@ def load_model(
     Raises:
         ModelLoadError: the device, the checkpoint or the memory is not what is needed; the message says what helps.
     """
-    if config.num_lora_slots:
-        raise ModelLoadError("adapters (loras, max_loras) can't be loaded by this version")
     if rank.address != LOOPBACK and not os.path.exists(source["path"]):  # found on the host's machine
         source = resolve_model(config).to_wire()
     with damage_explained(source["path"]):
         if is_encoder(source["hf_config"]):
+            refuse_loras(config, "an encoder")
             return load_encoder(config, source, rank, progress)
         load_processors(config.logits_processors)  # their errors come before weights are read
         find_proposer(config)
@@ -113,15 +114,11 @@ def _load(
         is_compiled=model_config.implementation == "native" and bool(platform.compiled_types),
         folder=checkpoint.path,
     )
-    if model_config.implementation == "transformers" and formats.quantised is not None:
-        raise ModelLoadError(
-            f"weights in {formats.name}, by quantization={config.quantization!r} and the quantization_config of "
-            f"config.json: a model of {model_config.model_type!r}, which transformers computes, is read in 16 or 32 "
-            f"bits only: give the checkpoint that it was made from, and leave quantization at 'auto'"
-        )
+    _check_library(config, model_config, formats)
     if isinstance(formats.plain, Float16Format):
         agree_on_plan(group)
     model_config.check_device(platform.device, formats.dtype)
+    formats = with_loras(formats, config, model_config, platform)
     max_batched = config.max_num_batched_tokens or platform.default_batched_tokens
     sizes = model_config.hidden_size, formats.dtype, max_batched, config.max_logits, config.steps_in_flight
     link = open_link(rank, platform, StepSizes(*sizes))
@@ -152,6 +149,16 @@ def _load(
         proposer=proposer,
     )
     return setup, weights
+
+
+def _check_library(config: EngineConfig, model_config: ModelConfig, formats: WeightFormats) -> None:
+    """Raise ModelLoadError for what a model of transformers can't have."""
+    if model_config.implementation == "transformers" and formats.quantised is not None:
+        raise ModelLoadError(
+            f"weights in {formats.name}, by quantization={config.quantization!r} and the quantization_config of "
+            f"config.json: a model of {model_config.model_type!r}, which transformers computes, is read in 16 or 32 "
+            f"bits only: give the checkpoint that it was made from, and leave quantization at 'auto'"
+        )
 
 
 def _vectors(config: EngineConfig, checkpoint: ModelSource, device: torch.device) -> VectorLayers | None:
@@ -206,7 +213,7 @@ class LocalModel:
         self, plan: Mapping[str, int], bitmasks: memoryview | None = None
     ) -> tuple[ModelRunner, dict[str, Any]]:
         """See `LoadedModel`. Raises ModelLoadError."""
-        platform = self._setup.platform
+        platform, formats = self._setup.platform, self._setup.model.weights.formats
         begun = time.monotonic()
         with self._setup.errors_explained():
             setup = self._setup = measured(self._setup)
@@ -242,11 +249,11 @@ class LocalModel:
             "num_experts": setup.num_experts,
             "weights": [group._asdict() for group in self._setup.tensors],
             "proposer": setup.proposer.described(),
+            **formats.step_rows.facts,
         }
         if platform.is_accelerator:
             facts["device_memory_total_bytes"] = platform.memory().total
-            name = setup.model.weights.formats.name
-            logger.info("%s, %s, long prompts through %s", platform.name, name, setup.attention.name)
+            logger.info("%s, %s, long prompts through %s", platform.name, formats.name, setup.attention.name)
         return runner, facts
 
     def reload_weights(self, path: str | None = None) -> int:
@@ -268,6 +275,11 @@ class LocalModel:
         finally:
             setup.platform.synchronize()
         return loaded.num_parameters
+
+    @property
+    def calls(self) -> Mapping[str, Callable[..., Any]]:
+        """Collective calls of what sees the rows of its steps."""
+        return self._setup.model.weights.formats.step_rows.calls
 
     def device_bytes(self) -> int:
         return self._setup.platform.memory_taken()

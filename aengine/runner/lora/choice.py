@@ -1,0 +1,38 @@
+"""Whether a model's weights have adapters."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from ...config import EngineConfig
+from ...errors import ModelLoadError
+from ..model_config import ModelConfig
+from ..platforms.platform import Platform
+from ..weights.formats import WeightFormats
+from .rows import LoraRows
+
+logger = logging.getLogger("aengine.runner")
+
+_RANK = 16  # where no adapter is known at the start
+
+
+def with_loras(
+    formats: WeightFormats, config: EngineConfig, model_config: ModelConfig, platform: Platform
+) -> WeightFormats:
+    """Return the formats of weights that adapters may change, if the settings ask for any. Raises ModelLoadError."""
+    if not config.num_lora_slots:
+        return formats
+    if model_config.implementation != "native":
+        refuse_loras(config, "a model that transformers computes")
+    if formats.is_compiled:
+        logger.info("steps in which a request has an adapter run op by op, others as a tape")
+    rank = config.max_lora_rank or _RANK
+    sizes = config.num_lora_slots, rank, config.max_num_seqs, formats.dtype, model_config.num_layers
+    return replace(formats, step_rows=LoraRows(*sizes, platform))
+
+
+def refuse_loras(config: EngineConfig, what: str) -> None:
+    """Raise ModelLoadError if the settings ask for adapters."""
+    if config.num_lora_slots:
+        raise ModelLoadError(f"{what} has no adapters: leave loras and max_loras out")

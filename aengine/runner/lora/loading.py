@@ -1,0 +1,99 @@
+"""`LoraLoader`: reads an adapter's files into a slot while steps go on.
+
+The files are read, never mapped; each tensor is checked and copied by itself, in pieces that hold nothing up: on a GPU
+in a queue of their own, on a CPU few numbers at a time, which torch copies by this one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from ...checkpoint.lora import LoraFiles, check_matrices, read_lora
+from ...checkpoint.safetensors_files import TensorPlace, tensor_places
+from ...errors import InvalidRequestError, ModelLoadError
+from ..platforms.platform import Platform
+from ..weights.sources.reading import text_name
+from .matrices import Factors, SlotMatrices, layer_of
+
+_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+_MOST_ALONE = 1 << 15
+"""Numbers that torch copies without asking other threads."""
+
+
+class LoraLoader:
+    def __init__(self, platform: Platform, max_rank: int, num_layers: int) -> None:
+        """``num_layers``: of the whole model, some of which may be on other ranks."""
+        self._platform, self._max_rank, self._num_layers = platform, max_rank, num_layers
+        self._pieces = 1 << 62 if platform.is_accelerator else _MOST_ALONE
+        self._stream = platform.side_stream()
+
+    @torch.inference_mode()
+    def load(self, slot: int, path: str, matrices: Sequence[SlotMatrices]) -> None:
+        """Fill the slot of all weights. Raises InvalidRequestError: it is no adapter for this model; some of the slot's
+        matrices may be its own then."""
+        try:
+            files = self._own(read_lora(Path(path), self._max_rank), matrices)
+            with open(files.weights, "rb") as file:
+                reader = _Reader(file, files, tensor_places(files.weights), self._pieces)
+                for own in matrices:
+                    own.fill(slot, reader.factors, self._copy)
+        except (ModelLoadError, OSError, ValueError) as error:
+            raise InvalidRequestError(f"the adapter can't be loaded: {error}") from error
+        if (event := self._stream.launch(lambda: None, None)) is not None:
+            event.synchronize()
+
+    def _own(self, files: LoraFiles, matrices: Sequence[SlotMatrices]) -> LoraFiles:
+        """Return the part of it that is of this rank's layers, by the model's names. Raises ModelLoadError."""
+        known = {name: shape for own in matrices for name, shape in own.shapes.items()}
+        layers = set(map(layer_of, known))
+        found = {}
+        for name, own in files.matrices.items():
+            alike = (name, text_name(name), f"model.{name}")
+            name = next((one for one in alike if one in known), name)
+            layer = layer_of(name)
+            if layer is None or layer in layers or layer >= self._num_layers:  # others are other stages'
+                found[name] = own
+        own_files = replace(files, matrices=found)
+        check_matrices(own_files, known)
+        return own_files
+
+    def _copy(self, to: Tensor, new: Tensor) -> None:
+        rows = max(1, self._pieces // max(1, new.shape[1]))
+        for begin in range(0, len(new), rows):
+            part = slice(begin, begin + rows)
+            self._stream.launch(partial(_put, to[part], new[part]), None)
+
+
+def _put(to: Tensor, new: Tensor) -> None:
+    to.copy_(new)
+
+
+class _Reader:
+    def __init__(self, file: BinaryIO, files: LoraFiles, places: dict[str, TensorPlace], pieces: int) -> None:
+        self._file, self._files, self._places, self._pieces = file, files, places, pieces
+
+    def factors(self, name: str) -> Factors | None:
+        own = self._files.matrices.get(name)
+        return None if own is None else Factors(self._tensor(own.names[0]), self._tensor(own.names[1]), own.scale)
+
+    def _tensor(self, name: str) -> Tensor:
+        place = self._places[name]
+        dtype = _DTYPES.get(place.dtype)
+        if dtype is None:
+            raise ModelLoadError(f"{name:.200} is stored as {place.dtype:.20}: an adapter's are F32, F16 or BF16")
+        content = bytearray(place.end - place.begin)
+        self._file.seek(place.begin)
+        if self._file.readinto(content) != len(content):  # type: ignore[attr-defined]
+            raise ModelLoadError(f"the file ends within {name:.200}: fetch it again")
+        tensor = torch.frombuffer(content, dtype=dtype).view(place.shape)
+        for part in tensor.view(-1).split(self._pieces):
+            if not part.isfinite().all():
+                raise ModelLoadError(f"{name:.200} has numbers that are not finite")
+        return tensor

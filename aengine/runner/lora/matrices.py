@@ -1,0 +1,91 @@
+"""`SlotMatrices`: of all slots what their adapters add to a weight, in memory that stays where it is.
+
+       slot 0          slot 1
+a     ┌ q: [rank, in] ┬ ...      as many rows as the largest rank; zeros where an adapter has fewer, or lacks the
+      │ k: [rank, in] │          matrix
+      └ v: [rank, in] ┴ ...
+b     [out, rank]       ...      that of each part below each other, times the adapter's scale
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...kernels.lora import AdapterMatrices
+from ..distributed.shares import Share, part_of, sizes
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+def layer_of(name: str) -> int | None:
+    """Return the layer that a matrix is in, by its name; None: none."""
+    match = _LAYER.search(name)
+    return None if match is None else int(match[1])
+
+
+def in_layer(name: str, index: int) -> str:
+    """Return the name of the same matrix in another layer."""
+    return _LAYER.sub(f".layers.{index}.", name, count=1)
+
+
+class Factors(NamedTuple):
+    """What an adapter has for one matrix of the checkpoint, whole, in any dtype of numbers."""
+
+    a: Tensor  # [rank, in_features]
+    b: Tensor  # [out_features, rank]
+    scale: float
+
+
+class SlotMatrices:
+    """Those of one weight, which is made of the checkpoint's matrices ``parts``: name and output features of each."""
+
+    def __init__(
+        self,
+        parts: Mapping[str, Sequence[Share]],
+        columns: Sequence[Share],
+        num_slots: int,
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._parts, self._columns, self._rank = parts, columns, rank
+        own = tuple(sizes(rows)[0] for rows in parts.values())
+        starts = torch.tensor([sum(own[:i]) for i in range(len(own) + 1)], dtype=torch.int32, device=device)
+        self.tensors = AdapterMatrices(
+            torch.zeros(num_slots, len(own) * rank, sizes(columns)[0], dtype=dtype, device=device),
+            torch.zeros(num_slots, sum(own), rank, dtype=dtype, device=device),
+            starts,
+            own,
+        )
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Output and input features of each part on all ranks together."""
+        return {name: (sizes(rows)[1], sizes(self._columns)[1]) for name, rows in self._parts.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors[:2])
+
+    def fill(self, slot: int, read: Callable[[str], Factors | None], copy: Callable[[Tensor, Tensor], None]) -> None:
+        """Set a slot. ``read``: returns what the adapter has of a part, by its name; ``copy`` (to, from) copies to the
+        device."""
+        a, b, first = self.tensors.a[slot], self.tensors.b[slot], 0
+        for i, (name, rows) in enumerate(self._parts.items()):
+            size, found = self.tensors.sizes[i], read(name)
+            new_a = torch.zeros(self._rank, a.shape[1], dtype=a.dtype)
+            new_b = torch.zeros(size, self._rank, dtype=b.dtype)
+            if found is not None:
+                rank, of_rows = len(found.a), part_of(rows, 0, len(found.b))
+                of_columns = part_of(self._columns, 1, found.a.shape[1])
+                new_a[:rank] = found.a if of_columns is None else of_columns.of(found.a)
+                own = found.b if of_rows is None else of_rows.of(found.b)
+                new_b[:, :rank] = own.float() * found.scale
+            copy(a[i * self._rank : (i + 1) * self._rank], new_a)
+            copy(b[first : first + size], new_b)
+            first += size
