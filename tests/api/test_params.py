@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aengine import AsyncLLM, EngineConfig, InvalidRequestError, SamplingParams, StructuredOutput
@@ -186,7 +186,7 @@ def test_params_are_frozen_and_replaceable() -> None:
         params.replace(n=0)
 
 
-@pytest.mark.slow
+@settings(max_examples=40)
 @given(
     st.dictionaries(
         st.sampled_from([name for name, _ in BAD]), st.one_of(st.none(), st.integers(), st.floats(), st.text())
