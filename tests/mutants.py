@@ -66,14 +66,17 @@ KERNELS = {  # files of kernels/ and kernels/triton/: files of tests/kernels
         "bitmask gumbel logit_bias logprobs penalties philox top_k_top_p drafts_on_device input_prep staged_write",
     ),
 }
-RUNNER = {  # folders of runner/: files of tests/runner
+RUNNER = {  # folders of runner/: files of tests/runner, or of another folder
     "sampling": "sampling_features distributions processors registered bitmask_memory",
     "attention": "attention_layers cudnn_prefill pages_aside windows states gpu_path",
-    "speculation": "drafts model_proposer draft_loading",
+    "speculation": "drafts model_proposer draft_loading models/test_drafted_hybrids.py",
 }
 WINGS = {
     **{
-        f"runner-{name}": (f"runner/{name}", [f"runner/test_{name}.py" for name in tests.split()])
+        f"runner-{name}": (
+            f"runner/{name}",
+            [file if "/" in file else f"runner/test_{file}.py" for file in tests.split()],
+        )
         for name, tests in RUNNER.items()
     },
     **{
