@@ -35,7 +35,6 @@ SHARED = [*range(100, 140)]
     some(
         [(name, how) for name in MODELS for how in ("suffix", "ngram_worker")],
         ("lfm2-biases", "ngram_worker"),
-        ("qwen3-next-experts", "suffix"),
         ("qwen3.5", "suffix"),
     ),
 )
