@@ -540,6 +540,18 @@ def test_tensors_that_say_more_than_the_config_are_refused(what: str, copied: Ca
         load(source_of(folder))
 
 
+def test_an_expert_in_another_format_is_named(copied: Callable[..., Path]) -> None:
+    """Also where the config says so."""
+    folder = copied("qwen3_moe")
+    config = compressed(PACK)
+    config["ignore"].append(r"re:.*experts\.3\.")
+    write(folder, "int4", config=config, only=lambda name: is_quantised(name) and "experts.3." not in name)
+    with pytest.raises(
+        ModelLoadError, match=r"experts\.3\.\w+\.weight is in another format than .*first expert.*: give"
+    ):
+        load(source_of(folder))
+
+
 def test_a_matrix_that_is_there_twice_is_refused(copied: Callable[..., Path]) -> None:
     folder = copied()
     write(folder, "gptq", lambda t: t.update({f"{UP}.weight": torch.ones(128, 64)}))
@@ -623,7 +635,7 @@ def test_codes_without_a_config_are_told(kind: str, copied: Callable[..., Path])
         ({**compressed(PACK), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config has weights"),
         ({**compressed(PACK), "config_groups": {}}, "config_groups=.* names no matrices .*: give the checkpoint in 16"),
         ({"quant_method": "compressed-tensors"}, "config_groups=None names no matrices"),
-        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, r"config.json: modelopt\)"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, r"config.json: modelopt W4A8_AWQ\) in a way that"),
         (
             {"quant_method": "bitsandbytes", "load_in_4bit": True},
             r"bitsandbytes\).*reads GGUF.*give the checkpoint in 16",

@@ -165,6 +165,10 @@ WRONG: dict[str, tuple[dict[str, Tensor], str]] = {
     "nan": ({"model.layers.0.self_attn.v_scale": torch.tensor([torch.nan])}, "v_scale has a scale that is no finite"),
     "heads": ({"model.layers.0.self_attn.k_scale": torch.ones(7)}, "has 7 scales, and the layer 2 key-value heads"),
     "layer": ({"model.layers.9.self_attn.k_scale": torch.ones(1)}, "layer 9 keeps no keys and values of its own"),
+    "twice": (
+        {"model.layers.1.self_attn.k_proj.k_scale": torch.full((1,), 2.0)},
+        r"k_scale is another scale than the one",
+    ),
     "missing": ({"model.layers.0.self_attn.v_scale": torch.empty(0)}, "but no v_scale of layer 0"),
 }
 
@@ -176,7 +180,7 @@ def test_scales_that_are_wrong(tiny_model: TinyModel, tmp_path: Path, what: str)
     changed, message = WRONG[what]
     given = {**stored(model.config.num_layers, lambda i: torch.ones(1)), **changed}
     source = with_scales(folder, {k: v for k, v in given.items() if len(v)}, tmp_path / "wrong")
-    with pytest.raises(ModelLoadError, match=message) as error:
+    with pytest.raises(ModelLoadError, match=rf"{tmp_path}\S*: .*{message}") as error:
         setup_of(source, model)
     assert "kv_cache_scales='calibrated'" in str(error.value) and "kv_cache_dtype at 'auto'" in str(error.value)
     assert setup_of(source, model, kv_cache_scales="calibrated").kv_format.origin == "calibrated"

@@ -61,7 +61,10 @@ def choose_kv_format(
         stored = read_matching(Path(source.path), _NAME)
     if not stored:
         return ScaledKV(source="calibrated")
-    return ScaledKV(by_layer=_of_checkpoint(stored, model_config, rank), source="checkpoint")
+    try:
+        return ScaledKV(by_layer=_of_checkpoint(stored, model_config, rank), source="checkpoint")
+    except ValueError as error:
+        raise ModelLoadError(f"{source.path}: {error}: {_CURE}") from error
 
 
 def _asks_for_fp8(hf_config: Mapping[str, Any]) -> bool:
@@ -72,6 +75,7 @@ def _asks_for_fp8(hf_config: Mapping[str, Any]) -> bool:
 
 
 def _of_checkpoint(stored: Mapping[str, Tensor], config: ModelConfig, rank: int) -> dict[int, Tensor]:
+    """Raises ValueError: they can't be used."""
     heads = {i: kv.num_kv_heads for i, kv in enumerate(config.kv_layers) if isinstance(kv, FullKV | WindowKV)}
     pieces, piece = config.num_ranks // config.kv_copies, rank // config.kv_copies
     found = {i: torch.zeros(2, count) for i, count in heads.items()}
@@ -80,23 +84,23 @@ def _of_checkpoint(stored: Mapping[str, Tensor], config: ModelConfig, rank: int)
         assert parts is not None
         layer, which = int(parts[1]), parts[2]
         if layer not in heads:
-            raise ModelLoadError(f"{name}: layer {layer} keeps no keys and values of its own: {_CURE}")
+            raise ValueError(f"{name}: layer {layer} keeps no keys and values of its own")
         if tensor.numel() not in (1, heads[layer] * pieces):
-            raise ModelLoadError(
-                f"{name} has {tensor.numel()} scales, and the layer {heads[layer] * pieces} key-value heads: {_CURE}"
+            raise ValueError(
+                f"{name} has {tensor.numel()} scales, and the layer {heads[layer] * pieces} key-value heads"
             )
         scales = tensor.float().flatten()
         if not bool((scales.isfinite() & (scales > 0)).all()):
-            raise ModelLoadError(f"{name} has a scale that is no finite number above 0: {_CURE}")
+            raise ValueError(f"{name} has a scale that is no finite number above 0")
         own = scales if len(scales) == 1 else scales[piece * heads[layer] :][: heads[layer]]
         for row in {"k": (0,), "v": (1,), "kv": (0, 1)}[which]:
+            if found[layer][row].any() and not (found[layer][row] == own).all():
+                raise ValueError(f"{name} is another scale than the one that layer {layer} has as well")
             found[layer][row] = own
     for layer, scales in found.items():
         for which, row in zip(("k_scale", "v_scale"), scales, strict=True):
             if not row.all():
-                raise ModelLoadError(
-                    f"the checkpoint has scales of keys and values, but no {which} of layer {layer}: {_CURE}"
-                )
+                raise ValueError(f"it has scales of keys and values, but no {which} of layer {layer}")
     return found
 
 

@@ -184,7 +184,8 @@ def _read_quantization(asked: Asked, hf_config: Mapping[str, Any]) -> QuantisedM
         for read in _QUANTISED:
             if (found := read(own)) is not None:
                 return found if found.name else None
-        method = f"{how.get('quant_method') or how.get('format') or 'no quant_method'!s:.80}"
+        method = str(how.get("quant_method") or how.get("format") or "no quant_method")
+        method = f"{method:.80}" + (f" {how['quant_algo']!s:.80}" if how.get("quant_algo") else "")
         raise ModelLoadError(
             f"{asked.where or 'the checkpoint'}: the weights are quantised ({key} of config.json: {method}) in a way "
             f"that aengine does not read; it reads GGUF, FP8, compressed-tensors, AWQ, GPTQ and ModelOpt's NVFP4: "

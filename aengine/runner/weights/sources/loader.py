@@ -161,9 +161,12 @@ def _wanted(
         del named  # see `load_weights`
     if places:
         count = f"{len(places)} tensors" if len(places) > 1 else "a tensor"
-        codes = next((name for name in unexpected if name.endswith((".qweight", ".weight_packed"))), None)
-        why = f"{codes} is of a quantised one, of which config.json has no quantization_config: {UNQUANTISED}"
-        why = why if codes else _OTHER_METADATA if source.format == "gguf" else _OTHER_MODEL
+        other = next((n for n in unexpected if n.endswith(CODES) and codes_beside(text_name(n), places)), None)
+        why = "is of a quantised one, of which config.json has no quantization_config"
+        if model.weights.formats.quantised is not None:
+            why = "is in another format than by config.json, or than a layer's first expert, whose format all have"
+        why = f"{other} {why}: {UNQUANTISED}"
+        why = why if other else _OTHER_METADATA if source.format == "gguf" else _OTHER_MODEL
         missing = sorted({name_in_file(name) for name in places})
         raise ModelLoadError(f"{source.path} lacks {count} of the model: {_some(missing)}; {why}")
     for name in unexpected:
