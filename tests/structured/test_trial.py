@@ -40,7 +40,7 @@ def backend() -> Iterator[LLGuidanceBackend]:
 
 @pytest.fixture(scope="module")
 def large() -> Iterator[LLGuidanceBackend]:
-    backend = LLGuidanceBackend(vocabulary("smollm2"), timeout=1.0)
+    backend = LLGuidanceBackend(vocabulary("smollm2"), timeout=0.5)
     yield backend
     backend.close()
 
