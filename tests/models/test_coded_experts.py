@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ import pytest
 import torch
 from driver import CPU, Driver, build, check_near, load, source_of
 from gguf import GGMLQuantizationType as Q
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_expert_layers import TOKENS, TinyModel, logits, mxfp4
 from test_fp8_weights import write_quantised
 from test_gguf_weights import SIZES as GGUF_SIZES
@@ -70,6 +71,23 @@ def test_mxfp4_of_gpt_oss(tmp_path: Path, tiny_model: TinyModel, as_on_a_gpu: No
     stacked = exact["model.layers.0.mlp.experts.gate_up_proj"].transpose(1, 2)
     assert torch.equal(numbers(weights.matrices.codes), stacked.flatten(0, 1))
     check_near(logits(folders[0]), logits(folders[1]))
+
+
+def test_experts_in_two_forms(tmp_path: Path, tiny_model: TinyModel) -> None:
+    """As codes and as numbers: neither says which of them counts, and codes without a config say what they are."""
+    folder = Path(shutil.copytree(tiny_model("gpt_oss", seed=7, num_hidden_layers=2), tmp_path / "model"))
+    path, name = folder / "model.safetensors", "model.layers.1.mlp.experts.down_proj"
+    exact = mxfp4(folder)
+    save_file({**load_file(path), name: exact[name].contiguous()}, path)
+    with pytest.raises(ModelLoadError, match=r"has both \S+\.down_proj and \S+\.down_proj_blocks, and which"):
+        load(source_of(folder))
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ModelLoadError, match=r"lacks 3 tensors .*_blocks is of a quantised one, of which config\.json has"
+    ):
+        load(source_of(folder))
 
 
 @pytest.mark.parametrize("kind", ["awq", "nvfp4", "blocks"])

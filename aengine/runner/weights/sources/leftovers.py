@@ -12,11 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ....errors import ModelLoadError
 from ..quantised.faults import is_in_order, middle_word
 from ..scope import Place
 from .reading import NUMBERS
 
-CODES = ("weight_packed", "qweight", "weight")
+_CODES = ("weight_packed", "qweight", "weight")
 
 
 class _Leftover(NamedTuple):
@@ -47,23 +48,31 @@ _KNOWN = {
 }
 
 
-def is_idle(name: str, places: Mapping[str, Place], read: Callable[[], Tensor] | None) -> bool:
+def is_idle(name: str, places: Mapping[str, Place], read: Callable[[], Tensor] | None, where: str) -> bool:
     """Return whether a tensor that has no place is known to say nothing more than those that have; see above.
 
-    ``read``: gives the tensor; None: it is not looked at. Raises ValueError: what it says is lost.
+    ``read``: gives the tensor; None: it is not looked at. Raises ModelLoadError: what it says is lost.
     """
     known = _KNOWN.get(name.rpartition(".")[2])
-    own = "" if known is None else codes_beside(name, places)
+    own = "" if known is None else _codes_beside(name, places)
     if known is None or not own or places[own].dtype in NUMBERS or read is None:
         return False
     idle = known.is_idle(read())
     if known.problem and not idle:
-        raise ValueError(known.problem)
+        raise ModelLoadError(f"{where} {known.problem}: fetch the model again, and its config.json")
     return idle
 
 
-def codes_beside(name: str, names: Container[str]) -> str:
+def other_form(name: str, names: Container[str]) -> str:
+    """Return which of the ``names`` is the same matrix, or matrices of experts, in another form; "": none."""
+    if name.rpartition(".")[2] in _CODES:
+        return _codes_beside(name, names)
+    twin = name.removesuffix("_blocks") if name.endswith("_blocks") else f"{name}_blocks"  # gpt-oss'
+    return twin if twin in names else ""
+
+
+def _codes_beside(name: str, names: Container[str]) -> str:
     """Return which of the ``names`` is that of the codes or numbers of the matrix that a tensor is of; "": none."""
     stem, _, last = name.rpartition(".")
-    kinds = [kind for kind in CODES if kind != last]
+    kinds = [kind for kind in _CODES if kind != last]
     return next((full for kind in kinds for full in (f"{stem}.{kind}", f"model.{stem}.{kind}") if full in names), "")

@@ -29,7 +29,7 @@ from ...platforms.platform import DeviceMemory
 from ..quantised.matrices import UNQUANTISED
 from ..scope import Place
 from .gguf_source import gguf_shape, read_gguf
-from .leftovers import CODES, codes_beside
+from .leftovers import other_form
 from .random_source import make_random
 from .reading import Named, Source, Target, in_threads, text_name
 from .safetensors_source import READERS, read_safetensors, read_shapes
@@ -161,7 +161,7 @@ def _wanted(
         del named  # see `load_weights`
     if places:
         count = f"{len(places)} tensors" if len(places) > 1 else "a tensor"
-        other = next((n for n in unexpected if n.endswith(CODES) and codes_beside(text_name(n), places)), None)
+        other = next((name for name in unexpected if other_form(text_name(name), places)), None)
         why = "is of a quantised one, of which config.json has no quantization_config"
         if model.weights.formats.quantised is not None:
             why = "is in another format than by config.json, or than a layer's first expert, whose format all have"
@@ -170,7 +170,7 @@ def _wanted(
         missing = sorted({name_in_file(name) for name in places})
         raise ModelLoadError(f"{source.path} lacks {count} of the model: {_some(missing)}; {why}")
     for name in unexpected:
-        if name.endswith(CODES) and (twin := codes_beside(text_name(name), model.weights.places)):
+        if twin := other_form(text_name(name), model.weights.places):
             problem = f"has both {name} and {twin}, and which of them counts is not known: {UNQUANTISED}"
             raise ModelLoadError(f"{source.path} {problem}")
 

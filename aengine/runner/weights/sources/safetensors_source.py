@@ -133,7 +133,9 @@ def _read_tensor(
 ) -> Named:
     """``part``: an expert and its rows, of all in the tensor."""
     if own_name not in target.places:
-        return Named(name, None, is_idle=_is_idle(path, file, name, own_name, target))
+        read = partial(file.get_tensor, name) if target.has_numbers else None
+        with _corrupt(path):
+            return Named(name, None, is_idle=is_idle(own_name, target.places, read, f"{path}: {name}"))
     with _corrupt(path):
         stored = file.get_slice(name)
         stored_as = stored.get_dtype()
@@ -147,18 +149,6 @@ def _read_tensor(
     if tensor.dtype == torch.float64:  # numbers as well, which nothing computes with
         tensor = tensor.float()
     return target.named(own_name, tensor, keep=True)
-
-
-def _is_idle(path: Path, file: Any, name: str, own_name: str, target: Target) -> bool:
-    def read() -> torch.Tensor:
-        with _corrupt(path):
-            tensor: torch.Tensor = file.get_tensor(name)
-            return tensor
-
-    try:
-        return is_idle(own_name, target.places, read if target.has_numbers else None)
-    except ValueError as error:
-        raise ModelLoadError(f"{path}: {name} {error}: fetch the model again, and its config.json") from error
 
 
 def _check_dtype(path: Path, name: str, stored_as: str, wanted: torch.dtype) -> None:
