@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 from ...ipc.messages import KV_LOST, NO_RESULTS, ModelRunnerOutput, ResultColumns, RowError
@@ -102,8 +103,13 @@ class Answers:
             if batch_idx in step.chunks:
                 self._note_chunk(request, step.chunks[batch_idx])
             num_rows += count > 0
-            places = range(begin, end)
-            sampled += [(request, column[place], place) for place in places if self._append(request, column[place])]
+            new, token_ids = column[begin:end], request.token_ids
+            if len(token_ids) + count < request.next_check_len and request.stop_token_ids.isdisjoint(new):
+                token_ids += new
+                sampled += zip(repeat(request), new, range(begin, end), strict=False)
+            else:
+                places = range(begin, end)
+                sampled += [(request, column[place], place) for place in places if self._append(request, column[place])]
             if batch_idx in step.ahead:
                 self._rows.lookahead.settle(request, step.ahead[batch_idx], count)
         return sampled, num_rows

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
-from ...ipc.messages import KVCacheGroup, int32
+from ...ipc.messages import KVCacheGroup
 from .coming_prefixes import ComingPrefixes
 from .decode_batches import DecodeBatches
 from .kv_cache_manager import KVCacheManager, PreemptedKV, long_root, retired_root
@@ -229,7 +229,7 @@ class Rows:
     def settle(self, request: Request, num_rejected: int) -> None:
         """Note that ``num_rejected`` tokens of the request fewer are computed than were counted. Where steps pass
         through several ranks, not all of which see what is sampled, the request's next step has waited for this."""
-        self.steps.settle_rows(int32([request.req_idx]), int32([num_rejected]))
+        self.steps.settle_rows((request.req_idx,), (num_rejected,))
         request.num_computed_tokens -= num_rejected
         if request.status is _DRAINING and request.num_computed_tokens < request.max_num_tokens - 1:
             self.batches.of(request).refresh()

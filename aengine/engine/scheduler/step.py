@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ...errors import InternalError
@@ -132,19 +132,23 @@ class UnansweredSteps(deque[InFlightStep]):
     def __init__(self) -> None:
         super().__init__()
         self._removed: list[int] = []  # rows that the worker is to remove
-        self._settled = _NOT_SETTLED  # rows that have fewer tokens than was counted, and how many fewer
+        self._settled: list[int] = []  # rows that have fewer tokens than was counted
+        self._num_rejected: list[int] = []  # how many fewer each of these has
 
     def remove_row(self, row: int) -> None:
         self._removed.append(row)
 
-    def settle_rows(self, rows: array[int], num_rejected: array[int]) -> None:
+    def settle_rows(self, rows: Iterable[int], num_rejected: Iterable[int]) -> None:
         """Tell the worker in the next step how many tokens fewer than was counted these rows have."""
-        self._settled = self._settled[0] + rows, self._settled[1] + num_rejected
+        self._settled += rows
+        self._num_rejected += num_rejected
 
     def add(self, step: InFlightStep) -> None:
         """Put a new step behind the others. It tells what there is to tell of rows."""
         step.removed, self._removed = int32(self._removed), []
-        step.settled, self._settled = self._settled, _NOT_SETTLED
+        if self._settled:
+            step.settled = int32(self._settled), int32(self._num_rejected)
+            self._settled, self._num_rejected = [], []
         self.append(step)
 
     def take_back(self) -> InFlightStep:

@@ -56,8 +56,9 @@ class Drafts(Lookahead):
         rows, params = self._rows, request.params
         if request.status is not RequestStatus.DECODING:
             return 0
-        stops = request.stop_token_ids
-        stop = next((i for i, token_id in enumerate(token_ids) if token_id in stops), len(token_ids))
+        stops, stop = request.stop_token_ids, len(token_ids)
+        if not stops.isdisjoint(token_ids):
+            stop = next(i for i, token_id in enumerate(token_ids) if token_id in stops)
         room = rows.rope.limit(request) - 1 - request.num_computed_tokens  # its last token must be sampled
         drafts = list(token_ids[: max(0, min(stop, room))])
         counts_sampled = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
