@@ -5,6 +5,7 @@
     python benchmarks/draft_costs.py --model smollm2-135m --rows 1 4 16 --drafts 1 3 7 15
     python benchmarks/draft_costs.py --shape llama-3.1-8b --draft-shape llama-3.2-1b --rows 1 8 32 --drafts 1 3 4
     python benchmarks/draft_costs.py --shape llama-3.1-8b --draft-shape eagle3 --rows 1 8 32 --drafts 3
+    python benchmarks/draft_costs.py --shape qwen3-30b-a3b --quant fp8_block --rows 1 16 --drafts 3
 
 In the whole engine: as each step brings each stream one token, milliseconds a step are seconds by tokens. Plain steps
 and those with drafts take turns in one engine; medians of the rounds. "drafts" is how many a row had in the mean: less
@@ -28,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine_bench import SHAPES
+from engine_bench import QUANT, SHAPES
 
 from aengine import AsyncLLM, SamplingParams
 from aengine.config import SpeculationSettings
@@ -119,6 +120,7 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--shape", choices=list(SHAPES), help="in place of --model: dummy weights")
+    parser.add_argument("--quant", choices=list(QUANT), help="of --shape's weights, as a checkpoint says it")
     parser.add_argument("--draft-shape", choices=[*SHAPES, "eagle3"], help="of a draft model in the worker")
     parser.add_argument("--set", action="append", default=[], help="a setting, KEY=JSON")
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32])
@@ -142,7 +144,9 @@ async def main() -> None:
         model = args.model
         if args.shape:
             model = folder
-            (Path(folder) / "config.json").write_text(json.dumps(SHAPES[args.shape]))
+            shape = SHAPES[args.shape]
+            shape |= {"quantization_config": QUANT[args.quant][0](shape)} if args.quant else {}
+            (Path(folder) / "config.json").write_text(json.dumps(shape))
             settings |= {"load_format": "dummy", "skip_tokenizer": True}
         begun = time.perf_counter()
         async with AsyncLLM(model, **settings) as engine:
