@@ -63,7 +63,7 @@ def by_length(model: Any) -> Reference:
         (OVERRIDES[0], "transformers"),
         (OVERRIDES[1], "native"),
     ),
-    ids=["full-native", "full-transformers", "window-native", "window-transformers"],
+    ids=lambda value: value if isinstance(value, str) else ("full", "window")[OVERRIDES.index(value)],
 )
 def test_every_scenario(overrides: dict[str, Any], model_impl: str, tiny_model: TinyModel) -> None:
     """Prompts of up to 60 tokens and completions of 12: below the border of 32, beyond it, and across it."""
