@@ -528,7 +528,7 @@ BUDGETS = {
     "kernels": 16340,
     "limits": 660,
     "remote": 1640,
-    "runner": 24150,
+    "runner": 24200,
     "server": 5860,
     "telemetry": 1150,
     "testing": 825,
