@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adapters import merged, write_adapter
+from adapters import ALL, merged, write_adapter
 from driver import CPU, Driver, check_near, no_progress, source_of
 from pairs import some
 from safetensors.torch import load_file
@@ -33,6 +33,7 @@ from aengine.runner.weights.sources.loader import load_weights
 
 sys.path.append(str(Path(__file__).parents[1] / "parallel"))  # behind all else: that folder has a conftest.py too
 RANK, SLOTS = 8, 3
+FEW = ("qkv_proj", "up_proj", "down_proj")
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True},
     "qwen3": {},
@@ -84,9 +85,10 @@ def tokens(rng: random.Random, count: int) -> list[int]:
 def test_rows_have_the_logits_of_merged_models(tmp_path: Path, rng: random.Random, family: str) -> None:
     """Prompts, chunks and decodes, of two adapters and of none in one batch; one has some modules only."""
     folder = write_tiny_model(tmp_path / "model", family, **FAMILIES[family])
+    has_experts = family == "qwen3_moe"  # which are not changed
     adapters = [
-        write_adapter(tmp_path / "a", folder, rng, 3, use_rslora=True),
-        write_adapter(tmp_path / "b", folder, rng, RANK, ("q_proj", "qkv_proj", "up_proj", "down_proj", "v_proj")),
+        write_adapter(tmp_path / "a", folder, rng, 3, ALL[:4] if has_experts else ALL, use_rslora=True),
+        write_adapter(tmp_path / "b", folder, rng, RANK, ("q_proj", "v_proj", *(() if has_experts else FEW))),
     ]
     folders = [merged(tmp_path / f"merged-{one.name}", folder, one) for one in adapters] + [folder]
     model, rows = load(folder)
@@ -228,6 +230,13 @@ def test_other_files_are_refused(tmp_path: Path, rng: random.Random) -> None:
     assert "fetch it again" in fill(rows, 0, cut.parent)
     assert fill(rows, 0, tmp_path / "none").startswith("refused: ")
     assert fill(rows, SLOTS, pickled).startswith("refused: there is no slot")
+
+
+def test_experts_are_refused_by_name(tmp_path: Path, rng: random.Random) -> None:
+    folder = write_tiny_model(tmp_path / "model", "qwen3_moe", num_hidden_layers=1)
+    _, rows = load(folder)
+    state = fill(rows, 0, write_adapter(tmp_path / "a", folder, rng, 2))
+    assert "changes model.layers.0.mlp.experts." in state and "q_proj" in state
 
 
 @pytest.mark.parametrize("family", some(["llama", "phi3"], "phi3"))
