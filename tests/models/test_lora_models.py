@@ -228,6 +228,13 @@ def test_other_files_are_refused(tmp_path: Path, rng: random.Random) -> None:
     cut = write_adapter(tmp_path / "b", folder, rng, 1) / "adapter_model.safetensors"
     cut.write_bytes(cut.read_bytes()[:-8])
     assert "fetch it again" in fill(rows, 0, cut.parent)
+    wrong = write_adapter(tmp_path / "c", folder, rng, 1) / "adapter_model.safetensors"
+    size = int.from_bytes(wrong.read_bytes()[:8], "little")
+    header = json.loads(wrong.read_bytes()[8 : 8 + size])
+    next(iter(header.values()))["data_offsets"][1] -= 4
+    content = json.dumps(header, separators=(",", ":")).encode().ljust(size)
+    wrong.write_bytes(size.to_bytes(8, "little") + content + wrong.read_bytes()[8 + size :])
+    assert "not its shape" in fill(rows, 0, wrong.parent)
     assert fill(rows, 0, tmp_path / "none").startswith("refused: ")
     assert fill(rows, SLOTS, pickled).startswith("refused: there is no slot")
 

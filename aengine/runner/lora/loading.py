@@ -1,7 +1,7 @@
 """`LoraLoader`: reads an adapter's files into a slot while steps go on.
 
 The files are read, never mapped; each tensor is checked and copied by itself, in pieces that hold nothing up: on a GPU
-in a queue of their own, on a CPU few numbers at a time, which torch copies by this one thread.
+in a queue of their own, on a CPU few numbers at a time.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,18 +22,17 @@ from ...checkpoint.safetensors_files import TensorPlace, tensor_places
 from ...errors import InvalidRequestError, ModelLoadError
 from ..platforms.platform import Platform
 from ..weights.sources.reading import text_name
-from .matrices import Factors, SlotMatrices, layer_of
+from .matrices import Factors, SlotMatrices, layer_of, row_pieces
 
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
-_MOST_ALONE = 1 << 15
-"""Numbers that torch copies without asking other threads."""
+_EXPONENTS = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F800000}
+"""The bits that are all set in what is no finite number."""
 
 
 class LoraLoader:
     def __init__(self, platform: Platform, max_rank: int, num_layers: int) -> None:
         """``num_layers``: of the whole model, some of which may be on other ranks."""
         self._platform, self._max_rank, self._num_layers = platform, max_rank, num_layers
-        self._pieces = 1 << 62 if platform.is_accelerator else _MOST_ALONE
         self._stream = platform.side_stream()
 
     @torch.inference_mode()
@@ -41,7 +42,7 @@ class LoraLoader:
         try:
             files = self._own(read_lora(Path(path), self._max_rank), matrices)
             with open(files.weights, "rb") as file:
-                reader = _Reader(file, files, tensor_places(files.weights), self._pieces)
+                reader = _Reader(file, files, tensor_places(files.weights))
                 for own in matrices:
                     own.fill(slot, reader.factors, self._copy)
         except (ModelLoadError, OSError, ValueError) as error:
@@ -65,10 +66,8 @@ class LoraLoader:
         return own_files
 
     def _copy(self, to: Tensor, new: Tensor) -> None:
-        rows = max(1, self._pieces // max(1, new.shape[1]))
-        for begin in range(0, len(new), rows):
-            part = slice(begin, begin + rows)
-            self._stream.launch(partial(_put, to[part], new[part]), None)
+        for rows in [slice(None)] if self._platform.is_accelerator else row_pieces(new):
+            self._stream.launch(partial(_put, to[rows], new[rows]), None)
 
 
 def _put(to: Tensor, new: Tensor) -> None:
@@ -76,8 +75,8 @@ def _put(to: Tensor, new: Tensor) -> None:
 
 
 class _Reader:
-    def __init__(self, file: BinaryIO, files: LoraFiles, places: dict[str, TensorPlace], pieces: int) -> None:
-        self._file, self._files, self._places, self._pieces = file, files, places, pieces
+    def __init__(self, file: BinaryIO, files: LoraFiles, places: dict[str, TensorPlace]) -> None:
+        self._file, self._files, self._places = file, files, places
 
     def factors(self, name: str) -> Factors | None:
         own = self._files.matrices.get(name)
@@ -88,12 +87,13 @@ class _Reader:
         dtype = _DTYPES.get(place.dtype)
         if dtype is None:
             raise ModelLoadError(f"{name:.200} is stored as {place.dtype:.20}: an adapter's are F32, F16 or BF16")
+        if prod(place.shape) * dtype.itemsize != place.end - place.begin:
+            raise ModelLoadError(f"{name:.200} has {place.end - place.begin} bytes, which is not its shape's size")
         content = bytearray(place.end - place.begin)
         self._file.seek(place.begin)
         if self._file.readinto(content) != len(content):  # type: ignore[attr-defined]
             raise ModelLoadError(f"the file ends within {name:.200}: fetch it again")
-        tensor = torch.frombuffer(content, dtype=dtype).view(place.shape)
-        for part in tensor.view(-1).split(self._pieces):
-            if not part.isfinite().all():
-                raise ModelLoadError(f"{name:.200} has numbers that are not finite")
-        return tensor
+        exponents = np.frombuffer(content, dtype=f"u{dtype.itemsize}") & _EXPONENTS[dtype]
+        if exponents.max(initial=0) == _EXPONENTS[dtype]:
+            raise ModelLoadError(f"{name:.200} has numbers that are not finite")
+        return torch.frombuffer(content, dtype=dtype).view(place.shape)

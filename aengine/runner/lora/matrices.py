@@ -10,15 +10,17 @@ b     [out, rank]       ...      that of each part below each other, times the a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...kernels.lora import AdapterMatrices
 from ..distributed.shares import Share, part_of, sizes
 
+_MOST_ALONE = 1 << 15  # numbers that torch computes without other threads
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -78,14 +80,30 @@ class SlotMatrices:
         a, b, first = self.tensors.a[slot], self.tensors.b[slot], 0
         for i, (name, rows) in enumerate(self._parts.items()):
             size, found = self.tensors.sizes[i], read(name)
-            new_a = torch.zeros(self._rank, a.shape[1], dtype=a.dtype)
-            new_b = torch.zeros(size, self._rank, dtype=b.dtype)
+            new_a, new_b = _zeros(self._rank, a.shape[1], a.dtype), _zeros(size, self._rank, b.dtype)
             if found is not None:
-                rank, of_rows = len(found.a), part_of(rows, 0, len(found.b))
-                of_columns = part_of(self._columns, 1, found.a.shape[1])
-                new_a[:rank] = found.a if of_columns is None else of_columns.of(found.a)
-                own = found.b if of_rows is None else of_rows.of(found.b)
-                new_b[:, :rank] = own.float() * found.scale
+                of_rows, of_columns = part_of(rows, 0, len(found.b)), part_of(self._columns, 1, found.a.shape[1])
+                _put(new_a, found.a if of_columns is None else of_columns.of(found.a), 1.0)
+                _put(new_b, found.b if of_rows is None else of_rows.of(found.b), found.scale)
             copy(a[i * self._rank : (i + 1) * self._rank], new_a)
             copy(b[first : first + size], new_b)
             first += size
+
+
+def row_pieces(tensor: Tensor) -> Iterator[slice]:
+    """Yield the rows of a matrix few at a time: of more numbers torch would ask other threads, on which steps run."""
+    rows = max(1, _MOST_ALONE // max(1, tensor.shape[1]))
+    for begin in range(0, len(tensor), rows):
+        yield slice(begin, begin + rows)
+
+
+def _zeros(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    content = np.zeros(rows * columns * dtype.itemsize, dtype=np.uint8)  # memory of zeros, which nobody has to write
+    return torch.from_numpy(content).view(dtype).view(rows, columns)
+
+
+def _put(to: Tensor, new: Tensor, scale: float) -> None:
+    """Write ``scale`` times a matrix into the first rows and columns of another."""
+    for rows in row_pieces(new):
+        own = new[rows]
+        to[: len(new), : new.shape[1]][rows] = own if scale == 1.0 else own.float() * scale
