@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from .engine.handles.sync_llm import SyncLLM
     from .engine.streams.chat_stream import ChatStream
     from .engine.streams.token_stream import TokenStream
-    from .engine.tokenizer.async_tokenizer import AsyncTokenizer
     from .engine.tokenizer.prompt import Prompt
+    from .engine.tokenizer_view import AsyncTokenizer
     from .outputs import Completion, T
     from .settings import Settings
 
@@ -290,7 +290,7 @@ class AsyncLLM(ImmediateCalls, CoreCalls):
     def async_tokenizer(self) -> AsyncTokenizer:
         """The calls of `tokenizer` for code on an event loop: ``await engine.async_tokenizer.count(messages, tools)``.
         They are made in the engine's threads, within its bounds."""
-        from .engine.tokenizer.async_tokenizer import AsyncTokenizer
+        from .engine.tokenizer_view import AsyncTokenizer
 
         return AsyncTokenizer(partial(self._handle.run, ask_tokenizer))
 

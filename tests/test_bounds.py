@@ -26,7 +26,7 @@ from aengine import (
 from aengine.engine.chat.plan import ChatRequest
 from aengine.engine.pooling.requests import PoolingOptions, PoolingRequest
 from aengine.engine.structured.spec import check_schema_size
-from aengine.engine.tokenizer.async_tokenizer import AsyncTokenizer
+from aengine.engine.tokenizer_view import AsyncTokenizer
 from aengine.limits.checks import check_num_messages, check_num_values, is_long, size_of
 from aengine.params import ChatOptions, RenderOptions, RequestOptions
 from aengine.remote.serving import _Session

@@ -1,9 +1,11 @@
-"""`TokenizerView`: what a user sees of the model's tokenizer, as ``engine.tokenizer``."""
+"""What a user sees of the model's tokenizer: `TokenizerView`, and `AsyncTokenizer`, which has its calls awaited."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import wraps
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from ..errors import ContextLengthError, InvalidRequestError
 from ..limits.checks import check_num_characters, check_num_messages, check_size
@@ -15,6 +17,15 @@ if TYPE_CHECKING:
     from ..params import RenderOptions
     from .chat.prompt import ChatPrompt
     from .tokenizer.tokenizer import Tokenizer
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+CALLS = ("encode", "decode", "count", "render", "render_ids")
+"""Names of the calls that it makes."""
+
+Ask = Callable[[str, Sequence[Any], Mapping[str, Any]], Awaitable[Any]]
+"""Calls the engine's tokenizer, bounded and off every loop: the name of the call, its arguments, its options."""
 
 
 class TokenizerView:
@@ -170,3 +181,39 @@ class TokenizerView:
             check_num_messages(self._max_model_len, messages, tools)
             check_size((messages, tools, options), self._max_model_len)
         return ChatPrompt.of(self._tokenizer, checked_messages(messages), tools, PromptOptions.of(**options))
+
+
+def _awaited(
+    method: Callable[Concatenate[TokenizerView, P], R],
+) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]:
+    """Return a call of `TokenizerView` as one that is awaited."""
+    takes = signature(method)
+
+    @wraps(method)
+    async def ask(self: AsyncTokenizer, /, *args: P.args, **options: P.kwargs) -> R:
+        given = takes.bind(self, *args, **options)  # raises TypeError here
+        given.apply_defaults()
+        answer: R = await self._ask(method.__name__, given.args[1:], given.kwargs)
+        return answer
+
+    return ask
+
+
+class AsyncTokenizer:
+    """The model's tokenizer and chat template for code on an event loop: `TokenizerView`'s calls, awaited.
+
+    The engine makes them in threads of its own, long ones apart from short ones. Cancelling one that waits takes it
+    back. Beside the errors of `TokenizerView` each raises:
+        ContextLengthError: more text, messages, tools or token ids than a prompt of this engine may have.
+        EngineOverloadedError: too many of them wait.
+        EngineClosedError: the engine is not running.
+    """
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+
+    encode = _awaited(TokenizerView.encode)
+    decode = _awaited(TokenizerView.decode)
+    count = _awaited(TokenizerView.count)
+    render = _awaited(TokenizerView.render)
+    render_ids = _awaited(TokenizerView.render_ids)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..__version__ import __version__
 from ..async_llm import AsyncLLM
 from ..engine.threads.pools import run_in_thread
-from ..engine.tokenizer.async_tokenizer import CALLS
+from ..engine.tokenizer_view import CALLS
 from ..errors import AEngineError, EngineClosedError, InternalError, InvalidRequestError
 from ..outputs import Choice, Completion
 from ..telemetry.trace_context import trace_of

@@ -9,11 +9,11 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
-from aengine.engine.tokenizer.async_tokenizer import CALLS, AsyncTokenizer
 from aengine.engine.tokenizer.messages import call_id_of, checked_messages
 from aengine.engine.tokenizer.pooled_texts import EncodedText, YesNoPrompt, encode_texts
 from aengine.engine.tokenizer.prompt import MessagesPart, TextPart, TokensPart, check_token_ids, part_of
 from aengine.engine.tokenizer.tokenizer import Tokenizer
+from aengine.engine.tokenizer_view import CALLS, AsyncTokenizer
 from aengine.errors import ContextLengthError, InvalidRequestError
 from aengine.limits.bounds import LONG_TEXT, MAX_MESSAGES
 

@@ -41,9 +41,8 @@ from .requests import CompletionBody
 
 if TYPE_CHECKING:
     from ...engine.streams.token_stream import TokenStream
-    from ...engine.tokenizer.async_tokenizer import AsyncTokenizer
     from ...engine.tokenizer.prompt import Prompt
-    from ...engine.tokenizer_view import TokenizerView
+    from ...engine.tokenizer_view import AsyncTokenizer, TokenizerView
 
 _NULL = WrittenJSON("null")
 _FIELDS = "tokens", "token_logprobs", "top_logprobs", "text_offset"

@@ -12,7 +12,7 @@ from ..service import Service
 from .requests import Body, Ignored, Messages, TokenIds, Tools, Variables
 
 if TYPE_CHECKING:
-    from ...engine.tokenizer.async_tokenizer import AsyncTokenizer
+    from ...engine.tokenizer_view import AsyncTokenizer
 
 
 class TokenizeBody(Body):
