@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partialmethod
 from typing import Any
 
 from llvmlite import ir
@@ -54,6 +55,11 @@ def _name(type_: ir.Type) -> str:
     return f"v{_lanes(type_)}{scalar}" if _lanes(type_) else scalar
 
 
+def _operator(of_ints: str, of_floats: str = "") -> Callable[[Value, Value | float], Value]:
+    """Return the method of an operator, by the names of LLVM's instructions."""
+    return lambda self, other: self._with(other, of_ints, of_floats or of_ints)
+
+
 class Value:
     """A number, vector or address that a function computes."""
 
@@ -74,37 +80,16 @@ class Value:
             return Value(self.f, self.f.builder.gep(self.llvm, [offset.llvm], source_etype=I8.llvm))
         return self._with(other, "add", "fadd")
 
-    def __sub__(self, other: Value | float) -> Value:
-        return self._with(other, "sub", "fsub")
-
-    def __mul__(self, other: Value | float) -> Value:
-        return self._with(other, "mul", "fmul")
-
-    def __truediv__(self, other: Value | float) -> Value:
-        return self._with(other, "sdiv", "fdiv")
-
-    def __floordiv__(self, other: Value | float) -> Value:
-        """The quotient of integers, rounded to zero."""
-        return self._with(other, "sdiv", "fdiv")
-
-    def __mod__(self, other: Value | float) -> Value:
-        return self._with(other, "srem", "frem")
-
-    def __and__(self, other: Value | float) -> Value:
-        return self._with(other, "and_", "and_")
-
-    def __or__(self, other: Value | float) -> Value:
-        return self._with(other, "or_", "or_")
-
-    def __xor__(self, other: Value | float) -> Value:
-        return self._with(other, "xor", "xor")
-
-    def __lshift__(self, other: Value | float) -> Value:
-        return self._with(other, "shl", "shl")
-
-    def __rshift__(self, other: Value | float) -> Value:
-        """A shift that fills with zeros."""
-        return self._with(other, "lshr", "lshr")
+    __sub__ = _operator("sub", "fsub")
+    __mul__ = _operator("mul", "fmul")
+    __truediv__ = _operator("sdiv", "fdiv")
+    __floordiv__ = __truediv__  # integers are rounded to zero by both
+    __mod__ = _operator("srem", "frem")
+    __and__ = _operator("and_")
+    __or__ = _operator("or_")
+    __xor__ = _operator("xor")
+    __lshift__ = _operator("shl")
+    __rshift__ = _operator("lshr")  # fills with zeros
 
     def _compare(self, op: str, other: Value | float) -> Value:
         other = self.f.like(self, other)
@@ -112,23 +97,12 @@ class Value:
         compare = builder.fcmp_ordered if _is_float(self.llvm.type) else builder.icmp_signed
         return Value(self.f, compare(op, self.llvm, other.llvm))
 
-    def __lt__(self, other: Value | float) -> Value:
-        return self._compare("<", other)
-
-    def __le__(self, other: Value | float) -> Value:
-        return self._compare("<=", other)
-
-    def __gt__(self, other: Value | float) -> Value:
-        return self._compare(">", other)
-
-    def __ge__(self, other: Value | float) -> Value:
-        return self._compare(">=", other)
-
-    def equals(self, other: Value | float) -> Value:
-        return self._compare("==", other)
-
-    def differs(self, other: Value | float) -> Value:
-        return self._compare("!=", other)
+    __lt__ = partialmethod(_compare, "<")
+    __le__ = partialmethod(_compare, "<=")
+    __gt__ = partialmethod(_compare, ">")
+    __ge__ = partialmethod(_compare, ">=")
+    equals = partialmethod(_compare, "==")
+    differs = partialmethod(_compare, "!=")
 
     def __getitem__(self, lane: int) -> Value:
         return Value(self.f, self.f.builder.extract_element(self.llvm, I32.llvm(lane)))
