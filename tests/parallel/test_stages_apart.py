@@ -93,8 +93,9 @@ class Network:
         self.on_its_way: dict[tuple[str, int, int], deque[Any]] = defaultdict(deque)
         self.current = Stream(self)
 
-        def zeros(shape: tuple[int, ...], **how: Any) -> list[Memory]:
-            return [Memory(self) for _ in range(shape[0])]
+        def zeros(shape: tuple[int, ...], **how: Any) -> Any:
+            """Return slots; a first message, which is no list of slots, has one row."""
+            return [Memory(self) for _ in range(shape[0])] if shape[0] > 1 else Memory(self)
 
         monkeypatch.setattr(nccl_link, "torch", SimpleNamespace(zeros=zeros, int64=torch.int64))
         monkeypatch.setattr(nccl_link, "_open_group", lambda name, _, stage, __: Group(self, name, stage.index))

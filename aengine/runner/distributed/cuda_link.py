@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import Store
 
 from ...kernels.signal import signal, wait
-from .pipeline import BoxedLink, StepSizes
+from .pipeline import Message, PipelineLink, StepSizes
 from .stage import PipelineStage
 from .symmetric_memory import SymmetricMemory
 
@@ -34,6 +34,12 @@ class _Counter(IntEnum):
     SCRATCH = 4
 
 
+_COUNTERS = {
+    Message.HIDDEN: (_Counter.HIDDEN_THERE, _Counter.HIDDEN_READ),
+    Message.IDS: (_Counter.IDS_THERE, _Counter.IDS_READ),
+}
+
+
 class StageMemory:
     """The memory of a stage: [hidden states | ids | counters]. The same on all, though none uses all of it."""
 
@@ -42,8 +48,10 @@ class StageMemory:
         slots = _num_slots(sizes)
         hidden, ids, counters = memory.split(_bytes_of_parts(sizes))
         num_bytes = slots * sizes.max_batched * sizes.hidden_size * sizes.dtype.itemsize
-        self.hidden = hidden[:num_bytes].view(sizes.dtype).view(slots, sizes.max_batched, sizes.hidden_size)
-        self.ids = ids.view(torch.int64).view(slots, sizes.max_ids)
+        self.slots = {
+            Message.HIDDEN: hidden[:num_bytes].view(sizes.dtype).view(slots, sizes.max_batched, sizes.hidden_size),
+            Message.IDS: ids.view(torch.int64).view(slots, sizes.max_ids),
+        }
         self._counters = counters.view(torch.int64)
 
     @staticmethod
@@ -106,32 +114,26 @@ class _Inbox:
         return slot[:length]
 
 
-class CudaLink(BoxedLink):
-    """A `PipelineLink`. What it returns is valid for what is queued before the next call of the method."""
+class CudaLink(PipelineLink):
+    """What it returns is valid for what is queued before the next call of the method."""
 
     def __init__(
         self, stage: PipelineStage, sizes: StepSizes, memories: Sequence[StageMemory], owner: object = None
     ) -> None:
         """``memories``: of all stages, as this rank reaches them; ``owner`` keeps them."""
         self._owner = owner
-        own, first, last = memories[stage.index], memories[0], memories[-1]
+        own = memories[stage.index]
         self._scratch = own.address(_Counter.SCRATCH)
-        hidden_in = hidden_out = ids_in = ids_out = None
-        if stage.is_first:
-            addresses = own.address(_Counter.IDS_THERE), last.address(_Counter.IDS_READ)
-            ids_in = _Inbox(own.ids, *addresses)
-        else:
-            before = memories[stage.index - 1]
-            addresses = own.address(_Counter.HIDDEN_THERE), before.address(_Counter.HIDDEN_READ)
-            hidden_in = _Inbox(own.hidden, *addresses)
-        if stage.is_last:
-            addresses = first.address(_Counter.IDS_THERE), own.address(_Counter.IDS_READ)
-            ids_out = _Outbox(first.ids, *addresses)
-        else:
-            after = memories[stage.index + 1]
-            addresses = after.address(_Counter.HIDDEN_THERE), own.address(_Counter.HIDDEN_READ)
-            hidden_out = _Outbox(after.hidden, *addresses)
-        super().__init__(sizes, hidden_in=hidden_in, hidden_out=hidden_out, ids_in=ids_in, ids_out=ids_out)
+
+        def inbox(message: Message, other: int) -> _Inbox:
+            there, read = _COUNTERS[message]
+            return _Inbox(own.slots[message], own.address(there), memories[other].address(read))
+
+        def outbox(message: Message, other: int) -> _Outbox:
+            (there, read), its = _COUNTERS[message], memories[other]
+            return _Outbox(its.slots[message], its.address(there), own.address(read))
+
+        super().__init__(stage, sizes, inbox, outbox)
 
     def warm_up(self) -> None:
         signal(self._scratch, 0)

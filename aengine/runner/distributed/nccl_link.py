@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..platforms.platform import Event, Platform
-from .pipeline import BoxedLink, StepSizes
+from .pipeline import IntermediateTensors, Message, PipelineLink, StepSizes
 from .stage import PipelineStage
 
 
@@ -51,10 +51,6 @@ class _Outbox(_Box):
 
         self._done[place] = self._stream.launch(send, self._platform.record_event())
 
-    def send_anything(self) -> None:
-        """Send a message of length 1."""
-        self.send(self._slots[0][:1].clone())
-
 
 class _Inbox(_Box):
     def receive(self, length: int) -> Tensor:
@@ -73,8 +69,8 @@ class _Inbox(_Box):
         return slot
 
 
-class NcclLink(BoxedLink):
-    """A `PipelineLink`. What it returns is valid for what is queued before the next call of the method."""
+class NcclLink(PipelineLink):
+    """What it returns is valid for what is queued before the next call of the method."""
 
     def __init__(
         self, store: dist.Store, stage: PipelineStage, sizes: StepSizes, platform: Platform, timeout: timedelta
@@ -85,30 +81,29 @@ class NcclLink(BoxedLink):
         Raises RuntimeError: NCCL can't connect, or a stage has died.
         """
         # Two groups, as what travels one way must not wait for the other.
-        hidden, ids = (_open_group(name, store, stage, timeout) for name in ("hidden", "ids"))
-        num_slots = sizes.steps_in_flight + 1
+        groups = {message: _open_group(message.name.lower(), store, stage, timeout) for message in Message}
 
-        def slots_of_hidden() -> Tensor:
-            shape = (num_slots, sizes.max_batched, sizes.hidden_size)
-            return torch.zeros(shape, dtype=sizes.dtype, device=platform.device)
+        def slots(message: Message) -> Tensor:
+            dtype, shape = message.form(sizes)
+            most = sizes.max_batched if message is Message.HIDDEN else sizes.max_ids
+            return torch.zeros((sizes.steps_in_flight + 1, most, *shape), dtype=dtype, device=platform.device)
 
-        def slots_of_ids() -> Tensor:
-            return torch.zeros((num_slots, sizes.max_ids), dtype=torch.int64, device=platform.device)
-
-        hidden_in = None if stage.is_first else _Inbox(hidden, stage.index - 1, slots_of_hidden(), platform)
-        hidden_out = None if stage.is_last else _Outbox(hidden, stage.index + 1, slots_of_hidden(), platform)
-        ids_in = _Inbox(ids, stage.size - 1, slots_of_ids(), platform) if stage.is_first else None
-        ids_out = _Outbox(ids, 0, slots_of_ids(), platform) if stage.is_last else None
-        super().__init__(sizes, hidden_in=hidden_in, hidden_out=hidden_out, ids_in=ids_in, ids_out=ids_out)
+        super().__init__(
+            stage,
+            sizes,
+            lambda message, other: _Inbox(groups[message], other, slots(message), platform),
+            lambda message, other: _Outbox(groups[message], other, slots(message), platform),
+        )
         # NCCL connects two ranks at their first message.
-        if hidden_in is not None:
-            hidden_in.receive(1)
-        if hidden_out is not None:
-            hidden_out.send_anything()
-        if ids_out is not None:
-            ids_out.send_anything()
-        if ids_in is not None:
-            ids_in.receive(1)
+        if not stage.is_first:
+            self.receive(1)
+        if not stage.is_last:
+            hidden = torch.zeros((1, sizes.hidden_size), dtype=sizes.dtype, device=platform.device)
+            self.send(IntermediateTensors(hidden))
+        if stage.is_last:
+            self.send_ids(torch.zeros((1,), dtype=torch.int64, device=platform.device))
+        if stage.is_first:
+            self.receive_ids(1)
         platform.synchronize()
 
 

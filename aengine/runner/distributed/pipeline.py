@@ -15,8 +15,10 @@ way. While a later stage computes a step, the earlier ones compute those of othe
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,8 +26,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .stage import PipelineStage
-
-_HIDDEN, _IDS = 0, 1  # tags of messages
 
 
 class IntermediateTensors(NamedTuple):
@@ -45,30 +45,6 @@ class StepSizes:
     steps_in_flight: int  # most unanswered steps of the host, not counting those in which nothing is sampled
 
 
-class PipelineLink(Protocol):
-    """A stage's connections. All stages call the methods in the order of the steps."""
-
-    @property
-    def sizes(self) -> StepSizes: ...
-
-    def send(self, tensors: IntermediateTensors) -> None:
-        """Pass a step on to the next stage. Does not wait for it."""
-
-    def receive(self, num_tokens: int) -> IntermediateTensors:
-        """Return the hidden states of a step of so many tokens, from the stage before. They are the caller's, also to
-        be changed, until the next call."""
-
-    def send_ids(self, token_ids: Tensor) -> None:
-        """Send the ids sampled in a step (int64 [n]) to the first stage. Does not wait. For the last stage."""
-
-    def receive_ids(self, count: int) -> Tensor:
-        """Return the ids sampled in the oldest step not yet received: int64 [count], until the next call. Of the first
-        stage; no more than ``sizes.steps_in_flight`` of the steps that sample may be left."""
-
-    def warm_up(self) -> None:
-        """Load the kernels that the other methods launch; nothing is exchanged."""
-
-
 class Outbox(Protocol):
     """Messages to one other stage."""
 
@@ -77,78 +53,114 @@ class Outbox(Protocol):
 
 
 class Inbox(Protocol):
-    """Messages of one other stage."""
+    """Messages of one other stage, in order."""
 
     def receive(self, length: int) -> Tensor:
-        """Return the hidden states of a step of so many tokens, from the stage before. They are the caller's, also to
-        be changed, until the next call."""
+        """Return the next message, [length, ...]. It is the caller's, also to be changed, until the next call."""
 
 
-class BoxedLink:
-    """A `PipelineLink` by a box for each of the other stages that this one exchanges with. None: it is the first, the
-    last, or neither, and never asks that box."""
+class Message(Enum):
+    """What stages send each other."""
+
+    HIDDEN = 0  # hidden states [num_tokens, hidden_size], to the next stage
+    IDS = 1  # sampled ids int64 [n], from the last stage to the first
+
+    def form(self, sizes: StepSizes) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Return the dtype, and the shape of one token's part."""
+        return (sizes.dtype, (sizes.hidden_size,)) if self is Message.HIDDEN else (torch.int64, ())
+
+
+class PipelineLink:
+    """A stage's connections. All stages call the methods in the order of the steps."""
 
     def __init__(
         self,
+        stage: PipelineStage,
         sizes: StepSizes,
-        *,
-        hidden_in: Inbox | None,
-        hidden_out: Outbox | None,
-        ids_in: Inbox | None,
-        ids_out: Outbox | None,
+        inbox: Callable[[Message, int], Inbox],
+        outbox: Callable[[Message, int], Outbox],
     ) -> None:
+        """``inbox`` and ``outbox`` connect with another stage, given by its index, for messages of a kind."""
         self.sizes = sizes
-        self._hidden_in = hidden_in
-        self._hidden_out = hidden_out
-        self._ids_in = ids_in
-        self._ids_out = ids_out
+        self._hidden_in = None if stage.is_first else inbox(Message.HIDDEN, stage.index - 1)
+        self._hidden_out = None if stage.is_last else outbox(Message.HIDDEN, stage.index + 1)
+        self._ids_in = inbox(Message.IDS, stage.size - 1) if stage.is_first else None
+        self._ids_out = outbox(Message.IDS, 0) if stage.is_last else None
 
     def send(self, tensors: IntermediateTensors) -> None:
+        """Pass a step on to the next stage. Does not wait for it."""
         assert self._hidden_out is not None, "the last stage has no next one"
         self._hidden_out.send(tensors.hidden)
 
     def receive(self, num_tokens: int) -> IntermediateTensors:
+        """Return the hidden states of a step of so many tokens, from the stage before. They are the caller's, also to
+        be changed, until the next call."""
         assert self._hidden_in is not None, "the first stage has none before it"
         return IntermediateTensors(self._hidden_in.receive(num_tokens))
 
     def send_ids(self, token_ids: Tensor) -> None:
+        """Send the ids sampled in a step (int64 [n]) to the first stage. Does not wait. For the last stage."""
         assert self._ids_out is not None, "the last stage alone samples"
         self._ids_out.send(token_ids)
 
     def receive_ids(self, count: int) -> Tensor:
+        """Return the ids sampled in the oldest step not yet received: int64 [count], until the next call. Of the first
+        stage; no more than ``sizes.steps_in_flight`` of the steps that sample may be left."""
         assert self._ids_in is not None, "the first stage alone needs the ids"
         return self._ids_in.receive(count)
 
     def warm_up(self) -> None:
-        pass
+        """Load the kernels that the other methods launch; nothing is exchanged."""
 
 
-class NoLink:
-    """In place of a `PipelineLink` for a rehearsal of one stage: it gets zeros, and what it sends goes nowhere."""
+class _Zeros:
+    """Brings zeros, and sends nothing."""
 
-    def __init__(self, sizes: StepSizes, device: torch.device) -> None:
-        self.sizes = sizes
+    def __init__(self, message: Message, sizes: StepSizes, device: torch.device) -> None:
+        self._dtype, self._shape = message.form(sizes)
         self._device = device
 
-    def send(self, tensors: IntermediateTensors) -> None:
+    def send(self, x: Tensor) -> None:
         pass
 
-    def receive(self, num_tokens: int) -> IntermediateTensors:
-        sizes = self.sizes
-        return IntermediateTensors(torch.zeros(num_tokens, sizes.hidden_size, dtype=sizes.dtype, device=self._device))
-
-    def send_ids(self, token_ids: Tensor) -> None:
-        pass
-
-    def receive_ids(self, count: int) -> Tensor:
-        return torch.zeros(count, dtype=torch.int64, device=self._device)
-
-    def warm_up(self) -> None:
-        pass
+    def receive(self, length: int) -> Tensor:
+        return torch.zeros((length, *self._shape), dtype=self._dtype, device=self._device)
 
 
-class GlooLink:
-    """A `PipelineLink` between CPUs, by gloo: of one machine, over its loopback interface, or of several."""
+class NoLink(PipelineLink):
+    """For a rehearsal of one stage: it gets zeros, and what it sends goes nowhere."""
+
+    def __init__(self, stage: PipelineStage, sizes: StepSizes, device: torch.device) -> None:
+        def box(message: Message, other: int) -> _Zeros:
+            return _Zeros(message, sizes, device)
+
+        super().__init__(stage, sizes, box, box)
+
+
+class _GlooBox:
+    """Messages to or from one other stage."""
+
+    def __init__(self, group: Any, other: int, message: Message, sizes: StepSizes, most_sent: int) -> None:
+        self._group, self._other, self._tag, self._most_sent = group, other, message.value, most_sent
+        self._dtype, self._shape = message.form(sizes)
+        self._sent: deque[tuple[Any, Tensor]] = deque()  # tensors that are still being read: gloo does not copy them
+
+    def send(self, x: Tensor) -> None:
+        # A send of gloo is noted as completed by `wait` alone. So many are not on their way at once: a stage needs the
+        # ids of a step before it computes the batch again, and there is a batch for each stage.
+        while len(self._sent) > self._most_sent:
+            self._sent.popleft()[0].wait()
+        x = x.contiguous()
+        self._sent.append((self._group.send([x], self._other, self._tag), x))
+
+    def receive(self, length: int) -> Tensor:
+        x = torch.empty((length, *self._shape), dtype=self._dtype)
+        self._group.recv([x], self._other, self._tag).wait()
+        return x
+
+
+class GlooLink(PipelineLink):
+    """A link between CPUs, by gloo: of one machine, over its loopback interface, or of several."""
 
     def __init__(
         self,
@@ -167,34 +179,9 @@ class GlooLink:
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=address)]
         options._timeout = timeout
-        self.sizes = sizes
-        self._stage = stage
-        self._group = gloo(store, stage.index, stage.size, options)
-        self._sent: deque[tuple[Any, Tensor]] = deque()  # tensors that are still being read: gloo does not copy them
+        group = gloo(store, stage.index, stage.size, options)
 
-    def send(self, tensors: IntermediateTensors) -> None:
-        self._send(tensors.hidden, self._stage.index + 1, _HIDDEN)
+        def box(message: Message, other: int) -> _GlooBox:
+            return _GlooBox(group, other, message, sizes, 2 * stage.size)
 
-    def receive(self, num_tokens: int) -> IntermediateTensors:
-        hidden = torch.empty((num_tokens, self.sizes.hidden_size), dtype=self.sizes.dtype)
-        self._group.recv([hidden], self._stage.index - 1, _HIDDEN).wait()
-        return IntermediateTensors(hidden)
-
-    def send_ids(self, token_ids: Tensor) -> None:
-        self._send(token_ids, 0, _IDS)
-
-    def receive_ids(self, count: int) -> Tensor:
-        token_ids = torch.empty(count, dtype=torch.int64)
-        self._group.recv([token_ids], self._stage.size - 1, _IDS).wait()
-        return token_ids
-
-    def warm_up(self) -> None:
-        pass
-
-    def _send(self, tensor: Tensor, stage: int, tag: int) -> None:
-        # A send of gloo is noted as completed by `wait` alone. So many are not on their way at once: a stage needs the
-        # ids of a step before it computes the batch again, and there is a batch for each stage.
-        while len(self._sent) > 2 * self._stage.size:
-            self._sent.popleft()[0].wait()
-        tensor = tensor.contiguous()
-        self._sent.append((self._group.send([tensor], stage, tag), tensor))
+        super().__init__(stage, sizes, box, box)

@@ -75,7 +75,7 @@ class RunnerSetup:
             assert isinstance(self.model, Decoder), "others are refused by their config"
             return ExpertRounds(self.experts_group, self.model.join)
         if self.link is not None:
-            link = NoLink(self.link.sizes, self.platform.device) if is_rehearsal else self.link
+            link = NoLink(self.stage, self.link.sizes, self.platform.device) if is_rehearsal else self.link
             return Relay(self.stage, link, self.group)
         return StepExchange(self.group)
 
