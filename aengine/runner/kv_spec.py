@@ -52,13 +52,6 @@ class WindowKV:
     window: int
 
 
-@dataclass(frozen=True, slots=True)
-class LatentKV:
-    """A vector of ``width`` elements a token, which all heads share (multi-head latent attention)."""
-
-    width: int
-
-
 class StateTensor(NamedTuple):
     """A tensor of a state."""
 
@@ -103,14 +96,14 @@ class SharedKV:
     layer: int
 
 
-LayerKV = FullKV | WindowKV | LatentKV | StateKV | SharedKV
+LayerKV = FullKV | WindowKV | StateKV | SharedKV
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
     """Place of a layer's KV."""
 
-    kv: FullKV | WindowKV | LatentKV | StateKV
+    kv: FullKV | WindowKV | StateKV
     group: int  # index of the KV group whose block table leads to the layer's pages
     slab: int
     first_byte: int = 0  # first byte of the layer within the slab's part of a page
@@ -141,7 +134,7 @@ class KVLayout:
         return replace(self, layers=tuple(places), num_slabs=len(used))
 
 
-_AnyKV = FullKV | WindowKV | LatentKV | StateKV
+_AnyKV = FullKV | WindowKV | StateKV
 
 
 def lay_out_kv(layers: Sequence[LayerKV], block_size: int, itemsize: int) -> KVLayout:
@@ -262,8 +255,6 @@ def _share_with_states(
 def _token_bytes(kv: _AnyKV, itemsize: int) -> int:
     if isinstance(kv, StateKV):
         return 0
-    if isinstance(kv, LatentKV):
-        return kv.width * itemsize
     return 2 * kv.num_kv_heads * kv.head_dim * itemsize
 
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from aengine.ipc.messages import STATE_BLOCK_SIZE, KVCacheGroup
-from aengine.runner.kv_spec import FullKV, KVLayout, LatentKV, SharedKV, StateKV, StateTensor, WindowKV, lay_out_kv
+from aengine.runner.kv_spec import FullKV, KVLayout, SharedKV, StateKV, StateTensor, WindowKV, lay_out_kv
 
 FULL = FullKV(num_kv_heads=2, head_dim=8)
 WINDOW = WindowKV(num_kv_heads=2, head_dim=8, window=32)
@@ -41,7 +41,7 @@ def test_few_slabs_stay_empty() -> None:
 
 
 def test_a_layer_with_fewer_bytes_has_more_tokens_in_a_block() -> None:
-    layout = lay_out_kv([FULL, FullKV(1, 8), LatentKV(6)], 16, 2)  # 64, 32 and 12 bytes a token
+    layout = lay_out_kv([FULL, FullKV(1, 8), FullKV(1, 3)], 16, 2)  # 64, 32 and 12 bytes a token
     assert [group.block_size for group in layout.groups] == [16, 32, 64]
     assert layout.slab_bytes == 16 * 64 and layout.num_slabs == 1
 

@@ -12,7 +12,7 @@ from ...checkpoint.value_reader import read_json
 from ...config import EngineConfig
 from ...errors import ModelLoadError
 from ..distributed.group import TensorGroup
-from ..kv_spec import FullKV, LatentKV, SharedKV, StateKV, WindowKV
+from ..kv_spec import FullKV, SharedKV, StateKV, WindowKV
 from ..model_config import ModelConfig
 from ..models import build_model, read_config
 from ..models.causal_lm import CausalLM
@@ -155,8 +155,8 @@ def _source(
 
 def _check_layers(config: ModelConfig) -> None:
     for kv in config.kv_layers:
-        if isinstance(kv, StateKV | LatentKV) or (isinstance(kv, WindowKV) and kv.window < 2 * LAG):
-            what = "states" if isinstance(kv, StateKV) else "latent KV" if isinstance(kv, LatentKV) else "short windows"
+        if isinstance(kv, StateKV) or (isinstance(kv, WindowKV) and kv.window < 2 * LAG):
+            what = "states" if isinstance(kv, StateKV) else "short windows"
             raise ModelLoadError(
                 f"the draft model, {config.model_type!r}, has layers with {what}: take one with full attention, or "
                 f"windows of {2 * LAG} tokens or more"
