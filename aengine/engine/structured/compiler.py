@@ -15,7 +15,7 @@ of their own wait for them: the quick ones never do. Both queues are bounded tog
 A caller who is cancelled only stops waiting; when nobody waits for a grammar that no thread has begun, it is taken out
 of its queue. What comes out late is still kept: the next one who asks has it.
 
-All state is the loop's; a thread touches nothing but its job. One compiler serves one event loop.
+All state is the loop's; a thread only marks that it has begun. One compiler serves one event loop.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ import functools
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ...errors import AEngineError, EngineClosedError, EngineOverloadedError, GrammarError, InternalError
 from ..threads.futures import error_for_waiter, settle
-from ..threads.pools import Job, ThreadPool, end_pools, tell
+from ..threads.pools import ThreadPool, end_pools, tell
 from .backend import Backend, Compiled
 from .backends import Backends, Load, load_backend
 from .spec import GrammarSpec
@@ -45,13 +44,21 @@ _MAX_FAILURES = 256
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    """The compile of one grammar: its waiters, its place in the queue, its timer."""
+    """The compile of one grammar, for all who wait for it."""
 
     spec: GrammarSpec
-    waiters: list[asyncio.Future[Compiled]] = field(default_factory=list)
-    job: Job | None = None  # job in a pool's queue; None once a thread has begun it
+    answer: asyncio.Future[Compiled]
+    task: asyncio.Task[None] = field(init=False)
+    num_waiters: int = 0
+    is_queued: bool = True  # no thread compiles it yet
+    is_taken: bool = False  # a thread has begun to look at it, or to compile it; set there
     timer: asyncio.TimerHandle | None = None
-    begun: float = 0.0  # loop time
+    begun: float = 0.0  # loop time at which the compile began
+
+    def end(self, error: AEngineError) -> None:
+        """Give up, and tell the waiters why."""
+        settle(self.answer, None, error)
+        self.task.cancel()
 
 
 class GrammarCompiler:
@@ -110,15 +117,18 @@ class GrammarCompiler:
             self._cache.move_to_end(spec)
             return found
         self._raise_known_failure(spec, loop.time())
-        work = self._works.get(spec) or self._enqueue(spec, loop, backends)
-        waiter: asyncio.Future[Compiled] = loop.create_future()
-        work.waiters.append(waiter)
+        work = self._works.get(spec) or self._begin(spec, loop, backends)
+        work.num_waiters += 1
         try:
-            return await waiter
+            return await asyncio.shield(work.answer)
+        except AEngineError as error:
+            own = error_for_waiter(error)
+            raise own from own.__cause__
         finally:
-            if waiter in work.waiters:  # the waiter was cancelled
-                work.waiters.remove(waiter)
-                self._drop_if_unwanted(work)
+            work.num_waiters -= 1
+            if not work.num_waiters and not work.is_taken:
+                self._forget(work)
+                work.task.cancel()
 
     async def aclose(self) -> None:
         """Fail the waiters, end the threads; waits for a compile in progress a second at most. May be called twice."""
@@ -129,8 +139,8 @@ class GrammarCompiler:
         """Close without waiting, from any thread: waiters are told when the loop runs next, if it does."""
         self._closed = True
         self._finalizer()
-        for waiter in [waiter for work in list(self._works.values()) for waiter in work.waiters]:
-            tell(waiter.get_loop(), settle, waiter, None, EngineClosedError("the engine was closed"))
+        for work in list(self._works.values()):
+            tell(work.answer.get_loop(), work.end, EngineClosedError("the engine was closed"))
 
     # -- on the loop
 
@@ -155,51 +165,62 @@ class GrammarCompiler:
             raise error_for_waiter(error)
         del self._failures[spec]
 
-    def _enqueue(self, spec: GrammarSpec, loop: asyncio.AbstractEventLoop, backends: Backends) -> _Work:
+    def _begin(self, spec: GrammarSpec, loop: asyncio.AbstractEventLoop, backends: Backends) -> _Work:
         if self._num_queued >= self._max_queued:
             raise EngineOverloadedError(
                 f"{self._num_queued} grammars are waiting to be compiled, the most allowed: try again later",
                 retry_after=max(0.1, self._num_queued * self._seconds_each),
             )
-        work = _Work(spec)
-        work.job = self._pool.submit(functools.partial(_run, loop, weakref.ref(self), backends, work))
-        self._works[spec] = work
+        work = self._works[spec] = _Work(spec, loop.create_future())
         self._num_queued += 1
+        work.task = loop.create_task(self._work(work, backends), name="aengine-grammar-compile")
         return work
 
-    def _drop_if_unwanted(self, work: _Work) -> None:
-        if work.waiters or work.job is None:
-            return
-        if self._pool.discard(work.job) or self._slow_pool.discard(work.job):
-            self._num_queued -= 1
-            self._forget(work)
-
-    def _move_to_slow(self, work: _Work, backend: Backend) -> None:
-        """Move a compile to the slow threads, once a quick one has found that it may take long. It stays queued."""
-        if self._closed:
-            return
-        if not work.waiters:  # the waiters were cancelled while the quick thread worked on it
-            self._num_queued -= 1
-            self._forget(work)
-            return
-        loop = asyncio.get_running_loop()
-        num_slow = self._slow_pool.num_queued
+    async def _work(self, work: _Work, backends: Backends) -> None:
+        """Compile a grammar in a thread, keep what comes out, and tell the waiters."""
+        compiled: Compiled | None = None
+        error: AEngineError | None = None
         try:
-            if num_slow >= max(1, self._max_queued // 2):  # quick ones would be refused for minutes otherwise
-                message = f"{num_slow} grammars that may take long are waiting to be compiled, the most allowed"
-                raise EngineOverloadedError(f"{message}: try again later", retry_after=self._timeout)
-            work.job = self._slow_pool.submit(functools.partial(_compile, loop, weakref.ref(self), backend, work))
-        except EngineOverloadedError as error:
-            self._num_queued -= 1
-            self._forget(work)
-            _settle_all(work, error)
+            compiled = await self._compile(work, backends)
+        except asyncio.CancelledError:  # nobody waits any more, or the threads have ended
+            error = EngineClosedError("the engine was closed while the grammar was compiled")
+        except (GrammarError, EngineOverloadedError, EngineClosedError) as known:
+            error = known
+        except Exception as bug:
+            logger.error("compiling a grammar failed", exc_info=bug)
+            error = InternalError(f"compiling the grammar failed: {type(bug).__name__}: {bug}")
+        self._set_waiting(work, True)
+        self._forget(work)
+        if work.begun:
+            self._seconds_each += 0.1 * (asyncio.get_running_loop().time() - work.begun - self._seconds_each)
+        if self._closed:
+            error = EngineClosedError("the engine was closed while the grammar was compiled")
+        elif compiled is not None:
+            self._remember(compiled)  # though it may have taken longer than allowed
+        elif isinstance(error, GrammarError):
+            self._remember_failure(work.spec, error)
+        settle(work.answer, compiled, error)
+
+    async def _compile(self, work: _Work, backends: Backends) -> Compiled | None:
+        """Compile in a quick thread, or if it may take long, in a slow one; None: nobody waits for it any more."""
+        backend, compiled = await self._pool.run(self._compile_if_quick, work, backends)
+        if compiled is not None or not work.num_waiters:
+            return compiled
+        num_slow = self._slow_pool.num_queued
+        if num_slow >= max(1, self._max_queued // 2):  # quick ones would be refused for minutes otherwise
+            message = f"{num_slow} grammars that may take long are waiting to be compiled, the most allowed"
+            raise EngineOverloadedError(f"{message}: try again later", retry_after=self._timeout)
+        work.is_taken = False
+        return await self._slow_pool.run(self._compile_now, work, backend)
 
     def _begun(self, work: _Work) -> None:
-        loop = asyncio.get_running_loop()
-        self._num_queued -= 1
-        work.job = None
-        work.begun = loop.time()
+        work.begun = asyncio.get_running_loop().time()
+        self._leave_queue(work)
         self._set_waiting(work, False)
+
+    def _leave_queue(self, work: _Work) -> None:
+        self._num_queued -= work.is_queued
+        work.is_queued = False
 
     def _set_waiting(self, work: _Work, is_waiting: bool) -> None:
         """Stop the time of a compile while a process is started for it; start it anew when it runs."""
@@ -216,26 +237,10 @@ class GrammarCompiler:
         )
         self._forget(work)
         self._remember_failure(work.spec, error)
-        _settle_all(work, error)
-
-    def _ended(self, work: _Work, result: Compiled | BaseException) -> None:
-        if work.timer is not None:
-            work.timer.cancel()
-        seconds = asyncio.get_running_loop().time() - work.begun
-        self._seconds_each += 0.1 * (seconds - self._seconds_each)
-        self._forget(work)
-        if self._closed:
-            result = EngineClosedError("the engine was closed while the grammar was compiled")
-        elif not isinstance(result, BaseException):
-            self._remember(result)  # though it may have taken longer than allowed
-        elif isinstance(result, GrammarError):
-            self._remember_failure(work.spec, result)
-        else:
-            logger.error("compiling a grammar failed", exc_info=result)
-            result = InternalError(f"compiling the grammar failed: {type(result).__name__}: {result}")
-        _settle_all(work, result)
+        settle(work.answer, None, error)
 
     def _forget(self, work: _Work) -> None:
+        self._leave_queue(work)
         if self._works.get(work.spec) is work:
             del self._works[work.spec]
 
@@ -253,50 +258,17 @@ class GrammarCompiler:
         while len(self._failures) > _MAX_FAILURES:
             self._failures.popitem(last=False)
 
+    # -- in a thread of a pool
 
-# -- in a thread of a pool
-
-_Owner = weakref.ref[GrammarCompiler]
-
-
-def _run(loop: asyncio.AbstractEventLoop, owner: _Owner, backends: Backends, work: _Work) -> None:
-    try:
+    def _compile_if_quick(self, work: _Work, backends: Backends) -> tuple[Backend, Compiled | None]:
+        work.is_taken = True
         backend = backends.get(work.spec.backend)
-        is_quick = backend.is_quick(work.spec)
-    except BaseException as error:
-        tell(loop, _to, owner, GrammarCompiler._begun, work)
-        tell(loop, _to, owner, GrammarCompiler._ended, work, error)
-        return
-    if is_quick:
-        _compile(loop, owner, backend, work)
-    else:
-        tell(loop, _to, owner, GrammarCompiler._move_to_slow, work, backend)
+        return backend, self._compile_now(work, backend) if backend.is_quick(work.spec) else None
 
-
-def _compile(loop: asyncio.AbstractEventLoop, owner: _Owner, backend: Backend, work: _Work) -> None:
-    tell(loop, _to, owner, GrammarCompiler._begun, work)  # the limit on its time counts from here
-    on_wait = functools.partial(tell, loop, _to, owner, GrammarCompiler._set_waiting, work)
-    result: Compiled | BaseException
-    try:
-        result = backend.compile(work.spec, on_wait)
-    except BaseException as error:
-        result = error
-    tell(loop, _to, owner, GrammarCompiler._ended, work, result)
-
-
-def _to(owner: _Owner, method: Callable[..., None], *args: object) -> None:
-    compiler = owner()
-    if compiler is not None:
-        method(compiler, *args)
-
-
-def _settle_all(work: _Work, result: Compiled | BaseException) -> None:
-    waiters, work.waiters = work.waiters, []
-    for waiter in waiters:
-        if isinstance(result, BaseException):
-            settle(waiter, None, error_for_waiter(result) if isinstance(result, AEngineError) else result)
-        else:
-            settle(waiter, result)
+    def _compile_now(self, work: _Work, backend: Backend) -> Compiled:
+        work.is_taken, loop = True, work.answer.get_loop()
+        tell(loop, self._begun, work)  # the limit on its time counts from here
+        return backend.compile(work.spec, functools.partial(tell, loop, self._set_waiting, work))
 
 
 def _stop(pool: ThreadPool, slow_pool: ThreadPool, backends: Backends) -> None:
