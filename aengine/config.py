@@ -40,24 +40,6 @@ if TYPE_CHECKING:
     from .outputs import RequestEnd, StartupProgress
     from .settings import Settings
 
-__all__ = [
-    "PACKAGE_FOLDER",
-    "PLATFORMS",
-    "PROCESSORS",
-    "PROPOSERS",
-    "WORKERS",
-    "EngineConfig",
-    "is_offline",
-    "model_cache",
-    "num_worker_threads",
-    "ray_cluster",
-    "registered",
-    "server_api_key",
-    "target_of",
-    "thread_environment",
-    "worker_environment",
-]
-
 PACKAGE_FOLDER = Path(__file__).parent
 """The folder of this package: what other processes run lies there, and they find the package beside it."""
 

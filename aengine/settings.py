@@ -17,8 +17,6 @@ from .limits.values import nearest
 if TYPE_CHECKING:
     from .outputs import RequestEnd, StartupProgress
 
-__all__ = ["UNITS", "Field", "Settings", "described", "fields_of", "read_settings", "value_of"]
-
 UNITS = {
     **dict.fromkeys(
         ("seed", "temperature", "top_p", "min_p", "repetition_penalty", "n", "logprobs", "prompt_logprobs"), ""

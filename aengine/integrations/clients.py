@@ -17,8 +17,6 @@ from ..llm import LLM
 from ..server.in_process import ERRORS, openai_client
 from .openai_style import async_side, blocking_side
 
-__all__ = ["async_client", "blocking_client", "engine_error", "engine_errors"]
-
 _OPTIONS: dict[str, Any] = {"max_retries": 0, "timeout": None, "_strict_response_validation": True}
 
 

@@ -16,8 +16,6 @@ from ..outputs import Completion, FinishReason, Logprob
 from ..params import SamplingParams, StructuredOutput
 from .settings import engine_settings, reasoning_variables
 
-__all__ = ["async_side", "blocking_side", "check_not_aborted", "openai_logprobs", "openai_settings", "text_of"]
-
 _WITHOUT_EFFECT = {
     "metadata",
     "model",

@@ -9,17 +9,6 @@ from typing import Any
 from ..engine.structured.pydantic_schema import adapt
 from ..params import ChatOptions, SamplingParams
 
-__all__ = [
-    "allowed_tools",
-    "answer_message",
-    "as_of_type",
-    "engine_settings",
-    "function_call",
-    "function_tool",
-    "reasoning_variables",
-    "with_one_system_message",
-]
-
 
 def engine_settings(given: Mapping[str, Any], more: Mapping[str, Any] | None = None) -> tuple[SamplingParams, Any]:
     """Split settings by name into `SamplingParams` and the keyword arguments of `AsyncLLM.stream_chat`.

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from .dispatch import uses_triton
 
-__all__ = ["Activation", "Gated", "act_and_mul", "activate", "computed"]
-
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 

@@ -16,19 +16,6 @@ from .activation import Activation
 from .expert_tilings import ExpertShape, ExpertTiling
 from .grouped_codes import GroupedCodes
 
-__all__ = [
-    "ExpertBlocks",
-    "ExpertCodes",
-    "ExpertGate",
-    "ExpertMatrices",
-    "ExpertPlan",
-    "ExpertSlots",
-    "InputNorm",
-    "Routing",
-    "RoutingRule",
-    "can_group",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class RoutingRule:

@@ -25,8 +25,6 @@ from .matrix import Matrix
 from .rms_norm import Norm, rms_norm
 from .scaled_product import product
 
-__all__ = ["add_linear", "norm_gated_linear", "norm_linear", "plain_linear"]
-
 
 def plain_linear(x: Tensor, matrix: Matrix) -> Tensor:
     """Return [n, out_features] in x's dtype, for x [n, in_features]."""

@@ -17,8 +17,6 @@ from math import ceil
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["LinearShape", "StreamedTiling", "choose_tiling", "measured_tilings"]
-
 _SHARED_BYTES = 231_000  # shared memory for the stages of a program; it may have 232,448 bytes on Hopper
 _MULTIPROCESSORS = 132  # an H100 and an H200 have so many
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from .grouped_codes import GroupedCodes
 
-__all__ = ["Matrix"]
-
 
 class Matrix(NamedTuple):
     """Numbers of x's dtype; or codes of 8 bits with a scale a row, W = scale * codes; or codes with a scale a group."""

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from .dispatch import uses_triton
 
-__all__ = ["Norm", "add_rms_norm", "rms_norm"]
-
 
 class Norm(Protocol):
     """Parameters of an RMS norm before or after a product."""

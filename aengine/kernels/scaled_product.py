@@ -10,8 +10,6 @@ from .dispatch import uses_triton
 from .grouped_codes import GroupedCodes, numbers
 from .matrix import Matrix
 
-__all__ = ["product"]
-
 
 def product(x: Tensor, matrix: Matrix, out_dtype: torch.dtype | None = None) -> Tensor:
     """[n, out_features] in x's dtype or ``out_dtype``."""

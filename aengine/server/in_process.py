@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from ..async_llm import AsyncLLM
 
-__all__ = ["anthropic_client", "blocking_openai_client", "openai_client", "streaming_transport"]
-
 ASGIApp = Callable[[Any, Any, Any], Awaitable[None]]
 Message = MutableMapping[str, Any]
 

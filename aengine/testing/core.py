@@ -21,8 +21,6 @@ from .executor import SCRIPT_ERROR, ScriptedExecutor
 from .script import Line, Script, ScriptError
 from .vocabulary import tokenizer
 
-__all__ = ["ReasoningStart", "ScriptedStart"]
-
 
 class ScriptedStart(EngineStart):
     reasoning: ClassVar[bool] = False

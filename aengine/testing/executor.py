@@ -30,8 +30,6 @@ from ..ipc.messages import (
 from .script import Line, Script
 from .vocabulary import END_OF_TURN, tokenizer
 
-__all__ = ["SCRIPT_ERROR", "ScriptedExecutor"]
-
 SCRIPT_ERROR = "ScriptError"
 """The type of a row's error: what its line has, or that the grammar forbids its text."""
 _BLOCK_SIZE = 16

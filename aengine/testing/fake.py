@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ..settings import Settings
     from .executor import ScriptedExecutor
 
-__all__ = ["FakeAsyncLLM", "FakeLLM"]
-
 _SETTINGS = {"preload_grammars": False, "max_leased_steps": 0, "max_step_seconds": None, "hang_timeout": 1e6}
 
 

@@ -20,8 +20,6 @@ from .vocabulary import END_OF_TURN, ids_of
 if TYPE_CHECKING:
     from ..engine.tokenizer.prompt import Prompt
 
-__all__ = ["FakeRequest", "Line", "Reply", "Script", "ScriptError"]
-
 _NOTHING: Any = object()
 _FREE_TEXT = "ok"
 

@@ -7,8 +7,6 @@ import functools
 from ..engine.tokenizer.token_text import gpt2_bytes
 from ..engine.tokenizer.tokenizer import Tokenizer
 
-__all__ = ["END_OF_TURN", "REASONING_TEMPLATE", "TEMPLATE", "ids_of", "tokenizer"]
-
 _TURN, _END = "<|im_start|>", "<|im_end|>"
 END_OF_TURN = 257
 """The id of the token that ends an answer."""

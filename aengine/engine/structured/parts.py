@@ -19,25 +19,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = [
-    "BLANKS",
-    "AnyOf",
-    "Choice",
-    "FreeText",
-    "Json",
-    "Part",
-    "Regex",
-    "Repeat",
-    "Seq",
-    "SpecialToken",
-    "Text",
-    "TextUpTo",
-    "alternatives",
-    "any_of",
-    "leaves",
-    "seq",
-]
-
 BLANKS = " \t\r\n"
 
 

@@ -28,19 +28,6 @@ from .closed_objects import close_objects
 from .parts import Choice, Json, Part, Regex, leaves
 from .schema_walk import json_path
 
-__all__ = [
-    "MAX_DEPTH",
-    "GrammarSpec",
-    "Kind",
-    "check_schema_size",
-    "composed_of",
-    "num_levels",
-    "plain_json",
-    "spec_of",
-    "spec_of_part",
-    "specs_by_origin",
-]
-
 Kind = Literal["json_schema", "regex", "choice", "lark", "ebnf", "composed"]
 
 MAX_JSON_BYTES = 1 << 20

@@ -20,7 +20,8 @@ from ..activation import Activation
 from ..grouped_codes import GroupedCodes, unpack_halves
 from .packed.layouts import BLOCK, INT16_BLOCK_BYTES, LAYOUTS, NUMBERS, ROWS
 from .packed.packing import SOURCES
-from .packed.products import ALONE, GATES, ROWS_OF_CHUNK
+from .packed.products import ALONE, GATES
+from .packed.tiles import ROWS_OF_CHUNK
 from .tape import Argument, empty, launch
 
 _BYTES_OF_CHUNK = 2**17

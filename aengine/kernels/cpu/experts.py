@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from .compiler.emit import F32, I32, I64, Function, Value
 from .compiler.target import Target, WriteKernel
-from .packed.products import GATES, MULTIPLIES, ROWS_OF_CHUNK, activated, sigmoid, tile_product
+from .packed.products import GATES, MULTIPLIES, activated, sigmoid, tile_product
+from .packed.tiles import ROWS_OF_CHUNK
 from .rows import LANES
 
 ENTRY = 3

@@ -17,8 +17,6 @@ from ..weights.gguf_names import GgufNames
 from ..weights.scope import WeightScope
 from .causal_lm import CausalLM
 
-__all__ = ["FAMILIES", "GGUF_ARCHITECTURES", "build_model", "gguf_names", "read_config"]
-
 FAMILIES = {
     "cohere": "cohere.Cohere",
     "cohere2": "cohere.Cohere",

@@ -12,8 +12,6 @@ from dataclasses import astuple, dataclass
 from functools import cache
 from typing import Any
 
-__all__ = ["Target", "WriteKernel", "host", "instructions", "unavailable"]
-
 logger = logging.getLogger("aengine.runner")
 
 _OLDEST_LLVMLITE = (0, 45)

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from ..compiler.emit import F16, F32, I8, I32, Function, Value
 from .layouts import ROWS, Layout
 
-__all__ = ["blocks", "read_scales"]
-
 _FLOATS = F32 * ROWS
 
 

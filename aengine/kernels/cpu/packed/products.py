@@ -33,19 +33,6 @@ from .blocks import blocks, read_scales
 from .layouts import BLOCK, INT16_BLOCK_BYTES, LAYOUTS, NUMBERS, ROWS, Layout, add_pairs, dot, unpacked
 from .tiles import ROWS_OF_CHUNK, divided
 
-__all__ = [
-    "ALONE",
-    "GATES",
-    "KERNELS",
-    "MULTIPLIES",
-    "ROWS_OF_CHUNK",
-    "Operands",
-    "activated",
-    "read_number",
-    "sigmoid",
-    "tile_product",
-]
-
 _FLOATS = F32 * ROWS
 _PREFETCHED = 2560  # bytes ahead of what is read
 _META = 16  # bytes of the meta of a block

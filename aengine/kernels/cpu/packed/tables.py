@@ -10,8 +10,6 @@ from .blocks import blocks, read_scales
 from .layouts import BLOCK, LAYOUTS, NUMBERS, ROWS, Layout, unpacked
 from .products import read_number
 
-__all__ = ["KERNELS"]
-
 
 def _embed(f: Function, target: Target, *, layout: Layout) -> None:
     """words: as `codes.embed` lays them down."""

@@ -19,8 +19,6 @@ from ..compiler.target import Target
 from .blocks import blocks, read_scales
 from .layouts import BLOCK, ROWS, Layout, unpacked
 
-__all__ = ["ROWS_OF_CHUNK", "ByTiles", "ByVectors", "divided"]
-
 ROWS_OF_CHUNK = 64
 """Most rows of a chunk."""
 _LEAST = 12

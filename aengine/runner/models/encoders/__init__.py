@@ -11,8 +11,6 @@ from ...weights.formats import WeightFormats
 from ...weights.scope import WeightScope
 from .encoder import Encoder, EncoderConfig
 
-__all__ = ["ENCODERS", "GGUF_ENCODERS", "build_encoder", "is_encoder", "read_encoder_config"]
-
 ENCODERS = {
     "bert": "bert.Bert",
     "distilbert": "distilbert.DistilBert",

@@ -36,8 +36,6 @@ from ...weights.plain import PlainWeight
 from . import forms
 from .survey import SurveyedLayer, SurveyedMixer
 
-__all__ = ["CallCounter", "FusedLayer", "Unusual", "fuse_layers", "read_gated", "read_norm"]
-
 logger = logging.getLogger("aengine.runner")
 
 _Norm = RMSNorm | nn.LayerNorm | None
