@@ -69,6 +69,8 @@ class FakeBackend:
         if spec.text.startswith("wait"):
             self.begun.release()
             assert self.gate.wait(60)
+        if spec.text.startswith("wait and fail"):
+            raise GrammarError("it is bad", kind="invalid")
         if spec.text.startswith("slow"):
             self.slow_begun.release()
             assert self.slow_gate.wait(60)
@@ -89,7 +91,7 @@ def regex(text: str) -> GrammarSpec:
 @asynccontextmanager
 async def compiling(**options: Any) -> AsyncIterator[tuple[GrammarCompiler, FakeBackend]]:
     backend = FakeBackend()
-    compiler = GrammarCompiler(vocabulary("tiny"), load=lambda *args: backend, **options)
+    compiler = GrammarCompiler(lambda: vocabulary("tiny"), load=lambda *args: backend, **options)
     try:
         yield compiler, backend
     finally:
@@ -187,6 +189,21 @@ async def test_a_grammar_that_was_cancelled_in_progress_is_kept() -> None:
         backend.gate.set()
         assert (await compiler.compile(regex("wait"))).spec == regex("wait")
         assert backend.compiled == ["wait"]
+
+
+async def test_an_error_that_nobody_waits_for_any_more_is_nobody_s() -> None:
+    told: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["message"]))
+    async with compiling() as (compiler, backend):
+        asked = asyncio.create_task(compiler.compile(regex("wait and fail")))
+        await begun(backend)
+        asked.cancel()
+        await asyncio.wait([asked])
+        backend.gate.set()
+        with pytest.raises(GrammarError):
+            await compiler.compile(regex("wait and fail"))
+    gc.collect()
+    assert not [message for message in told if "never retrieved" in message]
 
 
 async def test_a_full_queue_is_an_error_at_once() -> None:
@@ -369,7 +386,7 @@ async def test_abandoned_from_another_thread() -> None:
 
 async def test_a_compiler_that_is_dropped_takes_its_threads_along() -> None:
     backend = FakeBackend()
-    compiler = GrammarCompiler(vocabulary("tiny"), load=lambda *args: backend)
+    compiler = GrammarCompiler(lambda: vocabulary("tiny"), load=lambda *args: backend)
     await compiler.compile(regex("a"))
     (thread,) = grammar_threads()
     gone = weakref.ref(compiler)
@@ -416,7 +433,7 @@ async def test_a_backend_is_built_once_and_its_refusal_is_the_grammars() -> None
             raise GrammarError("not installed", kind="unsupported")
         return FakeBackend()
 
-    compiler = GrammarCompiler(vocabulary("tiny"), load=load)
+    compiler = GrammarCompiler(lambda: vocabulary("tiny"), load=load)
     await asyncio.gather(compiler.warm_up(), compiler.warm_up(), compiler.compile(regex("a")))
     assert builds == ["llguidance"]
     for text in "ab":
@@ -611,30 +628,6 @@ async def test_a_start_that_fails_is_told_to_all_and_tried_again(monkeypatch: py
             assert isinstance(result, EngineOverloadedError)
     assert (await service.prepare(LETTERS)).spec.text == "a+"
     await service.aclose()
-
-
-async def test_a_start_that_fails_when_nobody_waits_any_more_is_nobody_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["message"]))
-    gate = asyncio.Event()
-
-    async def fail(*args: Any) -> None:
-        await gate.wait()
-        overload()
-
-    monkeypatch.setattr("aengine.engine.structured.service.run_in_thread", fail)
-    service = GrammarService(tiny(), 300)
-    asked = asyncio.ensure_future(service.prepare(LETTERS))
-    for is_failing in (False, True):
-        for _ in range(5):
-            await asyncio.sleep(0)
-        if not is_failing:
-            asked.cancel()
-            await asyncio.wait([asked])
-            gate.set()
-    gc.collect()
-    await service.aclose()
-    assert not [message for message in told if "never retrieved" in message]
 
 
 def overload() -> None:

@@ -104,7 +104,7 @@ def spec(text: str, backend: str = "verbatim") -> GrammarSpec:
 
 async def test_a_plug_in_is_asked_by_its_name() -> None:
     words = vocabulary("tiny")
-    compiler = GrammarCompiler(words)
+    compiler = GrammarCompiler(lambda: words)
     compiled = await compiler.compile(spec("ab"))
     assert compiled.spec == GrammarSpec("regex", "ab", backend="verbatim")
     matcher = compiled.matcher()
@@ -118,7 +118,7 @@ async def test_a_plug_in_is_asked_by_its_name() -> None:
 
 
 async def test_one_that_can_not_be_had_says_why() -> None:
-    compiler = GrammarCompiler(vocabulary("tiny"))
+    compiler = GrammarCompiler(lambda: vocabulary("tiny"))
     for name, said in (
         ("verbatm", "no grammar backend 'verbatm': there is 'llguidance', 'absent', 'broken', 'verbatim'"),
         ("broken", "the package 'verbatim-grammar' can't be built: OSError: libverbatim.so is missing"),
@@ -133,7 +133,7 @@ async def test_one_that_can_not_be_had_says_why() -> None:
 
 async def test_one_that_raises_ends_its_request_alone() -> None:
     words = vocabulary("tiny")
-    compiler = GrammarCompiler(words)
+    compiler = GrammarCompiler(lambda: words)
     with pytest.raises(InternalError, match="ZeroDivisionError: a bug of the plug-in"):
         await compiler.compile(spec("crash"))
     bad = (await compiler.compile(spec("!"))).matcher()
@@ -147,7 +147,7 @@ async def test_one_that_raises_ends_its_request_alone() -> None:
 
 async def test_one_that_compiles_for_ever_is_not_waited_for() -> None:
     """Its own bound or none: a request waits no longer than for the engine's own grammars, and others go on."""
-    compiler = GrammarCompiler(vocabulary("tiny"), timeout=0.3)
+    compiler = GrammarCompiler(lambda: vocabulary("tiny"), timeout=0.3)
     plug_in: Any = importlib.import_module("verbatim_grammar")
     try:
         with pytest.raises(GrammarError) as caught:

@@ -204,7 +204,7 @@ def test_a_trial_says_what_the_library_says_and_leaves_no_file(backend: LLGuidan
 async def test_a_trial_holds_up_nobody_and_its_start_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process is ready only after far longer than the time limit."""
     words = await asyncio.to_thread(vocabulary, "tiny")
-    compiler = GrammarCompiler(words, timeout=0.5)
+    compiler = GrammarCompiler(lambda: words, timeout=0.5)
     await compiler.warm_up()
     read = trial._read  # slowed down, as a busy machine does it
     slow = threading.Event()
@@ -228,7 +228,7 @@ async def test_a_trial_holds_up_nobody_and_its_start_is_not_counted(monkeypatch:
 @pytest.mark.usefixtures("no_blocking")
 async def test_real_grammars() -> None:
     words = await asyncio.to_thread(vocabulary, "smollm2")
-    compiler = GrammarCompiler(words)
+    compiler = GrammarCompiler(lambda: words)
     await compiler.warm_up()
     schemas = [schema_spec({"type": "object", "properties": {f"p{i}": {"type": "integer"}}}) for i in range(20)]
     grammars = await asyncio.gather(*(compiler.compile(spec) for spec in schemas))
@@ -243,7 +243,7 @@ async def test_real_grammars() -> None:
 
 async def test_many_trials_hold_up_nobody_in_as_many_processes_as_threads(started: list[Any]) -> None:
     words = await asyncio.to_thread(vocabulary, "tiny")
-    compiler = GrammarCompiler(words, timeout=0.4)
+    compiler = GrammarCompiler(lambda: words, timeout=0.4)
     await compiler.warm_up()
     bombs = [
         asyncio.create_task(compiler.compile(schema_spec({"multipleOf": 99_999_989, "minimum": i}))) for i in range(6)

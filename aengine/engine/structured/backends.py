@@ -62,10 +62,12 @@ Load = Callable[[str, Vocabulary, float], Backend]
 
 
 class Backends:
-    """Builds each backend once, in the first thread that needs it."""
+    """Builds the vocabulary, and each backend for it, once, in the first thread that needs it."""
 
-    def __init__(self, vocabulary: Vocabulary, timeout: float, load: Load = load_backend) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, make_vocabulary: Callable[[], Vocabulary], timeout: float, load: Load = load_backend) -> None:
+        self._make_vocabulary = make_vocabulary
+        self._vocabulary: Vocabulary | None = None
+        self._vocabulary_lock = threading.Lock()
         self._timeout = timeout
         self._load = load
         self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # a lock a library
@@ -79,13 +81,19 @@ class Backends:
                 raise EngineClosedError("the engine is closed: it compiles no more grammars")
             if name not in self._built:
                 try:
-                    self._built[name] = self._load(name, self._vocabulary, self._timeout)
+                    self._built[name] = self._load(name, self._known_vocabulary(), self._timeout)
                 except GrammarError as error:
                     self._built[name] = error
             found = self._built[name]
         if isinstance(found, GrammarError):
             raise error_for_waiter(found)
         return found
+
+    def _known_vocabulary(self) -> Vocabulary:
+        with self._vocabulary_lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._make_vocabulary()
+            return self._vocabulary
 
     def close(self) -> None:
         """Close all that are built. Does not wait for one that is being built; that one is never used."""

@@ -25,6 +25,7 @@ import functools
 import logging
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ...errors import AEngineError, EngineClosedError, EngineOverloadedError, GrammarError, InternalError
@@ -66,7 +67,7 @@ class GrammarCompiler:
 
     def __init__(
         self,
-        vocabulary: Vocabulary,
+        make_vocabulary: Callable[[], Vocabulary],
         *,
         num_threads: int = 2,
         max_queued: int = 256,
@@ -74,14 +75,15 @@ class GrammarCompiler:
         cache_bytes: int = 256 << 20,
         load: Load | None = None,
     ) -> None:
-        """``num_threads``: for quick grammars, and as many for others; ``max_queued``: grammars that wait for a thread;
-        ``load``: makes a backend by name (tests give their own)."""
+        """``make_vocabulary``: called in a thread, with the first grammar; ``num_threads``: for quick grammars, and as
+        many for others; ``max_queued``: grammars that wait for a thread; ``load``: makes a backend by name (tests give
+        their own)."""
         self._timeout = timeout
         self._max_queued = max_queued
         self._cache_bytes = cache_bytes
         self._pool = ThreadPool("grammar-compile", num_threads)
         self._slow_pool = ThreadPool("grammar-compile-slow", num_threads)
-        self._backends: Backends | None = Backends(vocabulary, timeout, load or load_backend)
+        self._backends: Backends | None = Backends(make_vocabulary, timeout, load or load_backend)
         self._cache: OrderedDict[GrammarSpec, Compiled] = OrderedDict()
         self._cached_bytes = 0
         self._failures: OrderedDict[GrammarSpec, tuple[AEngineError, float]] = OrderedDict()
@@ -172,6 +174,8 @@ class GrammarCompiler:
                 retry_after=max(0.1, self._num_queued * self._seconds_each),
             )
         work = self._works[spec] = _Work(spec, loop.create_future())
+        # The error is retrieved even if nobody waits: asyncio would log it as never retrieved.
+        work.answer.add_done_callback(lambda answer: answer.exception())
         self._num_queued += 1
         work.task = loop.create_task(self._work(work, backends), name="aengine-grammar-compile")
         return work

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ...errors import AEngineError, EngineClosedError
 from ...params import StructuredOutput
-from ..threads.pools import ThreadPool, run_in_thread
+from ..threads.pools import ThreadPool
 from .bitmasks import BitmaskFiller
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ class GrammarService:
         self._tokenizer: Tokenizer | None = tokenizer
         self.vocab_size = vocab_size
         self._compiler: GrammarCompiler | None = None
-        self._starting: asyncio.Task[GrammarCompiler] | None = None
         self.bitmasks = BitmaskFiller(vocab_size)
         self._planner = ThreadPool("grammar-plan", 2)
         self._warming: asyncio.Task[None] | None = None
@@ -47,36 +47,25 @@ class GrammarService:
 
     async def _warm_up(self) -> None:
         try:
-            await (await self._started()).warm_up()
+            await self._opened().warm_up()
         except AEngineError:
             pass  # the first request with a grammar tries again, and gets the error
 
-    async def _started(self) -> GrammarCompiler:
+    def _opened(self) -> GrammarCompiler:
+        """Return the compiler, with the threads that its grammars' bitmasks need.
+
+        Raises EngineClosedError, and EngineOverloadedError if no thread can be started; the next request retries.
+        """
         if self._closed:
             raise EngineClosedError("the engine is closed: it compiles no more grammars")
-        if self._compiler is not None:
-            return self._compiler
-        if self._starting is None:
-            self._starting = asyncio.get_running_loop().create_task(self._start(), name="aengine-grammar-start")
-            # The error is retrieved even if nobody waits: asyncio would log it as never retrieved.
-            self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return await asyncio.shield(self._starting)
+        if self._compiler is None:
+            from .compiler import GrammarCompiler
+            from .vocabulary import Vocabulary
 
-    async def _start(self) -> GrammarCompiler:
-        """Start the threads. Raises EngineError or EngineOverloadedError if none can be started; the next request
-        retries."""
-        from .compiler import GrammarCompiler
-        from .vocabulary import Vocabulary
-
-        try:
+            assert self._tokenizer is not None, "it is not closed"
             self.bitmasks.begin()
-            vocabulary = await run_in_thread("vocabulary", Vocabulary.of, self._tokenizer, self.vocab_size)
-            if self._closed:
-                raise EngineClosedError("the engine is closed: it compiles no more grammars")
-            self._compiler = GrammarCompiler(vocabulary)
-            return self._compiler
-        finally:
-            self._starting = None
+            self._compiler = GrammarCompiler(partial(Vocabulary.of, self._tokenizer, self.vocab_size))
+        return self._compiler
 
     async def prepare(self, wanted: StructuredOutput | GrammarSpec) -> Compiled:
         """Return the compiled grammar. Raises GrammarError, EngineOverloadedError, EngineClosedError, InternalError."""
@@ -85,7 +74,7 @@ class GrammarService:
         if isinstance(wanted, StructuredOutput):
             # A large schema is walked for some 50 ms: not on the loop.
             wanted = spec_of(wanted) if _is_short(wanted) else await self.run(spec_of, wanted)
-        return await (await self._started()).compile(wanted)
+        return await self._opened().compile(wanted)
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """Run ``function(*args)``, which describes a type or reads a schema, in one of two threads for all requests."""
@@ -111,13 +100,9 @@ class GrammarService:
     async def aclose(self) -> None:
         """Close, and wait for the threads; at most a second for a compile in progress."""
         self._closed = True
-        tasks = [task for task in (self._warming, self._starting) if task is not None]
-        for task in tasks:
-            task.cancel()
-        for task in tasks:
-            await asyncio.wait([task])
-            if not task.cancelled():
-                task.exception()
+        if self._warming is not None:
+            self._warming.cancel()
+            await asyncio.wait([self._warming])
         if self._compiler is not None:
             await self._compiler.aclose()
         await self.bitmasks.aclose()
