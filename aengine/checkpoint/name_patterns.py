@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import ModelLoadError
 
 _MOST_LETTERS = 1 << 14
-"""Of all patterns together. Real lists have a few hundred."""
+"""Letters of all patterns together. Real lists have a few hundred."""
 _MOST_STATES = 20_000
 _PIECE = re.compile(r"\\.|\[\^?\]?(?:[^\]\\]|\\.)*+\]|\(\?:|.", re.DOTALL)
 """Of a pattern: an escape, a class, the beginning of a group, or one letter."""

@@ -25,7 +25,7 @@ MAX_ALLOWED_TOKEN_IDS = 16_384
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARACTERS = 256
 MAX_BAD_WORD_TOKENS = 32
-"""Of each of the ways in which a word becomes tokens: alone, and after a blank."""
+"""Tokens of one bad word, written alone and after a blank: each of the two may have so many."""
 MAX_PROCESSORS = 16
 """Logits processors of an engine, and those that a request names."""
 MAX_EXTRA_ARGS = 16_384
@@ -33,7 +33,7 @@ MAX_EXTRA_ARGS = 16_384
 MAX_COMPLETIONS = 1024
 """Completions of one prompt."""
 MAX_NAME_CHARACTERS = 1024
-"""Of a request_id, a cache_salt, the name of a prompt."""
+"""Characters of a request_id, a cache_salt, the name of a prompt."""
 MAX_TOOLS = 1024
 MAX_VARIABLES = 1024
 """Variables of a chat template."""
@@ -47,6 +47,6 @@ MAX_SCORED_COMPLETIONS = 16_384
 MAX_VALUES = 300_000
 """Values of a body, counted by commas and brackets. A bracket counts as `HOLDER_VALUES`."""
 HOLDER_VALUES = 4
-"""That a list or a mapping counts as: Python's collector goes through all of them, while everything else waits."""
+"""Values that a list or a mapping counts as: Python's garbage collector visits each, and all else waits for it."""
 MAX_QUEUED_CALLS = 64
 """Calls of the tokenizer that wait for a thread, short and long ones each."""

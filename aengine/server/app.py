@@ -79,9 +79,9 @@ _PAGE: list[Entry] = [
     ("GET", "/stats", show_stats),
 ]
 _PROBES = {"/health", "/livez", "/readyz"}
-"""What anybody may ask."""
+"""Paths of health checks: answered without a key, and whatever host and origin a request names."""
 _OPEN_PATHS = {*_PROBES, "/", "/page/{name}"}
-"""What needs no key."""
+"""Paths that need no key."""
 
 
 def create_app(

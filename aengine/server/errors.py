@@ -44,7 +44,7 @@ _NOT_STRICT = 'a request without "strict": true leaves out'
 """What HTTP has for the engine's on_unsupported."""
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}", re.IGNORECASE)
-"""Of an object, in the text that Python gives it: whoever knows it knows where the process' memory lies."""
+"""The address in an object's repr, which is cut out: it tells a client where the process' memory lies."""
 
 raised_errors: ContextVar[list[AEngineError] | None] = ContextVar("raised_errors", default=None)
 """Takes the engine's errors as they are, for a client in the same process."""

@@ -27,10 +27,10 @@ Rest = Callable[[float], Awaitable[None]]
 dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 FEW_VALUES = 5_000
-"""Of a body or an answer, which the loop reads or writes itself: a few milliseconds. A text counts as one: its size
-costs a hundredth of that."""
+"""A body or answer with fewer JSON values is read or written on the event loop: a few milliseconds. A text counts as
+one value: its size costs a hundredth of that."""
 MANY_VALUES = 100_000
-"""From which on others should not wait for it."""
+"""A body or answer with more JSON values goes to the threads for long ones, so that others don't wait for it."""
 _LONG_BODY = 1 << 20
 """Bytes, from which on the loop does not read a body itself: few values may be numbers of thousands of digits."""
 _COUNTED = 1 << 20  # bytes whose values are counted at once: a chunk may be a whole body

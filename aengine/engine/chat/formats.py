@@ -412,7 +412,7 @@ FORMATS = {known.name: known for known in (
 
 
 _FENCED_IN_TOOL_CALL = "```json"
-"""What is not JSON alone between <tool_call> and </tool_call>: Hunyuan's."""
+"""Hunyuan's templates put JSON in a code block between <tool_call> and </tool_call>, which `HERMES` does not."""
 
 _GLM_LINES = re.compile(r"</arg_key>\s*(?:\n|\\n)\s*<arg_value>")
 

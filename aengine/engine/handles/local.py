@@ -44,7 +44,7 @@ class Owner(Protocol):
 
 
 class StartAdvice(NamedTuple):
-    """What error messages call the user's object, and how they say that it is started."""
+    """The user's object in error messages: its name, and how to start it."""
 
     name: str = "AsyncLLM"
     first: str = "use `async with AsyncLLM(...) as engine`, or `await engine.start()`"

@@ -20,7 +20,7 @@ from ..scheduler.scheduler import Scheduler
 from .moving import num_cached
 
 _WAITING_SHARE = 0.5
-"""What a prompt token that waits counts: whoever comes waits for it, but it is not computed for him."""
+"""Cost of a prompt token that waits there: the new request waits for it, but it is another request's work."""
 _RUNNING_TOKENS = 64
 """Prompt tokens that another completion weighs as much as: it takes a place in each step from now on."""
 _MARK_TOKENS = 128

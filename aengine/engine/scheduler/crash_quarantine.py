@@ -23,7 +23,7 @@ from .request import Request
 _DEATHS_TO_ENTER = 2
 _MOST_DEATHS_ALONE = 4
 _TOKENS_TO_LEAVE = 4
-"""With so many a request has passed a prefill and some decode steps."""
+"""Tokens that a request must get to leave: it has then passed a prefill and some decode steps."""
 _TOKENS_OF_A_CRASH = 1
 """A death after more than so many tokens says nothing."""
 

@@ -12,7 +12,7 @@ from ...ipc.messages import ModelRunnerOutput, SchedulerOutput, int32
 from .request import Request
 
 NOTHING: array[int] = int32()
-"""For columns that are replaced, never changed in place."""
+"""An empty column, shared: columns of a step are replaced, never changed in place."""
 _NOT_SETTLED = NOTHING, NOTHING
 
 
@@ -33,7 +33,7 @@ NOTHING_AHEAD = AheadTokens([])
 
 
 class Lookahead:
-    """What has requests compute tokens behind their known ones: nothing does. What guesses some has the same verbs."""
+    """Tokens that requests compute behind their known ones: none here. Speculation overrides these methods."""
 
     def propose(
         self, request: Request, token_ids: Sequence[int], *, are_certain: bool = False, proposer: str = "grammar"

@@ -37,20 +37,20 @@ from .schema_walk import is_pointer, pointed_at, subschemas, walk
 _PLACES = frozenset(
     ("additionalItems", "additionalProperties", "items", "patternProperties", "prefixItems", "properties")
 )
-"""Under these stand the schemas of an object's or a list's members."""
+"""Keywords whose values are the schemas of an object's or a list's members."""
 _NEGATED = frozenset(("contains", "if", "not", "propertyNames", "unevaluatedItems", "unevaluatedProperties"))
-"""Narrower under these might be wider above."""
+"""Keywords under which nothing is closed: a schema that allows less there may make the whole allow more."""
 _CONDITIONAL = ("if", "then", "else", "not")
 _DEPENDENT = ("dependencies", "dependentRequired", "dependentSchemas")
 _UNIONS = ("anyOf", "oneOf")
 _OTHERS = ("additionalProperties", "unevaluatedProperties")
 _ITEMS = ("additionalItems", "contains", "items", "prefixItems", "unevaluatedItems")
 _SAYS_ALL = frozenset((*_OTHERS, "const", "enum", "$dynamicRef", "$recursiveRef"))
-"""A place with one of these, which also speak of members that no part names, stays open."""
+"""Keywords that also speak of members that no part names: a place with one of them stays open."""
 _SEES_ALL = _SAYS_ALL | {"maxProperties", "minProperties", "propertyNames"}
-"""So does one of which a part that may apply or not, or must not, has one of these."""
+"""Keywords that keep a place open if a part that applies only sometimes (``if``, ``not``, ...) has one of them."""
 _MAY_FORBID = frozenset((*_CONDITIONAL, *_DEPENDENT, "oneOf", "patternProperties", "propertyNames"))
-"""These may forbid a member that ``properties`` allows."""
+"""Keywords that may forbid a member that ``properties`` allows."""
 _MEMBERS = frozenset((*_DEPENDENT, "patternProperties", "properties", "required"))
 """Keywords that name members."""
 _NAMING = _MEMBERS.union(_CONDITIONAL, _UNIONS, _OTHERS, ("$ref", "allOf"))
@@ -63,10 +63,10 @@ _LEAVES_A_VALUE = frozenset(
     ("additionalProperties", "const", "enum", "format", "items", "maxItems", "maxLength", "maxProperties", "maximum",
      "minItems", "minLength", "minProperties", "minimum", "multipleOf", "properties")
 )  # fmt: skip
-"""By one of these, alone or beside a ``type``, a schema has a value; by two of them, it may have none."""
+"""Keywords one of which, alone or beside a ``type``, leaves a schema a valid value; two of them may leave none."""
 _PREFIX = re.compile(r"\^([\w-]*)(?![\w*?{-])")
 _DEPTH = 16
-"""References in a row."""
+"""References that are followed in a row."""
 _YIELD_EVERY = 32
 _MOST_WORK = 130_000
 """Parts, references and names looked at: half a second or less. OpenAPI 2's own schema (40 KB) takes 9,000."""

@@ -32,7 +32,7 @@ _SETS = {
     "W": f"[^{_WORD}{_CONTROLS}]",
     "S": f"[^{_BLANKS}{_CONTROLS}]",
 }
-"""What stands for each in a class."""
+"""The class that each escape stands for."""
 _ANY_BUT_LINES = rf"[^\n\r{_CONTROLS}]"
 """``.``, with U+2028 and U+2029: without them, a mask of ``^.{1,50}$`` takes twenty times as long."""
 _LETTERS = {"f": 0x0C, "n": 0x0A, "r": 0x0D, "t": 0x09, "v": 0x0B}

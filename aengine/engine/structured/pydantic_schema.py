@@ -31,7 +31,7 @@ from .schema_walk import pointed_at, walk
 KNOWN_FORMATS = frozenset(
     ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid")
 )
-"""Those that llguidance turns into a grammar; it refuses others."""
+"""Values of ``format`` that llguidance turns into a grammar; it refuses others."""
 _UUID = re.compile(r"uuid([1-8])")
 _UUID_PATTERN = "^X{8}-X{4}-VX{3}-[89abAB]X{3}-X{12}$"
 _HEX = "[0-9a-fA-F]"
@@ -41,7 +41,7 @@ _DATE = (
 )
 _TIME = "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\\.[0-9]{1,6})?"
 _ZONE = {"naive": "", "aware": "(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])", None: "(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])?"}
-"""What may follow a time, by pydantic's ``tz_constraint``."""
+"""Patterns of the time zone behind a time, by pydantic's ``tz_constraint``."""
 _SECONDS = "[0-9]{1,4}(\\.[0-9]{1,6})?S"
 _DAYS = "([0-9]{1,3}Y([0-9]{1,3}M)?([0-9]{1,4}D)?|[0-9]{1,3}M([0-9]{1,4}D)?|[0-9]{1,6}D|[0-9]{1,4}W)"
 _HOURS = f"T([0-9]{{1,4}}H([0-9]{{1,4}}M)?({_SECONDS})?|[0-9]{{1,4}}M({_SECONDS})?|{_SECONDS})"

@@ -76,7 +76,7 @@ class CallQueue:
 
 
 _queues: weakref.WeakValueDictionary[int, CallQueue] = weakref.WeakValueDictionary()
-"""By the loop's id. Weak: a queue is held by those that wait on it, and goes with them."""
+"""Queues by the ids of their loops. Weak: a queue is held by those that wait on it, and goes with them."""
 
 
 def call_queue_of(loop: asyncio.AbstractEventLoop) -> CallQueue:

@@ -23,7 +23,8 @@ _ACTIVATIONS: dict[str, Activation] = {
     "GELUActivation": "gelu",
     "GELUTanh": "gelu_tanh",
 }
-"""By the class of the module's ``act_fn``; one that is not here is called as it is, between the products."""
+"""The kernels' activation for each class of a module's ``act_fn``. Other classes are called as they are, between the
+products."""
 
 
 def can_run_experts(module: Any) -> bool:

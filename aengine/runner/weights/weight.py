@@ -59,7 +59,7 @@ Fault: TypeAlias = Callable[[Tensor], str]
 
 
 RANDOM_EXPONENTS = (119.0, 121.0)
-"""Of scales 2^(exponent - 127) of codes in FP4, the largest of which is 6."""
+"""Random scales of FP4 codes, whose largest is 6, are 2^(exponent - 127) with an exponent between these."""
 
 
 def random_scales(largest_code: float) -> tuple[float, float]:

@@ -22,10 +22,11 @@ TokenRow = tuple[int, float | None, Sequence[Logprob]]
 """A token's id, its logprob, and the likeliest alternatives at its place."""
 
 MOST_EVENTS = 64
-"""That are sent at once: a reader that is slow would be sent all at once, and the loop stand still meanwhile."""
+"""Events written at once: what waits for a slow reader is sent in pieces, so that the loop does not stand still."""
 _MOST_TOKENS = 256
+"""Tokens in the events written at once."""
 _MOST_LOGPROBS = 2048
-"""Likewise; of the latter a chat's event has 65 at most."""
+"""Log-probabilities in the events written at once. A chat's event has 65 at most."""
 _LEAST = -9999.0
 """What a token that is impossible has, as in vLLM: JSON has no infinity."""
 KNOWN_TOKENS = 4096
@@ -41,7 +42,7 @@ class AnswerId(NamedTuple):
     """Names of one request."""
 
     text: str
-    """In the answer: "chatcmpl-..."."""
+    """The answer's id: "chatcmpl-..."."""
     request_id: str
     """The engine's, and so that of its logs and of `AsyncLLM.abort`. Nobody else's: clients may give theirs twice."""
     headers: dict[str, str]

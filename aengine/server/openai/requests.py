@@ -73,7 +73,7 @@ def _is_ids(value: dict[Any, Any] | list[Any]) -> bool:
 
 Prompts = at_most(MAX_PROMPTS, "texts")
 Variables = Annotated[dict[str, Any], at_most(MAX_VARIABLES, "variables")]
-"""Of the chat template."""
+"""Variables of the chat template."""
 LogitBias = Annotated[dict[int, float], Field(max_length=MAX_LOGIT_BIAS), at_most(MAX_LOGIT_BIAS, "tokens")]
 
 

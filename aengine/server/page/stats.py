@@ -21,7 +21,7 @@ _COUNTERS = (
 """Fields of `Statistics` that are told by their names."""
 
 _FACTS = ("num_parameters", "max_model_len", "device", "sampling_defaults")
-"""Of `AsyncLLM.describe`, null where it does not say."""
+"""Fields taken from `AsyncLLM.describe`, null where it does not say."""
 
 
 async def show_stats(service: Service, request: Request) -> Response:

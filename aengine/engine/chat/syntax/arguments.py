@@ -20,7 +20,7 @@ from .scan import ObjectScanner
 
 
 class ToolSchema(Protocol):
-    """What is looked at of a `Tool`."""
+    """The attributes of a `Tool` that syntaxes read."""
 
     @property
     def name(self) -> str: ...
@@ -36,9 +36,9 @@ class Progress(Enum):
     MORE = "more"
     """The arguments go on. What was not taken may be the beginning of something."""
     WHOLE = "whole"
-    """They have ended; what was not taken follows them."""
+    """The arguments have ended; what was not taken follows them."""
     BROKEN = "broken"
-    """What was not taken can't be a part of them."""
+    """What was not taken can't be a part of the arguments."""
 
 
 class ArgumentReader(ABC):
@@ -79,7 +79,7 @@ class ArgumentSyntax(ABC):
     opening = ""
     """The first letters of all arguments."""
     marks: tuple[str, ...] = ()
-    """What separates them."""
+    """Texts that separate arguments."""
 
     def in_vocabulary(self, markers: Markers) -> ArgumentSyntax:
         """Return the syntax with its strings encoded."""

@@ -40,7 +40,7 @@ _MAX_TERMINALS = 24
 _MAX_FORCED_LETTERS = 1_000_000
 """Letters that must follow one after the other, which are all written out before a mask: 1 us and 270 bytes each."""
 _MAX_LITERALS = 12_000
-"""So many literals one after the other are more than the library's limit of items allows."""
+"""Literals one after the other: more of them exceed the library's limit of items."""
 _TELLING = re.compile(r'"(?:pattern|patternProperties|multipleOf|minItems|\$ref|\$dynamicRef)"')
 """No JSON schema without one of these is at risk, unless it is long."""
 _REFERENCE = re.compile(r'"\$(?:ref|dynamicRef)"\s*+:\s*+"((?:[^"\\]|\\.)*+)"')

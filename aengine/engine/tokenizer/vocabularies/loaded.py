@@ -17,9 +17,9 @@ class LoadedTokenizer:
 
     encoder: tokenizers.Tokenizer
     special_tokens: dict[str, str] = field(default_factory=dict)
-    """By role: "bos_token", ..."""
+    """Their texts, by role: "bos_token", ..."""
     chat_templates: dict[str, str] = field(default_factory=dict)
-    """By name; "default" is the one of chats without tools."""
+    """Jinja sources by name; "default" is the one of chats without tools."""
 
 
 def put_around(encoder: tokenizers.Tokenizer, before: str | None, after: str | None) -> None:

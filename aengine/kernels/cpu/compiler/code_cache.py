@@ -28,7 +28,7 @@ MOST_FILES = 1024
 """Files that are kept; beyond, those that were not used for longest are removed."""
 
 MOST_BYTES = 64 << 20
-"""Of a file that is read; a module's code has some kilobytes."""
+"""A larger file is not read; a module's code has some kilobytes."""
 
 _DIGEST_BYTES = 32
 _OPEN = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # to open a pipe would wait for its other end

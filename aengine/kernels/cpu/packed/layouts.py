@@ -219,7 +219,7 @@ def _vnni_lanes(target: Target) -> int:
 def _by_quads(
     f: Function, name: str, lanes: int, sums: Value, codes: list[Value], own: list[Value], operand: Type
 ) -> Value:
-    """By an instruction that adds four products to each of ``lanes`` sums. ``operand``: the type of its bytes."""
+    """Multiply by an instruction that adds four products to each of ``lanes`` sums. ``operand``: its bytes' type."""
     parts = _parts(f, sums, ROWS, lanes)
     for four, quad in zip(codes, own, strict=True):
         x = f.cast(f.splat(quad, lanes), operand)
@@ -229,7 +229,7 @@ def _by_quads(
 
 
 def _by_pairs(f: Function, layout: Layout, codes: list[Value], own: list[Value]) -> Value:
-    """By AVX2's sums of two products in 16 bits, of which as many are added as can't be too large."""
+    """Multiply by AVX2's sums of two products in 16 bits, as many of which are added as can't overflow."""
     largest = 128 if layout.is_wide else 2**layout.bits - 1
     at_once = max(1, 32767 // (largest * _LARGEST_PAIR))
     ones = f.number(I16 * 16, 1)

@@ -315,7 +315,7 @@ GATES = get_args(Activation)
 ALONE = "_alone"
 ENDS = ("store", "add", *GATES, *(f"{activation}{ALONE}" for activation in GATES))
 MULTIPLIES = {multiply.name: multiply for multiply in _multiplies()}
-"""By the name of a packed kind and of the form of activations: "q4_k_planes"."""
+"""Multiplications by their names, of a packed kind and a form of activations: "q4_k_planes"."""
 KERNELS: dict[str, WriteKernel] = {
     f"product_{multiply.name}_{end}": partial(_product, multiply=multiply, end=end)
     for multiply in MULTIPLIES.values()

@@ -27,13 +27,13 @@ _MTP: Mapping[str, Any] = {
     "qwen3_5_text": Qwen35Mtp,
     "qwen3_next": Qwen3NextMtp,
 }
-"""By ``model_type``, of the target's own checkpoint or of a head's that is apart."""
+"""The class of heads for each ``model_type``, of the target's own checkpoint or of a head's that is apart."""
 _APART: Mapping[str, Any] = {
     "dflash": (DFlash, DFlashConfig),
     "eagle3": (Eagle3, Eagle3Config),
     "peagle": (PEagle, PEagleConfig),
 }
-"""By method: heads whose checkpoints are always apart."""
+"""Heads whose checkpoints are always apart, by method of speculation."""
 
 
 def build_head(

@@ -72,7 +72,7 @@ class OnePassHead(DraftHead):
     sees_masks: bool
     """Whether each of these places sees those behind it too."""
     most_drafts: int
-    """So many masks it was trained with."""
+    """Number of masks it was trained with."""
 
     @abstractmethod
     def draft(

@@ -27,7 +27,7 @@ from .eagle3 import Eagle3, Eagle3Config, eagle3_fields, eagle3_keys
 from .parts import Stored, lacks
 
 MASK_KEYS = ("pard_token", "ptd_token_id", "mask_token_id")
-"""Of the token that masks hold: in the order in which vLLM looks for them."""
+"""Keys of config.json that may name the mask token, in the order in which vLLM looks for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

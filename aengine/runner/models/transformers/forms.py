@@ -77,9 +77,9 @@ NORMED_ATTENTION: dict[str, Callable[[Any], bool]] = {
 what comes out of them, if ``clip_qkv`` of the config is not None."""
 
 GATED = ("4a9e0f851f1aaf4d", "fc4734bcd62345ae")
-"""down_proj(act_fn(gate_proj(x)) * up_proj(x))"""
+"""Feed-forward layers: down_proj(act_fn(gate_proj(x)) * up_proj(x))"""
 PACKED = ("4fcc0ee7ccb0722a",)
-"""Likewise, by ``gate_up_proj`` and ``activation_fn``."""
+"""Feed-forward layers as ``GATED``, with one ``gate_up_proj`` for two products, and ``activation_fn``."""
 
 RMS_NORMS = ("5cf66a5b73d6af8e", "3ed8ab84cba5dfc5", "6f6c68e4a6b293e9")
 """x * weight / sqrt(mean(x^2) + variance_epsilon). Some round before they multiply, some after."""
@@ -89,7 +89,7 @@ ROPES = ("55f78b1eb844eb45", "457f60193ae43c7b", "264fad4ef438f5fc")
 have it before their names."""
 
 _HALVES, _NEIGHBOURS = "b59dbfffe0eeb84b", "eb271da2b19125c7"
-"""Of ``rotate_half``."""
+"""Forms of ``rotate_half``: it pairs a head's first half with its second, or each number with the next."""
 _TURNS = {
     "d7bb227c70940011": _HALVES,  # llama
     "77eea4c6025fa824": _HALVES,  # flex_olmo
@@ -98,7 +98,7 @@ _TURNS = {
     "a731554aacbc6ce1": _NEIGHBOURS,  # ernie4_5
     "f7d702aa5f79165c": _NEIGHBOURS,  # helium
 }
-"""Of ``apply_rotary_pos_emb``, and the ``rotate_half`` that goes with it; of a part of each head or of all."""
+"""Forms of ``apply_rotary_pos_emb``, which turns a part of each head or all of it, and the ``rotate_half`` of each."""
 
 
 def form_of(function: Callable[..., Any]) -> str:

@@ -22,7 +22,7 @@ from .ropes import fix_ropes
 _TOKENS = 3  # one is a special case in some models
 _META = torch.device("meta")
 _DTYPE = torch.bfloat16
-"""In which the survey computes, so that what a model always computes in float32 shows."""
+"""The survey's dtype: not float32, so that what a model always computes in float32 shows."""
 
 
 @dataclass(frozen=True, slots=True)
