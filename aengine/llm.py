@@ -10,7 +10,8 @@ It is an `AsyncLLM` with a thread of its own that is started at once; its method
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from os import PathLike
+from typing import Any, Unpack
 
 from .async_llm import AsyncLLM
 from .config import EngineConfig
@@ -19,13 +20,7 @@ from .engine.handles.on_thread import ThreadHandle
 from .engine.handles.sync_llm import SyncLLM
 from .engine.threads.loop_ownership import check_may_block
 from .errors import InvalidRequestError
-from .settings import described
-
-if TYPE_CHECKING:
-    from os import PathLike
-    from typing import Unpack
-
-    from .settings import Settings
+from .settings import Settings, described
 
 __all__ = ["LLM"]
 

@@ -21,7 +21,6 @@ import random
 from collections.abc import Callable, Sequence
 from contextvars import Context
 from functools import partial
-from typing import TYPE_CHECKING
 
 from ..errors import AEngineError, DeadlineExceededError, EngineClosedError, InternalError, InvalidRequestError
 from ..ipc.messages import NO_RESULTS, Extras
@@ -36,16 +35,13 @@ from .sampling_extras import extras_of, results_from
 from .scheduler.request import CacheKey, PromptTokens, Request, RequestStatus
 from .streams.token_stream import Buffer, Mailbox
 from .structured.bitmasks import RequestGrammar
-from .structured.output_type import AskedType
+from .structured.output_type import AskedType, OutputType
 from .threads.futures import error_for_waiter
 from .threads.pools import ThreadPool
 from .tokenizer.prompt import Prompt, PromptPart, TokensPart, part_of
 from .tokenizer.tokenizer import Tokenizer
 from .unread import UnreadWatch
 from .user_request import Limits, Phase, Prepared, UserRequest, check_request
-
-if TYPE_CHECKING:
-    from .structured.output_type import OutputType
 
 _FOR_A_RESULT = SamplingParams(max_tokens=1, detokenize=False, seed=0)
 _UNSCHEDULED = (RequestStatus.NEW, RequestStatus.WAITING, RequestStatus.HELD)

@@ -7,20 +7,18 @@ import contextlib
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..chat import ChatCompletion
+from ..engine.structured.output_type import AskedType
 from ..engine.threads.futures import error_for_waiter
 from ..engine.threads.pools import run_in_thread
 from ..errors import AEngineError, EngineClosedError
 from ..outputs import Completion
+from ..params import SamplingParams
 from .mailbox import RemoteMailbox
 from .message_stream import MessageStream
 from .wire import deltas_from_wire, error_from_wire, from_wire, tokens_from_wire
-
-if TYPE_CHECKING:
-    from ..engine.structured.output_type import AskedType
-    from ..params import SamplingParams
 
 
 class Connection:

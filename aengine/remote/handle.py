@@ -11,20 +11,23 @@ import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from ..__version__ import __version__
 from ..async_llm import AsyncLLM
 from ..config import EngineConfig
+from ..engine.handles.handle import Submission
+from ..engine.pooling.requests import PoolingRequest, PoolingResult
 from ..engine.structured.output_type import AskedType, with_output_type
 from ..engine.structured.spec import check_schema_size
 from ..engine.threads.loop_ownership import other_loop, running_loop
 from ..engine.threads.pools import run_in_thread
+from ..engine.tokenizer_view import TokenizerView
 from ..errors import ContextLengthError, EngineClosedError, EngineError, InvalidRequestError
 from ..limits.checks import check_num_characters, check_num_messages, check_num_values
 from ..limits.values import not_valid
 from ..params import ChatOptions, SamplingParams, chat_options, check_options, check_params
-from ..telemetry.listeners import Listeners
+from ..telemetry.listeners import Listeners, RequestListener
 from ..telemetry.metrics import Statistics
 from ..telemetry.trace_context import current_trace
 from .connection import Connection
@@ -32,12 +35,6 @@ from .mailbox import RemoteChatStream, RemoteTokenStream
 from .tokenizer import RemoteTokenizer
 from .unix_socket import socket_path
 from .wire import first_not_plain, from_wire, params_to_wire, plain_options, pooled_from_wire, to_wire
-
-if TYPE_CHECKING:
-    from ..engine.handles.handle import Submission
-    from ..engine.pooling.requests import PoolingRequest, PoolingResult
-    from ..engine.tokenizer_view import TokenizerView
-    from ..telemetry.listeners import RequestListener
 
 T = TypeVar("T")
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..chat import ChatCompletion, Delta
 from ..engine.streams.chat_answers import ReceivedAnswers
 from ..engine.streams.chat_stream import ChatStream
 from ..engine.streams.logprobs import Logprobs, LogprobTable, TopLogprobs
@@ -18,10 +19,7 @@ from ..engine.streams.prompt_logprobs import PromptLogprobs
 from ..engine.streams.token_stream import Mailbox, TokenStream
 from ..errors import AEngineError
 from ..outputs import Completion, FinishReason, Timings, Token, Usage
-
-if TYPE_CHECKING:
-    from ..chat import ChatCompletion, Delta
-    from ..params import SamplingParams
+from ..params import SamplingParams
 
 WINDOW = 64
 """Reads of the engine's stream that may be under way or unread here. More lie in the engine, where its unread_timeout

@@ -10,23 +10,20 @@ from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..__version__ import __version__
 from ..async_llm import AsyncLLM
+from ..engine.streams.chat_stream import ChatStream
+from ..engine.streams.token_stream import TokenStream
 from ..engine.threads.pools import run_in_thread
-from ..engine.tokenizer_view import CALLS
+from ..engine.tokenizer_view import CALLS, TokenizerView
 from ..errors import AEngineError, EngineClosedError, InternalError, InvalidRequestError
 from ..outputs import Choice, Completion
 from ..telemetry.trace_context import trace_of
 from .message_stream import MessageStream
 from .unix_socket import bind_unix, socket_path
 from .wire import delta_to_wire, error_to_wire, params_from_wire, pooled_to_wire, pooling_from_wire, to_wire
-
-if TYPE_CHECKING:
-    from ..engine.streams.chat_stream import ChatStream
-    from ..engine.streams.token_stream import TokenStream
-    from ..engine.tokenizer_view import TokenizerView
 
 logger = logging.getLogger("aengine.remote")
 

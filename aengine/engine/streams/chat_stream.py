@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 from ...errors import AEngineError, InvalidRequestError
 from ...outputs import FinishReason, Usage
@@ -16,9 +16,6 @@ from ..chat.messages import ChatCompletion, ChatMessage, Delta, TextDelta
 from ..structured.partial_json import partial_json
 from .chat_answers import Answers, ParsedAnswers, chat_completion
 from .token_stream import TokenStream
-
-if TYPE_CHECKING:
-    from typing import Self
 
 
 class ChatStream:

@@ -16,10 +16,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, SupportsIndex
-
-if TYPE_CHECKING:
-    from typing import Self
+from typing import Any, Self, SupportsIndex
 
 
 @dataclass(frozen=True, slots=True, eq=False)

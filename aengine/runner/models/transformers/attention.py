@@ -17,23 +17,20 @@ from torch import Tensor, nn
 from ...kv_spec import StateTensor
 from ...layers.attention import AttentionCall, AttentionLayer
 from ...layers.module_experts import can_run_experts, run_experts
-from .mixers import Run, mix_batch
+from .mixers import MixerListener, Run, mix_batch
 
 ATTENTION = "aengine"
 """Name under which our attention, and our experts, are registered with transformers."""
 
 
-class Listener(Protocol):
-    """Receiver of the calls of a model's attention modules."""
+class Listener(MixerListener, Protocol):
+    """Receiver of the calls of a model's attention modules and mixers."""
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         """Return [num_tokens, num_heads, value_dim] for q, k, v [num_tokens, heads, size]."""
 
     def first_lens(self) -> Tensor | None:
         """See `AttentionCall`."""
-
-    def mix(self, run: Run, num_tokens: int) -> Tensor:
-        """See `MixerListener`."""
 
 
 def listen(model: nn.Module, listener: Listener | None) -> None:
