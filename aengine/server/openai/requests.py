@@ -33,14 +33,9 @@ NumAlternatives = Annotated[
 Ignored = Annotated[Any, Field(default=None, description="Taken, and without effect.")]
 
 
-_TEXT_PARTS = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "required": ["type", "text"],
-        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    },
-}
+def _objects(*required: str, **properties: Any) -> dict[str, Any]:
+    """Return the JSON schema of a list of objects with these properties."""
+    return {"type": "array", "items": {"type": "object", "required": [*required], "properties": properties}}
 
 
 def _check_unicode(text: str) -> str:
@@ -87,51 +82,30 @@ Refused = Annotated[
     AfterValidator(_refuse),
     WithJsonSchema({"type": "null", "description": "Not supported: null, or not there at all."}),
 ]
-Messages = Annotated[
-    Many[dict[str, Any]],
-    WithJsonSchema(
-        {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["role", "content"],
-                "properties": {
-                    "role": {"type": "string", "enum": ["system", "developer", "user", "assistant", "tool"]},
-                    "content": {"anyOf": [{"type": "string"}, _TEXT_PARTS, {"type": "null"}]},
-                    "tool_calls": {"type": "array", "items": {"type": "object"}},
-                    "tool_call_id": {"type": "string"},
-                },
-            },
-        }
-    ),
-]
+_STRING = {"type": "string"}
+_TEXT_PARTS = _objects("type", "text", type={"const": "text"}, text=_STRING)
+_MESSAGES = _objects(
+    "role",
+    "content",
+    role={"type": "string", "enum": ["system", "developer", "user", "assistant", "tool"]},
+    content={"anyOf": [_STRING, _TEXT_PARTS, {"type": "null"}]},
+    tool_calls={"type": "array", "items": {"type": "object"}},
+    tool_call_id=_STRING,
+)
+_FUNCTION = {
+    "type": "object",
+    "required": ["name"],
+    "properties": {
+        "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"},
+        "description": _STRING,
+        "parameters": {"type": "object"},
+        "strict": {"type": "boolean"},
+    },
+}
+_TOOLS = _objects("type", "function", type={"const": "function"}, function=_FUNCTION)
+Messages = Annotated[Many[dict[str, Any]], WithJsonSchema(_MESSAGES)]
 """Chat messages, which the engine checks."""
-Tools = Annotated[
-    Many[dict[str, Any]],
-    at_most(MAX_TOOLS, "tools"),
-    WithJsonSchema(
-        {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["type", "function"],
-                "properties": {
-                    "type": {"const": "function"},
-                    "function": {
-                        "type": "object",
-                        "required": ["name"],
-                        "properties": {
-                            "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,64}$"},
-                            "description": {"type": "string"},
-                            "parameters": {"type": "object"},
-                            "strict": {"type": "boolean"},
-                        },
-                    },
-                },
-            },
-        }
-    ),
-]
+Tools = Annotated[Many[dict[str, Any]], at_most(MAX_TOOLS, "tools"), WithJsonSchema(_TOOLS)]
 """OpenAI's functions, which the engine checks."""
 
 
