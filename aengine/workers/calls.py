@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from ..errors import InvalidRequestError, ModelLoadError
@@ -97,9 +97,8 @@ def extension_class(setting: str | None) -> Callable[[WorkerContext], object] | 
     else an import raises."""
     if setting is None:
         return None
-    module, _, name = setting.partition(":")
     try:
-        cls = getattr(import_module(module), name)
+        cls = resolve_name(setting)
     except (AttributeError, ModuleNotFoundError) as error:
         raise ModelLoadError(f"worker_extension={setting!r} can't be imported in a worker: {error}") from error
     if not isinstance(cls, type):

@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from ..config import EngineConfig
@@ -112,9 +112,8 @@ class Loading:
 
 def _imported(target: str) -> Any:
     """Import ``target``. Raises ModelLoadError if there is no such function or it takes other arguments."""
-    module, _, name = target.partition(":")
     try:
-        load = getattr(import_module(module), name)
+        load = resolve_name(target)
     except (AttributeError, ModuleNotFoundError) as error:
         raise ModelLoadError(f"worker={target!r} can't be imported here: {error}") from error
     try:

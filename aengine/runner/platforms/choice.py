@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from importlib import import_module
+from pkgutil import resolve_name
 
 from ...config import PLATFORMS, registered, target_of
 from ...errors import ModelLoadError
@@ -59,9 +59,8 @@ def _class_of(name: str) -> type[Platform]:
     if target is None:
         known = ", ".join(map(repr, registered(PLATFORMS)))
         raise ModelLoadError(f"device={name!r}: this worker finds no such platform; there are {known}")
-    module, _, attribute = target.partition(":")
     try:
-        platform: type[Platform] = getattr(import_module(module), attribute)
+        platform: type[Platform] = resolve_name(target)
     except Exception as error:  # whatever another package's import may raise
         raise ModelLoadError(f"device={name!r}: its platform {target} can't be imported: {error!r}") from error
     return platform

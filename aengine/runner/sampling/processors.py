@@ -10,7 +10,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 import numpy as np
@@ -141,9 +141,8 @@ def _class_of(name: str) -> type[LogitsProcessor]:
     if target is None:
         known = ", ".join(map(repr, registered(PROCESSORS)))
         raise ModelLoadError(f"logits_processors={name!r}: this worker finds no such processor; there are {known}")
-    module, _, attribute = target.partition(":")
     try:
-        processor = getattr(import_module(module), attribute)
+        processor = resolve_name(target)
         if not issubclass(processor, LogitsProcessor):
             raise TypeError("it is no subclass of LogitsProcessor")
         if not processor.name.isidentifier():
