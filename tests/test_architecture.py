@@ -519,20 +519,20 @@ MOST_METHODS = 20
 
 
 BUDGETS = {
-    "root": 2730,
+    "root": 2705,
     "checkpoint": 2600,
     "cli": 1552,
-    "engine": 25950,
-    "integrations": 2640,
+    "engine": 25852,
+    "integrations": 2625,
     "ipc": 2180,
-    "kernels": 16340,
+    "kernels": 16270,
     "limits": 660,
-    "remote": 1640,
-    "runner": 24200,
-    "server": 5860,
+    "remote": 1630,
+    "runner": 24165,
+    "server": 5832,
     "telemetry": 1150,
-    "testing": 825,
-    "workers": 2960,
+    "testing": 815,
+    "workers": 2958,
 }
 """Lines that a wing may have, by ``wc -l``: some more than it had when this was written. Raising one is a commit of its
 own that says why; whoever makes a wing smaller lowers its budget."""
