@@ -3,11 +3,13 @@
     python benchmarks/train_draft_heads.py texts --out DIR --seconds 250           what the target writes, captured
     python benchmarks/train_draft_heads.py eagle3 --out DIR --seconds 250
     python benchmarks/train_draft_heads.py texts eagle3 mtp --out DIR --seconds 35 --batches 48     on a GPU
-    python benchmarks/train_draft_heads.py texts peagle dflash --out DIR --seconds 35 --batches 48
+    python benchmarks/train_draft_heads.py texts dflash peagle --out DIR --total 95 --batches 64 --at-once 64 \\
+        --batch 64 --texts 0 --rate 1e-3                                 in one go: texts stay in the GPU's memory
 
 Each of them takes --seconds, and goes on where it was stopped: a machine that is shared is held for minutes at a time.
+With --total all of it takes so many, and what the texts leave is divided among the heads.
 The texts begin with Python's own documentation, as a text and as a question in a chat; the target goes on, greedily and
-at temperature 0.8.
+at temperature 0.8. Those that are held out begin in a part of it with which no other one does.
 What is trained are the reference's heads (tests/models/draft_heads.py), on drafts of --steps tokens: each step reads
 the state that the one before has made, as when drafting, and learns the target's distribution there.
 
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import json
 import pydoc_data.topics
 import sys
@@ -45,8 +48,12 @@ from aengine.engine.tokenizer.tokenizer import Tokenizer
 from aengine.runner.models import gguf_names, read_config
 from aengine.runner.weights.sources.gguf_source import read_gguf_tensor
 
+BEGUN = time.monotonic()
 PROMPT, LENGTH, HELD_OUT = 40, 256, 2
+Texts = list[dict[str, Tensor]]
+"""Batches of texts, and of what the target computes of them."""
 KINDS: dict[str, type[DraftHead]] = {"eagle3": Eagle3, "peagle": PEagle, "mtp": Mtp, "dflash": DFlash}
+LAYERS = {"dflash": 3, "peagle": 2}
 MASK = 5
 """A token that texts do not have: of repositories' files."""
 CHAT = "<|im_start|>user\n{}", "<|im_end|>\n<|im_start|>assistant\n"
@@ -86,22 +93,23 @@ def documentation(most_files: int = 400) -> str:
     return "\n\n".join(parts)
 
 
-def prompts(tokenizer: Any, rows: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of prompts of PROMPT tokens, int64 [rows, PROMPT], of texts and of chats in turn, without end; and of the
-    documentation as it is, [rows, LENGTH]."""
-    ids, rng = torch.tensor(tokenizer.encode(documentation())), torch.Generator().manual_seed(seed)
+def prompts(tokenizer: Any, rows: int, first: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of prompts of PROMPT tokens, int64 [rows, PROMPT], of texts and of chats in turn, from number ``first``
+    on, without end; and of the documentation as it is, [rows, LENGTH]. Its last tenth is for those held out."""
+    ids, rng = torch.tensor(tokenizer.encode(documentation())), torch.Generator().manual_seed(first)
+    border = len(ids) * 9 // 10
     end = torch.tensor(tokenizer.encode(CHAT[1]))
     heads = [torch.tensor(tokenizer.encode(CHAT[0].format(question))) for question in QUESTIONS]
-    while True:
-        for is_chat in (False, True):
-            made = []
-            starts = torch.randint(0, len(ids) - LENGTH, (rows,), generator=rng)
-            for start in starts:
-                head = heads[int(start) % len(heads)] if is_chat else ids[:0]
-                tail = end if is_chat else end[:0]
-                inner = ids[start : start + PROMPT - len(head) - len(tail)]
-                made.append(torch.cat((head, inner, tail)))
-            yield torch.stack(made), torch.stack([ids[start : start + LENGTH] for start in starts])
+    for number in itertools.count(first):
+        is_chat, made = number % 4 in (1, 2), []  # each of both greedily and at a temperature
+        low, high = (border, len(ids)) if number < HELD_OUT else (0, border)
+        starts = torch.randint(low, high - LENGTH, (rows,), generator=rng)
+        for start in starts:
+            head = heads[int(start) % len(heads)] if is_chat else ids[:0]
+            tail = end if is_chat else end[:0]
+            inner = ids[start : start + PROMPT - len(head) - len(tail)]
+            made.append(torch.cat((head, inner, tail)))
+        yield torch.stack(made), torch.stack([ids[start : start + LENGTH] for start in starts])
 
 
 @torch.inference_mode()
@@ -124,18 +132,20 @@ def layers_of(target: LlamaForCausalLM) -> tuple[int, int, int]:
 
 @torch.inference_mode()
 def captured(target: LlamaForCausalLM, ids: Tensor) -> dict[str, Tensor]:
-    """What the heads learn from: the target's states, in bfloat16 on the CPU."""
+    """What the heads learn from: the target's states, in bfloat16."""
     states = target.model(ids, output_hidden_states=True).hidden_states
     aux = torch.cat([states[i] for i in layers_of(target)], -1)
-    return {"ids": ids.cpu(), "aux": aux.bfloat16().cpu(), "last": states[-1].bfloat16().cpu()}
+    return {"ids": ids, "aux": aux.bfloat16(), "last": states[-1].bfloat16()}
 
 
-def make_texts(args: argparse.Namespace, target: LlamaForCausalLM, tokenizer: Any) -> None:
-    """Write batches of texts to files, the first of them greedy and held out, until the seconds are over."""
+def make_texts(args: argparse.Namespace, target: LlamaForCausalLM, tokenizer: Any) -> Texts:
+    """Write batches of texts to files, the first of them greedy and held out, until the seconds are over. With --total
+    they are returned instead."""
     until = time.monotonic() + args.seconds
+    made: Texts = []
     done = len(list(args.out.glob("texts-*.pt")))
     torch.manual_seed(done)
-    source = prompts(tokenizer, args.rows, seed=done)
+    source = prompts(tokenizer, args.rows, done)
     while done < args.batches and time.monotonic() < until:
         begun = time.monotonic()
         temperatures = torch.tensor([0.8 * (done + i >= HELD_OUT and (done + i) % 2) for i in range(args.at_once)])
@@ -143,9 +153,13 @@ def make_texts(args: argparse.Namespace, target: LlamaForCausalLM, tokenizer: An
         if done < HELD_OUT + args.written:
             ids = written(target, prompt, temperatures.repeat_interleave(args.rows)[:, None].to(args.device))
         for part in ids.split(args.rows):
-            torch.save(captured(target, part), args.out / f"texts-{done:04}.pt")
+            made.append(captured(target, part))
+            if not args.total:
+                own = {name: tensor.cpu() for name, tensor in made.pop().items()}
+                torch.save(own, args.out / f"texts-{done:04}.pt")
             done += 1
         print(f"texts {done}: {ids.numel()} tokens in {time.monotonic() - begun:.1f} s", flush=True)
+    return made
 
 
 def own_settings(kind: str, num_layers: int, draft_vocab: int, target: LlamaForCausalLM) -> dict[str, Any]:
@@ -160,7 +174,7 @@ def own_settings(kind: str, num_layers: int, draft_vocab: int, target: LlamaForC
     return own if kind == "eagle3" else own | {"num_hidden_layers": num_layers, "ptd_token_id": MASK}
 
 
-def make_head(kind: str, target: LlamaForCausalLM, files: list[Path], args: argparse.Namespace) -> DraftHead:
+def make_head(kind: str, target: LlamaForCausalLM, texts: Texts, args: argparse.Namespace) -> DraftHead:
     """A head that begins as the target's last layers and output."""
     config, draft_vocab = target.config, args.draft_vocab
     own = {
@@ -179,7 +193,7 @@ def make_head(kind: str, target: LlamaForCausalLM, files: list[Path], args: argp
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
     }
-    own |= own_settings(kind, args.layers, draft_vocab, target)
+    own |= own_settings(kind, LAYERS.get(kind, 1), draft_vocab, target)
     table, size = target.model.embed_tokens.weight.detach(), config.hidden_size
     with table.device, torch.no_grad():
         head = KINDS[kind](own, table, table)
@@ -192,8 +206,8 @@ def make_head(kind: str, target: LlamaForCausalLM, files: list[Path], args: argp
             head.fc.weight.mul_(0.1)[:, 2 * size :].add_(torch.eye(size))
         if isinstance(head, Eagle3):
             counts = torch.zeros(config.vocab_size, device="cpu")
-            for file in files:
-                counts += torch.load(file, mmap=True)["ids"].flatten().bincount(minlength=config.vocab_size)
+            for one in texts:
+                counts += one["ids"].flatten().bincount(minlength=config.vocab_size).cpu()
             ids = counts.topk(draft_vocab).indices.sort().values
             print(f"draft vocabulary: {counts[ids].sum() / counts.sum():.4f} of the tokens", flush=True)
             head.d2t.copy_(ids - torch.arange(draft_vocab, device="cpu"))
@@ -212,11 +226,10 @@ def make_head(kind: str, target: LlamaForCausalLM, files: list[Path], args: argp
 class Batches:
     """The captured texts, on the device."""
 
-    def __init__(self, files: list[Path], kind: str, device: str) -> None:
-        loaded = [torch.load(file) for file in files]
-        self._device, self.ids = device, torch.cat([one["ids"] for one in loaded])
-        self._last = torch.cat([one["last"] for one in loaded])
-        self._read = torch.cat([one["aux"] for one in loaded]) if kind != "mtp" else self._last
+    def __init__(self, texts: Texts, kind: str, device: str) -> None:
+        self._device, self.ids = device, torch.cat([one["ids"] for one in texts])
+        self._last = torch.cat([one["last"] for one in texts])
+        self._read = torch.cat([one["aux"] for one in texts]) if kind != "mtp" else self._last
         if device != "cpu":
             self.ids, self._last, self._read = (x.to(device) for x in (self.ids, self._last, self._read))
 
@@ -228,16 +241,22 @@ class Batches:
         return self.ids[index], self._read[index], self._last[index]
 
 
-def loss_of(head: DraftHead, batch: tuple[Tensor, Tensor, Tensor], output: Tensor, steps: int) -> Tensor:
-    """Cross entropy of the target's distributions, of all steps, those that come later counting for less."""
+def loss_of(head: DraftHead, batch: tuple[Tensor, Tensor, Tensor], output: Tensor, steps: int, blocks: int) -> Tensor:
+    """Cross entropy of the target's distributions, of all steps, those that come later counting for less. ``blocks``:
+    so many rows of a text are drafted behind, where each has a block of its own."""
     ids, read, last = batch
     rows = ids.shape[1] - steps
     forced = [ids[:, 1 + step : 1 + step + rows] for step in range(1, steps)]
-    all_logits, _ = head.roll_out(read[:, :rows], ids[:, 1 : 1 + rows], steps, forced)
+    given, at = (read[:, :rows], ids[:, 1 : 1 + rows], steps), torch.arange(rows, device=ids.device)
+    if isinstance(head, DFlash):
+        at = torch.randperm(rows, device=ids.device)[:blocks]
+        all_logits, _ = head.roll_out(*given, at=at)
+    else:
+        all_logits, _ = head.roll_out(*given, forced)
     loss = torch.zeros((), device=ids.device)
     for step, logits in enumerate(all_logits):
         with torch.no_grad():
-            wanted = F.linear(last[:, 1 + step : 1 + step + rows], output).float().softmax(-1)
+            wanted = F.linear(last[:, 1 + step + at], output).float().softmax(-1)
         loss = loss - 0.8**step * (wanted * logits.float().log_softmax(-1)).sum(-1).mean()
     return loss
 
@@ -261,16 +280,15 @@ def tokens_a_step(head: DraftHead, held_out: Batches, steps: int) -> tuple[float
     return num_tokens / num_steps, [float(x) for x in shares / torch.cat((torch.ones_like(shares[:1]), shares[:-1]))]
 
 
-def train(args: argparse.Namespace, kind: str, target: LlamaForCausalLM) -> None:
+def train(args: argparse.Namespace, kind: str, target: LlamaForCausalLM, seconds: float, texts: Texts) -> None:
     begun = time.monotonic()
-    files = sorted(args.out.glob("texts-*.pt"))
-    head = make_head(kind, target, files, args)
+    head = make_head(kind, target, texts, args)
     output = target.lm_head.weight.detach()
     if isinstance(head, Eagle3):
         output = output[head.ids(torch.arange(args.draft_vocab, device=args.device))]
-    held_out, texts = (Batches(own, kind, args.device) for own in (files[:HELD_OUT], files[HELD_OUT:]))
+    held_out, learned = (Batches(own, kind, args.device) for own in (texts[:HELD_OUT], texts[HELD_OUT:]))
     weights = [weight for weight in head.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=args.rate, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(weights, args.rate, (0.9, 0.95), weight_decay=0.0, fused=args.device != "cpu")
     folder, seen = args.out / kind, 0
     folder.mkdir(exist_ok=True)
     if (folder / "state.pt").exists():
@@ -289,28 +307,29 @@ def train(args: argparse.Namespace, kind: str, target: LlamaForCausalLM) -> None
 
     report()
     progress = 0.0
-    while progress < 1 and time.monotonic() - begun < args.seconds:
+    while progress < 1 and time.monotonic() - begun < seconds:
         for group in optimizer.param_groups:
             group["lr"] = args.rate * min(1.0, (seen + 1) / (50 * args.batch)) * max(0.02, 1 - progress)
-        batch = texts.rows(torch.randint(0, len(texts), (args.batch,)))
+        batch = learned.rows(torch.randint(0, len(learned), (args.batch,)))
         with torch.autocast(args.device, torch.bfloat16):
-            loss = loss_of(head.train(), batch, output, args.steps)
+            loss = loss_of(head.train(), batch, output, args.steps, args.blocks)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 0.5)
         optimizer.step()
         seen += args.batch
-        progress = seen / args.texts if args.texts else (time.monotonic() - begun) / args.seconds
+        progress = seen / args.texts if args.texts else (time.monotonic() - begun) / seconds
         if time.monotonic() - last_print > args.every:
             print(f"loss {loss.item():.3f}", end=", ", flush=True)
             report()
             last_print = time.monotonic()
-    report()
-    torch.save({"head": head.state_dict(), "optimizer": optimizer.state_dict(), "seen": seen}, folder / "state.pt")
+    if not args.total:
+        torch.save({"head": head.state_dict(), "optimizer": optimizer.state_dict(), "seen": seen}, folder / "state.pt")
     tensors = {head.prefix + name: x.contiguous().cpu() for name, x in head.state_dict().items()}
     tensors = {name: x.bfloat16() if x.is_floating_point() else x for name, x in tensors.items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(head.config, indent=2) + "\n")
+    report()
 
 
 def main() -> None:
@@ -320,6 +339,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, default=250, help="of each stage")
+    parser.add_argument("--total", type=float, default=0, help="seconds of all stages, which go in one then")
     parser.add_argument("--every", type=float, default=30, help="seconds between two reports")
     parser.add_argument("--batches", type=int, default=20, help="of texts of 256 tokens, two of them held out")
     parser.add_argument("--rows", type=int, default=64, help="texts of a batch")
@@ -334,17 +354,22 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=6000, help="learned from in all; 0: by --seconds, in one go")
     parser.add_argument("--batch", type=int, default=8, help="texts of one step of the optimizer")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--layers", type=int, default=2, help="of heads that draft all tokens in one pass")
+    parser.add_argument("--blocks", type=int, default=48, help="of a text, in a step of the optimizer: DFlash's")
     parser.add_argument("--rate", type=float, default=5e-4)
     parser.add_argument("--draft-vocab", type=int, default=8192)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     target, tokenizer = load_target(args.model, args.device)
-    for stage in args.stages:
+    print(f"loaded after {time.monotonic() - BEGUN:.0f} s", flush=True)
+    texts: Texts = []
+    for number, stage in enumerate(args.stages):
         if stage == "texts":
-            make_texts(args, target, tokenizer)
-        else:
-            train(args, stage, target)
+            texts = make_texts(args, target, tokenizer)
+            continue
+        if not args.total:
+            texts = [torch.load(file) for file in sorted(args.out.glob("texts-*.pt"))]
+        left = (args.total - (time.monotonic() - BEGUN)) / (len(args.stages) - number)
+        train(args, stage, target, left if args.total else args.seconds, texts)
 
 
 if __name__ == "__main__":

@@ -256,15 +256,21 @@ class DFlash(DraftHead):
         self.layers = nn.ModuleList([_Layer(config, normed=True) for _ in range(config["num_hidden_layers"])])
 
     def roll_out(
-        self, captured: Tensor, next_ids: Tensor, steps: int, forced: Sequence[Tensor] = ()
+        self,
+        captured: Tensor,
+        next_ids: Tensor,
+        steps: int,
+        forced: Sequence[Tensor] = (),
+        at: Tensor | None = None,
     ) -> tuple[list[Tensor], list[Tensor]]:
+        """See `DraftHead`. ``at``: the rows behind which there are blocks, int64 [blocks]; None: all of them."""
         rows, device = next_ids.shape[-1], next_ids.device
         context, context_positions = self.hidden_norm(self.fc(captured)), torch.arange(rows, device=device)
-        ids = torch.cat((next_ids[..., None], next_ids.new_full((*next_ids.shape, steps), self.mask_id)), -1).flatten(
-            -2
-        )
-        row = context_positions.repeat_interleave(steps + 1)
-        positions = row + 1 + torch.arange(steps + 1, device=device).repeat(rows)
+        at = context_positions if at is None else at
+        first = next_ids[..., at, None]
+        ids = torch.cat((first, first.new_full((*first.shape[:-1], steps), self.mask_id)), -1).flatten(-2)
+        row = at.repeat_interleave(steps + 1)
+        positions = row + 1 + torch.arange(steps + 1, device=device).repeat(len(at))
         mask = torch.cat((row[:, None] >= context_positions, row[:, None] == row), 1)
         residual = F.embedding(ids, self._embedding[0])
         for layer in self.layers:
@@ -274,6 +280,6 @@ class DFlash(DraftHead):
                 return attention.attended(x, positions, kept, mask)
 
             residual = layer(residual, attend)
-        drafted = self.norm(residual).unflatten(-2, (rows, steps + 1))[..., 1:, :]
+        drafted = self.norm(residual).unflatten(-2, (len(at), steps + 1))[..., 1:, :]
         logits = [F.linear(one, self._output[0]) for one in drafted.unbind(-2)]
         return logits, [one.argmax(-1) for one in logits]
