@@ -23,8 +23,8 @@ class SpeculationSettings(NamedTuple):
         return cls(**loads(text)) if text.startswith("{") else cls(text)
 
 
-_WITH_MODEL = ("draft_model", "eagle3", "peagle", "dflash")
-"""Methods that need a model of their own; "mtp" may have one, or layers of the model's own checkpoint."""
+NEEDS_MODEL = {"draft_model": True, "eagle3": True, "peagle": True, "dflash": True, "mtp": False}
+"""Methods with weights, in the worker: whether they need a model apart, or may be in the model's own checkpoint."""
 
 
 def checked_speculation(given: object, find: Callable[[str], str | None], names: Callable[[], Iterable[str]]) -> str:
@@ -50,10 +50,11 @@ def checked_speculation(given: object, find: Callable[[str], str | None], names:
         raise not_valid("speculation", given, wanted if unknown else "settings whose model is a text")
     if name == "none":
         return name
-    if name != "mtp" and bool(how.get("model")) != (name in _WITH_MODEL):
-        wanted = f'{{"method": "{name}", "model": PATH}}' if name in _WITH_MODEL else "settings without a model"
+    needs_model = NEEDS_MODEL.get(name, False)
+    if bool(how.get("model")) != needs_model and (needs_model or name not in NEEDS_MODEL):
+        wanted = f'{{"method": "{name}", "model": PATH}}' if needs_model else "settings without a model"
         raise not_valid("speculation", given, wanted)
-    if "tokens" in how and name not in ("mtp", *_WITH_MODEL):
+    if "tokens" in how and name not in NEEDS_MODEL:
         raise not_valid("speculation", given, f"settings without tokens: {name!r} drafts as many as pay")
     if isinstance(tokens := how.get("tokens", 4), bool) or not isinstance(tokens, int) or not 1 <= tokens <= 16:
         raise not_valid("speculation", given, "settings whose tokens are 1 to 16")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +14,7 @@ from safetensors.torch import save_file
 from aengine.checkpoint.source import ModelSource
 from aengine.config import EngineConfig
 from aengine.errors import InvalidRequestError, ModelLoadError
+from aengine.limits.speculation import NEEDS_MODEL
 from aengine.runner.kv_spec import FullKV, LayerKV, SharedKV, StateKV, WindowKV
 from aengine.runner.model_config import AttendingLayers
 from aengine.runner.speculation.proposer import FINDS_IN_ROWS
@@ -27,8 +27,8 @@ def config_of(*layers: LayerKV) -> Any:
     return SimpleNamespace(kv_layers=layers, query_heads=(2,) * len(layers), ropes=("rope",), model_type="some")
 
 
-def target_of(layers: Sequence[LayerKV], num_stages: int) -> Any:
-    return Target(SimpleNamespace(config=config_of(*layers)), *[None] * 4, num_stages)  # type: ignore[arg-type]
+def target_of(*layers: LayerKV) -> Any:
+    return Target(SimpleNamespace(config=config_of(*layers)), *[None] * 4)  # type: ignore[arg-type]
 
 
 def source_of(folder: Path, vocabulary: dict[str, int] | None) -> ModelSource:
@@ -67,12 +67,16 @@ def test_settings_are_read_and_checked() -> None:
 
 
 def test_a_model_with_states_and_stages_are_refused() -> None:
-    config = EngineConfig(model="m", speculation=DRAFTED)
-    for layers, stages, cure in (([StateKV(())], 1, "leave"), ([FullKV(1, 8)], 2, "tensor_parallel_size")):
-        with pytest.raises(ModelLoadError, match=cure):
-            load_proposer(config, target_of(layers, stages), lambda *report: None)
-        named = config.replace(speculation="ngram_worker")
-        assert load_proposer(named, target_of(layers, stages), lambda *report: None) is FINDS_IN_ROWS
+    config, target = EngineConfig(model="m", speculation=DRAFTED), target_of(StateKV(()))
+    with pytest.raises(ModelLoadError, match="leave"):
+        load_proposer(config, target, lambda *report: None)
+    named = config.replace(speculation="ngram_worker")
+    assert load_proposer(named, target, lambda *report: None) is FINDS_IN_ROWS
+    for method in NEEDS_MODEL:
+        how = {"method": method} | ({"model": "somewhere"} if NEEDS_MODEL[method] else {})
+        with pytest.raises(ModelLoadError, match="use tensor_parallel_size"):  # before weights are read
+            find_proposer(config.replace(speculation=how, pipeline_parallel_size=2))
+    find_proposer(named.replace(pipeline_parallel_size=2))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +88,7 @@ def test_a_head_of_another_method_is_refused(tmp_path: Path, method: str, right:
     save_file({"fc.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
     config = EngineConfig(model="m", speculation={"method": method, "model": str(tmp_path)})
     with pytest.raises(ModelLoadError, match=f'use speculation={{"method": "{right}"'):
-        load_proposer(config, target_of([FullKV(1, 8)], 1), lambda *report: None)
+        load_proposer(config, target_of(FullKV(1, 8)), lambda *report: None)
 
 
 def test_a_folder_that_is_not_there_is_named_before_weights_are_read(tmp_path: Path) -> None:

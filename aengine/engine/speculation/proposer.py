@@ -24,7 +24,7 @@ import numpy as np
 
 from ...config import PROPOSERS, target_of
 from ...errors import ModelLoadError
-from ...limits.speculation import SpeculationSettings
+from ...limits.speculation import NEEDS_MODEL, SpeculationSettings
 from ..scheduler.request import Request
 from .history import MOST_DRAFTS, NO_GUESS, Chances, DraftHistory, Guess
 from .suffix import PastTexts, SuffixHistory
@@ -126,9 +126,6 @@ class ProposedHistory(DraftHistory):
         return Guess(following, [chance ** (1 + ahead), *[chance] * (len(following) - 1)])
 
 
-IN_WORKER = ("draft_model", "eagle3", "peagle", "dflash", "mtp")
-"""Methods whose model the worker has."""
-
 NewHistory = Callable[[Request, Chances], DraftHistory]
 """Makes what is kept of a request."""
 
@@ -136,7 +133,7 @@ _HISTORIES: dict[str, Callable[[SpeculationSettings], NewHistory]] = {
     **dict.fromkeys(("ngram", "suffix"), lambda chosen: SuffixHistory),
     "suffix_past": lambda chosen: partial(SuffixHistory, past=PastTexts()),
     "ngram_worker": lambda chosen: DraftHistory,
-    **dict.fromkeys(IN_WORKER, lambda chosen: partial(DraftHistory, most=chosen.tokens)),
+    **dict.fromkeys(NEEDS_MODEL, lambda chosen: partial(DraftHistory, most=chosen.tokens)),
 }
 """What each method of ours makes the histories of requests with; any other name is an entry point."""
 

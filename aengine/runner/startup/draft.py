@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ from ...checkpoint.source import ModelSource, resolve_model
 from ...checkpoint.value_reader import read_json
 from ...config import EngineConfig
 from ...errors import ModelLoadError
+from ...limits.speculation import NEEDS_MODEL
 from ..distributed.group import TensorGroup
 from ..kv_spec import FullKV, SharedKV, StateKV, WindowKV
 from ..model_config import ModelConfig
@@ -37,32 +37,32 @@ class Target(NamedTuple):
     platform: Platform
     dtype: str  # as the platform has resolved the setting
     group: TensorGroup
-    num_stages: int
 
 
 def load_proposer(config: EngineConfig, target: Target, progress: Progress) -> ProposerSource:
     """Load what the setting ``speculation`` names. Raises ModelLoadError: it does not fit the model, or can't be
     loaded."""
-    load = _METHODS.get(config.speculation_settings.method)
-    if load is None:  # the host proposes, or nobody, or the rows are looked at
+    method = config.speculation_settings.method
+    if method not in NEEDS_MODEL:  # the host proposes, or nobody, or the rows are looked at
         return FINDS_IN_ROWS
-    where = f"speculation={config.speculation_settings.method!r}"
     if any(isinstance(kv, StateKV) and not kv.with_ahead(1).num_ahead for kv in target.model.config.kv_layers):
         raise ModelLoadError(
-            f"{where}: {target.model.config.model_type!r} keeps states, out of which tokens that were guessed wrong "
-            f"can't be taken again: leave speculation at 'none'"
+            f"speculation={method!r}: {target.model.config.model_type!r} keeps states, out of which tokens that were "
+            f"guessed wrong can't be taken again: leave speculation at 'none'"
         )
-    if target.num_stages > 1:
-        raise ModelLoadError(
-            f"{where} with pipeline_parallel_size={target.num_stages}: the last stage samples, and the first has the "
-            f"rows' tokens: use tensor_parallel_size, or speculation='suffix'"
-        )
-    return load(config, target, progress)
+    return (_load_draft_model if method == "draft_model" else _load_head)(config, target, progress)
 
 
 def find_proposer(config: EngineConfig) -> None:
-    """Look for the checkpoint that ``speculation`` names, before weights are read. Raises ModelLoadError."""
-    if config.speculation_settings.method in _METHODS and config.speculation_settings.model:
+    """Look for the checkpoint that ``speculation`` names, before weights are read. Raises ModelLoadError: it is not
+    there, or there are stages, over which no proposer with weights goes."""
+    method = config.speculation_settings.method
+    if method in NEEDS_MODEL and config.pipeline_parallel_size > 1:
+        raise ModelLoadError(
+            f"speculation={method!r} with pipeline_parallel_size={config.pipeline_parallel_size}: the last stage "
+            f"samples, and the first has the rows' tokens: use tensor_parallel_size, or speculation='suffix'"
+        )
+    if config.speculation_settings.model:
         _checkpoint_of(config)
 
 
@@ -195,10 +195,3 @@ def _tokens_of(source: ModelSource) -> Any:
     if isinstance(vocabulary, list):  # a unigram tokenizer has pairs of token and score
         return {pair[0]: i for i, pair in enumerate(vocabulary)}
     return vocabulary
-
-
-_METHODS: dict[str, Callable[[EngineConfig, Target, Progress], ProposerSource]] = {
-    "draft_model": _load_draft_model,
-    **dict.fromkeys(("dflash", "eagle3", "mtp", "peagle"), _load_head),
-}
-"""What loads the proposer of a method; the others have no weights."""

@@ -125,7 +125,7 @@ def _load(
     model = build_model(model_config, formats, group, stage_of(rank), experts_group)
     attention = platform.choose_attention(config, model_config, formats.dtype)
     weights = load_weights(model, checkpoint, config.seed, progress, platform.memory)
-    proposer = load_proposer(config, Target(model, checkpoint, platform, dtype, group, rank.pp_size), progress)
+    proposer = load_proposer(config, Target(model, checkpoint, platform, dtype, group), progress)
     where = checkpoint, model_config.hidden_size, platform.device
     vectors = head.vectors(*where) if head.labels else _vectors(config, checkpoint, platform.device)
     logger.info("weights on %s: %s", platform.device, line_of(tensors := tensors_of(model, checkpoint)))
