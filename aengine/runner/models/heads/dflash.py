@@ -26,7 +26,7 @@ from ...model_config import ConfigReader, ModelConfig
 from ...weights.gguf_names import GgufNames
 from ...weights.scope import WeightScope
 from .draft_head import OnePassHead, check_fits, mask_of
-from .parts import DraftIds, Stored, head_layer, logits_of, tables_of
+from .parts import HeadApart, Stored, head_layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,29 +79,23 @@ def _captured(keys: ConfigReader, num_layers: int) -> tuple[int, ...]:
     return found
 
 
-class DFlash(OnePassHead):
+class DFlash(HeadApart, OnePassHead):
     config_class: ClassVar[type[ModelConfig]] = DFlashConfig
     gguf: ClassVar[GgufNames] = GgufNames()
     predicts_itself = True
 
     def __init__(self, config: DFlashConfig, weights: WeightScope, target: Decoder[Any], stored: Stored | None) -> None:
-        """``stored``: see `build_head`. What the checkpoint lacks and the target has is the target's."""
+        """``stored``: see `build_head`."""
         size, eps = config.hidden_size, config.rms_norm_eps
         names = stored if stored is not None else {"self_attn.q_norm.weight"}
-        self.config, self.weights, self.captured = config, weights, config.captured
+        super().__init__(config, weights, target, names, stored)
         self.mask_token_id, self.sees_masks = config.mask_token_id, not config.is_causal
         self.most_drafts = config.block_size - 1
         self.fc = Linear(weights, len(config.captured) * target.config.hidden_size, {"fc": size})
-        self.context_norm, self.norm = (
-            RMSNorm(weights.at("hidden_norm"), size, eps),
-            RMSNorm(weights.at("norm"), size, eps),
-        )
+        self.context_norm = RMSNorm(weights.at("hidden_norm"), size, eps)
         self.layers: list[Any] = [
             head_layer(config, i, weights.at(f"layers.{i}"), names) for i in range(config.num_layers)
         ]
-        self.embed, self.lm_head, vocabulary = tables_of(config, weights, target, names, config.draft_vocab_size)
-        self.vocabulary = vocabulary
-        self.draft_ids = DraftIds(config.vocab_size, config.draft_vocab_size, weights, stored)
 
     def combine(self, captured: Tensor) -> Tensor:
         return self.context_norm(self.fc.multiply(captured))
@@ -132,12 +126,3 @@ class DFlash(OnePassHead):
             layer.attention.add_to(residual, x, attn)
             layer.mlp(residual, layer.mlp_norm)
         return residual
-
-    def final_hidden(self, hidden: Tensor) -> Tensor:
-        return self.norm(hidden)
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        return logits_of(self.lm_head.after_norm(hidden, self.norm, torch.float32), self.vocabulary)
-
-    def token_ids(self, draft_ids: Tensor) -> Tensor:
-        return self.draft_ids.of_target(draft_ids)

@@ -23,8 +23,8 @@ from ...layers.norm import RMSNorm
 from ...model_config import ConfigReader, ModelConfig
 from ...weights.gguf_names import GgufNames
 from ...weights.scope import WeightScope
-from .draft_head import DraftHead, check_fits
-from .parts import DraftIds, Stored, head_attention, head_layer, head_mlp, logits_of, tables_of
+from .draft_head import check_fits
+from .parts import HeadApart, Stored, head_attention, head_layer, head_mlp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,14 +81,14 @@ def _captured(keys: ConfigReader, num_layers: int) -> tuple[int, ...]:
     return found
 
 
-class Eagle3(DraftHead):
+class Eagle3(HeadApart):
     config_class: ClassVar[type[ModelConfig]] = Eagle3Config
     gguf: ClassVar[GgufNames] = GgufNames()
 
     def __init__(self, config: Eagle3Config, weights: WeightScope, target: Decoder[Any], stored: Stored | None) -> None:
-        """``stored``: see `build_head`. What the checkpoint lacks and the target has is the target's."""
+        """``stored``: see `build_head`."""
         size, eps, names = config.hidden_size, config.rms_norm_eps, stored or {"lm_head.weight"}
-        self.config, self.weights, self.captured = config, weights, config.captured
+        super().__init__(config, weights, target, names, stored)
         self.norm_before_residual = config.norm_before_residual
         streams = len(config.captured) * target.config.hidden_size
         self.fc_norm = RMSNorm(weights.at("input_norm"), streams, eps) if config.norm_before_fc else None
@@ -100,10 +100,6 @@ class Eagle3(DraftHead):
         self.mlp_norm = RMSNorm(layer.at("post_attention_layernorm"), size, eps)
         self.mlp = head_mlp(config, layer)
         self.others = [head_layer(config, i, weights.at(f"layers.{i}"), names) for i in range(1, config.num_layers)]
-        self.norm = RMSNorm(weights.at("norm"), size, eps)
-        self.embed, self.lm_head, vocabulary = tables_of(config, weights, target, names, config.draft_vocab_size)
-        self.vocabulary = vocabulary
-        self.draft_ids = DraftIds(config.vocab_size, config.draft_vocab_size, weights, stored)
 
     def combine(self, captured: Tensor) -> Tensor:
         return self.fc.multiply(captured) if self.fc_norm is None else self.fc.after_norm(captured, self.fc_norm)
@@ -121,12 +117,3 @@ class Eagle3(DraftHead):
         for layer in self.others:
             layer(residual, attn)
         return residual
-
-    def final_hidden(self, hidden: Tensor) -> Tensor:
-        return self.norm(hidden)
-
-    def compute_logits(self, hidden: Tensor) -> Tensor:
-        return logits_of(self.lm_head.after_norm(hidden, self.norm, torch.float32), self.vocabulary)
-
-    def token_ids(self, draft_ids: Tensor) -> Tensor:
-        return self.draft_ids.of_target(draft_ids)

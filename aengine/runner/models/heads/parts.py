@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ....errors import ModelLoadError
-from ...distributed.shares import VocabularyShare
 from ...layers.decoder import Decoder, DecoderLayer, SelfAttention
 from ...layers.embedding import Embedding
 from ...layers.linear import Linear
@@ -18,6 +17,7 @@ from ...layers.norm import RMSNorm
 from ...model_config import ModelConfig
 from ...weights.scope import WeightScope
 from ...weights.weight import put_into
+from .draft_head import DraftHead
 
 Stored = Mapping[str, tuple[int, ...]]
 """Names and shapes of the tensors of a checkpoint."""
@@ -47,32 +47,6 @@ def head_mlp(config: ModelConfig, layer: WeightScope) -> GatedMLP:
     return GatedMLP(layer.at("mlp"), config.hidden_size, config.intermediate_size, **how)
 
 
-def tables_of(
-    config: ModelConfig, weights: WeightScope, target: Decoder[Any], names: Collection[str], draft_vocab_size: int
-) -> tuple[Any, Any, VocabularyShare]:
-    """Return the embedding, the output matrix, and what tokens that one has: the checkpoint's, or the target's. Raises
-    ModelLoadError: neither fits."""
-    size, embed, lm_head = config.hidden_size, target.embed, target.lm_head
-    vocabulary = weights.vocabulary(draft_vocab_size)
-    is_whole, is_as_wide = draft_vocab_size == config.vocab_size, size == target.config.hidden_size
-    if "embed_tokens.weight" in names:
-        embed = Embedding(weights.at("embed_tokens"), weights.vocabulary(config.vocab_size), size)
-    elif not is_as_wide:
-        raise lacks("embed_tokens.weight", "and the target's has another shape")
-    if "lm_head.weight" in names:
-        lm_head = Linear(weights, size, {"lm_head": vocabulary.share})
-    elif not (is_as_wide and is_whole):
-        raise lacks("lm_head.weight", "and the target's has another shape")
-    return embed, lm_head, vocabulary
-
-
-def logits_of(logits: Tensor, vocabulary: VocabularyShare) -> Tensor:
-    """Return the logits with -inf behind those of this rank's tokens."""
-    if vocabulary.num_tokens < vocabulary.size:
-        logits[:, vocabulary.num_tokens :] = -torch.inf
-    return logits
-
-
 class DraftIds:
     """The target's ids of the tokens that a head predicts, of a vocabulary of its own."""
 
@@ -100,3 +74,42 @@ class DraftIds:
 def lacks(name: str, why: str) -> ModelLoadError:
     """Return the error of a checkpoint without a tensor."""
     return ModelLoadError(f"the head's checkpoint lacks {name}, {why}: fetch the head again")
+
+
+class HeadApart(DraftHead):
+    """What predicts tokens in a head whose checkpoint is apart: perhaps of a vocabulary of its own."""
+
+    def __init__(
+        self,
+        config: Any,
+        weights: WeightScope,
+        target: Decoder[Any],
+        names: Collection[str],
+        stored: Collection[str] | None,
+    ) -> None:
+        """``names``: of the checkpoint's tensors; ``stored``: the same, or None where there is none. What it lacks and
+        the target has is the target's. Raises ModelLoadError: the target's table does not fit."""
+        size = config.hidden_size
+        self.config, self.weights, self.captured = config, weights, config.captured
+        self.norm = RMSNorm(weights.at("norm"), size, config.rms_norm_eps)
+        self.embed, self.lm_head = target.embed, target.lm_head
+        self.vocabulary = weights.vocabulary(config.draft_vocab_size)
+        is_whole, is_as_wide = config.draft_vocab_size == config.vocab_size, size == target.config.hidden_size
+        if "embed_tokens.weight" in names:
+            self.embed = Embedding(weights.at("embed_tokens"), weights.vocabulary(config.vocab_size), size)
+        elif not is_as_wide:
+            raise lacks("embed_tokens.weight", "and the target's has another shape")
+        if "lm_head.weight" in names:
+            self.lm_head = Linear(weights, size, {"lm_head": self.vocabulary.share})
+        elif not (is_as_wide and is_whole):
+            raise lacks("lm_head.weight", "and the target's has another shape")
+        self.draft_ids = DraftIds(config.vocab_size, config.draft_vocab_size, weights, stored)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.lm_head.after_norm(hidden, self.norm, torch.float32)
+        if self.vocabulary.num_tokens < self.vocabulary.size:
+            logits[:, self.vocabulary.num_tokens :] = -torch.inf
+        return logits
+
+    def token_ids(self, draft_ids: Tensor) -> Tensor:
+        return self.draft_ids.of_target(draft_ids)
