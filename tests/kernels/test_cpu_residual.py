@@ -25,6 +25,11 @@ def test_add_norm(rng: random.Random, gen: torch.Generator) -> None:
     torch.testing.assert_close(residual, wanted, rtol=2e-6, atol=2e-6)
 
 
+def test_copied(rng: random.Random, gen: torch.Generator) -> None:
+    x = torch.randn(rng.randint(1, 9), 16 * rng.randint(1, 40), generator=gen)
+    assert torch.equal(out := ops.copied(x), x) and out.data_ptr() != x.data_ptr()
+
+
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_layer_norm(rng: random.Random, gen: torch.Generator, has_bias: bool) -> None:
     rows, size = rng.randint(1, 9), 16 * rng.randint(1, 40)

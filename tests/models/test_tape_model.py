@@ -18,7 +18,8 @@ from tiny import load_reference, make_tiny_model, write_tiny_model
 
 from aengine.runner.graphs.tape_model import TapeModel
 from aengine.runner.models.llama import Llama
-from aengine.runner.startup import setup
+from aengine.runner.speculation.model_proposer import KeepingLayer
+from aengine.runner.startup import load, setup
 from aengine.telemetry.summary import summary_of
 
 pytest.importorskip("llvmlite")
@@ -94,6 +95,25 @@ def test_keys_and_values_in_fp8_are_the_tapes_too(short_model: str) -> None:
     engine.begin()
     assert isinstance(engine.runner.model, TapeModel) and engine.offer["kv_cache_scales"] == "calibrated"
     check_exactly(engine)
+
+
+def test_streams_that_a_head_reads_are_kept_by_the_tape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_tiny_model(tmp_path, "llama", num_key_value_heads=2, **SIZES_OF_HEADS)
+    kept, build_model = dict[int, torch.Tensor](), load.build_model
+
+    def built(*args: Any) -> Any:
+        model: Any = build_model(*args)
+        model.layers[2] = KeepingLayer(model, 2, kept)
+        return model
+
+    monkeypatch.setattr(load, "build_model", built)
+    engine = Engine(folder, dtype="auto")
+    engine.begin()
+    assert isinstance(engine.runner.model, TapeModel)
+    prompt = PROMPTS[-1]
+    engine.generate([prompt], max_tokens=1)
+    wanted = load_reference(folder, "llama")(torch.tensor([prompt]), output_hidden_states=True).hidden_states[2][0]
+    torch.testing.assert_close(kept[2][: len(prompt)], wanted, rtol=0, atol=0.01 * float(wanted.abs().max()))
 
 
 def test_matrices_of_several_types_that_are_multiplied_together_are_on_the_tape(tmp_path: Path) -> None:

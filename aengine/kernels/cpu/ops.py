@@ -159,6 +159,15 @@ def add_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
     launch("add_norm", [residual, x, size, weight, float(eps)], rows)
 
 
+def copied(x: Tensor) -> Tensor:
+    """Return a copy of float32 [n, size]."""
+    rows, size = x.shape
+    assert x.is_contiguous() and size % 16 == 0
+    out = empty(rows, size, torch.float32)
+    launch("copy_rows", [x, out, size], rows)
+    return out
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """Return (x - mean) / sqrt(variance + eps) * weight + bias, float32 [n, size] as x, for float32 [size] weights."""
     rows, size = x.shape

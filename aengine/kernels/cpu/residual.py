@@ -1,4 +1,4 @@
-"""Rows of float32 between products, for layers of which no product does it: norms that are added, gates.
+"""Rows of float32 between products, for layers of which no product does it: norms that are added, gates; copies.
 
 As kernels/rms_norm.py and activation.py. A chunk is a row, whose size LANES divides.
 """
@@ -31,4 +31,12 @@ def _act_and_mul(f: Function, target: Target, activation: str) -> None:
         f.store(own * f.load(F32 * LANES, up + place), out + place)
 
 
-KERNELS: dict[str, WriteKernel] = {"add_norm": _add_norm, "act_and_mul": _act_and_mul}
+def _copy_rows(f: Function, target: Target) -> None:
+    """words: x, out, float32 [rows, size], size."""
+    size = f.word(f.words, 2)
+    x, out = (f.address(f.words, i) + f.chunk * size * 4 for i in range(2))
+    with f.loop(0, size * 4, 4 * LANES) as place:
+        f.store(f.load(F32 * LANES, x + place), out + place)
+
+
+KERNELS: dict[str, WriteKernel] = {"add_norm": _add_norm, "act_and_mul": _act_and_mul, "copy_rows": _copy_rows}

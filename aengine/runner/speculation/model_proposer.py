@@ -7,7 +7,7 @@ A head reads, beside a token, the model's states at the token before: it is one 
 layers keep keys and values in the same pool and under the same block tables as the model's, so that whatever holds for
 those (hits in the prefix cache, copies, swaps) holds for its own. Steps with prompts are followed at once. What rows
 that decode get is computed when they are to have guesses, or when `LAG` tokens have gathered: where guesses don't pay,
-the model costs a small part of a step. So states are kept of as many tokens of each row.
+the model costs a small part of a step. So what a head makes of the states is kept of as many tokens of each row.
 
 What is computed for guesses that turn out wrong is behind the row's end, and is computed again.
 """
@@ -40,7 +40,7 @@ _SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 """Numbers of rows for which there are graphs."""
 _MOST_LATE = 8  # rows of a launch in which each has `LAG` positions
 _KEPT = LAG + 16
-"""Tokens of each row of which streams are kept: those of guesses that were wrong are among the last 16."""
+"""Tokens of each row of which states are kept: those of guesses that were wrong are among the last 16."""
 
 
 class Tokens(NamedTuple):
@@ -62,11 +62,16 @@ class Tokens(NamedTuple):
 class KeepingLayer:
     """A layer of a model that keeps a copy of the residual stream that comes to it."""
 
-    def __init__(self, layer: Callable[[Tensor, AttentionCall], None], kept: dict[int, Tensor], index: int) -> None:
-        self._layer, self._kept, self._index = layer, kept, index
+    def __init__(self, model: Any, index: int, kept: dict[int, Tensor]) -> None:
+        self._layer, self._kept, self._index = model.layers[index], kept, index
+        self._copied: Callable[[Tensor], Tensor] = torch.clone
+        if model.weights.formats.is_compiled and model.config.hidden_size % 16 == 0:
+            from ...kernels.cpu.ops import copied
+
+            self._copied = copied  # a tape may have it
 
     def __call__(self, residual: Tensor, attn: AttentionCall) -> None:
-        self._kept[self._index] = residual.clone()
+        self._kept[self._index] = self._copied(residual)
         self._layer(residual, attn)
 
 
@@ -89,16 +94,15 @@ class ModelProposerSource(ProposerSource):
         self.head, self.group, self.num_tokens, self.num_bytes = head, group, num_tokens, num_bytes
         self.configs = (head.config,)
         self.num_layers, self.num_ropes = len(target.config.kv_layers), len(target.config.ropes)
-        self.vocab_size, self.target_size = target.config.vocab_size, target.config.hidden_size
+        self.vocab_size = target.config.vocab_size
         self.dtype = target.weights.formats.dtype
         self.sizes = [size for size in _SIZES if size < max_num_seqs] + [min(max_num_seqs, _SIZES[-1])]
         self.most_positions = max(self.sizes[-1] * self.most_places, min(_MOST_LATE, max_num_seqs) * LAG)
         self.streams: dict[int, Tensor] = {}  # those that the model's layers have kept
         self._described = described
-        between = [index for index in head.captured if index < target.config.num_layers]
-        self.reads_layers = bool(between)
-        for index in between:
-            target.layers[index] = KeepingLayer(target.layers[index], self.streams, index)
+        for index in head.captured:
+            if index < target.config.num_layers:
+                target.layers[index] = KeepingLayer(target, index, self.streams)
 
     @property
     def most_places(self) -> int:
@@ -115,10 +119,11 @@ class ModelProposerSource(ProposerSource):
             if size <= _MOST_LATE:
                 yield size, 0
 
-    def captured(self, hidden: Tensor) -> Tensor:
-        """Return the streams that the head reads, [n, width], of a step whose layers have returned ``hidden``."""
+    def received(self, hidden: Tensor) -> Tensor:
+        """Return what the head makes of the streams of a step whose layers have returned ``hidden``: the states of
+        pairs, [n, hidden size of the head]."""
         found = [self.streams.get(index, hidden)[: len(hidden)] for index in self.head.captured]
-        return found[0] if len(found) == 1 else torch.cat(found, 1)
+        return self.head.combine(found[0] if len(found) == 1 else torch.cat(found, 1))
 
     def described(self) -> dict[str, Any]:
         return self._described | {"num_bytes": self.num_bytes}
@@ -167,10 +172,9 @@ class ModelProposer(Proposer):
         self._first = np.zeros(max_num_seqs, dtype=np.int64)  # tokens of each that others had computed
         self._layers: dict[int, AttentionLayer] = {}
         self._block_size = min(group.block_size for group in parts.tables.groups)
-        width = len(source.head.captured) * source.target_size
-        # The streams of the last tokens of each row, by position; the last row is for those that nobody wants.
-        shape = (max_num_seqs + 1, _KEPT, width) if width else (0, _KEPT, 0)
-        self._streams = torch.zeros(shape, dtype=source.dtype, device=device)
+        # The states of the last pairs of each row, by position; the last row is for those that nobody wants.
+        shape = ((max_num_seqs + 1) * self._shift, _KEPT, source.head.config.hidden_size)
+        self._states = torch.zeros(shape, dtype=source.dtype, device=device)
         self._words = torch.zeros(5 * source.sizes[-1], dtype=torch.int64, device=device)
         self._is_padded = parts.platform.is_accelerator
         self._graphs: dict[
@@ -212,12 +216,11 @@ class ModelProposer(Proposer):
     def prefill(self, inputs: PreparedInputs, rows: Tensor, hidden: Tensor, attn: Any) -> None:
         head, ids, received = self._head, inputs.input_ids, None
         if self._shift:
-            owners, places, streams = _owners(inputs), inputs.positions, self._source.captured(hidden[: len(ids)])
+            owners, places, received = _owners(inputs), inputs.positions, self._source.received(hidden[: len(ids)])
             row, token_ids = rows.index_select(0, owners), self._requests.token_ids
             is_last = (places >= inputs.seq_lens.index_select(0, owners) - LAG) & (inputs.slot_mapping[0] >= 0)
-            self._put(torch.where(is_last, row, -1), places, streams)
+            self._put(torch.where(is_last, row, -1), places, received)
             ids = token_ids[row.clamp(min=0), (places + 1).clamp(max=token_ids.shape[1] - 1)].long()
-            received = head.combine(streams)
         behind = AttentionBehind(self._parts.kv_memory.op_by_op(attn), self._source, self._layers)
         head.remember(ids, inputs.positions, behind, received)
 
@@ -229,11 +232,11 @@ class ModelProposer(Proposer):
 
     def store_states(self, rows: Tensor, positions: Tensor, hidden: Tensor) -> None:
         if self._shift:
-            self._put(rows, positions, self._source.captured(hidden))
+            self._put(rows, positions, self._source.received(hidden))
 
-    def _put(self, rows: Tensor, positions: Tensor, streams: Tensor) -> None:
-        """Keep the streams [n, width] of tokens at positions of rows, int64 [n]; -1: nobody wants them."""
-        self._streams[torch.where(rows < 0, len(self._streams) - 1, rows), positions % _KEPT] = streams
+    def _put(self, rows: Tensor, positions: Tensor, states: Tensor) -> None:
+        """Keep the states [n, hidden size] of pairs at positions of rows, int64 [n]; -1: nobody wants them."""
+        self._states[torch.where(rows < 0, len(self._states) - 1, rows), positions % _KEPT] = states
 
     def _catch_up(self, rows: Rows, *, without_last: bool = False) -> None:
         """Compute what the rows lack, without a guess."""
@@ -279,16 +282,14 @@ class ModelProposer(Proposer):
         """Return the tokens that are to be computed, [n * width], and the place behind the last of each row, [n]. See
         `_draft`."""
         rows, _, lags, first, left_out = columns
-        requests, own, head = self._requests, rows.clamp(min=0), self._head
+        requests, own = self._requests, rows.clamp(min=0)
         ends = requests.scalars.num_tokens.index_select(0, own).long() - left_out
         places = ends[:, None] - width + torch.arange(width, device=rows.device)
         is_wanted = (rows >= 0)[:, None] & (places >= torch.maximum(first, ends - lags)[:, None])
         owners = torch.where(is_wanted, rows[:, None], -1).flatten()
         places = places.clamp_(min=0)
         ids = requests.token_ids[own[:, None], places + self._shift].long().flatten()
-        received = None
-        if self._shift:
-            received = head.combine(self._streams[own[:, None], places % _KEPT].flatten(0, 1))
+        received = self._states[own[:, None], places % _KEPT].flatten(0, 1) if self._shift else None
         return Tokens.of(owners, places.flatten(), ids, received), ends
 
     def _guess(self, late: Tokens, ends: Tensor, columns: Tensor, most: int) -> None:

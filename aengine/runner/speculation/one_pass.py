@@ -39,33 +39,36 @@ class OnePassProposer(ModelProposer):
     def _guess(self, late: Tokens, ends: Tensor, columns: Tensor, most: int) -> None:
         """See `ModelProposer`."""
         rows, counts, _, _, left_out = columns
-        own, head, ids = rows.clamp(min=0), self._head, self._requests.token_ids
-        more = 1 if head.predicts_itself else -1  # places that a row has beside one for each guess
-        steps = torch.arange(most + more, device=rows.device)
-        is_wanted = (rows >= 0)[:, None] & (counts > 0)[:, None] & (steps < (counts + more)[:, None])
-        places = (ends[:, None] + steps).clamp_(min=0)
-        masks = torch.full_like(places, head.mask_token_id)
-        if head.predicts_itself:
-            masks[:, 0] = ids[own, ends.clamp(min=0)].long()
-        seen = (ends + counts + more)[:, None].expand_as(places) if head.sees_masks else places + 1
-        assert late.received is not None
-        width = len(late.rows) // len(rows)
-        pairs = Tokens(*late[:5], torch.zeros_like(late.rows, dtype=torch.bool))
-        block = Tokens(
-            torch.where(is_wanted, rows[:, None], -1),
-            places,
-            masks,
-            late.received.new_zeros((*places.shape, late.received.shape[1])),
-            seen,
-            torch.ones_like(is_wanted),
-        )
-        columns_of_both: list[Any] = [
-            torch.cat((a.unflatten(0, (-1, width)), b), 1).flatten(0, 1)
-            for a, b in zip(pairs, block, strict=True)
-            if a is not None and b is not None
-        ]
-        hidden = self._compute(Tokens(*columns_of_both)).unflatten(0, (len(rows), -1))[:, -most:]
+        own, ids = rows.clamp(min=0), self._requests.token_ids
+        both = _joined(late, self._block(ends, columns, most), len(rows))
+        hidden = self._compute(both).unflatten(0, (len(rows), -1))[:, -most:]
         guesses = self._best(hidden.flatten(0, 1)).unflatten(0, (-1, most))
         for number in range(most):
             is_asked = (rows >= 0) & (counts > number)
             write_guesses(ids, own, ends + left_out + number, guesses[:, number], is_asked)
+
+    def _block(self, ends: Tensor, columns: Tensor, most: int) -> Tokens:
+        """Return the places behind the pairs of each row, from ``ends`` on: all of a row, then all of the next one."""
+        rows, counts = columns[:2]
+        head, own = self._head, rows.clamp(min=0)
+        more = 1 if head.predicts_itself else -1  # places that a row has beside one for each guess
+        num_places = torch.where(counts > 0, counts + more, 0)[:, None]
+        steps = torch.arange(most + more, device=rows.device)
+        places = (ends[:, None] + steps).clamp_(min=0)
+        masks = torch.full_like(places, head.mask_token_id)
+        if head.predicts_itself:
+            masks[:, 0] = self._requests.token_ids[own, ends.clamp(min=0)].long()
+        owners = torch.where((rows >= 0)[:, None] & (steps < num_places), rows[:, None], -1)
+        seen = (ends[:, None] + num_places).expand_as(places) if head.sees_masks else places + 1
+        nothing = self._states.new_zeros((places.numel(), self._states.shape[2]))
+        owned, flat = owners.flatten(), places.flatten()
+        return Tokens(owned, flat, masks.flatten(), nothing, seen.flatten(), torch.ones_like(owned, dtype=torch.bool))
+
+
+def _joined(pairs: Tokens, block: Tokens, num_rows: int) -> Tokens:
+    """Return the pairs of each of ``num_rows`` rows, and behind them the places of its block."""
+    columns: list[Any] = []
+    for a, b in zip(pairs._replace(are_drafted=torch.zeros_like(pairs.rows, dtype=torch.bool)), block, strict=True):
+        assert a is not None and b is not None
+        columns.append(torch.cat((a.unflatten(0, (num_rows, -1)), b.unflatten(0, (num_rows, -1))), 1).flatten(0, 1))
+    return Tokens(*columns)

@@ -80,8 +80,6 @@ class ProposerSource:
 
     configs: Sequence[ModelConfig] = ()
     """Models whose layers keep keys and values behind the model's own."""
-    reads_layers = False
-    """Whether streams between the model's layers are read, so that they run op by op."""
     num_bytes = 0
     """Bytes of its weights on this rank."""
     most_positions = 0

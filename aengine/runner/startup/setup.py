@@ -179,7 +179,7 @@ class RunnerSetup:
     def _compiled(self, cache: Any, exchange: StepExchange, max_model_len: int) -> Callable[[Tensor], Any] | None:
         """What makes the model a tape, if compiled kernels multiply its weights; see `ModelRunner`."""
         formats, config = self.model.weights.formats, self.config
-        if not formats.is_compiled or config.enforce_eager or not exchange.is_alone or self.proposer.reads_layers:
+        if not formats.is_compiled or config.enforce_eager or not exchange.is_alone:
             return None
         from ..graphs.tape_model import taped
 
