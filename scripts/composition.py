@@ -84,6 +84,14 @@ FORMATS_OF = {
 }
 DRAFTED_STAGES = "tests/parallel/test_pipeline_engine.py::test_drafts"
 SETTINGS_OF_SHARED = "tests/parallel/test_shared_experts.py::test_drafts_and_swapped_requests"
+DRAFT_MODEL, HEADS, MTP = "a draft model", "EAGLE-3, P-EAGLE, DFlash", "MTP"
+DRAFTED_BY = {
+    DRAFT_MODEL: "tests/e2e/test_draft_models.py::test_the_same_tokens",
+    HEADS: "tests/e2e/test_trained_heads.py::test_a_head_is_right_as_often_as_its_reference",
+    MTP: "tests/e2e/test_trained_heads.py::test_a_head_is_right_as_often_as_its_reference",
+}
+"""Methods of `speculation` that have weights, and where their drafts are right."""
+HEADS_OF_STATES = "tests/e2e/test_speculation_states.py::test_heads_draft_for_models_with_states"
 DRAFTED_STATES = "tests/models/test_drafted_hybrids.py::test_every_scenario"
 NO_KV = "there are neither tokens to be drafted nor KV to be kept"
 NO_DRAFTS = "nothing is drafted"
@@ -200,6 +208,15 @@ def of_divided_formats(row: str, column: str) -> Cell:
     return Cell(row, column, (FORMATS_OF[row],))
 
 
+def of_weighted_drafts(row: str, column: str) -> Cell:
+    """What drafts with weights of its own, for a model or in a division."""
+    if column == PIPELINE:
+        return _refused(row, column, "ModelLoadError")
+    if column == STATES or (row, column) == (MTP, TENSOR):
+        return Cell(row, column, (HEADS_OF_STATES,))
+    return Cell(row, column, (DRAFTED_BY[row],))
+
+
 def of_two_divisions(row: str, column: str) -> Cell:
     """Two divisions of one engine."""
     pair = {row, column}
@@ -228,6 +245,9 @@ TABLES = {
     of_formats: Table("Requests and formats of weights", REQUESTS, FORMATS),
     of_divisions: Table("Requests and several devices", REQUESTS, DIVISIONS),
     of_settings: Table("Settings", SETTINGS, (*FAMILIES, *FORMATS, *DIVISIONS)),
+    of_weighted_drafts: Table(
+        "Drafts of models and heads", tuple(DRAFTED_BY), ("full attention", STATES, TENSOR, PIPELINE)
+    ),
     of_divided_families: Table("Models and several devices", FAMILIES, DIVISIONS),
     of_divided_formats: Table("Formats and several devices", FORMATS, DIVISIONS),
     of_two_divisions: Table("Divisions", DIVISIONS, DIVISIONS, is_symmetric=True),

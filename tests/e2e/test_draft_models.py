@@ -26,13 +26,13 @@ def drafted_by(folder: Path, tokens: int = 3) -> dict[str, Any]:
 
 
 async def test_the_same_tokens(models: Callable[[str], Model], tmp_path: Path) -> None:
-    """By drafts of a model whose heads are of other sizes, and which so has a KV group of its own. With too few blocks
-    for all, and a worker that is killed."""
-    model = models("llama")
+    """By drafts of a model whose heads are of other sizes, and which so has a KV group of its own; two ranks divide
+    both. With too few blocks for all, and a worker that is killed."""
+    model, settings = models("llama"), SETTINGS | {"tensor_parallel_size": 2}
     folder = write_tiny_model(tmp_path / "other", "qwen2", seed=5, num_key_value_heads=1, num_hidden_layers=2)
-    async with running(model, **SETTINGS) as engine:
+    async with running(model, **settings) as engine:
         expected = await answers(engine, 3)
-    async with running(model, **SETTINGS, **drafted_by(folder)) as engine:
+    async with running(model, **settings, **drafted_by(folder)) as engine:
         assert await answers(engine, 3) == expected
         statistics = engine.statistics()
         drafts = {each.proposer: each for each in statistics.drafts}["draft_model"]

@@ -4,6 +4,7 @@ in the prefix cache or computed again."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -23,8 +24,10 @@ from aengine import SamplingParams
 from aengine.engine.scheduler import kv_cache_manager
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))  # behind all else: that folder has a conftest.py too
+from draft_heads import Eagle3
+from test_draft_heads import EAGLE3, SIZES, write_head
 from test_hybrids import MODELS
-from tiny import write_tiny_model
+from tiny import VOCAB_SIZE, write_tiny_model
 
 __all__ = ["any_cost", "one_thread"]  # fixtures
 SHARED = [*range(100, 140)]
@@ -68,19 +71,29 @@ async def test_the_same_tokens(name: str, speculation: str, tmp_path: Path, monk
 
 @pytest.mark.parametrize("name", some(["qwen3-next", "qwen3.5-experts", "qwen3.5"], "qwen3.5-experts"))
 async def test_heads_draft_for_models_with_states(name: str, tmp_path: Path) -> None:
-    """The layer that a checkpoint has for it, untrained here, and a draft model; pages are too few for all requests."""
+    """The layer that a checkpoint has for it, untrained here, a head apart, a draft model; pages are too few for all
+    requests, and two ranks divide the layers."""
     arch, fields = MODELS[name]
     folder, other = write_tiny_model(tmp_path / "own", arch, seed=11, **fields), tmp_path / "other"
     write_tiny_model(other, "llama", seed=5, num_hidden_layers=1)
     add_mtp_layer(folder)
     model: Any = SimpleNamespace(folder=folder)
-    settings: dict[str, Any] = {"kv_cache_memory_bytes": MIB, "max_num_seqs": 6}
+    settings: dict[str, Any] = {"kv_cache_memory_bytes": MIB, "max_num_seqs": 6, "tensor_parallel_size": 2}
+    last = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    read = {"eagle_aux_hidden_state_layer_ids": [0, last - 1, last]}
+    table = torch.zeros(VOCAB_SIZE, SIZES["hidden_size"])
+    apart = write_head(tmp_path / "apart", Eagle3({**SIZES, **EAGLE3, **read}, table, table))
     outcomes = []
-    for speculation in ("none", {"method": "mtp", "tokens": 3}, {"method": "draft_model", "model": str(other)}):
+    for speculation in (
+        "none",
+        {"method": "mtp", "tokens": 3},
+        {"method": "eagle3", "model": str(apart)},
+        {"method": "draft_model", "model": str(other)},
+    ):
         async with running(model, speculation=speculation, **settings) as engine:
             outcomes.append(await answers(engine, 3))
             assert speculation == "none" or engine.statistics().drafted_tokens > 100
-    assert outcomes[0] == outcomes[1] == outcomes[2]
+    assert all(each == outcomes[0] for each in outcomes)
 
 
 def add_mtp_layer(folder: Path) -> None:

@@ -49,6 +49,7 @@ from aengine.ipc.messages import NO_RESULTS, GrammarOutput, int32
 from aengine.params import CallOptions, SamplingParams, StructuredOutput
 from aengine.runner.distributed.stage import WHOLE, PipelineStage
 from aengine.runner.models import build_model, read_config
+from aengine.runner.startup.draft import find_proposer
 from aengine.runner.startup.encoder import load_encoder
 from aengine.runner.weights.formats import choose_formats
 from aengine.workers.rank import ranks_of
@@ -374,10 +375,14 @@ def ask(row: str, column: str, tiny_model: TinyModel) -> Any:
     for name in pair & sizes.keys():
         settings |= sizes[name]
     is_dense = column == composition.SHARED and row not in ("experts", composition.FOREIGN)
+    if row in composition.DRAFTED_BY:
+        methods = {composition.DRAFT_MODEL: "draft_model", composition.HEADS: "eagle3", composition.MTP: "mtp"}
+        settings["speculation"] = {"method": methods[row]} | ({} if row == composition.MTP else {"model": "any"})
     folder = tiny_model("llama") if is_dense else tiny_model("qwen3_moe", seed=7, **EIGHT, **EXPERTS)
     config = EngineConfig.create(str(folder), settings)
     source = resolve_model(config)
     check_start(config, source.hf_config)
+    find_proposer(config)
     rank = ranks_of(config)[0]
     if row == composition.ENCODERS:
         return load_encoder(config, source.to_wire(), rank, lambda *report: None)
