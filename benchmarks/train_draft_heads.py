@@ -60,8 +60,8 @@ CHAT = "<|im_start|>user\n{}", "<|im_end|>\n<|im_start|>assistant\n"
 QUESTIONS = ("Explain this: ", "Write an example of it. ", "What is meant by this? ", "Say it in other words: ")
 
 
-def load_target(model: str, device: str) -> tuple[LlamaForCausalLM, Any]:
-    """The model of a GGUF as transformers computes it, in bfloat16, and its tokenizer."""
+def load_target(model: str, device: str, dtype: torch.dtype = torch.bfloat16) -> tuple[LlamaForCausalLM, Any]:
+    """The model of a GGUF as transformers computes it, and its tokenizer."""
     source = resolve_model(EngineConfig.create(model, {}))
     config = LlamaConfig(**source.hf_config)
     names, state = gguf_names(read_config(source.hf_config)), dict[str, Tensor]()
@@ -77,7 +77,7 @@ def load_target(model: str, device: str) -> tuple[LlamaForCausalLM, Any]:
         target = LlamaForCausalLM(config)
     target.load_state_dict(state | {"lm_head.weight": state["model.embed_tokens.weight"]}, assign=True)
     target.model.rotary_emb = type(target.model.rotary_emb)(config)
-    return target.to(device, torch.bfloat16).eval(), Tokenizer.load(source)
+    return target.to(device, dtype).eval(), Tokenizer.load(source)
 
 
 def documentation(most_files: int = 400) -> str:
@@ -132,10 +132,10 @@ def layers_of(target: LlamaForCausalLM) -> tuple[int, int, int]:
 
 @torch.inference_mode()
 def captured(target: LlamaForCausalLM, ids: Tensor) -> dict[str, Tensor]:
-    """What the heads learn from: the target's states, in bfloat16."""
+    """What the heads learn from: the target's states."""
     states = target.model(ids, output_hidden_states=True).hidden_states
     aux = torch.cat([states[i] for i in layers_of(target)], -1)
-    return {"ids": ids, "aux": aux.bfloat16(), "last": states[-1].bfloat16()}
+    return {"ids": ids, "aux": aux, "last": states[-1]}
 
 
 def make_texts(args: argparse.Namespace, target: LlamaForCausalLM, tokenizer: Any) -> Texts:
