@@ -22,9 +22,8 @@ from aengine.checkpoint.source import ModelSource
 from aengine.errors import ModelLoadError
 from aengine.runner.distributed.stage import WHOLE, PipelineStage
 from aengine.runner.models import build_model, gguf_names, read_config
-from aengine.runner.weights import packed_experts
 from aengine.runner.weights.formats import choose_formats
-from aengine.runner.weights.quantised import fp8, int8
+from aengine.runner.weights.quantised import faults, fp8
 from aengine.runner.weights.quantised import gguf as kept_gguf
 from aengine.runner.weights.quantised.gguf import CODED_TYPES
 from aengine.runner.weights.sources import random_source
@@ -137,14 +136,14 @@ def test_safetensors(
 @pytest.mark.parametrize("kind", ["int-quantized", "pack-quantized"])
 @pytest.mark.parametrize(("arch", "fields"), [("llama", LARGE), ("qwen3_moe", EXPERTS)])
 def test_int8(arch: str, fields: dict[str, Any], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int8, "checked_scale", lambda scale, name: scale)  # there are no numbers
+    monkeypatch.setattr(faults, "of_scale", lambda scale: "")  # there are no numbers
     folder = write_tiny_model(tmp_path, arch, **fields)
     quantise(folder, kind, ignored=("mlp.gate$",))
     check(*load_counted(source_of(folder), monkeypatch))
 
 
 def test_mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_experts, "checked_scale", lambda scale, name: scale)  # there are no numbers
+    monkeypatch.setattr(faults, "of_exponents", lambda scale: "")  # there are no numbers
     folder = write_tiny_model(tmp_path, "gpt_oss", num_local_experts=16)
     mxfp4(folder)
     check(*load_counted(source_of(folder), monkeypatch))
