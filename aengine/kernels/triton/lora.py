@@ -9,6 +9,8 @@ Bytes: A and B of a slot once for each of its blocks, all but the first out of t
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 import triton
 import triton.language as tl
@@ -23,9 +25,10 @@ from .expert_plan import sort_by_bin
 from .launch import has_pdl, launch, launch_next, only_compiles, wait_for_previous
 
 _LONGEST_ROW = 16_384  # input features that a program normalises by itself
-_PIECES = ((8, 32), (33, 8), (132, 2))
-"""Up to so many blocks of tokens and rows of A, the input features are divided among so many programs: few numbers,
-since each is a kernel of its own to be compiled. All of these are compiled ahead."""
+_SPANS = ((8, 128), (33, 512), (132, 2048), (1 << 30, 1 << 30))
+"""Up to so many blocks of tokens and rows of A a program has so many input features: few numbers, since each is a
+kernel of its own to be compiled. All of these are compiled ahead."""
+_MOST_PIECES = 32
 _BLOCK_M = (16, 64)
 _BLOCK_K, _BLOCK_N, _BLOCK_R = 128, 128, 64
 _FEW = 512  # tokens, up to which blocks are small
@@ -44,11 +47,10 @@ def shrink(x: Tensor, norm: Norm | None, matrices: AdapterMatrices, plan: Adapte
         x, norm = rms_norm.rms_norm(x, norm.weight, norm.eps), None
     assert plan.block_slots is not None and x.is_contiguous()
     num_programs = len(plan.block_slots) * triton.cdiv(rows, _block(rows, _BLOCK_R))
-    fitting = next((pieces for most, pieces in _PIECES if num_programs <= most), 1)
+    fitting = next(span for most, span in _SPANS if num_programs <= most)
     if only_compiles() and norm is None:
-        for pieces in (1, *(pieces for _, pieces in _PIECES)):
-            for block_m in _BLOCK_M:
-                _shrink_to(pieces, block_m, x, norm, matrices, plan)
+        for (_, span), block_m in product(_SPANS, _BLOCK_M):
+            _shrink_to(span, block_m, x, norm, matrices, plan)
     return _shrink_to(fitting, plan.block_m, x, norm, matrices, plan)
 
 
@@ -56,19 +58,19 @@ def _block(size: int, most: int) -> int:
     return min(most, max(16, triton.next_power_of_2(size)))
 
 
-def _span(k: int, most: int) -> int:
-    """Input features of a piece, of which there are ``most`` or fewer."""
+def _span(k: int, wanted: int) -> int:
+    """Input features of a piece: ``wanted``, unless these are all of a small matrix, or too few of a large one."""
     block_k = _block(k, _BLOCK_K)
-    return triton.cdiv(triton.cdiv(k, most), block_k) * block_k
+    return triton.cdiv(min(k, max(wanted, triton.cdiv(k, _MOST_PIECES))), block_k) * block_k
 
 
 def _shrink_to(
-    most: int, block_m: int, x: Tensor, norm: Norm | None, matrices: AdapterMatrices, plan: AdapterPlan
+    wanted: int, block_m: int, x: Tensor, norm: Norm | None, matrices: AdapterMatrices, plan: AdapterPlan
 ) -> Tensor:
-    """``most``: pieces; a small matrix has fewer."""
+    """``wanted``: see `_span`."""
     assert plan.block_slots is not None
     (n, k), (num_slots, rows, _) = x.shape, matrices.a.shape
-    span = _span(k, most)
+    span = _span(k, wanted)
     pieces = triton.cdiv(k, span)
     out = torch.empty((pieces, n, rows), dtype=torch.float32, device=x.device)
     launch(
@@ -93,7 +95,7 @@ def _shrink_to(
         NORM=norm is not None,
         PDL=has_pdl(),
         STAGES=3,
-        num_warps=4,
+        num_warps=2 if block_m == _BLOCK_M[0] else 4,
     )
     return out
 
@@ -114,9 +116,8 @@ def _expand_into(
 ) -> None:
     if only_compiles():
         k = matrices.a.shape[2]
-        for most in (1, *(pieces for _, pieces in _PIECES)):
-            for block_m in _BLOCK_M:
-                _launch_expand(triton.cdiv(k, _span(k, most)), block_m, y, out, h, matrices, plan, activation)
+        for (_, span), block_m in product(_SPANS, _BLOCK_M):
+            _launch_expand(triton.cdiv(k, _span(k, span)), block_m, y, out, h, matrices, plan, activation)
     _launch_expand(h.shape[0], plan.block_m, y, out, h, matrices, plan, activation)
 
 
@@ -135,7 +136,8 @@ def _launch_expand(
     sizes = (size // 2,) if activation is not None else matrices.sizes
     # Of gate and up each half is a part, or both are of one.
     assert activation is None or len(matrices.sizes) == 1 or matrices.sizes == (size // 2, size // 2)
-    block_n = _block(max(sizes), _BLOCK_N if y.element_size() == 2 else _BLOCK_N // 2)
+    is_narrow = y.element_size() == 4 or len(plan.slots) == 1  # more programs read what there is of one token
+    block_n = _block(max(sizes), _BLOCK_N // 2 if is_narrow else _BLOCK_N)
     launch(
         _expand,
         (len(plan.block_slots), sum(triton.cdiv(own, block_n) for own in sizes)),
@@ -254,15 +256,15 @@ def _expand(
     first = tile * BN
     end = N // 2
     if not GATED:
-        before = 0
+        passed = 0
         for p in tl.static_range(0, PARTS):
             begin, stop = tl.load(starts_ptr + p), tl.load(starts_ptr + p + 1)
             count = (stop - begin + BN - 1) // BN
-            is_here = (tile >= before) & (tile < before + count)
+            is_here = (tile >= passed) & (tile < passed + count)
             part = tl.where(is_here, p, part)
-            first = tl.where(is_here, begin + (tile - before) * BN, first)
+            first = tl.where(is_here, begin + (tile - passed) * BN, first)
             end = tl.where(is_here, stop, end)
-            before += count
+            passed += count
     column = first + tl.arange(0, BN)
     is_column = column < end
     tokens = tl.load(order_ptr + block * BM + tl.arange(0, BM))
@@ -279,17 +281,17 @@ def _expand(
     if GATED:
         u = tl.load(b_ptrs + N // 2 * RANK, mask=is_inside, other=0.0)
         wait_for_previous(PDL)
+        gate_before = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
+        up_before = tl.load(y_ptrs + N // 2, mask=mask, other=0.0).to(tl.float32)
         gate = _product(b, h_ptr, b_ptrs, at, is_column, has_adapter, r, n, R, RANK, PIECES, BN, BM, BR)
         u_ptrs = b_ptrs + N // 2 * RANK
         up = _product(
             u, h_ptr, u_ptrs, at + (PARTS - 1) * RANK, is_column, has_adapter, r, n, R, RANK, PIECES, BN, BM, BR
         )
-        gate += tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
-        up += tl.load(y_ptrs + N // 2, mask=mask, other=0.0).to(tl.float32)
-        gated = activate_and_multiply(gate, up, ACTIVATION)
+        gated = activate_and_multiply(gate_before + gate, up_before + up, ACTIVATION)
         tl.store(out_ptr + rows[None, :] * (N // 2) + column[:, None], gated.to(out_ptr.dtype.element_ty), mask=mask)
     else:
         wait_for_previous(PDL)
-        y = _product(b, h_ptr, b_ptrs, at, is_column, has_adapter, r, n, R, RANK, PIECES, BN, BM, BR)
-        y += tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
+        before = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
+        y = before + _product(b, h_ptr, b_ptrs, at, is_column, has_adapter, r, n, R, RANK, PIECES, BN, BM, BR)
         tl.store(out_ptr + rows[None, :] * N + column[:, None], y.to(out_ptr.dtype.element_ty), mask=mask)
