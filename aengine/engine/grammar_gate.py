@@ -31,11 +31,15 @@ class JumpForward(NamedTuple):
 
     most_rows: int  # most rows with a grammar in a step: to ask a grammar which tokens it forces takes some 10 us a row
     least_tokens: float  # least forced tokens a request, on average: fewer save less than the larger step costs
+    verified_rows: int = 0  # requests of a step up to which they are verified as guesses are, by a graph for drafts
 
 
 ALWAYS = JumpForward(1 << 30, 0.0)
 IN_SMALL_BATCHES = JumpForward(4, 2.0)
 """On a GPU, where a step of several tokens a request is no decode graph, and takes about as long as two."""
+BY_GRAPHS = JumpForward(1 << 30, 0.2, verified_rows=4)
+"""On a GPU with graphs for drafts. These sample at each position, which needs a row of a bitmask: those of one request
+are filled one after the other, so with many requests it takes less to have none."""
 
 
 class Masks(NamedTuple):
@@ -111,11 +115,14 @@ class GrammarGate:
         self.step = None
         bitmask = len(masks.rows) if masks.is_shared else masks.rows
         await executor.send_grammar(GrammarOutput(masks.step.step_id, masks.batch_idx, bitmask))
-        if sum(map(len, filled.forced.values())) >= self._jump_forward.least_tokens * len(masks.step.batch):
+        is_verified = len(masks.step.batch) <= self._jump_forward.verified_rows
+        least = 0.0 if is_verified else self._jump_forward.least_tokens * len(masks.step.batch)
+        if sum(map(len, filled.forced.values())) >= least:
             for job, (_, *drafts) in filled.forced.items():  # the step in flight samples the first
                 request = masks.due[job]
                 # A request that wants log-probabilities of each token needs the logits of each position.
-                self._scheduler.rows.lookahead.propose(request, drafts, are_certain=request.params.logprobs is None)
+                are_certain = request.params.logprobs is None and not is_verified
+                self._scheduler.rows.lookahead.propose(request, drafts, are_certain=are_certain)
 
     async def _filled(self, filling: Filling) -> Filled:
         """Wait until the rows are filled. The watchdog is paused, since a row may take seconds that are not the

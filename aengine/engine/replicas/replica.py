@@ -15,7 +15,7 @@ from ...errors import EngineError
 from ...ipc.messages import KVCacheGroup
 from ...telemetry.metrics import Counters, ReplicaStatistics
 from ...telemetry.observer import Observer
-from ..grammar_gate import ALWAYS, IN_SMALL_BATCHES
+from ..grammar_gate import ALWAYS, BY_GRAPHS, IN_SMALL_BATCHES
 from ..pacing.multi_step import MultiStep
 from ..pacing.step_time import StepTime
 from ..pacing.steps_in_flight import StepsInFlight
@@ -78,7 +78,7 @@ class Replica:
             hang_timeout=config.hang_timeout,
             step_patience=_GPU_PATIENCE if is_gpu else 0.0,
             grammars=grammars,
-            jump_forward=IN_SMALL_BATCHES if is_gpu else ALWAYS,
+            jump_forward=ALWAYS if not is_gpu else IN_SMALL_BATCHES if config.speculation == "none" else BY_GRAPHS,
             speculation=speculation,
             peers=peers,
         )
