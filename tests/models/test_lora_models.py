@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -169,6 +170,11 @@ def test_a_slot_is_filled_again_while_others_run(tmp_path: Path, rng: random.Ran
     whole = Driver(load(merged(tmp_path / "merged-a", folder, first))[0], rng)
     check_near(got["0"], whole.step({"x": batch})["x"])
     check_near(later["0"], whole.step({"x": batch[:1]})["x"])
+    assert fill(rows, 1, second) == "ready"
+    shutil.copytree(first, second, dirs_exist_ok=True)  # the same folder, with other files
+    assert fill(rows, 1, second) == "ready" and take(rows, 1, 1) is None
+    begin(rows, {1: 5})
+    check_near(driver.step({"3": batch})["3"], got["1"])
     rows.calls["drop_lora"](1)
     assert take(rows, 1, 1) is not None
 

@@ -9,6 +9,7 @@ Steps are of two kinds: in those without an adapter nothing of this is launched.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -53,7 +54,7 @@ class LoraRows(TokenRows):
         self._on_device = torch.full((max_num_seqs + 1,), num_slots, dtype=torch.int32, device=platform.device)
         self._is_sent = True  # the device has `_of_rows` as it is
         self._is_kept = False  # the kind stays what it is
-        self._loads: dict[int, tuple[str, Future[None]]] = {}  # each slot's adapter that was asked for
+        self._loads: dict[int, tuple[object, Future[None]]] = {}  # each slot's adapter that was asked for
         self._matrices: list[SlotMatrices] = []
         self._loader = LoraLoader(platform, rank, num_layers)
         self._thread = ThreadPoolExecutor(1, "lora")
@@ -83,12 +84,12 @@ class LoraRows(TokenRows):
 
     def load(self, slot: int, path: str) -> str:
         """Begin to fill a slot, which no row has, from an adapter's folder, in a thread; called again, tell how far it
-        is: "loading", "ready", or "refused: " and why. What is ready stays so until `drop`, or another path."""
+        is: "loading", "ready", or "refused: " and why. What is ready stays so until `drop`, or other files."""
         if not 0 <= slot < self._num_slots:
             return f"refused: there is no slot {slot} for an adapter: max_loras={self._num_slots}"
-        own = self._loads.get(slot)
-        if own is None or own[0] != path:
-            own = self._loads[slot] = path, self._thread.submit(self._loader.load, slot, path, self._matrices)
+        own, files = self._loads.get(slot), _state_of(path)
+        if own is None or own[0] != files:
+            own = self._loads[slot] = files, self._thread.submit(self._loader.load, slot, path, self._matrices)
         if not own[1].done():
             return "loading"
         if (error := own[1].exception()) is None:
@@ -144,3 +145,11 @@ class LoraRows(TokenRows):
         if self.kind:
             super().begin(rows, query_start_loc, num_tokens)
             self.plan = plan_adapters(self._on_device[self.of_tokens], self._num_slots)
+
+
+def _state_of(path: str) -> object:
+    """Return what is another value for other files, or for changed ones."""
+    try:
+        return [(file.name, file.inode(), file.stat().st_mtime_ns) for file in os.scandir(path)], path
+    except OSError:  # the load says what is wrong
+        return path
