@@ -525,7 +525,7 @@ BUDGETS = {
     "engine": 25852,
     "integrations": 2625,
     "ipc": 2180,
-    "kernels": 16270,
+    "kernels": 16650,
     "limits": 660,
     "remote": 1630,
     "runner": 24165,

@@ -16,6 +16,7 @@ import inspect
 import itertools
 import os
 import pkgutil
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any, get_args
@@ -94,13 +95,21 @@ TYPES = {
     torch.uint8: "*u8",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
-OPTIONS = {"num_warps", "num_stages", "launch_pdl"}
+OPTIONS = {"num_warps", "num_stages", "launch_pdl", "maxnreg"}
 
 
 def check_first_keys(ptx: str, is_raw: bool) -> None:
     """Of the raw form they are asked for before the wait for the product; else they may be new, and it comes first."""
     wait, copies = ptx.index("griddepcontrol.wait"), ptx.find("cp.async.cg")  # none: they go to registers
     assert copies < 0 or (copies < wait) == is_raw, "the first keys are read on the wrong side of the wait"
+
+
+def check_lanes(ttgir: str) -> None:
+    """What is written for the tensor cores has in each thread what they want there, whatever layout loads would get."""
+    lanes = "sizePerThread = [1, 4], threadsPerWarp = [8, 4]"
+    layouts = set(re.findall(r'elementwise_inline_asm "[^"]*mma[^"]*".*-> tensor<[^,]*, (#\w+)>', ttgir))
+    assert layouts, "no product by the tensor cores"
+    assert all(re.search(rf"^{name} = .*{re.escape(lanes)}", ttgir, re.M) for name in layouts), "other lanes"
 
 
 class Compiler:
@@ -148,6 +157,8 @@ class Compiler:
             return
         if kernel.__name__ == "_decode_attention" and self.capability >= 90:
             check_first_keys(compiled.asm["ptx"], values["RAW"])
+        if kernel.__name__ == "_row_by_codes":
+            check_lanes(compiled.asm["ttgir"])
         sizes = " ".join(f"{n}={values[n]}" for n in ("BM", "BN", "GROUPS", "BK", "STAGES") if n in values)
         name = f"{kernel.__name__} {self.note} {sizes}"
         self.shared[name] = max(self.shared.get(name, 0), compiled.metadata.shared)
@@ -168,6 +179,7 @@ class Compiler:
                 "launch": self,
                 "max_shared_memory": lambda: LIMITS[self.capability],
                 "is_hopper": lambda: self.capability == 90,
+                "has_mma": lambda: self.capability >= 80,
                 "has_fp8": lambda: self.capability >= 89,
                 "has_pdl": lambda: self.capability >= 90,
                 "_library_has_scales": lambda: False,  # a product of torch's own is not compiled here

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from aengine.kernels.activation import act_and_mul, computed
 from aengine.kernels.expert_types import InputNorm
@@ -203,6 +204,28 @@ def test_products_by_a_norm(
     check(norm_linear(x, InputNorm(weight, 1e-6), Matrix(codes, bias), torch.float32), product(case, normed), x.dtype)
     both = computed(norm_gated_linear(x, InputNorm(weight, 1e-6), Matrix(codes, bias)))
     check(both, act_and_mul(product(case, normed)), x.dtype)
+
+
+@pytest.mark.parametrize("kind", ["int4", "uint4"])
+@pytest.mark.parametrize(("n", "k", "group"), [(32, 512, 32), (21, 608, 64), (9, 96, 128)])
+def test_one_row_by_the_tensor_cores(
+    kind: CodeKind, n: int, k: int, group: int, gen: torch.Generator, triton_device: torch.device
+) -> None:
+    """Whole tiles and tiles cut in both directions, also with a norm and a gate."""
+    from aengine.kernels.triton.grouped_row import can_multiply_row
+
+    codes = draw_codes(gen, random.Random(k), kind, 2 * n, k, group)
+    codes = replace(codes, **{name: tensor.to(triton_device) for name, tensor in codes.tensors().items()})
+    case = {"codes": codes, "bias": torch.randn(2 * n, generator=gen).to(triton_device)}
+    for dtype in (torch.bfloat16, torch.float16):
+        weight = torch.rand(k, generator=gen).add_(0.5).div_(8).to(dtype).to(triton_device)
+        x = (torch.randn(1, k, generator=gen) / 8).to(dtype).to(triton_device)
+        assert can_multiply_row(x, codes, InputNorm(weight, 1e-6))
+        matrix, wanted = Matrix(codes, case["bias"]), product(case, x)
+        check(plain_linear(x, matrix), wanted, dtype)
+        normed = F.rms_norm(x.double().cpu(), (k,), weight.double().cpu(), 1e-6)
+        both = computed(norm_gated_linear(x, InputNorm(weight, 1e-6), matrix))
+        check(both, act_and_mul(product(case, normed)), dtype)
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])

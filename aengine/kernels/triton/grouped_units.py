@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .grouped_parts import group_values, halves, masked_or, no_number, raised, times_plus
+from .grouped_parts import group_values, halves, no_number, raised, times_plus
 
 
 @triton.jit
@@ -144,27 +144,13 @@ def _scaled_sums(
 
 
 @triton.jit
-def _raised_higher(words, INDEX: tl.constexpr):
-    """What `raised` gives for codes of 4 bits, by half of its shifts: plus 2048 if INDEX is a multiple of 3, else plus
-    128. What is left of a sum without that much of x is exact enough for x of 16 bits."""
-    PLACE: tl.constexpr = 12 if INDEX % 3 == 0 else 16  # in the mantissa of that power of two
-    RIGHT: tl.constexpr = 4 * INDEX - PLACE
-    q = words >> RIGHT if RIGHT > 0 else words << -RIGHT
-    y = masked_or(q, 0xF000, 0x45000000) if INDEX % 3 == 0 else masked_or(q, 0xF0000, 0x43000000)
-    return y.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _add_pairs(y, w, x, x_2, INDEX: tl.constexpr, KIND: tl.constexpr, HIGHER: tl.constexpr):
+def _add_pairs(y, w, x, x_2, INDEX: tl.constexpr, KIND: tl.constexpr):
     """y and the products of codes INDEX and INDEX + 4 of words; of kind e2m1 2^-14 of them."""
     if KIND == "e2m1":  # sign, exponent and mantissa in their places in two numbers of float16
         SHIFT: tl.constexpr = 9 - 4 * INDEX
         both = (w << SHIFT if SHIFT > 0 else w >> -SHIFT) & 0x0E000E00 | w << 12 - 4 * INDEX & -0x7FFF8000
         low = both.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         high = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    elif HIGHER:
-        low = _raised_higher(w, INDEX)
-        high = _raised_higher(w, INDEX + 4)
     else:
         low = raised(w, x, INDEX, KIND)
         high = raised(w, x, INDEX + 4, KIND)
@@ -175,38 +161,33 @@ def _add_pairs(y, w, x, x_2, INDEX: tl.constexpr, KIND: tl.constexpr, HIGHER: tl
 def dot_of_units(
     w, xs, scale_ptr, zero_ptr, offset_ptr, n, column, KIND: tl.constexpr, UNIT: tl.constexpr, N: tl.constexpr,
     K: tl.constexpr, BN: tl.constexpr, BU: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
-    RAISED: tl.constexpr, IS_HALF: tl.constexpr = False,
+    RAISED: tl.constexpr,
 ):  # fmt: skip
     """[BN, BU]: the products of codes w [BN, PER * BU] and ``xs`` of `load_x`; column: the first of each unit [BU].
-    IS_HALF: x was given in 16 bits. Sums of x that are not needed the compiler leaves out."""
+    Sums of x that are not needed the compiler leaves out."""
     FACTOR: tl.constexpr = 16384.0 if KIND == "e2m1" else 1.0
-    HIGHER: tl.constexpr = IS_HALF and KIND == "int4" and GROUP > 32  # narrow groups lose by one more sum of x
-    LEFT: tl.constexpr = RAISED - 16.0 if HIGHER else RAISED
     x = xs[0]
-    more = x * 1920.0  # than 128, by which codes are raised
     if UNIT == 16:
         y = raised(w, x, 0, KIND) * x[None, :]
     else:
-        y = _add_pairs(tl.zeros(w.shape, tl.float32), w, x, xs[1], 0, KIND, HIGHER)
-        y = _add_pairs(y, w, xs[2], xs[3], 1, KIND, HIGHER)
+        y = _add_pairs(tl.zeros(w.shape, tl.float32), w, x, xs[1], 0, KIND)
+        y = _add_pairs(y, w, xs[2], xs[3], 1, KIND)
         x += xs[1] + xs[2] + xs[3]
         if GROUP == 16:
             first = _scaled_sums(
-                _by_units(y, BN, BU) * FACTOR - (_sums_of_x(x * 128.0 + more, w, KIND, BN, BU) if HIGHER else 0.0),
+                _by_units(y, BN, BU) * FACTOR,
                 _sums_of_x(x, w, KIND, BN, BU), scale_ptr, zero_ptr, offset_ptr, n, column, N, K, GROUP, GROUPS, ROWS,
-                LEFT,
+                RAISED,
             )  # fmt: skip
             y = tl.zeros(w.shape, tl.float32)
             x = tl.zeros(x.shape, tl.float32)
-            more = x
             column += 16
-        y = _add_pairs(y, w, xs[4], xs[5], 2, KIND, HIGHER)
-        y = _add_pairs(y, w, xs[6], xs[7], 3, KIND, HIGHER)
+        y = _add_pairs(y, w, xs[4], xs[5], 2, KIND)
+        y = _add_pairs(y, w, xs[6], xs[7], 3, KIND)
         x += xs[4] + xs[5] + xs[6] + xs[7]
-        more += (xs[5] + xs[6]) * 1920.0
     z = _scaled_sums(
-        _by_units(y, BN, BU) * FACTOR - (_sums_of_x(x * 128.0 + more, w, KIND, BN, BU) if HIGHER else 0.0),
-        _sums_of_x(x, w, KIND, BN, BU), scale_ptr, zero_ptr, offset_ptr, n, column, N, K, GROUP, GROUPS, ROWS, LEFT,
+        _by_units(y, BN, BU) * FACTOR,
+        _sums_of_x(x, w, KIND, BN, BU), scale_ptr, zero_ptr, offset_ptr, n, column, N, K, GROUP, GROUPS, ROWS, RAISED,
     )  # fmt: skip
     if UNIT == 32 and GROUP == 16:
         z += first

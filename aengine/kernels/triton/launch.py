@@ -69,6 +69,13 @@ def has_pdl() -> bool:
     return target is not None and target.backend == "cuda" and target.arch >= 90
 
 
+def has_mma() -> bool:
+    """Return whether kernels may hold `mma` of bfloat16 as it is written: NVIDIA GPUs of compute capability 8.0 or more
+    have it; the interpreter passes for one, and computes the same otherwise."""
+    target = _target()
+    return is_interpreted or (target is not None and (target.backend == "cuda" and target.arch >= 80))
+
+
 def has_fp8() -> bool:
     """Return whether the GPU's instructions know float8_e4m3fn: those of compute capability 8.9 and later do."""
     target = _target()

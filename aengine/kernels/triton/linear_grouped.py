@@ -2,6 +2,7 @@
 
     gemv       one row: a thread reads a unit of 16 bytes of codes of BN rows, sums its products in registers, and
                applies the group's scale and zero point once
+    row        one row of 16 bits by 4 bits in groups of 32 columns or more, on the tensor cores: see grouped_row.py
     tiles      2 to 512 rows: see grouped_tiles.py
 
 Bytes: K N / 2 (or K N) of codes and the groups' scales once; operations: 2 N K, and some 4 to make a number of a code.
@@ -20,6 +21,7 @@ from ..rms_norm import Norm
 from . import rms_norm
 from .activation import activate_and_multiply
 from .grouped_parts import constants, pointers
+from .grouped_row import can_multiply_row, multiply_row
 from .grouped_tiles import MAX_ROWS, multiply_tiles
 from .grouped_units import codes_at, dot_of_units, finished, load_codes, load_x, places_of
 from .launch import (
@@ -58,6 +60,9 @@ def multiply(
     rows = x.shape[0]
     if rows > MAX_ROWS or (rows > 1 and x.dtype == torch.float32 and not is_interpreted):
         return False
+    if rows == 1 and can_multiply_row(x, codes, norm):
+        multiply_row(x, codes, bias, out, norm, add=add, activation=activation)
+        return True
     if rows == 1:
         _multiply_row(x, codes, bias, out, norm, add=add, activation=activation)
         return True
@@ -171,7 +176,6 @@ def _gemv(
     PER: tl.constexpr = 4 if UNIT == 32 else 16  # elements of a unit
     WIDTH: tl.constexpr = K // UNIT * PER  # and of a row
     ALL: tl.constexpr = 2 * N if GATED else N
-    IS_HALF: tl.constexpr = x_ptr.dtype.element_ty != tl.float32
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     element = tl.arange(0, BU * PER)
     unit = tl.arange(0, BU)
@@ -194,12 +198,12 @@ def _gemv(
         column = (u0 + unit) * UNIT
         acc += dot_of_units(
             w, xs, scale_ptr, zero_ptr, offset_ptr, n, column,
-            KIND, UNIT, N, K, BN, BU, GROUP, GROUPS, ROWS, RAISED, IS_HALF,
+            KIND, UNIT, N, K, BN, BU, GROUP, GROUPS, ROWS, RAISED,
         )  # fmt: skip
         if GATED:
             up += dot_of_units(
                 u, xs, scale_ptr, zero_ptr, offset_ptr, N + n, column,
-                KIND, UNIT, ALL, K, BN, BU, GROUP, GROUPS, ROWS, RAISED, IS_HALF,
+                KIND, UNIT, ALL, K, BN, BU, GROUP, GROUPS, ROWS, RAISED,
             )  # fmt: skip
     y = tl.sum(acc, 1)
     v = tl.sum(up, 1) if GATED else y
