@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,6 +16,7 @@ from ..__version__ import __version__
 from ..engine.threads.lanes import Lanes
 from .health import Health
 from .http import FEW_VALUES, MANY_VALUES, HTTPError, Pace, json_in_pieces, read_json
+from .openai.requests import RequestBody
 from .openai.responses.store import ResponseStore
 
 if TYPE_CHECKING:
@@ -80,8 +81,21 @@ class Service:
         """Read and validate the body of a request. Raises HTTPError 400, 404, 413, 415 and ClientLeftError."""
         body = await read_json(request, self.max_body_bytes, self._lanes, partial(validated, kind))
         request.state.body = body  # errors are named by the fields of this body
-        self.check_model(getattr(body, "model", None))
+        name: str | None = getattr(body, "model", None)
+        is_other = name not in (None, *self.model_names)
+        if is_other and isinstance(body, RequestBody) and name in await self.adapters():
+            body.take_as_adapter(str(name))
+        else:
+            self.check_model(name)
         return body
+
+    async def adapters(self) -> Collection[str]:
+        """Return the names of the engine's adapters, which requests may ask for as models."""
+        return await self.engine.list_loras()
+
+    def model_of(self, body: RequestBody) -> str:
+        """Return the name of the model of the body's answer."""
+        return body.adapter or self.model_name
 
     async def answer(
         self, content: Callable[[], Any], num_values: int, headers: Mapping[str, str] | None = None

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import prometheus_client  # noqa: F401  # importing it on the loop would block that
 import pytest
 from conftest_api import core_of, until
 from fakes import FakeExecutor
+from openai import NotFoundError
 from safetensors.numpy import save_file
 
 from aengine import AsyncLLM, Completion, EngineConfig, InvalidRequestError, SamplingParams, WorkerDiedError
@@ -292,3 +294,21 @@ async def test_bad_adapters_are_refused_when_they_are_named(
             await ask(plain, "a")
         with pytest.raises(InvalidRequestError, match="max_loras=N"):
             await plain.add_lora("a", adapters["a"])
+
+
+async def test_adapters_are_models_of_openais_interface(make: Make, adapters: dict[str, str]) -> None:
+    async with make(loras={name: adapters[name] for name in "ab"}) as engine, engine.openai_client() as client:
+        listed = {model.id: getattr(model, "parent", None) for model in (await client.models.list()).data}
+        assert listed == {"smollm2-135m": None, "a": "smollm2-135m", "b": "smollm2-135m"}
+        assert (await client.models.retrieve("b")).id == "b"
+        texts = {}
+        for name in ("smollm2-135m", "a", "b"):
+            chat = await client.chat.completions.create(
+                model=name, messages=[{"role": "user", "content": "x"}], max_tokens=3
+            )
+            text = await client.completions.create(model=name, prompt="x", max_tokens=3)
+            assert chat.model == text.model == name and chat.choices[0].message.content
+            texts[name] = text.choices[0].text
+        assert len(set(texts.values())) == 3
+        with pytest.raises(NotFoundError, match="'c' is not served"):
+            await client.completions.create(model="c", prompt="x")

@@ -56,7 +56,7 @@ async def chat_completions(service: Service, request: Request) -> Response:
     messages = chat_messages(body.messages)
     stream = service.engine.stream_chat(messages, body.params(), request_id=name.request_id, **body.chat_options())
     note_usage(request, stream)
-    head = {"id": name.text, "created": int(time.time()), "model": service.model_name}
+    head = {"id": name.text, "created": int(time.time()), "model": service.model_of(body)}
     head["system_fingerprint"] = service.system_fingerprint
     writer = _Writer(service, body, head)
     if body.stream:

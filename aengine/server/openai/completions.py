@@ -52,7 +52,7 @@ async def completions(service: Service, request: Request) -> Response:
     """Complete one prompt or several, whole or as it comes."""
     body = await service.body(request, CompletionBody)
     name = answer_id("cmpl", request, body.request_id)
-    head = {"id": name.text, "object": "text_completion", "created": int(time.time()), "model": service.model_name}
+    head = {"id": name.text, "object": "text_completion", "created": int(time.time()), "model": service.model_of(body)}
     head["system_fingerprint"] = service.system_fingerprint
     writer = _Writer(service, body, head)
     if body.stream:

@@ -12,18 +12,23 @@ from ..service import Service
 
 
 async def list_models(service: Service, request: Request) -> Response:
-    """List the names under which the model is served."""
-    return JSONAnswer({"object": "list", "data": [_model(service, name) for name in service.model_names]})
+    """List the names under which the model is served, and its adapters."""
+    found = [_model(service, name) for name in service.model_names]
+    found += [_model(service, name, service.model_name) for name in await service.adapters()]
+    return JSONAnswer({"object": "list", "data": found})
 
 
 async def show_model(service: Service, request: Request) -> Response:
-    """Describe the model."""
+    """Describe the model, or an adapter of it."""
     name = request.path_params["name"]
+    if name not in service.model_names and name in await service.adapters():
+        return JSONAnswer(_model(service, name, service.model_name))
     service.check_model(name)
     return JSONAnswer(_model(service, name))
 
 
-def _model(service: Service, name: str) -> dict[str, Any]:
+def _model(service: Service, name: str, parent: str | None = None) -> dict[str, Any]:
+    """Describe what is served under a name. ``parent``: the name of the model that it is an adapter of."""
     described = service.engine.describe()
     return {
         "id": name,
@@ -31,6 +36,6 @@ def _model(service: Service, name: str) -> dict[str, Any]:
         "created": service.created,
         "owned_by": "aengine",
         "root": service.root_name,
-        "parent": None,
+        "parent": parent,
         "max_model_len": described["max_model_len"],
     }

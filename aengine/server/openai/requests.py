@@ -11,7 +11,16 @@ from dataclasses import fields
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from ...limits.bounds import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_PROMPTS, MAX_TOOLS, MAX_VARIABLES
@@ -239,10 +248,20 @@ class RequestBody(Body):
     cache_salt: str | None = None
     deadline: float | None = None
     first_token_deadline: float | None = None
+    _adapter: str | None = PrivateAttr(None)
 
     def request_options(self) -> dict[str, Any]:
         """Return them as of `AsyncLLM.stream`."""
-        return {name: getattr(self, name) for name in RequestBody.model_fields}
+        return {name: getattr(self, name) for name in RequestBody.model_fields} | {"lora": self._adapter}
+
+    @property
+    def adapter(self) -> str | None:
+        """The adapter that the body asks for as its model."""
+        return self._adapter
+
+    def take_as_adapter(self, name: str) -> None:
+        """Note that the model which the body asks for is an adapter."""
+        self._adapter = name
 
 
 class SamplingBody(RequestBody):
