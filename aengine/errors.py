@@ -150,16 +150,24 @@ class WorkerDiedError(EngineError):
     """A worker process died.
 
     ``rank`` is the worker's; ``exit_code`` as in subprocess (negative: the signal's number), None if unknown;
-    ``worker_traceback`` is the last traceback that it could still report, "" if none.
+    ``worker_traceback`` is the last traceback that it could still report, "" if none; ``is_of_request``: it has died of
+    this request again and again, and would once more.
     """
 
     def __init__(
-        self, message: str, *, rank: int = 0, exit_code: int | None = None, worker_traceback: str = ""
+        self,
+        message: str,
+        *,
+        rank: int = 0,
+        exit_code: int | None = None,
+        worker_traceback: str = "",
+        is_of_request: bool = False,
     ) -> None:
         super().__init__(message)
         self.rank = rank
         self.exit_code = exit_code
         self.worker_traceback = worker_traceback
+        self.is_of_request = is_of_request
 
 
 class WorkerCallError(EngineError):

@@ -51,6 +51,10 @@ class RestartBudget:
         recent = sum(at > now - 60 for at in self._restarts) - 1
         return 0.0 if recent <= 0 else min(_LONGEST_DELAY, _FIRST_DELAY * 2.0 ** min(recent - 1, 16))
 
+    def forgive(self) -> None:
+        """Count the restarts so far no longer: their cause has been found, and is gone."""
+        self._restarts.clear()
+
     def __str__(self) -> str:
         return f"{self._most} restarts within {self._window:g} s"
 

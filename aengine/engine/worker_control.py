@@ -69,10 +69,12 @@ class WorkerControl:
         for request in self._steps.preempt_all(raised):
             blame = WorkerDiedError(
                 f"workers died again and again while they computed request {request.request_id}, also when it was "
-                f"the only suspect: {error}"
+                f"the only suspect: {error}",
+                is_of_request=True,
             )
             blame.__cause__ = error
             request.sink.fail(blame)
+            self._budget.forgive()  # what they died of is gone
 
     async def replace(self, error: EngineError, is_wanted: Callable[[], bool]) -> EngineError | None:
         """Start another worker instead of the one that has failed, again and again while the budget allows.

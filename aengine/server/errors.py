@@ -40,6 +40,8 @@ _PUBLIC: dict[type[EngineError], str] = {
 }
 """What clients read of the engine's own failures, whose texts have paths of this machine and other requests' data."""
 
+_KILLS = "the worker process that computes the model has died of this request each time; the server's log says why"
+
 _NOT_STRICT = 'a request without "strict": true leaves out'
 """What HTTP has for the engine's on_unsupported."""
 
@@ -80,6 +82,9 @@ def http_error(error: BaseException, body: Body | None = None) -> HTTPError:
             logger.error("a request failed in the engine: %s", text)
             public = _PUBLIC[InternalError]
             return HTTPError(500, public, kind="server_error", code="internal_error", headers=_NO_RETRY)
+        case WorkerDiedError(is_of_request=True):
+            logger.error("a request has killed workers: %s", text)
+            return HTTPError(500, _KILLS, kind="server_error", code="internal_error", headers=_NO_RETRY)
         case EngineError():
             public = next(shown for kind, shown in _PUBLIC.items() if isinstance(error, kind))
             headers = {"retry-after": "1"}

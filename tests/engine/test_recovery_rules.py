@@ -16,6 +16,8 @@ def test_restarts_back_off_and_end() -> None:
     delays = [budget.next_delay(1.0 + i) for i in range(6)]
     assert delays == [0.0, 0.25, 0.5, 1.0, 2.0, None]
     assert budget.next_delay(101.5) == 0.0, "the first has left the window, and the others are no series any more"
+    budget.forgive()
+    assert [budget.next_delay(102.0 + i) for i in range(2)] == [0.0, 0.25], "the cause of those before is gone"
     assert RestartBudget(0, 100.0).next_delay(0.0) is None
 
 

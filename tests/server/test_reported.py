@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from aengine import InternalError
+from aengine import InternalError, WorkerDiedError
+from aengine.errors import EngineError
 from aengine.server import create_app
 from aengine.server.in_process import streaming_transport
 from aengine.testing import FakeAsyncLLM
@@ -49,12 +50,15 @@ async def test_a_deadline_that_has_passed_is_not_tried_again() -> None:
             assert (answer.status_code, answer.headers["x-should-retry"]) == (504, "false"), answer.text
 
 
-async def test_a_request_that_fails_in_the_engine_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [InternalError("each step raises"), WorkerDiedError("of it", is_of_request=True)])
+async def test_a_request_that_fails_in_the_engine_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch, error: EngineError
+) -> None:
     """It would end a worker once more."""
     async with FakeAsyncLLM("yes") as engine, client_of(engine) as client:
 
         def fail(*args: Any, **options: Any) -> Any:
-            raise InternalError("each step of it raises")
+            raise error
 
         for name in ("generate", "stream", "stream_chat"):
             monkeypatch.setattr(engine, name, fail)
