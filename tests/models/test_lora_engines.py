@@ -1,0 +1,78 @@
+"""Adapters through whole engines with real workers: tokens are those of models whose weights were merged with them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapters import merged, write_adapter
+from tiny import write_tiny_model
+
+from aengine import AsyncLLM, InvalidRequestError, SamplingParams
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+SETTINGS: dict[str, Any] = {
+    "skip_tokenizer": True,
+    "dtype": "float32",
+    "max_model_len": 128,
+    "kv_cache_memory_bytes": 1 << 24,
+}
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.0)
+SEEDED = GREEDY.replace(temperature=0.8, seed=5)
+
+
+async def tokens(engine: AsyncLLM, prompt: list[int], params: SamplingParams, name: str | None = None) -> list[int]:
+    return list((await engine.generate(prompt, params, lora=name)).token_ids)
+
+
+@pytest.mark.parametrize("division", [{}, {"tensor_parallel_size": 2}, {"data_parallel_size": 2}])
+async def test_each_request_is_as_by_a_merged_model(
+    tmp_path: Path, rng: random.Random, division: dict[str, int]
+) -> None:
+    """Side by side, with more adapters than places; while one is added; and when a worker is killed in the middle."""
+    base = write_tiny_model(tmp_path / "base", "llama", **SIZES)
+    paths = {name: write_adapter(tmp_path / name, base, rng, rank) for name, rank in (("a", 4), ("b", 8), ("c", 2))}
+    prompts = [[rng.randrange(250) for _ in range(20)] for _ in range(4)]
+    asked = [(prompt, params, name) for name in (None, *"abc") for prompt in prompts for params in (GREEDY, SEEDED)]
+    rng.shuffle(asked)
+    models = {None: base} | {name: merged(tmp_path / f"merged_{name}", base, path) for name, path in paths.items()}
+    wanted: dict[Any, list[int]] = {}
+    for name, model in models.items():
+        async with AsyncLLM(str(model), **SETTINGS) as engine:
+            own = [one for one in asked if one[2] == name]
+            found = await asyncio.gather(*(tokens(engine, prompt, params) for prompt, params, _ in own))
+            wanted |= {(*prompt, params.seed, name): ids for (prompt, params, _), ids in zip(own, found, strict=True)}
+    assert len({tuple(ids) for ids in wanted.values()}) > len(wanted) // 2
+
+    loras = {name: str(paths[name]) for name in "ab"}
+    async with AsyncLLM(str(base), **SETTINGS, loras=loras, max_loras=2, max_lora_rank=8, **division) as engine:
+        await engine.add_lora("c", str(paths["c"]))
+        for is_killed in (False, True):
+            running = [asyncio.create_task(tokens(engine, *one)) for one in asked]
+            if is_killed:
+                while not any(one["num_running"] for one in (await engine.list_loras()).values()):
+                    await asyncio.sleep(0.001)
+                os.kill(engine.describe()["pid"], signal.SIGKILL)
+            for (prompt, params, name), ids in zip(asked, await asyncio.gather(*running), strict=True):
+                assert ids == wanted[(*prompt, params.seed, name)], (name, is_killed)
+        assert engine.statistics().num_restarts == 1
+
+
+async def test_what_only_a_worker_sees_fails_its_requests_alone(tmp_path: Path, rng: random.Random) -> None:
+    base = write_tiny_model(tmp_path / "base", "llama", **SIZES)
+    good = write_adapter(tmp_path / "good", base, rng, 4)
+    nan = write_adapter(tmp_path / "nan", base, rng, 4, change=lambda own: next(iter(own.values())).fill_(torch.nan))
+    loras = {"good": str(good), "nan": str(nan)}
+    async with AsyncLLM(str(base), **SETTINGS, loras=loras) as engine:
+        before = await tokens(engine, [1, 2, 3], GREEDY)
+        results = await asyncio.gather(
+            *(tokens(engine, [1, 2, 3], GREEDY, name) for name in ("good", "nan", None, "nan")), return_exceptions=True
+        )
+        assert isinstance(results[1], InvalidRequestError) and "nan" in str(results[1])
+        assert isinstance(results[3], InvalidRequestError) and results[2] == before and isinstance(results[0], list)
