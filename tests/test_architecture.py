@@ -381,6 +381,8 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
             "kernels/lora_types.py",
             "kernels/triton/lora.py",
             "remote/serving.py",
+            "server/openai/requests.py",  # the option
+            "server/service.py",  # asks which there are
             "runner/lora/",
             "runner/startup/load.py",  # chooses it on the device
         },
