@@ -374,7 +374,7 @@ async def test_a_worker_that_writes_a_profile_is_not_hung(
             monkeypatch.setattr(executor, "answer_later", answer_later)
             for answer in held:
                 answer_later(*answer)
-            return {"path": "/trace"}
+            return [{"path": "/trace"}]
 
         monkeypatch.setattr(executor, "call", call)
         assert await getattr(engine, method)() == "/trace"

@@ -344,7 +344,7 @@ async def test_a_profile_is_of_all(make_two: Make, monkeypatch: pytest.MonkeyPat
 
         async def call(executor: FakeExecutor, method: str, *args: Any, timeout: float) -> Any:
             called.append((method, *args))
-            return {"path": args[0] if args else "trace"}
+            return [{"path": args[0] if args else "trace"}]
 
         monkeypatch.setattr(FakeExecutor, "call", call)
         folder = await engine.start_profile("traces")
