@@ -17,12 +17,13 @@ import uvloop
 from blockbuster import BlockBuster
 from hypothesis import HealthCheck, settings
 
-# Helpers' asserts tell what they compared, and hold with python -O, too, as those of test files do.
+# Helpers' asserts tell what they compared, and hold with python -O, too, as those of test files do. Some other
+# sitecustomize than the tests' own may be imported already, of which pytest would warn.
 pytest.register_assert_rewrite(
     *(
         path.stem
         for path in Path(__file__).parent.rglob("*.py")
-        if not path.stem.startswith(("test_", "conftest", "__"))
+        if not path.stem.startswith(("test_", "conftest", "__", "sitecustomize"))
     )
 )
 
