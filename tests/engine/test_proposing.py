@@ -461,10 +461,13 @@ class Loop:
         return Request(name, prompt, SamplingParams(), seed=0, **how)
 
     def answer(self, out: Any, token_id: int, seconds: float = 0.0) -> None:
+        self.answers(out, [token_id], seconds)
+
+    def answers(self, out: Any, token_ids: Sequence[int], seconds: float = 0.0) -> None:
         self.now += seconds
         step = self.scheduler.oldest_step
         assert step is not None
-        sampled = self.scheduler.update(ModelRunnerOutput(out.step_id, int32([token_id]))).sampled
+        sampled = self.scheduler.update(ModelRunnerOutput(out.step_id, int32(token_ids))).sampled
         self.speculation.note_answer(step, self.now, sampled)
 
 
@@ -482,6 +485,16 @@ def test_steps_ahead_are_taken_back_for_drafts_and_not_for_nothing() -> None:
     assert loop.speculation.propose(), "they were taken back"
     out = loop.scheduler.schedule()
     assert out is not None and out.drafts is not None and list(out.drafts.token_ids)[:3] == [8, 9, 1]
+
+
+def test_steps_ahead_stay_where_drafts_bring_less_than_a_step() -> None:
+    """Of two requests one can be guessed, a token at a time: taking steps back costs both of them more."""
+    in_flight = StepsAhead(2)
+    loop = Loop(in_flight, DraftBudget(3))
+    loop.scheduler.add_request(loop.new_request("b", [20, 21, 22, 23]))
+    for token_ids in ([5, 30], [6, 31], [7, 32], [8, 33]):
+        assert loop.speculation.propose() and not in_flight.num_interrupts
+        loop.answers(loop.scheduler.schedule(), token_ids)
 
 
 def test_while_drafts_are_in_flight_no_step_is_made_that_may_be_taken_back() -> None:

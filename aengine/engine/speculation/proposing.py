@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 from time import monotonic
 
 from ..delivery import Sampled
@@ -16,6 +19,9 @@ from .proposer import NewHistory
 
 _MOST_TAKEN_IN = 8192  # tokens that are put into tables before a step, of all requests together: some 500 us
 _MOST_VAIN_SHARE = 0.02  # searches for guesses take no more of the time, while none is drafted again and again
+_LEAST_OF_A_STEP = (
+    0.5  # share of a step's tokens that drafts must be expected to bring, for steps ahead to be taken back
+)
 _FREE_SEARCHES = 4  # searches in vain in a row, after which steps begin to be made without one
 _MOST_DOUBLINGS = 6  # then 64 steps are made without a search: a text that can be guessed is found soon
 
@@ -68,9 +74,12 @@ class Proposing(Speculation):
         guesses = self._guesses(changed, room)
         chances = [guess.chances for guess in guesses.values()]
         counts = self._budget.grant(num_rows, chances, is_gated=self._scheduler.num_constrained > 0)
+        takes_back = self._in_flight.has_cancellable
+        if takes_back and _expected(chances, counts) < _LEAST_OF_A_STEP * num_rows:
+            counts = [0] * len(counts)  # it takes the host longer to make the steps ahead once more
         granted = [request for request, count in zip(guesses, counts, strict=True) if count]
         must_wait = waits_for_answers and any(request.num_pending for request in granted)
-        if granted and (self._in_flight.has_cancellable or must_wait):
+        if granted and (takes_back or must_wait):
             self._in_flight.cancel_queued()  # steps ahead have one token each, at the places of the drafts
             self._changed, self._began_at = changed, began_at
             return False
@@ -107,3 +116,8 @@ class Proposing(Speculation):
             if guess.token_ids:
                 guesses[request] = guess
         return guesses
+
+
+def _expected(chances: Sequence[Sequence[float]], counts: Sequence[int]) -> float:
+    """Return how many of the drafts are expected to be accepted, of so many of each request's guesses."""
+    return sum(sum(accumulate(own[:count], mul)) for own, count in zip(chances, counts, strict=True))
