@@ -524,7 +524,7 @@ BUDGETS = {
     "root": 2711,
     "checkpoint": 2600,
     "cli": 1552,
-    "engine": 25852,
+    "engine": 25875,
     "integrations": 2625,
     "ipc": 2180,
     "kernels": 16650,
