@@ -1,5 +1,5 @@
 """One row by codes of 4 bits with a scale a group of 32 columns or more, by the tensor cores: an instruction there
-multiplies eight codes of each thread, and 1.7 to 2 instructions a code are left of the 4.6 that it takes without.
+multiplies eight codes of each thread, and some 2 to 3 instructions a code are left of the 4.6 that it takes without.
 
 A program has 16 rows of W (with a gate: 16 of each half), and each of its warps stretches of 256 columns, eight units.
 Of such a stretch thread (g, t) of a warp, g below 8 and t below 4, has units t and 4 + t of rows g and 8 + g: a word
