@@ -103,7 +103,10 @@ def test_rows_have_the_logits_of_merged_models(tmp_path: Path, rng: random.Rando
         assert rows.kind == (counts.keys() != {2})
         got = mixed.step(batch)
         for row in counts:
-            check_near(got[str(row)], alone[row].step({str(row): batch[str(row)]})[str(row)], f"{family}, row {row}")
+            # The norms behind Gemma 2's sums make rounding ten times as large: up to 8e-5 in 40 runs.
+            share = 5e-4 if family == "gemma2" else 5e-5
+            wanted = alone[row].step({str(row): batch[str(row)]})[str(row)]
+            check_near(got[str(row)], wanted, f"{family}, row {row}", share)
 
 
 IN_GROUPS = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
