@@ -22,7 +22,7 @@ from . import hub
 from .safetensors_files import tensor_shapes
 from .value_reader import ValueReader, read_json
 
-MOST_RANK = 1024
+MOST_RANK = 512  # the most that max_lora_rank may be
 MOST_ADAPTERS = 1 << 16
 """Adapters that an engine can know."""
 _MOST_TENSORS = 1 << 17

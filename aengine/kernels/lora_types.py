@@ -10,7 +10,7 @@ __all__ = ["AdapterMatrices", "AdapterPlan"]
 
 
 class AdapterMatrices(NamedTuple):
-    """Of all slots; a slot has zeros where its adapter has less. In the dtype of activations, without gaps."""
+    """Matrices of all slots, in the dtype of activations, without gaps; zeros where a slot's adapter has less."""
 
     a: Tensor  # [slots, parts * rank, in_features]
     b: Tensor  # [slots, out_features, rank]

@@ -74,8 +74,7 @@ class LoraAdapters:
             )
         self._coming.add(name)
         try:
-            files = await run_in_thread("lora", partial(find_lora, source, self._max_rank))
-            check_matrices(files, self._matrices)
+            files = await run_in_thread("lora", partial(self._read, source))
         except ModelLoadError as error:
             raise InvalidRequestError(f"lora {shown(name)}: {error}", param="source") from error
         finally:
@@ -83,6 +82,12 @@ class LoraAdapters:
         if name in self._loras:
             self.remove(name)
         self._loras[name] = Lora(name, files, next(self._serials))
+
+    def _read(self, source: str) -> LoraFiles:
+        """Find an adapter and compare it with the model. Blocking: it may change thousands of matrices."""
+        files = find_lora(source, self._max_rank)
+        check_matrices(files, self._matrices)
+        return files
 
     def remove(self, name: str) -> None:
         """See `AsyncLLM.remove_lora`."""

@@ -211,7 +211,7 @@ def _sums(w, w_8, v, v_8, xs, zs, dtype: tl.constexpr):
 
 @triton.jit
 def _sums_of_x(xs, zs, dtype: tl.constexpr):
-    """As `_sums` of codes that are all 1."""
+    """Return what `_sums` does of codes that are all 1."""
     if HAS_PTX:
         ASM: tl.constexpr = _ONES_FP16 if dtype == tl.float16 else _ONES_BF16
         y = tl.inline_asm_elementwise(ASM, _ONES, [xs[0], xs[1], xs[2], xs[3]], tl.float32, True, 4)

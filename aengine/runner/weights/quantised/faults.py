@@ -17,28 +17,28 @@ def of_scale(scale: Tensor) -> str:
 
 
 def of_divisor(scale: Tensor) -> str:
-    """Of a scale to divide by."""
+    """Return what is wrong with a scale to divide by."""
     return of_scale(scale) or ("" if bool((scale != 0).all()) else "has a scale of 0, by which others are divided")
 
 
 def of_exponents(scale: Tensor) -> str:
-    """Of scales in E8M0, as uint8."""
+    """Return what is wrong with scales in E8M0, as uint8."""
     return "has a scale that is no number (255)" if bool((scale == 255).any()) else ""
 
 
 def of_fp8(codes: Tensor) -> str:
-    """Of codes in float8_e4m3fn."""
+    """Return what is wrong with codes in float8_e4m3fn."""
     return "has a code in FP8 that is no number" if bool((codes.view(torch.uint8) & 0x7F == 0x7F).any()) else ""
 
 
 def of_groups(g_idx: Tensor, num_groups: int) -> str:
-    """Of the group of each column, where act-order has mixed them."""
+    """Return what is wrong with the group of each column, where act-order has mixed them."""
     good = bool(((g_idx >= 0) & (g_idx < num_groups)).all())
     return "" if good else f"names a group that is none of the {num_groups}"
 
 
 def of_middle(zeros: Tensor, word: int, said: str) -> str:
-    """Of zeros in words, where the config has ``said`` that each is a ``word`` of `middle_word`."""
+    """Return what is wrong with zeros in words: each is ``word``, one of `middle_word`, as the config has ``said``."""
     good = bool((zeros == word).all())
     return "" if good else f"has zeros that are not symmetric, and the quantization_config says {said}"
 
@@ -50,7 +50,7 @@ def middle_word(bits: int, less: int = 0) -> int:
 
 
 def of_order(g_idx: Tensor) -> str:
-    """Of the group of each column, or a rank's part of them, where these are in order."""
+    """Return what is wrong with the group of each column, or a rank's part of them, where these are in order."""
     return "" if is_in_order(g_idx) else "has an order of columns, and by the quantization_config there is none"
 
 
