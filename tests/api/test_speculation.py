@@ -79,7 +79,7 @@ async def test_drafts_change_no_output(make_engine: Make, rng: random.Random, sp
         tasks = work(engine, 1)
         for num_deaths in range(1, 5):
             least = engine.statistics().generated_tokens + rng.randint(10, 50)
-            while engine.statistics().generated_tokens < least:
+            while engine.statistics().generated_tokens < least and not all(task.done() for task in tasks):
                 await asyncio.sleep(0.001)  # a loop that spins keeps the threads that fill bitmasks waiting
             engine.executor.fail(death())
             while engine.statistics().num_restarts < num_deaths:
