@@ -521,20 +521,20 @@ MOST_METHODS = 20
 
 
 BUDGETS = {
-    "root": 2711,
-    "checkpoint": 2600,
-    "cli": 1552,
-    "engine": 25875,
+    "root": 2900,
+    "checkpoint": 2750,
+    "cli": 1680,
+    "engine": 27400,
     "integrations": 2625,
     "ipc": 2180,
-    "kernels": 16650,
-    "limits": 660,
-    "remote": 1630,
-    "runner": 24165,
-    "server": 5875,
-    "telemetry": 1150,
+    "kernels": 16700,
+    "limits": 720,
+    "remote": 1700,
+    "runner": 25300,
+    "server": 6600,
+    "telemetry": 1200,
     "testing": 815,
-    "workers": 2958,
+    "workers": 3150,
 }
 """Lines that a wing may have, by ``wc -l``: some more than it had when this was written. Raising one is a commit of its
 own that says why; whoever makes a wing smaller lowers its budget."""
