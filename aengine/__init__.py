@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         InternalError,
         InvalidRequestError,
         ModelLoadError,
+        NotEnoughMemoryError,
         RequestError,
         WorkerCallError,
         WorkerDiedError,
@@ -78,7 +79,8 @@ _NAMES = {
     "engine.tokenizer_view": "TokenizerView",
     "errors": (
         "AEngineError ContextLengthError DeadlineExceededError EngineClosedError EngineError EngineOverloadedError "
-        "GrammarError InternalError InvalidRequestError ModelLoadError RequestError WorkerCallError WorkerDiedError"
+        "GrammarError InternalError InvalidRequestError ModelLoadError NotEnoughMemoryError RequestError "
+        "WorkerCallError WorkerDiedError"
     ),
     "llm": "LLM",
     "outputs": "Choice Completion FinishReason Logprob RequestEnd StartupProgress Timings Token Usage",
@@ -118,6 +120,7 @@ __all__ = [  # noqa: RUF022  # plainly sorted, as a test asks
     "LLM",
     "Logprob",
     "ModelLoadError",
+    "NotEnoughMemoryError",
     "PoolingOptions",
     "PoolingRequest",
     "PoolingResult",

@@ -37,6 +37,7 @@ __all__ = [
     "InternalError",
     "InvalidRequestError",
     "ModelLoadError",
+    "NotEnoughMemoryError",
     "RequestError",
     "WorkerCallError",
     "WorkerDiedError",
@@ -144,6 +145,10 @@ class EngineError(AEngineError):
 
 class ModelLoadError(EngineError):
     """The model can't be found, read, or fitted into memory; the message says what was tried and what helps."""
+
+
+class NotEnoughMemoryError(ModelLoadError):
+    """The model, its KV cache or its largest batch doesn't fit into the memory that is free now."""
 
 
 class WorkerDiedError(EngineError):

@@ -799,6 +799,7 @@ def test_exported_names_are_pinned() -> None:
         "LLM",
         "Logprob",
         "ModelLoadError",
+        "NotEnoughMemoryError",
         "PoolingOptions",
         "PoolingRequest",
         "PoolingResult",

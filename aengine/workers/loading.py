@@ -15,7 +15,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from ..config import EngineConfig
-from ..errors import AEngineError, ModelLoadError
+from ..errors import AEngineError, ModelLoadError, NotEnoughMemoryError
 from ..ipc.channel import WorkerChannel
 from ..ipc.messages import Kind, pack
 from ..limits.ulimits import is_out_of_memory, limit_hint, memory_ulimit_hint
@@ -92,7 +92,9 @@ class Loading:
             if not is_out_of_memory(error) and not may_be_memory:
                 raise
             cure = memory_ulimit_hint() or ": take a smaller model, lower kv_cache_memory_bytes, or free memory"
-            raise ModelLoadError(f"there is not enough memory to load {self.config.model} ({text}){cure}") from error
+            raise NotEnoughMemoryError(
+                f"there is not enough memory to load {self.config.model} ({text}){cure}"
+            ) from error
 
     def _set_title(self, model: str) -> None:
         from setproctitle import setproctitle

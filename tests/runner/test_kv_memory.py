@@ -12,7 +12,7 @@ from runner_fakes import FakeModel, expected_logits, make_runner, request, step
 
 from aengine.checkpoint.early_checks import resolve_max_model_len
 from aengine.config import EngineConfig
-from aengine.errors import ModelLoadError
+from aengine.errors import ModelLoadError, NotEnoughMemoryError
 from aengine.ipc.messages import KVCacheGroup
 from aengine.limits.memory import free_memory
 from aengine.runner.lazy_zeros import lazy_zeros
@@ -80,7 +80,9 @@ def test_a_window_needs_no_more_than_itself_and_a_step() -> None:
 
 
 def test_a_hopeless_budget_is_an_error() -> None:
-    with pytest.raises(ModelLoadError, match=r"at least 16 are needed: raise kv_cache_memory_bytes to 1000 or more"):
+    with pytest.raises(
+        NotEnoughMemoryError, match=r"at least 16 are needed: raise kv_cache_memory_bytes to 1000 or more"
+    ):
         plan(8192, 999)
 
 
@@ -97,7 +99,7 @@ def test_cpu_budget() -> None:
     assert cpu_budget(config(), free=80 * GIB, **sizes) == 4 * GIB
     assert cpu_budget(config(), free=80 * GIB, weights=GIB, num_processes=4) == GIB
     assert cpu_budget(config(kv_cache_memory_bytes=7 * GIB), free=8 * GIB, **sizes) == 7 * GIB
-    with pytest.raises(ModelLoadError, match=r"9 GiB.*only 8 GiB is free after 1 GiB of weights: lower kv_cache"):
+    with pytest.raises(NotEnoughMemoryError, match=r"9 GiB.*only 8 GiB is free after 1 GiB of weights: lower kv_cache"):
         cpu_budget(config(kv_cache_memory_bytes=9 * GIB), free=8 * GIB, **sizes)
 
 
@@ -107,7 +109,8 @@ def test_swap_space_that_holds_nothing_or_is_not_there() -> None:
     with pytest.raises(ModelLoadError, match=r"swap_space_bytes=999 holds no page, which has 1000 bytes: raise it"):
         check_swap_space(999, page_bytes=1000, free=2 * GIB)
     with pytest.raises(
-        ModelLoadError, match=r"3 GiB\) on each rank.*only 2 GiB of the host's memory is left: lower swap_space_bytes"
+        NotEnoughMemoryError,
+        match=r"3 GiB\) on each rank.*only 2 GiB of the host's memory is left: lower swap_space_bytes",
     ):
         check_swap_space(3 * GIB, page_bytes=1000, free=2 * GIB)
 

@@ -97,7 +97,7 @@ class ReplicasStart:
         except ModelLoadError as error:
             if not name:
                 raise
-            raise ModelLoadError(f"{name}{error}") from error
+            raise type(error)(f"{name}{error}") from error
 
         def restart() -> tuple[Executor, Callable[[], Awaitable[dict[str, Any]]]]:
             another = make_another()

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import InternalError, ModelLoadError
+from ...errors import InternalError, NotEnoughMemoryError
 from ..lazy_zeros import lazy_zeros
 from ..platforms.platform import Event, Platform
 from ..transfer import to_device
@@ -40,7 +40,7 @@ class SwapSpace(PageCopies):
     def __init__(self, pages: KVPages, num_blocks: int, num_places: int, platform: Platform, *, is_alone: bool) -> None:
         """``is_alone``: a copy that fails is the error of its request alone; else it ends the step on all ranks.
 
-        Raises ModelLoadError if the device can't read and write so much of the host's memory by itself.
+        Raises NotEnoughMemoryError if the device can't read and write so much of the host's memory by itself.
         """
         self._num_blocks = num_blocks
         self._num_places = num_places
@@ -52,7 +52,7 @@ class SwapSpace(PageCopies):
         self._slabs = [slab.view(word) for slab in pages.slabs]
         self._host = [lazy_zeros((num_places, width // word.itemsize), word, cpu) for _ in self._slabs]
         if platform.pins_memory and not all(map(platform.share, self._host)):
-            raise ModelLoadError(
+            raise NotEnoughMemoryError(
                 f"swap_space_bytes: {num_places * pages.layout.page_bytes} bytes of the host's memory can't be pinned: "
                 f"lower it, free memory, or raise the limit of locked memory (ulimit -l)"
             )

@@ -14,7 +14,7 @@ from ...checkpoint.pooling import PoolingConfig
 from ...checkpoint.safetensors_files import stored_names
 from ...checkpoint.source import ModelSource
 from ...config import EngineConfig, num_worker_threads
-from ...errors import InvalidRequestError, ModelLoadError
+from ...errors import InvalidRequestError, ModelLoadError, NotEnoughMemoryError
 from ...ipc.messages import STATE_BLOCK_SIZE, NewRequest, SchedulerOutput, int32
 from ...workers.rank import Rank
 from .. import profiler
@@ -159,7 +159,7 @@ class LoadedEncoder:
         try:
             _run(runner, [longest] * (num_tokens // longest) or [1])
         except torch.OutOfMemoryError as error:
-            raise ModelLoadError(
+            raise NotEnoughMemoryError(
                 f"the GPU ran out of memory in a batch of {self._most_tokens} tokens: lower max_num_batched_tokens, or "
                 f"end other processes on it ({str(error).partition('. ')[0]})"
             ) from error

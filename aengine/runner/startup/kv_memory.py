@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from ...config import EngineConfig
-from ...errors import ModelLoadError
+from ...errors import ModelLoadError, NotEnoughMemoryError
 from ...ipc.messages import KVCacheGroup, NewRequest, SchedulerOutput, int32, kv_capacity
 from ..model_runner import ModelRunner
 
@@ -47,7 +47,7 @@ def plan_kv(
 
     Raises:
         ModelLoadError: they do not hold one request of ``config.max_model_len`` tokens; or, if that is not given,
-            hardly any tokens at all.
+            hardly any tokens at all. NotEnoughMemoryError if the memory that is free sets the budget.
     """
 
     def pages_for(num_tokens: int) -> int:
@@ -58,7 +58,8 @@ def plan_kv(
     needed = config.max_model_len or min(_FEWEST_TOKENS, wanted_len)
     if room < needed:
         per_token = sum(page_bytes / group.block_size for group in groups)
-        raise ModelLoadError(
+        kind = ModelLoadError if config.kv_cache_memory_bytes else NotEnoughMemoryError
+        raise kind(
             f"the KV cache has {_size(budget)}, room for {room} tokens at {_size(per_token)} each, but "
             f"{'max_model_len=' if config.max_model_len else 'at least '}{needed} are needed: "
             f"raise kv_cache_memory_bytes to {pages_for(needed) * page_bytes} or more"
@@ -71,15 +72,15 @@ def cpu_budget(config: EngineConfig, *, free: int, weights: int, num_processes: 
     """Bytes for KV on a CPU. ``free``: what is free now that ``weights`` bytes of weights are loaded;
     ``num_processes``: ranks of all replicas, which share it.
 
-    Raises ModelLoadError if kv_cache_memory_bytes is more than that: the machine would kill the worker later, when the
-    cache fills.
+    Raises NotEnoughMemoryError if kv_cache_memory_bytes is more than that: the machine would kill the worker later,
+    when the cache fills.
     """
     asked = config.kv_cache_memory_bytes
     if asked is None:
         return min(CPU_DEFAULT, free // 4) // num_processes
     if asked > free // config.num_ranks:
         ranks = f" on each of {config.num_ranks} ranks" if config.num_ranks > 1 else ""
-        raise ModelLoadError(
+        raise NotEnoughMemoryError(
             f"kv_cache_memory_bytes={asked} ({_size(asked)}){ranks}, but only {_size(free)} is free after "
             f"{_size(weights)} of weights: lower kv_cache_memory_bytes, or free memory"
         )
@@ -90,13 +91,13 @@ def gpu_budget(config: EngineConfig, *, total: int, peak: int, others: int, weig
     """Bytes for KV on a GPU of ``total`` bytes. ``peak``: this process's most during the largest batch, weights
     included; ``others``: what other processes hold.
 
-    Raises ModelLoadError if nothing is left.
+    Raises NotEnoughMemoryError if nothing is left.
     """
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
     budget = int(total * config.gpu_memory_utilization) - peak - others
     if budget <= 0:
-        raise ModelLoadError(
+        raise NotEnoughMemoryError(
             f"no GPU memory is left for the KV cache: of {_size(total)}, gpu_memory_utilization="
             f"{config.gpu_memory_utilization} allows {_size(total * config.gpu_memory_utilization)}; weights take "
             f"{_size(weights)}, the largest batch {_size(peak - weights)}, other processes {_size(others)}: raise "
@@ -106,14 +107,14 @@ def gpu_budget(config: EngineConfig, *, total: int, peak: int, others: int, weig
 
 
 def check_swap_space(asked: int, *, page_bytes: int, free: int) -> None:
-    """Raise ModelLoadError if swap_space_bytes, ``asked``, holds not one page, or is more than ``free``, what the host
-    has left for this rank: the machine would kill the worker later, when the places fill."""
+    """Raise ModelLoadError if swap_space_bytes, ``asked``, holds not one page; NotEnoughMemoryError if it is more than
+    ``free``, what the host has left for this rank: the machine would kill the worker later, when the places fill."""
     if 0 < asked < page_bytes:
         raise ModelLoadError(
             f"swap_space_bytes={asked} holds no page, which has {page_bytes} bytes: raise it, or set 0"
         )
     if asked > free:
-        raise ModelLoadError(
+        raise NotEnoughMemoryError(
             f"swap_space_bytes={asked} ({_size(asked)}) on each rank, but only {_size(free)} of the host's memory is "
             f"left: lower swap_space_bytes, or free memory"
         )

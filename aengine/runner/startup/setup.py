@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...config import EngineConfig
-from ...errors import ModelLoadError
+from ...errors import ModelLoadError, NotEnoughMemoryError
 from ...ipc.messages import most_ahead
 from ..attention.backend import AttentionBackend
 from ..attention.kv_format import KVFormat
@@ -199,7 +199,7 @@ class RunnerSetup:
             yield
         except torch.OutOfMemoryError as error:
             memory = self.platform.memory()
-            raise ModelLoadError(
+            raise NotEnoughMemoryError(
                 f"the GPU ran out of memory while the engine started: {_gib(memory.total)} in all, {_gib(memory.free)} "
                 f"free, weights {_gib(self.weight_bytes)}: lower gpu_memory_utilization, max_num_batched_tokens or "
                 f"max_num_seqs, or end other processes on the GPU ({str(error).partition('. ')[0]})"

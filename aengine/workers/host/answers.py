@@ -6,11 +6,22 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...errors import AEngineError, EngineError, InternalError, InvalidRequestError, ModelLoadError, WorkerCallError
+from ...errors import (
+    AEngineError,
+    EngineError,
+    InternalError,
+    InvalidRequestError,
+    ModelLoadError,
+    NotEnoughMemoryError,
+    WorkerCallError,
+)
 from ...ipc.messages import Kind, MessageError, ModelRunnerOutput
 
 AnswerFuture = asyncio.Future[ModelRunnerOutput | None]
 """The answer to a step; None: it was revoked."""
+
+
+_OF_LOADING = {kind.__name__: kind for kind in (ModelLoadError, NotEnoughMemoryError)}
 
 
 class NoSuchMethodError(AEngineError):
@@ -131,11 +142,11 @@ class PendingAnswers:
 
 
 def reported_error(rank: int, message: dict[str, Any]) -> EngineError:
-    """Return the error of an ERROR frame: a ModelLoadError as such, any other as an InternalError."""
+    """Return the error of an ERROR frame: one of loading as such, any other as an InternalError."""
     kind, text, trace = str(message["type"]), str(message["message"]), str(message["traceback"])
     error: EngineError
-    if kind == "ModelLoadError":
-        error = ModelLoadError(text)
+    if kind in _OF_LOADING:
+        error = _OF_LOADING[kind](text)
     else:
         shown = text if kind == "InternalError" else f"{kind}: {text}"
         error = InternalError(f"worker {rank}: {shown}", worker_traceback=trace)

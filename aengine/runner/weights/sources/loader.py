@@ -22,7 +22,7 @@ import torch
 
 from ....checkpoint.safetensors_files import stored_names
 from ....checkpoint.source import ModelSource
-from ....errors import ModelLoadError
+from ....errors import ModelLoadError, NotEnoughMemoryError
 from ...models.causal_lm import CausalLM
 from ...models.encoders.encoder import Encoder
 from ...platforms.platform import DeviceMemory
@@ -258,7 +258,7 @@ def _out_of_memory(
             whole = f"; the GPU has {_gib(now.total)}, of which this process holds {_gib(now.allocated)} and "
             whole += f"{_gib(now.free)} is free"
         smaller = "dtype='bfloat16' or 'float16', " if model.weights.formats.dtype == torch.float32 else ""
-        raise ModelLoadError(
+        raise NotEnoughMemoryError(
             f"the weights do not fit into the memory of {device}: it ran out at {loaded.last or 'the first'}, "
             f"{_gib(loaded.num_bytes)} of {_gib(total)}{whole}: use {smaller}a smaller model or a larger GPU, or end "
             f"other processes on this one"
@@ -268,14 +268,14 @@ def _out_of_memory(
 def _check_room(
     model: CausalLM | Encoder[Any], source: ModelSource, device: torch.device, memory: DeviceMemory
 ) -> None:
-    """Raise ModelLoadError if the weights are larger than what is free; nothing has been read of them yet."""
+    """Raise NotEnoughMemoryError if the weights are larger than what is free; nothing has been read of them yet."""
     needed = sum(first.kept_bytes for first, *_ in model.weights.places.values())
     room = memory.free + memory.reserved - memory.allocated
     if needed > room:
         dtype = model.weights.formats.dtype
         smaller = "dtype='bfloat16' or 'float16' for half of that, " if dtype == torch.float32 else ""
         where = "memory" if device.type == "cpu" else f"the memory of {device}"
-        raise ModelLoadError(
+        raise NotEnoughMemoryError(
             f"{source.path} is too large by {_gib(needed - room)}: its weights take {_gib(needed)} in "
             f"{str(dtype).removeprefix('torch.')}, and {_gib(room)} of {where} is free; use {smaller}a smaller model, "
             f"or end other processes"
