@@ -6,6 +6,7 @@ import asyncio
 import functools
 import random
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import tokenizers
@@ -85,12 +86,14 @@ async def until_scheduled(engine: AsyncLLM, count: int = 1) -> None:
 async def settled(engine: AsyncLLM) -> None:
     """Wait until no request is left; then nothing of any may be: no block, no row, no call."""
     core = core_of(engine)
-    for _ in range(2000):
-        statistics = engine.statistics()
-        if not statistics.num_running and not statistics.num_waiting:
-            if statistics.num_free_blocks == statistics.num_blocks:
-                break
-        await asyncio.sleep(0.001)
+
+    def is_idle() -> bool:
+        now = engine.statistics()
+        return not now.num_running and not now.num_waiting and now.num_free_blocks == now.num_blocks
+
+    with suppress(TimeoutError):
+        await until(is_idle)
+    statistics = engine.statistics()
     assert statistics.num_free_blocks == statistics.num_blocks, statistics
     assert statistics.num_running == statistics.num_waiting == 0
     assert core.admission.is_empty

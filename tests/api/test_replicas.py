@@ -144,7 +144,7 @@ async def test_many_deaths_change_nothing(make_engine: Make, make_two: Make, rng
             # Whoever is suspected is given the time of a trial in between.
             least = engine.statistics().generated_tokens + rng.randint(30, 100)
             while engine.statistics().generated_tokens < least and not all(task.done() for task in tasks):
-                await asyncio.sleep(0)
+                await asyncio.sleep(0.001)  # a loop that spins keeps the threads that fill bitmasks waiting
             kill(engine, rng.randrange(2))
         got = [essence(task.result()) for task in tasks]
         await settled(engine)
