@@ -4,7 +4,9 @@ A host that blocks its loop (50 ms of JSON, an unawaited query) neither takes an
 the loop has been late, the worker gets the steps of as long a time as it was late (multi_step.py), and runs on alone.
 
 Lateness is the loop's own: the time between the moment at which the worker sent an answer, by the clock that both
-processes share, and the moment at which the step loop takes it. How long a step takes does not enter into it.
+processes share, and the moment at which the step loop takes it. What passed before the loop took the answer before it
+does not count: the loop could give a step then. So neither does how long a step takes, nor how many answers lie there
+because the worker is faster than the loop: more steps ahead would make these more, and the loop no faster.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ class InFlightLimit:
         """Note that the step loop takes an answer now which the worker sent at ``answered_at`` (monotonic seconds)."""
         now = time.monotonic()
         self._late *= 0.5 ** ((now - self._taken_at) / _HALF_LIFE)
-        self._late = max(self._late, now - answered_at)
+        self._late = max(self._late, now - max(answered_at, self._taken_at))
         self._taken_at = now
         if answered_at > self._answered_at:
             self._intervals.append(answered_at - self._answered_at)

@@ -6,6 +6,9 @@
 The scheduler can make steps far ahead: a token in flight counts as known, lengths are known too, and what is sampled
 past a stop is dropped. A leased step does nothing but continue requests that decode (`Scheduler.is_steady`), so it can
 be taken back, and nobody waits for more than the steps that are given anyway.
+
+An answer is followed by two steps at most, so their number grows by one with each answer, and begins anew when some
+were taken back: requests that come one after the other have no more steps made for nothing than are answered meanwhile.
 """
 
 from __future__ import annotations
@@ -47,9 +50,10 @@ class MultiStep(StepsInFlight):
         super().clear()
         self._leased.clear()
         self._must_revoke = self._is_revoking = False
+        self.most = self.limit.base
 
     def begin_turn(self) -> None:
-        self.most = self.limit.num_steps(self.scheduler)
+        self.most = min(self.most, self.limit.num_steps(self.scheduler))
         if self._must_revoke:
             self._try_to_revoke()
 
@@ -102,6 +106,7 @@ class MultiStep(StepsInFlight):
         if self._leased and self._leased[0].step_id == answer.step_id:
             self._leased.popleft()
         self.limit.note_answer(answer.answered_at)
+        self.most += 1
         return answer
 
     def note_idle(self) -> None:
@@ -110,6 +115,7 @@ class MultiStep(StepsInFlight):
     def cancel_queued(self) -> None:
         """Revoke the leased steps that the worker has not begun, so that the next one can contain what has come."""
         if self._leased and not self._is_revoking:
+            self.most = self.limit.base
             self._must_revoke = True
             self._try_to_revoke()
 
