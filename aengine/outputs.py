@@ -30,6 +30,8 @@ __all__ = [
     "Usage",
 ]
 
+ALIVE_STATES = ("running", "paused", "draining")
+"""States of an engine that has workers, or replaces them."""
 
 _NO_VALUE: Any = None
 

@@ -60,9 +60,9 @@ class Admission:
         limits: Limits,
         counters: Counters,
         observer: Observer,
-        on_empty: Callable[[], None],
+        on_ended: Callable[[], None],
     ) -> None:
-        """``on_empty`` is called whenever the last request has ended."""
+        """``on_ended`` is called whenever a request has ended."""
         self._loop = loop
         self._replicas = replicas
         self._queue = queue
@@ -72,7 +72,7 @@ class Admission:
         self._limits = limits
         self._counters = counters
         self._observer = observer
-        self._on_empty = on_empty
+        self._on_ended = on_ended
         self._requests: dict[str, UserRequest] = {}
         self._random = random.Random()  # draws seeds of requests without one; the host's own is left alone
         self._next_id = 0
@@ -390,8 +390,7 @@ class Admission:
             self._counters.num_aborted += 1
         else:
             self._counters.num_finished += 1
-        if self.is_empty:
-            self._on_empty()
+        self._on_ended()
         mailbox.times.end()
         reasons = tuple(choice.finish_reason or reason for choice in mailbox.choices)
         end = RequestEnd(request_id, reason, mailbox.usage(), mailbox.timings(), mailbox.error, reasons)

@@ -1,7 +1,7 @@
 """`AdmissionQueue`: the queue of one engine, from a request's registration to its first step.
 
 join ──> inside (prepared, then in the scheduler's queue) ──leave──>  its first step is made, or it has ended
-    └──> held (the queue was full) ──> inside, as soon as there is room: the most urgent first
+    └──> held (the queue was full, or closed) ──> inside, as soon as there is room: the most urgent first
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class AdmissionQueue:
         self._wait_when_full = wait_when_full
         self._started = time.monotonic()
         self._num_joined = 0
+        self.is_closed = False  # all that come are held
         self._inside: set[str] = set()
         self._held: list[_Place] = []  # held requests, sorted: the next one to be admitted first
         # held requests by request_id: their places, and the futures that are done when they are admitted
@@ -37,6 +38,19 @@ class AdmissionQueue:
     @property
     def is_full(self) -> bool:
         return len(self) >= self.limit
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def close(self) -> None:
+        """Hold all that come from now on, and those that are held."""
+        self.is_closed = True
+
+    def open(self) -> None:
+        """Undo `close`: admit as many as there is room for."""
+        self.is_closed = False
+        self._admit()
 
     def check_room(self, num_coming: int = 0) -> None:
         """Raise EngineOverloadedError if requests are not held when the queue is full, and it is full or will be after
@@ -56,7 +70,7 @@ class AdmissionQueue:
     def join(self, request_id: str, priority: int) -> asyncio.Future[None] | None:
         """Add a request. Returns None if there is room, otherwise a future that is done when the request is
         admitted."""
-        if len(self) < self.limit:
+        if len(self) < self.limit and not self.is_closed:
             self._inside.add(request_id)
             return None
         self._num_joined += 1
@@ -73,7 +87,10 @@ class AdmissionQueue:
         elif request_id in self._turns:
             place, _ = self._turns.pop(request_id)
             del self._held[bisect_left(self._held, place)]
-        while self._held and len(self._inside) < self.limit:
+        self._admit()
+
+    def _admit(self) -> None:
+        while self._held and not self.is_closed and len(self._inside) < self.limit:
             _, _, next_id = self._held.pop(0)
             self._inside.add(next_id)
             _, turn = self._turns.pop(next_id)

@@ -21,13 +21,15 @@ from typing import Any
 from ..checkpoint.pooling import PoolingConfig
 from ..checkpoint.sampling_defaults import SamplingDefaults
 from ..config import EngineConfig
-from ..errors import EngineClosedError, EngineError, InternalError
+from ..errors import EngineClosedError, EngineError, InternalError, InvalidRequestError
+from ..outputs import ALIVE_STATES
 from ..telemetry.listeners import Listeners
 from ..telemetry.metrics import Counters, Statistics, sums_of
 from ..telemetry.observer import Observer
 from .adapters.adapters import NewAdapters
 from .admission import Admission
 from .admission_queue import AdmissionQueue
+from .pacing.pausing import PauseMode, Pausing
 from .preparation import Preparation
 from .replicas.replica import Replica
 from .replicas.replicas import Replicas
@@ -39,8 +41,6 @@ from .user_request import Limits
 from .worker_control import NUM_RESTARTS_TOLD
 
 logger = logging.getLogger("aengine")
-
-_ALIVE = ("running", "draining")
 
 
 class EngineCore:
@@ -62,7 +62,7 @@ class EngineCore:
         """``started``: the workers of each replica; ``grammars``: of this tokenizer, warmed up ahead; None: made here,
         if there is a tokenizer. Raises ModelLoadError: an adapter of the settings is none for this model."""
         self.loop = asyncio.get_running_loop()
-        self.state = "running"  # the next states are "draining" (which can be left again), then "failed" or "closed"
+        self.state = "running"  # "paused" and "draining" can be left again, "failed" and "closed" can't
         self._num_closers = 0  # calls of `aclose` that have not returned
         self._news: asyncio.Event | None = None  # set when calls of `drain` are to check again
         self.failure: EngineError | None = None
@@ -110,8 +110,9 @@ class EngineCore:
             limits=limits,
             counters=self._counters,
             observer=self._observer,
-            on_empty=self._tell_drainers,
+            on_ended=self._request_ended,
         )
+        self.pausing = Pausing(self.queue, self.admission, [replica.steps.hold for replica in self.replicas])
         for replica in self.replicas:
             replica.worker.on_restarted = self.adapters.restore
             replica.task = self.loop.create_task(self._run(replica), name="aengine-step-loop")
@@ -127,7 +128,7 @@ class EngineCore:
     @property
     def is_alive(self) -> bool:
         """Whether the engine computes requests, even if it takes no new ones."""
-        return self.state in _ALIVE
+        return self.state in ALIVE_STATES
 
     @property
     def is_closing(self) -> bool:
@@ -189,10 +190,25 @@ class EngineCore:
             replicas=tuple(own),
         )
 
+    async def pause(self, mode: PauseMode) -> bool:
+        """See `AsyncLLM.pause`. Ends early when the engine is resumed or drained, and when it ends."""
+        self.check_accepts()
+        self.state = "paused"
+        try:
+            is_paused = await self.pausing.begin(mode)
+        finally:
+            if self.state == "paused" and not self.queue.is_closed:  # the caller was cancelled
+                self.state = "running"
+        if not self.is_alive:
+            raise EngineClosedError("the engine ended while it was being paused")
+        return is_paused
+
     async def drain(self, timeout: float | None) -> bool:
         """See `AsyncLLM.drain`. Ends early when the engine is resumed, terminated or fails."""
-        if self.state == "running":
+        if self.state in ("running", "paused"):
             self.state = "draining"
+            if not self.pausing.obstacle:
+                self.pausing.end()
         try:
             async with asyncio.timeout(timeout):
                 while self.state == "draining" and not self.admission.is_empty:
@@ -206,8 +222,16 @@ class EngineCore:
         """See `AsyncLLM.resume`."""
         if self.is_closing:
             raise EngineClosedError("the engine is being closed: it can't be resumed")
-        if self.state == "draining":
+        if self.pausing.obstacle:
+            raise InvalidRequestError(f"the engine can't be resumed now: {self.pausing.obstacle}")
+        if self.state in ("draining", "paused"):
             self.state = "running"
+            self.pausing.end()
+            self._tell_drainers()
+
+    def _request_ended(self) -> None:
+        self.pausing.note_change()
+        if self.admission.is_empty:
             self._tell_drainers()
 
     def _tell_drainers(self) -> None:

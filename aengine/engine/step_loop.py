@@ -25,6 +25,7 @@ from .delivery import Delivery, logprobs_by_token, request_error
 from .executor import Executor
 from .grammar_gate import ALWAYS, GrammarGate, JumpForward, Masks
 from .pacing.peers import Peers
+from .pacing.step_hold import StepHold
 from .pacing.step_time import StepTime
 from .pacing.steps_in_flight import StepsInFlight
 from .recovery import Watchdog, hang_error
@@ -86,6 +87,7 @@ class StepLoop:
         self.watchdog = peers.watchdog
         self.watchdog.patience = step_patience
         in_flight.attach(scheduler, executor, self.watchdog, work)
+        self.hold = StepHold(self._is_resting, in_flight.cancel_queued, work.set)
         self._gate = GrammarGate(scheduler, grammars, jump_forward, self.watchdog, self._peers.note_idle)
         self._speculation = speculation
         self._delivery = Delivery(scheduler)
@@ -110,7 +112,7 @@ class StepLoop:
             return
         if len(self.in_flight.answers) >= min(_MOST_SENT_AHEAD, self.scheduler.max_in_flight_steps):
             return
-        if not self._peers.may_step:
+        if self.hold.is_held or not self._peers.may_step:
             return
         self._num_new_tokens = 0
         output = self.scheduler.schedule()
@@ -164,6 +166,7 @@ class StepLoop:
             if self._peers.generation == generation:  # the watchdog does not watch other workers yet
                 self.watchdog.stop()
             self.lag.pause()
+            self.hold.note_rest()
 
     def preempt_all(self, exception: str = "") -> list[Request]:
         """Put all requests back into the queue after the worker has died; they will be computed again from their known
@@ -180,6 +183,10 @@ class StepLoop:
 
     def _on_hang(self, fault: str) -> None:
         self._executor.fail(hang_error(fault))
+
+    def _is_resting(self) -> bool:
+        is_idle = self._is_idle and not self.in_flight.answers and self._unsent is None
+        return is_idle or not self.in_flight.is_running
 
     async def _step(self) -> None:
         """Run one turn: keep the worker supplied, then take the oldest answer."""
@@ -207,7 +214,8 @@ class StepLoop:
         """Publish one more step, if the worker may have one and there is something to compute."""
         if self._gate.step is not None or not self.in_flight.has_room:
             return False
-        if not self._peers.may_step:
+        # A step that was made before a hold began is given: the scheduler counts it as one in flight.
+        if (self.hold.is_held and self._unsent is None) or not self._peers.may_step:
             return False
         if not self._speculation.propose():
             return False
@@ -253,6 +261,7 @@ class StepLoop:
         failure."""
         self.lag.pause()
         self._is_idle, self._num_new_tokens = True, 0
+        self.hold.note_rest()
         try:
             await self._work.wait()
         finally:

@@ -169,6 +169,8 @@ class _Life:
         if self._life == "draining":
             self._life = "running"
             connection.changed.set()
+        elif connection.news[0] == "paused":
+            await connection.call("end_pause")
 
     def _open(self) -> Connection:
         """Return the connection. Raises EngineClosedError if there is none."""

@@ -19,7 +19,7 @@ from ..engine.streams.token_stream import TokenStream
 from ..engine.threads.pools import run_in_thread
 from ..engine.tokenizer_view import CALLS, TokenizerView
 from ..errors import AEngineError, EngineClosedError, InternalError, InvalidRequestError
-from ..outputs import Choice, Completion
+from ..outputs import ALIVE_STATES, Choice, Completion
 from ..telemetry.trace_context import trace_of
 from .message_stream import MessageStream
 from .unix_socket import bind_unix, socket_path
@@ -30,6 +30,7 @@ logger = logging.getLogger("aengine.remote")
 _NEWS_SECONDS = 0.5
 _CALLS = {"check_health", "reset_prefix_cache", "list_loras"}
 _ADMIN = {"collective_rpc", "start_profile", "stop_profile", "add_lora", "remove_lora", "pin_lora"}
+_ADMIN |= {"pause", "end_pause"}
 """Calls that the engine's process may refuse; see `serve_engine`."""
 
 
@@ -115,7 +116,7 @@ class _ServedEngine:
     def news(self) -> tuple[Any, ...]:
         """Return the engine's state, statistics and description."""
         state = self.engine.state
-        if state not in ("running", "draining"):
+        if state not in ALIVE_STATES:
             return (state, None, None)
         return (state, to_wire(self.engine.statistics()), self.engine.describe())
 
@@ -326,6 +327,10 @@ class _Session:
                 name, source, replaces = args
                 await self._engine.add_lora(name, source, replace=replaces)
                 value = None
+            elif method == "end_pause":  # this process' own drain is not another's to end
+                if self._engine.state == "paused":
+                    await self._engine.resume()
+                value = None
             elif method in _ADMIN or method in _CALLS:
                 value = await getattr(self._engine, method)(*args)
             elif method == "pool":
@@ -335,6 +340,8 @@ class _Session:
                 value = await getattr(self._engine.async_tokenizer, name)(*given, **options)
             else:
                 raise EngineClosedError(f"the engine's process has no {method}")
+            if method in _ADMIN:
+                self._served.tell()  # the state that the call has left, before its result
             self.link.send("result", number, value)
         except Exception as error:
             self._fail(number, error)

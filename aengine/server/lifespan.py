@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
+from ..outputs import ALIVE_STATES
+
 if TYPE_CHECKING:
     from ..async_llm import AsyncLLM
 
@@ -21,7 +23,7 @@ def engine_lifespan(engine: AsyncLLM, *, drain: float = 0.0) -> Callable[[Any], 
 
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
-        if engine.state in ("running", "draining"):
+        if engine.state in ALIVE_STATES:
             yield
             return
         await engine.start()

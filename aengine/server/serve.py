@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from ..errors import AEngineError, EngineError
+from ..outputs import ALIVE_STATES
 from .logs import AccessLog
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ class ShutdownLog:
             logger.info("stopping: no new connections; %s", who if count else "no request is running")
 
     def __exit__(self, *_: object) -> None:
-        if self._tells and self._engine.state in ("running", "draining"):
+        if self._tells and self._engine.state in ALIVE_STATES:
             count = self._engine.statistics().num_aborted - self._num_aborted
             ended = f"{count} {'request was' if count == 1 else 'requests were'} ended before the answer was whole"
             how = ended if count else "all requests have ended"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest_api import core_of, settled
+from conftest_api import core_of, settled, until
 from test_ranked_processes import EXPERTS, GREEDY, SETTINGS, answers, essence, work
 
 from aengine import AsyncLLM
@@ -145,4 +145,19 @@ async def test_fp8_keys_and_values(model: Path) -> None:
         pairs = zip(found, expected, strict=True)
         assert sum(ours[0] != wanted[0] for ours, wanted in pairs) <= 1
         assert engine.statistics().num_preemptions > 0
+        await settled(engine)
+
+
+async def test_pauses(model: Path, expected: Sequence[Any]) -> None:
+    """Of replicas whose steps are computed in rounds, at any time, also where one of them has nothing to do."""
+    async with AsyncLLM(model, **SETTINGS | SHARED) as engine:
+        tasks = work(engine)
+        while not all(task.done() for task in tasks):
+            async with asyncio.timeout(60):
+                assert await engine.pause("keep")
+            assert not any(replica.scheduler.rows.steps for replica in core_of(engine).replicas)
+            before = engine.statistics().num_steps
+            await engine.resume()
+            await until(lambda: engine.statistics().num_steps > before or all(task.done() for task in tasks))
+        assert [essence(await task) for task in tasks] == expected
         await settled(engine)

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import pickle
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -371,3 +371,25 @@ async def test_log_probabilities_that_can_not_be(kind: str, tmp_path: Path) -> N
             with pytest.raises(ContextLengthError, match=str(length)):
                 await engine.generate([1] * length, asked)
         await until(lambda: is_idle(engine))
+
+
+async def test_a_pause_and_its_end(kind: str, tmp_path: Path) -> None:
+    """In another process only where the engine's allows it."""
+    async with FakeAsyncLLM(**LONG, own_thread=kind == "thread") as near:
+        async with AsyncExitStack() as stack:
+            engine: Any = near
+            if kind == "process":
+                await stack.enter_async_context(serve_engine(near, tmp_path / "no"))
+                await stack.enter_async_context(serve_engine(near, tmp_path / "yes", admin=True))
+                guest = await stack.enter_async_context(connect(tmp_path / "no"))
+                engine = await stack.enter_async_context(connect(tmp_path / "yes"))
+                with pytest.raises(InvalidRequestError, match=r"pause\(\) is refused"):
+                    await guest.pause("keep")
+            stream = engine.stream("x")
+            assert await anext(stream)
+            assert await engine.pause("keep") is True
+            assert engine.state == near.state == "paused"
+            await engine.resume()
+            assert engine.state == near.state == "running"
+            assert await anext(stream) and await engine.pause() is True
+            assert (await stream.wait()).finish_reason is FinishReason.ABORT

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ..pooling.requests import PoolingCalls
 from . import calls
 from .lora_calls import LoraCalls
+from .weight_calls import WeightCalls
 
 if TYPE_CHECKING:
     import os
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from .handle import Handle
 
 
-class CoreCalls(PoolingCalls, LoraCalls):
+class CoreCalls(PoolingCalls, LoraCalls, WeightCalls):
     """Calls of the core of an engine held by a handle, each with one `Handle.run`. See `SyncCoreCalls`."""
 
     _handle: Handle
@@ -36,9 +37,11 @@ class CoreCalls(PoolingCalls, LoraCalls):
         return await self._handle.run(calls.drain, limit)
 
     async def resume(self) -> None:
-        """Take new requests again after `drain`; a pending `drain` returns False if any still run.
+        """Take new requests again after `drain`, and compute again after `pause`; a pending `drain` returns False if
+        any requests still run.
 
         Raises:
+            InvalidRequestError: something that needs the workers at rest is under way; the message says what.
             EngineClosedError: the engine is not running, or is being closed.
         """
         await self._handle.run(calls.resume)

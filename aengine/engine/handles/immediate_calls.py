@@ -29,7 +29,8 @@ class ImmediateCalls:
 
     @property
     def state(self) -> str:
-        """ "new", "starting", "running", "draining", "failed" or "closed"; in a fork of its process "closed"."""
+        """ "new", "starting", "running", "paused", "draining", "failed" or "closed"; in a fork of its process
+        "closed"."""
         return self._handle.state
 
     def abort(self, request_id: str) -> bool:

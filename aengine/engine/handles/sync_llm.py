@@ -60,6 +60,7 @@ class SyncCoreCalls:
 
     drain = _blocking(CoreCalls.drain)
     resume = _blocking(CoreCalls.resume)
+    pause = _blocking(CoreCalls.pause)
     pool = _blocking(CoreCalls.pool)
     embed = _blocking(CoreCalls.embed)
     score = _blocking(CoreCalls.score)

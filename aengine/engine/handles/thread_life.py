@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ...errors import AEngineError, EngineClosedError
+from ...outputs import ALIVE_STATES
 from ...telemetry.listeners import Listeners
 from ..threads.loop_ownership import running_loop
 from ..threads.loop_thread import LoopEndedError, LoopThread
@@ -169,7 +170,7 @@ class ThreadLife:
         thread = self.thread
         if thread is None or thread.is_stopping or thread.is_foreign:
             return
-        is_open = self.state in ("running", "draining")
+        is_open = self.state in ALIVE_STATES
         message = f"{self!r} was dropped without being closed" if is_open else ""
         # This may be the engine's own thread, within a step: it ends everything at its next turn.
         thread.stop()
@@ -192,7 +193,7 @@ class ThreadLife:
 
     def _stop_unless_used(self, thread: LoopThread) -> None:
         is_closing = self.core is not None and self.core.is_closing
-        if self.state not in ("starting", "running", "draining") and not is_closing:
+        if self.state not in ("starting", *ALIVE_STATES) and not is_closing:
             thread.stop()
 
     def _ended_meanwhile(self) -> EngineClosedError:
