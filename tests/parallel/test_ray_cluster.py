@@ -128,12 +128,9 @@ async def computed(engine: AsyncLLM, right: Any, strike: Callable[[], Any]) -> N
 
 
 async def test_a_rank_that_dies_costs_no_token(cluster: Cluster, model: Path, right: Any) -> None:
-    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
-    async with AsyncLLM(model, executor="ray", ray_address=cluster.address, **SETTINGS, **sizes) as engine:
+    settings = SETTINGS | {"pipeline_parallel_size": 2, "num_threads": 2}
+    async with AsyncLLM(model, executor="ray", ray_address=cluster.address, **settings) as engine:
         workers = workers_of(engine)
-        nodes = [worker.parent() for worker in workers]
-        assert nodes[0] == nodes[1] != nodes[2] == nodes[3], "the ranks of a stage are on one node"
-        assert nodes[0].parent() != nodes[2].parent(), "each node has two CPUs: the stages are on two of them"
         in_flight = core_of(engine).replicas[0].steps.in_flight
         assert type(in_flight) is StepsInFlight, "no step is leased: each machine has a Lead of its own"
         await computed(engine, right, workers[1].kill)
@@ -203,7 +200,7 @@ HOST = """
 import asyncio, json, sys
 import test_ray_cluster as ours
 async def main():
-    executor = ours.fake(ours.Address(sys.argv[1]))
+    executor = ours.fake(ours.Address(sys.argv[1]), tensor_parallel_size=2, num_threads=1)
     ready = await ours.started(executor)
     print(json.dumps([rank["pid"] for rank in ready["ranks"]]), flush=True)
     await asyncio.sleep(600)
@@ -215,7 +212,7 @@ class Address(NamedTuple):
     address: str
 
 
-def test_no_rank_outlives_the_host(cluster: Cluster) -> None:
+def test_ranks_are_on_their_nodes_and_none_outlives_the_host(cluster: Cluster) -> None:
     paths = os.pathsep.join(
         [str(HERE), str(HERE.parent), str(HERE.parent / "workers"), os.environ.get("PYTHONPATH", "")]
     )
@@ -227,6 +224,8 @@ def test_no_rank_outlives_the_host(cluster: Cluster) -> None:
         assert host.stdout is not None
         workers = [psutil.Process(pid) for pid in json.loads(host.stdout.readline())]
         nodes = [worker.parent() for worker in workers]
+        assert nodes[0] == nodes[1] != nodes[2] == nodes[3], "the ranks of a stage are on one node"
+        assert nodes[0].parent() != nodes[2].parent(), "each node has two CPUs: the stages are on two of them"
         host.kill()
         assert not psutil.wait_procs(workers, timeout=10)[1]
         assert not psutil.wait_procs(nodes, timeout=60)[1], "Ray ends a dead job's actors"
