@@ -532,6 +532,11 @@ def server_api_key() -> str | None:
     return os.environ.get("AENGINE_API_KEY") or None
 
 
+def server_admin_key() -> str | None:
+    """Return AENGINE_ADMIN_KEY: the key of requests that change ``aengine serve``'s engine; None: not set, or empty."""
+    return os.environ.get("AENGINE_ADMIN_KEY") or None
+
+
 def ray_cluster() -> str:
     """Return RAY_ADDRESS: the Ray cluster that the setting ``ray_address`` means by None; "auto": it is not set."""
     return os.environ.get("RAY_ADDRESS") or "auto"

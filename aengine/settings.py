@@ -114,7 +114,7 @@ def _help_of(cls: type[Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-_NO_SETTINGS = {"API_KEY"}
+_NO_SETTINGS = {"API_KEY", "ADMIN_KEY"}
 """What variables of the command line have behind the prefix."""
 
 _OF_KUBERNETES = re.compile(r"(^|_)(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?)?)$")

@@ -78,8 +78,8 @@ config = EngineConfig.from_env(model="smollm2-135m")  # AENGINE_MAX_NUM_SEQS=64,
   None: `none`. An empty variable counts as one that is not set.
 * A variable with the prefix that names no setting raises `InvalidRequestError`, with the name that was probably meant;
   so does a value that can't be read. Functions (`progress`, `on_request_end`) are given as arguments.
-  Left alone are `AENGINE_API_KEY`, which is `aengine serve`'s, and what Kubernetes sets for a service called "aengine"
-  (`AENGINE_SERVICE_HOST`, `AENGINE_PORT_8000_TCP`, ...).
+  Left alone are `AENGINE_API_KEY` and `AENGINE_ADMIN_KEY`, which are `aengine serve`'s, and what Kubernetes sets for
+  a service called "aengine" (`AENGINE_SERVICE_HOST`, `AENGINE_PORT_8000_TCP`, ...).
 
 """
 

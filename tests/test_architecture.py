@@ -381,6 +381,10 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
             "kernels/lora_types.py",
             "kernels/triton/lora.py",
             "remote/serving.py",
+            "cli/engine_options.py",  # an option that names one of them
+            "cli/serve.py",
+            "server/admin/loras.py",
+            "server/app.py",  # their routes
             "server/openai/requests.py",  # the option
             "server/service.py",  # asks which there are
             "runner/lora/",

@@ -43,15 +43,37 @@ def add_engine_options(command: argparse.ArgumentParser, *, shows_all: bool = Fa
     for field in fields(EngineConfig):
         if field.name not in {*_FIRST, *_NOT_HERE, but}:
             _add(more, field.name, f"({field.default})" if shows_all else argparse.SUPPRESS)
+    text = "an adapter of loras; may be repeated" if shows_all else argparse.SUPPRESS
+    one: dict[str, Any] = {"dest": f"{_PREFIX}loras", "default": argparse.SUPPRESS, "help": text, "action": _Merged}
+    more.add_argument("--lora", type=_named, metavar="NAME=PATH", **one)
+
+
+class _Merged(argparse.Action):
+    """Adds names to the mapping that options before this one gave."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        before = getattr(namespace, self.dest, None) or {}
+        if twice := sorted(before.keys() & (values or {}).keys()):
+            raise argparse.ArgumentError(self, f"{twice[0]!r:.80} is named twice")
+        setattr(namespace, self.dest, before | dict(values or {}))
+
+
+def _named(text: str) -> dict[str, str]:
+    name, separator, value = text.partition("=")
+    if not (name and separator and value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PATH")
+    return {name: value}
 
 
 def _add(group: Any, name: str, text: str) -> None:
     flag, type_name = f"--{name.replace('_', '-')}", EngineConfig.__annotations__[name]
     # SUPPRESS, since None is a value of some settings
-    where = {"dest": _PREFIX + name, "default": argparse.SUPPRESS, "help": text}
+    where: dict[str, Any] = {"dest": _PREFIX + name, "default": argparse.SUPPRESS, "help": text}
     if type_name == "bool":
         group.add_argument(flag, action=argparse.BooleanOptionalAction, **where)
         return
+    if type_name.startswith("Mapping["):
+        where["action"] = _Merged
 
     def parsed(given: str) -> Any:
         try:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..async_llm import AsyncLLM
-from ..config import server_api_key
+from ..config import server_admin_key, server_api_key
 from ..errors import EngineError
 from .engine_options import add_engine_options, engine_config, whole_number
 from .listening import bind_tcp, is_loopback, url_of
@@ -46,14 +46,6 @@ def add_serve_arguments(command: argparse.ArgumentParser) -> None:
         help="who may use that socket, as of chmod: 660 for a proxy of its group, 666 for all users (600)",
     )
     group.add_argument(
-        "--api-key",
-        metavar="KEY",
-        action="append",
-        default=[],
-        help="clients must show it; may be repeated. Other users see it in the list of processes: rather set "
-        "AENGINE_API_KEY in the environment",
-    )
-    group.add_argument(
         "--served-model-name",
         metavar="NAME",
         nargs="+",
@@ -66,21 +58,7 @@ def add_serve_arguments(command: argparse.ArgumentParser) -> None:
         default=32 << 20,
         help="larger requests are refused (32 MiB)",
     )
-    group.add_argument(
-        "--allow-origin",
-        metavar="ORIGIN",
-        action="append",
-        default=[],
-        help="browser pages of this origin, such as https://chat.example, may call it; *: of all; may be repeated",
-    )
-    group.add_argument(
-        "--allow-host",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="a name of this server. On a loopback address without a key it answers requests for localhost and IP "
-        "addresses only, and for these; *: for all; may be repeated",
-    )
+    _add_access(group)
     group.add_argument("--root-path", default="", help="the path under which a proxy shows it")
     group.add_argument(
         "--grace",
@@ -108,6 +86,43 @@ def add_serve_arguments(command: argparse.ArgumentParser) -> None:
         help="log tokens/s, running and waiting requests and the KV cache, while there are any; 0: never (10)",
     )
     add_engine_options(command, shows_all=True)
+
+
+def _add_access(group: Any) -> None:
+    """Add the options that say who may do what."""
+    group.add_argument(
+        "--api-key",
+        metavar="KEY",
+        action="append",
+        default=[],
+        help="clients must show it; may be repeated. Other users see it in the list of processes: rather set "
+        "AENGINE_API_KEY in the environment",
+    )
+    group.add_argument(
+        "--admin-key",
+        metavar="KEY",
+        default=None,
+        help="requests that change the engine must show it; without, there are none. Rather AENGINE_ADMIN_KEY in the "
+        "environment",
+    )
+    group.add_argument(
+        "--lora-dir", metavar="DIR", default=None, help="the folder whose adapters such requests may load"
+    )
+    group.add_argument(
+        "--allow-origin",
+        metavar="ORIGIN",
+        action="append",
+        default=[],
+        help="browser pages of this origin, such as https://chat.example, may call it; *: of all; may be repeated",
+    )
+    group.add_argument(
+        "--allow-host",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="a name of this server. On a loopback address without a key it answers requests for localhost and IP "
+        "addresses only, and for these; *: for all; may be repeated",
+    )
 
 
 def _mode(text: str) -> int:
@@ -236,6 +251,8 @@ def app_options(args: argparse.Namespace, listener: socket.socket) -> dict[str, 
     return {
         "model_names": args.served_model_name,
         "api_keys": api_keys,
+        "admin_key": args.admin_key or server_admin_key(),
+        "lora_dir": args.lora_dir,
         "max_body_bytes": args.max_body_bytes,
         "allow_origins": args.allow_origin,
         "allow_hosts": args.allow_host if args.allow_host or is_bare else None,

@@ -9,11 +9,11 @@ from ..errors import InvalidRequestError
 from .values import is_unicode, not_valid
 
 MAX_NAMED_LORAS = 10_000
-_MOST_CHARACTERS = 256  # a name has
+MOST_CHARACTERS = 256  # a name has
 
 
 def is_lora_name(name: object) -> bool:
-    return isinstance(name, str) and 0 < len(name) <= _MOST_CHARACTERS and is_unicode(name)
+    return isinstance(name, str) and 0 < len(name) <= MOST_CHARACTERS and is_unicode(name)
 
 
 def checked_loras(given: object, max_loras: int | None, max_rank: int | None) -> dict[str, str]:
@@ -24,7 +24,7 @@ def checked_loras(given: object, max_loras: int | None, max_rank: int | None) ->
     loras: dict[str, str] = {}
     for name, source in (given or {}).items():
         if not is_lora_name(name):
-            raise not_valid("loras", name, f"a mapping whose names are texts of 1 to {_MOST_CHARACTERS} characters")
+            raise not_valid("loras", name, f"a mapping whose names are texts of 1 to {MOST_CHARACTERS} characters")
         source = fspath(source) if isinstance(source, PathLike) else source
         if not isinstance(source, str) or not source or not is_unicode(source):
             raise not_valid("loras", source, f"a folder or a hub id for {name!r}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hmac
+import os
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
@@ -15,8 +15,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..errors import InvalidRequestError
 from ..telemetry.trace_context import trace_of
+from .admin.keys import AdminKey, ApiKeys, Lock
+from .admin.loras import LoadLoraBody, UnloadLoraBody, load_lora, unload_lora
 from .anthropic.errors import answer_error, is_for_anthropic
 from .anthropic.messages import count_tokens, create_message
 from .anthropic.requests import CountBody, MessagesBody
@@ -78,10 +79,16 @@ _PAGE: list[Entry] = [
     ("GET", "/page/{name}", show_file),
     ("GET", "/stats", show_stats),
 ]
+_ADMIN: list[Entry] = [
+    ("POST", "/v1/load_lora_adapter", load_lora, LoadLoraBody),
+    ("POST", "/v1/unload_lora_adapter", unload_lora, UnloadLoraBody),
+]
+"""What changes the engine: each needs the admin key, and none other, and is answered with 403 where there is none."""
 _PROBES = {"/health", "/livez", "/readyz"}
 """Paths of health checks: answered without a key, and whatever host and origin a request names."""
 _OPEN_PATHS = {*_PROBES, "/", "/page/{name}"}
 """Paths that need no key."""
+_OPEN = ApiKeys(())
 
 
 def create_app(
@@ -89,6 +96,8 @@ def create_app(
     *,
     model_names: str | Sequence[str] | None = None,
     api_keys: str | Sequence[str] | None = None,
+    admin_key: str | None = None,
+    lora_dir: str | os.PathLike[str] | None = None,
     max_body_bytes: int = 32 << 20,
     max_stored_responses: int = 1000,
     metrics_registry: CollectorRegistry | None = None,
@@ -109,6 +118,8 @@ def create_app(
         model_names: under which requests may ask for the model. None: the name the engine was made with.
         api_keys: one of which a request must show (``Authorization: Bearer KEY``, or ``x-api-key``). None: nobody is
             asked. /health, /livez and /readyz are open, and so is the page itself; what it calls is not.
+        admin_key: what a request that changes the engine must show, as above. None: all such requests are refused.
+        lora_dir: the folder whose adapters such requests may load. None: they may load none.
         max_body_bytes: larger bodies are refused with 413.
         max_stored_responses: of /v1/responses, for ``previous_response_id``: in this process' memory, the latest,
             256 MiB at most. 0: none; with several processes, a client may reach one that does not know its response.
@@ -125,28 +136,27 @@ def create_app(
         unpaced_streams: while there are no more event streams than these, each sends all at once.
     """
     names = [model_names] if isinstance(model_names, str) else model_names
-    keys = [api_keys] if isinstance(api_keys, str) else list(api_keys or ())
-    if not all(keys):
-        raise InvalidRequestError("an API key is empty: give none at all (None) to let everybody in", param="api_keys")
-    if any(key != key.strip() or "\n" in key for key in keys):
-        raise InvalidRequestError("an API key begins or ends with white space, which no header keeps", param="api_keys")
+    keys = ApiKeys([api_keys] if isinstance(api_keys, str) else api_keys or ())
+    admin = AdminKey(admin_key, keys.keys)
     service = Service(
         engine,
         model_names=names,
         max_body_bytes=max_body_bytes,
         max_stored_responses=max_stored_responses,
+        lora_dir=None if lora_dir is None else os.fspath(lora_dir),
         pace=Pace(pieces_per_second, unpaced_streams),
     )
     origins = checked_origins([allow_origins] if isinstance(allow_origins, str) else allow_origins)
     hosts = [allow_hosts] if isinstance(allow_hosts, str) else allow_hosts
     guard = None if hosts is None else Guard(checked_hosts(hosts), origins)
     endpoints = [*_ENDPOINTS, *(_PAGE if page else ())]
-    service.openapi = cache(lambda: openapi_document(endpoints, has_keys=bool(keys)))
+    service.openapi = cache(lambda: openapi_document(endpoints, _ADMIN, has_keys=bool(keys.keys)))
     service.metrics_registry = metrics_registry or new_registry(engine, service.model_name)
     routes = []
-    for method, path, endpoint, *_ in endpoints:
-        is_guarded, is_open = path not in _PROBES, path in _OPEN_PATHS
-        answer = _endpoint(service, endpoint, () if is_open else keys, guard if is_guarded else None)
+    for entry in [*endpoints, *_ADMIN]:
+        method, path, endpoint, *_ = entry
+        lock: Lock = admin if entry in _ADMIN else _OPEN if path in _OPEN_PATHS else keys
+        answer = _endpoint(service, endpoint, lock, guard if path not in _PROBES else None)
         routes.append(Route(path, answer, methods=[method]))
         if path != "/" and not path.endswith("}"):
             # A redirect would have the scheme and the host that a proxy uses, and clients drop keys on the way there.
@@ -172,14 +182,13 @@ def _for_other_origins(origins: Sequence[str]) -> list[Middleware]:
 
 
 def _endpoint(
-    service: Service, endpoint: Endpoint, keys: Sequence[str], guard: Guard | None
+    service: Service, endpoint: Endpoint, lock: Lock, guard: Guard | None
 ) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         try:
             if guard is not None:
                 guard.check(request.headers)
-            if keys:
-                _check_key(request, keys)
+            lock.check(request)
             with trace_of(request.headers):
                 return await endpoint(service, request)
         except ClientLeftError:
@@ -188,20 +197,6 @@ def _endpoint(
             return _answer(request, http_error(error, getattr(request.state, "body", None)))
 
     return answer
-
-
-def _check_key(request: Request, keys: Sequence[str]) -> None:
-    """Raise HTTPError 401 unless the request shows one of the keys."""
-    scheme, _, shown = request.headers.get("authorization", "").partition(" ")
-    given = shown.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-    shown_bytes = given.encode("latin-1")  # bytes of the header as they came
-    if not any(hmac.compare_digest(shown_bytes, key.encode("utf-8", "surrogateescape")) for key in keys):
-        raise HTTPError(
-            401,
-            "the API key is wrong or missing: Authorization: Bearer KEY",
-            code="invalid_api_key",
-            headers={"www-authenticate": "Bearer"},
-        )
 
 
 def _answer(request: Request, error: HTTPError) -> Response:

@@ -38,25 +38,28 @@ _ERROR = {
 }
 
 
-def openapi_document(endpoints: Sequence[Entry], *, has_keys: bool) -> dict[str, Any]:
-    """Return the document, of OpenAPI 3.1. Endpoints without a docstring are left out."""
-    bodies = {entry[3] for entry in endpoints if len(entry) == 4}
+def openapi_document(endpoints: Sequence[Entry], admin: Sequence[Entry], *, has_keys: bool) -> dict[str, Any]:
+    """Return the document, of OpenAPI 3.1. Endpoints without a docstring are left out. ``admin``: those that need a key
+    of their own."""
+    bodies = {entry[3] for entry in (*endpoints, *admin) if len(entry) == 4}
     ordered = sorted(bodies, key=lambda body: body.__name__)
     _, found = models_json_schema([(body, "validation") for body in ordered], ref_template=_SCHEMAS + "{model}")
     paths: dict[str, dict[str, Any]] = {}
-    for method, path, endpoint, *body in endpoints:
+    for entry in (*endpoints, *admin):
+        method, path, endpoint, *body = entry
         if endpoint.__doc__:
             plain = re.sub(r":\w+}", "}", path)  # Starlette's {name:path}
-            paths.setdefault(plain, {})[method.lower()] = _operation(method, plain, endpoint, body)
-    components: dict[str, Any] = {"schemas": {**found.get("$defs", {}), "Error": _ERROR}}
+            key: dict[str, Any] = {"security": [{"admin_key": []}]} if entry in admin else {}
+            paths.setdefault(plain, {})[method.lower()] = _operation(method, plain, endpoint, body) | key
+    bearer = {"type": "http", "scheme": "bearer"}
+    schemes = {"admin_key": bearer} | ({"key": bearer} if has_keys else {})
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "aengine", "version": __version__},
         "paths": paths,
-        "components": components,
+        "components": {"schemas": {**found.get("$defs", {}), "Error": _ERROR}, "securitySchemes": schemes},
     }
     if has_keys:
-        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"key": []}]
     return document
 

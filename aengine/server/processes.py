@@ -59,7 +59,7 @@ async def serve_processes(
     place = "/tmp" if len(os.fsencode(tempfile.gettempdir())) > _MOST_FOLDER_BYTES else None
     with tempfile.TemporaryDirectory(prefix="aengine-", dir=place) as folder:
         path = os.path.join(folder, "engine")
-        async with serve_engine(engine, path):
+        async with serve_engine(engine, path, admin=bool(settings["app"].get("admin_key"))):
             processes = [_AppProcess({**settings, "engine": path, "grace": grace}, one) for one in listeners]
             keeping = [asyncio.create_task(process.keep()) for process in processes]
             watching = asyncio.create_task(until_stopped(engine, stop))

@@ -34,6 +34,7 @@ class Service:
     Args:
         model_names: under which requests may ask for the model; the first is that of answers. None: the name that the
             engine was made with; of a path its last part.
+        lora_dir: the folder whose adapters requests may load. None: they may load none.
     """
 
     def __init__(
@@ -43,9 +44,11 @@ class Service:
         model_names: Sequence[str] | None,
         max_body_bytes: int,
         max_stored_responses: int,
+        lora_dir: str | None,
         pace: Pace,
     ) -> None:
         self.engine = engine
+        self.lora_dir = lora_dir
         self.model_names = tuple(model_names or (engine.config.model_name,))
         self.max_body_bytes = max_body_bytes
         self.created = int(time.time())

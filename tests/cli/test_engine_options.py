@@ -46,6 +46,15 @@ def test_none_is_a_value() -> None:
     assert settings_of(*COMMANDS["run"], *words) == {"unread_timeout": None, "max_step_seconds": None}
 
 
+def test_adapters_may_be_named_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*COMMANDS["serve"], "--lora", "a=x,y=z", "--loras", "b=1,c=2", "--lora", "d=e"]
+    assert settings_of(*words) == {"loras": {"a": "x,y=z", "b": "1", "c": "2", "d": "e"}}
+    for wrong in ("a=2", "name", "=x", "x="):
+        with pytest.raises(SystemExit):
+            settings_of(*words, "--lora", wrong)
+        assert "--lora" in capsys.readouterr().err
+
+
 def test_a_seed_is_that_of_the_sampling() -> None:
     args = build_parser().parse_args([*COMMANDS["run"], "--seed", "7"])
     assert args.seed == 7 and "seed" not in engine_settings(args)

@@ -1,0 +1,99 @@
+"""Requests that change the engine: the admin key, and adapters out of one folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from aengine import InvalidRequestError
+from aengine.server import create_app
+from aengine.server.in_process import streaming_transport
+from aengine.testing import FakeAsyncLLM
+
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+USER = {"authorization": "Bearer user"}
+KEY = {"authorization": "Bearer admin"}
+
+
+class Engine(FakeAsyncLLM):
+    """Notes the adapters that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__("a")
+        self.loras: dict[str, tuple[str, bool]] = {}
+
+    async def add_lora(self, name: str, source: Any, *, replace: bool = False) -> None:
+        self.loras[name] = (source, replace)
+
+    async def remove_lora(self, name: str) -> None:
+        if self.loras.pop(name, None) is None:
+            raise InvalidRequestError(f"there is no adapter {name!r}", param="name")
+
+
+@asynccontextmanager
+async def client_of(engine: FakeAsyncLLM, **options: Any) -> AsyncIterator[httpx.AsyncClient]:
+    async with engine:
+        app = create_app(engine, model_names="fake", **options)
+        async with httpx.AsyncClient(transport=streaming_transport(app), base_url="http://engine") as client:
+            yield client
+
+
+async def admin_routes(client: httpx.AsyncClient) -> list[tuple[str, str]]:
+    document = (await client.get("/openapi.json", headers=USER)).json()
+    routes = [(method, path, one) for path, own in document["paths"].items() for method, one in own.items()]
+    found = [(method, path) for method, path, one in routes if one.get("security") == [{"admin_key": []}]]
+    assert ("post", LOAD) in found
+    return found
+
+
+async def test_each_such_request_needs_the_admin_key() -> None:
+    async with client_of(Engine(), api_keys="user") as client:
+        for method, path in await admin_routes(client):
+            answer = await client.request(method, path, json={}, headers=USER)
+            assert answer.status_code == 403 and "--admin-key" in answer.json()["error"]["message"], path
+    async with client_of(Engine(), api_keys="user", admin_key="admin") as client:
+        for method, path in await admin_routes(client):
+            for headers in ({}, USER, {"x-api-key": "admim"}):
+                assert (await client.request(method, path, json={}, headers=headers)).status_code == 401, path
+        assert (await client.get("/v1/models", headers=KEY)).status_code == 401, "it opens nothing else"
+    for key in ("", " a", "user"):
+        with pytest.raises(InvalidRequestError):
+            create_app(Engine(), api_keys="user", admin_key=key)
+
+
+async def test_adapters_come_from_one_folder(tmp_path: Path) -> None:
+    outside, inside = tmp_path / "outside", tmp_path / "adapters"
+    for folder in (outside, inside / "a", inside / "linked"):
+        folder.mkdir(parents=True)
+        (folder / "adapter_config.json").write_text("{}")
+    (inside / "b").symlink_to("a")
+    (inside / "out").symlink_to(outside)
+    (inside / "loop").symlink_to("loop")
+    (inside / "linked" / "adapter_model.safetensors").symlink_to(outside / "adapter_config.json")
+    engine = Engine()
+    async with client_of(engine, admin_key="admin", lora_dir=inside) as client:
+
+        async def load(path: str, **more: Any) -> int:
+            answer = await client.post(LOAD, headers=KEY, json={"lora_name": "x", "lora_path": path} | more)
+            return answer.status_code
+
+        for path in ("a", str(inside / "a"), "b", "./a/../a"):
+            assert await load(path, load_inplace=True) == 200
+            assert engine.loras == {"x": (str(inside / "a"), True)}
+        for path in ("out", "../outside", str(outside), "a/../../outside", "/", "linked"):
+            assert await load(path) == 403, path
+        for path in ("nowhere", "loop", "a/adapter_config.json", "a\0", "x" * 4000):
+            assert await load(path) == 404, path
+        for more in ({"lora_name": "fake"}, {"lora_name": ""}, {"lora_path": 7}, {"other": 1}):
+            assert await load("a", **more) == 400, more
+        answers = [await client.post(UNLOAD, headers=KEY, json={"lora_name": "x"}) for _ in range(2)]
+        assert [one.status_code for one in answers] == [200, 404] and not engine.loras
+    async with client_of(Engine(), admin_key="admin") as client:
+        answer = await client.post(LOAD, headers=KEY, json={"lora_name": "x", "lora_path": os.fspath(inside / "a")})
+        assert answer.status_code == 403 and "--lora-dir" in answer.json()["error"]["message"]
