@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ class EveryStep(DraftHistory):
     def note_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         self.found.append((num_drafted, num_accepted))
 
-    def guess(self, request: Request, most: int) -> Guess:
+    def guess(self, request: Request, most: int, in_flight: Sequence[Sequence[int]] = ()) -> Guess:
         return Guess([-1] * min(most, DRAFTED), [0.9] * min(most, DRAFTED))
 
 

@@ -49,7 +49,7 @@ class Wrong(DraftHistory):
     def note_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         pass
 
-    def guess(self, request: Request, most: int) -> Guess:
+    def guess(self, request: Request, most: int, in_flight: Sequence[Sequence[int]] = ()) -> Guess:
         count = min(Wrong.count, most)
         if not count:
             return NO_GUESS

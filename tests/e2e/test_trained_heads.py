@@ -8,7 +8,7 @@ import os
 import random
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ async def test_a_head_is_right_as_often_as_its_reference(
         def note_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
             found.append((num_drafted, num_accepted))
 
-        def guess(self, request: Request, most: int) -> Guess:
+        def guess(self, request: Request, most: int, in_flight: Sequence[Sequence[int]] = ()) -> Guess:
             return Guess([-1] * min(most, DRAFTED), [0.9] * min(most, DRAFTED))
 
     monkeypatch.setattr(proposer, "DraftHistory", EveryStep)

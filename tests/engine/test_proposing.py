@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections import deque
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -26,6 +27,7 @@ from aengine.engine.speculation.proposing import Proposing
 from aengine.engine.speculation.suffix import PastTexts, SuffixHistory, TokenIndex
 from aengine.errors import ModelLoadError
 from aengine.ipc.messages import KVCacheGroup, ModelRunnerOutput, int32
+from aengine.outputs import FinishReason
 from aengine.params import SamplingParams
 from aengine.testing import FakeAsyncLLM
 
@@ -456,18 +458,21 @@ class Loop:
         self.request = self.new_request("a")
         self.scheduler.add_request(self.request)
 
-    def new_request(self, name: str, prompt: Sequence[int] = (5, 6, 7, 8, 9, 1)) -> Request:
-        how: Any = {"max_num_tokens": 40, "stop_token_ids": frozenset[int]()}
+    def new_request(self, name: str, prompt: Sequence[int] = (5, 6, 7, 8, 9, 1), most: int = 40) -> Request:
+        how: Any = {"max_num_tokens": most, "stop_token_ids": frozenset[int]()}
         return Request(name, prompt, SamplingParams(), seed=0, **how)
 
     def answer(self, out: Any, token_id: int, seconds: float = 0.0) -> None:
         self.answers(out, [token_id], seconds)
 
-    def answers(self, out: Any, token_ids: Sequence[int], seconds: float = 0.0) -> None:
+    def answers(
+        self, out: Any, token_ids: Sequence[int], seconds: float = 0.0, counts: Sequence[int] | None = None
+    ) -> None:
         self.now += seconds
         step = self.scheduler.oldest_step
         assert step is not None
-        sampled = self.scheduler.update(ModelRunnerOutput(out.step_id, int32(token_ids))).sampled
+        answer = ModelRunnerOutput(out.step_id, int32(token_ids), counts=None if counts is None else int32(counts))
+        sampled = self.scheduler.update(answer).sampled
         self.speculation.note_answer(step, self.now, sampled)
 
 
@@ -512,6 +517,31 @@ def test_while_drafts_are_in_flight_no_step_is_made_that_may_be_taken_back() -> 
     assert not loop.speculation.propose()
     in_flight.next_is_cancellable = False
     assert loop.speculation.propose()
+
+
+def test_drafts_follow_what_the_steps_in_flight_will_bring() -> None:
+    """Two steps are in flight, and one token in ten is not the prompt's. The drafts behind a rejected one are wrong as
+    well; those of the step after that are at their place again."""
+    text = list(range(100, 130))
+    written = [500 + place if place % 10 == 9 else token_id for place, token_id in enumerate(text)]
+    loop, in_flight, num_steps = Loop(StepsInFlight(2), DraftBudget(8)), deque[Any](), 0
+    loop.scheduler.finish(loop.request, FinishReason.ABORT)
+    request = loop.new_request("b", text, len(text) + len(written))
+    loop.scheduler.add_request(request)
+    while request.finish_reason is None:
+        while len(in_flight) < 2 and loop.speculation.propose() and (out := loop.scheduler.schedule()) is not None:
+            in_flight.append(out)
+        step = loop.scheduler.oldest_step
+        assert step is not None
+        drafts = step.ahead[0].token_ids if step.ahead else []
+        following = written[request.num_output_tokens :]
+        count = 1 + next(
+            (i for i, pair in enumerate(zip(drafts, following, strict=False)) if pair[0] != pair[1]), len(drafts)
+        )
+        loop.answers(in_flight.popleft(), following[:count], counts=[count] if step.ahead else None)
+        num_steps += 1
+    assert request.output_token_ids == written
+    assert num_steps <= 15, "19 if they are drafted for where the rejected ones would have led"
 
 
 def test_where_steps_are_long_drafts_follow_tokens_that_are_known() -> None:

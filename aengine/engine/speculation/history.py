@@ -8,6 +8,7 @@ A guess that is not drafted is compared too, so to learn that a text can't be gu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..scheduler.request import Request
@@ -31,6 +32,18 @@ class Guess(NamedTuple):
 
 
 NO_GUESS = Guess([], [])
+
+
+def num_coming(request: Request, in_flight: Sequence[Sequence[int]], following: Sequence[int]) -> int:
+    """Return how many tokens the steps in flight bring if ``following`` comes. ``in_flight``: the request's drafts in
+    those steps that have some: they are accepted as far as they agree with it, and those behind a rejected one, too,
+    have been drafted for another place."""
+    count = request.num_pending - sum(1 + len(drafts) for drafts in in_flight)
+    for drafts in in_flight:
+        expected = following[count : count + len(drafts)]
+        pairs = zip(drafts, expected, strict=False)
+        count += 1 + next((i for i, (one, other) in enumerate(pairs) if one != other), len(expected))
+    return count
 
 
 class Chances:
@@ -121,9 +134,9 @@ class DraftHistory:
         """Take in the request's new tokens, of a long prompt some. Returns how many were put into a table."""
         return 0
 
-    def guess(self, request: Request, most: int) -> Guess:
-        """Return at most ``most`` tokens that may follow those in flight. A grammar's bitmasks need tokens that the
-        host knows."""
+    def guess(self, request: Request, most: int, in_flight: Sequence[Sequence[int]] = ()) -> Guess:
+        """Return at most ``most`` tokens that may follow those in flight, see `num_coming`. A grammar's bitmasks need
+        tokens that the host knows."""
         if len(request.token_ids) < self._wait_until or request.grammar is not None:
             return NO_GUESS
         count = min(most, self._most, self._limit)

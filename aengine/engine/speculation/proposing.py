@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
@@ -101,6 +102,10 @@ class Proposing(Speculation):
     def _guesses(self, changed: dict[Request, None], most: int) -> dict[Request, Guess]:
         """Return what may come next in those of ``changed`` that decode."""
         guesses: dict[Request, Guess] = {}
+        in_flight: defaultdict[Request, list[list[int]]] = defaultdict(list)
+        for step in self._scheduler.rows.steps:
+            for place, drafts in step.ahead.items():
+                in_flight[step.batch[place]].append(drafts.token_ids)
         budget = _MOST_TAKEN_IN
         for request in changed:
             if request.status is not RequestStatus.DECODING or not request.params.speculation:
@@ -112,7 +117,7 @@ class Proposing(Speculation):
                 history = request.history = self._new_history(request, Chances(self._chances))
                 budget -= history.size
             budget -= history.take_in(request, budget)
-            guess = history.guess(request, most)
+            guess = history.guess(request, most, in_flight.get(request, ()))
             if guess.token_ids:
                 guesses[request] = guess
         return guesses

@@ -12,13 +12,14 @@ it was drafted or not. With `PastTexts` the outputs of earlier requests of the s
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from ..scheduler.request import Request
-from .history import MOST_DRAFTS, NO_GUESS, Chances, DraftHistory, Guess
+from .history import MOST_DRAFTS, NO_GUESS, Chances, DraftHistory, Guess, num_coming
 
 _N = 3  # tokens that are looked up
 _FACTORS = 1_540_483_477, 1_812_433_253, 1_664_525_013  # factors of the hash, odd; sums stay below 2**63
@@ -221,7 +222,7 @@ class SuffixHistory(DraftHistory):
         else:
             self._place += 1 + num_right
 
-    def guess(self, request: Request, most: int) -> Guess:
+    def guess(self, request: Request, most: int, in_flight: Sequence[Sequence[int]] = ()) -> Guess:
         if self._place < 0:
             return NO_GUESS
         ahead, source, begin = request.num_pending, self._source, self._place + 1
@@ -231,6 +232,8 @@ class SuffixHistory(DraftHistory):
             following *= (ahead + most) // len(following) + 1  # the match goes on into itself: a text that repeats
         if -1 in following:  # an output ends there
             following = following[: following.index(-1)]
+        if in_flight:
+            ahead = num_coming(request, in_flight, following)
         following = following[ahead : ahead + most]
         chances = self.chances.of_each(self._match, ahead + len(following))
         return Guess(following, [prod(chances[: ahead + 1]), *chances[ahead + 1 :]] if following else [])
