@@ -399,6 +399,10 @@ class ModelRunner:
             batch = self.speculation.gather(plan, state.idx_mapping, grammar)
             sampling = batch.batch_idx
             sampled, errors = self._memory.sample(self.sampler, state.logits, batch)
+            if faults := self.sampler.faults:  # the steps on their way to which these rows belong fail as well
+                self._row_faults |= {row: ("InternalError", fault) for row, fault in faults.items()}
+                errors |= _errors_of(plan, self._row_faults)
+                faults.clear()
             state.row_errors |= errors
             self.speculation.note_sampled(plan)
             tensors |= {"token_ids": sampled.token_ids, "checks": sampled.checks}

@@ -75,9 +75,39 @@ def test_faults_concern_their_own_requests() -> None:
         runner, {0: 2, 1: 2}, new=[asking(0, [1, 2], residues={"modulus": 997}), request(1, [1, 2], range(6, 12))]
     )
     assert [error.batch_idx for error in got.errors] == [0]
-    said = str(request_error(got.errors[0], ["residues"]))
-    assert said == f"{request_error(got.errors[0], [])}; its logits processors may have done it: residues"
+    assert str(request_error(got.errors[0], ["residues"])).startswith("logits processor residues: ")
     assert got.token_ids[1] == int(expected_logits([1, 2], VOCAB).argmax())
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), SystemExit("no"), KeyboardInterrupt("no")], ids=repr)
+def test_whatever_a_processor_raises_is_said_once(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+    """Also by the steps that are on their way when it fails, of which the host hears later."""
+
+    class Raising(Nothing):
+        name = "raising"
+        changes_argmax = True
+
+        def prepare(self, arguments: Any) -> Any:
+            if arguments:
+                raise error
+            return np.zeros(1)
+
+        def process(self, logits: Tensor, rows: ProcessedRows) -> None:
+            raise error
+
+    runner = new_runner(Raising)
+    new = [asking(0, [1, 2], raising={}), request(1, [1, 2], range(6, 12)), asking(2, [1, 2], raising={"a": 1})]
+    for batch in ({0: 2, 1: 2, 2: 2}, {0: 1, 1: 1}):
+        got = step(runner, batch, new=new)
+        new = []
+        said = [str(request_error(one, ["raising"])) for one in got.errors]
+        assert said[0] == f"logits processor raising: {error!r}"
+        assert said[1:] == [f"extra_args: raising can't take its arguments: {error!r}"] * (2 in batch)
+        assert got.token_ids[1] >= 0
+    assert [record.getMessage() for record in caplog.records] == [
+        "logits processor raising: a request is refused",
+        "logits processor raising: the requests that use it fail",
+    ]
 
 
 def test_processors_that_forbid_every_token_are_named() -> None:

@@ -62,6 +62,10 @@ class LogitsProcessor(OpByOpFeature):
     def __init_subclass__(cls) -> None:
         cls.extra = ARGUMENTS_OF + cls.name
 
+    def __init__(self, requests: RequestState, vocab_size: int) -> None:
+        super().__init__(requests, vocab_size)
+        self._faults: dict[int, str] = {}
+
     def prepare(self, arguments: Any) -> Any:
         """Return what `process` needs of a request with these arguments, as a numpy array of booleans, integers or
         floats, of at most 1 MiB. Raises InvalidRequestError, which is the request's; so is whatever else goes wrong."""
@@ -91,7 +95,7 @@ class LogitsProcessor(OpByOpFeature):
             return torch.from_numpy(state.astype(state.dtype.newbyteorder("="), order="C")).numpy()  # torch takes it
         except InvalidRequestError:
             raise
-        except Exception as error:
+        except BaseException as error:  # nothing but the processor raises here: the host's interrupts don't come
             logger.exception("logits processor %s: a request is refused", self.name)
             raise InvalidRequestError(f"extra_args: {self.name} can't take its arguments: {error!r:.200}") from None
 
@@ -111,9 +115,17 @@ class LogitsProcessor(OpByOpFeature):
             self.process(logits.view(logits.shape), processed)  # one that it resizes is its own view
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # the logits of its rows are lost, and so their requests; those of others are not
+        except (
+            BaseException
+        ) as error:  # the logits of its rows are lost, and so their requests; those of others are not
             logger.exception("logits processor %s: the requests that use it fail", self.name)
             logits.index_fill_(0, place, torch.nan)
+            self._faults |= dict.fromkeys(own.tolist(), f"logits processor {self.name}: {error!r:.200}")
+            self.uses[own] = False  # in the steps that are on their way it is not asked again
+
+    def take_faults(self) -> dict[int, str]:
+        faults, self._faults = self._faults, {}
+        return faults
 
 
 def make_processor(processor: type[LogitsProcessor], requests: RequestState, vocab_size: int) -> LogitsProcessor:
@@ -122,7 +134,7 @@ def make_processor(processor: type[LogitsProcessor], requests: RequestState, voc
         made = processor(requests, vocab_size)
         if not hasattr(made, "uses"):
             raise TypeError("its __init__ has to call super().__init__(requests, vocab_size)")
-    except Exception as error:  # whatever its __init__ may raise
+    except (Exception, SystemExit) as error:  # whatever its __init__ may raise
         raise ModelLoadError(f"logits_processors: {processor.name} can't be made: {error!r:.300}") from error
     return made
 

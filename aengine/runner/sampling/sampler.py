@@ -97,6 +97,9 @@ class Sampler:
         self._num_op_by_op = 0  # number of these rows
         self._asks = np.full(max_num_seqs, Sampling.PLAIN, dtype=np.int8)  # what each row asks for in every step
         self._asking: set[int] = set()  # rows that ask for more than `PLAIN` in some step
+        self.faults: dict[
+            int, str
+        ] = {}  # what went wrong in `sample`, by row whose request fails; who reads it clears it
 
     def reserve(self) -> None:
         """Allocate the memory that graphs refer to."""
@@ -113,7 +116,7 @@ class Sampler:
                 feature.add_request(request)
             except InvalidRequestError as error:
                 fault = ("InvalidRequestError", str(error))
-            except Exception as error:  # a caller's own feature may raise anything
+            except BaseException as error:  # a caller's own feature may raise anything, SystemExit too
                 logger.exception("a request is refused by %s", type(feature).__name__)
                 fault = ("InternalError", f"what the request asks of sampling can't be read: {error!r:.300}")
             else:
@@ -168,6 +171,7 @@ class Sampler:
             features = [one for one in self._features if one.uses[rows].any() or one.is_pending(rows)]
         for feature in features:
             feature.apply(logits, rows, rows_device, scalars, batch.spec_decode)
+            self.faults |= feature.take_faults()
         self._apply_bitmasks(logits, batch)
         token_ids, checks, cutoff = self._choose(logits, batch)
         for feature in features:

@@ -65,6 +65,10 @@ class SamplingFeature:
         ``scalars``: of the same rows, where num_tokens counts the guesses before each. What graphs hold may not look at
         ``rows``, which are empty there."""
 
+    def take_faults(self) -> dict[int, str]:
+        """Return what went wrong in `apply` since the last call, by row: the request fails for it."""
+        return {}
+
     def commit(self, sampled: Tensor, rows: Tensor, scalars: Scalars, spec_decode: SpecDecode) -> None:
         """Note the tokens, int64 [n], that were sampled for the rows (int64 [n], on the device)."""
 
