@@ -78,10 +78,19 @@ class ContextLengthError(RequestError):
     """
 
     def __init__(
-        self, num_prompt_tokens: int, max_model_len: int, *, at_least: bool = False, generates: bool = True
+        self,
+        num_prompt_tokens: int,
+        max_model_len: int,
+        *,
+        at_least: bool = False,
+        generates: bool = True,
+        what: str = "",
     ) -> None:
-        """``generates``: it is the prompt of a completion, and no text that gets a vector or a score."""
-        if generates:
+        """``generates``: it is the prompt of a completion, no text that gets a vector or a score; ``what``: what has
+        so many tokens, if it is neither."""
+        if what:
+            message = f"{what} have {num_prompt_tokens} tokens, but this model takes {max_model_len} at once"
+        elif generates:
             message = (
                 f"the prompt has {'at least ' if at_least else ''}{num_prompt_tokens} tokens, but prompt and "
                 f"completion together may have {max_model_len} (max_model_len): shorten the prompt, or start the "

@@ -99,7 +99,10 @@ def logprobs_by_token(columns: LogprobColumns) -> Logprobs:
 def request_error(error: RowError, processors: Iterable[str]) -> RequestError | EngineError:
     """Return the error that the caller of a request gets when the request failed by itself on the worker.
     ``processors``: the logits processors that it asks for."""
-    message = error.message
-    if message.startswith(UNSAMPLED) and (names := ", ".join(processors)):
+    message, names = error.message, ", ".join(processors)
+    is_unsampled = message.startswith(UNSAMPLED)
+    if is_unsampled and names:
         message += f"; its logits processors may have done it: {names}"
-    return InvalidRequestError(message) if error.type == "InvalidRequestError" else InternalError(message)
+    if error.type != "InvalidRequestError":
+        return InternalError(message)
+    return InvalidRequestError(message, param="extra_args" if names and not is_unsampled else None)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from short_model import kv_memory
 
-from aengine import AsyncLLM, Completion, SamplingParams
+from aengine import AsyncLLM, Completion, RequestError, SamplingParams
 
 if TYPE_CHECKING:
     from conftest import Judge
@@ -70,4 +70,12 @@ async def test_completions_of_a_shared_prompt(smollm2: str, judge: Judge, rng: r
             assert found.logprobs.tolist() == pytest.approx(wanted.tolist(), abs=1e-3)
             assert found.logprob == pytest.approx(float(wanted.sum()), abs=1e-3)
             assert found.is_greedy == (own == [likely])
+            assert not (found.token_ids.flags.writeable or found.logprobs.flags.writeable)
         assert engine.statistics().prefix_cache_hits > 11 * 128
+        for wrong, said in (
+            ([[5], [5, -1]], r"^completions\[1\]\[1\]=-1 is not a token id"),
+            ([[True]], r"^completions\[0\]\[0\]=True is"),
+            ([[5], [5] * 300], r"^the prompt and completions\[1\] have 460 tokens, but this model takes 256 at once$"),
+        ):
+            with pytest.raises(RequestError, match=said):
+                await engine.score_completions(prompt, wrong)

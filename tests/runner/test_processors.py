@@ -67,7 +67,11 @@ def test_faults_concern_their_own_requests() -> None:
     assert [(error.batch_idx, error.type) for error in got.errors] == [(0, "InvalidRequestError")] + [
         (1, "InvalidRequestError")
     ]
-    assert str(request_error(got.errors[0], ["residues"])) == "999 is not prime"
+    refused = request_error(got.errors[0], ["residues"])
+    assert isinstance(refused, InvalidRequestError) and (str(refused), refused.param) == (
+        "999 is not prime",
+        "extra_args",
+    )
     assert "RuntimeError('out of luck')" in got.errors[1].message
     assert got.token_ids[2] == int(expected_logits([1, 2], VOCAB).argmax())
     runner = new_runner(Residues)

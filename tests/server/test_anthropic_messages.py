@@ -380,6 +380,12 @@ WRONG: list[tuple[dict[str, Any], int, str, str]] = [
     ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
     ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens"),
     ({"max_tokens": "many"}, 400, "invalid_request_error", "max_tokens"),
+    (
+        {"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}},
+        400,
+        "invalid_request_error",
+        "parallel_tool_use",
+    ),
     ({"messages": []}, 400, "invalid_request_error", "messages"),
     ({"messages": "hello"}, 400, "invalid_request_error", "messages"),
     ({"messages": [{"role": "robot", "content": "x"}]}, 400, "invalid_request_error", r"messages\[0\].role"),

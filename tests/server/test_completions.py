@@ -99,6 +99,11 @@ async def test_log_probabilities_of_prompts() -> None:
         )
         assert chat.usage is not None and chat.model_extra is not None
         assert len(chat.model_extra["prompt_logprobs"]) == chat.usage.prompt_tokens
+        answer = await client.completions.create(model="fake", prompt="ab", echo=True, max_tokens=0)
+        assert answer.choices[0].text == "ab" and answer.choices[0].logprobs is None and answer.usage is not None
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (2, 0)
+        with pytest.raises(openai.BadRequestError, match="or 0 with echo, n=1"):
+            await client.completions.create(model="fake", prompt="ab", logprobs=1, max_tokens=0)
         for none in (False, None):
             answer = await client.completions.create(model="fake", prompt="x", extra_body={"prompt_logprobs": none})
             assert not answer.choices[0].model_extra or "prompt_logprobs" not in answer.choices[0].model_extra

@@ -31,7 +31,7 @@ from ..streams.token_stream import Token
 from ..threads.pools import run_in_thread
 from ..threads.yield_gil import yield_gil
 from ..tokenizer.pooled_texts import YesNoPrompt, encode_texts
-from ..tokenizer.prompt import check_token_ids
+from ..tokenizer.prompt import check_token_ids, is_token_id
 from ..tokenizer.tokenizer import Tokenizer
 from ..user_request import UserRequest
 from .requests import PoolingRequest, PoolingResult
@@ -142,7 +142,7 @@ async def _score(call: _Call, request: PoolingRequest) -> PoolingResult:
 async def _score_completions(call: _Call, request: PoolingRequest) -> PoolingResult:
     if "generate" not in call.core.limits.tasks:
         raise InvalidRequestError("this model generates no text, of which completions could be scored", param="prompt")
-    rows = await call.run(request.inputs, partial(_encode_completions, call), _joined_completions)
+    rows = await call.run(request.inputs, partial(_encode_completions, call, request.inputs), _joined_completions)
     return PoolingResult(rows, call.usage())
 
 
@@ -266,25 +266,48 @@ def _encode_questions(
     return [PooledText(text.token_ids, pooled_token_ids=answers) for text in encoded]
 
 
-def _encode_completions(call: _Call, pairs: Sequence[tuple[Any, Any]]) -> list[ScoredText]:
+def _encode_completions(
+    call: _Call, inputs: Sequence[tuple[Any, Any]], pairs: Sequence[tuple[Any, Any]]
+) -> list[ScoredText]:
+    """Encode some pairs of ``inputs``. Errors name the completion by its place there."""
     alone: dict[str, Sequence[int]] = {}  # the tokens of the prompts, which are one as a rule
-    scored = []
-    for prompt, completion in pairs:
-        if isinstance(prompt, str) and isinstance(completion, str):
-            encode = call.tokenizer().encode
-            own = alone[prompt] = alone.get(prompt) or encode(prompt)
-            ids = encode(prompt + completion)
-            begin = next((i for i, (one, other) in enumerate(zip(own, ids)) if one != other), min(len(own), len(ids)))
-        elif isinstance(prompt, str) or isinstance(completion, str):
-            raise InvalidRequestError("give prompt and completions as texts, or both as token ids", param="completions")
-        else:
-            begin, ids = len(prompt), [*prompt, *completion]
-        ids = check_token_ids(ids, call.core.limits.vocab_size, call.most, generates=False)
-        if not 0 < begin < len(ids):
-            message = "the prompt and each completion must have a token: one of a prompt comes before the first"
-            raise InvalidRequestError(message, param="completions")
-        scored.append(ScoredText(ids, begin))
-    return scored
+    return [_scored_text(call, inputs, pair, alone) for pair in pairs]
+
+
+def _scored_text(
+    call: _Call, inputs: Sequence[tuple[Any, Any]], pair: tuple[Any, Any], alone: dict[str, Sequence[int]]
+) -> ScoredText:
+    (prompt, completion), most, vocab_size = pair, call.most, call.core.limits.vocab_size
+
+    def name() -> str:
+        return f"completions[{next(place for place, one in enumerate(inputs) if one is pair)}]"
+
+    if isinstance(prompt, str) != isinstance(completion, str):
+        raise InvalidRequestError("give prompt and completions as texts, or both as token ids", param="completions")
+    if isinstance(prompt, str):
+        encode = call.tokenizer().encode
+        own = alone[prompt] = alone.get(prompt) or encode(prompt)
+        ids = encode(prompt + completion)
+        begin = next((i for i, (one, other) in enumerate(zip(own, ids)) if one != other), min(len(own), len(ids)))
+    else:
+        begin, ids = len(prompt), [*prompt, *completion]
+    if len(ids) > most:
+        raise ContextLengthError(len(ids), most, what=f"the prompt and {name()}")
+    if not 0 < begin < len(ids):
+        message = f"{name()}: it and the prompt must have a token each, one of a prompt before the first"
+        raise InvalidRequestError(message, param="completions")
+    if bool not in {*map(type, ids)}:
+        try:
+            return ScoredText(check_token_ids(ids, vocab_size, most, generates=False), begin)
+        except InvalidRequestError:
+            pass
+    wrong = next(i for i, one in enumerate(ids) if isinstance(one, bool) or not is_token_id(one, vocab_size))
+    param = "prompt" if wrong < begin else "completions"
+    place = f"prompt[{wrong}]" if wrong < begin else f"{name()}[{wrong - begin}]"
+    message = (
+        f"{place}={shown(ids[wrong])} is not a token id of this model: they are integers from 0 to {vocab_size - 1}"
+    )
+    raise InvalidRequestError(message, param=param)
 
 
 # -- on the loop

@@ -47,9 +47,9 @@ class RankedDocument:
     document: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ScoredCompletion:
-    """A completion's tokens, and how likely they are after the prompt."""
+    """A completion's tokens, and how likely they are after the prompt. Its arrays can't be written."""
 
     token_ids: NDArray[np.int64]  # [n]
     logprobs: NDArray[np.float32]  # [n], each after those before it
@@ -230,6 +230,8 @@ def _scored(rows: NDArray[np.float32], num_completions: int) -> list[ScoredCompl
         return []
     places, ids, likeliest = rows[:, (0, 1, 3)].astype("int64").T
     is_other = ids != likeliest
+    for array in (ids, rows):
+        array.setflags(write=False)
     ends = places.searchsorted(range(num_completions + 1)).tolist()
     return [
         ScoredCompletion(ids[begin:end], rows[begin:end, 2], not is_other[begin:end].any())

@@ -137,7 +137,7 @@ def check_token_ids(ids: Sequence[int], vocab_size: int, max_model_len: int, *, 
     except (TypeError, OverflowError, ValueError):
         pass
     for i, token_id in enumerate(ids):
-        if not _is_token_id(token_id, vocab_size):
+        if not is_token_id(token_id, vocab_size):
             raise InvalidRequestError(
                 f"prompt[{i}]={shown(token_id)} is not a token id of this model: "
                 f"they are integers from 0 to {vocab_size - 1}",
@@ -146,7 +146,7 @@ def check_token_ids(ids: Sequence[int], vocab_size: int, max_model_len: int, *, 
     raise InvalidRequestError("the prompt has no tokens", param="prompt")
 
 
-def _is_token_id(value: Any, vocab_size: int) -> bool:
+def is_token_id(value: Any, vocab_size: int) -> bool:
     try:
         return 0 <= operator.index(value) < vocab_size
     except TypeError:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import ConfigDict, Discriminator, Field, StrictBool, Tag, field_validator, model_validator
 
 from ...limits.bounds import MAX_TOOLS
 from ...params import SamplingParams, StructuredOutput
@@ -79,7 +79,7 @@ class ToolResultBlock(Open):
     type: Literal["tool_result"]
     tool_use_id: str
     content: Text | Many[TextOnly] | None = None
-    is_error: bool | None = None
+    is_error: StrictBool | None = None
 
 
 Block = Annotated[
@@ -105,7 +105,7 @@ class ToolBody(Open):
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
-    strict: bool | None = None
+    strict: StrictBool | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -121,7 +121,7 @@ class ToolBody(Open):
 class ToolChoiceBody(Open):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
-    disable_parallel_tool_use: bool = False
+    disable_parallel_tool_use: StrictBool = False
 
     @model_validator(mode="after")
     def check_name(self) -> ToolChoiceBody:
@@ -207,7 +207,7 @@ class MessagesBody(CountBody, RequestBody):
     """Body of ``/v1/messages``."""
 
     max_tokens: int = Field(ge=1)
-    stream: bool = False
+    stream: StrictBool = False
     stop_sequences: Many[str] | None = None
     temperature: float | None = None
     top_p: float | None = None

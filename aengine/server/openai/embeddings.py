@@ -6,7 +6,7 @@ import base64
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, StrictBool
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -28,7 +28,7 @@ Said = Annotated[Text, Field(min_length=1)]
 class PoolingBody(Body):
     model: str | None = None
     user: Ignored = None
-    truncate: bool = False
+    truncate: StrictBool = False
     truncate_prompt_tokens: Literal[-1] | None = Field(None, description="-1: as `truncate`, vLLM's name for it.")
     priority: int = 0
     cache_salt: str | None = None
@@ -42,7 +42,7 @@ class EmbeddingBody(PoolingBody):
     input: Annotated[str | Many[str] | TokenIds | Many[TokenIds], Prompts]
     dimensions: int | None = None
     encoding_format: Literal["float", "base64"] = "float"
-    normalize: bool = True
+    normalize: StrictBool = True
     prompt_name: str | None = None
 
     def field_names(self) -> dict[str, str]:
@@ -71,7 +71,7 @@ class RerankBody(PoolingBody):
     query: Said
     documents: Annotated[Many[str | Document], Field(min_length=1), Prompts]
     top_n: Annotated[int, Field(ge=0)] | None = Field(None, description="0, null: all.")
-    return_documents: bool = True
+    return_documents: StrictBool = True
     instruction: str | None = None
 
     def field_names(self) -> dict[str, str]:

@@ -18,6 +18,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PrivateAttr,
+    StrictBool,
     WithJsonSchema,
     model_validator,
 )
@@ -119,8 +120,8 @@ Tools = Annotated[Many[dict[str, Any]], at_most(MAX_TOOLS, "tools"), WithJsonSch
 
 
 class Body(BaseModel):
-    """Parent of all bodies: no field of another name, and no number for a string. Null for a field that may be left out
-    means that it is: clients send it so."""
+    """Parent of all bodies: no field of another name, no number for a string, and nothing but true and false for a
+    boolean. Null for a field that may be left out means that it is: clients send it so."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
@@ -156,8 +157,8 @@ def _names_of(body: type[Body]) -> tuple[frozenset[str], frozenset[str]]:
 
 
 class StreamOptions(Body):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: StrictBool = False
+    continuous_usage_stats: StrictBool = False
     include_obfuscation: Ignored = None
 
     @property
@@ -170,8 +171,8 @@ class JSONSchemaFormat(Body):
     name: str = "answer"
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
-    strict: bool | None = None
-    open_objects: bool | None = None
+    strict: StrictBool | None = None
+    open_objects: StrictBool | None = None
     """aengine's own: as `StructuredOutput.open_objects`; ``strict`` closes them in any case."""
 
     def to_structured_output(self) -> StructuredOutput:
@@ -198,8 +199,8 @@ class StructuredOutputsBody(Body):
     regex: str | None = None
     choice: Many[str] | None = None
     grammar: str | None = None
-    json_object: bool | None = None
-    open_objects: bool | None = None
+    json_object: StrictBool | None = None
+    open_objects: StrictBool | None = None
     whitespace_pattern: Ignored = None
     disable_any_whitespace: Ignored = None
     disable_additional_properties: Ignored = None
@@ -268,7 +269,7 @@ class SamplingBody(RequestBody):
     """How to sample and when to stop, in all interfaces."""
 
     model: str | None = None
-    stream: bool = False
+    stream: StrictBool = False
     temperature: float | None = None
     top_p: float | None = None
     # fields that have no effect here
@@ -293,10 +294,10 @@ class SamplingBody(RequestBody):
     allowed_token_ids: TokenIds | None = None
     bad_words: Many[str] | None = None
     vllm_xargs: Variables | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    speculation: bool | None = None
+    ignore_eos: StrictBool | None = None
+    include_stop_str_in_output: StrictBool | None = None
+    skip_special_tokens: StrictBool | None = None
+    speculation: StrictBool | None = None
     request_id: RequestId | None = None
     structured_outputs: StructuredOutputsBody | None = None
     # fields of vLLM that are not supported
@@ -358,7 +359,7 @@ class CompletionBody(_ChoicesBody):
     """The body of a completion."""
 
     prompt: Annotated[str | TokenIds | Many[str] | Many[TokenIds], Prompts]
-    echo: bool = False
+    echo: StrictBool = False
     logprobs: NumAlternatives = None
     best_of: int | None = None
     suffix: str | None = None
@@ -377,7 +378,8 @@ class CompletionBody(_ChoicesBody):
         return self.logprobs if self.echo else None
 
     def field_names(self) -> dict[str, str]:
-        return super().field_names() | ({"prompt_logprobs": "logprobs"} if self.prompt_logprobs is None else {})
+        name = "logprobs" if self.echo else "echo"
+        return super().field_names() | ({"prompt_logprobs": name} if self.prompt_logprobs is None else {})
 
     def params(self) -> SamplingParams:
         """Return the sampling parameters of the body. Raises HTTPError 400 and InvalidRequestError."""
@@ -391,7 +393,11 @@ class CompletionBody(_ChoicesBody):
             )
         if isinstance(self.prompt, list) and not self.prompt:
             raise HTTPError(400, "there is no prompt: give at least one", param="prompt")
-        asked = [number for number in (self.prompt_logprobs, self.echoed_logprobs) if number is not None]
+        if self.echo and self.max_tokens == 0 and self.stream:
+            message = "a prompt alone is not streamed: ask for a whole answer, without stream: true"
+            raise HTTPError(400, message, param="max_tokens")
+        computed = 0 if self.echo and self.max_tokens == 0 else None  # the prompt again, and nothing more, is an answer
+        asked = [number for number in (self.prompt_logprobs, self.echoed_logprobs, computed) if number is not None]
         return self.sampling_params(
             prompt_logprobs=self.not_streamed(max(asked, default=None)),
             max_tokens=16 if self.max_tokens is None else self.max_tokens,  # OpenAI's default
@@ -408,16 +414,16 @@ class ChatBody(_ChoicesBody):
     max_completion_tokens: int | None = None
     tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    logprobs: bool | None = None
+    parallel_tool_calls: StrictBool | None = None
+    logprobs: StrictBool | None = None
     top_logprobs: TopLogprobs | None = None
     reasoning_effort: str | None = None
     modalities: Many[Literal["text"]] | None = None
     # fields of vLLM's
     chat_template_kwargs: Variables | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
-    include_reasoning: bool = True
+    add_generation_prompt: StrictBool | None = None
+    continue_final_message: StrictBool = False
+    include_reasoning: StrictBool = True
     # fields that have no effect here
     verbosity: Ignored = None
     prediction: Ignored = None

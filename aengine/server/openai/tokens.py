@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pydantic import StrictBool
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -21,11 +22,11 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    add_special_tokens: bool | None = None
-    return_token_strs: bool = False
+    add_special_tokens: StrictBool | None = None
+    return_token_strs: StrictBool = False
     tools: Tools | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
+    add_generation_prompt: StrictBool | None = None
+    continue_final_message: StrictBool = False
     chat_template_kwargs: Variables | None = None
     mm_processor_kwargs: Ignored = None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, StrictBool
 
 from ....limits.bounds import MAX_NAME_CHARACTERS, MAX_TOOLS
 from ....params import SamplingParams, StructuredOutput
@@ -61,11 +61,11 @@ class ResponseBody(SamplingBody):
     input: str | Many[dict[str, Any]]
     instructions: Text | None = None
     previous_response_id: str | None = None
-    store: bool | None = None
+    store: StrictBool | None = None
     max_output_tokens: int | None = None
     tools: Annotated[Many[dict[str, Any]], at_most(MAX_TOOLS, "tools")] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: StrictBool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     include: Many[str] | None = None
