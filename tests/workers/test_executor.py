@@ -15,7 +15,19 @@ import time
 import fake_runner
 import psutil
 import pytest
-from worker_helpers import HERE, decode, descriptors, gone, leftovers, make, running, stage, start, step
+from worker_helpers import (
+    HERE,
+    decode,
+    descriptors,
+    gone,
+    leftovers,
+    make,
+    running,
+    stage,
+    start,
+    start_until,
+    step,
+)
 
 from aengine.errors import EngineClosedError, EngineError, InternalError, ModelLoadError, WorkerDiedError
 from aengine.ipc.messages import Kind
@@ -80,10 +92,10 @@ async def test_failures_of_loading(how: str, error: type[Exception], text: str) 
     assert not leftovers()
 
 
-async def test_a_start_that_hangs_names_its_stage() -> None:
-    executor = make(startup_timeout=1.5)
-    with pytest.raises(ModelLoadError, match=r"startup_timeout=1.5 s.*profile"):
-        await start(executor, {"fail": "hang"})
+async def test_a_start_that_hangs_names_its_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = make()
+    with pytest.raises(ModelLoadError, match=r"startup_timeout=600 s.*profile"):
+        await start_until("profile", executor, {"fail": "hang"}, monkeypatch)
     await gone(executor.workers[0].pid)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import fake_runner
 import pytest
-from worker_helpers import config, decode, gone, leftovers, make, start, step
+from worker_helpers import config, decode, gone, leftovers, make, start, start_until, step
 
 from aengine.engine.executor import ProcessExecutor
 from aengine.errors import EngineError, InternalError, InvalidRequestError, ModelLoadError
@@ -97,10 +97,10 @@ async def test_a_rank_that_fails_while_it_loads_ends_all() -> None:
     await pids_gone(executor)
 
 
-async def test_the_rank_that_is_late_is_named() -> None:
-    executor = make(tensor_parallel_size=2, startup_timeout=3.0)
-    with pytest.raises(ModelLoadError, match=r"worker [01] was not ready after startup_timeout=3 s.*profile"):
-        await start(executor, {"fail": "hang"})
+async def test_the_rank_that_is_late_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = make(tensor_parallel_size=2)
+    with pytest.raises(ModelLoadError, match=r"worker [01] was not ready after startup_timeout=600 s.*profile"):
+        await start_until("profile", executor, {"fail": "hang"}, monkeypatch)
     await pids_gone(executor)
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
-from worker_helpers import descriptors, gone, leftovers, make, stage, start
+from worker_helpers import descriptors, gone, leftovers, make, start, start_until
 
 from aengine.engine.executor import ProcessExecutor
 from aengine.errors import ModelLoadError, WorkerDiedError
@@ -55,19 +53,7 @@ async def test_a_rank_that_dies_while_they_meet_ends_the_start_at_once(when: str
 
 
 async def test_a_rank_that_does_not_come_is_what_the_start_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time for the start ends when all have begun to meet, however long that takes."""
-    limits, timeout = list[asyncio.Timeout](), asyncio.timeout
-
-    def noted(delay: float | None) -> asyncio.Timeout:
-        limits.append(timeout(delay))
-        return limits[-1]
-
-    monkeypatch.setattr(asyncio, "timeout", noted)
     executor = make(worker=MEET, tensor_parallel_size=2, num_threads=1)
-    starting = asyncio.create_task(start(executor, {"fail": "hang"}))
-    while stage(executor) != "meet":
-        await asyncio.sleep(0.01)
-    limits[0].reschedule(0.0)
     with pytest.raises(ModelLoadError, match=r"not ready after startup_timeout=600 s.* meet"):
-        await starting
+        await start_until("meet", executor, {"fail": "hang"}, monkeypatch)
     await pids_gone(executor)

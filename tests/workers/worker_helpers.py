@@ -48,6 +48,22 @@ def stage(executor: ProcessExecutor) -> str:
     return "" if executor._handshake is None else executor._handshake.slowest()[1]
 
 
+async def start_until(name: str, executor: ProcessExecutor, source: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time for the start ends when all ranks are at a stage, however long that takes."""
+    limits, timeout = list[asyncio.Timeout](), asyncio.timeout
+
+    def noted(delay: float | None) -> asyncio.Timeout:
+        limits.append(timeout(delay))
+        return limits[-1]
+
+    monkeypatch.setattr(asyncio, "timeout", noted)
+    starting = asyncio.create_task(start(executor, source))
+    while stage(executor) != name:
+        await asyncio.sleep(0.01)
+    limits[0].reschedule(0.0)
+    await starting
+
+
 @asynccontextmanager
 async def running(source: dict | None = None, **settings: Any) -> AsyncIterator[ProcessExecutor]:
     executor = make(**settings)
