@@ -19,7 +19,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
 
 def settings(model: str) -> dict[str, Any]:
     memory = {"kv_cache_memory_bytes": kv_memory(model, 1 << 25), "max_model_len": 256}
-    return {"dtype": "float32", "num_threads": 1, "logits_processors": PROCESSORS, **memory}
+    # With leases, a late loop might find all done when it kills the worker.
+    return {"dtype": "float32", "num_threads": 1, "max_leased_steps": 0, "logits_processors": PROCESSORS, **memory}
 
 
 def is_kept(token_ids: list[int], begin: int, modulus: int) -> bool:
