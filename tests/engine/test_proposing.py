@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -25,6 +25,7 @@ from aengine.engine.speculation.history import MOST_DRAFTS, Chances, DraftHistor
 from aengine.engine.speculation.proposer import GuardedProposer, ProposedHistory
 from aengine.engine.speculation.proposing import Proposing
 from aengine.engine.speculation.suffix import PastTexts, SuffixHistory, TokenIndex
+from aengine.engine.speculation.trials import Trials
 from aengine.errors import ModelLoadError
 from aengine.ipc.messages import KVCacheGroup, ModelRunnerOutput, int32
 from aengine.outputs import FinishReason
@@ -55,6 +56,27 @@ def longest_match(text: list[int], token_ids: list[int]) -> int:
         ),
         default=0,
     )
+
+
+@pytest.mark.parametrize("ratio", [0.7, 1.0, 2.0])
+def test_the_way_that_brings_less_is_tried_ever_less(ratio: float, rng: random.Random) -> None:
+    """Drafts that bring so many times the tokens a second of steps without: those of one way are answered two steps
+    after they are made, and each number of rows has its own trials."""
+    batches = [[new_request([1])] * num_rows for num_rows in (1, 64)]
+    trials, steps, num_drafted = Trials(), deque[tuple[InFlightStep, bool]](), Counter[tuple[int, bool]]()
+    for step_id in range(8000):
+        batch = batches[rng.randrange(4) == 0]
+        drafts = trials.may_draft(len(batch), steps[-1][0] if steps else None)
+        steps.append((InFlightStep(step_id, batch, {}, {}, len(batch), 0), drafts))
+        num_drafted[len(batch), drafts] += 1
+        if len(steps) > 2:
+            step, is_drafted = steps.popleft()
+            seconds = rng.uniform(0.5e-3, 1.5e-3) / (ratio if is_drafted else 1.0)
+            trials.note(step, len(step.batch), seconds if len(step.batch) == 1 else 1e-3)
+    share = num_drafted[1, True] / (num_drafted[1, True] + num_drafted[1, False])
+    if ratio != 1.0:
+        assert (share > 0.93) if ratio > 1.0 else (share < 0.07)
+    assert num_drafted[64, True] and num_drafted[64, False]
 
 
 @pytest.mark.parametrize("vocab_size", [2, 5, 40])

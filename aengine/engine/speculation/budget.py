@@ -17,6 +17,7 @@ from itertools import accumulate
 from operator import mul, truediv
 
 from ..scheduler.step import InFlightStep
+from .trials import Trials
 
 _SIZES = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256
 """Numbers of positions for which seconds are kept; those between count for the next one."""
@@ -40,6 +41,16 @@ class DraftBudget:
 
     def learn(self, step: InFlightStep, seconds: float) -> None:
         """Note that a step was answered so many seconds after the one before."""
+
+    def compare_with_none(self) -> None:
+        """Called where steps may take less than the host's part of them: have none drafted now and then, to compare."""
+
+    def note_tokens(self, step: InFlightStep, num_tokens: int, seconds: float) -> None:
+        """Note that the host took the answer of a step, which brought so many tokens, so long after the one before."""
+
+    def may_draft(self, num_rows: int, newest: InFlightStep | None) -> bool:
+        """Return whether the next step, of so many rows, may have drafts. ``newest``: the last one that was made."""
+        return True
 
     def waits_for_answers(self, num_rows: int) -> bool:
         """Return whether drafts of a step are to follow the answers to all before it, with so many rows."""
@@ -71,6 +82,7 @@ class CostBudget(DraftBudget):
         """``growth``: the share of a step of one position by which each further one prolongs it, before any was
         measured."""
         super().__init__(most_positions)
+        self._trials: Trials | None = None
         self._costs = _Costs(growth), _Costs(growth)  # without bitmasks; of steps that wait for one
         self._follows_plain = True  # the last step that was measured had no drafts
 
@@ -82,6 +94,18 @@ class CostBudget(DraftBudget):
         if not (step.ahead or follows_plain or step.is_gated):
             return  # it may have waited for the answer of the one before, as all do that wait for a bitmask
         self._costs[step.is_gated].learn(num_positions, seconds, is_plain=not step.ahead)
+
+    def compare_with_none(self) -> None:
+        self._trials = Trials()
+
+    def note_tokens(self, step: InFlightStep, num_tokens: int, seconds: float) -> None:
+        if self._trials is not None and not self.waits_for_answers(len(step.batch)):
+            self._trials.note(step, num_tokens, seconds)
+
+    def may_draft(self, num_rows: int, newest: InFlightStep | None) -> bool:
+        if self._trials is None or self.waits_for_answers(num_rows):
+            return True
+        return self._trials.may_draft(num_rows, newest)
 
     def waits_for_answers(self, num_rows: int) -> bool:
         return self._costs[False].known_seconds(num_rows) >= _LONG_STEP
