@@ -11,15 +11,16 @@ arXiv:2106.09685; rsLoRA: arXiv:2312.03732. The files are read as checkpoints ar
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import isfinite, sqrt
 from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import ModelLoadError
 from . import hub
-from .safetensors_files import tensor_shapes
+from .name_patterns import NamePatterns
+from .safetensors_files import tensor_shapes, text_name
 from .value_reader import ValueReader, read_json
 
 MOST_RANK = 512  # the most that max_lora_rank may be
@@ -30,7 +31,8 @@ _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
 _FILES = [_CONFIG, _WEIGHTS]
 _NAME = re.compile(r"(?:base_model\.model\.)?(?P<matrix>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight")
-_PLAIN = re.compile(r"\^?[\w.]{1,200}\$?")
+_PLAIN = re.compile(r"[\w.]+")
+_MOST_PATTERNS = 64  # of alpha_pattern that are more than names
 _REFUSED = {
     "use_dora": "DoRA, which normalises the changed matrices",
     "fan_in_fan_out": "matrices that are stored the other way round",
@@ -41,6 +43,10 @@ _REFUSED = {
     "layer_replication": "layers that are repeated",
 }
 """Settings of adapters that change more than products, and what they stand for."""
+
+
+Matrices = Mapping[str, Sequence[int]]
+"""Output and input features of the matrices of a model that adapters can change, by name."""
 
 
 class LoraMatrix(NamedTuple):
@@ -97,7 +103,7 @@ def read_lora(folder: Path, max_rank: int = MOST_RANK) -> LoraFiles:
         raise ModelLoadError(f"{folder} has {why} as {_WEIGHTS} (PEFT's save_pretrained does)")
     config = ValueReader(read_json(folder / _CONFIG), str(folder / _CONFIG))
     _check_kind(config)
-    scale_of = _Scales(config)
+    scale_of = _Scales(config, str(folder / _CONFIG))
     shapes = tensor_shapes(folder / _WEIGHTS)
     if len(shapes) > _MOST_TENSORS:
         raise ModelLoadError(f"{folder / _WEIGHTS} has {len(shapes)} tensors: {_MOST_TENSORS} at most are possible")
@@ -123,9 +129,24 @@ def read_lora(folder: Path, max_rank: int = MOST_RANK) -> LoraFiles:
     return LoraFiles(str(folder), max(own.rank for own in matrices.values()), matrices)
 
 
-def check_matrices(files: LoraFiles, matrices: Mapping[str, Sequence[int]]) -> None:
-    """Raise ModelLoadError for an adapter that changes other matrices than a model has. ``matrices``: output and input
-    features of these, by name."""
+def named_as(files: LoraFiles, matrices: Matrices) -> LoraFiles:
+    """Return an adapter with the model's own names of the matrices. Raises ModelLoadError: it changes others than the
+    model has, or one of them twice."""
+    own = {model_name(name, matrices): matrix for name, matrix in files.matrices.items()}
+    if len(own) < len(files.matrices):
+        raise ModelLoadError(f"{files.path} changes a matrix twice, by two of its names")
+    files = replace(files, matrices=own)
+    check_matrices(files, matrices)
+    return files
+
+
+def model_name(name: str, known: Container[str]) -> str:
+    """Return a matrix' name as a model has it, in which it may be part of another: ``known`` are those of the model."""
+    return next((one for one in (name, text_name(name), f"model.{name}") if one in known), name)
+
+
+def check_matrices(files: LoraFiles, matrices: Matrices) -> None:
+    """Raise ModelLoadError for an adapter that changes other matrices than a model has."""
     for name, own in files.matrices.items():
         shape = matrices.get(name)
         if shape is None:
@@ -155,22 +176,42 @@ def _check_kind(config: ValueReader) -> None:
 class _Scales:
     """The factor of each matrix' change, as PEFT computes it."""
 
-    def __init__(self, config: ValueReader) -> None:
+    def __init__(self, config: ValueReader, where: str) -> None:
         self._config = config
         self._alpha = config.number("lora_alpha", 8.0)
         self._divides_by_root = config.flag("use_rslora")
-        self._patterns = {}
-        for pattern in config.mapping("alpha_pattern"):
-            if not _PLAIN.fullmatch(pattern):
-                raise config.error("alpha_pattern", "must name matrices, without other regular expressions")
-            self._patterns[pattern.strip("^$")] = config.at("alpha_pattern").number(pattern)
+        self._alphas: list[float] = []
+        self._names: dict[str, int] = {}  # ends of names, or with "^" whole ones, to the place in that list
+        self._patterns: list[tuple[int, NamePatterns]] = []
+        where = f"{where}: alpha_pattern"
+        for place, pattern in enumerate(config.mapping("alpha_pattern")):
+            self._alphas.append(config.at("alpha_pattern").number(pattern))
+            inner = pattern.removeprefix("^").removesuffix("$")
+            if _PLAIN.fullmatch(inner):
+                self._names.setdefault(pattern.removesuffix("$"), place)
+            elif len(self._patterns) < _MOST_PATTERNS:
+                beginning = "" if pattern.startswith("^") else r"(?:.*\.)?"
+                self._patterns.append((place, NamePatterns([f"re:{beginning}(?:{inner})$"], where)))
+            else:
+                raise ModelLoadError(f"{where} has more than {_MOST_PATTERNS} regular expressions")
 
     def __call__(self, matrix: str, rank: int) -> float:
-        own = (alpha for name, alpha in self._patterns.items() if f".{matrix}".endswith(f".{name}"))
-        scale = next(own, self._alpha) / (sqrt(rank) if self._divides_by_root else rank)
+        place = min(self._places(matrix), default=None)  # the first that fits
+        alpha = self._alpha if place is None else self._alphas[place]
+        scale = alpha / (sqrt(rank) if self._divides_by_root else rank)
         if not isfinite(scale):
             raise self._config.error("lora_alpha", "must be a finite number")
         return scale
+
+    def _places(self, matrix: str) -> Iterator[int]:
+        """Yield the places of what fits the name: its end after a dot, or the whole."""
+        end = matrix
+        for name in (f"^{matrix}", matrix):
+            yield from [self._names[name]] if name in self._names else []
+        while "." in end:
+            end = end.partition(".")[2]
+            yield from [self._names[end]] if end in self._names else []
+        yield from (place for place, pattern in self._patterns if matrix in pattern)
 
 
 def _matrix(

@@ -126,3 +126,11 @@ def _header_of(path: Path) -> tuple[dict[str, object], int]:
     if not isinstance(header, dict):
         raise ModelLoadError(f"{path} is truncated or corrupt: its header is none; fetch it again")
     return {name: entry for name, entry in header.items() if name != "__metadata__"}, 8 + size
+
+
+def text_name(name: str) -> str:
+    """Name of a tensor in the text model alone; in a model for images and text it may be below ``language_model.`` or
+    ``model.language_model.`` (transformers 5)."""
+    if name.startswith("model.language_model."):
+        return name.replace("language_model.", "", 1)
+    return name.removeprefix("language_model.")

@@ -60,7 +60,7 @@ class EngineCore:
         new_adapters: NewAdapters,
     ) -> None:
         """``started``: the workers of each replica; ``grammars``: of this tokenizer, warmed up ahead; None: made here,
-        if there is a tokenizer. Raises ModelLoadError: an adapter of the settings is none for this model."""
+        if there is a tokenizer."""
         self.loop = asyncio.get_running_loop()
         self.state = "running"  # "paused" and "draining" can be left again, "failed" and "closed" can't
         self._num_closers = 0  # calls of `aclose` that have not returned
@@ -84,7 +84,7 @@ class EngineCore:
         self.replicas = Replicas(
             started, config, queue=self.queue, counters=self._counters, observer=self._observer, grammars=grammars
         )
-        self.adapters = new_adapters(self.ready, self.replicas.running_workers)
+        self.adapters = new_adapters(self.replicas.running_workers)
         ready = self.ready
         self.limits = limits = Limits(
             vocab_size=vocab_size,

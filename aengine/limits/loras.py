@@ -9,6 +9,8 @@ from ..errors import InvalidRequestError
 from .values import is_unicode, not_valid
 
 MAX_NAMED_LORAS = 10_000
+DEFAULT_RANK = 16
+"""The largest rank of an adapter, where neither the settings nor their adapters say it."""
 MOST_CHARACTERS = 256  # a name has
 
 

@@ -28,7 +28,7 @@ from .wire import delta_to_wire, error_to_wire, params_from_wire, pooled_to_wire
 logger = logging.getLogger("aengine.remote")
 
 _NEWS_SECONDS = 0.5
-_CALLS = {"check_health", "reset_prefix_cache", "list_loras"}
+_CALLS = {"check_health", "reset_prefix_cache", "list_loras", "has_lora"}
 _ADMIN = {"collective_rpc", "start_profile", "stop_profile", "add_lora", "remove_lora", "pin_lora"}
 _ADMIN |= {"pause", "end_pause"}
 """Calls that the engine's process may refuse; see `serve_engine`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -86,15 +86,11 @@ class Service:
         request.state.body = body  # errors are named by the fields of this body
         name: str | None = getattr(body, "model", None)
         is_other = name not in (None, *self.model_names)
-        if is_other and isinstance(body, RequestBody) and name in await self.adapters():
+        if is_other and isinstance(body, RequestBody) and await self.engine.has_lora(str(name)):
             body.take_as_adapter(str(name))
         else:
             self.check_model(name)
         return body
-
-    async def adapters(self) -> Collection[str]:
-        """Return the names of the engine's adapters, which requests may ask for as models."""
-        return await self.engine.list_loras()
 
     def model_of(self, body: RequestBody) -> str:
         """Return the name of the model of the body's answer."""

@@ -310,5 +310,6 @@ async def test_adapters_are_models_of_openais_interface(make: Make, adapters: di
             assert chat.model == text.model == name and chat.choices[0].message.content
             texts[name] = text.choices[0].text
         assert len(set(texts.values())) == 3
+        assert await engine.has_lora("a") and not await engine.has_lora("c")
         with pytest.raises(NotFoundError, match="'c' is not served"):
             await client.completions.create(model="c", prompt="x")

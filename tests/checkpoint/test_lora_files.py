@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from aengine.checkpoint.lora import find_lora
+from aengine.checkpoint.lora import find_lora, named_as
 from aengine.errors import ModelLoadError
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -50,6 +51,29 @@ def test_scales_and_ranks_are_pefts(tmp_path: Path) -> None:
     assert root.matrices[Q].scale == 4
 
 
+def test_alphas_are_of_the_first_pattern_that_fits(tmp_path: Path) -> None:
+    """As PEFT's `get_pattern_key` finds it."""
+    patterns = [r"layers\.0\.self_attn\.(q|k)_proj", "q_proj", "^self_attn.v_proj", "proj", ".*_proj$", "o_proj"]
+    matrices = [f"model.layers.{layer}.self_attn.{name}_proj" for layer in (0, 1) for name in "qvo"]
+    config = {"r": 1, "lora_alpha": 100, "alpha_pattern": {one: i for i, one in enumerate(patterns)}}
+    shapes = {name: shape for matrix in matrices for name, shape in factors(matrix, 1).items()}
+    found = find_lora(str(write(tmp_path / "one", config, shapes)))
+    for name, own in found.matrices.items():
+        fits = [i for i, one in enumerate(patterns) if re.match(rf"(.*\.)?({one})$", name)]
+        assert own.scale == min(fits), name
+
+
+def test_names_are_the_models_own(tmp_path: Path) -> None:
+    """Where the language model of the checkpoint, or of the adapter's training, was part of another."""
+    alike = Q, Q.replace("model.", "model.language_model.", 1), f"language_model.{Q}", Q.removeprefix("model.")
+    for number, name in enumerate(alike):
+        found = find_lora(str(write(tmp_path / str(number), {}, factors(name))))
+        assert list(named_as(found, {Q: [12, 8]}).matrices) == [Q]
+    twice = find_lora(str(write(tmp_path / "twice", {}, factors(alike[0]) | factors(alike[1]))))
+    with pytest.raises(ModelLoadError, match="twice"):
+        named_as(twice, {Q: [12, 8]})
+
+
 @pytest.mark.parametrize(
     "config, shapes, says",
     [
@@ -57,7 +81,8 @@ def test_scales_and_ranks_are_pefts(tmp_path: Path) -> None:
         ({"use_dora": True}, factors(Q), "DoRA"),
         ({"modules_to_save": ["lm_head"]}, factors(Q), "modules_to_save"),
         ({"bias": "all"}, factors(Q), "bias='none'"),
-        ({"alpha_pattern": {"(a|b)*": 3}}, factors(Q), "regular expressions"),
+        ({"alpha_pattern": {"(?=a)b": 3}}, factors(Q), "looks around"),
+        ({"alpha_pattern": {f"(a{i})": 3 for i in range(65)}}, factors(Q), "more than 64 regular expressions"),
         ({"lora_alpha": float("inf")}, factors(Q), "finite"),
         ({"lora_alpha": "8"}, factors(Q), "finite number"),
         ({}, {f"{Q}.lora_A.weight": (4, 8)}, "no lora_B"),

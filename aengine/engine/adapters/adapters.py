@@ -55,8 +55,11 @@ class Adapters(Protocol):
 
 Running = Callable[[], Iterable[Workers]]
 """Returns the workers of each replica that is not being started again."""
-NewAdapters = Callable[[Mapping[str, Any], Running], Adapters]
-"""Makes an engine's adapters, of what its workers have said of themselves. Raises ModelLoadError."""
+NewAdapters = Callable[[Running], Adapters]
+"""Makes an engine's adapters."""
+AdaptersOf = Callable[[Mapping[str, Any]], NewAdapters]
+"""Compares adapters with what workers have said of themselves. Blocking. Raises ModelLoadError: one is none for their
+model."""
 
 
 class NoAdapters:

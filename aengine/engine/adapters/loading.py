@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
-from ...errors import InternalError, InvalidRequestError
+from ...errors import EngineOverloadedError, InvalidRequestError
 from ...limits.values import shown
 from .adapters import Workers
 from .slots import Lora
@@ -21,7 +21,8 @@ _CALL_SECONDS = 60.0  # seconds that a call may take, which waits for the steps 
 async def load_into(workers: Workers, slot: int, lora: Lora) -> None:
     """Load an adapter into a slot of all of a replica's workers.
 
-    Raises InvalidRequestError: it is none for this model, or can't be read any more. EngineError: the workers failed.
+    Raises InvalidRequestError: it is none for this model, or can't be read any more. EngineOverloadedError: they don't
+    answer. EngineError: they failed.
     """
     loop = asyncio.get_running_loop()
     end = loop.time() + _MOST_SECONDS
@@ -29,7 +30,8 @@ async def load_into(workers: Workers, slot: int, lora: Lora) -> None:
         try:
             states = await workers.call("load_lora", slot, lora.files.path, timeout=_CALL_SECONDS)
         except TimeoutError:
-            raise InternalError(f"the worker did not answer load_lora within {_CALL_SECONDS:g} s") from None
+            late = f"the adapter {shown(lora.name)} was not loaded: no answer of the workers in {_CALL_SECONDS:g} s"
+            raise EngineOverloadedError(f"{late}; one that hangs is replaced: try again", retry_after=1.0) from None
         for state in states:
             if state.startswith("refused: "):
                 raise InvalidRequestError(f"lora {shown(lora.name)}: {state.removeprefix('refused: ')}", param="lora")
@@ -37,6 +39,8 @@ async def load_into(workers: Workers, slot: int, lora: Lora) -> None:
             return
         if loop.time() > end:
             raise InvalidRequestError(
-                f"lora {shown(lora.name)}: {lora.files.path} was not read within {_MOST_SECONDS:g} s", param="lora"
+                f"lora {shown(lora.name)}: {lora.files.path} was not read within {_MOST_SECONDS:g} s: pin_lora "
+                f"loads it ahead, and a copy on a disk of this machine is read in less",
+                param="lora",
             )
         await asyncio.sleep(_PERIOD)

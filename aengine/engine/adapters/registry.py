@@ -4,25 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
-from ...checkpoint.lora import MOST_ADAPTERS, MOST_RANK, LoraFiles, check_matrices, find_lora
+from ...checkpoint.lora import MOST_ADAPTERS, MOST_RANK, LoraFiles, Matrices, find_lora, named_as
 from ...config import EngineConfig
-from ...errors import AEngineError, EngineClosedError, EngineError, InvalidRequestError, ModelLoadError
+from ...errors import (
+    AEngineError,
+    EngineClosedError,
+    EngineError,
+    EngineOverloadedError,
+    InternalError,
+    InvalidRequestError,
+    ModelLoadError,
+)
 from ...ipc.messages import int32
+from ...limits.loras import DEFAULT_RANK
 from ...limits.values import shown
 from ..threads.pools import run_in_thread
-from .adapters import AdapterShare, Running, Workers
+from .adapters import AdapterShare, NewAdapters, Running, Workers
 from .loading import load_into
 from .slots import Lora, LoraSlots
 
 logger = logging.getLogger("aengine")
 
-DEFAULT_RANK = 16
+_FEW = 1000  # adapters that are listed on the loop
 
 EXTRA = "lora"
 """Name of the extra of a request that has its adapter's slot."""
@@ -32,16 +41,12 @@ class LoraAdapters:
     """`Adapters` of LoRA. ``given``: those of the setting ``loras``, by name."""
 
     def __init__(
-        self, config: EngineConfig, given: Mapping[str, LoraFiles], ready: Mapping[str, Any], running: Running
+        self, config: EngineConfig, given: Mapping[str, LoraFiles], matrices: Matrices, running: Running
     ) -> None:
-        """``ready``: what the workers said of themselves. Raises ModelLoadError: one of those ``given`` is none for
-        their model."""
+        """``matrices``: those of the model that adapters can change, to which the ``given`` have been compared."""
         self._running = running
         self._max_rank = config.max_lora_rank or 0
-        self._matrices: Mapping[str, Sequence[int]] = ready["lora_matrices"]
-        for name, files in given.items():
-            with _named_in_error(name):
-                check_matrices(files, self._matrices)
+        self._matrices = matrices
         self._serials = count(1)
         self._loras = {name: Lora(name, files, next(self._serials)) for name, files in given.items()}
         self._coming: set[str] = set()  # names whose files are being read
@@ -85,9 +90,7 @@ class LoraAdapters:
 
     def _read(self, source: str) -> LoraFiles:
         """Find an adapter and compare it with the model. Blocking: it may change thousands of matrices."""
-        files = find_lora(source, self._max_rank)
-        check_matrices(files, self._matrices)
-        return files
+        return named_as(find_lora(source, self._max_rank), self._matrices)
 
     def remove(self, name: str) -> None:
         """See `AsyncLLM.remove_lora`."""
@@ -99,19 +102,27 @@ class LoraAdapters:
         """See `AsyncLLM.pin_lora`."""
         await self.slots.pin(self._named(name, "name"))
 
-    def listed(self) -> dict[str, dict[str, Any]]:
+    def __contains__(self, name: str) -> bool:
+        return name in self._loras
+
+    async def listed(self) -> dict[str, dict[str, Any]]:
         """See `AsyncLLM.list_loras`."""
         users, waiting, loaded = self.slots.num_users, self.slots.num_waiting, {lora.name for _, lora in self.slots}
-        return {
-            name: {
-                "path": lora.files.path,
-                "rank": lora.files.rank,
-                "is_loaded": name in loaded,
-                "num_running": users.get(name, 0),
-                "num_waiting": waiting.get(name, 0),
+        loras = list(self._loras.values())
+
+        def listed() -> dict[str, dict[str, Any]]:
+            return {
+                lora.name: {
+                    "path": lora.files.path,
+                    "rank": lora.files.rank,
+                    "is_loaded": lora.name in loaded,
+                    "num_running": users.get(lora.name, 0),
+                    "num_waiting": waiting.get(lora.name, 0),
+                }
+                for lora in loras
             }
-            for name, lora in self._loras.items()
-        }
+
+        return listed() if len(loras) < _FEW else await run_in_thread("lora", listed)
 
     def fail(self, error: AEngineError) -> None:
         """See `Adapters`."""
@@ -120,7 +131,7 @@ class LoraAdapters:
     def _named(self, name: str, param: str) -> Lora:
         lora = self._loras.get(name)
         if lora is None:
-            known = ", ".join(f"{one:.40}" for one in list(self._loras)[:8]) or "none"
+            known = ", ".join(f"{one:.40}" for one in islice(self._loras, 8)) or "none"
             raise InvalidRequestError(f"there is no adapter {shown(name)}: there are {known}", param=param)
         return lora
 
@@ -130,7 +141,7 @@ class LoraAdapters:
         async def load(workers: Workers) -> None:
             try:
                 await load_into(workers, index, lora)
-            except EngineError:
+            except (EngineError, EngineOverloadedError):
                 if workers.failure is None or isinstance(workers.failure, EngineClosedError):
                     raise
                 # The workers that come in place of dead ones get it by `restore`.
@@ -147,6 +158,8 @@ class LoraAdapters:
                     await load_into(workers, index, lora)
                 except InvalidRequestError as error:
                     logger.error("the adapter %s can't be loaded into the new worker: %s", lora.name, error)
+                except EngineOverloadedError as error:  # nobody is there to try again
+                    raise InternalError(str(error)) from error
 
 
 def find_given(config: EngineConfig) -> tuple[EngineConfig, dict[str, LoraFiles]]:
@@ -158,6 +171,15 @@ def find_given(config: EngineConfig) -> tuple[EngineConfig, dict[str, LoraFiles]
             given[name] = find_lora(source, config.max_lora_rank or MOST_RANK)
     rank = config.max_lora_rank or max((files.rank for files in given.values()), default=DEFAULT_RANK)
     return config.replace(loras={name: files.path for name, files in given.items()}, max_lora_rank=rank), given
+
+
+def compared(config: EngineConfig, given: Mapping[str, LoraFiles], ready: Mapping[str, Any]) -> NewAdapters:
+    """See `AdaptersOf`: of the adapters that `find_given` has found."""
+    matrices, own = ready["lora_matrices"], {}
+    for name, files in given.items():
+        with _named_in_error(name):
+            own[name] = named_as(files, matrices)
+    return partial(LoraAdapters, config, own, matrices)
 
 
 @contextmanager

@@ -31,7 +31,12 @@ async def pin_lora(core: EngineCore, name: str) -> None:
 
 async def list_loras(core: EngineCore) -> dict[str, dict[str, Any]]:
     """See `LoraCalls.list_loras`."""
-    return _adapters_of(core).listed() if core.config.num_lora_slots else {}
+    return await _adapters_of(core).listed() if core.config.num_lora_slots else {}
+
+
+async def has_lora(core: EngineCore, name: str) -> bool:
+    """See `LoraCalls.has_lora`."""
+    return name in _adapters_of(core) if core.config.num_lora_slots else False
 
 
 class LoraCalls:
@@ -73,6 +78,13 @@ class LoraCalls:
         EngineClosedError.
         """
         await self._handle.run(pin_lora, name)
+
+    async def has_lora(self, name: str) -> bool:
+        """Return whether requests may name this adapter.
+
+        Raises EngineClosedError: the engine is not running.
+        """
+        return is_lora_name(name) and await self._handle.run(has_lora, name)
 
     async def list_loras(self) -> dict[str, dict[str, Any]]:
         """Return what is known of each adapter, by name: ``path``, ``rank``, ``is_loaded`` (it is on the device, or

@@ -26,7 +26,7 @@ from ..replicas.start import ExecutorFactory, ProgressCallback, ReplicasStart
 from ..threads.pools import run_in_thread
 
 if TYPE_CHECKING:
-    from ..adapters.adapters import NewAdapters
+    from ..adapters.adapters import AdaptersOf
     from ..core import EngineCore
     from ..structured.service import GrammarService
     from ..tokenizer.tokenizer import Tokenizer
@@ -48,7 +48,7 @@ class EngineStart:
         config, report = self._config, self._report
         report(StartupProgress("resolve", detail=config.model))
         source = await self._resolve()
-        config, new_adapters = await run_in_thread("resolve", _adapters_of, config)
+        config, adapters_of = await run_in_thread("resolve", _adapters_of, config)
         report(StartupProgress("worker", detail=source.path))
         workers = ReplicasStart(self._make_executor, report)
         grammars: GrammarService | None = None
@@ -63,6 +63,7 @@ class EngineStart:
                 grammars = GrammarService(tokenizer, source.vocab_size or tokenizer.vocab_size)
                 grammars.begin_warm_up()
             started = await workers.ready()
+            new_adapters = await run_in_thread("resolve", adapters_of, started[0].ready)
             sampling = SamplingDefaults(source.generation_config if config.generation_config == "auto" else {})
             pooling = PoolingConfig.from_wire(source.pooling)
             core = core_class(
@@ -110,15 +111,15 @@ class EngineStart:
         return tokenizer, tokenizer.eos_token_ids
 
 
-def _adapters_of(config: EngineConfig) -> tuple[EngineConfig, NewAdapters]:
+def _adapters_of(config: EngineConfig) -> tuple[EngineConfig, AdaptersOf]:
     """Find the adapters of the settings. Returns the settings as workers need them, and what makes the engine's
     adapters. Blocking. Raises ModelLoadError."""
     if not config.num_lora_slots:
-        return config, lambda *_: NoAdapters()
-    from ..adapters.registry import LoraAdapters, find_given
+        return config, lambda _: lambda _: NoAdapters()
+    from ..adapters.registry import compared, find_given
 
     config, given = find_given(config)
-    return config, partial(LoraAdapters, config, given)
+    return config, partial(compared, config, given)
 
 
 def _tokenizer_of(source: ModelSource, config: EngineConfig) -> Tokenizer:

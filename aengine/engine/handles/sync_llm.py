@@ -76,6 +76,7 @@ class SyncCoreCalls:
     remove_lora = _blocking(CoreCalls.remove_lora)
     pin_lora = _blocking(CoreCalls.pin_lora)
     list_loras = _blocking(CoreCalls.list_loras)
+    has_lora = _blocking(CoreCalls.has_lora)
 
 
 class SyncLLM(ImmediateCalls, SyncCoreCalls):

@@ -7,14 +7,13 @@ from dataclasses import replace
 
 from ...config import EngineConfig
 from ...errors import ModelLoadError
+from ...limits.loras import DEFAULT_RANK
 from ..model_config import ModelConfig
 from ..platforms.platform import Platform
 from ..weights.formats import WeightFormats
 from .rows import LoraRows
 
 logger = logging.getLogger("aengine.runner")
-
-_RANK = 16  # where no adapter is known at the start
 
 
 def with_loras(
@@ -27,7 +26,7 @@ def with_loras(
         refuse_loras(config, "a model that transformers computes")
     if formats.is_compiled:
         logger.info("steps in which a request has an adapter run op by op, others as a tape")
-    rank = config.max_lora_rank or _RANK
+    rank = config.max_lora_rank or DEFAULT_RANK
     sizes = config.num_lora_slots, rank, config.max_num_seqs, formats.dtype, model_config.num_layers
     return replace(formats, step_rows=LoraRows(*sizes, platform))
 

@@ -17,11 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...checkpoint.lora import LoraFiles, check_matrices, read_lora
+from ...checkpoint.lora import LoraFiles, check_matrices, model_name, read_lora
 from ...checkpoint.safetensors_files import TensorPlace, tensor_places
 from ...errors import InvalidRequestError, ModelLoadError
 from ..platforms.platform import Platform
-from ..weights.sources.reading import text_name
 from .matrices import Factors, SlotMatrices, layer_of, row_pieces
 
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
@@ -56,8 +55,7 @@ class LoraLoader:
         layers = set(map(layer_of, known))
         found = {}
         for name, own in files.matrices.items():
-            alike = (name, text_name(name), f"model.{name}")
-            name = next((one for one in alike if one in known), name)
+            name = model_name(name, known)
             layer = layer_of(name)
             if layer is None or layer in layers or layer >= self._num_layers:  # others are other stages'
                 found[name] = own

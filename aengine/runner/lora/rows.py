@@ -49,7 +49,7 @@ class LoraRows(TokenRows):
         self.plan: AdapterPlan  # tokens of the step that is run, if it has an adapter
         self._num_layers = num_layers
         self._num_slots, self._rank, self._dtype, self._device = num_slots, rank, dtype, platform.device
-        self.calls = {"load_lora": self.load, "drop_lora": self.drop}
+        self.calls = {"load_lora": self.load}
         self._of_rows = np.full(max_num_seqs + 1, num_slots, dtype=np.int32)  # `num_slots`: none; the last: padding
         self._on_device = torch.full((max_num_seqs + 1,), num_slots, dtype=torch.int32, device=platform.device)
         self._is_sent = True  # the device has `_of_rows` as it is
@@ -94,14 +94,10 @@ class LoraRows(TokenRows):
             return "loading"
         if (error := own[1].exception()) is None:
             return "ready"
-        self.drop(slot)
+        del self._loads[slot]
         if not isinstance(error, InvalidRequestError):
             raise error
         return f"refused: {error}"
-
-    def drop(self, slot: int) -> None:
-        """Empty a slot."""
-        self._loads.pop(slot, None)
 
     def _is_loaded(self, slot: int) -> bool:
         own = self._loads.get(slot)

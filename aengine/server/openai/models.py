@@ -13,29 +13,33 @@ from ..service import Service
 
 async def list_models(service: Service, request: Request) -> Response:
     """List the names under which the model is served, and its adapters."""
-    found = [_model(service, name) for name in service.model_names]
-    found += [_model(service, name, service.model_name) for name in await service.adapters()]
-    return JSONAnswer({"object": "list", "data": found})
+    adapters, shown = await service.engine.list_loras(), _shown(service)
+
+    def answer() -> dict[str, Any]:
+        models = [shown | {"id": name} for name in service.model_names]
+        models += [shown | {"id": name, "parent": service.model_name} for name in adapters]
+        return {"object": "list", "data": models}
+
+    return await service.answer(answer, 8 * len(adapters))
 
 
 async def show_model(service: Service, request: Request) -> Response:
     """Describe the model, or an adapter of it."""
-    name = request.path_params["name"]
-    if name not in service.model_names and name in await service.adapters():
-        return JSONAnswer(_model(service, name, service.model_name))
+    name, shown = request.path_params["name"], _shown(service)
+    if name not in service.model_names and await service.engine.has_lora(name):
+        return JSONAnswer(shown | {"id": name, "parent": service.model_name})
     service.check_model(name)
-    return JSONAnswer(_model(service, name))
+    return JSONAnswer(shown | {"id": name})
 
 
-def _model(service: Service, name: str, parent: str | None = None) -> dict[str, Any]:
-    """Describe what is served under a name. ``parent``: the name of the model that it is an adapter of."""
-    described = service.engine.describe()
+def _shown(service: Service) -> dict[str, Any]:
+    """Return what is shown of whatever is served, but for its name."""
     return {
-        "id": name,
+        "id": "",
         "object": "model",
         "created": service.created,
         "owned_by": "aengine",
         "root": service.root_name,
-        "parent": parent,
-        "max_model_len": described["max_model_len"],
+        "parent": None,
+        "max_model_len": service.engine.describe()["max_model_len"],
     }

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ....checkpoint.safetensors_files import text_name
 from ....errors import ModelLoadError
 from ...weights.scope import WeightScope
-from ...weights.sources.reading import text_name
 
 
 class CheckpointWeights:

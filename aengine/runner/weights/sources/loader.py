@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ....checkpoint.safetensors_files import stored_names
+from ....checkpoint.safetensors_files import stored_names, text_name
 from ....checkpoint.source import ModelSource
 from ....errors import ModelLoadError, NotEnoughMemoryError
 from ...models.causal_lm import CausalLM
@@ -31,7 +31,7 @@ from ..scope import Place
 from .gguf_source import gguf_shape, read_gguf
 from .leftovers import other_form
 from .random_source import make_random
-from .reading import Named, Source, Target, in_threads, text_name
+from .reading import Named, Source, Target, in_threads
 from .safetensors_source import READERS, read_safetensors, read_shapes
 
 logger = logging.getLogger("aengine.runner")

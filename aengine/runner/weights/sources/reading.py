@@ -74,14 +74,6 @@ class Target(NamedTuple):
             raise ModelLoadError(f"{what}, or a matrix that is multiplied together with it: {error}{cure}") from error
 
 
-def text_name(name: str) -> str:
-    """Name of a tensor in the text model alone; in a model for images and text it may be below ``language_model.`` or
-    ``model.language_model.`` (transformers 5)."""
-    if name.startswith("model.language_model."):
-        return name.replace("language_model.", "", 1)
-    return name.removeprefix("language_model.")
-
-
 def in_threads(jobs: Iterable[Callable[[], T]], num_threads: int) -> Iterator[T]:
     """Yield what the jobs return, in their order; no more than one a thread is ahead of the consumer."""
     # pool.map would take all jobs at once, and read a model larger than memory into it.

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ....checkpoint.safetensors_files import safetensors_files
+from ....checkpoint.safetensors_files import safetensors_files, text_name
 from ....errors import ModelLoadError
 from .leftovers import is_idle
-from .reading import NUMBERS, Named, Source, Target, in_threads, text_name
+from .reading import NUMBERS, Named, Source, Target, in_threads
 
 READERS = 8
 """Threads that read files. One copies 2 to 4 GB/s out of the page cache to a GPU; from a disk the more are better."""
