@@ -72,6 +72,8 @@ ALSO: dict[str, set[str]] = {
     "engine.executor": {"workers"},
     "engine.handles.start": {"checkpoint"},
     "engine.replicas.joint": {"workers"},
+    "remote.handle": {"engine.adapters.memory"},
+    "remote.serving": {"engine.adapters.memory"},
     "cli.serve": {"remote"},
     "cli.diagnosis": {"ipc"},
 }
@@ -381,6 +383,7 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
             "kernels/lora_types.py",
             "kernels/triton/lora.py",
             "remote/serving.py",
+            "remote/handle.py",
             "cli/engine_options.py",  # an option that names one of them
             "cli/serve.py",
             "server/admin/loras.py",

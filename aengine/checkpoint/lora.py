@@ -15,24 +15,26 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, sqrt
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import ModelLoadError
 from . import hub
 from .name_patterns import NamePatterns
-from .safetensors_files import tensor_shapes, text_name
+from .safetensors_files import json_of_metadata, tensor_shapes, text_name
 from .value_reader import ValueReader, read_json
 
 MOST_RANK = 512  # the most that max_lora_rank may be
 MOST_ADAPTERS = 1 << 16
 """Adapters that an engine can know."""
-_MOST_TENSORS = 1 << 17
+MOST_TENSORS = 1 << 17
+CONFIG_IN_HEADER = "adapter_config"
+"""Where the head of a safetensors file has the settings, if the adapter is no folder."""
 _CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
 _FILES = [_CONFIG, _WEIGHTS]
 _NAME = re.compile(r"(?:base_model\.model\.)?(?P<matrix>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight")
 _PLAIN = re.compile(r"[\w.]+")
-_MOST_PATTERNS = 64  # of alpha_pattern that are more than names
+_MOST_PATTERNS = 64  # regular expressions in alpha_pattern
 _REFUSED = {
     "use_dora": "DoRA, which normalises the changed matrices",
     "fan_in_fan_out": "matrices that are stored the other way round",
@@ -63,7 +65,7 @@ class LoraMatrix(NamedTuple):
 class LoraFiles:
     """An adapter whose headers are sound. Compared by identity of its place alone."""
 
-    path: str  # absolute path of the folder
+    path: str  # absolute path of the folder, or of the one file that has all
     rank: int  # the largest of its matrices
     matrices: Mapping[str, LoraMatrix]  # keys are the matrices' names in transformers' spelling, without ".weight"
 
@@ -73,7 +75,8 @@ class LoraFiles:
     @property
     def weights(self) -> Path:
         """The file of its tensors."""
-        return Path(self.path) / _WEIGHTS
+        path = Path(self.path)
+        return path / _WEIGHTS if path.is_dir() else path
 
 
 def find_lora(source: str, max_rank: int = MOST_RANK) -> LoraFiles:
@@ -93,40 +96,46 @@ def find_lora(source: str, max_rank: int = MOST_RANK) -> LoraFiles:
     return read_lora(folder.resolve(), max_rank)
 
 
-def read_lora(folder: Path, max_rank: int = MOST_RANK) -> LoraFiles:
-    """Return the adapter in a folder. Raises as `find_lora`."""
+def read_lora(place: Path, max_rank: int = MOST_RANK) -> LoraFiles:
+    """Return the adapter in a folder, or in a file with its settings. Raises as `find_lora`."""
+    weights, where = (place, str(place)) if place.is_file() else (place / _WEIGHTS, str(place / _CONFIG))
+    config = ValueReader(json_of_metadata(place, CONFIG_IN_HEADER) if place.is_file() else _config_of(place), where)
+    _check_kind(config)
+    scale_of = _Scales(config, where)
+    shapes = tensor_shapes(weights)
+    if len(shapes) > MOST_TENSORS:
+        raise ModelLoadError(f"{weights} has {len(shapes)} tensors: {MOST_TENSORS} at most are possible")
+    factors: dict[str, dict[str, str]] = {}
+    for name in shapes:
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise ModelLoadError(
+                f"{weights} has the tensor {name:.200}, which is no lora_A or lora_B of a linear layer: "
+                f"train the adapter for linear layers alone, without biases and modules_to_save"
+            )
+        factors.setdefault(match["matrix"], {})[match["factor"]] = name
+    matrices = {}
+    for matrix, names in factors.items():
+        matrices[matrix] = own = _matrix(weights, matrix, names, shapes, scale_of)
+        if own.rank > max_rank:
+            raise ModelLoadError(
+                f"{place}: {matrix:.200} has the rank {own.rank}, and the engine takes at most max_lora_rank="
+                f"{max_rank}: start it with a larger one"
+            )
+    if not matrices:
+        raise ModelLoadError(f"{weights} has no tensors")
+    return LoraFiles(str(place), max(own.rank for own in matrices.values()), matrices)
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    """Return the settings of the adapter in a folder, which has its weights, too. Raises as `find_lora`."""
     if not (folder / _CONFIG).is_file():
         raise ModelLoadError(f"{folder} has no {_CONFIG}: give the folder of an adapter in PEFT's format")
     if not (folder / _WEIGHTS).is_file():
         pickled = (folder / "adapter_model.bin").is_file()
         why = "adapter_model.bin alone, a pickle, which can run any code: save it" if pickled else "no weights: save it"
         raise ModelLoadError(f"{folder} has {why} as {_WEIGHTS} (PEFT's save_pretrained does)")
-    config = ValueReader(read_json(folder / _CONFIG), str(folder / _CONFIG))
-    _check_kind(config)
-    scale_of = _Scales(config, str(folder / _CONFIG))
-    shapes = tensor_shapes(folder / _WEIGHTS)
-    if len(shapes) > _MOST_TENSORS:
-        raise ModelLoadError(f"{folder / _WEIGHTS} has {len(shapes)} tensors: {_MOST_TENSORS} at most are possible")
-    factors: dict[str, dict[str, str]] = {}
-    for name in shapes:
-        match = _NAME.fullmatch(name)
-        if match is None:
-            raise ModelLoadError(
-                f"{folder / _WEIGHTS} has the tensor {name:.200}, which is no lora_A or lora_B of a linear layer: "
-                f"train the adapter for linear layers alone, without biases and modules_to_save"
-            )
-        factors.setdefault(match["matrix"], {})[match["factor"]] = name
-    matrices = {}
-    for matrix, names in factors.items():
-        matrices[matrix] = own = _matrix(folder / _WEIGHTS, matrix, names, shapes, scale_of)
-        if own.rank > max_rank:
-            raise ModelLoadError(
-                f"{folder}: {matrix:.200} has the rank {own.rank}, and the engine takes at most max_lora_rank="
-                f"{max_rank}: start it with a larger one"
-            )
-    if not matrices:
-        raise ModelLoadError(f"{folder / _WEIGHTS} has no tensors")
-    return LoraFiles(str(folder), max(own.rank for own in matrices.values()), matrices)
+    return read_json(folder / _CONFIG)
 
 
 def named_as(files: LoraFiles, matrices: Matrices) -> LoraFiles:

@@ -115,8 +115,25 @@ def _is_file(path: Path) -> bool:
         return False
 
 
+def json_of_metadata(path: Path, key: str) -> dict[str, object]:
+    """Return the JSON object that a file has under a key of its metadata. Raises ModelLoadError: it has none."""
+    metadata = _whole_head_of(path)[0].get("__metadata__")
+    try:
+        found = json.loads(metadata[key])  # type: ignore[index]
+    except (KeyError, TypeError, ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ModelLoadError(f"{path} has no {key} in its head")
+    return found
+
+
 def _header_of(path: Path) -> tuple[dict[str, object], int]:
     """Return what the file says of its tensors, by name, and the byte at which their data begin."""
+    header, begin = _whole_head_of(path)
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}, begin
+
+
+def _whole_head_of(path: Path) -> tuple[dict[str, object], int]:
     try:
         with open(path, "rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -125,7 +142,7 @@ def _header_of(path: Path) -> tuple[dict[str, object], int]:
         raise ModelLoadError(f"{path} is truncated or corrupt: {error}; fetch it again") from error
     if not isinstance(header, dict):
         raise ModelLoadError(f"{path} is truncated or corrupt: its header is none; fetch it again")
-    return {name: entry for name, entry in header.items() if name != "__metadata__"}, 8 + size
+    return header, 8 + size
 
 
 def text_name(name: str) -> str:

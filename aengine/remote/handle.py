@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from ..__version__ import __version__
 from ..async_llm import AsyncLLM
 from ..config import EngineConfig
+from ..engine.adapters.memory import LoraMemory, LoraTensors
 from ..engine.handles.handle import Submission
 from ..engine.pooling.requests import PoolingRequest, PoolingResult
 from ..engine.structured.output_type import AskedType, with_output_type
@@ -200,7 +201,7 @@ class RemoteHandle(_Life):
         EngineClosedError."""
         name = function.__name__
         own = {"drain": self._drain, "resume": self._resume, "pool": self._pool, "start_profile": self._start_profile}
-        call: Any = own.get(name)
+        call: Any = own.get(name) or {"add_lora": self._add_lora}.get(name)
         if call is not None:
             value: T = await call(*args)
             return value
@@ -208,6 +209,12 @@ class RemoteHandle(_Life):
             _check_size(self.describe()["max_model_len"], *args[1], args[2])
         answer: T = await self._connected().call(name, *args)
         return answer
+
+    async def _add_lora(self, name: str, source: str | LoraTensors | LoraMemory, replace: bool) -> None:
+        """Add an adapter. Tensors are in this process' memory until the engine's has taken hold of it."""
+        memory = await run_in_thread("lora", LoraMemory.of, source) if isinstance(source, LoraTensors) else source
+        place = memory if isinstance(memory, str) else memory.path
+        await self._connected().call("add_lora", name, place, replace, not isinstance(memory, str))
 
     async def _pool(self, request: PoolingRequest, _: object) -> PoolingResult:
         connection = self._accepting()

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..__version__ import __version__
 from ..async_llm import AsyncLLM
+from ..engine.adapters.memory import LoraMemory
 from ..engine.streams.chat_stream import ChatStream
 from ..engine.streams.token_stream import TokenStream
 from ..engine.threads.pools import run_in_thread
@@ -324,8 +325,8 @@ class _Session:
                 name, given, timeout = args
                 value = await self._engine.collective_rpc(name, *given, timeout=timeout)
             elif method == "add_lora":
-                name, source, replaces = args
-                await self._engine.add_lora(name, source, replace=replaces)
+                name, source, replaces, is_memory = args
+                await self._engine.add_lora(name, LoraMemory.open(source) if is_memory else source, replace=replaces)
                 value = None
             elif method == "end_pause":  # this process' own drain is not another's to end
                 if self._engine.state == "paused":

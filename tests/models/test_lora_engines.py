@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from adapters import merged, write_adapter
+from safetensors.torch import load_file
 from tiny import write_tiny_model
 
 from aengine import AsyncLLM, InvalidRequestError, SamplingParams
@@ -53,7 +55,8 @@ async def test_each_request_is_as_by_a_merged_model(
     loras = {name: str(paths[name]) for name in "ab"}
     settings = SETTINGS | division | {"max_leased_steps": 0}  # else a late loop may find all done when it kills one
     async with AsyncLLM(str(base), **settings, loras=loras, max_loras=2, max_lora_rank=8) as engine:
-        await engine.add_lora("c", str(paths["c"]))
+        config = json.loads((paths["c"] / "adapter_config.json").read_text())
+        await engine.add_lora("c", load_file(paths["c"] / "adapter_model.safetensors"), config=config)
         for is_killed in (False, True):
             running = [asyncio.create_task(tokens(engine, *one)) for one in asked]
             if is_killed:

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import count, islice
+from pathlib import Path
 from typing import Any
 
-from ...checkpoint.lora import MOST_ADAPTERS, MOST_RANK, LoraFiles, Matrices, find_lora, named_as
+from ...checkpoint.lora import MOST_ADAPTERS, MOST_RANK, LoraFiles, Matrices, find_lora, named_as, read_lora
 from ...config import EngineConfig
 from ...errors import (
     AEngineError,
@@ -27,6 +28,7 @@ from ...limits.values import shown
 from ..threads.pools import run_in_thread
 from .adapters import AdapterShare, NewAdapters, Running, Workers
 from .loading import load_into
+from .memory import MOST_KEPT, LoraMemory, LoraTensors
 from .slots import Lora, LoraSlots
 
 logger = logging.getLogger("aengine")
@@ -47,6 +49,7 @@ class LoraAdapters:
         self._running = running
         self._max_rank = config.max_lora_rank or 0
         self._matrices = matrices
+        self._can_share_memory = config.executor != "ray"
         self._serials = count(1)
         self._loras = {name: Lora(name, files, next(self._serials)) for name, files in given.items()}
         self._coming: set[str] = set()  # names whose files are being read
@@ -66,7 +69,7 @@ class LoraAdapters:
 
     # -- of the engine's owner
 
-    async def add(self, name: str, source: str, *, replace: bool) -> None:
+    async def add(self, name: str, source: str | LoraTensors | LoraMemory, *, replace: bool) -> None:
         """See `AsyncLLM.add_lora`."""
         if name in self._coming or (name in self._loras and not replace):
             raise InvalidRequestError(
@@ -77,20 +80,33 @@ class LoraAdapters:
             raise InvalidRequestError(
                 f"there are {MOST_ADAPTERS} adapters, which is the most: remove some", param="name"
             )
+        if not isinstance(source, str) and sum(one.memory is not None for one in self._loras.values()) >= MOST_KEPT:
+            raise InvalidRequestError(
+                f"there are {MOST_KEPT} adapters that were given as tensors, which is the most: write some to folders",
+                param="source",
+            )
         self._coming.add(name)
         try:
-            files = await run_in_thread("lora", partial(self._read, source))
+            files, memory = await run_in_thread("lora", partial(self._read, source))
         except ModelLoadError as error:
             raise InvalidRequestError(f"lora {shown(name)}: {error}", param="source") from error
         finally:
             self._coming.discard(name)
         if name in self._loras:
             self.remove(name)
-        self._loras[name] = Lora(name, files, next(self._serials))
+        self._loras[name] = Lora(name, files, next(self._serials), memory)
 
-    def _read(self, source: str) -> LoraFiles:
+    def _read(self, source: str | LoraTensors | LoraMemory) -> tuple[LoraFiles, LoraMemory | None]:
         """Find an adapter and compare it with the model. Blocking: it may change thousands of matrices."""
-        return named_as(find_lora(source, self._max_rank), self._matrices)
+        if isinstance(source, str):
+            return named_as(find_lora(source, self._max_rank), self._matrices), None
+        if not self._can_share_memory:
+            message = (
+                "workers of other machines can't read tensors of this process: write them to a folder that all see"
+            )
+            raise InvalidRequestError(message, param="source")
+        memory = LoraMemory.of(source) if isinstance(source, LoraTensors) else source
+        return named_as(read_lora(Path(memory.path), self._max_rank), self._matrices), memory
 
     def remove(self, name: str) -> None:
         """See `AsyncLLM.remove_lora`."""

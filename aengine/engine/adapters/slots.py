@@ -30,6 +30,7 @@ class Lora(NamedTuple):
     name: str
     files: LoraFiles
     serial: int  # tells adapters of the same name apart, of which one replaced the other
+    memory: object = None  # what holds its file, if that has no place
 
     @property
     def key(self) -> bytes:

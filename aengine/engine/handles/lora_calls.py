@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...errors import InvalidRequestError
 from ...limits.loras import is_lora_name
 from ...limits.values import is_unicode, not_valid
+from ..adapters.memory import LoraMemory, LoraTensors
 
 if TYPE_CHECKING:
     from ..adapters.registry import LoraAdapters
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from .handle import Handle
 
 
-async def add_lora(core: EngineCore, name: str, source: str, replace: bool) -> None:
+async def add_lora(core: EngineCore, name: str, source: str | LoraTensors | LoraMemory, replace: bool) -> None:
     """See `LoraCalls.add_lora`."""
     await _adapters_of(core).add(name, source, replace=replace)
 
@@ -44,12 +46,25 @@ class LoraCalls:
 
     _handle: Handle
 
-    async def add_lora(self, name: str, source: str, *, replace: bool = False) -> None:
+    async def add_lora(
+        self,
+        name: str,
+        source: str | Mapping[str, Any] | LoraMemory,
+        *,
+        config: Mapping[str, Any] | None = None,
+        replace: bool = False,
+    ) -> None:
         """Let requests name another adapter. It is loaded when the first one does, or by `pin_lora`.
+
+            tensors = peft.get_peft_model_state_dict(model)
+            await engine.add_lora("policy", tensors, config=peft_config.to_dict(), replace=True)
 
         Args:
             name: what requests call it: ``lora=name``.
             source: its folder or hub id, in PEFT's format. The folder must stay as it is while the adapter is known.
+                Or its tensors, of numpy or torch, by the names of PEFT's files: they are copied before this returns.
+            config: with tensors what adapter_config.json says, of which r, lora_alpha, use_rslora and alpha_pattern
+                count.
             replace: take the place of an adapter of this name. Requests that use that one end with it.
 
         Raises:
@@ -60,9 +75,8 @@ class LoraCalls:
         """
         if not is_lora_name(name):
             raise not_valid("name", name, "a text of 1 to 256 characters")
-        if not isinstance(source, str) or not source or not is_unicode(source):
-            raise not_valid("source", source, "a folder or a hub id")
-        await self._handle.run(add_lora, name, source, replace)
+        given = _source_of(source, config)
+        await self._handle.run(add_lora, name, given, replace)
 
     async def remove_lora(self, name: str) -> None:
         """Refuse requests that name the adapter from now on. Those that use it go on.
@@ -93,6 +107,21 @@ class LoraCalls:
         Raises EngineClosedError: the engine is not running.
         """
         return await self._handle.run(list_loras)
+
+
+def _source_of(source: object, config: object) -> str | LoraTensors | LoraMemory:
+    """Return where an adapter comes from. Raises InvalidRequestError: from nowhere."""
+    if isinstance(source, Mapping):
+        if not isinstance(config, Mapping):
+            raise not_valid("config", config, "beside tensors what their adapter_config.json says: config.to_dict()")
+        return LoraTensors(source, config)
+    if config is not None:
+        raise InvalidRequestError("config has no effect without tensors: a folder has its own", param="config")
+    if isinstance(source, LoraMemory):
+        return source
+    if not isinstance(source, str) or not source or not is_unicode(source):
+        raise not_valid("source", source, "a folder, a hub id, or tensors by name")
+    return source
 
 
 def _adapters_of(core: EngineCore) -> LoraAdapters:

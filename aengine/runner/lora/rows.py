@@ -146,6 +146,8 @@ class LoraRows(TokenRows):
 def _state_of(path: str) -> object:
     """Return what is another value for other files, or for changed ones."""
     try:
-        return [(file.name, file.inode(), file.stat().st_mtime_ns) for file in os.scandir(path)], path
+        if os.path.isdir(path):
+            return [(file.name, file.inode(), file.stat().st_mtime_ns) for file in os.scandir(path)], path
+        return (own := os.stat(path)).st_ino, own.st_mtime_ns, path
     except OSError:  # the load says what is wrong
         return path
