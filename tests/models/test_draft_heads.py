@@ -231,6 +231,8 @@ def test_what_a_head_of_one_pass_lacks_is_named(
 
     def refused(name: str, settings: dict[str, Any], lacking: str = "", **changes: Any) -> str:
         judge = (DFlash if settings is DFLASH else PEagle)({**SIZES, **settings}, *tables)
+        if changes.pop("is_damaged", False):
+            judge.mask_hidden.data.fill_(torch.nan)
         if lacking:
             delattr(judge, lacking)
         with pytest.raises(ModelLoadError) as raised:
@@ -239,9 +241,11 @@ def test_what_a_head_of_one_pass_lacks_is_named(
 
     peagle, own = PEAGLE | ANY_LAYERS, DFLASH["dflash_config"]
     assert "lacks mask_hidden, the state that its masks hold" in refused("1", peagle, "mask_hidden")
-    assert "ptd_token_id" in refused("2", peagle, ptd_token_id=VOCAB_SIZE)
+    assert "mask_hidden holds NaN" in refused("0", peagle, is_damaged=True)
+    beyond = refused("2", peagle, ptd_token_id=VOCAB_SIZE)
+    assert f"ptd_token_id={VOCAB_SIZE} is no token of the model that it drafts for, which has 0 to" in beyond
     assert "lacks a tensor of the model: hidden_norm.weight" in refused("3", DFLASH, "hidden_norm")
-    assert "mask_token_id" in refused("4", DFLASH, dflash_config={**own, "mask_token_id": None})
+    assert "names no token that masks hold" in refused("4", DFLASH, dflash_config={**own, "mask_token_id": None})
     assert "target_layer_ids" in refused("5", DFLASH, dflash_config={"mask_token_id": 1})
     assert "the target, of 3," in refused("6", DFLASH, dflash_config={**own, "target_layer_ids": [3]})
     assert "block_size" in refused("7", DFLASH, block_size=None)

@@ -51,11 +51,16 @@ def test_settings_are_read_and_checked() -> None:
     for off in (None, {"method": "none"}, {"method": "none", "tokens": 3, "model": "m"}):
         assert EngineConfig(model="m", speculation=off).speculation == "none"
     wrong: list[Any] = ["draft_model", {**DRAFTED, "model": ""}, {**DRAFTED, "depth": 2}, {**DRAFTED, "tokens": 17}]
+    for one, said in (
+        ({**DRAFTED, "tokens": 3}, "tokens or num_speculative_tokens, which is the same"),
+        ({**read, "parallel_drafting": "yes"}, "parallel_drafting is true"),
+    ):
+        with pytest.raises(InvalidRequestError, match=said):
+            EngineConfig(model="m", speculation=one)
     for one in [
         *wrong,
         {"method": "suffix", "model": "somewhere"},
         {"method": "suffix", "tokens": 4},
-        {**DRAFTED, "tokens": 3},  # vLLM's name of it as well
         {"model": "somewhere"},
         {"method": []},
         "{",
@@ -88,6 +93,9 @@ def test_a_head_of_another_method_is_refused(tmp_path: Path, method: str, right:
     save_file({"fc.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
     config = EngineConfig(model="m", speculation={"method": method, "model": str(tmp_path)})
     with pytest.raises(ModelLoadError, match=f'use speculation={{"method": "{right}"'):
+        load_proposer(config, target_of(FullKV(1, 8)), lambda *report: None)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    with pytest.raises(ModelLoadError, match=f"^{tmp_path}: config.json: 'bert' names no head"):
         load_proposer(config, target_of(FullKV(1, 8)), lambda *report: None)
 
 

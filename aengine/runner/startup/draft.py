@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,13 +104,16 @@ def _load_head(config: EngineConfig, target: Target, progress: Progress) -> Prop
     if chosen.model:
         own, source = _checkpoint_of(config)
     stored = stored_shapes(source)
-    if (method := method_of(source.hf_config, stored or ())) != chosen.method:
+    with _named(source.path if chosen.model else ""):
+        method = method_of(source.hf_config, stored or ())
+    if method != chosen.method:
         how = f'{{"method": "{method}", "model": {chosen.model!r}}}'
         raise ModelLoadError(
             f"speculation={chosen.method!r}: {source.path} has a head of another method: use speculation={how}"
         )
     formats = _formats(own, source, source.hf_config, target.model.config, target)
-    head: Any = build_head(source.hf_config, stored, target.model, formats, target.group)
+    with _named(source.path if chosen.model else ""):
+        head: Any = build_head(source.hf_config, stored, target.model, formats, target.group)
     if isinstance(head, OnePassHead) and chosen.tokens > head.most_drafts:
         raise ModelLoadError(
             f"speculation={method!r}: tokens={chosen.tokens}, and the head {source.path} drafts {head.most_drafts} at "
@@ -120,6 +125,15 @@ def _load_head(config: EngineConfig, target: Target, progress: Progress) -> Prop
     logger.info("a head on %s: %s, %d bytes", target.platform.device, source.path, num_bytes)
     described = {"method": chosen.method, "model": source.path, "weight_format": formats.name}
     return _source(head, config, target, num_bytes, described)
+
+
+@contextmanager
+def _named(folder: str) -> Iterator[None]:
+    """Have a ModelLoadError name the folder of the head: "config.json" alone is the model's. Empty: it is."""
+    try:
+        yield
+    except ModelLoadError as error:
+        raise (ModelLoadError(f"{folder}: {error}") if folder else error) from None
 
 
 def _formats(

@@ -118,5 +118,12 @@ def check_fits(keys: ConfigReader, fields: dict[str, Any], target: ModelConfig) 
 
 def mask_of(keys: ConfigReader, names: Sequence[str], vocab_size: int) -> int:
     """Return the token that masks hold, under the first of ``names`` that there is. Raises ModelLoadError."""
-    name = next((name for name in names if keys.raw(name) is not None), names[0])
-    return keys.integer(name, least=0, most=vocab_size - 1)
+    name = next((name for name in names if keys.raw(name) is not None), None)
+    if name is None:
+        raise ModelLoadError(
+            f"config.json names no token that masks hold: it has none of {', '.join(map(repr, names))}"
+        )
+    token_id = keys.integer(name, least=0)
+    if token_id >= vocab_size:
+        raise keys.error(name, f"is no token of the model that it drafts for, which has 0 to {vocab_size - 1}")
+    return token_id

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from ....errors import ModelLoadError
 from ...layers.attention import AttentionCall
 from ...layers.decoder import Decoder
 from ...model_config import ModelConfig
@@ -59,6 +60,8 @@ class PEagle(Eagle3, OnePassHead):
         weights.want("mask_hidden", (*ones, width), weights.formats.dtype, self._put_mask)
 
     def _put_mask(self, streams: Tensor) -> None:
+        if not streams.isfinite().all():
+            raise ModelLoadError("mask_hidden holds NaN or infinity: the file is damaged, get it again")
         put_into(self, "_streams_of_masks", streams.to(self.weights.formats.dtype).view(1, -1))
 
     def draft(
