@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import AsyncIterator
+from typing import Any
 
 import numpy as np
 import pytest
 from grammar_helpers import allowed_by, backend_of, schema_spec, smollm2, text_ids
 
+from aengine.engine.structured import backend as structured_backend
 from aengine.engine.structured.backend import Backend
 from aengine.engine.structured.bitmasks import BitmaskFiller, Filled, MaskJob, RequestGrammar
 
@@ -105,3 +107,32 @@ async def test_a_refused_token_before_the_drafts_fails_alone(backend: Backend, f
     filled, rows = await fill(filler, jobs)
     assert list(filled.failed) == [1] and (rows[3:6] == -1).all()
     assert (rows[:3] == rows[6:]).all() and (rows[0] != -1).any()
+
+
+async def test_requests_without_drafts_are_filled_at_once(
+    backend: Backend, filler: BitmaskFiller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also beside some with drafts; one whose tokens are refused fails at its place, and is forced at its own."""
+    compiled = backend.compile(schema_spec(SCHEMA))
+    ids = text_ids(smollm2(), TEXT)
+    together: list[int] = []
+    advance_batch = structured_backend.advance_batch
+
+    def noted(items: Any, *args: Any) -> Any:
+        together.append(len(items))
+        return advance_batch(items, *args)
+
+    monkeypatch.setattr(structured_backend, "advance_batch", noted)
+    known = [ids[:1], ids[:3], [ids[5]], ids[:2], *[ids[:k] for k in range(6)]]
+    drafts = {0: ids[1:3], 3: ids[2:6]}
+    new = [RequestGrammar(compiled) for _ in known]
+    jobs = [MaskJob(new[i], own, drafts.get(i, []), wants_forced=i == 9) for i, own in enumerate(known)]
+    filled, rows = await fill(filler, jobs)
+    assert together == [8] and list(filled.failed) == [2]
+    places = np.cumsum([0, *(job.num_rows for job in jobs)])
+    for i, (own, place) in enumerate(zip(known, places, strict=False)):
+        alone, expected = await fill(
+            filler, [MaskJob(RequestGrammar(compiled), own, drafts.get(i, []), wants_forced=i == 9)]
+        )
+        assert (rows[place : place + len(expected)] == expected).all()
+        assert filled.forced.get(i) == alone.forced.get(0)

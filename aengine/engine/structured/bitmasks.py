@@ -223,7 +223,10 @@ class BitmaskFiller:
     ) -> Filled:
         """Fill, in whatever thread; the jobs' grammars are its own meanwhile. ``on_fill``: called when what is left is
         mostly done without the GIL, with the seconds that it may take."""
-        if len(jobs) <= _FEW_ROWS or any(job.num_rows > 1 for job in jobs):
+        drafted = {place for place, job in enumerate(jobs) if job.num_rows > 1}
+        if drafted and len(jobs) - len(drafted) > _FEW_ROWS:
+            return self._fill_apart(jobs, rows, drafted, on_fill)
+        if drafted or len(jobs) <= _FEW_ROWS:
             on_fill(sum(min(job.grammar.seconds, 1.0) for job in jobs))
             return self._fill_one_by_one(jobs, rows)
         if self._is_surveying:
@@ -242,6 +245,23 @@ class BitmaskFiller:
         self._last_seconds = ended - waited
         self._is_surveying = ended - waited > _SLOW_SECONDS and ended - self._surveyed > _SURVEY_PERIOD
         return filled
+
+    def _fill_apart(
+        self, jobs: Sequence[MaskJob], rows: memoryview | bytearray, drafted: set[int], on_fill: OnFill
+    ) -> Filled:
+        """Fill the rows of the jobs at the places ``drafted``, which follow their drafts one by one, then those of all
+        others at once."""
+        parts, found = self._parts(jobs), Filled({}, {})
+        for some, tell in ((drafted, lambda expected_seconds: None), (set(range(len(jobs))) - drafted, on_fill)):
+            places = sorted(some)
+            own = [jobs[place] for place in places]
+            target = bytearray(self.row_bytes * sum(job.num_rows for job in own))
+            filled = self._fill(own, target, tell)
+            for place, part in zip(places, self._parts(own), strict=True):
+                rows[parts[place]] = target[part]
+            found.failed.update((places[i], error) for i, error in filled.failed.items())
+            found.forced.update((places[i], token_ids) for i, token_ids in filled.forced.items())
+        return found
 
     def _fill_one_by_one(self, jobs: Sequence[MaskJob], rows: memoryview | bytearray) -> Filled:
         """Fill one row after the other, and note each one's time."""
