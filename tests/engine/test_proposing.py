@@ -260,6 +260,31 @@ def test_who_is_never_right_is_asked_ever_less() -> None:
     assert len(asked) < 20 and asked[-1] - asked[-2] >= 64
 
 
+def test_drafts_of_the_worker_are_tried_again() -> None:
+    """They pay from a chance of a fifth on. After many wrong ones a request has none; but another one is tried, and
+    so is the same one later: what is not drafted is not verified, and its chance would never rise."""
+    everybody = Chances()
+
+    def tried(request: Request, history: DraftHistory, num_tokens: int, num_right: int) -> list[int]:
+        found = []
+        for place in range(num_tokens):
+            guess = history.guess(request, 100)
+            if guess.token_ids and guess.chances[0] > 0.2:
+                found.append(place)
+                history.note_verified(request, len(guess.token_ids), num_right)
+            add(request, [place])
+        return found
+
+    requests = [new_request([1, 2, 3]) for _ in range(12)]
+    histories = [DraftHistory(request, Chances(everybody)) for request in requests]
+    for request, history in zip(requests[:-1], histories, strict=False):
+        first = tried(request, history, 60, 0)
+        assert 1 <= len(first) < 12
+    later = tried(requests[0], histories[0], 600, 0)
+    assert 2 <= len(later) < 12
+    assert len(tried(requests[-1], histories[-1], 60, 4)) > 50, "it is another text"
+
+
 def step_of(num_rows: int, num_drafts: int = 0, **changes: Any) -> InFlightStep:
     batch: Any = [object()] * num_rows
     ahead = {0: AheadTokens([1] * num_drafts)} if num_drafts else {}

@@ -22,6 +22,7 @@ _FIRST_CHANCES = (0.1, 0.2, 0.35, 0.55, 0.75, 0.9)
 _PRIOR = 4.0  # guesses for which the chances of all requests count as those of one
 _MOST_COUNTED = 24.0  # guesses after which older ones count for ever less
 _KEEP = 1 - 1 / _MOST_COUNTED
+_FORGOTTEN = 512  # tokens without a draft of the worker, after which the chances before them count for nothing
 
 
 class Guess(NamedTuple):
@@ -105,9 +106,10 @@ def _kind_of(match: int, end: int) -> tuple[int, int]:
 
 class DraftHistory:
     """Says how many tokens of a request are drafted, where the worker makes the guesses (kernels/find_drafts.py or a
-    model): the worker knows the tokens in flight, and the host hears of those guesses alone that were drafted."""
+    model): the worker knows the tokens in flight, and the host hears of those guesses alone that were drafted. So what
+    has not been drafted for long is taken to be ever likelier again: it would never be drafted otherwise."""
 
-    __slots__ = ("_limit", "_most", "_num_misses", "_wait_until", "chances")
+    __slots__ = ("_limit", "_most", "_num_misses", "_untried_from", "_wait_until", "chances")
 
     def __init__(self, request: Request, chances: Chances, most: int = MOST_DRAFTS) -> None:
         """``most``: guesses of the worker in a step."""
@@ -115,6 +117,8 @@ class DraftHistory:
         self._limit, self._most = most, 4
         self._num_misses = 0  # verifications in a row in which no draft was accepted
         self._wait_until = 0  # number of tokens from which on there are drafts again
+        # the number of tokens from which on they count as untried; a request's text may be of another kind than others'
+        self._untried_from = len(request.token_ids) - _FORGOTTEN
 
     size = 0
     """Tokens that could have been put into a table in the time in which the history was made."""
@@ -122,6 +126,7 @@ class DraftHistory:
     def note_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """Called for each answer to a step in which the request had drafts, whoever proposed them."""
         self.chances.note(MOST_DRAFTS, num_accepted, num_accepted < num_drafted)
+        self._untried_from = len(request.token_ids) - self._num_untried(request) // 2
         if num_accepted:
             self._num_misses = 0
             self._most = min(self._limit, 2 * self._most) if num_accepted == num_drafted else max(2, num_accepted + 1)
@@ -140,7 +145,13 @@ class DraftHistory:
         if len(request.token_ids) < self._wait_until or request.grammar is not None:
             return NO_GUESS
         count = min(most, self._most, self._limit)
-        return Guess([-1] * count, [self.chances.of(MOST_DRAFTS)] * count)
+        chance = self.chances.of(MOST_DRAFTS)
+        hoped = max(chance, _FIRST_CHANCES[-1])
+        chance += (hoped - chance) * self._num_untried(request) / _FORGOTTEN
+        return Guess([-1] * count, [chance] * count)
+
+    def _num_untried(self, request: Request) -> int:
+        return min(_FORGOTTEN, len(request.token_ids) - self._untried_from)
 
     def end(self, request: Request) -> None:
         """Called when the request has ended, and all of its tokens are delivered."""
