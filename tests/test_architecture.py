@@ -539,7 +539,7 @@ BUDGETS = {
     "limits": 720,
     "remote": 1700,
     "runner": 25300,
-    "server": 6600,
+    "server": 6900,
     "telemetry": 1200,
     "testing": 815,
     "workers": 3150,
