@@ -388,7 +388,6 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
             "cli/serve.py",
             "server/admin/loras.py",
             "server/app.py",  # their routes
-            "server/openai/models.py",  # lists them as models
             "server/openai/requests.py",  # the option
             "server/service.py",  # asks which there are
             "runner/lora/",

@@ -90,9 +90,10 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     return given if args.quiet else {**given, "progress": StartupLine()}
 
 
-def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """Return the settings of the environment, replaced by those of the command line. Raises InvalidRequestError."""
-    return EngineConfig.from_env(model=args.model, **engine_settings(args))
+def engine_config(args: argparse.Namespace, model: str | None = None) -> EngineConfig:
+    """Return the settings of the environment, replaced by those of the command line, for ``model`` or the command's
+    own. Raises InvalidRequestError."""
+    return EngineConfig.from_env(model=model or args.model, **engine_settings(args))
 
 
 def whole_number(wanted: str, low: int, high: int | None = None) -> Callable[[str], int]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..async_llm import AsyncLLM
 from ..config import server_admin_key, server_api_key
-from ..errors import EngineError
+from ..errors import EngineError, InvalidRequestError
 from .engine_options import add_engine_options, engine_config, whole_number
 from .listening import bind_tcp, is_loopback, url_of
 from .progress import tell
@@ -21,7 +21,7 @@ from .progress import tell
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
-    from ..server.serve import StopSignals
+    from ..server.serve import Served, StopSignals
 
 T = TypeVar("T")
 
@@ -32,6 +32,9 @@ _LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 
 def add_serve_arguments(command: argparse.ArgumentParser) -> None:
     """Add the options of `aengine serve` to a parser."""
+    command.add_argument(
+        "other_models", metavar="MODEL", nargs="*", help="further ones, each loaded when it is asked for"
+    )
     group = command.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="the address; 0.0.0.0: all of this machine (127.0.0.1)")
     group.add_argument(
@@ -73,6 +76,20 @@ def add_serve_arguments(command: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="so many processes for HTTP and JSON, beside the engine's; the model is loaded once (none: all in one)",
+    )
+    group.add_argument(
+        "--most-awake",
+        type=whole_number("a number of models, at least 1", 1),
+        default=None,
+        metavar="N",
+        help="of several models, so many are awake at once, at most (as many as fit into memory)",
+    )
+    group.add_argument(
+        "--wait-for-model",
+        type=_seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="a request waits so long for others' requests to make room for its model, then it is 503 (60)",
     )
     group.add_argument("--log-level", choices=_LOG_LEVELS, default="info", help="(info)")
     group.add_argument("--log-format", choices=("text", "json"), default="text", help="json: an object a line (text)")
@@ -154,8 +171,7 @@ async def serve(args: argparse.Namespace) -> int:
         raise EngineError(f"aengine serve needs {error.name}: pip install 'aengine-llm[server]'") from None
     log_to_stderr(**_log_options(args))
     args.quiet = args.quiet or args.log_format == "json"  # what is printed otherwise would not be JSON
-    engine = AsyncLLM(engine_config(args))
-    _trace(engine, args.served_model_name)
+    engine = _engine(args)
     with stop_signals() as stop:
         serving = asyncio.create_task(_serve(args, engine, stop))
         if await _first(serving, stop.insisted.wait()):
@@ -164,6 +180,27 @@ async def serve(args: argparse.Namespace) -> int:
         engine.terminate()
         await _cancelled(serving)
         return 1
+
+
+def _engine(args: argparse.Namespace) -> Served:
+    """Make the engine, or the engines, of the command line. Raises InvalidRequestError."""
+    from ..server import AwakeModels
+
+    if not args.other_models:
+        engine = AsyncLLM(engine_config(args))
+        _trace(engine, args.served_model_name)
+        return engine
+    for option, is_given in (("--workers", args.workers), ("--served-model-name", args.served_model_name)):
+        if is_given:
+            raise InvalidRequestError(f"{option} is for one model, and there are {1 + len(args.other_models)}")
+    engines: dict[str, AsyncLLM] = {}
+    for model in (args.model, *args.other_models):
+        engine = AsyncLLM(engine_config(args, model))
+        if (name := engine.config.model_name) in engines:
+            raise InvalidRequestError(f"two models have the name {name!r}: requests could not tell them apart")
+        engines[name] = engine
+        _trace(engine, [name])
+    return AwakeModels(engines, most_awake=args.most_awake, wait=args.wait_for_model)
 
 
 def _trace(engine: AsyncLLM, names: list[str] | None) -> None:
@@ -176,7 +213,7 @@ def _trace(engine: AsyncLLM, names: list[str] | None) -> None:
     instrument(engine, model_name=names[0] if names else None)
 
 
-async def _serve(args: argparse.Namespace, engine: AsyncLLM, stop: StopSignals) -> None:
+async def _serve(args: argparse.Namespace, engine: Served, stop: StopSignals) -> None:
     from ..remote.unix_socket import bind_unix
     from ..server.app import create_app
     from ..server.serve import BACKLOG
@@ -201,16 +238,17 @@ async def _serve(args: argparse.Namespace, engine: AsyncLLM, stop: StopSignals) 
             starting.result()
             for listener in listeners:
                 listener.listen(BACKLOG)
+            who = f"{', '.join([args.model, *args.other_models])} {'are' if args.other_models else 'is'} served at"
             if args.log_format == "json":
-                logger.info("%s is served at %s", args.model, url_of(listeners[0]))
+                logger.info("%s %s", who, url_of(listeners[0]))
             elif not args.quiet:
-                tell(f"aengine: {args.model} is served at {url_of(listeners[0])} (Ctrl-C stops)")
+                tell(f"aengine: {who} {url_of(listeners[0])} (Ctrl-C stops)")
             await _serve_engine(args, engine, (app, options), listeners, stop.asked)
         finally:
             await _close(engine, stop, args.grace)
 
 
-async def _close(engine: AsyncLLM, stop: StopSignals, grace: float) -> None:
+async def _close(engine: Served, stop: StopSignals, grace: float) -> None:
     """Close the engine; at the end of the grace, or at once if that was asked for, kill what is left of it."""
     if stop.insisted.is_set():
         engine.terminate()
@@ -223,7 +261,7 @@ async def _close(engine: AsyncLLM, stop: StopSignals, grace: float) -> None:
 
 async def _serve_engine(
     args: argparse.Namespace,
-    engine: AsyncLLM,
+    engine: Served,
     app: tuple[Starlette, dict[str, Any]],
     listeners: list[socket.socket],
     stop: asyncio.Event,
@@ -233,11 +271,13 @@ async def _serve_engine(
     from ..server.logs import reported
     from ..server.processes import serve_processes
     from ..server.serve import keep_loaded_objects, serve_app
+    from ..server.several.awake import AwakeModels
 
     server: dict[str, Any] = {"root_path": args.root_path, "access_log": not args.no_access_log}
     keep_loaded_objects()
     async with reported(engine, args.report_every):
         if args.workers:
+            assert not isinstance(engine, AwakeModels), "`_engine` has refused it"
             settings = {"app": app[1], "server": server, "log": _log_options(args)}
             await serve_processes(engine, listeners, settings, stop=stop, grace=args.grace)
         else:

@@ -19,5 +19,6 @@ except ModuleNotFoundError as error:
     cure = f"aengine.server needs the package {package}: pip install 'aengine-llm[server]'"
     raise ImportError(cure, name=package) from error
 from .lifespan import engine_lifespan
+from .several.awake import AwakeModels
 
-__all__ = ["create_app", "engine_lifespan"]
+__all__ = ["AwakeModels", "create_app", "engine_lifespan"]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Sequence
-from functools import cache
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ..errors import InvalidRequestError
 from ..telemetry.trace_context import trace_of
 from .admin.keys import AdminKey, ApiKeys, Lock
 from .admin.loras import LoadLoraBody, UnloadLoraBody, load_lora, unload_lora
@@ -37,11 +38,22 @@ from .openai.requests import ChatBody, CompletionBody
 from .openai.responses.body import ResponseBody
 from .openai.responses.endpoint import count_input_tokens, create_response, delete_response, show_response
 from .openai.responses.input_items import cancel_response, list_input_items
+from .openai.responses.store import ResponseStore
 from .openai.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize, tokenizer_info
-from .openapi import Endpoint, Entry, openapi_document, show_openapi
+from .openapi import Entry, openapi_document, show_openapi
 from .page.files import show_file, show_page
 from .page.stats import show_stats
 from .service import Service
+from .several.app import (
+    ForwardedEndpoint,
+    NamedBy,
+    SeveralServices,
+    all_live,
+    all_ready,
+    list_all_models,
+    show_any_model,
+)
+from .several.awake import AwakeModels
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -74,6 +86,17 @@ _ENDPOINTS: list[Entry] = [
     ("GET", "/version", version),
     ("GET", "/openapi.json", show_openapi),
 ]
+_OF_SEVERAL: list[Any] = [
+    ("GET", "/v1/models", list_all_models),
+    ("GET", "/v1/models/{name:path}", show_any_model),
+    ("GET", "/health", all_ready),
+    ("GET", "/livez", all_live),
+    ("GET", "/readyz", all_ready),
+    ("GET", "/metrics", metrics),
+    ("GET", "/version", version),
+    ("GET", "/openapi.json", show_openapi),
+]
+"""What an application over several engines answers by itself."""
 _PAGE: list[Entry] = [
     ("GET", "/", show_page),
     ("GET", "/page/{name}", show_file),
@@ -92,7 +115,7 @@ _OPEN = ApiKeys(())
 
 
 def create_app(
-    engine: AsyncLLM,
+    engine: AsyncLLM | Mapping[str, AsyncLLM] | AwakeModels,
     *,
     model_names: str | Sequence[str] | None = None,
     api_keys: str | Sequence[str] | None = None,
@@ -114,8 +137,9 @@ def create_app(
 
     Args:
         engine: on the event loop that serves the application, or with ``own_thread=True``; or another process'
-            (`aengine.remote.connect`), which is to be started first, unless ``model_names`` are given.
-        model_names: under which requests may ask for the model. None: the name the engine was made with.
+            (`aengine.remote.connect`), which is to be started first, unless ``model_names`` are given. Or several by
+            names of their models, each loaded when it is asked for (`AwakeModels`); they have no page.
+        model_names: under which requests may ask for the one model. None: the name the engine was made with.
         api_keys: one of which a request must show (``Authorization: Bearer KEY``, or ``x-api-key``). None: nobody is
             asked. /health, /livez and /readyz are open, and so is the page itself; what it calls is not.
         admin_key: what a request that changes the engine must show, as above. None: all such requests are refused.
@@ -136,39 +160,102 @@ def create_app(
         unpaced_streams: while there are no more event streams than these, each sends all at once.
     """
     names = [model_names] if isinstance(model_names, str) else model_names
-    keys = ApiKeys([api_keys] if isinstance(api_keys, str) else api_keys or ())
-    admin = AdminKey(admin_key, keys.keys)
-    service = Service(
-        engine,
-        model_names=names,
-        max_body_bytes=max_body_bytes,
-        max_stored_responses=max_stored_responses,
-        lora_dir=None if lora_dir is None else os.fspath(lora_dir),
-        pace=Pace(pieces_per_second, unpaced_streams),
-    )
+    api = ApiKeys([api_keys] if isinstance(api_keys, str) else api_keys or ())
     origins = checked_origins([allow_origins] if isinstance(allow_origins, str) else allow_origins)
     hosts = [allow_hosts] if isinstance(allow_hosts, str) else allow_hosts
     guard = None if hosts is None else Guard(checked_hosts(hosts), origins)
-    endpoints = [*_ENDPOINTS, *(_PAGE if page else ())]
-    service.openapi = cache(lambda: openapi_document(endpoints, _ADMIN, has_keys=bool(keys.keys)))
-    service.metrics_registry = metrics_registry or new_registry(engine, service.model_name)
-    routes = []
-    for entry in [*endpoints, *_ADMIN]:
-        method, path, endpoint, *_ = entry
-        lock: Lock = admin if entry in _ADMIN else _OPEN if path in _OPEN_PATHS else keys
-        answer = _endpoint(service, endpoint, lock, guard if path not in _PROBES else None)
-        routes.append(Route(path, answer, methods=[method]))
-        if path != "/" and not path.endswith("}"):
-            # A redirect would have the scheme and the host that a proxy uses, and clients drop keys on the way there.
-            routes.append(Route(f"{path}/", answer, methods=[method]))
+    doors = _Doors(api, AdminKey(admin_key, api.keys), guard)
+    shared: dict[str, Any] = {
+        "max_body_bytes": max_body_bytes,
+        "responses": ResponseStore(max_stored_responses),
+        "lora_dir": None if lora_dir is None else os.fspath(lora_dir),
+        "pace": Pace(pieces_per_second, unpaced_streams),
+    }
+    service: Service | SeveralServices
+    if isinstance(engine, Mapping | AwakeModels):
+        if names is not None:
+            raise InvalidRequestError("several models have the names that they are given by", param="model_names")
+        models = engine if isinstance(engine, AwakeModels) else AwakeModels(engine)
+        services = {name: Service(one, model_names=[name], **shared) for name, one in models.engines.items()}
+        service, endpoints, engines = SeveralServices(models, services, max_body_bytes), _ENDPOINTS, models.engines
+        routes, lifespan = _routes_of_several(service, doors), engine_lifespan(models)
+    else:
+        service = Service(engine, model_names=names, **shared)
+        endpoints = [*_ENDPOINTS, *(_PAGE if page else ())]
+        engines = {service.model_name: engine}
+        routes, lifespan = _routes(service, [*endpoints, *_ADMIN], doors), engine_lifespan(engine)
+    service.metrics_registry = metrics_registry or new_registry(engines)
+    service.openapi = cache(lambda: openapi_document(endpoints, _ADMIN, has_keys=bool(api.keys)))
     app = Starlette(
         routes=routes,
         middleware=[Middleware(CloseAfterTwoLengths), *_for_other_origins(origins)],
-        lifespan=engine_lifespan(engine),
+        lifespan=lifespan,
         exception_handlers={HTTPException: _answer_http_exception},
     )
     app.router.redirect_slashes = False
     return app
+
+
+class _Doors(NamedTuple):
+    """Who may ask for what."""
+
+    api: Lock
+    admin: Lock
+    guard: Guard | None
+
+    def check(self, path: str, is_admin: bool, request: Request) -> None:
+        """Raise HTTPError unless the request may ask for the path of an endpoint."""
+        if self.guard is not None and path not in _PROBES:
+            self.guard.check(request.headers)
+        lock = self.admin if is_admin else _OPEN if path in _OPEN_PATHS else self.api
+        lock.check(request)
+
+    def check_of(self, entry: Any) -> Callable[[Request], None]:
+        """Return what raises HTTPError unless a request may ask for an endpoint."""
+        return partial(self.check, entry[1], entry in _ADMIN)
+
+
+_NO_DOORS = _Doors(_OPEN, _OPEN, None)
+
+
+def _routes(service: Any, endpoints: Sequence[Any], doors: _Doors) -> list[Route]:
+    """Return the routes of endpoints, which get ``service``."""
+    return [
+        route for entry in endpoints for route in _routes_to(entry, _endpoint(service, entry[2], doors.check_of(entry)))
+    ]
+
+
+def _routes_to(entry: Any, answer: Any) -> list[Route]:
+    method, path = entry[:2]
+    paths = [path]
+    if path != "/" and not path.endswith("}"):
+        # A redirect would have the scheme and the host that a proxy uses, and clients drop keys on the way there.
+        paths.append(f"{path}/")
+    return [Route(path, answer, methods=[method]) for path in paths]
+
+
+def _routes_of_several(several: SeveralServices, doors: _Doors) -> list[Route]:
+    """Return the routes of an application over several engines: its own, and those that lead to one of them."""
+    own = {(method, path) for method, path, *_ in _OF_SEVERAL}
+    endpoints = [*_ENDPOINTS, *_ADMIN]
+    inner = {name: Starlette(routes=_routes(one, endpoints, _NO_DOORS)) for name, one in several.services.items()}
+    routes = _routes(several, _OF_SEVERAL, doors)
+    for entry in endpoints:
+        if entry[:2] not in own:
+            is_admin = entry in _ADMIN
+            named_by: NamedBy = "body" if len(entry) > 3 else "nothing"
+            if is_admin or entry[1] == "/tokenizer_info":
+                named_by = "query"
+            forwarded = ForwardedEndpoint(
+                several,
+                inner,
+                named_by=named_by,
+                wakes=not is_admin and named_by != "nothing",
+                check=doors.check_of(entry),
+                answer=_answered,
+            )
+            routes += _routes_to(entry, forwarded)
+    return routes
 
 
 def _for_other_origins(origins: Sequence[str]) -> list[Middleware]:
@@ -182,21 +269,23 @@ def _for_other_origins(origins: Sequence[str]) -> list[Middleware]:
 
 
 def _endpoint(
-    service: Service, endpoint: Endpoint, lock: Lock, guard: Guard | None
+    service: Any, endpoint: Any, check: Callable[[Request], None]
 ) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         try:
-            if guard is not None:
-                guard.check(request.headers)
-            lock.check(request)
+            check(request)
             with trace_of(request.headers):
                 return await endpoint(service, request)
         except ClientLeftError:
             return Response(status_code=499)  # the client has left and reads nothing
         except Exception as error:
-            return _answer(request, http_error(error, getattr(request.state, "body", None)))
+            return _answered(request, error)
 
     return answer
+
+
+def _answered(request: Request, error: Exception) -> Response:
+    return _answer(request, http_error(error, getattr(request.state, "body", None)))
 
 
 def _answer(request: Request, error: HTTPError) -> Response:

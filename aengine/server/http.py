@@ -160,7 +160,7 @@ def as_utf8(text: str) -> bytes:
     return text.encode("utf-8", "backslashreplace")
 
 
-async def _read_body(request: Request, max_bytes: int) -> tuple[bytes, int]:
+async def read_body(request: Request, max_bytes: int) -> tuple[bytes, int]:
     """Read the whole body, and count its values. Raises HTTPError 413 as soon as it is known to be too large or to have
     too many, ClientLeftError."""
     too_large = HTTPError(413, f"the body may have at most {max_bytes} bytes", code="request_too_large")
@@ -202,7 +202,7 @@ async def read_json(request: Request, max_bytes: int, lanes: Lanes, validated: C
     if not _JSON.fullmatch(kind):
         given = repr(kind[:80]) if kind else "none at all"
         raise HTTPError(415, f"the body must be JSON, with content-type: application/json, not {given}")
-    body, num_values = await _read_body(request, max_bytes)
+    body, num_values = await read_body(request, max_bytes)
     if num_values < FEW_VALUES and len(body) < _LONG_BODY:
         return validated(_loaded(body, _ONCE))
     is_long = num_values > MANY_VALUES or len(body) >= _LONG_BODY

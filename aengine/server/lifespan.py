@@ -10,9 +10,12 @@ from ..outputs import ALIVE_STATES
 
 if TYPE_CHECKING:
     from ..async_llm import AsyncLLM
+    from .several.awake import AwakeModels
 
 
-def engine_lifespan(engine: AsyncLLM, *, drain: float = 0.0) -> Callable[[Any], AbstractAsyncContextManager[None]]:
+def engine_lifespan(
+    engine: AsyncLLM | AwakeModels, *, drain: float = 0.0
+) -> Callable[[Any], AbstractAsyncContextManager[None]]:
     """Return a lifespan for Starlette and FastAPI: ``FastAPI(lifespan=engine_lifespan(engine))``.
 
     Args:

@@ -15,9 +15,10 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 if TYPE_CHECKING:
-    from ..async_llm import AsyncLLM
     from ..outputs import Usage
     from ..telemetry.metrics import Statistics
+    from .serve import Served
+    from .several.awake import SumsOfModels
 
 _PROBES = ("/health", "/livez", "/readyz", "/metrics")
 _ID_HEADERS = (b"x-request-id", b"request-id")
@@ -124,7 +125,7 @@ def _write(log: logging.Logger, scope: MutableMapping[str, Any], seen: dict[str,
 
 
 @contextlib.asynccontextmanager
-async def reported(engine: AsyncLLM, seconds: float) -> AsyncIterator[None]:
+async def reported(engine: Served, seconds: float) -> AsyncIterator[None]:
     """Log what the engine does every ``seconds`` in which it does anything, inside the context; 0: never."""
     reporting = asyncio.create_task(_report(engine, seconds)) if seconds else None
     try:
@@ -135,7 +136,7 @@ async def reported(engine: AsyncLLM, seconds: float) -> AsyncIterator[None]:
             await asyncio.wait([reporting])
 
 
-async def _report(engine: AsyncLLM, seconds: float) -> None:
+async def _report(engine: Served, seconds: float) -> None:
     before, then = engine.statistics(), time.perf_counter()
     while True:
         await asyncio.sleep(seconds)
@@ -145,10 +146,14 @@ async def _report(engine: AsyncLLM, seconds: float) -> None:
         before, then = numbers, now
 
 
-def rates(before: Statistics, numbers: Statistics, seconds: float) -> dict[str, float] | None:
+def rates(
+    before: Statistics | SumsOfModels, numbers: Statistics | SumsOfModels, seconds: float
+) -> dict[str, float] | None:
     """Return what an engine did between two statistics; None: nothing."""
-    num_prompt = numbers.prompt_tokens - before.prompt_tokens
-    num_generated = numbers.generated_tokens - before.generated_tokens
+    # The counters of an engine that was closed begin anew when it is started again.
+    num_prompt = max(0, numbers.prompt_tokens - before.prompt_tokens)
+    num_generated = max(0, numbers.generated_tokens - before.generated_tokens)
+    used = numbers.num_blocks - numbers.num_free_blocks
     if not (num_prompt or num_generated or numbers.num_running or numbers.num_waiting):
         return None
     return {
@@ -156,5 +161,5 @@ def rates(before: Statistics, numbers: Statistics, seconds: float) -> dict[str, 
         "generated_tokens_per_second": round(num_generated / seconds, 1),
         "running": numbers.num_running,
         "waiting": numbers.num_waiting,
-        "kv_cache_percent": round(100 * (1 - numbers.num_free_blocks / max(1, numbers.num_blocks)), 1),
+        "kv_cache_percent": round(100 * used / max(1, numbers.num_blocks), 1),
     }

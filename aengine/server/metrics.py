@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
 _OPEN_METRICS_END = b"# EOF\n"
 
 
-def new_registry(engine: AsyncLLM, model_name: str) -> CollectorRegistry | None:
-    """Make a registry of the engine's metrics; None if prometheus_client is not installed."""
+def new_registry(engines: Mapping[str, AsyncLLM]) -> CollectorRegistry | None:
+    """Make a registry of the metrics of engines, by the names of their models; None if prometheus_client is not
+    installed."""
     try:
         from prometheus_client import CollectorRegistry
 
@@ -30,7 +32,11 @@ def new_registry(engine: AsyncLLM, model_name: str) -> CollectorRegistry | None:
     except ImportError:
         return None
     registry = CollectorRegistry()
-    registry.register(PrometheusCollector(engine, model_name=model_name))
+    (first_name, first), *others = engines.items()
+    collector = PrometheusCollector(first, model_name=first_name)
+    for name, engine in others:
+        collector.add(engine, model_name=name)
+    registry.register(collector)
     return registry
 
 

@@ -14,7 +14,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import uvicorn
 
@@ -24,6 +24,10 @@ from .logs import AccessLog
 
 if TYPE_CHECKING:
     from ..async_llm import AsyncLLM
+    from .several.awake import AwakeModels
+
+Served: TypeAlias = "AsyncLLM | AwakeModels"
+"""What an application serves."""
 
 logger = logging.getLogger("aengine.server")
 
@@ -83,7 +87,7 @@ class _Server(uvicorn.Server):
 
 async def serve_app(
     app: Any,
-    engine: AsyncLLM,
+    engine: Served,
     listener: socket.socket,
     *,
     stop: asyncio.Event,
@@ -140,7 +144,7 @@ async def serve_app(
         raise EngineError("the engine has failed: its log says why")
 
 
-async def until_stopped(engine: AsyncLLM, stop: asyncio.Event) -> None:
+async def until_stopped(engine: Served, stop: asyncio.Event) -> None:
     """Wait until ``stop`` is set, or the engine has failed."""
     while not stop.is_set() and engine.state != "failed":
         with contextlib.suppress(TimeoutError):
@@ -152,7 +156,7 @@ def _last_seconds(grace: float) -> float:
     return min(_LAST_SECONDS, grace / 4)
 
 
-async def _wind_down(engine: AsyncLLM, grace: float, *, tells: bool) -> None:
+async def _wind_down(engine: Served, grace: float, *, tells: bool) -> None:
     """Let the engine's requests end by themselves for most of ``grace`` seconds, then abort them."""
     seconds = max(0.0, grace - 2 * _last_seconds(grace))
     # An engine that has failed raises here; its requests have failed, too.
@@ -164,7 +168,7 @@ async def _wind_down(engine: AsyncLLM, grace: float, *, tells: bool) -> None:
 class ShutdownLog:
     """Logs the end of a server: within ``with``, requests get ``seconds`` to end, and are ended then."""
 
-    def __init__(self, engine: AsyncLLM, seconds: float, *, tells: bool = True) -> None:
+    def __init__(self, engine: Served, seconds: float, *, tells: bool = True) -> None:
         self._engine = engine
         self._seconds = seconds
         self._tells = tells and engine.state != "failed"

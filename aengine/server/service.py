@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from ..__version__ import __version__
 from ..engine.threads.lanes import Lanes
+from ..errors import EngineClosedError
 from .health import Health
 from .http import FEW_VALUES, MANY_VALUES, HTTPError, Pace, json_in_pieces, read_json
 from .openai.requests import RequestBody
@@ -43,7 +44,7 @@ class Service:
         *,
         model_names: Sequence[str] | None,
         max_body_bytes: int,
-        max_stored_responses: int,
+        responses: ResponseStore,
         lora_dir: str | None,
         pace: Pace,
     ) -> None:
@@ -58,7 +59,7 @@ class Service:
         self.openapi: Callable[[], dict[str, Any]] = dict
         """Makes the application's description of itself, the first time in a tenth of a second."""
         self._fingerprint: str | None = None
-        self.responses = ResponseStore(max_stored_responses)
+        self.responses = responses
         self.metrics_registry: CollectorRegistry | None = None  # what /metrics shows; None: there is no /metrics
 
     @property
@@ -91,6 +92,20 @@ class Service:
         else:
             self.check_model(name)
         return body
+
+    async def known_adapters(self) -> Collection[str]:
+        """Return the names of the engine's adapters, those of its settings while it does not run."""
+        try:
+            return await self.engine.list_loras()
+        except EngineClosedError:
+            return self.engine.config.loras or ()
+
+    async def knows_adapter(self, name: str) -> bool:
+        """Whether an adapter has this name, as of `known_adapters`."""
+        try:
+            return await self.engine.has_lora(name)
+        except EngineClosedError:
+            return name in (self.engine.config.loras or ())
 
     def model_of(self, body: RequestBody) -> str:
         """Return the name of the model of the body's answer."""

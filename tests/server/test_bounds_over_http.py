@@ -303,7 +303,7 @@ async def test_others_have_the_loop_while_a_body_is_counted() -> None:
             await asyncio.sleep(0)
 
     others = asyncio.create_task(take_turns())
-    read, num_values = await http._read_body(Request({"type": "http", "headers": []}, receive), 1 << 25)
+    read, num_values = await http.read_body(Request({"type": "http", "headers": []}, receive), 1 << 25)
     is_read = True
     await others
     assert len(read) > 10 << 20 and num_values == 0 and num_turns >= 10

@@ -1,0 +1,137 @@
+"""Several models behind one application: each is loaded when it is asked for, and only as many as may be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from aengine import InvalidRequestError
+from aengine.server import AwakeModels, create_app
+from aengine.server.in_process import streaming_transport
+from aengine.server.several import awake
+from aengine.testing import FakeAsyncLLM
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(awake, "PATIENCE", 0.0)
+
+
+def chat(model: object, **more: Any) -> dict[str, Any]:
+    return {"model": model, "messages": HELLO, "max_tokens": 50, **more}
+
+
+@asynccontextmanager
+async def served(
+    most_awake: int | None = 1, wait: float = 60.0, token_delay: float = 0.0, **options: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, dict[str, FakeAsyncLLM], AwakeModels]]:
+    engines = {name: FakeAsyncLLM(f"from {name}", token_delay=token_delay) for name in ("a", "b")}
+    models = AwakeModels(engines, most_awake=most_awake, wait=wait)
+    app = create_app(models, **options)
+    async with app.router.lifespan_context(app):
+        async with httpx.AsyncClient(transport=streaming_transport(app), base_url="http://several") as client:
+            yield client, engines, models
+    assert {engine.state for engine in engines.values()} <= {"new", "closed"}
+
+
+def states(engines: dict[str, FakeAsyncLLM]) -> list[str]:
+    return [engine.state for engine in engines.values()]
+
+
+async def test_each_model_answers_by_its_name_and_sleeps_for_the_other() -> None:
+    async with served() as (client, engines, _):
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert [(one["id"], one["state"], one["max_model_len"]) for one in listed] == [
+            ("a", "new", None),
+            ("b", "new", None),
+        ]
+        for name in "abab":
+            answer = await client.post("/v1/chat/completions", json=chat(name))
+            assert answer.json()["choices"][0]["message"]["content"] == f"from {name}"
+            assert answer.json()["model"] == name
+            assert [state == "running" for state in states(engines)] == [name == "a", name == "b"]
+        assert (await client.get("/v1/models/b")).json()["state"] == "running"
+        message = {"model": "a", "max_tokens": 50, "messages": HELLO}
+        assert (await client.post("/v1/messages", json=message)).json()["content"][0]["text"] == "from a"
+        response = (await client.post("/v1/responses", json={"model": "b", "input": "hello"})).json()
+        assert (await client.get(f"/v1/responses/{response['id']}")).json() == response
+        more = {"model": "a", "input": "again", "previous_response_id": response["id"]}
+        assert (await client.post("/v1/responses", json=more)).json()["model"] == "a"
+        metrics = (await client.get("/metrics")).text
+        assert 'model_name="a"' in metrics and 'model_name="b"' in metrics
+        assert [(await client.get(path)).status_code for path in ("/livez", "/readyz", "/health", "/version")] == [
+            200
+        ] * 4
+        assert "/v1/chat/completions" in (await client.get("/openapi.json")).json()["paths"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "text"),
+    [
+        ("/v1/chat/completions", chat("c"), 404, "the model 'c' is not served here; served: 'a', 'b'"),
+        ("/v1/chat/completions", {"messages": HELLO}, 400, "model must be one of those that are served: 'a', 'b'"),
+        ("/v1/chat/completions", chat(["a"]), 400, "model must be one of"),
+        ("/v1/chat/completions", [1], 400, "model must be one of"),
+        ("/v1/chat/completions", chat("a", surprise=1), 400, "surprise is not supported"),
+        ("/v1/completions", {"model": "a", "prompt": "x" * 3000}, 413, "at most 2000 bytes"),
+        ("/v1/nothing", {}, 404, "Not Found"),
+        ("/tokenizer_info", {}, 405, "Method Not Allowed"),
+    ],
+)
+async def test_wrong_requests(path: str, body: Any, status: int, text: str) -> None:
+    async with served(max_body_bytes=2000) as (client, engines, _):
+        answer = await client.post(path, json=body)
+        assert answer.status_code == status and text in answer.json()["error"]["message"], answer.text
+        assert "surprise" in str(body) or states(engines) == ["new", "new"]
+
+
+async def test_nobody_without_a_key_wakes_a_model() -> None:
+    async with served(api_keys="secret") as (client, engines, _):
+        assert (await client.post("/v1/chat/completions", json=chat("a"))).status_code == 401
+        assert states(engines) == ["new", "new"]
+        answer = await client.post("/v1/chat/completions", json=chat("a"), headers={"authorization": "Bearer secret"})
+        assert answer.status_code == 200
+
+
+async def test_a_model_stays_awake_while_it_answers() -> None:
+    async with served(token_delay=0.001) as (client, engines, _):
+        stream = client.stream("POST", "/v1/chat/completions", json=chat("a", stream=True))
+        async with stream as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            other = asyncio.create_task(client.post("/v1/chat/completions", json=chat("b")))
+            rest = [line async for line in lines if line]
+            assert rest[-1] == "data: [DONE]"
+            assert "".join(rest).count('"content"') > 1
+        assert (await other).json()["choices"][0]["message"]["content"] == "from b"
+        assert [state == "running" for state in states(engines)] == [False, True]
+
+
+async def test_what_finds_no_room_is_told_when_to_come_again_and_a_client_may_leave() -> None:
+    async with served(wait=0.05, token_delay=0.5) as (client, engines, models):
+        async with client.stream("POST", "/v1/chat/completions", json=chat("a", stream=True)) as answer:
+            assert answer.status_code == 200
+            refused = await client.post("/v1/chat/completions", json=chat("b"))
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+            assert "has no room: requests are being answered by 'a'" in refused.json()["error"]["message"]
+            leaving = asyncio.create_task(client.post("/v1/chat/completions", json=chat("b")))
+            while not models.statistics().num_waiting:
+                await asyncio.sleep(0)
+            leaving.cancel()
+            while models.statistics().num_waiting:
+                await asyncio.sleep(0)
+            assert states(engines) == ["running", "new"]
+
+
+def test_names_of_models_are_those_they_are_given_by() -> None:
+    with pytest.raises(InvalidRequestError, match="the names that they are given by"):
+        create_app({"a": FakeAsyncLLM("x")}, model_names="b")
+    with pytest.raises(InvalidRequestError, match="at least one model"):
+        create_app({})
