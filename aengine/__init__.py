@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .engine.streams.chat_stream import ChatStream
     from .engine.streams.token_stream import TokenStream
     from .engine.tokenizer_view import TokenizerView
+    from .engine.updates.sources import IpcTensors, TrainerGroup
     from .errors import (
         AEngineError,
         ContextLengthError,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
         ModelLoadError,
         NotEnoughMemoryError,
         RequestError,
+        WeightsLostError,
         WorkerCallError,
         WorkerDiedError,
     )
@@ -77,10 +79,11 @@ _NAMES = {
     "engine.streams.chat_stream": "ChatStream",
     "engine.streams.token_stream": "TokenStream",
     "engine.tokenizer_view": "TokenizerView",
+    "engine.updates.sources": "IpcTensors TrainerGroup",
     "errors": (
         "AEngineError ContextLengthError DeadlineExceededError EngineClosedError EngineError EngineOverloadedError "
         "GrammarError InternalError InvalidRequestError ModelLoadError NotEnoughMemoryError RequestError "
-        "WorkerCallError WorkerDiedError"
+        "WeightsLostError WorkerCallError WorkerDiedError"
     ),
     "llm": "LLM",
     "outputs": "Choice Completion FinishReason Logprob RequestEnd StartupProgress Timings Token Usage",
@@ -117,6 +120,7 @@ __all__ = [  # noqa: RUF022  # plainly sorted, as a test asks
     "Histograms",
     "InternalError",
     "InvalidRequestError",
+    "IpcTensors",
     "LLM",
     "Logprob",
     "ModelLoadError",
@@ -151,7 +155,9 @@ __all__ = [  # noqa: RUF022  # plainly sorted, as a test asks
     "ToolCallEnd",
     "ToolCallStart",
     "ToolChoice",
+    "TrainerGroup",
     "Usage",
+    "WeightsLostError",
     "WorkerCallError",
     "WorkerDiedError",
     "WorkerRestart",

@@ -197,6 +197,11 @@ class WorkerCallError(EngineError):
         self.worker_traceback = worker_traceback
 
 
+class WeightsLostError(EngineError):
+    """A weight update ended early, or a worker died, and the weights from before it came as tensors, which are kept
+    nowhere: the engine stays paused until all have been sent again."""
+
+
 class EngineClosedError(EngineError):
     """The engine is not running: it was not started yet, or it has been closed."""
 

@@ -145,6 +145,9 @@ class Completion(Generic[T_co]):
     """One entry a token of the prompt: None for the first, which nothing comes before; else the token itself, then the
     likeliest at its place, likeliest first. None unless asked for. A read-only sequence, whose entries are made when
     they are read."""
+    weight_versions: tuple[str, ...] = field(default=(), compare=False, kw_only=True)
+    """The versions of the weights that have computed it, oldest first: "0" are those of the start, others what
+    `AsyncLLM.finish_weight_update` named."""
 
     @property
     def text(self) -> str:

@@ -41,6 +41,7 @@ from .threads.pools import ThreadPool
 from .tokenizer.prompt import Prompt, PromptPart, TokensPart, part_of
 from .tokenizer.tokenizer import Tokenizer
 from .unread import UnreadWatch
+from .updates.versions import WeightVersions
 from .user_request import Limits, Phase, Prepared, UserRequest, check_request
 
 _FOR_A_RESULT = SamplingParams(max_tokens=1, detokenize=False, seed=0)
@@ -61,8 +62,9 @@ class Admission:
         counters: Counters,
         observer: Observer,
         on_ended: Callable[[], None],
+        versions: WeightVersions,
     ) -> None:
-        """``on_ended`` is called whenever a request has ended."""
+        """``on_ended`` is called whenever a request has ended. ``versions`` is told of each that begins."""
         self._loop = loop
         self._replicas = replicas
         self._queue = queue
@@ -73,6 +75,7 @@ class Admission:
         self._counters = counters
         self._observer = observer
         self._on_ended = on_ended
+        self._versions = versions
         self._requests: dict[str, UserRequest] = {}
         self._random = random.Random()  # draws seeds of requests without one; the host's own is left alone
         self._next_id = 0
@@ -136,6 +139,7 @@ class Admission:
             is_json=asked_type is not None or (constraint is not None and constraint.is_json),
             on_end=partial(self._ended, request_id),
         )
+        self._versions.begin(mailbox)
         request = UserRequest(
             request_id=request_id,
             prompt=part,

@@ -29,6 +29,7 @@ from ..telemetry.observer import Observer
 from .adapters.adapters import NewAdapters
 from .admission import Admission
 from .admission_queue import AdmissionQueue
+from .executor import Executor
 from .pacing.pausing import PauseMode, Pausing
 from .preparation import Preparation
 from .replicas.replica import Replica
@@ -37,6 +38,8 @@ from .replicas.start import Started
 from .structured.service import GrammarService
 from .threads.pools import end_pools
 from .tokenizer.tokenizer import Tokenizer
+from .updates.versions import WeightVersions
+from .updates.weight_updates import WeightUpdates
 from .user_request import Limits
 from .worker_control import NUM_RESTARTS_TOLD
 
@@ -111,10 +114,12 @@ class EngineCore:
             counters=self._counters,
             observer=self._observer,
             on_ended=self._request_ended,
+            versions=(versions := WeightVersions()),
         )
-        self.pausing = Pausing(self.queue, self.admission, [replica.steps.hold for replica in self.replicas])
+        self.pausing = pausing = Pausing(self.queue, self.admission, [replica.steps.hold for replica in self.replicas])
+        self.weights = WeightUpdates(self, pausing, self.replicas, versions)
         for replica in self.replicas:
-            replica.worker.on_restarted = self.adapters.restore
+            replica.worker.on_restarted = partial(self._restore, replica)
             replica.task = self.loop.create_task(self._run(replica), name="aengine-step-loop")
             replica.task.add_done_callback(partial(self._loop_ended, replica))
             # Dropping an engine warns by itself, and ends the task: asyncio's own warning would add nothing.
@@ -228,6 +233,10 @@ class EngineCore:
             self.state = "running"
             self.pausing.end()
             self._tell_drainers()
+
+    async def _restore(self, replica: Replica, workers: Executor) -> None:
+        await self.weights.restore(replica, workers)
+        await self.adapters.restore(workers)
 
     def _request_ended(self) -> None:
         self.pausing.note_change()

@@ -109,6 +109,7 @@ class RemoteMailbox(Mailbox):
         if self.done:
             return
         usage, self._timings, self.warnings = whole.usage, whole.timings, whole.warnings
+        self.weight_versions = whole.weight_versions
         if isinstance(whole.prompt_logprobs, PromptLogprobs):
             self._prompt_logprobs = whole.prompt_logprobs
         self._counts = usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.reasoning_tokens

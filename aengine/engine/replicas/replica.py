@@ -20,7 +20,7 @@ from ..pacing.multi_step import MultiStep
 from ..pacing.step_time import StepTime
 from ..pacing.steps_in_flight import StepsInFlight
 from ..recovery import RestartBudget
-from ..scheduler.rows import forget_prefixes
+from ..scheduler.rows import forget_prefixes, recompute_all
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.swapped_requests import SwappedRequests
 from ..speculation.choice import new_speculation
@@ -96,6 +96,10 @@ class Replica:
     def reset_prefix_cache(self) -> int:
         """See `AsyncLLM.reset_prefix_cache`."""
         return forget_prefixes(self.scheduler.rows)
+
+    def recompute_all(self) -> None:
+        """Drop the KV of what runs, at rest: its tokens so far are computed again."""
+        recompute_all(self.scheduler.rows)
 
     def statistics(self) -> ReplicaStatistics:
         """See `Statistics.replicas`."""

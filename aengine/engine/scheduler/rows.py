@@ -264,3 +264,11 @@ def forget_prefixes(rows: Rows) -> int:
             request.states.offered.clear()
     rows.preempted.drop_all()
     return rows.kv.pool.forget_all()
+
+
+def recompute_all(rows: Rows) -> None:
+    """Drop the KV of all requests that are computed, while no step is in flight; they return to the queue, and are
+    computed again from their known ids."""
+    assert not rows.steps, "steps are in flight"
+    for request in list(rows.running):
+        rows.restart(request)

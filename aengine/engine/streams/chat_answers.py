@@ -191,7 +191,8 @@ def chat_completion(
         choices = [_chat_choice(choice, ChatMessage()) for choice in plain.choices]
     usage = replace(plain.usage, reasoning_tokens=num_reasoning_tokens)
     end = usage, plain.warnings, plain.timings
-    return ChatCompletion(plain.request_id, tuple(choices), *end, prompt_logprobs=plain.prompt_logprobs)
+    rest: dict[str, Any] = {"prompt_logprobs": plain.prompt_logprobs, "weight_versions": plain.weight_versions}
+    return ChatCompletion(plain.request_id, tuple(choices), *end, **rest)
 
 
 def _chat_choice(plain: Choice, message: ChatMessage) -> ChatChoice:

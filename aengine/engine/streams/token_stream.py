@@ -82,12 +82,18 @@ class Mailbox:
         self.is_json = is_json
         self.warnings: tuple[str, ...] = ()
         self.plan: ChatPlan | None = None  # the plan of a chat, once it is made
+        self.weight_versions: tuple[str, ...] = ()  # see `Completion.weight_versions`
         self.stop_token_ids: frozenset[int] = frozenset()  # the caller's own; the completion may end by others
 
     @property
     def done(self) -> bool:
         """Whether nothing more will come."""
         return self.num_open == 0 or self.error is not None
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the first token of any completion has come."""
+        return any(choice.token_ids for choice in self.choices)
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -141,7 +147,8 @@ class Mailbox:
         choices = tuple(choice.result(self.output_type) for choice in self.choices)
         of_prompt = self.prompt_logprobs()
         end = self.usage(), self.warnings, self.timings()
-        return Completion(request_id, choices, *end, prompt_logprobs=of_prompt)
+        versions = self.weight_versions
+        return Completion(request_id, choices, *end, prompt_logprobs=of_prompt, weight_versions=versions)
 
     def prompt_logprobs(self) -> PromptLogprobs | None:
         """See `Completion.prompt_logprobs`; those that have come."""

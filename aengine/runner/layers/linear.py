@@ -73,6 +73,16 @@ class _Piece:
         self.num_tensors = 0
         self.num_come = 0  # tensors that have come in this load
         self.weight: Weight | None = None
+        self.names: list[str] = []
+
+    @property
+    def is_under_way(self) -> bool:
+        """See `Gathering`."""
+        return self.num_come > 0
+
+    def forget(self) -> None:
+        """See `Gathering`."""
+        self.joined.tensors, self.num_come = {}, 0
 
 
 class Linear:
@@ -102,6 +112,7 @@ class Linear:
         self._wrap: Callable[[Weight], Weight] | None = scope.formats.step_rows.wrap(rows_of, columns)
         by_format = groupby(parts.items(), lambda part: scope.format_of(part[0]))
         self._pieces = [_Piece(form, scope.formats.device, dict(own)) for form, own in by_format]
+        scope.gatherings.extend(self._pieces)
         wanted = [(piece, *part) for piece in self._pieces for part in piece.parts.items()]
         for piece, name, out_features in wanted:
             rows = shares_of(out_features)
@@ -121,6 +132,7 @@ class Linear:
                 put = partial(self._put, piece, stored)
                 count, kept, drawn, fault = stored.num_parameters, stored.kept, stored.drawn, stored.fault
                 scope.want(*what, put, count, part, room, kept=kept, drawn=drawn, fault=fault)
+                piece.names.append(scope.name_of(full))
                 piece.num_tensors += 1
 
     def _put(self, piece: _Piece, stored: StoredTensor, tensor: Tensor) -> None:
@@ -136,7 +148,7 @@ class Linear:
         except OrdersDiffer:  # each multiplies by itself
             first, *others = map(piece.format.make, piece.joined.of_parts())
             made = first.above(others)
-        piece.joined.tensors, piece.num_come = {}, 0
+        piece.forget()
         if piece.weight is not None:
             piece.weight.copy_from(made)
             return

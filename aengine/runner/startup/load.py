@@ -35,10 +35,18 @@ from ..models import build_model, read_config
 from ..models.encoders import is_encoder
 from ..pooling.vectors import VectorLayers, load_vector_layers
 from ..sampling.processors import load_processors
+from ..updates.receiver import WeightReceiver, answered
 from ..weights.float16_cpu import Float16Format, agree_on_plan
 from ..weights.formats import WeightFormats, choose_formats
 from ..weights.inventory import line_of
-from ..weights.sources.loader import LoadedWeights, Progress, check_layers, load_weights, tensor_names
+from ..weights.sources.loader import (
+    LoadedWeights,
+    Progress,
+    check_layers,
+    check_tensors,
+    load_weights,
+    tensor_names,
+)
 from .draft import Target, find_proposer, load_proposer
 from .encoder import LoadedEncoder, load_encoder
 from .estimate import gguf_matrices, tensors_of
@@ -186,6 +194,7 @@ class LocalModel:
         self._weights = weights
         self._rank = rank
         self._progress = progress
+        self._receiver = WeightReceiver(setup.model, setup.platform, rank.pp_rank * rank.tp_size + rank.tp_rank)
         formats, groups = setup.model.weights.formats, setup.kv_layout.groups
         self.offer: dict[str, Any] = {
             "num_blocks": plan.num_blocks,
@@ -269,6 +278,7 @@ class LocalModel:
             source = resolve_model(config)
             setup.platform.synchronize()
             with damage_explained(source.path):
+                check_tensors(setup.model, source)  # what their headers show is known before a weight is replaced
                 loaded = load_weights(setup.model, source, config.seed, self._progress)
         except ModelLoadError as error:
             raise InvalidRequestError(f"reload_weights: {error}") from error
@@ -278,8 +288,14 @@ class LocalModel:
 
     @property
     def calls(self) -> Mapping[str, Callable[..., Any]]:
-        """Collective calls of what sees the rows of its steps."""
-        return self._setup.model.weights.formats.step_rows.calls
+        """Collective calls of what sees the rows of its steps, and of weights that come from elsewhere."""
+        own = {"load_weights": lambda path: answered(self._load_for_update, path)}
+        if self._setup.model_config.implementation == "native":
+            own |= self._receiver.calls
+        return {**self._setup.model.weights.formats.step_rows.calls, **own}
+
+    def _load_for_update(self, path: str | None) -> dict[str, Any]:
+        return {"num_parameters": self.reload_weights(path)}
 
     def device_bytes(self) -> int:
         return self._setup.platform.memory_taken()

@@ -6,7 +6,7 @@ there what it wants; the loader then finds all the places, in the order in which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import NamedTuple, Protocol
 
@@ -80,8 +80,24 @@ class CheckpointNames(Protocol):
         """Called when all tensors have come: move whatever else the model has to ``device``. Raises ModelLoadError."""
 
 
+class Gathering(Protocol):
+    """What becomes a weight when several tensors have come, while some of a load have not."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The checkpoint's names of all of them."""
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether some have come, and not all."""
+
+    def forget(self) -> None:
+        """Forget those that have come: the next load begins anew."""
+
+
 class WeightScope:
-    """The names below a prefix. All scopes of a model share ``places``, by name; a tied table has two.
+    """The names below a prefix. All scopes of a model share ``places``, by name; a tied table has two; and
+    ``gatherings``.
 
     ``group``: the ranks among which the layers are divided, each of which has a model of its own; with
     ``divides_experts`` each has some experts of a mixture, else a part of every one. ``stage``: whose layers the model
@@ -97,6 +113,7 @@ class WeightScope:
         divides_experts: bool = False,
         stage: PipelineStage = WHOLE,
         experts_group: ExpertsGroup | None = None,
+        gatherings: list[Gathering] | None = None,
     ) -> None:
         self.formats = formats
         self.group = group
@@ -105,12 +122,13 @@ class WeightScope:
         self._divides_experts = divides_experts
         self.names: CheckpointNames | None = None  # names in the checkpoint; set on the model's outermost scope
         self.places: dict[str, list[Place]] = {} if places is None else places
+        self.gatherings: list[Gathering] = [] if gatherings is None else gatherings
         self._prefix = prefix
 
     def at(self, name: str) -> WeightScope:
         """Return the scope of the names below ``name``."""
         prefix = f"{self._prefix}{name}."
-        shared = self.places, self.group, self._divides_experts, self.stage, self.experts_group
+        shared = self.places, self.group, self._divides_experts, self.stage, self.experts_group, self.gatherings
         return WeightScope(self.formats, prefix, *shared)
 
     def name_of(self, name: str) -> str:

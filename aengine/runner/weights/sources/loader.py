@@ -39,7 +39,7 @@ logger = logging.getLogger("aengine.runner")
 Progress = Callable[[str, int, int, str], None]
 """Gets stage, done, total (0: not known) and their unit."""
 
-_IGNORED = re.compile(
+IGNORED = re.compile(
     r"rotary_emb\.inv_freq$|\.(input|activation|input_global|k|v|kv)_scale$|rope_(freqs|factors_)|\.masked_bias$|attn_rot_embd|\.weight_shape$|^lm_head\.weight$"
     r"|^score\.weight$|^t2d$|^(model\.)?mtp(_layers)?\."
 )
@@ -154,7 +154,7 @@ def _wanted(
             yield own, named
         elif (
             not named.is_idle
-            and not _IGNORED.search(named.name)
+            and not IGNORED.search(named.name)
             and not (is_encoder and _HEADS_OF_ENCODERS.search(named.name))
         ):
             unexpected.append(named.name)

@@ -19,7 +19,7 @@ from .reading import NUMBERS, Named, Source, Target, in_threads
 
 READERS = 8
 """Threads that read files. One copies 2 to 4 GB/s out of the page cache to a GPU; from a disk the more are better."""
-_DTYPES = {
+DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F32": torch.float32,
@@ -86,7 +86,7 @@ def _read(files: list[Path], target: Target) -> Iterator[Named]:
                 opened.append((path, file, list(file.keys())))
         of_text = _text_tensors([name for _, _, names in opened for name in names], target)
         jobs = [
-            [job for name in names if name in of_text for job in _jobs(path, file, name, target)]
+            [job for name in names if name in of_text for job in jobs_of(path, file, name, target)]
             for path, file, names in opened
         ]
         in_turn = chain.from_iterable(zip_longest(*jobs))
@@ -111,7 +111,7 @@ def _place_of(name: str, target: Target) -> str:
     return f"model.{name}" if f"model.{name}" in target.places else name
 
 
-def _jobs(path: Path, file: Any, name: str, target: Target) -> list[Callable[[], Named]]:
+def jobs_of(path: Path, file: Any, name: str, target: Target) -> list[Callable[[], Named]]:
     """What reads a tensor; where the model wants each expert's matrices, all of those that are packed in it."""
     own_name = _place_of(name, target)
     stem, _, last = own_name.rpartition(".")
@@ -142,7 +142,7 @@ def _read_tensor(
     _check_dtype(path, name, stored_as, target.places[own_name].dtype)
     with _corrupt(path):
         if not target.has_numbers:
-            whole = torch.empty(stored.get_shape(), dtype=_DTYPES[stored_as], device="meta")
+            whole = torch.empty(stored.get_shape(), dtype=DTYPES[stored_as], device="meta")
             tensor = whole if part is None else whole[part]
         else:  # a view of the mapped file, of which nothing is read yet; a copy of a part
             tensor = file.get_tensor(name) if part is None else stored[part]
@@ -152,7 +152,7 @@ def _read_tensor(
 
 
 def _check_dtype(path: Path, name: str, stored_as: str, wanted: torch.dtype) -> None:
-    dtype = _DTYPES.get(stored_as)
+    dtype = DTYPES.get(stored_as)
     if wanted in NUMBERS and dtype not in NUMBERS and dtype != torch.float64:
         raise ModelLoadError(
             f"{path}: {name} is stored as {stored_as}, the codes of a quantised checkpoint, and what they mean is not "
@@ -160,7 +160,7 @@ def _check_dtype(path: Path, name: str, stored_as: str, wanted: torch.dtype) -> 
             f"checkpoint in 16 or 32 bits that it was made from, or a .gguf file of the model"
         )
     if wanted not in NUMBERS and dtype != wanted:
-        expected = next(key for key, value in _DTYPES.items() if value == wanted)
+        expected = next(key for key, value in DTYPES.items() if value == wanted)
         raise ModelLoadError(
             f"{path}: {name} is stored as {stored_as}, but by the quantization_config of config.json it is {expected}"
         )
