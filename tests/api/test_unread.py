@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 from conftest_api import until
 
-from aengine import AsyncLLM, DeadlineExceededError, FinishReason, InvalidRequestError, SamplingParams, Token
+from aengine import (
+    AsyncLLM,
+    Completion,
+    DeadlineExceededError,
+    FinishReason,
+    InvalidRequestError,
+    SamplingParams,
+    Token,
+    TokenStream,
+)
 from aengine.engine.unread import UnreadWatch
 
 Make = Callable[..., AsyncLLM]
@@ -45,22 +54,25 @@ async def test_what_nobody_reads_ends(make: Make, kind: str) -> None:
         assert caught.value.completion is not None and caught.value.completion.text
 
 
-@pytest.mark.parametrize("how", ["a token now and then", "waits for the end", "generate", "None"])
-async def test_what_somebody_reads_goes_on(make: Make, how: str) -> None:
-    async with make(unread_timeout=None if how == "None" else 0.6) as engine:
-        params = ENDLESS.replace(max_tokens=300)  # over a second
-        if how == "generate":
-            completion = await engine.generate([1], params)
-        else:
-            stream = engine.stream([1], params)
-            if how == "a token now and then":
-                async for token in stream:
-                    if token.position % 10 == 0:
-                        await asyncio.sleep(0.02)
-            elif how == "None":
-                await asyncio.sleep(0.5)  # a reader that does not read
-            completion = await stream.wait()
-        assert completion.finish_reason is FinishReason.LENGTH and len(completion.token_ids) == 300
+async def test_what_somebody_reads_goes_on(make: Make) -> None:
+    """A token now and then, by waiting for the end, as a whole; and without a limit what nobody reads for longer."""
+    params = ENDLESS.replace(max_tokens=300)  # over a second
+
+    async def now_and_then(stream: TokenStream) -> Completion:
+        async for token in stream:
+            if token.position % 10 == 0:
+                await asyncio.sleep(0.02)
+        return await stream.wait()
+
+    async def late(stream: TokenStream) -> Completion:
+        await asyncio.sleep(1.0)  # a reader that does not read
+        return await stream.wait()
+
+    async with make(unread_timeout=0.6) as engine, make(unread_timeout=None) as patient:
+        first, second, third = (one.stream([1], params) for one in (engine, engine, patient))
+        calls = now_and_then(first), second.wait(), late(third), engine.generate([1], params)
+        for completion in await asyncio.gather(*calls):
+            assert completion.finish_reason is FinishReason.LENGTH and len(completion.token_ids) == 300
 
 
 async def test_a_stream_that_has_ended_is_kept(make: Make) -> None:
