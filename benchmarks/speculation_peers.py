@@ -34,6 +34,7 @@ class Vllm:
 
         settings: dict[str, Any] = {"speculative_config": NGRAM} if args.way == "ngram" else {}
         settings |= {"compilation_config": {"cudagraph_capture_sizes": SIZES}, "kv_cache_memory_bytes": 4 << 30}
+        settings |= {"gpu_memory_utilization": 0.3}  # others are on the device
         made = AsyncEngineArgs(
             model=args.model, dtype="bfloat16", skip_tokenizer_init=True, max_model_len=2048, seed=0, **settings
         )
