@@ -19,6 +19,7 @@ from ..errors import InvalidRequestError
 from ..telemetry.trace_context import trace_of
 from .admin.keys import AdminKey, ApiKeys, Lock
 from .admin.loras import LoadLoraBody, UnloadLoraBody, load_lora, unload_lora
+from .admin.pauses import NoBody, PauseBody, pause, reset_prefix_cache, resume
 from .anthropic.errors import answer_error, is_for_anthropic
 from .anthropic.messages import count_tokens, create_message
 from .anthropic.requests import CountBody, MessagesBody
@@ -105,6 +106,9 @@ _PAGE: list[Entry] = [
 _ADMIN: list[Entry] = [
     ("POST", "/v1/load_lora_adapter", load_lora, LoadLoraBody),
     ("POST", "/v1/unload_lora_adapter", unload_lora, UnloadLoraBody),
+    ("POST", "/pause", pause, PauseBody),
+    ("POST", "/resume", resume, NoBody),
+    ("POST", "/reset_prefix_cache", reset_prefix_cache, NoBody),
 ]
 """What changes the engine: each needs the admin key, and none other, and is answered with 403 where there is none."""
 _PROBES = {"/health", "/livez", "/readyz"}

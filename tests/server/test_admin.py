@@ -97,3 +97,18 @@ async def test_adapters_come_from_one_folder(tmp_path: Path) -> None:
     async with client_of(Engine(), admin_key="admin") as client:
         answer = await client.post(LOAD, headers=KEY, json={"lora_name": "x", "lora_path": os.fspath(inside / "a")})
         assert answer.status_code == 403 and "--lora-dir" in answer.json()["error"]["message"]
+
+
+async def test_pauses() -> None:
+    engine = Engine()
+    async with client_of(engine, admin_key="admin") as client:
+
+        async def ask(path: str, body: dict[str, Any]) -> Any:
+            return await client.post(path, json=body, headers=KEY)
+
+        assert (await ask("/pause", {"mode": "keep"})).json() == {"status": "paused"} and engine.state == "paused"
+        assert (await client.get("/readyz")).status_code == 503
+        assert (await ask("/reset_prefix_cache", {})).json() == {"num_blocks": 0}
+        assert (await ask("/resume", {})).json() == {"status": "running"} and engine.state == "running"
+        answer = await ask("/pause", {"mode": "stop"})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "mode"
