@@ -1,6 +1,6 @@
 """`Trials`: whether drafts bring more tokens a second than none, found by doing without for some steps now and then.
 
-    with drafts     64 steps          16    64    16 ...                drafts win: they are left out for 16 steps
+    with drafts     64 steps          16    64    16 ...                drafts win: they are left out for 4 to 16 steps
     without                 16    64     ...          16 128 16 256     behind 64, 128, ... 512; or the other way round
 
 A step of a small model on a fast device takes less than the host's part of it, of which an estimate by steps knows too
@@ -14,6 +14,7 @@ from __future__ import annotations
 from ..scheduler.step import InFlightStep
 
 _TRIAL = 16  # steps in which the other way is tried
+_SHORT_TRIAL, _CLEARLY_LESS = 4, 0.7  # steps after which a trial ends if it has brought less than this share
 _FIRST, _MOST = 64, 512  # steps of the better way before the other is tried: twice as many each time that it wins again
 
 
@@ -61,14 +62,19 @@ class _Trial:
         brought[0] += num_tokens
         brought[1] += seconds
         self._num_left -= 1
-        if self._num_left <= 0:
+        may_end = self._is_trial and self._num_left <= _TRIAL - _SHORT_TRIAL
+        if self._num_left <= 0 or (may_end and self._brings_less_than(_CLEARLY_LESS)):
             self._end()
+
+    def _brings_less_than(self, share: float) -> bool:
+        """Return whether this way brings less than so many times the other's tokens a second."""
+        (tokens, took), (other_tokens, other_took) = self._brought[self._drafts], self._brought[not self._drafts]
+        return tokens * other_took < share * other_tokens * took
 
     def _end(self) -> None:
         """End the steps of this way: the other is tried now, or the better of the two begins."""
         if self._is_trial:
-            (tokens, took), (other_tokens, other_took) = self._brought[self._drafts], self._brought[not self._drafts]
-            wins = tokens * other_took > other_tokens * took
+            wins = not self._brings_less_than(1.0)
             self._period = _FIRST if wins else min(_MOST, 2 * self._period)
             self._switch(self._drafts == wins, self._period)
         else:

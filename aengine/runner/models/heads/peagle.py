@@ -61,7 +61,7 @@ class PEagle(Eagle3, OnePassHead):
 
     def _put_mask(self, streams: Tensor) -> None:
         if not streams.isfinite().all():
-            raise ModelLoadError("mask_hidden holds NaN or infinity: the file is damaged, get it again")
+            raise ModelLoadError("the head's mask_hidden holds NaN or infinity: the file is damaged, get it again")
         put_into(self, "_streams_of_masks", streams.to(self.weights.formats.dtype).view(1, -1))
 
     def draft(
