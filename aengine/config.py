@@ -132,6 +132,9 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     """Memory for the KV cache of each rank. None: what gpu_memory_utilization leaves; on a CPU a quarter of what is
     free, at most 4 GiB, divided among the ranks of all replicas."""
+    enable_sleep_mode: bool = False
+    """On a GPU: weights and KV are laid out so that ``sleep(level=1)`` moves the weights to the host's memory and the
+    worker lives on. False: it ends the worker there. On a CPU the worker lives on either way."""
     swap_space_bytes: int = 0
     """The host's memory, pinned, in which each rank keeps the KV of preempted requests, so that it is copied back and
     not computed again (docs/memory.md). 0: they are computed again."""

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+NewZeros = Callable[[tuple[int, ...], torch.dtype, torch.device], Tensor]
+"""Makes a tensor of zeros, as `lazy_zeros` does."""
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

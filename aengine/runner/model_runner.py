@@ -133,6 +133,7 @@ class ExecuteModelState:
 class ModelRunner:
     """Rows, model and sampler of one rank. Not thread-safe; the phases alternate, or it raises InternalError."""
 
+    may_prepare = True
     graphs: CudaGraphManager | None = None
     batch_graphs: BatchGraphs | None = None
     _state: ExecuteModelState | None = None
@@ -423,7 +424,9 @@ class ModelRunner:
     @property
     def prepares_after(self) -> float | None:
         """Seconds without work after which `prepare_more` is worth the risk that a request comes meanwhile; None: there
-        is nothing to prepare."""
+        is nothing to prepare, or none may be."""
+        if not self.may_prepare:
+            return None
         if self._preparations is None:
             self._preparations = self._find_preparations()
         return self._preparations[0].idle_seconds if self._preparations else None

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...kernels.kv_codes import kept_kv, kv_numbers
 from ..distributed.stage import WHOLE, PipelineStage
 from ..kv_spec import FullKV, KVLayout, LayerPlace, StateKV, WindowKV, lay_out_kv
-from ..lazy_zeros import lazy_zeros
+from ..lazy_zeros import NewZeros, lazy_zeros
 from ..model_config import AttendingLayers, ModelConfig
 from .kv_format import KVFormat
 
@@ -38,6 +38,7 @@ class KvCacheSpec:
     kv_format: KVFormat | None = None  # what keys and values are kept as; None: numbers of ``dtype``
     stage: PipelineStage = WHOLE  # the pipeline stage whose layers the pages are for
     max_positions: int = 0  # most positions of a decode whose rows have several, as a graph
+    zeros: NewZeros = lazy_zeros  # makes the memory of the pages
 
     def make_pages(self, *, has_spare: bool = False) -> KVPages:
         """``has_spare``: one page more, behind the others, if there are states."""
@@ -45,7 +46,7 @@ class KvCacheSpec:
         layers = self.config.kv_layers
         layout = lay_out_kv(layers, self.block_size, kept.dtype.itemsize).of_layers(self.stage.layers(len(layers)))
         num_spare = int(has_spare and any(group.kind == "state" for group in layout.groups))
-        return KVPages(layout, self.num_blocks + num_spare, kept, self.device)
+        return KVPages(layout, self.num_blocks + num_spare, kept, self.device, self.zeros)
 
 
 class AttentionLayerKV:
@@ -86,10 +87,12 @@ class LayerStatePlace(NamedTuple):
 class KVPages:
     """The pages of KV: one tensor a slab, [num_pages, elements], zeroed."""
 
-    def __init__(self, layout: KVLayout, num_pages: int, kept: KVFormat, device: torch.device) -> None:
+    def __init__(
+        self, layout: KVLayout, num_pages: int, kept: KVFormat, device: torch.device, zeros: NewZeros = lazy_zeros
+    ) -> None:
         self.layout, self._format = layout, kept
         shape = (num_pages, layout.slab_bytes // kept.dtype.itemsize)
-        self.slabs = [lazy_zeros(shape, kept.dtype, device) for _ in range(layout.num_slabs)]
+        self.slabs = [zeros(shape, kept.dtype, device) for _ in range(layout.num_slabs)]
 
     def layers(self, *, heads_first: bool) -> dict[int, AttentionLayerKV]:
         """The caches of all layers that attend, by index. ``heads_first``: a block is [2, num_kv_heads, block_size,

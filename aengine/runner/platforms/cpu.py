@@ -19,6 +19,7 @@ from ...limits.memory import free_memory
 from ..attention.backend import AttentionBackend, TorchAttention
 from ..model_config import ModelConfig
 from .platform import DeviceMemory, Event, Graph, Platform, Unavailable
+from .virtual_memory import CpuMemory
 
 logger = logging.getLogger("aengine.runner")
 
@@ -31,6 +32,7 @@ class CpuPlatform:
     is_accelerator = False
     pins_memory = False
     default_batched_tokens = 512
+    virtual_memory = CpuMemory()
     profiler_activities: ClassVar[Sequence[Any]] = ()
 
     @classmethod

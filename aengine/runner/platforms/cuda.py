@@ -28,6 +28,7 @@ from ..attention.backend import AttentionBackend, TritonAttention
 from ..attention.library import choose_prefill_backend
 from ..kv_spec import WindowKV
 from ..model_config import ModelConfig
+from .cuda_memory import CudaMemory
 from .platform import DeviceMemory, Event, Graph, Platform, SideStream, Unavailable
 
 logger = logging.getLogger("aengine.runner")
@@ -48,6 +49,9 @@ class CudaPlatform:
     compiled_types = ()
     default_batched_tokens = 8192
     profiler_activities: ClassVar[Sequence[Any]] = (ProfilerActivity.CUDA,)
+
+    def __post_init__(self) -> None:
+        self.virtual_memory = CudaMemory(self.device)
 
     @classmethod
     def find(cls, setting: str) -> CudaPlatform | Unavailable:
@@ -145,12 +149,13 @@ class CudaPlatform:
     def memory(self) -> DeviceMemory:
         free, total = torch.cuda.mem_get_info(self.device)
         allocated, reserved = torch.cuda.memory_allocated(self.device), torch.cuda.memory_reserved(self.device)
-        return DeviceMemory(total, free, allocated, reserved)
+        virtual = self.virtual_memory.mapped_bytes
+        return DeviceMemory(total, free, allocated + virtual, reserved + virtual)
 
     def memory_taken(self) -> int:
-        """See `Platform`: what torch has taken; the driver's own share is not in it."""
+        """See `Platform`: what torch and `virtual_memory` have taken; the driver's own share is not in it."""
         count: int = torch.cuda.memory_stats_as_nested_dict(self.device)["reserved_bytes"]["all"]["current"]
-        return count
+        return count + self.virtual_memory.mapped_bytes
 
     def release_cached(self) -> None:
         torch.cuda.empty_cache()
@@ -160,7 +165,7 @@ class CudaPlatform:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         work()
-        return torch.cuda.max_memory_allocated(self.device)
+        return torch.cuda.max_memory_allocated(self.device) + self.virtual_memory.mapped_bytes
 
     def can_read(self, other: torch.device) -> bool:
         return torch.cuda.can_device_access_peer(self.device, other)

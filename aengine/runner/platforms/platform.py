@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ...config import EngineConfig
     from ..attention.backend import AttentionBackend
     from ..model_config import ModelConfig
+    from .virtual_memory import VirtualMemory
 
 
 class Event(Protocol):
@@ -111,6 +112,10 @@ class Platform(Protocol):
         """Choose the attention backend, which also makes the KV cache. Raises ModelLoadError."""
 
     # -- memory
+
+    @property
+    def virtual_memory(self) -> VirtualMemory:
+        """Memory that can go and come back at the same addresses; `memory` counts it as this process'."""
 
     def memory(self) -> DeviceMemory:
         """Return the device's memory, and who has taken it, in bytes."""

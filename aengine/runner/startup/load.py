@@ -35,6 +35,7 @@ from ..models import build_model, read_config
 from ..models.encoders import is_encoder
 from ..pooling.vectors import VectorLayers, load_vector_layers
 from ..sampling.processors import load_processors
+from ..sleeping.sleeper import Sleeper, choose_sleeper
 from ..updates.receiver import WeightReceiver, answered
 from ..weights.float16_cpu import Float16Format, agree_on_plan
 from ..weights.formats import WeightFormats, choose_formats
@@ -77,13 +78,13 @@ def load_model(
         load_processors(config.logits_processors)  # their errors come before weights are read
         find_proposer(config)
         head = DecoderHead.of(ModelSource.from_wire(source))
-        setup, weights = _load(config, source, rank, progress, head)
-    return LocalModel(setup, weights, profile(setup, progress), rank, progress, head)
+        setup, weights, sleeper = _load(config, source, rank, progress, head)
+    return LocalModel(setup, weights, profile(setup, progress), rank, progress, head, sleeper)
 
 
 def _load(
     config: EngineConfig, source: Mapping[str, Any], rank: Rank, progress: Progress, head: DecoderHead
-) -> tuple[RunnerSetup, LoadedWeights]:
+) -> tuple[RunnerSetup, LoadedWeights, Sleeper]:
     """Open the device, build the model and load its weights."""
     num_threads = num_worker_threads(config)
     torch.set_num_threads(num_threads)
@@ -130,12 +131,14 @@ def _load(
     max_batched = config.max_num_batched_tokens or platform.default_batched_tokens
     sizes = model_config.hidden_size, formats.dtype, max_batched, config.max_logits, config.steps_in_flight
     link = open_link(rank, platform, StepSizes(*sizes))
-    model = build_model(model_config, formats, group, stage_of(rank), experts_group)
     attention = platform.choose_attention(config, model_config, formats.dtype)
-    weights = load_weights(model, checkpoint, config.seed, progress, platform.memory)
-    proposer = load_proposer(config, Target(model, checkpoint, platform, dtype, group), progress)
-    where = checkpoint, model_config.hidden_size, platform.device
-    vectors = head.vectors(*where) if head.labels else _vectors(config, checkpoint, platform.device)
+    sleeper = choose_sleeper(config, platform)
+    with sleeper.places_weights(attention.join):
+        model = build_model(model_config, formats, group, stage_of(rank), experts_group)
+        weights = load_weights(model, checkpoint, config.seed, progress, platform.memory)
+        proposer = load_proposer(config, Target(model, checkpoint, platform, dtype, group), progress)
+        where = checkpoint, model_config.hidden_size, platform.device
+        vectors = head.vectors(*where) if head.labels else _vectors(config, checkpoint, platform.device)
     logger.info("weights on %s: %s", platform.device, line_of(tensors := tensors_of(model, checkpoint)))
     setup = RunnerSetup(
         config=config,
@@ -156,7 +159,7 @@ def _load(
         tensors=tensors,
         proposer=proposer,
     )
-    return setup, weights
+    return setup, weights, sleeper
 
 
 def _check_library(config: EngineConfig, model_config: ModelConfig, formats: WeightFormats) -> None:
@@ -189,8 +192,10 @@ class LocalModel:
         rank: Rank,
         progress: Progress,
         head: DecoderHead,
+        sleeper: Sleeper,
     ) -> None:
         self._setup = setup
+        self._sleeper = sleeper
         self._weights = weights
         self._rank = rank
         self._progress = progress
@@ -226,7 +231,9 @@ class LocalModel:
         begun = time.monotonic()
         with self._setup.errors_explained():
             setup = self._setup = measured(self._setup)
-            runner = setup.make_runner(plan["num_blocks"], plan["max_model_len"])
+            sizes = plan["num_blocks"], plan["max_model_len"]
+            runner = setup.make_runner(*sizes, cache=setup.make_cache(*sizes, self._sleeper.zeros))
+            self._sleeper.attach(runner)
             if bitmasks is not None:
                 runner.share_bitmasks(bitmasks)
             drafts = runner.speculation.graphs
@@ -240,9 +247,9 @@ class LocalModel:
                     runner.batch_graphs.prepare_first()
                 platform.synchronize()
                 prompts = time.monotonic() - begun - decodes
-                sizes = runner.graphs.num_captured
+                count = runner.graphs.num_captured
                 logger.info(
-                    "graphs of %d batch sizes in %.1f s, of steps with prompts in %.1f s", sizes, decodes, prompts
+                    "graphs of %d batch sizes in %.1f s, of steps with prompts in %.1f s", count, decodes, prompts
                 )
         facts = {
             "num_parameters": self._weights.num_parameters,
@@ -258,6 +265,7 @@ class LocalModel:
             "num_experts": setup.num_experts,
             "weights": [group._asdict() for group in self._setup.tensors],
             "proposer": setup.proposer.described(),
+            "can_sleep": self._sleeper.can_sleep,
             **formats.step_rows.facts,
         }
         if platform.is_accelerator:
@@ -288,11 +296,12 @@ class LocalModel:
 
     @property
     def calls(self) -> Mapping[str, Callable[..., Any]]:
-        """Collective calls of what sees the rows of its steps, and of weights that come from elsewhere."""
+        """Collective calls of what sees the rows of its steps, of weights that come from elsewhere, and of memory that
+        goes."""
         own = {"load_weights": lambda path: answered(self._load_for_update, path)}
         if self._setup.model_config.implementation == "native":
             own |= self._receiver.calls
-        return {**self._setup.model.weights.formats.step_rows.calls, **own}
+        return {**self._setup.model.weights.formats.step_rows.calls, **self._sleeper.calls, **own}
 
     def _load_for_update(self, path: str | None) -> dict[str, Any]:
         return {"num_parameters": self.reload_weights(path)}

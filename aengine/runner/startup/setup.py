@@ -28,6 +28,7 @@ from ..exchange.step_exchange import StepExchange
 from ..graphs.cuda_graphs import graph_sizes
 from ..kv_spec import KVLayout, lay_out_kv
 from ..layers.decoder import Decoder
+from ..lazy_zeros import NewZeros, lazy_zeros
 from ..model_config import AttendingLayers, ModelConfig
 from ..model_runner import ModelRunner
 from ..models.causal_lm import CausalLM
@@ -124,8 +125,8 @@ class RunnerSetup:
         """Number of this rank's pages for which the host has places."""
         return self.config.swap_space_bytes // self.kv_layout.page_bytes
 
-    def make_cache(self, num_blocks: int, max_model_len: int) -> Any:
-        """Make a KV cache of ``num_blocks`` blocks."""
+    def make_cache(self, num_blocks: int, max_model_len: int, zeros: NewZeros = lazy_zeros) -> Any:
+        """Make a KV cache of ``num_blocks`` blocks, with memory by ``zeros``."""
         spec = KvCacheSpec(
             self._attending,
             num_blocks,
@@ -137,6 +138,7 @@ class RunnerSetup:
             self.kv_format,
             self.stage,
             max((self.proposer.most_positions, *self.draft_sizes)),
+            zeros,
         )
         return self.attention.make_cache(spec)
 

@@ -1,0 +1,1 @@
+"""What of a rank's memory goes while its engine sleeps, and how it comes back."""
