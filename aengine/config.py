@@ -134,7 +134,7 @@ class EngineConfig:
     free, at most 4 GiB, divided among the ranks of all replicas."""
     enable_sleep_mode: bool = False
     """On a GPU: weights and KV are laid out so that ``sleep(level=1)`` moves the weights to the host's memory and the
-    worker lives on. False: it ends the worker there. On a CPU the worker lives on either way."""
+    worker lives on (docs/sleep.md). False: it ends the worker there. On a CPU the worker lives on either way."""
     swap_space_bytes: int = 0
     """The host's memory, pinned, in which each rank keeps the KV of preempted requests, so that it is copied back and
     not computed again (docs/memory.md). 0: they are computed again."""
@@ -197,6 +197,12 @@ class EngineConfig:
     """Most requests waiting; one more is refused or waits, as admission says."""
     admission: Literal["error", "wait"] = "error"
     """When the queue is full: raise EngineOverloadedError, or let the caller await its turn."""
+    sleep_after: float | None = None
+    """Seconds without a request after which the engine sleeps, at level 1 (docs/sleep.md). None: only when it is told
+    to."""
+    when_asleep: Literal["wake", "wait", "error"] = "wake"
+    """What a request does that comes while the engine sleeps: it wakes it; waits until it is woken; or is refused with
+    EngineClosedError."""
     unread_timeout: float | None = 300.0
     """Seconds after which a stream ends with DeadlineExceededError when tokens lie unread and nobody has asked for one,
     though it is held somewhere. None: it runs on to its max_tokens, or to the end of the model's context."""
@@ -309,7 +315,7 @@ class EngineConfig:
         for name in _POSITIVE:
             if not _is_positive(getattr(self, name)):
                 raise not_valid(name, getattr(self, name), "a number above 0 that a float can hold")
-        for name in ("unread_timeout", "max_step_seconds"):
+        for name in ("unread_timeout", "max_step_seconds", "sleep_after"):
             if getattr(self, name) is not None and not _is_positive(getattr(self, name)):
                 raise not_valid(name, getattr(self, name), "a number above 0 that a float can hold, or None")
         if self.gpu_memory_utilization > 1:

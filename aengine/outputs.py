@@ -30,7 +30,7 @@ __all__ = [
     "Usage",
 ]
 
-ALIVE_STATES = ("running", "paused", "draining")
+ALIVE_STATES = ("running", "paused", "asleep", "draining")
 """States of an engine that has workers, or replaces them."""
 
 _NO_VALUE: Any = None

@@ -25,6 +25,7 @@ UNITS = {
     **dict.fromkeys(("max_model_len", "block_size", "top_k"), "tokens"),
     **dict.fromkeys(("max_num_seqs", "max_num_queued_requests"), "requests"),
     "restart_window": "seconds",
+    "sleep_after": "seconds",
     "max_step_seconds": "seconds",
     "gpu_memory_utilization": "share",
     "tensor_parallel_size": "GPUs",
@@ -267,7 +268,8 @@ class Settings(TypedDict, total=False):
     free, at most 4 GiB, divided among the ranks of all replicas. In bytes. Default: None."""
     enable_sleep_mode: bool
     """On a GPU: weights and KV are laid out so that ``sleep(level=1)`` moves the weights to the host's memory and the
-    worker lives on. False: it ends the worker there. On a CPU the worker lives on either way. Default: False."""
+    worker lives on (docs/sleep.md). False: it ends the worker there. On a CPU the worker lives on either way. Default:
+    False."""
     swap_space_bytes: int
     """The host's memory, pinned, in which each rank keeps the KV of preempted requests, so that it is copied back and
     not computed again (docs/memory.md). 0: they are computed again. In bytes. Default: 0."""
@@ -335,6 +337,12 @@ class Settings(TypedDict, total=False):
     """Most requests waiting; one more is refused or waits, as admission says. In requests. Default: 10000."""
     admission: Literal["error", "wait"]
     """When the queue is full: raise EngineOverloadedError, or let the caller await its turn. Default: "error"."""
+    sleep_after: float | None
+    """Seconds without a request after which the engine sleeps, at level 1 (docs/sleep.md). None: only when it is told
+    to. In seconds. Default: None."""
+    when_asleep: Literal["wake", "wait", "error"]
+    """What a request does that comes while the engine sleeps: it wakes it; waits until it is woken; or is refused with
+    EngineClosedError. Default: "wake"."""
     unread_timeout: float | None
     """Seconds after which a stream ends with DeadlineExceededError when tokens lie unread and nobody has asked for one,
     though it is held somewhere. None: it runs on to its max_tokens, or to the end of the model's context. In seconds.

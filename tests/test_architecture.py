@@ -364,6 +364,17 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
             "testing/executor.py",
         },
     ),
+    "sleep": (
+        {"Sleeping", "SleepCalls", "ReplicaSleep", "Sleeper", "ArenaSleeper", "sleeper"},
+        {
+            "engine/core.py",  # has it, and asks it who starts another worker
+            "engine/handles/core_calls.py",
+            "engine/handles/sleep_calls.py",
+            "engine/sleeping/",
+            "runner/sleeping/",
+            "runner/startup/load.py",  # chooses it on the device
+        },
+    ),
     "adapters": (
         {"lora", "loras", "Lora", "LoRA", "Loras", "LoraAdapters", "LoraSlots", "LoraFiles", "LoraCalls", "LoraRows"},
         {

@@ -61,10 +61,12 @@ class Admission:
         limits: Limits,
         counters: Counters,
         observer: Observer,
+        on_queued: Callable[[UserRequest], None],
         on_ended: Callable[[], None],
         versions: WeightVersions,
     ) -> None:
-        """``on_ended`` is called whenever a request has ended. ``versions`` is told of each that begins."""
+        """``on_queued`` is called with each request that is accepted, ``on_ended`` whenever one has ended; ``versions``
+        is told of each that begins."""
         self._loop = loop
         self._replicas = replicas
         self._queue = queue
@@ -74,7 +76,7 @@ class Admission:
         self._limits = limits
         self._counters = counters
         self._observer = observer
-        self._on_ended = on_ended
+        self._on_queued, self._on_ended = on_queued, on_ended
         self._versions = versions
         self._requests: dict[str, UserRequest] = {}
         self._random = random.Random()  # draws seeds of requests without one; the host's own is left alone
@@ -215,6 +217,7 @@ class Admission:
             request_id, request.params, request.priority, mailbox.times, kind=kind, context=context
         )
         if not mailbox.done:  # a listener may have aborted the request when it was told of it
+            self._on_queued(request)
             self._begin(request, self._queue.join(request_id, request.priority))
 
     def check(self, prompt: Prompt | PromptPart, params: SamplingParams, options: CallOptions) -> PromptPart:

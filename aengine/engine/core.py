@@ -35,6 +35,7 @@ from .preparation import Preparation
 from .replicas.replica import Replica
 from .replicas.replicas import Replicas
 from .replicas.start import Started
+from .sleeping.sleeping import Sleeping
 from .structured.service import GrammarService
 from .threads.pools import end_pools
 from .tokenizer.tokenizer import Tokenizer
@@ -113,11 +114,13 @@ class EngineCore:
             limits=limits,
             counters=self._counters,
             observer=self._observer,
+            on_queued=lambda request: self.sleeping.note_request(request),
             on_ended=self._request_ended,
             versions=(versions := WeightVersions()),
         )
         self.pausing = pausing = Pausing(self.queue, self.admission, [replica.steps.hold for replica in self.replicas])
         self.weights = WeightUpdates(self, pausing, self.replicas, versions)
+        self.sleeping: Sleeping = Sleeping(self, self.replicas, self.adapters.restore)
         for replica in self.replicas:
             replica.worker.on_restarted = partial(self._restore, replica)
             replica.task = self.loop.create_task(self._run(replica), name="aengine-step-loop")
@@ -163,7 +166,7 @@ class EngineCore:
                 return
             worker.note_death(error)
             self.replicas.leave(replica)
-            failure = await worker.replace(error, lambda: self.is_alive)
+            failure = await self.sleeping.replace(replica, error, lambda: self.is_alive)
             if failure is not None:
                 if self.is_alive and not self.replicas.give_up(replica, failure):
                     self._fail(failure)
@@ -183,6 +186,7 @@ class EngineCore:
             **sums_of(own),
             **asdict(counters),
             num_waiting=len(self.queue) + self.admission.num_preempted,
+            sleep_level=self.sleeping.level,
             block_size=self.ready["block_size"],
             num_preemptions=sum(replica.scheduler.rows.num_preemptions for replica in replicas),
             loop_lag=max(replica.steps.lag.worst for replica in replicas),
@@ -198,11 +202,12 @@ class EngineCore:
     async def pause(self, mode: PauseMode) -> bool:
         """See `AsyncLLM.pause`. Ends early when the engine is resumed or drained, and when it ends."""
         self.check_accepts()
-        self.state = "paused"
+        if self.state == "running":
+            self.state = "paused"
         try:
             is_paused = await self.pausing.begin(mode)
         finally:
-            if self.state == "paused" and not self.queue.is_closed:  # the caller was cancelled
+            if self.state == "paused" and not self.queue.is_closed_by("pause"):  # the caller was cancelled
                 self.state = "running"
         if not self.is_alive:
             raise EngineClosedError("the engine ended while it was being paused")
@@ -210,8 +215,9 @@ class EngineCore:
 
     async def drain(self, timeout: float | None) -> bool:
         """See `AsyncLLM.drain`. Ends early when the engine is resumed, terminated or fails."""
-        if self.state in ("running", "paused"):
+        if self.state in ("running", "paused", "asleep"):
             self.state = "draining"
+            self.sleeping.note_drain()
             if not self.pausing.obstacle:
                 self.pausing.end()
         try:
@@ -229,8 +235,8 @@ class EngineCore:
             raise EngineClosedError("the engine is being closed: it can't be resumed")
         if self.pausing.obstacle:
             raise InvalidRequestError(f"the engine can't be resumed now: {self.pausing.obstacle}")
-        if self.state in ("draining", "paused"):
-            self.state = "running"
+        if self.state in ("draining", "paused", "asleep"):
+            self.state = self.sleeping.state_of_open
             self.pausing.end()
             self._tell_drainers()
 
@@ -241,6 +247,7 @@ class EngineCore:
     def _request_ended(self) -> None:
         self.pausing.note_change()
         if self.admission.is_empty:
+            self.sleeping.note_idle()
             self._tell_drainers()
 
     def _tell_drainers(self) -> None:
@@ -269,6 +276,7 @@ class EngineCore:
             self.state = "closed"
         self.admission.fail_all(EngineClosedError("the engine was closed while this request ran"))
         pools = self.admission.close()
+        await self.sleeping.aclose()
         await asyncio.wait(self.replicas.cancel())
         if self.grammars is not None:
             await self.grammars.aclose()
@@ -288,6 +296,7 @@ class EngineCore:
 
     def _end_requests(self) -> None:
         self.admission.fail_all(EngineClosedError("the engine was terminated while this request ran"))
+        self.sleeping.cancel()
         self.replicas.cancel()
 
     def _fail(self, error: EngineError) -> None:
@@ -297,6 +306,7 @@ class EngineCore:
         self.state, self.failure = "failed", error
         logger.error("the engine failed: %s", error)
         self.admission.fail_all(error)
+        self.sleeping.cancel()
         self.replicas.cancel()
         if self.grammars is not None:
             self.grammars.close()

@@ -13,7 +13,14 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from ..errors import EngineError, InternalError, InvalidRequestError, WorkerDiedError
+from ..errors import (
+    EngineClosedError,
+    EngineError,
+    InternalError,
+    InvalidRequestError,
+    NotEnoughMemoryError,
+    WorkerDiedError,
+)
 from ..ipc.messages import Kind, MessageError, pack, unpack
 from ..telemetry.metrics import Counters, WorkerRestart
 from .executor import Executor
@@ -55,6 +62,7 @@ class WorkerControl:
         self.restarts: deque[WorkerRestart] = deque(maxlen=NUM_RESTARTS_TOLD)  # the latest restarts
         self.num_restarts = 0
         self.recovering: EngineError | None = None  # the error of the worker that died, until the next one runs
+        self.resting = ""  # why workers that are wanted and well can't be called now; empty: they can
         self.on_restarted: Callable[[Executor], Awaitable[None]] = _nothing_lost
         """Gives new workers, before their first step, what those before them were given beside their model."""
         self._restart = restart
@@ -95,39 +103,51 @@ class WorkerControl:
             await asyncio.sleep(delay)
             if not is_wanted():
                 return None
-            self.executor, start = self._restart()
-            try:
-                ready = await start()
-                await self.on_restarted(self.executor)
-            # OSError, RuntimeError: no descriptor or no thread is left
-            except (EngineError, OSError, RuntimeError) as again:
-                if not is_wanted():
-                    return None
-                if not isinstance(again, EngineError):
-                    again = EngineError(f"the worker could not be started again: {again}")
-                again.__cause__ = error
-                error = again
-                continue
-            num_blocks = self._steps.scheduler.num_blocks
-            if ready["num_blocks"] >= num_blocks:
+            again = await self.start_another()
+            if again is None:
                 break
-            error = InternalError(
+            if not is_wanted():
+                return None
+            again.__cause__ = again.__cause__ or error
+            error = again
+        if self._reports_deaths:
+            logger.warning("%s runs again after %.1f s; all requests go on", self.name, time.monotonic() - begun)
+        return None
+
+    async def start_another(self) -> EngineError | None:
+        """Start another worker in the place of one that has gone. Returns what went wrong; None: it runs."""
+        self.executor, start = self._restart()
+        try:
+            ready = await start()
+            await self.on_restarted(self.executor)
+        except EngineError as error:
+            return error
+        except (OSError, RuntimeError) as error:  # no descriptor or no thread is left
+            failure = EngineError(f"the worker could not be started again: {error}")
+            failure.__cause__ = error
+            return failure
+        num_blocks = self._steps.scheduler.num_blocks
+        if ready["num_blocks"] < num_blocks:
+            lacking = NotEnoughMemoryError(
                 f"the worker that was started again has memory for {ready['num_blocks']} KV blocks, and the one "
                 f"before had {num_blocks}: something else has taken the device's memory"
             )
-            self.executor.fail(error)
+            self.executor.fail(lacking)
+            return lacking
         self._steps.restart(self.executor)
         self.recovering, self.ready = None, ready
-        if self._reports_deaths:
-            logger.warning("%s runs again after %.1f s; all requests go on", self.name, time.monotonic() - begun)
         return None
 
     async def call(self, method: str, *args: Any, timeout: float) -> Any:
         """Make a collective call of the workers, and return the first one's reply. Raises InternalError if it takes
         longer than ``timeout`` seconds."""
+        return (await self.call_ranks(method, *args, timeout=timeout))[0]
+
+    async def call_ranks(self, method: str, *args: Any, timeout: float) -> list[Any]:
+        """As `call`. Returns the replies of all ranks. The watchdog watches no steps meanwhile, as there are none."""
         self._steps.in_flight.cancel_queued()  # the call's frame is handled after the steps that were given before
         try:
-            return (await self.executor.call(method, *args, timeout=timeout))[0]
+            return await self.executor.call(method, *args, timeout=timeout)
         except TimeoutError:
             raise InternalError(f"{self.name} did not answer {method} within {timeout:g} s") from None
 
@@ -150,13 +170,18 @@ class WorkerControl:
             return await self.executor.call_all(method, args, timeout=timeout)
 
     def check(self) -> None:
-        """Raise WorkerDiedError while the worker is being started again."""
+        """Raise WorkerDiedError while the worker is being started again, EngineClosedError while it rests."""
+        if self.resting:
+            raise EngineClosedError(self.resting)
         if self.recovering is not None:
             raise WorkerDiedError(f"{self.name} is being started again: {self.recovering}")
 
     async def check_health(self, timeout: float) -> float:
         """See `AsyncLLM.check_health`."""
-        self.check()
+        if self.resting and self.executor.failure is not None:
+            return 0.0  # nothing is wrong, and there is nobody to ask
+        if not self.resting:
+            self.check()
         begun = time.perf_counter()  # uvloop's time() counts whole milliseconds
         await self.call("ping", timeout=timeout)
         return time.perf_counter() - begun

@@ -33,6 +33,7 @@ _CALLS = {"check_health", "reset_prefix_cache", "list_loras", "has_lora"}
 _ADMIN = {"collective_rpc", "start_profile", "stop_profile", "add_lora", "remove_lora", "pin_lora"}
 _ADMIN |= {"pause", "end_pause", "start_weight_update", "update_weights", "finish_weight_update"}
 _ADMIN |= {"abort_weight_update", "weights_checksum"}
+_ADMIN |= {"sleep", "wake_up"}
 """Calls that the engine's process may refuse; see `serve_engine`."""
 
 

@@ -20,6 +20,7 @@ from ..telemetry.trace_context import trace_of
 from .admin.keys import AdminKey, ApiKeys, Lock
 from .admin.loras import LoadLoraBody, UnloadLoraBody, load_lora, unload_lora
 from .admin.pauses import NoBody, PauseBody, pause, reset_prefix_cache, resume
+from .admin.sleep import SleepBody, WakeUpBody, is_sleeping, sleep, wake_up
 from .anthropic.errors import answer_error, is_for_anthropic
 from .anthropic.messages import count_tokens, create_message
 from .anthropic.requests import CountBody, MessagesBody
@@ -109,6 +110,9 @@ _ADMIN: list[Entry] = [
     ("POST", "/pause", pause, PauseBody),
     ("POST", "/resume", resume, NoBody),
     ("POST", "/reset_prefix_cache", reset_prefix_cache, NoBody),
+    ("POST", "/sleep", sleep, SleepBody),
+    ("POST", "/wake_up", wake_up, WakeUpBody),
+    ("GET", "/is_sleeping", is_sleeping),
 ]
 """What changes the engine: each needs the admin key, and none other, and is answered with 403 where there is none."""
 _PROBES = {"/health", "/livez", "/readyz"}

@@ -30,6 +30,8 @@ class Health:
 
     async def problem(self) -> str | None:
         """Return why the engine can't answer; None: it can."""
+        if self._engine.state == "asleep" and self._engine.config.when_asleep == "wake":
+            return None
         if self._engine.state != "running":
             return f"the engine is {self._engine.state}"
         here = asyncio.get_running_loop()

@@ -132,6 +132,7 @@ class Statistics:
 
     num_running: int  # requests with a row on the worker
     num_waiting: int  # requests whose first step has not been made, and those that were preempted
+    sleep_level: int  # 0: awake; 1: asleep with workers; 2: asleep, and a worker at least has ended
     num_blocks: int  # KV blocks in all
     num_free_blocks: int  # KV blocks that no request uses (the prefix cache may still remember their content)
     num_swapped_blocks: int  # blocks of preempted requests in the host's memory, see `swap_space_bytes`

@@ -167,6 +167,7 @@ class PrometheusCollector(Collector):
             config.add_metric([*labels, str(statistics.block_size), str(statistics.num_blocks)], 1)
         yield ends
         yield config
+        yield _sleep_states(running)
         yield from _drafts(running)
         for name, text, histogram_of in _HISTOGRAMS:
             histograms = HistogramMetricFamily(name, text, labels=_LABELS)
@@ -190,6 +191,15 @@ def _families(
             if (value := value_of(source)) is not None:
                 family.add_metric(labels, value)
         yield family
+
+
+def _sleep_states(running: list[tuple[_Labels, Statistics]]) -> Metric:
+    text = "1: the engine is awake; asleep with its weights in the host's memory; asleep without them."
+    states = GaugeMetricFamily("vllm:engine_sleep_state", text, labels=[*_LABELS, "sleep_state"])
+    for labels, statistics in running:
+        for level, name in enumerate(("awake", "weights_offloaded", "discard_all")):
+            states.add_metric([*labels, name], statistics.sleep_level == level)
+    return states
 
 
 def _drafts(running: list[tuple[_Labels, Statistics]]) -> Iterator[Metric]:

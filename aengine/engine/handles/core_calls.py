@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ..pooling.requests import PoolingCalls
 from . import calls
 from .lora_calls import LoraCalls
+from .sleep_calls import SleepCalls
 from .weight_calls import WeightCalls
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from .handle import Handle
 
 
-class CoreCalls(PoolingCalls, LoraCalls, WeightCalls):
+class CoreCalls(PoolingCalls, LoraCalls, WeightCalls, SleepCalls):
     """Calls of the core of an engine held by a handle, each with one `Handle.run`. See `SyncCoreCalls`."""
 
     _handle: Handle

@@ -109,7 +109,7 @@ class CoreHandle(ABC):
 
         chat, request = chat_options(options)
         core = self.running_core()
-        core.check_accepts()
+        core.sleeping.check_takes_requests()
         check_num_messages(core.limits.max_model_len, messages, chat.get("tools"))
         params = SamplingParams() if params is None else params
         chat |= {"messages": messages, "params": params, "output_type": output_type}

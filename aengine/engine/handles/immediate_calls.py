@@ -29,9 +29,14 @@ class ImmediateCalls:
 
     @property
     def state(self) -> str:
-        """ "new", "starting", "running", "paused", "draining", "failed" or "closed"; in a fork of its process
+        """ "new", "starting", "running", "paused", "asleep", "draining", "failed" or "closed"; in a fork of its process
         "closed"."""
         return self._handle.state
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether ``state`` is "asleep": since a call of `sleep`, or after ``sleep_after``."""
+        return self.state == "asleep"
 
     def abort(self, request_id: str) -> bool:
         """End a request by its id; its stream ends with FinishReason.ABORT. Returns whether it was running."""

@@ -255,7 +255,7 @@ class LocalHandle(CoreHandle):
         from ..structured.output_type import with_output_type
 
         core = self.running_core()
-        core.check_accepts()
+        core.sleeping.check_takes_requests()
         params, shape = with_output_type(asked.params, asked.output_type, asked.options.on_unsupported)
         how = {"final_only": asked.final_only, "context": self.listeners.context(), **shape}
         request = core.admission.submit(asked.prompt, params, asked.options, **how)

@@ -85,7 +85,7 @@ class ThreadHandle(ThreadLife, CoreHandle):
     ) -> S:
         """Register a request, and return a stream of this class."""
         core, thread = self._running()
-        core.check_accepts()
+        core.sleeping.check_takes_requests()
         options = asked.options
         params, shape = with_output_type(asked.params, asked.output_type, options.on_unsupported)
         part = core.admission.check(asked.prompt, params, options)
@@ -98,7 +98,7 @@ class ThreadHandle(ThreadLife, CoreHandle):
         def submit(buffer: Buffer) -> Mailbox:
             if not core.is_alive:
                 raise self._ended_meanwhile()
-            core.check_accepts()
+            core.sleeping.check_takes_requests()
             how = {"final_only": asked.final_only, "buffer": buffer, "context": context, **shape}
             return core.admission.submit(part, params, named, **how).mailbox
 

@@ -66,6 +66,8 @@ class SyncCoreCalls:
     finish_weight_update = _blocking(CoreCalls.finish_weight_update)
     abort_weight_update = _blocking(CoreCalls.abort_weight_update)
     weights_checksum = _blocking(CoreCalls.weights_checksum)
+    sleep = _blocking(CoreCalls.sleep)
+    wake_up = _blocking(CoreCalls.wake_up)
     pool = _blocking(CoreCalls.pool)
     embed = _blocking(CoreCalls.embed)
     score = _blocking(CoreCalls.score)

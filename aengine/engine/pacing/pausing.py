@@ -57,25 +57,29 @@ class Pausing:
         is cancelled before that has not been one, unless another has begun since."""
         self._num_begun += 1
         own = self._num_begun
-        self._queue.close()
+        self._queue.close(_HOLDER)
         try:
             if mode == "abort":
                 self._requests.abort_all()
-            while mode == "wait" and self._queue.is_closed and self._requests.count(set()) > self._queue.num_held:
+            while (
+                mode == "wait"
+                and self._queue.is_closed_by(_HOLDER)
+                and self._requests.count(set()) > self._queue.num_held
+            ):
                 self._changed.clear()
                 await self._changed.wait()
-            if self._queue.is_closed:
+            if self._queue.is_closed_by(_HOLDER):
                 self.hold()
                 await self.at_rest()
         except BaseException:
             if own == self._num_begun:
                 self.end()
             raise
-        return self._queue.is_closed
+        return self._queue.is_closed_by(_HOLDER)
 
     def end(self) -> None:
         """End the pause: what waits at the door comes in, and steps go on."""
-        self._queue.open()
+        self._queue.open(_HOLDER)
         self.release()
         self.note_change()
 

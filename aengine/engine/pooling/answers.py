@@ -54,7 +54,7 @@ _MANY = 1024
 
 async def answer_pooling(core: EngineCore, request: PoolingRequest, context: Context | None) -> PoolingResult:
     """See `PoolingCalls.pool`. ``context``: of the caller, for those who listen."""
-    core.check_accepts()
+    core.sleeping.check_takes_requests()
     if "numpy" not in sys.modules:
         await run_in_thread("import", import_module, "numpy")  # importing numpy on the loop would block it
     call = _Call(core, request, context)
@@ -452,7 +452,7 @@ class _Call:
     async def _submit(self, place: int, text: Encoded) -> None:
         while len(self._open) >= self._window or (self._open and self.core.queue.is_full):
             await self._take_ended()
-        self.core.check_accepts()
+        self.core.sleeping.check_takes_requests()
         how = {"priority": self._priority, "cache_salt": self._cache_salt, "context": self._context}
         how["results_from"] = text.results_from(self.core)
         self._open[place] = self.core.admission.submit_for_result(text.token_ids, text.extras, _End(self, place), **how)

@@ -88,9 +88,11 @@ class Replica:
 
     @property
     def state(self) -> str:
-        """ "running", "restarting", or "failed": its restarts are used up."""
+        """ "running", "asleep", "restarting", or "failed": its restarts are used up."""
         if self.failure is not None:
             return "failed"
+        if self.worker.resting:
+            return "asleep"
         return "running" if self.worker.recovering is None else "restarting"
 
     def reset_prefix_cache(self) -> int:

@@ -205,6 +205,7 @@ class Replicas:
         by replica."""
         running = [replica for replica in self._all if replica.state == "running"]
         if not running:
+            self._all[0].worker.check()
             await self.check_health(timeout)
         return await asyncio.gather(*(one.worker.long_call(method, *args, timeout=timeout) for one in running))
 
