@@ -542,7 +542,7 @@ BUDGETS = {
     "root": 2900,
     "checkpoint": 2750,
     "cli": 1680,
-    "engine": 27400,
+    "engine": 27800,
     "integrations": 2625,
     "ipc": 2180,
     "kernels": 16700,
