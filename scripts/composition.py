@@ -32,8 +32,8 @@ ASKED = (
     "`n`",
     "grammars",
 )
-DRAFTS, VECTORS = "drafts", "vectors"
-REQUESTS = (*ASKED, DRAFTS, VECTORS)
+DRAFTS, VECTORS, ADAPTERS = "drafts", "vectors", "adapters"
+REQUESTS = (*ASKED, DRAFTS, VECTORS, ADAPTERS)
 STATES, FOREIGN, ENCODERS = "recurrent states", "by transformers' code", "encoders"
 FAMILIES = ("full attention", "sliding windows", STATES, "experts", FOREIGN, ENCODERS)
 FORMATS = ("16 and 32 bits", "8-bit integers", "4-bit integers", "FP8", "MXFP4", "GGUF")
@@ -49,9 +49,16 @@ WALKED = (*FAMILIES[:-1], *FORMATS[1:], TENSOR)
 WALKED_IN_CODES = (*FAMILIES[:3], FOREIGN, TENSOR)
 """What it walks so with keys and values in FP8."""
 
+WALKED_WITH_ADAPTERS = (*FAMILIES[:4], *FORMATS[1:])
+"""What it walks so with requests of which two of three have adapters."""
+
 WALK = "tests/parallel/test_composition.py::test_requests"
 WALK_IN_CODES = "tests/parallel/test_composition.py::test_requests_of_fp8_keys_and_values"
 DIVIDED_CODES = "tests/parallel/test_swapped_workers.py::test_fp8_keys_and_values"
+WALK_WITH_ADAPTERS = "tests/parallel/test_composition.py::test_requests_with_adapters"
+MERGED = "tests/models/test_lora_models.py::test_rows_have_the_logits_of_merged_models"
+MERGED_ENGINES = "tests/models/test_lora_engines.py::test_each_request_is_as_by_a_merged_model"
+ADAPTED_EXPERTS = "tests/models/test_lora_engines.py::test_shared_experts"
 OF_PIPELINES = "tests/parallel/test_pipeline_engine.py::test_any_request"
 OF_REPLICAS = "tests/parallel/test_replicas_engine.py::test_any_request"
 OF_SHARED = "tests/parallel/test_shared_experts.py::test_any_request"
@@ -95,6 +102,7 @@ HEADS_OF_STATES = "tests/e2e/test_speculation_states.py::test_heads_draft_for_mo
 DRAFTED_STATES = "tests/models/test_drafted_hybrids.py::test_every_scenario"
 NO_KV = "there are neither tokens to be drafted nor KV to be kept"
 NO_DRAFTS = "nothing is drafted"
+NO_EXPERTS = "but an adapter that changes experts is refused"
 APART = "what weights are made of changes nothing in how keys and values are kept"
 
 
@@ -117,6 +125,8 @@ def _refused(row: str, column: str, error: str) -> Cell:
 
 def of_requests(row: str, column: str) -> Cell:
     """Two things that a request asks for."""
+    if ADAPTERS in (row, column):
+        return Cell(row, column, (WALK_WITH_ADAPTERS,))
     if VECTORS in (row, column) and DRAFTS not in (row, column):
         return _refused(row, column, "InvalidRequestError")
     if VECTORS in (row, column):
@@ -126,6 +136,10 @@ def of_requests(row: str, column: str) -> Cell:
 
 def of_families(row: str, column: str) -> Cell:
     """What a request asks for, of a model."""
+    if row == ADAPTERS:
+        if column in (FOREIGN, ENCODERS):
+            return _refused(row, column, "ModelLoadError")
+        return Cell(row, column, (WALK_WITH_ADAPTERS, MERGED), note=NO_EXPERTS if column == "experts" else "")
     if column == ENCODERS:
         if row == VECTORS:
             return Cell(row, column, ("tests/models/test_encoders.py::test_poolings",))
@@ -137,11 +151,16 @@ def of_families(row: str, column: str) -> Cell:
 
 def of_formats(row: str, column: str) -> Cell:
     """What a request asks for, with weights of a format."""
+    if row == ADAPTERS:
+        return Cell(row, column, (MERGED,) if column == FORMATS[0] else (WALK_WITH_ADAPTERS,))
     return Cell(row, column, (WALK,))
 
 
 def of_divisions(row: str, column: str) -> Cell:
     """What a request asks for, of an engine that is divided."""
+    if row == ADAPTERS:
+        tests = {SHARED: (ADAPTED_EXPERTS,), RAY: (OF_RAY, MERGED_ENGINES)}
+        return Cell(row, column, tests.get(column, (MERGED_ENGINES,)))
     if column == TENSOR:
         return Cell(row, column, (WALK,))
     if row == VECTORS:

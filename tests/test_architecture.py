@@ -398,6 +398,10 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
             "cli/engine_options.py",  # an option that names one of them
             "cli/serve.py",
             "server/admin/loras.py",
+            "engine/pooling/requests.py",  # the option
+            "server/openai/embeddings.py",
+            "telemetry/metrics.py",  # counts them
+            "telemetry/prometheus.py",
             "server/app.py",  # their routes
             "server/openai/requests.py",  # the option
             "server/service.py",  # asks which there are

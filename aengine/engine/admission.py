@@ -176,6 +176,7 @@ class Admission:
         results_from: int,
         priority: int,
         cache_salt: str | None,
+        adapter: str | None,
         context: Context | None,
     ) -> UserRequest:
         """Register a prompt, whose options are checked, for one result in place of tokens; ``buffer`` is told of it as
@@ -205,6 +206,7 @@ class Admission:
             samples=False,
             extras=extras,
             results_from=results_from,
+            adapter=adapter,
         )
         self._register(request, "embedding", context)
         return request

@@ -189,6 +189,7 @@ class EngineCore:
             sleep_level=self.sleeping.level,
             block_size=self.ready["block_size"],
             num_preemptions=sum(replica.scheduler.rows.num_preemptions for replica in replicas),
+            adapters=self.adapters.statistics(),
             loop_lag=max(replica.steps.lag.worst for replica in replicas),
             finish_reasons={reason.value: count for reason, count in observer.num_ended.items()},
             restarts=tuple(restarts[-NUM_RESTARTS_TOLD:]),

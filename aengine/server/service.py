@@ -17,7 +17,7 @@ from ..engine.threads.lanes import Lanes
 from ..errors import EngineClosedError
 from .health import Health
 from .http import FEW_VALUES, MANY_VALUES, HTTPError, Pace, json_in_pieces, read_json
-from .openai.requests import RequestBody
+from .openai.requests import ModelBody
 from .openai.responses.store import ResponseStore
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Service:
         request.state.body = body  # errors are named by the fields of this body
         name: str | None = getattr(body, "model", None)
         is_other = name not in (None, *self.model_names)
-        if is_other and isinstance(body, RequestBody) and await self.engine.has_lora(str(name)):
+        if is_other and isinstance(body, ModelBody) and await self.engine.has_lora(str(name)):
             body.take_as_adapter(str(name))
         else:
             self.check_model(name)
@@ -107,7 +107,7 @@ class Service:
         except EngineClosedError:
             return name in (self.engine.config.loras or ())
 
-    def model_of(self, body: RequestBody) -> str:
+    def model_of(self, body: ModelBody) -> str:
         """Return the name of the model of the body's answer."""
         return body.adapter or self.model_name
 

@@ -117,6 +117,17 @@ class ReplicaStatistics:
     drafts: tuple[DraftStatistics, ...]  # the same by proposer
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterStatistics:
+    """The adapters of an engine at one moment."""
+
+    max_loras: int = 0  # places on the device
+    num_known: int = 0  # adapters that requests may name
+    num_loads: int = 0  # adapters that were brought into a place since the start
+    running: tuple[str, ...] = ()  # names of those that requests use; the first hundred
+    waiting: tuple[str, ...] = ()  # names of those that requests wait for; the first hundred
+
+
 _SUMS = {one.name for one in fields(ReplicaStatistics)} - {"state", "num_waiting", "num_restarts", "drafts"}
 
 
@@ -153,6 +164,7 @@ class Statistics:
     drafted_tokens: int  # tokens of these drafts
     accepted_tokens: int  # those of them that the request got
     drafts: tuple[DraftStatistics, ...]  # the same by proposer
+    adapters: AdapterStatistics
     loop_lag: float  # seconds by which the host's loop was late lately, at worst; 0.0 when idle
     num_rejected: int  # calls that were refused because the queue was full
     finish_reasons: dict[str, int]  # requests by FinishReason; one with n completions counts by its first

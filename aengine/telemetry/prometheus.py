@@ -8,6 +8,7 @@ dashboards read already; what vLLM does not have begins with "aengine:".
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Protocol
@@ -65,6 +66,7 @@ _COUNTERS: tuple[tuple[str, str, _Value], ...] = (
     ("vllm:spec_decode_num_drafts", "Drafts of tokens that were verified.", lambda s: s.num_drafts),
     ("vllm:spec_decode_num_draft_tokens", "Tokens drafted.", lambda s: s.drafted_tokens),
     ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", lambda s: s.accepted_tokens),
+    ("aengine:lora_loads", "Adapters brought to the device.", lambda s: s.adapters.num_loads),
     ("vllm:num_preemptions", "Requests that had to give their KV blocks to others.", lambda s: s.num_preemptions),
     ("vllm:admission_rejections", "Requests refused because the queue was full.", lambda s: s.num_rejected),
     ("aengine:requests", "Requests accepted.", lambda s: s.num_requests),
@@ -161,13 +163,23 @@ class PrometheusCollector(Collector):
         config = GaugeMetricFamily(
             "vllm:cache_config_info", "Size of the KV cache.", labels=[*_LABELS, "block_size", "num_gpu_blocks"]
         )
+        adapters = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "Unix time; its labels name the adapters that requests use, and that they wait for.",
+            labels=[*_LABELS, "max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+        )
         for labels, statistics in running:
+            own = statistics.adapters
+            if own.max_loras:
+                names = ",".join(own.running), ",".join(own.waiting)
+                adapters.add_metric([*labels, str(own.max_loras), *names], time.time())
             for reason, count in statistics.finish_reasons.items():
                 ends.add_metric([*labels, reason], count)
             config.add_metric([*labels, str(statistics.block_size), str(statistics.num_blocks)], 1)
         yield ends
         yield config
         yield _sleep_states(running)
+        yield adapters
         yield from _drafts(running)
         for name, text, histogram_of in _HISTOGRAMS:
             histograms = HistogramMetricFamily(name, text, labels=_LABELS)

@@ -21,6 +21,7 @@ from aengine.engine import recovery
 from aengine.engine.adapters import slots
 from aengine.errors import DeadlineExceededError, ModelLoadError
 from aengine.ipc.messages import SchedulerOutput
+from aengine.telemetry.prometheus import PrometheusCollector
 
 pytestmark = pytest.mark.usefixtures("no_blocking")
 Q = "model.layers.0.self_attn.q_proj"
@@ -294,6 +295,23 @@ async def test_bad_adapters_are_refused_when_they_are_named(
             await ask(plain, "a")
         with pytest.raises(InvalidRequestError, match="max_loras=N"):
             await plain.add_lora("a", adapters["a"])
+
+
+async def test_what_metrics_say(make: Make, adapters: dict[str, str]) -> None:
+    async with make(loras={name: adapters[name] for name in "ab"}, max_loras=1) as engine:
+        with pytest.raises(InvalidRequestError, match="there is no adapter 'c'"):
+            await engine.score_completions(PROMPT, [[8]], lora="c")
+        assert await ask(engine, "a") == "a"
+        own = engine.statistics().adapters
+        assert (own.max_loras, own.num_known, own.num_loads, own.running, own.waiting) == (1, 2, 1, (), ())
+        gate = engine.loads["b"] = asyncio.Event()  # type: ignore[attr-defined]
+        asking = asyncio.create_task(ask(engine, "b"))
+        await until(lambda: engine.statistics().adapters.running == ("b",))
+        collected = {one.name: one.samples for one in PrometheusCollector(engine).collect()}
+        (sample,) = collected["vllm:lora_requests_info"]
+        assert sample.labels["running_lora_adapters"] == "b" and sample.labels["max_lora"] == "1"
+        gate.set()
+        assert await asking == "b"
 
 
 async def test_adapters_are_models_of_openais_interface(make: Make, adapters: dict[str, str]) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import merged, write_adapter
+from adapters import ALL, merged, write_adapter
 from safetensors.torch import load_file
 from tiny import write_tiny_model
 
 from aengine import AsyncLLM, InvalidRequestError, SamplingParams
+from aengine.engine.pooling.requests import ScoredCompletion
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 SETTINGS: dict[str, Any] = {
@@ -29,14 +30,20 @@ GREEDY = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.0)
 SEEDED = GREEDY.replace(temperature=0.8, seed=5)
 
 
+SCORED = [1, 2, 3, 4, 5], [[5, 6], [7]]
+ENGINES: list[dict[str, Any]] = [
+    {"speculation": "suffix"},
+    {"tensor_parallel_size": 2},
+    {"pipeline_parallel_size": 2},
+    {"data_parallel_size": 2},
+]
+
+
 async def tokens(engine: AsyncLLM, prompt: list[int], params: SamplingParams, name: str | None = None) -> list[int]:
     return list((await engine.generate(prompt, params, lora=name)).token_ids)
 
 
-@pytest.mark.parametrize("division", [{}, {"tensor_parallel_size": 2}, {"data_parallel_size": 2}])
-async def test_each_request_is_as_by_a_merged_model(
-    tmp_path: Path, rng: random.Random, division: dict[str, int]
-) -> None:
+async def test_each_request_is_as_by_a_merged_model(tmp_path: Path, rng: random.Random) -> None:
     """Side by side, with more adapters than places; while one is added; and when a worker is killed in the middle."""
     base = write_tiny_model(tmp_path / "base", "llama", **SIZES)
     paths = {name: write_adapter(tmp_path / name, base, rng, rank) for name, rank in (("a", 4), ("b", 8), ("c", 2))}
@@ -45,27 +52,51 @@ async def test_each_request_is_as_by_a_merged_model(
     rng.shuffle(asked)
     models = {None: base} | {name: merged(tmp_path / f"merged_{name}", base, path) for name, path in paths.items()}
     wanted: dict[Any, list[int]] = {}
+    scores: dict[str | None, list[ScoredCompletion]] = {}
     for name, model in models.items():
         async with AsyncLLM(str(model), **SETTINGS) as engine:
             own = [one for one in asked if one[2] == name]
             found = await asyncio.gather(*(tokens(engine, prompt, params) for prompt, params, _ in own))
+            scores[name] = await engine.score_completions(*SCORED)
             wanted |= {(*prompt, params.seed, name): ids for (prompt, params, _), ids in zip(own, found, strict=True)}
     assert len({tuple(ids) for ids in wanted.values()}) > len(wanted) // 2
 
     loras = {name: str(paths[name]) for name in "ab"}
-    settings = SETTINGS | division | {"max_leased_steps": 0}  # else a late loop may find all done when it kills one
-    async with AsyncLLM(str(base), **settings, loras=loras, max_loras=2, max_lora_rank=8) as engine:
-        config = json.loads((paths["c"] / "adapter_config.json").read_text())
-        await engine.add_lora("c", load_file(paths["c"] / "adapter_model.safetensors"), config=config)
-        for is_killed in (False, True):
-            running = [asyncio.create_task(tokens(engine, *one)) for one in asked]
-            if is_killed:
-                while not any(one["num_running"] for one in (await engine.list_loras()).values()):
-                    await asyncio.sleep(0.001)
-                os.kill(engine.describe()["pid"], signal.SIGKILL)
-            for (prompt, params, name), ids in zip(asked, await asyncio.gather(*running), strict=True):
-                assert ids == wanted[(*prompt, params.seed, name)], (name, is_killed)
-        assert engine.statistics().num_restarts == 1
+    for settings in ENGINES:
+        # With leased steps a loop that is late may find all done when it kills a worker.
+        own = SETTINGS | {"max_leased_steps": 0, "max_loras": 2, "max_lora_rank": 8} | settings
+        async with AsyncLLM(str(base), **own, loras=loras) as engine:
+            config = json.loads((paths["c"] / "adapter_config.json").read_text())
+            await engine.add_lora("c", load_file(paths["c"] / "adapter_model.safetensors"), config=config)
+            for name, expected in scores.items():
+                for one, wish in zip(await engine.score_completions(*SCORED, lora=name), expected, strict=True):
+                    assert one.logprobs == pytest.approx(wish.logprobs, abs=1e-3), (name, settings)
+            for is_killed in (False, True):
+                running = [asyncio.create_task(tokens(engine, *one)) for one in asked]
+                if is_killed:
+                    while not any(one["num_running"] for one in (await engine.list_loras()).values()):
+                        await asyncio.sleep(0.001)
+                    os.kill(engine.describe()["pid"], signal.SIGKILL)
+                for (prompt, params, name), ids in zip(asked, await asyncio.gather(*running), strict=True):
+                    assert ids == wanted[(*prompt, params.seed, name)], (name, is_killed, settings)
+            assert engine.statistics().num_restarts == 1
+
+
+async def test_shared_experts(tmp_path: Path, rng: random.Random) -> None:
+    """Requests of two replicas that share experts, with adapters of what is no expert."""
+    base = write_tiny_model(tmp_path / "base", "qwen3_moe")
+    paths = {name: write_adapter(tmp_path / name, base, rng, 4, ALL[:4]) for name in "ab"}
+    prompts = [[rng.randrange(200) for _ in range(9)] for _ in range(4)]
+    division = {"data_parallel_size": 2, "enable_expert_parallel": True}
+    loras = {name: str(path) for name, path in paths.items()}
+    async with AsyncLLM(str(base), **SETTINGS, **division, loras=loras) as engine:
+        asked = [(prompt, name) for prompt in prompts for name in (None, *"ab")]
+        found = await asyncio.gather(*(tokens(engine, prompt, GREEDY, name) for prompt, name in asked))
+    for name, path in paths.items():
+        async with AsyncLLM(str(merged(tmp_path / f"merged_{name}", base, path)), **SETTINGS) as engine:
+            for (prompt, own), ids in zip(asked, found, strict=True):
+                if own == name:
+                    assert ids == await tokens(engine, prompt, GREEDY)
 
 
 async def test_what_only_a_worker_sees_fails_its_requests_alone(tmp_path: Path, rng: random.Random) -> None:

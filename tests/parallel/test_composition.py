@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adapters import ALL, write_adapter
 from driver import CPU, source_of
 from gguf import GGMLQuantizationType as Q
 from pairs import some
@@ -40,7 +41,7 @@ from aengine.checkpoint.source import resolve_model
 from aengine.config import EngineConfig
 from aengine.engine.pooling.requests import PoolingRequest
 from aengine.engine.sampling_extras import extras_of
-from aengine.engine.scheduler.request import PromptTokens, Request
+from aengine.engine.scheduler.request import CacheKey, PromptTokens, Request
 from aengine.engine.scheduler.step import NOTHING_AHEAD, InFlightStep
 from aengine.engine.speculation.drafts import Drafts
 from aengine.engine.streams.prompt_logprobs import of_pieces
@@ -51,6 +52,7 @@ from aengine.runner.distributed.stage import WHOLE, PipelineStage
 from aengine.runner.models import build_model, read_config
 from aengine.runner.startup.draft import find_proposer
 from aengine.runner.startup.encoder import load_encoder
+from aengine.runner.startup.load import load_model
 from aengine.runner.weights.formats import choose_formats
 from aengine.workers.rank import ranks_of
 
@@ -109,16 +111,20 @@ class Walk:
 
     def requests(self, place: int) -> list[Request]:
         fields = dict(self.asked[place])
+        slot = self.engine.slot_of(place) if isinstance(self.engine, AdaptedEngine) else None
+        adapter = {} if slot is None else {"lora": [int32([slot]).tobytes()]}
+        key = CacheKey(adapter=str(slot).encode())
         if fields.get("is_pooled"):
             prompt, limit = self.prompts[place], len(self.prompts[place]) + 1
             limits: dict[str, Any] = {"seed": 0, "max_num_tokens": limit, "stop_token_ids": frozenset()}
-            limits["extras"] = {"pooling": [b"", bytes(4)]}
+            limits |= {"extras": {"pooling": [b"", bytes(4)]} | adapter, "cache_key": key}
             return [Request(str(place), prompt, SamplingParams(max_tokens=1), samples=False, **limits)]
         grammar, words = fields.pop("grammar", None), fields.pop("bad_words", ())
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": MAX_TOKENS} | fields)
         prompt = PromptTokens(self.prompts[place])
         limits = {"max_num_tokens": len(prompt.token_ids) + MAX_TOKENS}
-        how: dict[str, Any] = {"stop_token_ids": frozenset(params.stop_token_ids), "extras": extras_of(params, words)}
+        how: dict[str, Any] = {"stop_token_ids": frozenset(params.stop_token_ids), "cache_key": key}
+        how["extras"] = extras_of(params, words) | adapter
         ends = [0 if params.prompt_logprobs and not i else NO_RESULTS for i in range(params.n)]
         return [
             Request(
@@ -209,6 +215,20 @@ class Walk:
                 allowed = (np.arange(size) + sum(each.token_ids) + sum(drafts[:k])) % 5 != 0
                 rows.append(np.packbits(allowed, bitorder="little").tobytes())
         return GrammarOutput(step.step_id, positions, b"".join(rows))
+
+
+class AdaptedEngine(Engine):
+    """Two of three requests have an adapter, each another."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        super().__init__(folder, max_loras=2, max_lora_rank=4, **settings)
+        for slot in range(2):
+            while (state := self.model.calls["load_lora"](slot, str(folder.parent / f"adapter{slot}"))) == "loading":
+                pass
+            assert state == "ready"
+
+    def slot_of(self, place: int) -> int | None:
+        return (0, 1, None)[place % 3]
 
 
 def model_of(kind: str, tiny_model: TinyModel, folder: Path) -> tuple[Path, dict[str, Any], type[Engine]]:
@@ -304,6 +324,21 @@ def test_requests_of_fp8_keys_and_values(kind: str, tiny_model: TinyModel, tmp_p
     check_walk(kind, (folder, {**settings, "kv_cache_dtype": "fp8"}, engine_class), rng, 3)
 
 
+@pytest.mark.parametrize("kind", some(composition.WALKED_WITH_ADAPTERS, "sliding windows"))
+def test_requests_with_adapters(kind: str, tiny_model: TinyModel, tmp_path: Path, rng: random.Random) -> None:
+    """The same of requests of which two of three have adapters."""
+    given, settings, _ = model_of(kind, tiny_model, tmp_path)
+    model = tmp_path / "own" / given.name
+    model.parent.mkdir()
+    (shutil.copytree if given.is_dir() else shutil.copy)(given, model)
+    plain = {"GGUF": SIZES, "4-bit integers": LARGER}
+    names = tiny_model("llama", seed=7, **plain[kind]) if kind in plain else model
+    for slot, rank in enumerate((4, 3)):
+        modules = ALL[:4] if kind in ("experts", "MXFP4") else ALL
+        write_adapter(model.parent / f"adapter{slot}", names, rng, rank, modules)
+    check_walk(kind, (model, settings, AdaptedEngine), rng)
+
+
 @pytest.mark.parametrize("kind", composition.FORMATS)
 def test_stages_read_their_part(kind: str, tiny_model: TinyModel, tmp_path: Path) -> None:
     model, _, _ = model_of(kind, tiny_model, tmp_path)
@@ -359,6 +394,17 @@ def ask(row: str, column: str, tiny_model: TinyModel) -> Any:
     if composition.VECTORS in pair:
         (other,) = pair - {composition.VECTORS}
         return PoolingRequest("embed", ["x"], options=FIELDS[other])
+    if row == composition.ADAPTERS:
+        settings: dict[str, Any] = {"max_loras": 1, "device": "cpu", "num_threads": 1}
+        is_encoder = column == composition.ENCODERS
+        config = EngineConfig.create(
+            str(tiny_model("llama")), settings | ({} if is_encoder else {"model_impl": "transformers"})
+        )
+        (rank,) = ranks_of(config)
+        source = resolve_model(config).to_wire()
+        if is_encoder:  # it is refused before its files are read
+            source["hf_config"] = {"model_type": "bert", "architectures": ["BertModel"]}
+        return load_model(config, source, rank, lambda *report: None)
     if row in composition.REQUESTS:
         defaults = SamplingDefaults({})
         limits = Limits(320, 64, 1, False, frozenset(), None, defaults, frozenset({"embed"}), is_encoder=True)
@@ -369,7 +415,7 @@ def ask(row: str, column: str, tiny_model: TinyModel) -> Any:
         composition.SHARED: {"data_parallel_size": 2, "enable_expert_parallel": True},
         composition.RAY: {"executor": "ray"},
     }
-    settings: dict[str, Any] = {"device": "cpu", "num_threads": 1}
+    settings = {"device": "cpu", "num_threads": 1}
     if composition.FOREIGN in pair:
         settings["model_impl"] = "transformers"
     for name in pair & sizes.keys():

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import threading
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import openai
 import pytest
 
+from aengine.engine.pooling.requests import PoolingRequest, PoolingResult
 from aengine.remote import connect, serve_engine
 from aengine.server import create_app
 from aengine.server.http import json_in_pieces
@@ -143,3 +145,23 @@ async def test_a_client_that_leaves_ends_its_requests() -> None:
         while engine.statistics().num_running or engine.statistics().num_waiting:
             await asyncio.sleep(0.01)
         assert engine.statistics().num_aborted > 0
+
+
+async def test_an_adapter_is_a_model() -> None:
+    class Engine(FakeAsyncLLM):
+        async def has_lora(self, name: str) -> bool:
+            return name == "mine"
+
+        async def pool(self, request: PoolingRequest) -> PoolingResult:
+            assert request.options["lora"] == "mine"
+            return await super().pool(replace(request, options={}))
+
+    async with Engine() as engine, client_of(engine) as client:
+        for path, body in (
+            ("/v1/embeddings", {"input": "one"}),
+            ("/v1/score", {"text_1": "one", "text_2": "two"}),
+            ("/v1/rerank", {"query": "one", "documents": ["two"]}),
+        ):
+            answer = await client.post(path, json={"model": "mine"} | body)
+            assert answer.status_code == 200 and answer.json()["model"] == "mine", path
+            assert (await client.post(path, json={"model": "other"} | body)).status_code == 404, path

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ...errors import AEngineError, EngineError, InvalidRequestError
 from ...ipc.messages import Extras
+from ...telemetry.metrics import AdapterStatistics
 
 
 def _keep() -> None:
@@ -52,6 +53,9 @@ class Adapters(Protocol):
     def fail(self, error: AEngineError) -> None:
         """End all waiting, of requests and of others, with ``error``: the engine has ended."""
 
+    def statistics(self) -> AdapterStatistics:
+        """Return what there is at this moment."""
+
 
 Running = Callable[[], Iterable[Workers]]
 """Returns the workers of each replica that is not being started again."""
@@ -79,3 +83,6 @@ class NoAdapters:
 
     def fail(self, error: AEngineError) -> None:
         return None
+
+    def statistics(self) -> AdapterStatistics:
+        return AdapterStatistics()

@@ -25,6 +25,7 @@ from ...errors import (
 from ...ipc.messages import int32
 from ...limits.loras import DEFAULT_RANK
 from ...limits.values import shown
+from ...telemetry.metrics import AdapterStatistics
 from ..threads.pools import run_in_thread
 from .adapters import AdapterShare, NewAdapters, Running, Workers
 from .loading import load_into
@@ -34,6 +35,7 @@ from .slots import Lora, LoraSlots
 logger = logging.getLogger("aengine")
 
 _FEW = 1000  # adapters that are listed on the loop
+_SHOWN = 100  # names in statistics
 
 EXTRA = "lora"
 """Name of the extra of a request that has its adapter's slot."""
@@ -143,6 +145,19 @@ class LoraAdapters:
     def fail(self, error: AEngineError) -> None:
         """See `Adapters`."""
         self.slots.fail(error)
+
+    def statistics(self) -> AdapterStatistics:
+        """See `Adapters`."""
+        slots = self.slots
+        running = (name for name, count in slots.num_users.items() if count)
+        waiting = (lora.name for lora in slots.waiting)
+        return AdapterStatistics(
+            slots.size,
+            len(self._loras),
+            slots.num_loads,
+            tuple(islice(running, _SHOWN)),
+            tuple(islice(waiting, _SHOWN)),
+        )
 
     def _named(self, name: str, param: str) -> Lora:
         lora = self._loras.get(name)

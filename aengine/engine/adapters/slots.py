@@ -11,7 +11,7 @@ users after `PATIENCE` seconds: they queue behind whoever waits.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import partial
 from itertools import count
 from typing import NamedTuple
@@ -60,6 +60,7 @@ class LoraSlots:
         self._slots = [_Slot(index) for index in range(num_slots)]
         self._load = load
         self._waiting: dict[Lora, list[asyncio.Future[None]]] = {}  # in order of arrival
+        self.num_loads = 0  # adapters that were brought into a slot
         self._uses = count(1)
         self._loop = asyncio.get_running_loop()
 
@@ -71,6 +72,15 @@ class LoraSlots:
     def num_users(self) -> dict[str, int]:
         """How many requests use each adapter that is in a slot."""
         return {slot.lora.name: slot.num_users for slot in self._slots if slot.lora is not None}
+
+    @property
+    def size(self) -> int:
+        return len(self._slots)
+
+    @property
+    def waiting(self) -> Iterable[Lora]:
+        """The adapters for which requests wait."""
+        return self._waiting.keys()
 
     @property
     def num_waiting(self) -> dict[str, int]:
@@ -147,6 +157,7 @@ class LoraSlots:
     async def _fill(self, slot: _Slot, lora: Lora) -> None:
         try:
             await self._load(slot.index, lora)
+            self.num_loads += 1
         except BaseException:
             slot.lora = None
             raise

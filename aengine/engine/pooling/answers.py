@@ -329,7 +329,11 @@ class _Call:
         self._deadline = options.get("deadline")
         self._priority = options.get("priority", 0)
         self._cache_salt = options.get("cache_salt")
-        check_options(CallOptions(deadline=self._deadline, priority=self._priority, cache_salt=self._cache_salt))
+        asked = CallOptions(**{name: value for name, value in options.items() if name != "truncate"})
+        check_options(asked)
+        self._adapter = asked.adapter
+        if self._adapter is not None:
+            core.adapters.check(self._adapter)
         limit, own = core.limits.max_model_len, core.pooling.max_tokens
         is_asked = core.config.max_model_len is not None
         self.most = limit if own is None or is_asked else min(limit, own)
@@ -454,7 +458,7 @@ class _Call:
             await self._take_ended()
         self.core.sleeping.check_takes_requests()
         how = {"priority": self._priority, "cache_salt": self._cache_salt, "context": self._context}
-        how["results_from"] = text.results_from(self.core)
+        how |= {"results_from": text.results_from(self.core), "adapter": self._adapter}
         self._open[place] = self.core.admission.submit_for_result(text.token_ids, text.extras, _End(self, place), **how)
         self._num_tokens += len(text.token_ids)
 

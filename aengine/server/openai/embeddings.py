@@ -16,7 +16,7 @@ from ..http import HTTPError, while_connected
 from ..logs import note_usage
 from ..service import Service
 from .answers import answer_id
-from .requests import Body, Ignored, Many, Prompts, Text, TokenIds
+from .requests import Body, Ignored, Many, ModelBody, Prompts, Text, TokenIds
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Said = Annotated[Text, Field(min_length=1)]
 
 
-class PoolingBody(Body):
+class PoolingBody(ModelBody):
     model: str | None = None
     user: Ignored = None
     truncate: StrictBool = False
@@ -35,7 +35,8 @@ class PoolingBody(Body):
 
     def options(self) -> dict[str, Any]:
         truncate = self.truncate or self.truncate_prompt_tokens is not None
-        return {"truncate": truncate, "priority": self.priority, "cache_salt": self.cache_salt}
+        own = {"truncate": truncate, "priority": self.priority, "cache_salt": self.cache_salt}
+        return own | {"lora": self.adapter}
 
 
 class EmbeddingBody(PoolingBody):
@@ -92,7 +93,7 @@ async def embeddings(service: Service, request: Request) -> Response:
     body = await service.body(request, EmbeddingBody)
     result = await while_connected(request, service.engine.pool(body.request()))
     note_usage(request, result)
-    head = {"object": "list", "model": service.model_name, "usage": _usage(result.usage)}
+    head = {"object": "list", "model": service.model_of(body), "usage": _usage(result.usage)}
     values = result.values
     if body.encoding_format == "base64":
 
@@ -110,7 +111,7 @@ async def rerank(service: Service, request: Request) -> Response:
     pairs = [(body.query, text) for text in texts]
     result = await _scored(service, request, pairs, body, body.instruction)
     name = answer_id("rerank", request)
-    head = {"id": name.text, "model": service.model_name, "usage": _usage(result.usage)}
+    head = {"id": name.text, "model": service.model_of(body), "usage": _usage(result.usage)}
 
     def answer() -> dict[str, Any]:
         scores: list[float] = result.values[:, 0].tolist()
@@ -139,7 +140,7 @@ async def score(service: Service, request: Request) -> Response:
     pairs = list(zip(first, second, strict=True))
     result = await _scored(service, request, pairs, body, body.instruction)
     name = answer_id("score", request)
-    head = {"id": name.text, "object": "list", "model": service.model_name, "usage": _usage(result.usage)}
+    head = {"id": name.text, "object": "list", "model": service.model_of(body), "usage": _usage(result.usage)}
 
     def answer() -> dict[str, Any]:
         scores = result.values[:, 0].tolist()

@@ -242,18 +242,10 @@ def structured_output_of(
 _PARAMS = {field.name for field in fields(SamplingParams)}
 
 
-class RequestBody(Body):
-    """The engine's own options of a request, in all interfaces."""
+class ModelBody(Body):
+    """A body whose model may be an adapter."""
 
-    priority: int = 0
-    cache_salt: str | None = None
-    deadline: float | None = None
-    first_token_deadline: float | None = None
     _adapter: str | None = PrivateAttr(None)
-
-    def request_options(self) -> dict[str, Any]:
-        """Return them as of `AsyncLLM.stream`."""
-        return {name: getattr(self, name) for name in RequestBody.model_fields} | {"lora": self._adapter}
 
     @property
     def adapter(self) -> str | None:
@@ -263,6 +255,19 @@ class RequestBody(Body):
     def take_as_adapter(self, name: str) -> None:
         """Note that the model which the body asks for is an adapter."""
         self._adapter = name
+
+
+class RequestBody(ModelBody):
+    """The engine's own options of a request, in all interfaces."""
+
+    priority: int = 0
+    cache_salt: str | None = None
+    deadline: float | None = None
+    first_token_deadline: float | None = None
+
+    def request_options(self) -> dict[str, Any]:
+        """Return them as of `AsyncLLM.stream`."""
+        return {name: getattr(self, name) for name in RequestBody.model_fields} | {"lora": self._adapter}
 
 
 class SamplingBody(RequestBody):
