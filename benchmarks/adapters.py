@@ -6,9 +6,15 @@
 Random weights, and one random adapter of all linear layers, which is loaded into every slot; stream i has slot i modulo
 their number. Decodes from 256 tokens on, two steps in flight, in turns without and with adapters on the same runner;
 with --adapters 0 the engine is one without the setting. Then an adapter is loaded beside the largest number of streams.
+
+    python benchmarks/adapters.py --first-tokens 8 --streams 64 --adapters 16 --rank 16 --out r.json
+
+The whole engine instead: the first token of requests whose adapter must be loaded first, and of others whose adapter is
+there, beside the streams, and the longest gap between two deltas of one of these.
 """
 
 import argparse
+import asyncio
 import json
 import statistics
 import sys
@@ -116,6 +122,54 @@ class Streams:
         self.run(SchedulerOutput(0, removed=self.rows))
 
 
+async def first_tokens(args: argparse.Namespace, shape: dict) -> dict[str, object]:
+    """Milliseconds from the call to the first token, of each request; and the longest gap of a stream meanwhile."""
+    import random
+    import shutil
+
+    from aengine import AsyncLLM, SamplingParams
+
+    folder = Path(tempfile.gettempdir()) / "bench-models" / args.shape
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(shape))
+    own = [write_adapter(folder / f"adapter-{args.rank}", shape, args.rank)]
+    for index in range(1, args.first_tokens + 1):
+        own.append(Path(shutil.copytree(own[0], folder / f"adapter-{args.rank}-{index}", dirs_exist_ok=True)))
+    settings = {"load_format": "dummy", "skip_tokenizer": True, "max_num_seqs": max(args.streams) + 8}
+    settings |= {"kv_cache_memory_bytes": args.kv_gib << 30, "max_model_len": 8 * ROOM, "max_lora_rank": args.rank}
+    gaps: list[float] = []
+
+    async def stream(engine: AsyncLLM) -> None:
+        params, last = SamplingParams(max_tokens=7 * ROOM, ignore_eos=True, detokenize=False), 0.0
+        prompt = [random.randrange(shape["vocab_size"]) for _ in range(PROMPT)]
+        async for _ in engine.stream(prompt, params, lora="0"):
+            now = time.perf_counter()
+            gaps.append(now - last if last else 0.0)
+            last = now
+
+    async def first(engine: AsyncLLM, name: str) -> float:
+        prompt, began = [random.randrange(shape["vocab_size"]) for _ in range(PROMPT)], time.perf_counter()
+        await engine.generate(prompt, SamplingParams(max_tokens=1, detokenize=False), lora=name)
+        return (time.perf_counter() - began) * 1e3
+
+    async with AsyncLLM(str(folder), **settings, max_loras=args.adapters, loras={"0": str(own[0])}) as engine:
+        running = [asyncio.create_task(stream(engine)) for _ in range(max(args.streams))]
+        while len(gaps) < 20 * len(running):
+            await asyncio.sleep(0.01)
+        quiet = gaps[2 * len(running) :]
+        gaps.clear()
+        loading, there = [], []
+        for index in range(1, args.first_tokens + 1):
+            await engine.add_lora(str(index), str(own[index]))
+            loading.append(await first(engine, str(index)))
+            there.append(await first(engine, str(index)))
+        found = {"worst_gap_ms": max(gaps) * 1e3, "worst_gap_before_ms": max(quiet) * 1e3}
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running)
+    return found | {"first_token_loading_ms": loading, "first_token_loaded_ms": there}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), default="llama-3.1-8b")
@@ -125,6 +179,7 @@ def main() -> None:
     parser.add_argument("--kv-gib", type=int, default=12)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--first-tokens", type=int, default=0, metavar="N", help="adapters that are loaded one by one")
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     shape, found = SHAPES[args.shape], {"argv": sys.argv[1:]}
@@ -134,6 +189,9 @@ def main() -> None:
         found.update(values)
         Path(args.out).write_text(json.dumps(found))
 
+    if args.first_tokens:
+        note(**asyncio.run(first_tokens(args, shape)))
+        return
     began = time.perf_counter()
     model, runner, facts, folder = make_runner(args, shape)
     note(start_s=time.perf_counter() - began, device=facts["device"], name=model.offer.get("device_name"))

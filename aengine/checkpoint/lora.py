@@ -160,6 +160,11 @@ def check_matrices(files: LoraFiles, matrices: Matrices) -> None:
         shape = matrices.get(name)
         if shape is None:
             there = sorted({known.rpartition(".")[2] for known in matrices})
+            if ".experts." in name:
+                raise ModelLoadError(
+                    f"{files.path} changes {name:.200}, a matrix of experts, which adapters can't change: train the "
+                    f"adapter for {', '.join(there[:20])} alone"
+                )
             raise ModelLoadError(
                 f"{files.path} changes {name:.200}, which is none of the matrices of this model that adapters can "
                 f"change ({', '.join(there[:20])} of its layers): is the adapter of another base model?"

@@ -250,7 +250,7 @@ def test_experts_are_refused_by_name(tmp_path: Path, rng: random.Random) -> None
     folder = write_tiny_model(tmp_path / "model", "qwen3_moe", num_hidden_layers=1)
     _, rows = load(folder)
     state = fill(rows, 0, write_adapter(tmp_path / "a", folder, rng, 2))
-    assert "changes model.layers.0.mlp.experts." in state and "q_proj" in state
+    assert "changes model.layers.0.mlp.experts." in state and "alone" in state and "q_proj" in state
 
 
 @pytest.mark.parametrize("family", some(["llama", "phi3"], "phi3"))
