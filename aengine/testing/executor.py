@@ -119,6 +119,7 @@ class ScriptedExecutor:
             "vocab_size": tokenizer(self.reasoning).vocab_size,
             "device": "none",
             "weight_format": "none",
+            "takes_weights": True,
             "tasks": ["generate", "embed"],
             "embedding_size": VECTOR_SIZE,
             "pooling": "last",

@@ -93,6 +93,8 @@ async def test_bad_calls_and_ends(make: Make) -> None:
         wrong: Any = "stop"
         with pytest.raises(InvalidRequestError, match='one of "abort"'):
             await engine.pause(wrong)
+        with pytest.raises(InvalidRequestError, match="takes no new weights"):
+            await engine.start_weight_update()
         (task,) = begin(engine, 1, tokens(900))
         await until_running(engine)
         with pytest.raises(TimeoutError):

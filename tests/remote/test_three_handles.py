@@ -393,3 +393,26 @@ async def test_a_pause_and_its_end(kind: str, tmp_path: Path) -> None:
             assert engine.state == near.state == "running"
             assert await anext(stream) and await engine.pause() is True
             assert (await stream.wait()).finish_reason is FinishReason.ABORT
+
+
+async def test_versions_of_weights(kind: str, tmp_path: Path) -> None:
+    async with FakeAsyncLLM(**LONG, own_thread=kind == "thread") as near, AsyncExitStack() as stack:
+        engine: Any = near
+        if kind == "process":
+            await stack.enter_async_context(serve_engine(near, tmp_path / "e", admin=True))
+            engine = await stack.enter_async_context(connect(tmp_path / "e"))
+        stream = engine.stream("x", SamplingParams(max_tokens=200))
+        assert await anext(stream)
+        await engine.start_weight_update()
+        assert engine.state == "paused"
+        chat = asyncio.create_task(engine.chat(HELLO, SamplingParams(max_tokens=5)))
+        with pytest.raises(InvalidRequestError, match="weight update is under way"):
+            await engine.resume()
+        await engine.update_weights(str(tmp_path))
+        assert await engine.finish_weight_update("second") == "second"
+        assert (await stream.wait()).weight_versions == ("0", "second")
+        assert (await chat).weight_versions == ("second",)
+        assert await engine.weights_checksum() == {"version": "second", "checksum": ""}
+        await engine.start_weight_update("abort")
+        await engine.abort_weight_update()
+        assert engine.state == "running" and (await engine.generate("x")).weight_versions == ("second",)

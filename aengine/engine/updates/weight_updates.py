@@ -77,6 +77,11 @@ class WeightUpdates:
         if self._is_open:
             raise InvalidRequestError(_UNDER_WAY)
         self._engine.check_accepts()
+        if not all(replica.worker.ready.get("takes_weights") for replica in self._replicas):
+            raise InvalidRequestError(
+                "this model takes no new weights: one that transformers computes, an encoder, or a worker of another "
+                "kind; start another engine"
+            )
         self._is_open = True
         try:
             if self._engine.state == "running":

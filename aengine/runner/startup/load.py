@@ -217,6 +217,7 @@ class LocalModel:
             "model_impl": setup.model_config.implementation,
             "why_not_native": setup.model_config.why_not_native,
             "fused": getattr(setup.model, "fused", {}),
+            "takes_weights": setup.model_config.implementation == "native",
             "logits_processors": {one.name: dict(one.arguments) for one in setup.processors},
         }
         if setup.platform.is_accelerator:
