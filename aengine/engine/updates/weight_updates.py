@@ -179,7 +179,7 @@ class WeightUpdates:
                 how = "load_weights", [self._path], _SECONDS
                 _checked(await _all([self._call_of(workers, replica, *how)]))
             elif not self._is_kept:
-                self._lose(f"version {self.versions.current} came as tensors, and a worker that had it has died")
+                self._lose(f"version {self.versions.current} came as tensors, and a worker that had it has ended")
 
     # -- internals
 

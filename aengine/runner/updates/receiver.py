@@ -27,7 +27,7 @@ from ..weights.sources.reading import NUMBERS, in_threads
 from .broadcast import Broadcast
 from .in_memory import NAMES_OF_DTYPES, Fitting
 from .shared_memory import shared_tensor
-from .sums import sum_of
+from .sums import is_finite, sum_of
 
 _MOST_NAMES = 8  # names that an error lists
 
@@ -161,7 +161,7 @@ class WeightReceiver:
     def _put_all(self, tensors: Sequence[tuple[str, Tensor]], allow_nan: bool) -> dict[str, Any]:
         """Put whole tensors, which were checked. Raises ModelLoadError: a number is none; then none is put."""
         for name, tensor in tensors:
-            if not allow_nan and tensor.dtype in NUMBERS and not bool(torch.isfinite(tensor).all()):
+            if not allow_nan and tensor.dtype in NUMBERS and not is_finite(tensor):
                 raise ModelLoadError(f"{name} has NaN or infinite numbers: allow_nan=True would take them")
         jobs = (partial(self._put_one, name, tensor) for name, tensor in tensors)
         for _ in in_threads(jobs, max(1, torch.get_num_threads())):
