@@ -48,12 +48,18 @@ class Engine:
         self._memory.order.append(self.name)
         self.state = "running"
 
-    async def aclose(self, *, drain: float = 0.0) -> None:
+    wake_up = start
+
+    async def sleep(self, level: int) -> None:
+        assert level == 1 and self.state == "running" and not self._memory.users.get(self.name)
+        await self._some_time()
         assert not self._memory.users.get(self.name)
-        if self.state == "running":
-            await self._some_time()
-            assert not self._memory.users.get(self.name)
-            self._memory.taken -= self._size
+        self._memory.taken -= self._size
+        self.state = "asleep"
+        if self._rng and self._rng.random() < 0.1:
+            raise NotEnoughMemoryError("the host has no memory for its weights")  # and it is closed
+
+    async def aclose(self, *, drain: float = 0.0) -> None:
         self.state = "closed"
 
     def statistics(self) -> Any:
@@ -167,7 +173,7 @@ async def test_shares_of_a_gpu_are_known_before_they_are_taken() -> None:
     models = AwakeModels(engines)
     await hold(models, memory, "a")
     await hold(models, memory, "b")
-    assert [engines[name].state for name in "ab"] == ["closed", "running"]
+    assert [engines[name].state for name in "ab"] == ["asleep", "running"]
     assert memory.order == ["a", "b"]
 
 

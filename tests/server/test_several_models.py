@@ -57,6 +57,7 @@ async def test_each_model_answers_by_its_name_and_sleeps_for_the_other() -> None
             assert answer.json()["choices"][0]["message"]["content"] == f"from {name}"
             assert answer.json()["model"] == name
             assert [state == "running" for state in states(engines)] == [name == "a", name == "b"]
+        assert [one["state"] for one in (await client.get("/v1/models")).json()["data"]] == ["asleep", "running"]
         assert (await client.get("/v1/models/b")).json()["state"] == "running"
         message = {"model": "a", "max_tokens": 50, "messages": HELLO}
         assert (await client.post("/v1/messages", json=message)).json()["content"][0]["text"] == "from a"

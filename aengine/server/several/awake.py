@@ -288,9 +288,12 @@ def _share_of_settings(engine: AsyncLLM) -> float:
 
 
 async def _wake(model: _Model) -> None:
-    """Start a model's engine. Raises EngineError."""
+    """Start or wake a model's engine. Raises EngineError."""
     begun = asyncio.get_running_loop().time()
-    await model.engine.start()
+    if model.engine.state == "asleep":
+        await model.engine.wake_up()
+    else:
+        await model.engine.start()
     model.seconds_to_wake = asyncio.get_running_loop().time() - begun
     numbers = model.engine.statistics()
     if not numbers.device_memory_total_bytes:  # a CPU's memory is shared out by what is free
@@ -300,10 +303,14 @@ async def _wake(model: _Model) -> None:
 
 
 async def _fall_asleep(model: _Model) -> None:
-    """Free a model's memory, which others need."""
+    """Free a model's memory, which others need: on a CPU that of its weights, too."""
     logger.info("%s falls asleep: another model needs its memory", model.name)
+    is_on_gpu = bool(model.engine.statistics().device_memory_total_bytes)
     model.is_leaving = True
     try:
+        await model.engine.sleep(level=1 if is_on_gpu else 2)
+    except EngineError as error:
+        logger.warning("%s can't fall asleep, and is closed: %s", model.name, error)
         await model.engine.aclose()
     finally:
         model.is_leaving = False
