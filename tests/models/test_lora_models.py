@@ -173,9 +173,11 @@ def test_a_slot_is_filled_again_while_others_run(tmp_path: Path, rng: random.Ran
     whole = Driver(load(merged(tmp_path / "merged-a", folder, first))[0], rng)
     check_near(got["0"], whole.step({"x": batch})["x"])
     check_near(later["0"], whole.step({"x": batch[:1]})["x"])
-    assert fill(rows, 1, second) == "ready"
+    assert rows.calls["load_lora"](1, str(second)) == "ready"
     shutil.copytree(first, second, dirs_exist_ok=True)  # the same folder, with other files
-    assert fill(rows, 1, second) == "ready" and take(rows, 1, 1) is None
+    rows.calls["load_lora"](1, str(second))
+    rows.settle()
+    assert rows.calls["load_lora"](1, str(second)) == "ready" and take(rows, 1, 1) is None
     begin(rows, {1: 5})
     check_near(driver.step({"3": batch})["3"], got["1"])
 

@@ -65,12 +65,18 @@ def gpu() -> LikeGpu:
 
 class Runner:
     may_prepare = True
+    num_settled = 0
 
 
 def sleeper_of(gpu: LikeGpu) -> tuple[ArenaSleeper, Runner, dict[str, Arena]]:
     arenas = {tag: Arena(gpu.virtual_memory, gpu, keeps=tag == "weights") for tag in BOTH}
     sleeper, runner = ArenaSleeper(gpu, *arenas.values()), Runner()
-    sleeper.attach(runner)  # type: ignore[arg-type]
+
+    def settle() -> None:
+        assert all(arena.is_mapped for arena in arenas.values()) or not gpu.virtual_memory.mapped
+        runner.num_settled += 1
+
+    sleeper.attach(runner, settle)  # type: ignore[arg-type]
     return sleeper, runner, arenas
 
 
@@ -86,8 +92,9 @@ def test_cycles(gpu: LikeGpu, dtype: torch.dtype) -> None:
     assert not pages.view(torch.uint8).any()
     for _ in range(20):
         pages.view(torch.uint8).fill_(7)
+        runner.num_settled = 0
         assert sleeper.sleep(BOTH) == sleeper.sleep(BOTH) == ""  # the second time nothing is left to do
-        assert not gpu.virtual_memory.mapped
+        assert not gpu.virtual_memory.mapped and runner.num_settled == 2
         assert sleeper.wake_up(["weights"]) == ""
         assert torch.equal(kept.view(torch.uint8), expected.view(torch.uint8))
         assert not runner.may_prepare

@@ -99,6 +99,10 @@ class LoraRows(TokenRows):
             raise error
         return f"refused: {error}"
 
+    def settle(self) -> None:
+        """See `StepRows`: of all loads that were begun, also of those that nobody waits for any more."""
+        self._thread.submit(int).result()
+
     def _is_loaded(self, slot: int) -> bool:
         own = self._loads.get(slot)
         return own is not None and own[1].done() and own[1].exception() is None

@@ -40,8 +40,8 @@ class Sleeper:
         thread makes anything there."""
         return nullcontext()
 
-    def attach(self, runner: ModelRunner) -> None:
-        """Take the runner that computes with this memory."""
+    def attach(self, runner: ModelRunner, settle: Callable[[], None]) -> None:
+        """Take the runner that computes with this memory. ``settle``: waits until no other thread writes there."""
 
 
 class ArenaSleeper(Sleeper):
@@ -55,6 +55,7 @@ class ArenaSleeper(Sleeper):
         self._weights = weights
         self.zeros = kv.zeros
         self._runner: ModelRunner | None = None
+        self._settle: Callable[[], None] = lambda: None
         self.calls = {"sleep": self.sleep, "wake_up": self.wake_up}
 
     def places_weights(self, join: Callable[[], None]) -> AbstractContextManager[None]:
@@ -63,14 +64,15 @@ class ArenaSleeper(Sleeper):
         join()
         return made_in(self._weights, self._platform)
 
-    def attach(self, runner: ModelRunner) -> None:
-        self._runner = runner
+    def attach(self, runner: ModelRunner, settle: Callable[[], None]) -> None:
+        self._runner, self._settle = runner, settle
 
     def sleep(self, tags: Sequence[str]) -> str:
         """Give the memory of these back, of "weights" and "kv_cache", as far as it can go. Returns "", or why that
         can't be: then nothing has changed."""
         assert self._runner is not None
         self._runner.may_prepare = False
+        self._settle()
         try:
             for tag, arena in self._arenas.items():  # the weights first: what can fail is to keep them
                 if tag in tags:

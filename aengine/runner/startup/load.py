@@ -234,7 +234,7 @@ class LocalModel:
             setup = self._setup = measured(self._setup)
             sizes = plan["num_blocks"], plan["max_model_len"]
             runner = setup.make_runner(*sizes, cache=setup.make_cache(*sizes, self._sleeper.zeros))
-            self._sleeper.attach(runner)
+            self._sleeper.attach(runner, formats.step_rows.settle)
             if bitmasks is not None:
                 runner.share_bitmasks(bitmasks)
             drafts = runner.speculation.graphs

@@ -66,6 +66,9 @@ class StepRows:
     def choose(self, rows: Rows) -> None:
         """Set the kind of the step that comes next, of these rows (host int64 [n])."""
 
+    def settle(self) -> None:
+        """Wait until no other thread writes to what weights have of it on the device."""
+
     def only(self, kind: int) -> AbstractContextManager[None]:
         """Within, every step is of this kind: for what is compiled, measured or captured."""
         return nullcontext()
