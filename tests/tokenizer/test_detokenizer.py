@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import tokenizers
@@ -78,11 +79,23 @@ def test_a_decoder_that_changes_what_it_said() -> None:
     assert "".join(pieces(detokenizer, ids)) == "so ." and detokenizer.stopped
 
 
-def test_many_tokens_that_are_no_character_are_not_held(rng: random.Random) -> None:
-    """By a decoder that is known to no family: each is U+FFFD when the next few have not made it more."""
+def byte_level_of_no_family() -> Tokenizer:
     encoder = tokenizers.Tokenizer.from_str(smollm2().to_json())
     encoder.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("xyz", "zyx")])
-    tokenizer = Tokenizer(encoder)
+    return Tokenizer(encoder)
+
+
+@pytest.mark.parametrize("make", [smollm2, byte_level_of_no_family])
+def test_half_a_character_before_a_text_is_no_part_of_it(make: Callable[[], Tokenizer]) -> None:
+    tokenizer, ids = make(), smollm2().encode("\u4e16 and")
+    assert "".join(pieces(tokenizer.detokenizer(), ids)) == "\u4e16 and" and len(ids) > 2
+    begun = len(ids) - 2
+    assert "".join(pieces(tokenizer.detokenizer(after=ids[:begun]), ids[begun:])) == "\ufffd and"
+
+
+def test_many_tokens_that_are_no_character_are_not_held(rng: random.Random) -> None:
+    """By a decoder that is known to no family: each is U+FFFD when the next few have not made it more."""
+    tokenizer = byte_level_of_no_family()
     lone = smollm2().encode("\u4e16")[-1]
     detokenizer = tokenizer.detokenizer(("\ufffd" * 20,))
     got = "".join(detokenizer.put(lone) for _ in range(60))
