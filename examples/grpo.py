@@ -74,7 +74,7 @@ def learn(policy: LlamaForCausalLM, optimizer: torch.optim.Optimizer, batch: tup
     loss.backward()
     torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
     optimizer.step()
-    return float((now - before).abs().max())
+    return float((now.detach() - before).abs().max())
 
 
 async def train(seed: int, num_steps: int) -> list[float]:

@@ -241,6 +241,26 @@ async def test_workers_die(models: tuple[Path, Path]) -> None:
         await engine.finish_weight_update()
 
 
+async def test_between_sleeping_and_waking(models: tuple[Path, Path]) -> None:
+    """As trainers do that need the memory themselves: all is dropped, and the weights are sent before there is KV."""
+    first, second = models
+    async with AsyncLLM(first, **SETTINGS) as engine:
+        await replace(engine, state_of(first))
+        before = await tokens(engine)
+        for source, version in ((state_of(second), "2"), (state_of(first), "3")):
+            await engine.sleep(level=2)
+            with pytest.raises(EngineClosedError, match="asleep"):
+                await engine.start_weight_update()
+            await engine.wake_up(["weights"])
+            await engine.start_weight_update()
+            await engine.update_weights(source)
+            assert await engine.finish_weight_update() == version
+            assert engine.state == "asleep"
+            await engine.wake_up()
+            assert engine.state == "running" and (await tokens(engine) == before) == (version == "3")
+        await settled(engine)
+
+
 async def test_a_trainer_sends_to_all(models: tuple[Path, Path]) -> None:
     """By broadcast, from a process of its own or a thread; one that dies is an error after its time."""
     first, second = models
