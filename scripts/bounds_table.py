@@ -188,6 +188,7 @@ BOUNDS = (
         f"{_INVALID}",
         "number method params trace num_reads",
     ),
+    Bound("`tags` to wake", "2", _INVALID, "tags"),
     Bound("connections, slow uploads", "none", "a proxy, `ulimit -n`"),
 )
 

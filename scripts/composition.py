@@ -106,6 +106,17 @@ NO_EXPERTS = "but an adapter that changes experts is refused"
 APART = "what weights are made of changes nothing in how keys and values are kept"
 
 
+SLEEP = "`sleep`"
+SLEEPS = {
+    "full attention": "tests/e2e/test_sleep_smollm2.py::test_the_same_texts_after_each_sleep",
+    "sliding windows": "tests/parallel/test_sleeping_ranks.py::test_families",
+    STATES: "tests/parallel/test_sleeping_ranks.py::test_families",
+    **dict.fromkeys(
+        ("experts", TENSOR, PIPELINE, REPLICAS, SHARED), "tests/parallel/test_sleeping_ranks.py::test_divided"
+    ),
+}
+
+
 class Cell(NamedTuple):
     row: str
     column: str
@@ -251,6 +262,11 @@ def of_two_divisions(row: str, column: str) -> Cell:
     return Cell(row, column, (OF_REPLICAS if REPLICAS in pair else OF_PIPELINES,))
 
 
+def of_sleep(row: str, column: str) -> Cell:
+    """An engine that sleeps while requests run."""
+    return Cell(row, column, (SLEEPS[column],))
+
+
 class Table(NamedTuple):
     title: str
     rows: Sequence[str]
@@ -269,6 +285,7 @@ TABLES = {
     ),
     of_divided_families: Table("Models and several devices", FAMILIES, DIVISIONS),
     of_divided_formats: Table("Formats and several devices", FORMATS, DIVISIONS),
+    of_sleep: Table("Sleep", (SLEEP,), tuple(SLEEPS)),
     of_two_divisions: Table("Divisions", DIVISIONS, DIVISIONS, is_symmetric=True),
 }
 

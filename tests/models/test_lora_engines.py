@@ -99,6 +99,25 @@ async def test_shared_experts(tmp_path: Path, rng: random.Random) -> None:
                     assert ids == await tokens(engine, prompt, GREEDY)
 
 
+@pytest.mark.parametrize("level", [1, 2])
+async def test_adapters_outlast_a_sleep(tmp_path: Path, rng: random.Random, level: int) -> None:
+    """Of requests in the middle, of those that wake the engine, and one that could not be loaded meanwhile."""
+    base = write_tiny_model(tmp_path / "base", "llama", **SIZES)
+    loras = {name: str(write_adapter(tmp_path / name, base, rng, 4)) for name in "abc"}
+    prompt = [rng.randrange(250) for _ in range(20)]
+    async with AsyncLLM(str(base), **SETTINGS, loras=loras, max_loras=3) as engine:
+        wanted = [await tokens(engine, prompt, GREEDY, name) for name in (None, *"abc")]
+    assert len({tuple(ids) for ids in wanted}) == 4
+    async with AsyncLLM(str(base), **SETTINGS, loras=loras, max_loras=3) as engine:
+        running = [asyncio.create_task(tokens(engine, prompt, GREEDY, name)) for name in (None, *"ab")]
+        while not engine.statistics().generated_tokens:
+            await asyncio.sleep(0.001)
+        await engine.sleep(level)
+        await engine.pin_lora("c")
+        assert await tokens(engine, prompt, GREEDY, "c") == wanted[3]
+        assert [await one for one in running] == wanted[:3]
+
+
 async def test_what_only_a_worker_sees_fails_its_requests_alone(tmp_path: Path, rng: random.Random) -> None:
     base = write_tiny_model(tmp_path / "base", "llama", **SIZES)
     good = write_adapter(tmp_path / "good", base, rng, 4)

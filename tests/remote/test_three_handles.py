@@ -416,3 +416,31 @@ async def test_versions_of_weights(kind: str, tmp_path: Path) -> None:
         await engine.start_weight_update("abort")
         await engine.abort_weight_update()
         assert engine.state == "running" and (await engine.generate("x")).weight_versions == ("second",)
+
+
+async def test_a_sleep_and_its_end(kind: str, tmp_path: Path) -> None:
+    """In another process only where the engine's allows it; a request wakes it from anywhere."""
+    async with FakeAsyncLLM(**LONG, own_thread=kind == "thread") as near:
+        async with AsyncExitStack() as stack:
+            engine: Any = near
+            if kind == "process":
+                await stack.enter_async_context(serve_engine(near, tmp_path / "no"))
+                await stack.enter_async_context(serve_engine(near, tmp_path / "yes", admin=True))
+                guest = await stack.enter_async_context(connect(tmp_path / "no"))
+                engine = await stack.enter_async_context(connect(tmp_path / "yes"))
+                with pytest.raises(InvalidRequestError, match=r"sleep\(\) is refused"):
+                    await guest.sleep()
+            stream = engine.stream("x")
+            assert await anext(stream)
+            await engine.sleep(2)
+            assert engine.is_sleeping and near.is_sleeping and engine.state == "asleep"
+            await engine.wake_up(["weights"])
+            assert engine.is_sleeping
+            await engine.wake_up()
+            assert not engine.is_sleeping and engine.state == near.state == "running"
+            assert await anext(stream)
+            await engine.sleep()
+            other = engine.stream("y")
+            assert await anext(other) and near.state == "running"
+            for one in (stream, other):
+                await one.aclose()

@@ -63,4 +63,4 @@ class SleepCalls:
         """
         if tags is not None and (isinstance(tags, str) or not all(tag in _TAGS for tag in tags)):
             raise not_valid("tags", tags, "a list of 'weights' and 'kv_cache', or None")
-        await self._handle.run(wake_up, None if tags is None else list(tags))
+        await self._handle.run(wake_up, None if tags is None else [tag for tag in _TAGS if tag in tags])

@@ -188,7 +188,7 @@ class Sleeping:
                     logger.error("the engine could not fall asleep, nor wake again; it can be woken later: %s", error)
             raise
         self._asleep = set(TAGS)
-        logger.info("asleep, at level %d", self.level)
+        logger.info("%s is asleep, at level %d", engine.config.model, self.level)
 
     async def _awake(self, tags: Sequence[str]) -> None:
         if not self._begun:
@@ -216,7 +216,7 @@ class Sleeping:
         engine.pausing.release(_HOLDER)
         if engine.admission.is_empty:
             self.note_idle()
-        logger.info("awake")
+        logger.info("%s is awake", engine.config.model)
 
     # -- requests and time
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ..http import JSONAnswer
-from ..openai.requests import Body, Ignored
+from ..openai.requests import Body, Ignored, Many
 from ..service import Service, validated
 
 B = TypeVar("B", bound=Body)
@@ -20,7 +21,7 @@ class SleepBody(Body):
 
 
 class WakeUpBody(Body):
-    tags: list[Literal["weights", "kv_cache"]] | None = None
+    tags: Annotated[Many[Literal["weights", "kv_cache"]], Field(max_length=2)] | None = None
 
 
 async def sleep(service: Service, request: Request) -> Response:
