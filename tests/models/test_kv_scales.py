@@ -125,7 +125,10 @@ def test_scales_of_the_checkpoint(tiny_model: TinyModel, tmp_path: Path, names: 
     folder = tiny_model("llama")
     model, _ = load(source_of(folder))
     config, layers, heads = model.config, model.config.num_layers, model.config.num_kv_heads
-    one = with_scales(folder, stored(layers, lambda i: torch.tensor([0.5 + i]), names), tmp_path / "one")
+    given = stored(layers, lambda i: torch.tensor([0.5 + i]), names)
+    for other in ("mtp", "vision_tower.encoder", "model.visual"):  # modules that have layers of their own
+        given[f"{other}.layers.0.self_attn.k_scale"] = torch.tensor(9.0)
+    one = with_scales(folder, given, tmp_path / "one")
     loaded, _ = load(one)  # a model has no place for them, and does not mind
     setup = measured(setup_of(one, loaded))
     assert setup.kv_format.origin == "checkpoint"

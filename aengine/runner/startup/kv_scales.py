@@ -35,8 +35,11 @@ logger = logging.getLogger("aengine.runner")
 
 _TOKENS = 256
 _STRIDE = 7919  # a prime: the fixed tokens are its multiples
-_NAME = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.\w+\.(?:(?:k_proj|v_proj|qkv_proj|attn)\.)?(k|v|kv)_scale$")
-"""Names of scales: compressed-tensors has them beside the matrices of an attention, ModelOpt in those of k and v."""
+_NAME = re.compile(
+    r"^(?:(?:model|language_model)\.)*layers\.(\d{1,9})\.\w+\.(?:(?:k_proj|v_proj|qkv_proj|attn)\.)?(k|v|kv)_scale$"
+)
+"""Names of scales: compressed-tensors has them beside the matrices of an attention, ModelOpt in those of k and v. Other
+modules (mtp, a vision tower) have layers of their own."""
 _CURE = "give kv_cache_scales='calibrated', or leave kv_cache_dtype at 'auto'"
 
 
