@@ -35,6 +35,7 @@ Progress = Callable[[StartupProgress], None]
 
 _MOST_IDS = (1 << 31) - 1  # ids are int32
 _TIED = "tie_word_embeddings"
+_QUANTISED = ("quantization_config", "compression_config")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,7 @@ def _read_settings(path: Path, config: EngineConfig, choice: GgufChoice | None) 
             path, pooling = file.path, gguf_pooling(file).to_wire()
         return ModelSource(config.model, str(path), "dummy" if dummy else "gguf", settings, generation, pooling)
     settings = text_config(read_json(path / "config.json"), None if dummy else path)
+    settings |= _quantised_beside(path, settings)
     generation_file = path / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
     check_nesting(settings, path / "config.json")
@@ -128,6 +130,17 @@ def _read_settings(path: Path, config: EngineConfig, choice: GgufChoice | None) 
     check_nesting(generation, generation_file)
     pooling = read_pooling(path, settings).to_wire()
     return ModelSource(config.model, str(path), "dummy" if dummy else "safetensors", settings, generation, pooling)
+
+
+def _quantised_beside(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What ModelOpt's own file says of a checkpoint whose config.json says nothing of it, in config.json's words."""
+    file = folder / "hf_quant_config.json"
+    if any(settings.get(key) for key in _QUANTISED) or not file.is_file():
+        return {}
+    found = read_json(file)
+    check_nesting(found, file)
+    how = found.get("quantization")
+    return {_QUANTISED[0]: {**how, "quant_method": "modelopt"}} if isinstance(how, dict) else {}
 
 
 def text_config(hf_config: Mapping[str, Any], folder: Path | None = None) -> dict[str, Any]:
@@ -141,7 +154,7 @@ def text_config(hf_config: Mapping[str, Any], folder: Path | None = None) -> dic
     text = hf_config.get("text_config")
     if not isinstance(text, Mapping):
         return dict(hf_config)
-    parts = {key for key in hf_config if key.endswith("_config")} - {"quantization_config", "compression_config"}
+    parts = {key for key in hf_config if key.endswith("_config")} - set(_QUANTISED)
     above = {key: value for key, value in hf_config.items() if key not in parts}
     settings = {**above, **{key: value for key, value in text.items() if value is not None}}
     tied = above.get(_TIED)

@@ -380,6 +380,17 @@ def test_the_text_model_of_a_model_for_images(tmp_path: Path) -> None:
     }
 
 
+def test_what_modelopt_writes_beside_config_json(tmp_path: Path) -> None:
+    """It counts where config.json says nothing of it."""
+    folder = make_folder(tmp_path / "m")
+    how = {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    file = folder / "hf_quant_config.json"
+    file.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": how}))
+    assert resolve(folder).hf_config["quantization_config"] == {"quant_method": "modelopt", **how}
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": {"quant_method": "fp8"}}))
+    assert resolve(folder).hf_config["quantization_config"] == {"quant_method": "fp8"}
+
+
 @pytest.mark.parametrize(
     ("name", "is_meant"),
     [
