@@ -165,6 +165,32 @@ def test_numbers_without_a_scale_are_no_codes(kind: str, copied: Callable[..., P
     check_near(logits(folder), logits(plain))
 
 
+def stacked(tensors: dict[str, torch.Tensor]) -> None:
+    """Make each layer's experts one tensor of matrices and one of scales, as transformers writes them."""
+    for stem in sorted({name.partition(".experts.")[0] for name in tensors if ".experts." in name}):
+        for stack, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+            for suffix, end in (("weight", ""), ("weight_scale_inv", "_scale_inv")):
+                names = [[f"{stem}.experts.{i}.{part}.{suffix}" for part in parts] for i in range(5)]
+                if names[0][0] in tensors:
+                    rows = [torch.cat([tensors.pop(name).float() for name in own]) for own in names]
+                    tensors[f"{stem}.experts.{stack}{end}"] = torch.stack(rows).to(torch.float32 if end else FP8)
+    for name in [name for name in tensors if ".experts." in name and name.endswith("input_scale")]:
+        del tensors[name]
+
+
+def test_blocks_of_stacked_experts(copied: Callable[..., Path]) -> None:
+    folder, plain = copied("qwen3_moe"), copied("qwen3_moe")
+    save_file(write_quantised(folder, "blocks", stacked), plain / "model.safetensors")
+    check_near(logits(folder), logits(plain))
+
+
+def test_a_scale_that_the_first_expert_lacks_is_named(copied: Callable[..., Path]) -> None:
+    folder, name = copied("qwen3_moe"), "model.layers.1.mlp.experts.0.up_proj.weight_scale"
+    write_quantised(folder, "channel", lambda tensors: tensors.pop(name))
+    with pytest.raises(ModelLoadError, match=rf"lacks a tensor of the model: {name}; .*fetch the model again"):
+        load(source_of(folder))
+
+
 def test_blocks_wider_than_a_matrix() -> None:
     """What config.json says of them takes no memory."""
     form = Fp8Format(PLAIN, of_rows=False, block=(4, 1 << 62))

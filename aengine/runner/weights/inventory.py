@@ -6,7 +6,6 @@ What is kept of a quantised matrix is seen on a small one of its format, made as
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any, NamedTuple
@@ -17,11 +16,11 @@ from torch import Tensor
 from ...errors import ModelLoadError
 from .float16_cpu import Float16Format, float16_plan
 from .formats import WeightFormats
+from .quantised.matrices import of_first_expert
 from .scope import Place, WeightScope
 from .sources.reading import NUMBERS
 from .weight import ExpertWeights, StoredTensor, Weight, WeightFormat
 
-_EXPERT = re.compile(r"\.experts\.\d+\.")
 _ROWS, _COLUMNS = 256, 1024
 """Sizes of the small matrix: multiples of all blocks and groups."""
 
@@ -61,7 +60,7 @@ def inventory(weights: WeightScope, experts_share: float, stored: Mapping[str, s
         kept = _kept(matrix, kind, place, weights.formats, seen)
         form = kept.format
         if form:
-            was = stored.get(_EXPERT.sub(".experts.0.", matrix), "")
+            was = stored.get(of_first_expert(matrix), "")
             if was and " " not in form:
                 form = f"{was} -> {form}"
             names.setdefault(kind, {})[form] = None

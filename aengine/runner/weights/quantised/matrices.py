@@ -22,7 +22,12 @@ NEVER_QUANTISED = re.compile(r"(^|\.)(lm_head|embed_tokens|router|gate|shared_ex
 """Matrices that are plain where nothing says which are quantised: the head, and those that choose experts."""
 _IGNORED = ("ignore", "ignored_layers", "modules_to_not_convert", "exclude_modules")
 """Keys of a quantization_config for the names of matrices that are left plain."""
-_SCALES = ("weight_scale", "weight_scale_inv")
+_SCALES = ("_scale", "_scale_inv")
+STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Matrices of all experts in one tensor [num_experts, out_features, in_features], and what is in each from the top."""
+_STACK_OF = {part: stack for stack, parts in STACKED.items() for part in parts}
+_EXPERT_NUMBER = re.compile(r"\.experts\.\d+\.")
+_EXPERT = re.compile(r"(.*\.experts)\.(\d{1,9})\.(\w+)")
 _MOST_RULES = 256
 """Each is an automaton of its own, which takes some 10 ms to make."""
 
@@ -44,17 +49,31 @@ class PlainMatrices(NamedTuple):
 
     Those are in the list, and those of which the files have a "weight" without a scale, whatever the list says: some
     writers (transformers' FP8) never quantise the head or the routers, and list neither, or list a module for all that
-    is below it.
+    is below it; a stack of experts is no Linear, which writers would list. Of an expert alone the scale may be missing:
+    where the next one has it, it is.
     """
 
     listed: NamePatterns
     stored: Collection[str] | None  # names of the tensors in the files; None: there are no files
 
     def __contains__(self, name: object) -> bool:
-        stored = self.stored or ()
-        if f"{name}.weight" in stored and not any(f"{name}.{scale}" in stored for scale in _SCALES):
-            return True
-        return any(own in self.listed for own in whole_names(str(name)))
+        expert = _EXPERT.fullmatch(str(name))
+        if expert is None:
+            is_stored = self._has_numbers(f"{name}.weight")
+        else:
+            stem, number, part = expert.groups()
+            stack, following = f"{stem}.{_STACK_OF.get(part)}", f"{stem}.{int(number) + 1}.{part}.weight"
+            is_stored = self._has_numbers(stack) or (
+                self._has_numbers(f"{name}.weight") and not self._has_scale(following)
+            )
+        return is_stored or any(own in self.listed for own in whole_names(str(name)))
+
+    def _has_numbers(self, tensor: str) -> bool:
+        return tensor in (self.stored or ()) and not self._has_scale(tensor)
+
+    def _has_scale(self, tensor: str) -> bool:
+        """Return whether the files have a scale of this tensor: "a.weight_scale" of "a.weight"."""
+        return any(f"{tensor}{kind}" in (self.stored or ()) for kind in _SCALES)
 
 
 class AllButIgnored(NamedTuple):
@@ -113,6 +132,11 @@ class Asked(NamedTuple):
     def refusal(self, problem: str) -> ModelLoadError:
         """Return the error of weights that no format reads."""
         return ModelLoadError(f"{self.where}: {problem:.300}, which aengine does not read: {UNQUANTISED}")
+
+
+def of_first_expert(name: str) -> str:
+    """Return what the same tensor of a layer's first expert is called; of no expert's the name itself."""
+    return _EXPERT_NUMBER.sub(".experts.0.", name)
 
 
 def whole_names(name: str) -> tuple[str, ...]:

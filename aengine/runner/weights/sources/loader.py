@@ -26,7 +26,8 @@ from ....errors import ModelLoadError, NotEnoughMemoryError
 from ...models.causal_lm import CausalLM
 from ...models.encoders.encoder import Encoder
 from ...platforms.platform import DeviceMemory
-from ..quantised.matrices import UNQUANTISED
+from ..formats import WeightFormats
+from ..quantised.matrices import UNQUANTISED, of_first_expert
 from ..scope import Place
 from .gguf_source import gguf_shape, read_gguf
 from .leftovers import other_form
@@ -150,7 +151,7 @@ def _wanted(
     for named in tensors:
         own = places.pop(named.name, None)
         if own is not None and named.tensor is not None:
-            _check_shape(own[0], named.shape, source, name_in_file(named.name))
+            _check_shape(own[0], named.shape, source, name_in_file(named.name), model.weights.formats)
             yield own, named
         elif (
             not named.is_idle
@@ -282,10 +283,16 @@ def _check_room(
         )
 
 
-def _check_shape(place: Place, shape: tuple[int, ...], source: ModelSource, name: str) -> None:
+def _check_shape(place: Place, shape: tuple[int, ...], source: ModelSource, name: str, formats: WeightFormats) -> None:
     if shape == place.shape or (place.shape == () and prod(shape) == 1):  # a single number, in brackets or not
         return
     if source.format != "gguf":
+        own, first = (formats.of(one.rpartition(".")[0]).name for one in (place.name, of_first_expert(place.name)))
+        if own != first:
+            raise ModelLoadError(
+                f"{source.path}: {name} is in {own}, and the layer's first expert in {first}, whose format all have: "
+                f"{UNQUANTISED}"
+            )
         raise ModelLoadError(
             f"{source.path}: {name} has the shape {list(shape)}, but by the config it is {list(place.shape)}; "
             f"{_OTHER_MODEL}"

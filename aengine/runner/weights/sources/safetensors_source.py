@@ -14,6 +14,7 @@ import torch
 
 from ....checkpoint.safetensors_files import safetensors_files, text_name
 from ....errors import ModelLoadError
+from ..quantised.matrices import STACKED
 from .leftovers import is_idle
 from .reading import NUMBERS, Named, Source, Target, in_threads
 
@@ -99,10 +100,6 @@ def _text_tensors(names: list[str], target: Target) -> set[str]:
     return below | (target.places.keys() & set(names)) if below else set(names)
 
 
-_PACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""Matrices of all experts in one tensor [num_experts, out_features, in_features], and what is in each from the top."""
-
-
 def _place_of(name: str, target: Target) -> str:
     """Return the model's name of a tensor; a decoder that was saved without its output matrix lacks the prefix."""
     if name in target.places:
@@ -112,17 +109,18 @@ def _place_of(name: str, target: Target) -> str:
 
 
 def jobs_of(path: Path, file: Any, name: str, target: Target) -> list[Callable[[], Named]]:
-    """What reads a tensor; where the model wants each expert's matrices, all of those that are packed in it."""
+    """What reads a tensor; where the model wants each expert's matrices, or scales of blocks, all that are in it."""
     own_name = _place_of(name, target)
     stem, _, last = own_name.rpartition(".")
-    parts = _PACKED.get(last, ())
-    if own_name in target.places or not parts or f"{stem}.0.{parts[0]}.weight" not in target.places:
+    stack = last.removesuffix("_scale_inv")
+    parts, suffix = STACKED.get(stack, ()), f"weight{last.removeprefix(stack)}"
+    if own_name in target.places or not parts or f"{stem}.0.{parts[0]}.{suffix}" not in target.places:
         return [partial(_read_tensor, path, file, name, own_name, target)]
     num_experts, num_rows, _ = file.get_slice(name).get_shape()
     size = num_rows // len(parts)
     rows = {part: slice(i * size, (i + 1) * size) for i, part in enumerate(parts)}
     return [
-        partial(_read_tensor, path, file, name, f"{stem}.{expert}.{part}.weight", target, (expert, own))
+        partial(_read_tensor, path, file, name, f"{stem}.{expert}.{part}.{suffix}", target, (expert, own))
         for expert in range(num_experts)
         for part, own in rows.items()
     ]
