@@ -464,6 +464,33 @@ def test_several_groups_by_name_pattern_and_class(copied: Callable[..., Path]) -
     assert load(source_of(folder))[0].weights.formats.name == "int4, int8, nvfp4"
 
 
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_a_stack_of_experts_in_numbers_is_no_codes(kind: str) -> None:
+    """Whether the list has it or not: it is no Linear, which writers list. One with a scale is codes."""
+    stored = ["model.layers.0.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.gate_up_proj"]
+    stored.append(f"{stored[1]}_scale_inv")
+    formats = choose_formats("float32", CPU, {"quantization_config": KINDS[kind][1]}, stored=stored)
+    found = [formats.of(f"model.layers.{i}.mlp.experts.0.up_proj").name for i in range(2)]
+    assert found == ["float32", kind]
+
+
+def test_targets_of_groups() -> None:
+    """A class is of its own modules; of equal targets the last counts; a group that no matrix has may be anything."""
+    config = compressed(PACK)
+    int4 = config["config_groups"]["group_0"]
+    int8, none = ({**int4, "weights": {**int4["weights"], "num_bits": bits}} for bits in (8, 3))
+    config["config_groups"] |= {
+        "1": {**none, "targets": ["re:.*vision_tower.*", "re:.*k_proj"]},
+        "2": {**int8, "targets": ["Embedding", "re:.*v_proj"]},
+        "3": {**int4, "targets": ["re:.*v_proj"]},
+    }
+    formats = choose_formats("float32", CPU, {"quantization_config": config}, stored=[])
+    names = ["model.embed_tokens", "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj"]
+    assert [formats.of(name).name for name in names] == ["int8", "int4", "int4"]
+    with pytest.raises(ModelLoadError, match=r"config_groups: 1: format 'pack-quantized', int weights in 3 bits"):
+        formats.of("model.layers.0.self_attn.k_proj")
+
+
 def test_rules_of_gptqmodel(copied: Callable[..., Path]) -> None:
     """The first rule that fits says what is other than in the config; a matrix may be left plain, the head not."""
     folder, plain = copied(), copied()
@@ -548,6 +575,21 @@ def test_an_expert_in_another_format_is_named(copied: Callable[..., Path]) -> No
     write(folder, "int4", config=config, only=lambda name: is_quantised(name) and "experts.3." not in name)
     with pytest.raises(
         ModelLoadError, match=r"experts\.3\.\w+\.weight is in another format than .*first expert.*: give"
+    ):
+        load(source_of(folder))
+
+
+def test_an_expert_in_another_group_is_named(copied: Callable[..., Path]) -> None:
+    folder = copied("qwen3_moe")
+    config = compressed(PACK)
+    int4 = config["config_groups"]["group_0"]
+    int8 = {**int4, "targets": [r"re:.*experts\.3\."], "weights": {**int4["weights"], "num_bits": 8}}
+    config["config_groups"]["group_1"] = int8
+    own = {"model.layers.0.mlp.experts.3.up_proj.weight"}
+    write(folder, "int8", config=config, only=lambda name: name in own)
+    write(folder, "int4", config=config, only=lambda name: is_quantised(name) and name not in own)
+    with pytest.raises(
+        ModelLoadError, match=r"experts\.3\.\S+ is in int8, and the layer's first expert in int4.*: give"
     ):
         load(source_of(folder))
 

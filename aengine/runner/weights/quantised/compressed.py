@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ....checkpoint.value_reader import ValueReader
+from ....errors import ModelLoadError
 from ..weight import StoredTensor, WeightFormat, random_scales
 from . import faults
 from .fp4 import Fp4Format
@@ -119,24 +120,32 @@ def _plus_128(codes: Tensor) -> Tensor:
     return (codes ^ -128).view(torch.uint8)
 
 
-class GroupedMatrices(NamedTuple):
-    """`QuantisedMatrices` by targets: a matrix' own name, else the first pattern, else the class of all of them."""
+_Read = WeightFormat | ModelLoadError
+"""A group's format, or what is wrong with it: that of a vision tower's is nobody's concern."""
 
-    names: Mapping[str, WeightFormat]
-    patterns: Rules[WeightFormat]
-    others: WeightFormat | None
+
+class GroupedMatrices(NamedTuple):
+    """`QuantisedMatrices` by targets: a matrix' own name, else the first pattern, else the matrix' class."""
+
+    targets: Mapping[str, _Read]  # names of matrices and of classes
+    patterns: Rules[_Read]
     ignored: PlainMatrices
 
     @property
     def name(self) -> str:
-        found = [*self.names.values(), *(form for _, form in self.patterns), *([self.others] if self.others else [])]
-        return ", ".join(sorted({form.name for form in found}))
+        found = {form.name for form in self.targets.values() if not isinstance(form, ModelLoadError)}
+        return ", ".join(sorted(found))
 
     def of(self, name: str) -> WeightFormat | None:
+        """Raises ModelLoadError: the group of this matrix is in a format that is not read."""
         if name in self.ignored:
             return None
-        named = next((self.names[own] for own in whole_names(name) if own in self.names), None)
-        return named or first_rule(self.patterns, name, self.others)
+        kind = self.targets.get("Embedding" if name.endswith("embed_tokens") else "Linear")
+        named = next((self.targets[own] for own in whole_names(name) if own in self.targets), None)
+        found = named or first_rule(self.patterns, name, kind)
+        if isinstance(found, ModelLoadError):
+            raise found
+        return found
 
 
 def read_compressed(asked: Asked) -> GroupedMatrices | None:
@@ -149,30 +158,25 @@ def read_compressed(asked: Asked) -> GroupedMatrices | None:
         raise asked.refusal("transform_config rotates the activations")
     if values.mapping("sparsity_config").get("format", "dense") != "dense":
         raise asked.refusal("sparsity_config has weights that are sparse")
-    names: dict[str, WeightFormat] = {}
-    patterns: dict[str, WeightFormat] = {}
-    others = None
+    by_target: dict[str, _Read] = {}  # the last of equal ones counts, as in compressed-tensors
     groups = values.at("config_groups")
     for key in groups:
         group = groups.at(key)
         if group.raw("weights") is None:
             continue
         form = _format_of(asked, group, group.text("format") or values.text("format"), key)
-        for target in group.texts("targets"):
-            if target.startswith("re:"):
-                patterns.setdefault(target[3:], form)
-            elif target == "Linear":
-                others = others or form
-            else:  # a matrix' name; a class of other modules has none
-                names.setdefault(target, form)
-    in_order = dict(sorted(patterns.items()))  # as compressed-tensors takes them
-    found = GroupedMatrices(names, asked.rules("config_groups: targets", in_order), others, ignored_matrices(asked))
+        by_target |= dict.fromkeys(group.texts("targets"), form)
+    in_order = {target[3:]: form for target, form in sorted(by_target.items()) if target.startswith("re:")}
+    found = GroupedMatrices(by_target, asked.rules("config_groups: targets", in_order), ignored_matrices(asked))
+    refused = next((form for form in by_target.values() if isinstance(form, ModelLoadError)), None)
+    if not found.name and refused is not None:
+        raise refused
     if not found.name and values.raw("kv_cache_scheme") is None:
         raise values.error("config_groups", f"names no matrices whose weights are quantised: {UNQUANTISED}")
     return found
 
 
-def _format_of(asked: Asked, group: ValueReader, kind: str, key: str) -> WeightFormat:
+def _format_of(asked: Asked, group: ValueReader, kind: str, key: str) -> _Read:
     weights = group.at("weights")
     bits, numbers = weights.integer("num_bits", 8), weights.text("type", "int")
     size, is_symmetric = weights.integer_or_none("group_size", least=-1), weights.flag("symmetric", True)
@@ -202,7 +206,7 @@ def _format_of(asked: Asked, group: ValueReader, kind: str, key: str) -> WeightF
             return Fp4Format(*base, "nvfp4", matrix_scale="weight_global_scale", divides=True)
         if bits == 4 and kind == "mxfp4-pack-quantized" and size in (None, 32):
             return Fp4Format(*base, "mxfp4")
-    raise asked.refusal(
+    return asked.refusal(
         f"config_groups: {key:.40}: format {kind!r:.40}, {numbers:.20} weights in {bits} bits, strategy "
         f"{strategy!r:.40}{'' if is_symmetric else ', asymmetric'}"
     )
