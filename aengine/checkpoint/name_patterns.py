@@ -15,6 +15,7 @@ from ..errors import ModelLoadError
 _MOST_LETTERS = 1 << 14
 """Letters of all patterns together. Real lists have a few hundred."""
 _MOST_STATES = 20_000
+_CURE = "write it otherwise in a copy of the file, or as the names that it means"
 _PIECE = re.compile(r"\\.|\[\^?\]?(?:[^\]\\]|\\.)*+\]|\(\?:|.", re.DOTALL)
 """Of a pattern: an escape, a class, the beginning of a group, or one letter."""
 
@@ -81,4 +82,4 @@ class NamePatterns:
             part.append(piece)
 
     def _refusal(self, pattern: str, problem: str) -> ModelLoadError:
-        return ModelLoadError(f"{self._where}: aengine can't read the pattern {pattern!r:.80}: {problem:.200}")
+        return ModelLoadError(f"{self._where}: aengine can't read the pattern {pattern!r:.80}: {problem:.200}; {_CURE}")

@@ -97,7 +97,7 @@ def test_work_does_not_grow_by_the_pattern(pattern: str) -> None:
         ("[a", "can't read the pattern '\\[a'"),
         ("*", "can't read the pattern '\\*'"),
         ("a)(b", "can't read the pattern 'a\\)\\(b': its brackets are not in pairs"),
-        ("^(?!.*experts)", "it looks around, sets flags or names a group"),
+        ("^(?!.*experts)", "it looks around, sets flags or names a group; write it otherwise"),
         (r"(a)\1", "can't read the pattern"),
         ("(a$|b)c", "can't read the pattern"),
         ("x" * 20_000, "has patterns of more than 16384 letters"),

@@ -485,6 +485,8 @@ def test_targets_of_groups() -> None:
         "3": {**int4, "targets": ["re:.*v_proj"]},
     }
     formats = choose_formats("float32", CPU, {"quantization_config": config}, stored=[])
+    of_activations = compressed(PACK) | {"config_groups": {"0": {"targets": ["Linear"], "weights": None}}}
+    assert choose_formats("float32", CPU, {"quantization_config": of_activations}).quantised is None
     names = ["model.embed_tokens", "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj"]
     assert [formats.of(name).name for name in names] == ["int8", "int4", "int4"]
     with pytest.raises(ModelLoadError, match=r"config_groups: 1: format 'pack-quantized', int weights in 3 bits"):

@@ -80,7 +80,7 @@ def _cpu_choices(config: EngineConfig, report: dict[str, Any]) -> dict[str, Any]
     choices = {
         "device": "cpu",
         "threads": torch.get_num_threads(),
-        "attention": "compiled kernels" if is_compiled and config.kv_cache_dtype != "fp8" else "torch",
+        "attention": "compiled kernels" if is_compiled else "torch",
         "kv_cache_bytes": config.kv_cache_memory_bytes or min(CPU_DEFAULT, report["free_memory"] // 4),
     }
     try:

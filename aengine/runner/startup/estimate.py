@@ -10,7 +10,6 @@ from ...checkpoint.value_reader import damage_explained
 from ...config import EngineConfig
 from ...errors import ModelLoadError
 from ...limits.memory import free_memory
-from ..attention.kv_format import kv_format_of
 from ..attention.torch_attention import DEFAULT_BLOCK_SIZE
 from ..kv_spec import lay_out_kv
 from ..model_config import ModelConfig
@@ -19,13 +18,14 @@ from ..models.causal_lm import CausalLM
 from ..models.encoders import is_encoder
 from ..platforms.choice import choose_platform
 from ..platforms.platform import Platform
-from ..weights.formats import COMPILED_DTYPES, choose_formats
+from ..weights.formats import COMPILED_DTYPES, WeightFormats, choose_formats
 from ..weights.inventory import TensorsOfAKind, inventory, line_of
 from ..weights.quantised.gguf import CODED_TYPES
 from ..weights.sources.gguf_source import GgufMatrices, gguf_types
 from ..weights.sources.loader import check_layers, check_tensors, stored_shapes, tensor_names
 from .heads import DecoderHead
 from .kv_memory import cpu_budget
+from .kv_scales import choose_kv_format
 
 
 def estimate(config: EngineConfig) -> dict[str, Any]:
@@ -64,6 +64,8 @@ def estimate(config: EngineConfig) -> dict[str, Any]:
             is_compiled=model_config.implementation == "native" and bool(platform.compiled_types),
             folder=source.path,
         )
+        check_library(config, model_config, formats)
+        kept = choose_kv_format(config, model_config, formats.dtype, source, 0)
         model = build_model(model_config, formats)
         if model.weights.names is not None:
             model.weights.names.choose(stored_shapes(source))
@@ -72,7 +74,7 @@ def estimate(config: EngineConfig) -> dict[str, Any]:
     layout = lay_out_kv(
         model_config.kv_layers,
         config.block_size or DEFAULT_BLOCK_SIZE,
-        kv_format_of(config.kv_cache_dtype, formats.dtype).dtype.itemsize,
+        kept.dtype.itemsize,
     )
     weight_bytes = sum(group.bytes for group in groups)
     if platform.is_accelerator:  # a GPU each
@@ -115,6 +117,22 @@ def tensors_of(model: CausalLM, source: ModelSource) -> list[TensorsOfAKind]:
     share = min(1.0, top_k / config.num_experts) if top_k and config.num_experts else 1.0
     is_gguf = source.format == "gguf"
     return inventory(model.weights, share, gguf_types(source.path, gguf_names(config)) if is_gguf else {})
+
+
+def check_library(config: EngineConfig, model_config: ModelConfig, formats: WeightFormats) -> None:
+    """Raise ModelLoadError for what a model of transformers can't have."""
+    if model_config.implementation != "transformers" or formats.quantised is None:
+        return
+    cure = (
+        "leave quantization at 'auto'" if config.quantization != "auto" else "give the checkpoint that it was made from"
+    )
+    if config.model_impl == "transformers":
+        cure = f"leave model_impl at 'auto' if aengine has this family, or {cure}"
+    raise ModelLoadError(
+        f"{formats.folder}: weights in {formats.name}, by quantization={config.quantization!r} and the "
+        f"quantization_config of config.json: a model of {model_config.model_type!r}, which transformers computes, is "
+        f"read in 16 or 32 bits only: {cure}"
+    )
 
 
 def gguf_matrices(

@@ -29,7 +29,6 @@ from ..attention.torch_attention import DEFAULT_BLOCK_SIZE
 from ..distributed.opening import open_device, open_experts_group, open_group, open_link, stage_of
 from ..distributed.pipeline import StepSizes
 from ..lora.choice import refuse_loras, with_loras
-from ..model_config import ModelConfig
 from ..model_runner import ModelRunner
 from ..models import build_model, read_config
 from ..models.encoders import is_encoder
@@ -38,8 +37,8 @@ from ..sampling.processors import load_processors
 from ..sleeping.sleeper import Sleeper, choose_sleeper
 from ..updates.receiver import WeightReceiver, answered
 from ..weights.float16_cpu import Float16Format, agree_on_plan
-from ..weights.formats import WeightFormats, choose_formats
-from ..weights.inventory import line_of
+from ..weights.formats import choose_formats
+from ..weights.inventory import line_of, name_of
 from ..weights.sources.loader import (
     LoadedWeights,
     Progress,
@@ -50,7 +49,7 @@ from ..weights.sources.loader import (
 )
 from .draft import Target, find_proposer, load_proposer
 from .encoder import LoadedEncoder, load_encoder
-from .estimate import gguf_matrices, tensors_of
+from .estimate import check_library, gguf_matrices, tensors_of
 from .heads import DecoderHead
 from .kv_memory import KvPlan
 from .kv_scales import choose_kv_format, measured
@@ -123,7 +122,7 @@ def _load(
         is_compiled=model_config.implementation == "native" and bool(platform.compiled_types),
         folder=checkpoint.path,
     )
-    _check_library(config, model_config, formats)
+    check_library(config, model_config, formats)
     if isinstance(formats.plain, Float16Format):
         agree_on_plan(group)
     model_config.check_device(platform.device, formats.dtype)
@@ -160,16 +159,6 @@ def _load(
         proposer=proposer,
     )
     return setup, weights, sleeper
-
-
-def _check_library(config: EngineConfig, model_config: ModelConfig, formats: WeightFormats) -> None:
-    """Raise ModelLoadError for what a model of transformers can't have."""
-    if model_config.implementation == "transformers" and formats.quantised is not None:
-        raise ModelLoadError(
-            f"weights in {formats.name}, by quantization={config.quantization!r} and the quantization_config of "
-            f"config.json: a model of {model_config.model_type!r}, which transformers computes, is read in 16 or 32 "
-            f"bits only: give the checkpoint that it was made from, and leave quantization at 'auto'"
-        )
 
 
 def _vectors(config: EngineConfig, checkpoint: ModelSource, device: torch.device) -> VectorLayers | None:
@@ -212,7 +201,7 @@ class LocalModel:
             "vocab_size": setup.model_config.vocab_size,
             "rope_border": setup.model_config.rope_border,
             **formats.precision,
-            "weight_format": formats.name,
+            "weight_format": name_of(setup.tensors) or formats.name,
             "model_type": setup.model_config.model_type,
             "model_impl": setup.model_config.implementation,
             "why_not_native": setup.model_config.why_not_native,

@@ -188,7 +188,7 @@ def _read_quantization(asked: Asked, hf_config: Mapping[str, Any]) -> QuantisedM
         method = f"{method:.80}" + (f" {how['quant_algo']!s:.80}" if how.get("quant_algo") else "")
         raise ModelLoadError(
             f"{asked.where or 'the checkpoint'}: the weights are quantised ({key} of config.json: {method}) in a way "
-            f"that aengine does not read; it reads GGUF, FP8, compressed-tensors, AWQ, GPTQ and ModelOpt's NVFP4: "
-            f"{UNQUANTISED}"
+            f"that aengine does not read; it reads GGUF, FP8, compressed-tensors, AWQ, GPTQ, and of ModelOpt "
+            f"FP8 and NVFP4, the same for all matrices: {UNQUANTISED}"
         )
     return None

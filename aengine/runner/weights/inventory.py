@@ -1,12 +1,12 @@
 """What a model's tensors become in memory, in groups, and what a step reads of them: for `describe()`, a line of the
 log, and `aengine doctor MODEL`, for which none of them has been loaded.
 
-What is kept of a quantised matrix is seen on a small one of its format, made as the loader makes them.
+What is kept of a quantised matrix is seen on one of few rows of its format, made as the loader makes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from .weight import ExpertWeights, StoredTensor, Weight, WeightFormat
 
 _ROWS, _COLUMNS = 256, 1024
 """Sizes of the small matrix: multiples of all blocks and groups."""
+_CODES = " as codes"
 
 
 class TensorsOfAKind(NamedTuple):
@@ -51,7 +52,7 @@ def inventory(weights: WeightScope, experts_share: float, stored: Mapping[str, s
         stored: formats of matrices in the checkpoint that become plain numbers, by the matrix' name; of experts those
             of the first
     """
-    seen: dict[tuple[WeightFormat, bool], _Kept] = {}
+    seen: dict[tuple[WeightFormat, bool, int], _Kept] = {}
     totals: dict[str, list[float]] = {}
     names: dict[str, dict[str, None]] = {}
     for name, places in weights.places.items():
@@ -59,7 +60,7 @@ def inventory(weights: WeightScope, experts_share: float, stored: Mapping[str, s
         kind = _kind(matrix, places, weights)
         kept = _kept(matrix, kind, place, weights.formats, seen)
         form = kept.format
-        if form:
+        if form and place.num_parameters:  # scales beside codes are told with these
             was = stored.get(of_first_expert(matrix), "")
             if was and " " not in form:
                 form = f"{was} -> {form}"
@@ -70,6 +71,17 @@ def inventory(weights: WeightScope, experts_share: float, stored: Mapping[str, s
         total[1] += count * kept.read * {"experts": experts_share, "embeddings": 0.0}.get(kind, 1.0)
     groups = [TensorsOfAKind(k, ", ".join(names.get(k, ())), round(a), round(b)) for k, (a, b) in totals.items()]
     return sorted(groups, key=lambda group: -group.bytes)
+
+
+def name_of(groups: Sequence[TensorsOfAKind]) -> str:
+    """The formats in which the layers' matrices are kept, and codes elsewhere: "int4, int8"."""
+    found = {
+        form.removesuffix(_CODES).rpartition(" -> ")[2]
+        for group in groups
+        for form in filter(None, group.format.split(", "))
+        if group.tensors in ("attention and MLP", "experts") or form.endswith(_CODES)
+    }
+    return ", ".join(sorted(found))
 
 
 def line_of(groups: list[TensorsOfAKind]) -> str:
@@ -96,7 +108,7 @@ def _kept(
     kind: str,
     place: Place,
     formats: WeightFormats,
-    seen: dict[tuple[WeightFormat, bool], _Kept],
+    seen: dict[tuple[WeightFormat, bool, int], _Kept],
 ) -> _Kept:
     plain, itemsize = _plain(formats), formats.table_dtype.itemsize
     if len(place.shape) < 2:
@@ -111,9 +123,9 @@ def _kept(
         if place.kept is None:  # packed_experts.py
             return _Kept("mxfp4 as codes", 17 / 32, 17 / 32)
         return plain._replace(format=f"mxfp4 -> {plain.format}")
-    key = form, kind == "experts"
+    key = form, kind == "experts", _columns_of(place, form)
     if key not in seen:
-        size = _bytes_of_codes(form, kind == "experts", formats)
+        size = _bytes_of_codes(form, kind == "experts", formats, key[2])
         is_codes = size < plain.size
         was = f"{form.name} with act-order" if getattr(form, "mixes_columns", False) else form.name
         named = f"{was} as codes" if is_codes else f"{was} -> {plain.format}"
@@ -128,10 +140,22 @@ def _plain(formats: WeightFormats) -> _Kept:
     return _Kept(formats.plain.name, itemsize, itemsize)
 
 
-def _bytes_of_codes(form: WeightFormat, is_experts: bool, formats: WeightFormats) -> float:
+def _columns_of(place: Place, form: WeightFormat) -> int:
+    """This rank's columns of the matrix of a place."""
+    suffix = place.name.rpartition(".")[2]
+    try:
+        stored = next((one for one in form.tensors(_ROWS, _COLUMNS, False) if one.suffix == suffix), None)
+    except ValueError:  # groups of no power of two
+        return _COLUMNS
+    if stored is None or stored.in_dim is None or not stored.num_parameters:
+        return _COLUMNS
+    return place.own_shape[stored.in_dim] * _COLUMNS // stored.shape[stored.in_dim]
+
+
+def _bytes_of_codes(form: WeightFormat, is_experts: bool, formats: WeightFormats, columns: int = _COLUMNS) -> float:
     """Bytes a parameter that a small matrix takes; infinite: it becomes plain numbers, or what has no tensors."""
     try:
-        stored = form.tensors(_ROWS, _COLUMNS, False)
+        stored = form.tensors(_ROWS, columns, False)
     except ValueError:  # nothing keeps groups as codes that do not divide a power of two
         return float("inf")
     stored = [one._replace(shape=one.shape or (_ROWS, 1)) for one in stored]
@@ -149,9 +173,9 @@ def _bytes_of_codes(form: WeightFormat, is_experts: bool, formats: WeightFormats
         else:
             made = form.make(tensors)
     except (ValueError, ModelLoadError):  # it needs other codes than zeros: what the checkpoint has
-        return sum(tensor.nbytes for tensor in tensors.values()) / (_ROWS * _COLUMNS)
+        return sum(tensor.nbytes for tensor in tensors.values()) / (_ROWS * columns)
     sizes = {tensor.data_ptr(): tensor.nbytes for tensor in _tensors(made)}
-    return sum(sizes.values()) / (_ROWS * _COLUMNS) or float("inf")
+    return sum(sizes.values()) / (_ROWS * columns) or float("inf")
 
 
 def _example(stored: StoredTensor) -> Tensor:

@@ -171,7 +171,7 @@ def read_compressed(asked: Asked) -> GroupedMatrices | None:
     refused = next((form for form in by_target.values() if isinstance(form, ModelLoadError)), None)
     if not found.name and refused is not None:
         raise refused
-    if not found.name and values.raw("kv_cache_scheme") is None:
+    if not set(groups) and values.raw("kv_cache_scheme") is None:
         raise values.error("config_groups", f"names no matrices whose weights are quantised: {UNQUANTISED}")
     return found
 

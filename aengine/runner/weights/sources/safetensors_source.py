@@ -14,7 +14,7 @@ import torch
 
 from ....checkpoint.safetensors_files import safetensors_files, text_name
 from ....errors import ModelLoadError
-from ..quantised.matrices import STACKED
+from ..quantised.matrices import STACKED, UNQUANTISED
 from .leftovers import is_idle
 from .reading import NUMBERS, Named, Source, Target, in_threads
 
@@ -151,7 +151,10 @@ def _read_tensor(
 
 def _check_dtype(path: Path, name: str, stored_as: str, wanted: torch.dtype) -> None:
     dtype = DTYPES.get(stored_as)
-    if wanted in NUMBERS and dtype not in NUMBERS and dtype != torch.float64:
+    is_numbers = dtype in NUMBERS or dtype == torch.float64
+    if wanted in NUMBERS and not is_numbers and "scale" in name.rpartition(".")[2]:
+        raise ModelLoadError(f"{path}: {name} is stored as {stored_as}, and scales are numbers: fetch the model again")
+    if wanted in NUMBERS and not is_numbers:
         raise ModelLoadError(
             f"{path}: {name} is stored as {stored_as}, the codes of a quantised checkpoint, and what they mean is not "
             f"known: config.json has no quantization_config that says so of it, or its scale is missing: give the "
@@ -161,6 +164,7 @@ def _check_dtype(path: Path, name: str, stored_as: str, wanted: torch.dtype) -> 
         expected = next(key for key, value in DTYPES.items() if value == wanted)
         raise ModelLoadError(
             f"{path}: {name} is stored as {stored_as}, but by the quantization_config of config.json it is {expected}"
+            f"; of experts all are as the first one: {UNQUANTISED}"
         )
 
 
