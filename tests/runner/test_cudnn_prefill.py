@@ -26,9 +26,13 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Memory that nobody has written is NaN."""
     monkeypatch.setattr(cudnn, "SDPBackend", type("Plain", (), {"CUDNN_ATTENTION": SDPBackend.MATH}))
     monkeypatch.setattr(cudnn, "_SHORTEST", 16)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @contextlib.contextmanager

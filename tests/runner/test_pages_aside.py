@@ -63,6 +63,7 @@ def test_all_of_a_page_goes_and_comes(
     for old, new in zip(before, bytes_of(pages), strict=True):
         assert torch.equal(new[[5, 3, 4, 2]], old[[3, 9, 4, 0]])
         assert torch.equal(new[[1, 6, 7, 8]], old[[1, 6, 7, 8]]) and not new[[0, 9]].any()
+    assert space.num_copied == [4, 4]
 
 
 def test_a_place_is_given_anew_in_the_order_of_the_copies() -> None:
