@@ -72,7 +72,7 @@ def test_the_way_that_brings_less_is_tried_ever_less(ratio: float, rng: random.R
         if len(steps) > 2:
             step, is_drafted = steps.popleft()
             seconds = rng.uniform(0.5e-3, 1.5e-3) / (ratio if is_drafted else 1.0)
-            trials.note(step, len(step.batch), seconds if len(step.batch) == 1 else 1e-3)
+            trials.note(len(step.batch), step, len(step.batch), seconds if len(step.batch) == 1 else 1e-3)
     share = num_drafted[1, True] / (num_drafted[1, True] + num_drafted[1, False])
     if ratio != 1.0:
         assert (share > 0.93) if ratio > 1.0 else (share < 0.07)

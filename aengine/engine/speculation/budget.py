@@ -45,8 +45,9 @@ class DraftBudget:
     def compare_with_none(self) -> None:
         """Called where steps may take less than the host's part of them: have none drafted now and then, to compare."""
 
-    def note_tokens(self, step: InFlightStep, num_tokens: int, seconds: float) -> None:
-        """Note that the host took the answer of a step, which brought so many tokens, so long after the one before."""
+    def note_tokens(self, num_rows: int, step: InFlightStep, num_tokens: int, seconds: float) -> None:
+        """Note that the host took the answer of a step, which brought so many tokens, so long after the one before.
+        ``num_rows``: requests with a row."""
 
     def may_draft(self, num_rows: int, newest: InFlightStep | None) -> bool:
         """Return whether the next step, of so many rows, may have drafts. ``newest``: the last one that was made."""
@@ -98,9 +99,9 @@ class CostBudget(DraftBudget):
     def compare_with_none(self) -> None:
         self._trials = Trials()
 
-    def note_tokens(self, step: InFlightStep, num_tokens: int, seconds: float) -> None:
-        if self._trials is not None and not self.waits_for_answers(len(step.batch)):
-            self._trials.note(step, num_tokens, seconds)
+    def note_tokens(self, num_rows: int, step: InFlightStep, num_tokens: int, seconds: float) -> None:
+        if self._trials is not None and not self.waits_for_answers(num_rows):
+            self._trials.note(num_rows, step, num_tokens, seconds)
 
     def may_draft(self, num_rows: int, newest: InFlightStep | None) -> bool:
         if self._trials is None or self.waits_for_answers(num_rows):

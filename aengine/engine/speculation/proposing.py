@@ -54,7 +54,7 @@ class Proposing(Speculation):
         now = monotonic()
         if self._was_busy:
             self._budget.learn(step, answered_at - self._answered_at)
-            self._budget.note_tokens(step, len(sampled), now - self._taken_at)
+            self._budget.note_tokens(max(1, self._scheduler.num_running), step, len(sampled), now - self._taken_at)
         self._taken_at = now
         self._answered_at, self._was_busy = answered_at, self._scheduler.num_running > 0
         self._changed |= dict.fromkeys(request for request, _, _ in sampled)

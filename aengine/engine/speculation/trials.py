@@ -1,7 +1,7 @@
 """`Trials`: whether drafts bring more tokens a second than none, found by doing without for some steps now and then.
 
-    with drafts     64 steps          16    64    16 ...                drafts win: they are left out for 4 to 16 steps
-    without                 16    64     ...          16 128 16 256     behind 64, 128, ... 512; or the other way round
+    with drafts     32 steps     64     128     256 ... 512      drafts win: they are left out for 4 to 16 steps;
+    without                   16     16      16     ...          or the other way round
 
 A step of a small model on a fast device takes less than the host's part of it, of which an estimate by steps knows too
 little: that of a step with drafts is longer (the search, several tokens of each request), and that of one without is
@@ -22,18 +22,19 @@ class Trials:
     """The trials of all numbers of rows."""
 
     def __init__(self) -> None:
-        self._of_size: dict[int, _Trial] = {}  # keys: bits of the number of rows
+        self._of_size: dict[int, _Trial] = {}  # keys: bits of the number of rows, less 1
 
     def may_draft(self, num_rows: int, newest: InFlightStep | None) -> bool:
         """Return whether the next step of so many rows may have drafts. ``newest``: the last step that was made."""
-        trial = self._of_size.get(num_rows.bit_length())
+        trial = self._of_size.get((num_rows - 1).bit_length())
         return trial is None or trial.may_draft(newest)
 
-    def note(self, step: InFlightStep, num_tokens: int, seconds: float) -> None:
-        """Note that a step brought so many tokens, so many seconds after the one before it."""
+    def note(self, num_rows: int, step: InFlightStep, num_tokens: int, seconds: float) -> None:
+        """Note that a step of so many requests with a row, of which some may have had to wait for the next one, brought
+        so many tokens, so many seconds after the one before it."""
         if step.num_prompt_tokens or seconds <= 0:
             return
-        size = len(step.batch).bit_length()
+        size = (num_rows - 1).bit_length()
         trial = self._of_size.get(size) or self._of_size.setdefault(size, _Trial())
         trial.note(step, num_tokens, seconds)
 
@@ -44,7 +45,7 @@ class _Trial:
     def __init__(self) -> None:
         self._drafts = True  # the way of the steps that are made now
         self._is_trial = False  # it is the one that is tried, not the better one
-        self._num_left = self._period = _FIRST
+        self._num_left, self._period = 2 * _TRIAL, _FIRST
         self._brought = [[0, 0.0], [0, 0.0]]  # tokens and seconds, without drafts and with them
         self._last_of_other = -1  # the id of the last step that was made in the other way
         self._has_switched = False
