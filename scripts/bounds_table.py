@@ -189,6 +189,12 @@ BOUNDS = (
         "number method params trace num_reads",
     ),
     Bound("`tags` to wake", "2", _INVALID, "tags"),
+    Bound(
+        "an adapter that a request loads: its name, its path, files of its folder",
+        "256 and 4,096 characters, 1,000 files",
+        _INVALID,
+        "lora_name lora_path",
+    ),
     Bound("connections, slow uploads", "none", "a proxy, `ulimit -n`"),
 )
 
