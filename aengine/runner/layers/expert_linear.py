@@ -15,7 +15,7 @@ from ..distributed.shares import NOTHING, Part, Share, part_of, sizes
 from ..weights.expert_weights import ExpertWeights
 from ..weights.packed_experts import PackedLayout
 from ..weights.quantised.matrices import UNQUANTISED
-from ..weights.scope import WeightScope
+from ..weights.scope import Gathering, WeightScope
 from ..weights.weight import Norm, NotMultiplied, StoredTensor
 from .linear import Features, drop, part_of_matrix, shape_on_rank, shares_of, turned
 
@@ -27,23 +27,6 @@ class _Piece(NamedTuple):
     stored: StoredTensor
     part: Part | None  # the part of the stored tensor that this rank wants
     rows: slice | None  # its rows in the expert's tensor of this suffix; None: the rank does not want it
-
-
-class _Gathering:
-    """`Gathering` of an expert's tensors, or of those in which all are packed."""
-
-    def __init__(self, names: Sequence[str], come: Callable[[], int], forget: Callable[[], None]) -> None:
-        """``come`` returns how many have come."""
-        self.names = names
-        self._come = come
-        self._forget = forget
-
-    def forget(self) -> None:
-        self._forget()
-
-    @property
-    def is_under_way(self) -> bool:
-        return self._come() > 0
 
 
 _ONE_AT_A_TIME = Lock()
@@ -146,7 +129,7 @@ class ExpertLinear:
                 names = [scope.name_of(f"{expert}.{piece.name}") for piece in pieces if piece.rows is not None]
                 place = expert - self._experts.start
                 come = partial(self._num_come.__getitem__, place)
-                scope.gatherings.append(_Gathering(names, come, partial(self._num_come.__setitem__, place, 0)))
+                scope.gatherings.append(Gathering(names, come, partial(self._num_come.__setitem__, place, 0)))
 
     def _put_one(self, expert: int, tensor: Tensor) -> None:
         with self._lock:
@@ -186,7 +169,7 @@ class ExpertLinear:
             count, of_codes, drawn, fault = stored.num_parameters, stored.kept, stored.drawn, stored.fault
             scope.want(*what, put, count, part, on_host=True, kept=of_codes, drawn=drawn, fault=fault)
         names = [scope.name_of(f"{name}{stored.suffix}") for stored in wanted]
-        scope.gatherings.append(_Gathering(names, partial(len, kept), kept.clear))
+        scope.gatherings.append(Gathering(names, partial(len, kept), kept.clear))
 
     def _part_of_packed(self, stored: StoredTensor, rows: Sequence[Share], columns: Sequence[Share]) -> Part | None:
         """Return the part of a tensor of all experts; None, with ``_cut`` set, where ranks' columns meet within its

@@ -15,7 +15,7 @@ from ...errors import ModelLoadError
 from ...kernels.activation import Activation, Gated, computed
 from ...kernels.rms_norm import add_rms_norm
 from ..distributed.shares import NOTHING, Part, Share, part_of, sizes
-from ..weights.scope import WeightScope
+from ..weights.scope import Gathering, WeightScope
 from ..weights.weight import JoinedTensors, Norm, OrdersDiffer, StoredTensor, Weight, WeightFormat
 
 __all__ = ["Features", "Linear", "drop", "part_of_matrix", "shape_on_rank", "shares_of", "turned"]
@@ -73,15 +73,9 @@ class _Piece:
         self.num_tensors = 0
         self.num_come = 0  # tensors that have come in this load
         self.weight: Weight | None = None
-        self.names: list[str] = []
-
-    @property
-    def is_under_way(self) -> bool:
-        """See `Gathering`."""
-        return self.num_come > 0
 
     def forget(self) -> None:
-        """See `Gathering`."""
+        """Forget the tensors that have come."""
         self.joined.tensors, self.num_come = {}, 0
 
 
@@ -112,7 +106,10 @@ class Linear:
         self._wrap: Callable[[Weight], Weight] | None = scope.formats.step_rows.wrap(rows_of, columns)
         by_format = groupby(parts.items(), lambda part: scope.format_of(part[0]))
         self._pieces = [_Piece(form, scope.formats.device, dict(own)) for form, own in by_format]
-        scope.gatherings.extend(self._pieces)
+        # Names are the scope's alone: layers that hold them would not be alike.
+        names: dict[_Piece, list[str]] = {piece: [] for piece in self._pieces}
+        for piece, own in names.items():
+            scope.gatherings.append(Gathering(own, partial(getattr, piece, "num_come"), piece.forget))
         wanted = [(piece, *part) for piece in self._pieces for part in piece.parts.items()]
         for piece, name, out_features in wanted:
             rows = shares_of(out_features)
@@ -132,7 +129,7 @@ class Linear:
                 put = partial(self._put, piece, stored)
                 count, kept, drawn, fault = stored.num_parameters, stored.kept, stored.drawn, stored.fault
                 scope.want(*what, put, count, part, room, kept=kept, drawn=drawn, fault=fault)
-                piece.names.append(scope.name_of(full))
+                names[piece].append(scope.name_of(full))
                 piece.num_tensors += 1
 
     def _put(self, piece: _Piece, stored: StoredTensor, tensor: Tensor) -> None:

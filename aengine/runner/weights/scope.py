@@ -80,19 +80,17 @@ class CheckpointNames(Protocol):
         """Called when all tensors have come: move whatever else the model has to ``device``. Raises ModelLoadError."""
 
 
-class Gathering(Protocol):
+class Gathering(NamedTuple):
     """What becomes a weight when several tensors have come, while some of a load have not."""
 
-    @property
-    def names(self) -> Sequence[str]:
-        """The checkpoint's names of all of them."""
+    names: Sequence[str]  # the checkpoint's names of all of them
+    num_come: Callable[[], int]  # returns how many have come, if not all have
+    forget: Callable[[], None]  # forgets those that have come: the next load begins anew
 
     @property
     def is_under_way(self) -> bool:
         """Whether some have come, and not all."""
-
-    def forget(self) -> None:
-        """Forget those that have come: the next load begins anew."""
+        return self.num_come() > 0
 
 
 class WeightScope:
