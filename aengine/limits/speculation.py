@@ -39,15 +39,14 @@ def checked_speculation(given: object, find: Callable[[str], str | None], names:
         how["tokens"] = how.pop("num_speculative_tokens")
     if isinstance(how.get("model"), PathLike):
         how["model"] = fspath(how["model"])
-    if how.get("parallel_drafting") is True and how.get("method") == "eagle3":
-        how = {name: value for name, value in how.items() if name != "parallel_drafting"} | {"method": "peagle"}
     name = how.get("method")
+    if isinstance(name, str) and name in ("eagle3", "peagle") and "parallel_drafting" in how:
+        if name != "eagle3" or how.pop("parallel_drafting") is not True:
+            wanted = 'settings whose parallel_drafting is true, beside "eagle3", or without it'
+            raise not_valid("speculation", given, wanted)
+        name = how["method"] = "peagle"
     if {"tokens", "num_speculative_tokens"} <= set(how):
         raise not_valid("speculation", given, "settings of tokens or num_speculative_tokens, which is the same")
-    if how.get("method") in ("eagle3", "peagle") and "parallel_drafting" in how:
-        raise not_valid(
-            "speculation", given, 'settings whose parallel_drafting is true, beside "eagle3", or without it'
-        )
     if not isinstance(name, str) or (name != "none" and find(name) is None):
         known = ("none", *names())
         raise not_valid("speculation", given, f"one of {', '.join(map(repr, known))}, or settings with a method")
