@@ -144,7 +144,8 @@ class WorkerControl:
         return (await self.call_ranks(method, *args, timeout=timeout))[0]
 
     async def call_ranks(self, method: str, *args: Any, timeout: float) -> list[Any]:
-        """As `call`. Returns the replies of all ranks. The watchdog watches no steps meanwhile, as there are none."""
+        """Make a collective call as `call` does, and return the replies of all ranks, in their order. Raises
+        InternalError."""
         self._steps.in_flight.cancel_queued()  # the call's frame is handled after the steps that were given before
         try:
             return await self.executor.call(method, *args, timeout=timeout)
