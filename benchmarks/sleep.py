@@ -19,9 +19,9 @@ from typing import Any
 
 from aengine import AsyncLLM, SamplingParams
 
-TEXT = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
-FIRST = SamplingParams(max_tokens=1, temperature=0)
-PROMPT = "Explain how a list differs from a tuple in Python."
+TEXT = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True, detokenize=False)
+FIRST = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+PROMPT = list(range(100, 130))  # token ids, so that models without a tokenizer do
 
 
 def used_on_gpu() -> int | None:
@@ -68,6 +68,7 @@ async def main() -> None:
     parser.add_argument("--cycles-of-level-2", type=int, default=2)
     args = parser.parse_args()
     settings = {name: value for name, value in vars(args).items() if not name.startswith(("model", "cycles"))}
+    settings["skip_tokenizer"] = True
     before = used_on_gpu()
     begun = time.perf_counter()
     async with AsyncLLM(args.model, **settings) as engine:
