@@ -23,6 +23,7 @@ pytestmark = pytest.mark.gpu
 KV_BYTES = 2 << 30
 GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, detokenize=False)
 SETTINGS: dict[str, Any] = {"device": "cuda:0", "kv_cache_memory_bytes": KV_BYTES, "skip_tokenizer": True}
+ARENAS: list[Arena] = []  # what was pinned stays so to the end of the process, as a worker's does
 PROMPTS = [[7 + i, *range(10, 40 + 20 * i)] for i in range(6)]
 
 
@@ -45,6 +46,7 @@ def test_memory_of_the_driver(dtype: torch.dtype) -> None:
     platform.open()
     platform.virtual_memory.open()
     arena = Arena(platform.virtual_memory, platform, keeps=True)
+    ARENAS.append(arena)
     before = torch.ones(9, device="cuda:0")
     with made_in(arena, platform):
         values = torch.randn(64 << 20, device="cuda:0").to(dtype)

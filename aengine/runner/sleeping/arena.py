@@ -6,15 +6,18 @@ take, place ──> regions, each of addresses of its own ──give_back──>
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import mmap
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ...limits.cgroups import num_usable_cpus
 from ...limits.memory import free_memory
-from ..lazy_zeros import lazy_zeros
 from ..platforms.platform import Platform
 from ..platforms.virtual_memory import VirtualMemory
 
@@ -22,6 +25,9 @@ logger = logging.getLogger("aengine.runner")
 
 _REGION = 256 << 20
 """Bytes of a region in which `place` puts many tensors."""
+_THREADS = 8
+"""Threads that have the kernel make pages: to pin them makes those that are missing too, one after the other, which
+takes four times as long."""
 _ALIGNMENT = 512  # bytes; that of torch's own allocator, which kernels rely on
 
 
@@ -125,15 +131,23 @@ class Arena:
         needed, free = sum(len(region.memory) for region in missing), free_memory()
         if needed > free:
             raise MemoryError(f"the weights have {needed} bytes, and {free} of the host's memory are free")
-        is_pinned = True
-        for region in missing:
-            region.kept = lazy_zeros((len(region.memory),), torch.uint8, torch.device("cpu"))
-            is_pinned = is_pinned and (not self._platform.pins_memory or self._platform.share(region.kept))
-        if not is_pinned:
+        with ThreadPoolExecutor(min(_THREADS, num_usable_cpus()), "pages") as threads:
+            kept = list(threads.map(_host_memory, [len(region.memory) for region in missing]))
+        for region, memory in zip(missing, kept, strict=True):
+            region.kept = memory
+        if self._platform.pins_memory and not all(self._platform.share(memory) for memory in kept):
             logger.warning(
                 "the host's memory for weights can't be pinned, so that they are copied slowly: raise the limit of "
                 "locked memory (ulimit -l)"
             )
+
+
+def _host_memory(size: int) -> Tensor:
+    """Return uint8 [size] of zeros, all pages of which are there: large ones, if the system has them."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8).zero_()
 
 
 def aligned(size: int) -> int:
