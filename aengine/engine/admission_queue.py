@@ -26,7 +26,7 @@ class AdmissionQueue:
         self._wait_when_full = wait_when_full
         self._started = time.monotonic()
         self._num_joined = 0
-        self._closers: set[str] = set()  # those for whom all that come are held
+        self._is_closed = False  # all that come are held
         self._inside: set[str] = set()
         self._held: list[_Place] = []  # held requests, sorted: the next one to be admitted first
         # held requests by request_id: their places, and the futures that are done when they are admitted
@@ -43,17 +43,14 @@ class AdmissionQueue:
     def num_held(self) -> int:
         return len(self._held)
 
-    def close(self, closer: str) -> None:
-        """Hold all that come from now on, and those that are held. ``closer``: for whom."""
-        self._closers.add(closer)
+    def close(self) -> None:
+        """Hold all that come from now on, and those that are held. Idempotent."""
+        self._is_closed = True
 
-    def open(self, closer: str) -> None:
-        """Undo `close`: admit as many as there is room for, unless it is closed for others."""
-        self._closers.discard(closer)
+    def open(self) -> None:
+        """Undo `close`: admit as many as there is room for. Idempotent."""
+        self._is_closed = False
         self._admit()
-
-    def is_closed_by(self, closer: str) -> bool:
-        return closer in self._closers
 
     def check_room(self, num_coming: int = 0) -> None:
         """Raise EngineOverloadedError if requests are not held when the queue is full, and it is full or will be after
@@ -73,7 +70,7 @@ class AdmissionQueue:
     def join(self, request_id: str, priority: int) -> asyncio.Future[None] | None:
         """Add a request. Returns None if there is room, otherwise a future that is done when the request is
         admitted."""
-        if len(self) < self.limit and not self._closers:
+        if len(self) < self.limit and not self._is_closed:
             self._inside.add(request_id)
             return None
         self._num_joined += 1
@@ -93,7 +90,7 @@ class AdmissionQueue:
         self._admit()
 
     def _admit(self) -> None:
-        while self._held and not self._closers and len(self._inside) < self.limit:
+        while self._held and not self._is_closed and len(self._inside) < self.limit:
             _, _, next_id = self._held.pop(0)
             self._inside.add(next_id)
             _, turn = self._turns.pop(next_id)

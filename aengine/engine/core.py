@@ -22,7 +22,6 @@ from ..checkpoint.pooling import PoolingConfig
 from ..checkpoint.sampling_defaults import SamplingDefaults
 from ..config import EngineConfig
 from ..errors import EngineClosedError, EngineError, InternalError, InvalidRequestError
-from ..outputs import ALIVE_STATES
 from ..telemetry.listeners import Listeners
 from ..telemetry.metrics import Counters, Statistics, sums_of
 from ..telemetry.observer import Observer
@@ -30,7 +29,7 @@ from .adapters.adapters import NewAdapters
 from .admission import Admission
 from .admission_queue import AdmissionQueue
 from .executor import Executor
-from .pacing.pausing import PauseMode, Pausing
+from .pacing.holds import DRAIN, PAUSE, Holds, PauseMode
 from .preparation import Preparation
 from .replicas.replica import Replica
 from .replicas.replicas import Replicas
@@ -66,7 +65,6 @@ class EngineCore:
         """``started``: the workers of each replica; ``grammars``: of this tokenizer, warmed up ahead; None: made here,
         if there is a tokenizer."""
         self.loop = asyncio.get_running_loop()
-        self.state = "running"  # "paused" and "draining" can be left again, "failed" and "closed" can't
         self._num_closers = 0  # calls of `aclose` that have not returned
         self._news: asyncio.Event | None = None  # set when calls of `drain` are to check again
         self.failure: EngineError | None = None
@@ -118,8 +116,8 @@ class EngineCore:
             on_ended=self._request_ended,
             versions=(versions := WeightVersions()),
         )
-        self.pausing = pausing = Pausing(self.queue, self.admission, [replica.steps.hold for replica in self.replicas])
-        self.weights = WeightUpdates(self, pausing, self.replicas, versions)
+        self.holds = Holds(self.queue, self.admission, [replica.steps.hold for replica in self.replicas])
+        self.weights = WeightUpdates(self, self.holds, self.replicas, versions)
         self.sleeping: Sleeping = Sleeping(self, self.replicas, self.adapters.restore)
         for replica in self.replicas:
             replica.worker.on_restarted = partial(self._restore, replica)
@@ -134,9 +132,14 @@ class EngineCore:
         return Admission(**parts)
 
     @property
+    def state(self) -> str:
+        """See `AsyncLLM.state`."""
+        return self.holds.state
+
+    @property
     def is_alive(self) -> bool:
-        """Whether the engine computes requests, even if it takes no new ones."""
-        return self.state in ALIVE_STATES
+        """See `Holds.is_alive`."""
+        return self.holds.is_alive
 
     @property
     def is_closing(self) -> bool:
@@ -203,24 +206,17 @@ class EngineCore:
     async def pause(self, mode: PauseMode) -> bool:
         """See `AsyncLLM.pause`. Ends early when the engine is resumed or drained, and when it ends."""
         self.check_accepts()
-        if self.state == "running":
-            self.state = "paused"
-        try:
-            is_paused = await self.pausing.begin(mode)
-        finally:
-            if self.state == "paused" and not self.queue.is_closed_by("pause"):  # the caller was cancelled
-                self.state = "running"
+        is_paused = await self.holds.pause(mode)
         if not self.is_alive:
             raise EngineClosedError("the engine ended while it was being paused")
         return is_paused
 
     async def drain(self, timeout: float | None) -> bool:
         """See `AsyncLLM.drain`. Ends early when the engine is resumed, terminated or fails."""
-        if self.state in ("running", "paused", "asleep"):
-            self.state = "draining"
+        if self.is_alive and DRAIN not in self.holds:
+            self.holds.begin(DRAIN)
+            self.holds.release(PAUSE)
             self.sleeping.note_drain()
-            if not self.pausing.obstacle:
-                self.pausing.end()
         try:
             async with asyncio.timeout(timeout):
                 while self.state == "draining" and not self.admission.is_empty:
@@ -234,19 +230,18 @@ class EngineCore:
         """See `AsyncLLM.resume`."""
         if self.is_closing:
             raise EngineClosedError("the engine is being closed: it can't be resumed")
-        if self.pausing.obstacle:
-            raise InvalidRequestError(f"the engine can't be resumed now: {self.pausing.obstacle}")
-        if self.state in ("draining", "paused", "asleep"):
-            self.state = self.sleeping.state_of_open
-            self.pausing.end()
-            self._tell_drainers()
+        if self.holds.obstacle and self.state != "draining":
+            raise InvalidRequestError(f"the engine can't be resumed now: {self.holds.obstacle}")
+        self.holds.release(DRAIN)
+        self.holds.release(PAUSE)
+        self._tell_drainers()
 
     async def _restore(self, replica: Replica, workers: Executor) -> None:
         await self.weights.restore(replica, workers)
         await self.adapters.restore(workers)
 
     def _request_ended(self) -> None:
-        self.pausing.note_change()
+        self.holds.note_change()
         if self.admission.is_empty:
             self.sleeping.note_idle()
             self._tell_drainers()
@@ -274,7 +269,7 @@ class EngineCore:
 
     async def _end(self) -> None:
         if self.is_alive:
-            self.state = "closed"
+            self.holds.end = "closed"
         self.admission.fail_all(EngineClosedError("the engine was closed while this request ran"))
         pools = self.admission.close()
         await self.sleeping.aclose()
@@ -287,7 +282,7 @@ class EngineCore:
     def abandon(self) -> None:
         """Kill the workers and end all requests, synchronously, from any thread and in any state of the loop."""
         if self.is_alive:
-            self.state = "closed"
+            self.holds.end = "closed"
             with contextlib.suppress(RuntimeError):  # the loop was closed, and its requests with it
                 self.loop.call_soon_threadsafe(self._end_requests)
         self.admission.close()
@@ -304,7 +299,7 @@ class EngineCore:
         """Fail all requests, once: the executor or the step loop has failed."""
         if not self.is_alive:
             return
-        self.state, self.failure = "failed", error
+        self.holds.end, self.failure = "failed", error
         logger.error("the engine failed: %s", error)
         self.admission.fail_all(error)
         self.sleeping.cancel()
@@ -322,7 +317,7 @@ class EngineCore:
             return
         # Nobody called `aclose`: either the host's loop is being closed, or `StepLoop.run` has a bug.
         if task.cancelled():
-            self.state = "closed"
+            self.holds.end = "closed"
             self.admission.fail_all(EngineClosedError("the event loop of the engine was shut down"))
         else:
             bug = task.exception()

@@ -13,6 +13,7 @@ from test_recovery import death
 
 from aengine import AsyncLLM, Completion, EngineClosedError, FinishReason, InvalidRequestError, SamplingParams
 from aengine.engine import recovery
+from aengine.engine.pacing.holds import Hold
 
 Make = Callable[..., AsyncLLM]
 pytestmark = pytest.mark.usefixtures("no_blocking", "no_thread_left")
@@ -150,18 +151,20 @@ async def test_holds_of_several(make_engine: Make) -> None:
     """Steps go on when the last one that holds them up has released them."""
     async with make_engine(fake=SLOW) as engine:
         (task,) = begin(engine, 1, tokens(50))
-        pausing = core_of(engine).pausing
-        pausing.hold("one")
+        holds, one = core_of(engine).holds, Hold("one", "paused")
+        holds.stop(one)
         await engine.pause("keep")
         await engine.resume()
-        await pausing.at_rest()
+        await holds.at_rest()
         before = num_steps(engine)
         for _ in range(50):
             await asyncio.sleep(0)
         assert num_steps(engine) == before and not task.done()
-        pausing.obstacle = "the test says so"
+        holds.obstacle = "the test says so"
         with pytest.raises(InvalidRequestError, match="can't be resumed now: the test says so"):
             await engine.resume()
-        pausing.obstacle = ""
-        pausing.release("one")
+        holds.obstacle = ""
+        assert engine.state == "paused"
+        holds.release(one)
+        assert engine.state == "running"
         assert len((await task).token_ids) == 50

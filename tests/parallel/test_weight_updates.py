@@ -258,6 +258,23 @@ async def test_between_sleeping_and_waking(models: tuple[Path, Path]) -> None:
             assert engine.state == "asleep"
             await engine.wake_up()
             assert engine.state == "running" and (await tokens(engine) == before) == (version == "3")
+        await engine.sleep(level=2)
+        await engine.wake_up()
+        assert engine.state == "paused", "nothing is computed until the weights have come again"
+        running = asyncio.create_task(tokens(engine))
+        await until(lambda: engine.statistics().num_waiting == 1)
+        with pytest.raises(InvalidRequestError, match="send all weights again"):
+            await engine.resume()
+        assert await engine.drain(0) is False
+        await engine.resume()
+        assert engine.state == "paused"
+        await engine.start_weight_update()
+        await engine.update_weights(state_of(first))
+        assert await engine.pause("keep")
+        await engine.finish_weight_update()
+        assert engine.state == "paused" and not running.done(), "a pause outlasts the update that it was begun in"
+        await engine.resume()
+        assert engine.state == "running" and await running == before
         await settled(engine)
 
 

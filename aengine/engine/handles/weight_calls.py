@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from ..core import EngineCore
-    from ..pacing.pausing import PauseMode
+    from ..pacing.holds import PauseMode
     from ..updates.sources import IpcTensors, TrainerGroup
     from .handle import Handle
 

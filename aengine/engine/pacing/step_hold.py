@@ -7,34 +7,27 @@ from collections.abc import Callable
 
 
 class StepHold:
-    """Whether a step loop may give steps: not while anybody holds them up. A hold outlives the workers' deaths."""
+    """Whether a step loop may give steps. A hold outlives the workers' deaths."""
 
     def __init__(self, is_resting: Callable[[], bool], stop: Callable[[], object], go_on: Callable[[], object]) -> None:
         """``is_resting``: whether no step is in flight, and the loop has done with the answer of the last; ``stop`` is
-        called when the first hold begins, ``go_on`` when the last has ended."""
+        called when a hold begins, ``go_on`` when it has ended."""
         self._is_resting = is_resting
         self._stop = stop
         self._go_on = go_on
-        self._holders: set[str] = set()
         self._waiting: list[asyncio.Future[None]] = []
+        self.is_held = False
 
-    @property
-    def is_held(self) -> bool:
-        return bool(self._holders)
-
-    def take(self, holder: str) -> None:
-        """Let no more steps be given; those in flight go on. ``holder``: who says so; saying it twice is saying it
-        once."""
-        is_first = not self._holders
-        self._holders.add(holder)
-        if is_first:
+    def take(self) -> None:
+        """Let no more steps be given; those in flight go on. Idempotent."""
+        was_held, self.is_held = self.is_held, True
+        if not was_held:
             self._stop()
 
-    def release(self, holder: str) -> None:
-        """Let steps be given again, unless somebody else holds them up. Idempotent."""
-        was_held = self.is_held
-        self._holders.discard(holder)
-        if was_held and not self._holders:
+    def release(self) -> None:
+        """Let steps be given again. Idempotent."""
+        was_held, self.is_held = self.is_held, False
+        if was_held:
             self._go_on()
 
     async def at_rest(self) -> None:

@@ -18,9 +18,8 @@ from typing import Any, Protocol
 from ...config import EngineConfig
 from ...errors import EngineClosedError, EngineError
 from ..admission import Admission
-from ..admission_queue import AdmissionQueue
 from ..executor import Executor
-from ..pacing.pausing import Pausing
+from ..pacing.holds import Hold, Holds
 from ..replicas.replica import Replica
 from ..threads.futures import error_for_waiter
 from ..user_request import UserRequest
@@ -28,18 +27,18 @@ from .replica_sleep import ASLEEP, TAGS, ReplicaSleep
 
 logger = logging.getLogger("aengine")
 
-_HOLDER = "sleep"
+_SLEEP = Hold("sleep", "asleep")
 
 
 class Engine(Protocol):
     """What sleeping asks of the engine's core."""
 
     config: EngineConfig
-    state: str
-    pausing: Pausing
-    queue: AdmissionQueue
+    holds: Holds
     admission: Admission
 
+    @property
+    def state(self) -> str: ...
     @property
     def is_alive(self) -> bool: ...
     def check_accepts(self) -> None: ...
@@ -85,7 +84,6 @@ class Sleeping:
         self._sleeps = [ReplicaSleep(replica) for replica in replicas]
         self._loop = asyncio.get_running_loop()
         self._asleep: set[str] = set()  # tags of memory that is not there
-        self._begun = False  # some step of falling asleep has been taken, and the engine is not awake since
         self._tasks = _OneByOne()
         self._waking: asyncio.Task[None] | None = None  # for requests
         self._callers: list[UserRequest] = []  # requests for which it wakes
@@ -104,9 +102,9 @@ class Sleeping:
         return [one for one in self._sleeps if one.replica.failure is None]
 
     @property
-    def state_of_open(self) -> str:
-        """The state of an engine that is neither paused nor drained."""
-        return "asleep" if self._begun else "running"
+    def _begun(self) -> bool:
+        """Whether some step of falling asleep has been taken, and the engine is not awake since."""
+        return _SLEEP in self._engine.holds
 
     def check_takes_requests(self) -> None:
         """Raise EngineClosedError if requests are refused now, by a drain or this sleep. From any thread."""
@@ -170,12 +168,9 @@ class Sleeping:
     async def _fall_asleep(self, level: int) -> None:
         engine = self._engine
         engine.check_accepts()
-        self._begun = True
-        self._settle_state()
-        engine.pausing.hold(_HOLDER)
-        engine.queue.close(_HOLDER)
+        engine.holds.stop(_SLEEP)
         try:
-            await engine.pausing.at_rest()
+            await engine.holds.at_rest()
             for one in self._alive:
                 one.forget_kv()
             await _all(one.sleep(level) for one in self._alive)
@@ -209,11 +204,8 @@ class Sleeping:
             return
         # What was to be loaded meanwhile has found no workers.
         await _all(self._restore(one.replica.worker.executor) for one in have_lived if not one.has_ended)
-        self._begun = False
         self._callers.clear()
-        self._settle_state()
-        engine.queue.open(_HOLDER)
-        engine.pausing.release(_HOLDER)
+        engine.holds.release(_SLEEP)
         if engine.admission.is_empty:
             self.note_idle()
         logger.info("%s is awake", engine.config.model)
@@ -255,11 +247,6 @@ class Sleeping:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-    def _settle_state(self) -> None:
-        if self._engine.state in ("running", "paused", "asleep"):
-            is_paused = self._engine.queue.is_closed_by("pause")
-            self._engine.state = "asleep" if self._begun else "paused" if is_paused else "running"
 
 
 async def _all(calls: Any) -> None:

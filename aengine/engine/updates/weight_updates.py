@@ -18,9 +18,9 @@ import os
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from ...errors import EngineError, InternalError, InvalidRequestError, WeightsLostError
+from ...errors import EngineError, InternalError, InvalidRequestError, WeightsLostError, WorkerDiedError
 from ..executor import Executor
-from ..pacing.pausing import PauseMode, Pausing
+from ..pacing.holds import Hold, Holds, PauseMode
 from ..replicas.replica import Replica
 from ..replicas.replicas import Replicas
 from ..threads.pools import run_in_thread
@@ -30,7 +30,7 @@ from .window import Window
 
 logger = logging.getLogger("aengine")
 
-_HOLDER = "weights"
+_UPDATE = Hold("weights", "paused")
 _SECONDS = 300.0  # seconds that a call may take which no caller limits
 _UNDER_WAY = "a weight update is under way: finish_weight_update() or abort_weight_update() ends it"
 
@@ -38,19 +38,17 @@ _UNDER_WAY = "a weight update is under way: finish_weight_update() or abort_weig
 class Engine(Protocol):
     """What an update asks of the engine's core."""
 
-    state: str
-
-    async def pause(self, mode: PauseMode) -> bool: ...
-    def resume(self) -> None: ...
+    @property
+    def state(self) -> str: ...
     def check_accepts(self) -> None: ...
 
 
 class WeightUpdates:
     """The weights of all workers, as versions: one update at a time."""
 
-    def __init__(self, engine: Engine, pausing: Pausing, replicas: Replicas, versions: WeightVersions) -> None:
+    def __init__(self, engine: Engine, holds: Holds, replicas: Replicas, versions: WeightVersions) -> None:
         self._engine = engine
-        self._pausing = pausing
+        self._holds = holds
         self._replicas = replicas
         self.versions = versions
         self.checksum = ""  # a sum over what came with the current version as tensors
@@ -60,7 +58,6 @@ class WeightUpdates:
         self._num_finished = 0
         self._group: tuple[str, int] | None = None  # where the workers have met a trainer's group
         self._lost = ""  # why the workers' weights are of no version
-        self._owes_resume = False  # the engine was paused for an update, and by nobody else
         self._close()
 
     def _close(self) -> None:
@@ -84,13 +81,10 @@ class WeightUpdates:
             )
         self._is_open = True
         try:
-            if self._engine.state == "running":
-                self._owes_resume = True
-                if not await self._engine.pause(mode):
-                    raise InvalidRequestError("the engine was resumed before the weight update had begun")
-            self._pausing.hold(_HOLDER)
-            await self._pausing.at_rest()
-            self._pausing.obstacle = _UNDER_WAY
+            self._holds.obstacle = _UNDER_WAY
+            # Those who stand still anyway would never come to their ends.
+            if not await self._holds.pause(mode if self._engine.state == "running" else "keep", _UPDATE):
+                raise WorkerDiedError("a worker has died, and with it the weight update before it had begun")
             async with self._lock:
                 self._window = await run_in_thread("window", Window)
                 await self._call("begin_weights", os.getpid(), self._window.fd, self._window.num_bytes)
@@ -208,27 +202,19 @@ class WeightUpdates:
         """Compute nothing until weights have come again: those of the workers are of no version, or of several."""
         self._is_kept = False
         self._lost = f"{why}: send all weights again, from start_weight_update() on"
-        self._pausing.hold(_HOLDER)
-        self._pausing.obstacle = self._lost
-        if self._engine.state == "running":
-            self._engine.state, self._owes_resume = "paused", True
+        self._holds.stop(_UPDATE)
+        self._holds.obstacle = self._lost
         logger.error("the weights are lost: %s", self._lost)
 
     def _end(self) -> None:
-        """End the update: steps go on, unless the weights are lost or the caller has paused the engine."""
+        """End the update: steps go on, unless the weights are lost or somebody else holds them up."""
         window = self._window
         self._close()
         if window is not None:
             window.close()
-        self._pausing.obstacle = self._lost
-        if self._lost:
-            return
-        self._pausing.release(_HOLDER)
-        owes_resume, self._owes_resume = self._owes_resume, False
-        if self._engine.state == "draining":
-            self._pausing.end()
-        elif owes_resume and self._engine.state == "paused":
-            self._engine.resume()
+        self._holds.obstacle = self._lost
+        if not self._lost:
+            self._holds.release(_UPDATE)
 
     async def _call(
         self, method: str, *args: Any, replicas: Sequence[Replica] | None = None, timeout: float = _SECONDS
