@@ -31,6 +31,7 @@ from .threads.futures import error_for_waiter
 logger = logging.getLogger("aengine")
 
 NUM_RESTARTS_TOLD = 5
+LONG_CALL_SECONDS = 300.0  # seconds that a call may take which handles all weights, and which no caller limits
 _REASON_CHARACTERS = 500  # characters of an error's text that the statistics show
 
 Restart = Callable[[], tuple[Executor, Callable[[], Awaitable[dict[str, Any]]]]]

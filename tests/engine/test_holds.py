@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import Any
 
 from aengine.engine.admission_queue import AdmissionQueue
 from aengine.engine.pacing.holds import DRAIN, PAUSE, Hold, Holds
@@ -46,7 +45,9 @@ async def test_the_state_follows_from_all_of_them(rng: random.Random) -> None:
                 begun.pop(hold, None)
             else:
                 begun[hold] = begun.get(hold, False) or call == "stop"
-            wanted = next((state for state in ("draining", "asleep", "paused") if state in {h.state for h in begun}), "")
+            wanted = next(
+                (state for state in ("draining", "asleep", "paused") if state in {h.state for h in begun}), ""
+            )
             assert holds.state == (wanted or "running") and holds.is_alive
             assert steps.is_held == any(begun.values())
             assert all(one in holds for one in begun)

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 
 from ...errors import EngineError, NotEnoughMemoryError
 from ..replicas.replica import Replica
+from ..worker_control import LONG_CALL_SECONDS
 
 logger = logging.getLogger("aengine")
 
 TAGS = ("weights", "kv_cache")
 """What can be woken by itself."""
 ASLEEP = "the engine is asleep: wake_up() wakes it"
-_SECONDS = 300.0  # seconds that workers may take to copy their weights
 
 
 class Ended(EngineError):
@@ -90,11 +90,11 @@ class ReplicaSleep:
         one of them can't do it, and none has."""
         worker, executor = self._worker, self._worker.executor
         try:
-            problems = await worker.call_ranks(method, list(tags), timeout=_SECONDS)
+            problems = await worker.call_ranks(method, list(tags), timeout=LONG_CALL_SECONDS)
             if not any(problems):
                 return True
             back = {"sleep": "wake_up", "wake_up": "sleep"}[method]
-            undone = await worker.call_ranks(back, list(tags), timeout=_SECONDS)
+            undone = await worker.call_ranks(back, list(tags), timeout=LONG_CALL_SECONDS)
         except EngineError as error:
             executor.fail(error)  # if it lives, what has become of its memory is not known
             await self._has_parked.wait()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from ...config import EngineConfig
 from ...errors import EngineClosedError, EngineError
@@ -21,7 +21,7 @@ from ..admission import Admission
 from ..executor import Executor
 from ..pacing.holds import Hold, Holds
 from ..replicas.replica import Replica
-from ..threads.futures import error_for_waiter
+from ..threads.futures import all_ended, error_for_waiter
 from ..user_request import UserRequest
 from .replica_sleep import ASLEEP, TAGS, ReplicaSleep
 
@@ -173,7 +173,7 @@ class Sleeping:
             await engine.holds.at_rest()
             for one in self._alive:
                 one.forget_kv()
-            await _all(one.sleep(level) for one in self._alive)
+            await all_ended(one.sleep(level) for one in self._alive)
         except EngineError as error:
             if engine.is_alive:
                 try:
@@ -191,10 +191,10 @@ class Sleeping:
         engine = self._engine
         have_lived = [one for one in self._alive if not one.has_ended]
         try:
-            await _all(one.wake(tags, lambda: engine.is_alive) for one in self._alive)
+            await all_ended(one.wake(tags, lambda: engine.is_alive) for one in self._alive)
         except EngineError:
             again = [tag for tag in tags if tag in self._asleep]
-            await _all(one.told("sleep", again) for one in have_lived if not one.has_ended)
+            await all_ended(one.told("sleep", again) for one in have_lived if not one.has_ended)
             raise
         self._asleep -= set(tags)
         if "weights" in tags:
@@ -203,7 +203,7 @@ class Sleeping:
         if self._asleep:
             return
         # What was to be loaded meanwhile has found no workers.
-        await _all(self._restore(one.replica.worker.executor) for one in have_lived if not one.has_ended)
+        await all_ended(self._restore(one.replica.worker.executor) for one in have_lived if not one.has_ended)
         self._callers.clear()
         engine.holds.release(_SLEEP)
         if engine.admission.is_empty:
@@ -247,11 +247,3 @@ class Sleeping:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-async def _all(calls: Any) -> None:
-    """Await all, side by side, to their ends. Raises the first error."""
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result

@@ -1,11 +1,15 @@
-"""Futures of a loop: settled once, perhaps by a timer; and the error that several of them get."""
+"""Futures of a loop: settled once, perhaps by a timer; several of them; and the error that several of them get."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Iterable
+from typing import TypeVar
 
 from ...errors import AEngineError
 from ...ipc.thread_calls import settle
+
+T = TypeVar("T")
 
 
 async def wait_at_most(seconds: float, waiter: asyncio.Future[None]) -> None:
@@ -15,6 +19,16 @@ async def wait_at_most(seconds: float, waiter: asyncio.Future[None]) -> None:
         await waiter
     finally:
         timer.cancel()
+
+
+async def all_ended(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """Await all, side by side and to their ends, also if one fails: what they use is free then. Raises the first
+    error."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results  # type: ignore[return-value]
 
 
 def error_for_waiter(error: AEngineError) -> AEngineError:

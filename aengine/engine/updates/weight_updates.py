@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any, Protocol
 
 from ...errors import EngineError, InternalError, InvalidRequestError, WeightsLostError, WorkerDiedError
@@ -23,7 +23,9 @@ from ..executor import Executor
 from ..pacing.holds import Hold, Holds, PauseMode
 from ..replicas.replica import Replica
 from ..replicas.replicas import Replicas
+from ..threads.futures import all_ended
 from ..threads.pools import run_in_thread
+from ..worker_control import LONG_CALL_SECONDS
 from .sources import IpcTensors, TrainerGroup, WindowFiller
 from .versions import WeightVersions
 from .window import Window
@@ -31,7 +33,6 @@ from .window import Window
 logger = logging.getLogger("aengine")
 
 _UPDATE = Hold("weights", "paused")
-_SECONDS = 300.0  # seconds that a call may take which no caller limits
 _UNDER_WAY = "a weight update is under way: finish_weight_update() or abort_weight_update() ends it"
 
 
@@ -127,7 +128,7 @@ class WeightUpdates:
                 how = [group.host, group.port, begin, size, group.backend, group.timeout]
                 calls.append(self._call_of(replica.worker.executor, replica, "join_weight_group", how, timeout))
                 begin += count
-            _checked(await _all(calls))
+            await _checked(calls)
             self._group = group.host, group.port
         await self._call("receive_weights", entries, allow_nan, timeout=timeout)
 
@@ -170,8 +171,8 @@ class WeightUpdates:
                 others = [one for one in self._replicas if one is not replica and one.state == "running"]
                 await self._undo(others, is_asked=False)
             if self._is_kept and self._path is not None:
-                how = "load_weights", [self._path], _SECONDS
-                _checked(await _all([self._call_of(workers, replica, *how)]))
+                how = "load_weights", [self._path], LONG_CALL_SECONDS
+                await _checked([self._call_of(workers, replica, *how)])
             elif not self._is_kept:
                 self._lose(f"version {self.versions.current} came as tensors, and a worker that had it has ended")
 
@@ -217,7 +218,7 @@ class WeightUpdates:
             self._holds.release(_UPDATE)
 
     async def _call(
-        self, method: str, *args: Any, replicas: Sequence[Replica] | None = None, timeout: float = _SECONDS
+        self, method: str, *args: Any, replicas: Sequence[Replica] | None = None, timeout: float = LONG_CALL_SECONDS
     ) -> list[dict[str, Any]]:
         """Make a call of all ranks of all replicas, or of these. Returns their replies. Raises InvalidRequestError: one
         of them refuses; EngineError: one fails."""
@@ -225,7 +226,7 @@ class WeightUpdates:
         for replica in alive:
             replica.worker.check()
         calls = [self._call_of(one.worker.executor, one, method, args, timeout) for one in alive]
-        return _checked(await _all(calls))
+        return await _checked(calls)
 
     async def _call_of(
         self, executor: Executor, replica: Replica, method: str, args: Sequence[Any], timeout: float
@@ -237,16 +238,9 @@ class WeightUpdates:
             raise InternalError(f"{replica.worker.name} did not answer {method} within {timeout:g} s") from None
 
 
-async def _all(calls: Sequence[Any]) -> list[dict[str, Any]]:
-    """Wait for all calls, also if one fails: their workers read the same memory. Raises the first error."""
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return [reply for replies in results for reply in replies]  # type: ignore[union-attr]
-
-
-def _checked(replies: list[dict[str, Any]]) -> list[dict[str, Any]]:
+async def _checked(calls: Iterable[Awaitable[list[dict[str, Any]]]]) -> list[dict[str, Any]]:
+    """Wait for all calls, whose workers may read the same memory. Returns their replies. Raises as `_call`."""
+    replies = [reply for of_one in await all_ended(calls) for reply in of_one]
     for reply in replies:
         if "refused" in reply:
             raise InvalidRequestError(reply["refused"], param="source")
