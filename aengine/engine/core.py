@@ -66,7 +66,6 @@ class EngineCore:
         if there is a tokenizer."""
         self.loop = asyncio.get_running_loop()
         self._num_closers = 0  # calls of `aclose` that have not returned
-        self._news: asyncio.Event | None = None  # set when calls of `drain` are to check again
         self.failure: EngineError | None = None
         self.tokenizer = tokenizer
         self.sampling = sampling
@@ -220,8 +219,7 @@ class EngineCore:
         try:
             async with asyncio.timeout(timeout):
                 while self.state == "draining" and not self.admission.is_empty:
-                    self._news = self._news or asyncio.Event()
-                    await self._news.wait()
+                    await self.holds.change()
         except TimeoutError:
             pass
         return self.admission.is_empty
@@ -234,7 +232,6 @@ class EngineCore:
             raise InvalidRequestError(f"the engine can't be resumed now: {self.holds.obstacle}")
         self.holds.release(DRAIN)
         self.holds.release(PAUSE)
-        self._tell_drainers()
 
     async def _restore(self, replica: Replica, workers: Executor) -> None:
         await self.weights.restore(replica, workers)
@@ -244,12 +241,6 @@ class EngineCore:
         self.holds.note_change()
         if self.admission.is_empty:
             self.sleeping.note_idle()
-            self._tell_drainers()
-
-    def _tell_drainers(self) -> None:
-        news, self._news = self._news, None
-        if news is not None:
-            news.set()
 
     async def aclose(self, *, drain: float) -> None:
         """End the requests, then the worker. Bounded by ``drain`` plus the configured shutdown timeout.

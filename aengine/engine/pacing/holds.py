@@ -114,8 +114,7 @@ class Holds:
             if mode == "abort":
                 self._requests.abort_all()
             while mode == "wait" and hold in self and self._requests.count(set()) > self._queue.num_held:
-                self._changed.clear()
-                await self._changed.wait()
+                await self.change()
             if hold in self:
                 self.stop(hold)
                 await self.at_rest()
@@ -124,6 +123,11 @@ class Holds:
                 self.release(hold)
             raise
         return hold in self
+
+    async def change(self) -> None:
+        """Wait until a request or a hold has ended."""
+        self._changed.clear()
+        await self._changed.wait()
 
     def note_change(self) -> None:
         """Called when a request has ended."""
