@@ -7,14 +7,17 @@ read, in tests/passed.json. `make test` leaves out what is noted there; whoever 
 tests that read it run again by anybody's `make test` until they are noted.
 
 What is read is not followed in texts, but seen: each file of this repository that is opened while the test file runs,
-by the process of the tests or by those that it starts (`reads/sitecustomize.py`), pytest's own settings included. A
-digest is that of these files' contents, of the versions of Python and of the libraries that compute, and of the
-processor, for which kernels are compiled. Not noted are files whose tests start processes of the engine, because what
-those do hangs on the moment, too, and what was edited while it ran.
+by the process of the tests or by those that it starts (`reads/sitecustomize.py`), pytest's own settings included. Of
+the modules that every engine imports, as that of the settings, a test file depends on what they do when they are
+imported, and on those of their functions that it calls. A digest is that of the contents of all this, of the versions
+of Python and of the libraries that compute, and of the processor, for which kernels are compiled. Not noted are files
+whose tests start processes of the engine, because what those do hangs on the moment, too, and what was edited while it
+ran.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import importlib
@@ -28,6 +31,8 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
+
+from reads.sitecustomize import functions_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
@@ -44,7 +49,8 @@ COMPILES = "kernels"
 
 class Notes(NamedTuple):
     files: list[str]
-    """What any test file read, by path in the repository; a folder that was listed ends with a slash."""
+    """What any test file read, by path in the repository; a folder that was listed ends with a slash. ``file:`` is what
+    a module does at import, ``file:function`` what a function of it does."""
     passed: dict[str, tuple[str, str]]
     """(digest, hexadecimal number with a bit for each of ``files`` that it read) by test file."""
 
@@ -91,11 +97,44 @@ def machine() -> str:
 
 @functools.cache
 def sha256(file: str) -> str:
+    if ":" in file:
+        file, _, function = file.partition(":")
+        return functions_in(file).get(function, "none")
     path = ROOT / file
     if file.endswith("/"):
         names = sorted(p.name for p in path.iterdir() if p.name != "__pycache__") if path.is_dir() else []
         return hashlib.sha256(" ".join(names).encode()).hexdigest()
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "none"
+
+
+@functools.cache
+def functions_in(file: str) -> dict[str, str]:
+    path = ROOT / file
+    return digests_of(path.read_text()) if path.is_file() else {}
+
+
+def digests_of(source: str) -> dict[str, str]:
+    """Hexadecimal; by qualified name that of the statements of a function, and by "" that of all the rest.
+
+    The rest has what can be seen of a function that is not called: its signature, decorators and docstring. Comments
+    and strings that are statements, as attributes are documented, belong to nothing: they are no part of the code.
+    """
+    tree = ast.parse(source)
+    bodies: dict[str, list[str]] = {}
+    for name, node in functions_of(tree):
+        has_doc = ast.get_docstring(node, clean=False) is not None
+        bodies.setdefault(name, []).append("".join(map(ast.dump, node.body[has_doc:])))
+        node.body = node.body[:has_doc]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef):
+            has_doc = ast.get_docstring(node, clean=False) is not None
+            node.body = node.body[:has_doc] + [s for s in node.body[has_doc:] if not _is_text(s)]
+    texts = {name: "\n".join(parts) for name, parts in bodies.items()} | {"": ast.dump(tree)}
+    return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def read_by(log: Path) -> tuple[set[str], list[str]]:
@@ -105,9 +144,10 @@ def read_by(log: Path) -> tuple[set[str], list[str]]:
         if line.startswith("starts "):
             reasons.append(line)
             continue
-        path = Path(re.sub(r"__pycache__/([^/]+?)\.cpython-[^/]*$", r"\1.py", line))
+        file, colon, function = line.partition(":")
+        path = Path(re.sub(r"__pycache__/([^/]+?)\.cpython-[^/]*$", r"\1.py", file))
         if path.is_file() or line.endswith("/"):
-            files.add(str(path.relative_to(ROOT)) + "/" * line.endswith("/"))
+            files.add(str(path.relative_to(ROOT)) + "/" * line.endswith("/") + colon + function)
     return files, reasons
 
 
@@ -138,7 +178,8 @@ class Run(NamedTuple):
             return "fails"
         files, reasons = read_by(self.log)
         reasons = [why for why in reasons if self.path.parent.name != COMPILES or "unseen" in why]
-        edited = (file for file in files if file[-1] != "/" and (ROOT / file).stat().st_mtime > self.began)
+        texts = {file.partition(":")[0] for file in files if file[-1] != "/"}
+        edited = (file for file in texts if (ROOT / file).stat().st_mtime > self.began)
         return files if not reasons and not any(edited) else ", ".join([*reasons, *edited]) or "was edited"
 
 

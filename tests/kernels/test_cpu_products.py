@@ -206,7 +206,8 @@ def test_a_recorded_product_has_a_norm_before_it(as_codes: bool) -> None:
     recorded.run(4)
     close(out[:4].double(), numbers(of)[:4] @ meaning.double().T)
     normed = F.rms_norm(x, (96,), weight, 1e-5)
-    assert ((numbers(of) - normed).abs() <= normed.abs().amax() / (32512 if as_codes else 1e6))[:4].all()
+    code = normed.abs().amax() / 32512  # a number is rounded by half of it, and by one more where low would be -128
+    assert ((numbers(of) - normed).abs() <= (1.51 * code if as_codes else code / 30))[:4].all()
 
 
 HALVES = (("q4_1", "iq4_nl", "float16"), ("q8_0", "q6_k", "int16"))
