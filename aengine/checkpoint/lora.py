@@ -43,8 +43,13 @@ _REFUSED = {
     "trainable_token_indices": "embeddings of single tokens",
     "target_parameters": "parameters that are no matrices of linear layers, such as stacked experts",
     "layer_replication": "layers that are repeated",
+    "alora_invocation_tokens": "an adapter that is active from some tokens on",
+    "arrow_config": "a choice among adapters by each token",
+    "use_qalora": "inputs that are pooled by the base's groups",
 }
 """Settings of adapters that change more than products, and what they stand for."""
+_CHANGING_BASES = "pissa", "olora", "corda", "loftq", "lora_ga"
+"""Beginnings of what init_lora_weights says where PEFT changes the base's weights before it adds the factors."""
 
 
 Matrices = Mapping[str, Sequence[int]]
@@ -183,6 +188,10 @@ def _check_kind(config: ValueReader) -> None:
     for key, what in _REFUSED.items():
         if config.raw(key):
             raise config.error(key, f"is not served ({what}): train the adapter without it")
+    start = config.raw("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGING_BASES):
+        why = "is not served, as it changes the base's own weights: save the adapter with PEFT's"
+        raise config.error("init_lora_weights", f"{why} path_initial_model_for_weight_conversion")
     if config.name("bias") not in ("", "none"):
         raise config.error("bias", "is not served: train the adapter with bias='none'")
 

@@ -254,6 +254,29 @@ async def test_pinned_adapters_stay(make: Make, adapters: dict[str, str]) -> Non
         await engine.pin_lora("b")
 
 
+async def test_pins_at_once_and_pins_of_what_is_removed(make: Make, adapters: dict[str, str]) -> None:
+    engine: Any = make(loras=adapters, max_loras=2)
+    async with engine:
+        pins = await asyncio.gather(engine.pin_lora("a"), engine.pin_lora("b"), return_exceptions=True)
+        assert [type(one) for one in pins] == [type(None), InvalidRequestError]
+        await engine.remove_lora("a")
+        engine.loads["c"] = asyncio.Event()
+        for is_cancelled in (True, False):
+            pinning = asyncio.create_task(engine.pin_lora("c"))
+            while not (await engine.list_loras())["c"]["is_loaded"]:
+                await asyncio.sleep(0)
+            if is_cancelled:
+                pinning.cancel()
+                await asyncio.wait([pinning])
+        await engine.remove_lora("c")
+        engine.loads["c"].set()
+        with pytest.raises(InvalidRequestError, match="removed before it was loaded"):
+            await pinning
+        await engine.pin_lora("d")
+        for name in "bef":
+            assert await ask(engine, name) == name
+
+
 async def test_closing_ends_who_waits(make: Make, adapters: dict[str, str]) -> None:
     engine: Any = make(loras=adapters, max_loras=2)
     async with engine:

@@ -13,7 +13,16 @@ from fakes import FakeExecutor
 from test_pausing import SLOW, begin, num_steps, position_tokens, tokens
 from test_recovery import death
 
-from aengine import AsyncLLM, EngineClosedError, EngineError, InvalidRequestError, ModelLoadError, NotEnoughMemoryError
+from aengine import (
+    AsyncLLM,
+    EngineClosedError,
+    EngineError,
+    InvalidRequestError,
+    ModelLoadError,
+    NotEnoughMemoryError,
+    WorkerDiedError,
+)
+from aengine.engine.sleeping import replica_sleep
 
 Make = Callable[..., AsyncLLM]
 pytestmark = pytest.mark.usefixtures("no_blocking", "no_thread_left")
@@ -200,6 +209,43 @@ async def test_a_worker_dies_asleep(make: Make) -> None:
         await engine.wake_up()
         assert len(Sleeper.made) == 2 and len((await task).token_ids) == 60
         await settled(engine)
+
+
+async def test_a_worker_dies_between_tags(make: Make) -> None:
+    """Its weights sleep again, as those of a worker that dies asleep."""
+    async with make(fake=SLOW) as engine:
+        (task,) = begin(engine, 1, tokens(60))
+        await until_running(engine)
+        await engine.sleep()
+        await engine.wake_up(["weights"])
+        Sleeper.made[-1].fail(death())
+        await until(lambda: engine.statistics().sleep_level == 2)
+        await engine.wake_up(["kv_cache"])
+        await stands_still(engine)
+        await engine.wake_up()
+        assert engine.state == "running" and len((await task).token_ids) == 60
+
+
+async def test_a_worker_dies_as_the_others_wake(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with make(fake=SLOW, data_parallel_size=2, num_threads=1) as engine:
+        (task,) = begin(engine, 1, tokens(60))
+        await until_running(engine)
+        await engine.sleep()
+        wake = replica_sleep.ReplicaSleep.wake
+
+        async def dies(self: Any, *args: Any) -> None:
+            await wake(self, *args)
+            if self.replica is core_of(engine).replicas[0]:
+                self.replica.worker.executor.fail(death())
+                await until(lambda: self.has_ended)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(replica_sleep.ReplicaSleep, "wake", dies)
+            with pytest.raises(WorkerDiedError, match="can be woken again"):
+                await engine.wake_up()
+        await stands_still(engine)
+        await engine.wake_up()
+        assert engine.state == "running" and len((await task).token_ids) == 60
 
 
 async def test_while_a_worker_is_started_again(make: Make) -> None:

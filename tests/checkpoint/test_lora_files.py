@@ -79,6 +79,9 @@ def test_names_are_the_models_own(tmp_path: Path) -> None:
     [
         ({"peft_type": "IA3"}, factors(Q), "LORA alone"),
         ({"use_dora": True}, factors(Q), "DoRA"),
+        ({"init_lora_weights": "pissa_niter_4"}, factors(Q), "path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": "olora"}, factors(Q), "the base's own weights"),
+        ({"alora_invocation_tokens": [1, 2]}, factors(Q), "active from some tokens on"),
         ({"modules_to_save": ["lm_head"]}, factors(Q), "modules_to_save"),
         ({"bias": "all"}, factors(Q), "bias='none'"),
         ({"alpha_pattern": {"(?=a)b": 3}}, factors(Q), "looks around"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -151,6 +152,37 @@ async def test_streams_stand_still_and_go_on(models: tuple[Path, Path]) -> None:
             last = await engine.generate([*PROMPT[i:], *ends[0]], GREEDY.replace(max_tokens=1))
             assert last.token_ids == ends[1]
         await settled(engine)
+
+
+async def test_nothing_comes_before_the_pause(models: tuple[Path, Path]) -> None:
+    """What has not begun can be given up, and nothing else."""
+    first, second = models
+    async with AsyncLLM(first, **SETTINGS) as engine:
+        long = GREEDY.replace(max_tokens=180)
+        alone = await engine.generate(PROMPT, long)
+        for is_given_up in (True, False):
+            running = asyncio.create_task(engine.generate(PROMPT, long))
+            await until_running(engine, 1)
+            starting = asyncio.create_task(engine.start_weight_update("wait"))
+            await until(lambda: engine.state == "paused")
+            for call in (engine.update_weights(second), engine.update_weights({}), engine.finish_weight_update()):
+                with pytest.raises(InvalidRequestError, match="has not begun yet"):
+                    await call
+            if is_given_up:
+                await engine.abort_weight_update()
+                with pytest.raises(InvalidRequestError, match="ended before it had begun"):
+                    await starting
+                assert engine.state == "running" and not running.done()
+            completion = await running
+            assert completion.token_ids == alone.token_ids and completion.weight_versions == ("0",)
+        await starting
+        await engine.sleep()
+        with pytest.raises(EngineClosedError, match="asleep"):
+            await engine.abort_weight_update()
+        await engine.wake_up()
+        with contextlib.suppress(InvalidRequestError):  # workers that were started again have ended it
+            await engine.abort_weight_update()
+        assert engine.state == "running" and (await engine.generate(PROMPT, long)).token_ids == alone.token_ids
 
 
 async def test_what_is_refused(models: tuple[Path, Path]) -> None:

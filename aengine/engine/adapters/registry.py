@@ -118,7 +118,10 @@ class LoraAdapters:
 
     async def pin(self, name: str) -> None:
         """See `AsyncLLM.pin_lora`."""
-        await self.slots.pin(self._named(name, "name"))
+        lora = self._named(name, "name")
+        await self.slots.pin(lora)
+        if self._loras.get(name) is not lora:
+            raise InvalidRequestError(f"the adapter {shown(name)} was removed before it was loaded", param="name")
 
     def __contains__(self, name: str) -> bool:
         return name in self._loras

@@ -49,7 +49,6 @@ class _Slot:
         self.loading: asyncio.Task[None] | None = None  # None: loaded, or empty
         self.num_users = 0
         self.last_used = 0
-        self.is_pinned = False
         self.is_leaving = False  # takes no new users
 
 
@@ -60,6 +59,7 @@ class LoraSlots:
         self._slots = [_Slot(index) for index in range(num_slots)]
         self._load = load
         self._waiting: dict[Lora, list[asyncio.Future[None]]] = {}  # in order of arrival
+        self._pinned: set[Lora] = set()  # those that keep their slot, or will when they have one
         self.num_loads = 0  # adapters that were brought into a slot
         self._uses = count(1)
         self._loop = asyncio.get_running_loop()
@@ -112,22 +112,28 @@ class LoraSlots:
 
     async def pin(self, lora: Lora) -> None:
         """Load the adapter, and keep it in its slot. Raises InvalidRequestError: no other slot would be left."""
-        num_pinned = sum(slot.is_pinned and slot.lora != lora for slot in self._slots)
+        is_new, num_pinned = lora not in self._pinned, len(self._pinned - {lora})
         if num_pinned + 1 >= len(self._slots):
             raise InvalidRequestError(
                 f"{num_pinned} of max_loras={len(self._slots)} adapters are pinned, and one place must be left for "
                 f"others: remove one, or raise max_loras",
                 param="name",
             )
-        index, leave = await self.acquire(lora)
-        self._slots[index].is_pinned = True
+        self._pinned.add(lora)
+        try:
+            _, leave = await self.acquire(lora)
+        except BaseException:
+            if is_new:
+                self._unpin(lora)
+            raise
         leave()
 
     def forget(self, lora: Lora) -> None:
         """Use the adapter's slot for others as soon as no request does."""
+        self._unpin(lora)
         slot = self._slot_of(lora, leaving=True)
         if slot is not None:
-            slot.is_pinned, slot.is_leaving = False, True
+            slot.is_leaving = True
             if not slot.num_users and slot.loading is None:
                 self._hand_over(slot)
 
@@ -140,13 +146,21 @@ class LoraSlots:
 
     # -- one slot
 
+    def _unpin(self, lora: Lora) -> None:
+        self._pinned.discard(lora)
+        if (slot := self._slot_of(lora)) is not None:
+            self._offer(slot)
+
+    def _is_pinned(self, slot: _Slot) -> bool:
+        return slot.lora in self._pinned and not slot.is_leaving
+
     def _slot_of(self, lora: Lora, leaving: bool = False) -> _Slot | None:
         return next((slot for slot in self._slots if slot.lora == lora and slot.is_leaving <= leaving), None)
 
     def _free_slot(self) -> _Slot | None:
         """Return the slot that can be had at once: an empty one, or the one that was used longest ago of those that are
         not in use. None while others wait, who came before."""
-        idle = [one for one in self._slots if not (one.num_users or one.is_pinned or one.loading)]
+        idle = [one for one in self._slots if not (one.num_users or self._is_pinned(one) or one.loading)]
         return None if self._waiting else min(idle, key=lambda slot: slot.last_used, default=None)
 
     def _begin(self, slot: _Slot, lora: Lora) -> None:
@@ -172,7 +186,7 @@ class LoraSlots:
 
     def _offer(self, slot: _Slot) -> None:
         """Let who waits longest have the slot, if nobody uses it."""
-        if not (slot.num_users or slot.loading or slot.is_pinned) and (self._waiting or slot.is_leaving):
+        if not (slot.num_users or slot.loading or self._is_pinned(slot)) and (self._waiting or slot.is_leaving):
             self._hand_over(slot)
 
     def _hand_over(self, slot: _Slot) -> None:
@@ -205,6 +219,6 @@ class LoraSlots:
     def _let_one_go(self) -> None:
         """Close a slot to new users, if fewer are closed than adapters wait."""
         if sum(slot.is_leaving for slot in self._slots) < len(self._waiting):
-            able = [one for one in self._slots if not (one.is_leaving or one.is_pinned or one.loading)]
+            able = [one for one in self._slots if not (one.is_leaving or self._is_pinned(one) or one.loading)]
             if able:
                 min(able, key=lambda slot: slot.last_used).is_leaving = True

@@ -58,7 +58,7 @@ class SleepCalls:
         Raises:
             InvalidRequestError: there is no such tag.
             NotEnoughMemoryError: something else has taken the memory; the engine sleeps on, and can be woken later.
-            ModelLoadError: new workers can't load the model; likewise.
+            ModelLoadError: new workers can't load the model; likewise. WorkerDiedError: one died meanwhile; likewise.
             EngineClosedError: the engine is not running, or ended meanwhile.
         """
         if tags is not None and (isinstance(tags, str) or not all(tag in _TAGS for tag in tags)):

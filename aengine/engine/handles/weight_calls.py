@@ -155,6 +155,7 @@ class WeightCalls:
             WeightsLostError: the weights from before it came as tensors: the engine stays paused until all have come
                 again.
             InvalidRequestError: no update is under way.
+            EngineClosedError: the engine sleeps: wake it first.
         """
         await self._handle.run(abort_weight_update)
 

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Protocol
 
 from ...config import EngineConfig
-from ...errors import EngineClosedError, EngineError
+from ...errors import EngineClosedError, EngineError, WorkerDiedError
 from ..admission import Admission
 from ..executor import Executor
 from ..pacing.holds import Hold, Holds
@@ -160,6 +160,7 @@ class Sleeping:
             failure = await replica.worker.replace(error, lambda: is_wanted() and not self._begun)
             if failure is not None or replica.worker.recovering is None or not is_wanted():
                 return failure
+        self._asleep.add("weights")
         await self._sleeps[replica.index].park(error)
         return None
 
@@ -192,6 +193,10 @@ class Sleeping:
         have_lived = [one for one in self._alive if not one.has_ended]
         try:
             await all_ended(one.wake(tags, lambda: engine.is_alive) for one in self._alive)
+            if self._asleep <= set(tags):  # what was to be loaded meanwhile has found no workers
+                await all_ended(self._restore(one.replica.worker.executor) for one in have_lived if not one.has_ended)
+            if "weights" in tags and any(one.has_ended for one in self._alive):
+                raise WorkerDiedError("a worker died as the engine was being woken: it can be woken again")
         except EngineError:
             again = [tag for tag in tags if tag in self._asleep]
             await all_ended(one.told("sleep", again) for one in have_lived if not one.has_ended)
@@ -202,8 +207,6 @@ class Sleeping:
                 one.replica.worker.resting = ""
         if self._asleep:
             return
-        # What was to be loaded meanwhile has found no workers.
-        await all_ended(self._restore(one.replica.worker.executor) for one in have_lived if not one.has_ended)
         self._callers.clear()
         engine.holds.release(_SLEEP)
         if engine.admission.is_empty:

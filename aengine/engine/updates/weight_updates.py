@@ -18,7 +18,7 @@ import os
 from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any, Protocol
 
-from ...errors import EngineError, InternalError, InvalidRequestError, WeightsLostError, WorkerDiedError
+from ...errors import EngineClosedError, EngineError, InternalError, InvalidRequestError, WeightsLostError
 from ..executor import Executor
 from ..pacing.holds import Hold, Holds, PauseMode
 from ..replicas.replica import Replica
@@ -33,6 +33,7 @@ from .window import Window
 logger = logging.getLogger("aengine")
 
 _UPDATE = Hold("weights", "paused")
+_NOT_BEGUN = "the weight update has not begun yet: start_weight_update() has not returned"
 _UNDER_WAY = "a weight update is under way: finish_weight_update() or abort_weight_update() ends it"
 
 
@@ -80,15 +81,18 @@ class WeightUpdates:
                 "this model takes no new weights: one that transformers computes, an encoder, or a worker of another "
                 "kind; start another engine"
             )
-        self._is_open = True
+        self._is_open, self._problem = True, _NOT_BEGUN
         try:
             self._holds.obstacle = _UNDER_WAY
             # Those who stand still anyway would never come to their ends.
             if not await self._holds.pause(mode if self._engine.state == "running" else "keep", _UPDATE):
-                raise WorkerDiedError("a worker has died, and with it the weight update before it had begun")
+                raise InvalidRequestError(
+                    "the weight update ended before it had begun: by a worker's death, or by a call"
+                )
             async with self._lock:
                 self._window = await run_in_thread("window", Window)
                 await self._call("begin_weights", os.getpid(), self._window.fd, self._window.num_bytes)
+                self._problem = ""
         except BaseException:
             self._end()
             raise
@@ -160,6 +164,8 @@ class WeightUpdates:
         async with self._lock:
             if not self._is_open:
                 raise InvalidRequestError("no weight update is under way")
+            if resting := next((one.worker.resting for one in self._replicas if one.worker.resting), ""):
+                raise EngineClosedError(resting)
             await self._undo([replica for replica in self._replicas if replica.state == "running"])
 
     async def restore(self, replica: Replica, workers: Executor) -> None:
