@@ -56,10 +56,15 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {  # what has a scale, its n
         "weight_scale_inv",
         {"quant_method": "fp8", "weight_block_size": [8, 32], "modules_to_not_convert": []},
     ),
+    "parts of blocks": (
+        "block",
+        "weight_scale_inv",
+        {"quant_method": "fp8", "weight_block_size": [32, 32], "modules_to_not_convert": []},
+    ),
 }
 
 
-def scale_of(tensor: torch.Tensor, what: str) -> tuple[torch.Tensor, torch.Tensor]:
+def scale_of(tensor: torch.Tensor, what: str, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A scale as it is stored, and of the tensor's shape."""
     if what == "row":
         scale = tensor.abs().amax(1, keepdim=True) / 448
@@ -67,19 +72,20 @@ def scale_of(tensor: torch.Tensor, what: str) -> tuple[torch.Tensor, torch.Tenso
     if what == "matrix":
         return tensor.abs().amax() / 448, (tensor.abs().amax() / 448).expand_as(tensor)
     rows, columns = tensor.shape
-    whole = F.pad(tensor.abs(), (0, -columns % 32))  # the last block of a row may be smaller
-    blocks = whole.view(rows // 8, 8, -(-columns // 32), 32).amax((1, 3)) / 448
-    return blocks, blocks.repeat_interleave(8, 0).repeat_interleave(32, 1)[:, :columns]
+    whole = F.pad(tensor.abs(), (0, -columns % 32, 0, -rows % size))  # the last block may be smaller
+    blocks = whole.view(-(-rows // size), size, -(-columns // 32), 32).amax((1, 3)) / 448
+    return blocks, blocks.repeat_interleave(size, 0).repeat_interleave(32, 1)[:rows, :columns]
 
 
 def write_quantised(folder: Path, kind: str, spoil: Callable[[dict[str, torch.Tensor]], None] = lambda _: None) -> Any:
     """Write the folder's matrices as codes; returns all tensors as numbers again, by name."""
     what, name_of_scale, config = KINDS[kind]
+    size, _ = config.get("weight_block_size") or (1, 1)
     path = folder / "model.safetensors"
     tensors = load_file(path)
     exact = {name: tensor.clone() for name, tensor in tensors.items()}
     for name in [name for name in tensors if name.endswith("proj.weight")]:
-        stored, scale = scale_of(tensors[name], what)
+        stored, scale = scale_of(tensors[name], what, size)
         codes = (tensors[name] / scale).to(FP8)
         exact[name] = codes.float() * scale
         tensors[name], tensors[name.replace("weight", name_of_scale)] = codes, stored
@@ -111,7 +117,7 @@ def copied(tiny_model: Callable[..., Path], tmp_path: Path) -> Callable[..., Pat
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("arch", ["llama", "qwen3_moe"])
 def test_fp8_is_the_dequantised_model(arch: str, kind: str, copied: Callable[..., Path]) -> None:
-    fields = {"attention_bias": True, "mlp_bias": True} if arch == "llama" else {}
+    fields = {"attention_bias": True, "mlp_bias": True} if arch == "llama" else {"moe_intermediate_size": 64}
     folder, plain = copied(arch, **fields), copied(arch, **fields)
     save_file(write_quantised(folder, kind), plain / "model.safetensors")
     check_near(logits(folder), logits(plain))
@@ -199,6 +205,30 @@ def test_blocks_wider_than_a_matrix() -> None:
     assert torch.equal(made.multiply(torch.ones(1, 20)), torch.tensor([[40.0] * 4 + [60.0] * 4]))
 
 
+def test_parts_of_blocks_of_experts(copied: Callable[..., Path]) -> None:
+    """Those of down are read: on a GPU their scales are of fewer rows, as no two experts share one. Those of gate and
+    up, which are below each other, are refused."""
+    form = Fp8Format(PLAIN, of_rows=False, block=(32, 32))
+    stored, gen = form.tensors(80, 64, False), torch.Generator().manual_seed(1)
+    experts = CodedExperts(form._expert_codes, 3, stored, CPU)
+    wanted = []
+    for expert in range(3):
+        tensors = {
+            "weight": torch.randn(80, 64, generator=gen).to(FP8),
+            "weight_scale": torch.rand(3, 2, generator=gen),
+        }
+        for suffix, tensor in tensors.items():
+            experts.room(expert, suffix, slice(None)).copy_(tensor)
+        experts.finish(expert)
+        wanted.append(form._numbers(tensors))
+    assert experts.matrices is not None and experts.matrices.codes.rows == 16
+    assert torch.equal(numbers(experts.matrices.codes), torch.cat(wanted))
+    folder = copied("qwen3_moe", moe_intermediate_size=40)
+    write_quantised(folder, "parts of blocks")
+    with pytest.raises(ModelLoadError, match=r"experts\.\*, gate_proj and up_proj .* 40 rows of each .* blocks of 32"):
+        load(source_of(folder))
+
+
 @pytest.mark.parametrize("rows", [1, 16, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_products(rows: int, dtype: torch.dtype, rng: random.Random) -> None:
@@ -262,8 +292,7 @@ def test_settings() -> None:
     stored = choose_formats("bfloat16", gpu, {"quantization_config": KINDS["blocks"][2]}, quantization="fp8")
     assert stored.of("a") == Fp8Format(PlainFormat(torch.bfloat16), "weight_scale_inv", False, (8, 32), True)
     assert isinstance(stored.of("a").make_experts(2, stored.of("a").tensors(16, 64, False), gpu), CodedExperts)
-    with pytest.raises(ValueError, match="its 12 rows are no multiple of the 8 of a block"):
-        stored.of("a").tensors(12, 32, False)
+    assert stored.of("a").tensors(12, 40, False)[1].shape == (2, 2), "the last blocks may be smaller"
     with pytest.raises(ModelLoadError, match="quantised"):
         choose_formats("bfloat16", gpu, {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}})
 

@@ -15,6 +15,7 @@ from counted_memory import META, counted
 from driver import Driver, build, load, no_progress, source_of
 from gguf import GGMLQuantizationType as Q
 from scenarios import Engine, settings_of_torch_kept
+from test_fp8_weights import write_quantised
 from test_gguf_weights import SIZES, write_gguf
 from test_weight_formats import quantise
 from tiny import make_tiny_model, write_tiny_model
@@ -100,6 +101,9 @@ def test_in_several_formats(tmp_path: Path) -> None:
             model = make_tiny_model("llama", seed=seed, **SIZES)
             write_gguf(tmp_path / f"{seed}.gguf", model, "llama", [Q.Q4_0, Q.Q8_0, Q.F32])
     check_second_load(tmp_path / "1", tmp_path / "2", "float32")
+    for seed in (3, 4):
+        write_quantised(write_tiny_model(tmp_path / str(seed), "llama", seed=seed), "parts of blocks")
+    check_second_load(tmp_path / "3", tmp_path / "4", "float32")
     source = source_of(tmp_path / "1.gguf")
     packed = GgufMatrices.of_file(source.path, build(source).gguf)
     check_second_load(tmp_path / "1.gguf", tmp_path / "2.gguf", "float32", packed=packed)

@@ -54,6 +54,19 @@ def test_int8_divided_by_experts(copied: Callable[..., Path]) -> None:
     check(source_of(folder), 4, divides_experts=True)
 
 
+def test_fp8_in_blocks_that_a_matrix_does_not_fill(copied: Callable[..., Path]) -> None:
+    """They are cut between blocks, and never within one, where a proportion would be a whole number, too."""
+    sizes = {"hidden_size": 80, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
+    folder = copied("llama", **sizes, intermediate_size=192)
+    write_quantised(folder, "parts of blocks")
+    check(source_of(folder), 2)
+    shutil.rmtree(folder)
+    folder = copied("llama", **sizes, intermediate_size=48)
+    write_quantised(folder, "parts of blocks")
+    with pytest.raises(ModelLoadError, match=r"proj\.weight_scale_inv can't be divided so, .*number 24 is within one"):
+        check(source_of(folder), 2)
+
+
 @pytest.mark.parametrize("kind", ["channel", "tensor", "blocks"])
 @pytest.mark.parametrize(("arch", "fields"), [("llama", BIASES), ("qwen3_moe", EXPERTS)], ids=["llama", "qwen3_moe"])
 def test_fp8(arch: str, fields: dict[str, Any], kind: str, copied: Callable[..., Path]) -> None:

@@ -71,11 +71,12 @@ NOTHING = Part(0, (), 0)
 """Of a tensor that only other ranks use: it is in the checkpoint, and is not read."""
 
 
-def part_of(shares: Sequence[Share], dim: int, length: int) -> Part | None:
+def part_of(shares: Sequence[Share], dim: int, length: int, block: int | None = None) -> Part | None:
     """Return the part of these shares, which lie one behind the other; None: all.
 
     Args:
         length: elements of dimension ``dim``; several elements of the shares may be in one of them (codes, scales)
+        block: how many are in one of them, if the last may have fewer; None: as many in each
 
     Raises ValueError: a share begins or ends within an element.
     """
@@ -83,15 +84,17 @@ def part_of(shares: Sequence[Share], dim: int, length: int) -> Part | None:
         return None
     total, start, ranges, size = sum(share.total for share in shares), 0, [], 0
     for share in shares:
-        first, last = (_scaled(start + place, length, total) for place in share.range)
+        first, last = (_scaled(start + place, length, total, block) for place in share.range)
         ranges.append((first, last))
-        size += _scaled(share.size, length, total)
+        size += _scaled(share.size, length, total, None) if block is None else -(-share.size // block)
         start += share.total
     return Part(dim, tuple(ranges), size)
 
 
-def _scaled(place: int, length: int, total: int) -> int:
-    scaled, rest = divmod(place * length, total)
+def _scaled(place: int, length: int, total: int, block: int | None) -> int:
+    if place == total:
+        return length
+    scaled, rest = divmod(place * length, total) if block is None else divmod(place, block)
     if rest:
         blocks = "1 block" if length == 1 else f"{length} blocks"
         raise ValueError(f"{total} numbers are {blocks}, and number {place} is within one")

@@ -88,6 +88,12 @@ class ExpertLinear:
             rows = shares_of(features)
             for stored in scope.tensors_of(f"0.{name}", form, sizes(rows)[1], in_features, bias):
                 full = f"{name}.{stored.suffix}"
+                if len(parts) > 1 and stored.cuts_block(sizes(rows)[1]):
+                    raise ModelLoadError(
+                        f"{scope.formats.folder}: of the experts {scope.name_of('*')}, {' and '.join(parts)} are "
+                        f"multiplied together, and the {sizes(rows)[1]} rows of each are no whole blocks of "
+                        f"{stored.block[0]}, which aengine does not read of experts: {UNQUANTISED}"
+                    )
                 if self._drops_bias and stored.suffix == "bias":
                     pieces.append(_Piece(full, stored, NOTHING, None))
                     continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import groupby
 from threading import Lock
@@ -39,8 +40,8 @@ def part_of_matrix(
     Raises ModelLoadError: the format can't be divided there.
     """
     try:
-        for shares, dim in ((rows, stored.out_dim), (columns, stored.in_dim)):
-            if dim is not None and (part := part_of(shares, dim, stored.shape[dim])) is not None:
+        for shares, dim, block in zip((rows, columns), (stored.out_dim, stored.in_dim), stored.block, strict=True):
+            if dim is not None and (part := part_of(shares, dim, stored.shape[dim], block)) is not None:
                 return part
     except ValueError as error:
         raise ModelLoadError(
@@ -72,7 +73,16 @@ class _Piece:
         self.joined = JoinedTensors(device)
         self.num_tensors = 0
         self.num_come = 0  # tensors that have come in this load
+        self.is_apart = False  # each matrix makes a weight of its own
         self.weight: Weight | None = None
+
+    def make(self) -> Weight:
+        """Make one weight of the tensors, all of which have come."""
+        if not self.is_apart:
+            with suppress(OrdersDiffer):
+                return self.format.make(self.joined.tensors)
+        first, *others = map(self.format.make, self.joined.of_parts())
+        return first.above(others)
 
     def forget(self) -> None:
         """Forget the tensors that have come."""
@@ -123,7 +133,10 @@ class Linear:
                     continue
                 part = part_of_matrix(stored, rows, columns, full, scope.group.size)
                 shape = shape_on_rank(stored, part, own_rows)
-                room = piece.joined.add(stored.suffix, shape, stored.dtype) if len(piece.parts) > 1 else None
+                room = None
+                if len(piece.parts) > 1:
+                    room = piece.joined.add(stored.suffix, shape, stored.dtype)
+                    piece.is_apart |= stored.cuts_block(own_rows)
                 if room is not None and stored.turned:
                     room = turned(room)
                 put = partial(self._put, piece, stored)
@@ -140,11 +153,7 @@ class Linear:
             is_last = piece.num_come == piece.num_tensors
         if not is_last:
             return
-        try:
-            made = piece.format.make(piece.joined.tensors)
-        except OrdersDiffer:  # each multiplies by itself
-            first, *others = map(piece.format.make, piece.joined.of_parts())
-            made = first.above(others)
+        made = piece.make()
         piece.forget()
         if piece.weight is not None:
             piece.weight.copy_from(made)

@@ -147,6 +147,11 @@ class WeightsBelow(Weight):
         self.parts = parts
         self.bias = parts[0].bias  # only whether there is one is asked: each part adds its own
 
+    def copy_from(self, other: Weight) -> None:
+        assert isinstance(other, WeightsBelow)
+        for mine, new in zip(self.parts, other.parts, strict=True):
+            mine.copy_from(new)
+
     def multiply(self, x: Tensor) -> Tensor:
         return torch.cat([part.multiply(x) for part in self.parts], 1)
 
@@ -233,6 +238,11 @@ class StoredTensor(NamedTuple):
     turned: bool = False  # the checkpoint has it as [in, out], memory as [out, in]
     drawn: Drawn | None = None  # if weights are random; None: small numbers, or any codes of the dtype
     fault: Fault | None = None
+    block: tuple[int | None, int | None] = (None, None)  # output, input features of an element; the last may have fewer
+
+    def cuts_block(self, out_features: int) -> bool:
+        """Return whether the last element is of fewer output features than the others, for a matrix of so many."""
+        return self.block[0] is not None and out_features % self.block[0] != 0
 
 
 class WeightFormat(Protocol):

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any
 
 import torch
@@ -53,9 +54,6 @@ class Fp8Format:
     name: str = "fp8"
 
     def tensors(self, out_features: int, in_features: int, has_bias: bool) -> list[StoredTensor]:
-        """Raises ValueError: a block would reach beyond the matrix, into the one that is joined below it."""
-        if self.block is not None and out_features % self.block[0]:
-            raise ValueError(f"its {out_features} rows are no multiple of the {self.block[0]} of a block")
         shape, scales = (out_features, in_features), random_scales(_LARGEST)
         found = [
             StoredTensor(
@@ -63,10 +61,9 @@ class Fp8Format:
             )
         ]
         if self.block is not None:
-            blocks = (out_features // self.block[0], -(-in_features // self.block[1]))
-            found.append(
-                StoredTensor(self.scale, blocks, torch.float32, 0, in_dim=1, drawn=scales, fault=faults.of_scale)
-            )
+            blocks = (-(-out_features // self.block[0]), -(-in_features // self.block[1]))
+            scale = StoredTensor(self.scale, blocks, torch.float32, 0, in_dim=1, drawn=scales, fault=faults.of_scale)
+            found.append(scale._replace(block=self.block))
         elif self.of_rows:
             found.append(
                 StoredTensor(self.scale, (out_features, 1), torch.float32, 0, drawn=scales, fault=faults.of_scale)
@@ -93,12 +90,19 @@ class Fp8Format:
         rows, columns = self.block
         return GroupedCodes("e4m3", tensors["weight"], tensors[self.scale].float().contiguous(), columns, rows=rows)
 
+    def _expert_codes(self, tensors: Mapping[str, Tensor]) -> GroupedCodes:
+        """Return `_codes` with scales of as many rows as divide the matrix: experts' lie below each other."""
+        codes, n = self._codes(tensors), len(tensors["weight"])
+        rows = min(codes.rows, n)
+        own = gcd(rows, n)
+        return replace(codes, scale=codes.scale.repeat_interleave(rows // own, 0)[: n // own], rows=own)
+
     def _numbers(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """float32 [N, K]."""
         codes, scale = tensors["weight"], tensors[self.scale].float()
         if self.block is not None:
-            (rows, columns), k = self.block, codes.shape[1]
-            scale = scale.repeat_interleave(rows, 0).repeat_interleave(min(columns, k), 1)[:, :k]
+            (rows, columns), (n, k) = self.block, codes.shape
+            scale = scale.repeat_interleave(min(rows, n), 0)[:n].repeat_interleave(min(columns, k), 1)[:, :k]
         return codes.float().mul_(scale)
 
     def make_experts(self, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device) -> ExpertWeights:
@@ -110,7 +114,7 @@ class Fp8Format:
             return ScaledExperts(num_experts, tensors, device, self.scale)
         (weight,) = (tensor for tensor in tensors if tensor.suffix == "weight")
         if fits("e4m3", weight.shape[1], self.block[1]):
-            made = CodedExperts(self._codes, num_experts, tensors, device)
+            made = CodedExperts(self._expert_codes, num_experts, tensors, device)
             made.quantises_x = self.quantises_x
             return made
         problem = f"experts in FP8 in blocks of {self.block[1]} columns are no codes for GPUs"
