@@ -142,7 +142,7 @@ def by_experts(x: Tensor, routing: Routing, numbers: list[Tensor]) -> Tensor:
 
 SHAPES = {
     "channel": [(8, 256, 128, 2), (16, 208, 48, 4), (60, 1408, 352, 6), (128, 2048, 768, 8)],
-    "block": [(8, 256, 128, 2), (32, 640, 384, 5), (128, 2048, 768, 8)],
+    "block": [(8, 320, 128, 2), (32, 640, 384, 5), (128, 2048, 768, 8)],
 }
 
 
@@ -161,7 +161,7 @@ def test_experts(kind: str, rounds: bool, shape: ExpertShape, rng: random.Random
     norm = SimpleNamespace(weight=torch.rand(size, device=DEVICE) + 0.5, eps=1e-6)
     for rows in ROWS:
         x = torch.randn(rows, size, device=DEVICE, dtype=torch.bfloat16)
-        x[:, 7] *= 30
+        x[1:, 7] *= 30  # of one row alone, how this number is rounded would be all that is off
         ids = torch.rand(rows, experts, device=DEVICE).topk(top_k, 1).indices.int()
         routing = Routing(ids, torch.rand(rows, top_k, device=DEVICE))
         plan = plan_experts(routing, shape, can_group=first.can_group, kind=first.kind)
@@ -184,10 +184,10 @@ def test_experts(kind: str, rounds: bool, shape: ExpertShape, rng: random.Random
         together, wanted = added(roundings(of_gate[how])[then]), added(of_gate["exact"])
         costs, whole = off(together, wanted), off(residual, wanted)
         print(f"  {rows} rows, {how} and {then}: off by {whole:.2e}, rounding by the definition {costs:.2e}")
-        assert whole <= 1.3 * max(costs, off(both_in_16, wanted)) + (MOST_OF_CORES if rounds else 0)
+        assert whole <= MOST_OF_16_BITS * max(costs, off(both_in_16, wanted)) + (MOST_OF_CORES if rounds else 0)
 
 
-MATRICES = {"channel": [(144, 48), (1152, 656), (4096, 2048)], "block": [(256, 128), (1280, 640), (512, 1008)]}
+MATRICES = {"channel": [(144, 48), (1152, 656), (4096, 2048)], "block": [(256, 128), (1280, 640), (320, 1008)]}
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_dense(kind: str, rounds: bool, shape: tuple[int, int], rng: random.Rand
     norm = SimpleNamespace(weight=torch.rand(k, device=DEVICE) + 0.5, eps=1e-6)
     for rows in ROWS:
         x = torch.randn(rows, k, device=DEVICE, dtype=torch.bfloat16)
-        x[:, 7] *= 30
+        x[1:, 7] *= 30  # of one row alone, how this number is rounded would be all that is off
         residual = torch.zeros(rows, n, device=DEVICE, dtype=torch.bfloat16)
         made.add_to(residual, x)
         of_x, of_norm = ({h: given @ matrix for h, given in roundings(v).items()} for v in (x, normed(x, norm)))
@@ -273,46 +273,31 @@ def write_checkpoint(folder: Path, kind: str, rounds: bool) -> Checkpoint:
     return plain
 
 
-@pytest.mark.parametrize("count", [8, 96])
 @pytest.mark.parametrize(("kind", "rounds"), RECIPES)
-def test_models(kind: str, rounds: bool, count: int, tmp_path: Path, rng: random.Random) -> None:
+def test_models(kind: str, rounds: bool, tmp_path: Path, rng: random.Random) -> None:
     """Logits are as near to float32 by the dequantised weights as transformers' in bfloat16 are, its activations
-    rounded where ours are; and where the likeliest token is another one, that one is as likely within the error."""
-    if rounds and count == 8:
-        pytest.skip("of eight rows a step no activations are rounded")
+    rounded where ours are; and about as many tokens are others."""
     plain = write_checkpoint(tmp_path / "model", kind, rounds)
-    prompts = random_prompts(rng, plain, [rng.randint(4, 40) for _ in range(count)])
-    runner = make_runner(
-        tmp_path / "model",
-        dtype="bfloat16",
-        max_num_seqs=128,
-        kv_cache_memory_bytes=256 * MIB,
-        max_num_batched_tokens=4096,
-    )
+    # None of the steps is of so few rows that it rounds none.
+    prompts = random_prompts(rng, plain, [rng.randint(4, 40) for _ in range(96)])
+    settings = {"max_num_seqs": 128, "kv_cache_memory_bytes": 256 * MIB, "max_num_batched_tokens": 4096}
+    runner = make_runner(tmp_path / "model", dtype="bfloat16", **settings)
     tokens, logits = Batch(runner).tokens_and_logits(prompts, 16)
     pairs = list(zip(prompts, tokens, strict=True))
     exact = [plain.logits(*pair) for pair in pairs]
     with rounding(kind, plain.vocab_size, rounds):
         emulated, theirs = [plain.logits(*pair) for pair in pairs], [plain.logits(*pair, "bfloat16") for pair in pairs]
-    errors = {name: relative_error(list(logits), wanted) for name, wanted in (("exact", exact), ("emulated", emulated))}
-    of_theirs, of_rounding = relative_error(theirs, exact), relative_error(emulated, exact)
-    print(f"{kind}, rounds {rounds}, {count} requests: ours off from float32 {errors['exact']:.2e}, from float32 with "
-          f"rounded activations {errors['emulated']:.2e}; transformers' bfloat16 {of_theirs:.2e}, "
-          f"rounding alone {of_rounding:.2e}")  # fmt: skip
-    for name, wanted in (("exact", exact), ("emulated", emulated)):
-        report(name, tokens, torch.stack(wanted), logits)
-    assert errors["exact"] <= 1.4 * of_theirs
+    off_by = {"ours": list(logits), "transformers' in bfloat16": theirs, "rounding alone": emulated}
+    errors = {name: relative_error(found, exact) for name, found in off_by.items()}
+    others = {name: num_others(found, exact) for name, found in off_by.items()}
+    print(f"{kind}, rounds {rounds}, of {len(pairs) * 17} tokens: off from float32, and other tokens:")
+    for name, error in errors.items():
+        print(f"  {name}: {error:.2e}, {others[name]}")
+    ours, least = errors["ours"], errors["transformers' in bfloat16"]
+    assert ours <= 1.4 * least
+    assert others["ours"] <= 1.5 * others["transformers' in bfloat16"] + 10
 
 
-def report(name: str, tokens: list[list[int]], wanted: Tensor, logits: Tensor) -> None:
-    ours, theirs = logits.to(wanted.device).log_softmax(-1), wanted.log_softmax(-1)
-    chosen = torch.tensor(tokens, device=wanted.device)
-    best = theirs.max(-1)
-    differs = best.indices != chosen
-    margins = (best.values - theirs.gather(2, chosen[..., None])[..., 0])[differs]
-    off_by = (ours - theirs).abs()
-    rms = float(off_by.square().mean().sqrt())
-    of_requests = int(differs.any(1).sum())
-    print(f"  beside {name}: {int(differs.sum())} of {differs.numel()} tokens are others, in {of_requests} of "
-          f"{len(tokens)} requests; logprobs off by {float(off_by.max()):.3f} at most, {rms:.4f} rms; margins of those "
-          f"tokens: {', '.join(f'{m:.4f}' for m in margins.sort(descending=True).values[:8].tolist())}")  # fmt: skip
+def num_others(found: list[Tensor], wanted: list[Tensor]) -> int:
+    """How many tokens that are the likeliest of ``found`` are not in ``wanted``."""
+    return sum(int((a.argmax(-1) != b.argmax(-1)).sum()) for a, b in zip(found, wanted, strict=True))
