@@ -73,6 +73,8 @@ class ModelConfig:
     """The fields that are divided among ranks, numbers or `Divisible`, the key-value heads apart."""
     expert_sizes: ClassVar[tuple[str, ...]] = ()
     """Those of them that are of a mixture's experts alone."""
+    has_tape: ClassVar[bool] = True
+    """Whether a CPU's compiled kernels have all that the family's layers do, so that it runs as a `TapeModel`."""
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:

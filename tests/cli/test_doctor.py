@@ -142,13 +142,20 @@ def test_what_it_would_choose_is_by_the_settings_of_the_model(tmp_path: Path) ->
     assert report["choices"] == {
         "device": "cpu",
         "threads": 1,
-        "attention": "torch" if report["compiler_problem"] else "compiled kernels",
+        "attention": "torch",  # of several ranks
         "kv_cache_bytes": 1 << 20,
         "weights": "float32",
         "dtype": "float32",
         "activations": "float32",
     }
     assert report["model"]["kv_tokens"] == 2 * (1 << 20) // report["model"]["kv_bytes_per_token"], "of both ranks"
+
+
+def test_attention_is_compiled_where_the_model_runs_as_a_tape(tmp_path: Path) -> None:
+    report = estimated(tmp_path)
+    found = [report, estimated(tmp_path, enforce_eager=True), estimated(tmp_path, "olmo2")]
+    compiled = "torch" if report["compiler_problem"] else "compiled kernels"
+    assert [one["choices"]["attention"] for one in found] == [compiled, "torch", "torch"]
 
 
 def test_ranks_that_do_not_divide_a_model_are_told(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from aengine.runner.graphs.tape_model import TapeModel
 from aengine.runner.models.llama import Llama
 from aengine.runner.speculation.model_proposer import KeepingLayer
 from aengine.runner.startup import load, setup
+from aengine.runner.startup.estimate import estimate
 from aengine.telemetry.summary import summary_of
 
 pytest.importorskip("llvmlite")
@@ -87,6 +88,21 @@ def test_why_a_model_runs_op_by_op_is_logged(tmp_path: Path, caplog: pytest.LogC
     assert not isinstance(engine.runner.model, TapeModel)
     assert "the model runs op by op: attention of 6 heads over 2 of 8" in caplog.text
     assert len(engine.generate(PROMPTS[:2])[0]) > 0
+
+
+HEADS = {"num_key_value_heads": 2, **SIZES_OF_HEADS}
+
+
+@pytest.mark.parametrize(
+    ("arch", "fields"),
+    [("llama", HEADS), ("llama", {"head_dim": 8}), ("olmo2", HEADS), ("lfm2", HEADS), ("qwen3_next", {"head_dim": 16})],
+    ids=["llama", "small heads", "olmo2", "lfm2", "qwen3_next"],
+)
+def test_what_is_estimated_of_a_model_that_is_not_loaded(arch: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    engine = Engine(write_tiny_model(tmp_path, arch, **fields), dtype="auto")
+    engine.begin()
+    told = estimate(engine.config)["formats"]["attention"]
+    assert told == ("compiled kernels" if isinstance(engine.runner.model, TapeModel) else "torch")
 
 
 def test_keys_and_values_in_fp8_are_the_tapes_too(short_model: str) -> None:

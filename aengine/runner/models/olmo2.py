@@ -21,6 +21,8 @@ _DEFAULTS_3 = {**_DEFAULTS, "rope_theta": 500_000.0, "sliding_window": 4096}
 
 
 class Olmo2Config(ModelConfig):
+    has_tape = False
+
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:
         has_windows = hf["model_type"] == "olmo3"

@@ -56,6 +56,7 @@ class Qwen3NextConfig(ModelConfig):
 
     divided = ("num_heads", "intermediate_size", "delta", "moe_intermediate_size", "shared_intermediate_size")
     expert_sizes = ("moe_intermediate_size",)
+    has_tape = False
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Self:

@@ -11,7 +11,7 @@ from ...config import EngineConfig
 from ...errors import ModelLoadError
 from ...limits.memory import free_memory
 from ..attention.torch_attention import DEFAULT_BLOCK_SIZE
-from ..kv_spec import lay_out_kv
+from ..kv_spec import FullKV, WindowKV, lay_out_kv
 from ..model_config import ModelConfig
 from ..models import build_model, gguf_names, read_config
 from ..models.causal_lm import CausalLM
@@ -30,9 +30,10 @@ from .kv_scales import choose_kv_format
 
 def estimate(config: EngineConfig) -> dict[str, Any]:
     """What all ranks of a replica would take together. Keys: "device"; "line": the tensors in words; "formats": of
-    "weights", and their `precision`; "weight_bytes": those that share "room", bytes that are free for them and the
-    KV cache: on a GPU one rank's; "kv_bytes_per_token", in layers that keep all tokens or a window of them;
-    "kv_tokens": as many fit beside the weights, activations not counted. Of an encoder nothing is counted.
+    "weights", their `precision`, and on a CPU what computes "attention"; "weight_bytes": those that share "room", bytes
+    that are free for them and the KV cache: on a GPU one rank's; "kv_bytes_per_token", in layers that keep all tokens
+    or a window of them; "kv_tokens": as many fit beside the weights, activations not counted. Of an encoder nothing is
+    counted.
 
     Raises ModelLoadError: the model is not here, or can't be loaded.
     """
@@ -84,7 +85,7 @@ def estimate(config: EngineConfig) -> dict[str, Any]:
     return {
         "device": str(platform.device),
         "line": line_of(groups),
-        "formats": {"weights": _formats_of(groups), **formats.precision},
+        "formats": {"weights": _formats_of(groups), **formats.precision, **_attention(config, model_config, formats)},
         "weight_bytes": weight_bytes,
         "room": room,
         "kv_bytes_per_token": round(per_token),
@@ -95,6 +96,16 @@ def estimate(config: EngineConfig) -> dict[str, Any]:
 def _formats_of(groups: list[TensorsOfAKind]) -> str:
     """Each format that matrices will be kept in, once."""
     return ", ".join(dict.fromkeys(form for group in groups for form in group.format.split(", ") if form))
+
+
+def _attention(config: EngineConfig, model: ModelConfig, formats: WeightFormats) -> dict[str, str]:
+    """On a CPU: compiled kernels, if they run the model as a tape, else torch."""
+    if formats.device.type != "cpu":
+        return {}
+    sizes = [kv.head_dim for kv in model.kv_layers if isinstance(kv, FullKV | WindowKV)]
+    fits = all(size % 16 == 0 for size in sizes) and all(rope.long() is None for rope in model.ropes)
+    is_taped = formats.is_compiled and model.has_tape and fits and config.num_ranks == 1 and not config.enforce_eager
+    return {"attention": "compiled kernels" if is_taped else "torch"}
 
 
 def _of_encoder(config: EngineConfig) -> dict[str, Any]:
