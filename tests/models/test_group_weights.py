@@ -200,6 +200,10 @@ def of_gptq(**fields: Any) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False, **fields}
 
 
+def of_modelopt(layers: dict[str, Any]) -> dict[str, Any]:
+    return {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+
+
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 PACK, INT = "pack-quantized", "int-quantized"
 Writer = Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]]
@@ -306,6 +310,29 @@ def test_a_quantised_checkpoint_is_the_dequantised_model(arch: str, kind: str, c
     save_file(write(folder, kind), plain / "model.safetensors")
     check_near(logits(folder), logits(plain))
     assert load(source_of(folder))[1].num_parameters == load(source_of(plain))[1].num_parameters
+
+
+def test_a_format_of_each_matrix(copied: Callable[..., Path]) -> None:
+    """As ModelOpt names them, in a model for images and text as well."""
+    folder, plain = copied(), copied()
+    tensors = load_file(folder / "model.safetensors")
+    exact, layers = dict(tensors), {}
+    for name in [name.removesuffix(".weight") for name in tensors if is_quantised(name) and "o_proj" not in name]:
+        weight = tensors.pop(f"{name}.weight").float()
+        if "self_attn" in name:
+            scale = weight.abs().amax() / 448
+            codes = {f"{name}.weight": (weight / scale).to(FP8), f"{name}.weight_scale": scale}
+            exact[f"{name}.weight"] = codes[f"{name}.weight"].float() * scale
+        else:
+            codes, exact[f"{name}.weight"] = fp4(name, weight, "modelopt")
+        tensors |= codes
+        form = {"quant_algo": "FP8"} if "self_attn" in name else {"quant_algo": "NVFP4", "group_size": 16}
+        layers[name if "down" in name else name.replace("model.", "model.language_model.", 1)] = form
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file({name: tensor.contiguous() for name, tensor in exact.items()}, plain / "model.safetensors")
+    set_config(folder, of_modelopt(layers))
+    check_near(logits(folder), logits(plain))
+    assert load(source_of(folder))[0].weights.formats.name == "fp8, nvfp4"
 
 
 def test_gptq_without_an_order_may_lack_g_idx(copied: Callable[..., Path]) -> None:
@@ -529,6 +556,11 @@ WRONG: dict[str, tuple[str, Callable[[Tensors], object], str]] = {
     "order": ("gptq", lambda t: t[f"{DOWN}.g_idx"].copy_(t[f"{DOWN}.g_idx"].flip(0)), r"down_proj\.g_idx has an order"),
     "no scale": ("int4", lambda t: t.pop(f"{DOWN}.weight_scale"), r"lacks a tensor .*down_proj\.weight_scale"),
     "no zeros": ("awq", lambda t: t.pop(f"{DOWN}.qzeros"), r"lacks a tensor .*down_proj\.qzeros"),
+    "shape": (
+        "int4",
+        lambda t: t.update({f"{DOWN}.weight_shape": torch.tensor([128, 64])}),
+        r"down_proj\.weight_shape is another shape than that of the codes beside it: fetch",
+    ),
     "truncated": (
         "int4",
         lambda t: t.update({f"{DOWN}.weight_packed": t[f"{DOWN}.weight_packed"][:, :5]}),
@@ -679,6 +711,10 @@ def test_codes_without_a_config_are_told(kind: str, copied: Callable[..., Path])
         ({**compressed(PACK), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config has weights"),
         ({**compressed(PACK), "config_groups": {}}, "config_groups=.* names no matrices .*: give the checkpoint in 16"),
         ({"quant_method": "compressed-tensors"}, "config_groups=None names no matrices"),
+        (of_modelopt({UP: {"quant_algo": "W4A16_AWQ"}}), r"quantized_layers: \S+up_proj in 'W4A16_AWQ'.*: give the"),
+        (of_modelopt({UP: {"quant_algo": "NVFP4", "group_size": 32}}), "in NVFP4 with a scale for 32 columns"),
+        (of_modelopt({UP: 8}), f"{UP}=8 must be an object"),
+        (of_modelopt({}), "quantized_layers={} names no matrices"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, r"config.json: modelopt W4A8_AWQ\) in a way that"),
         (
             {"quant_method": "bitsandbytes", "load_in_4bit": True},

@@ -166,6 +166,11 @@ WRONG: dict[str, tuple[dict[str, Tensor], str]] = {
     "zero": ({"model.layers.1.self_attn.k_scale": torch.zeros(1)}, "layers.1.self_attn.k_scale has a scale that is no"),
     "negative": ({"model.layers.0.self_attn.v_scale": torch.tensor([-1.0])}, "v_scale has a scale that is no finite"),
     "nan": ({"model.layers.0.self_attn.v_scale": torch.tensor([torch.nan])}, "v_scale has a scale that is no finite"),
+    "large": (
+        {"model.layers.0.self_attn.v_scale": torch.tensor([1e30])},
+        r"v_scale has a scale of 1e\+30 .* would be left: those from 6e-08 to 4096 are read",
+    ),
+    "small": ({"model.layers.0.self_attn.k_scale": torch.tensor([1e-12])}, "k_scale has a scale of 1e-12 to 1e-12"),
     "heads": ({"model.layers.0.self_attn.k_scale": torch.ones(7)}, "has 7 scales, and the layer 2 key-value heads"),
     "layer": ({"model.layers.9.self_attn.k_scale": torch.ones(1)}, "layer 9 keeps no keys and values of its own"),
     "twice": (

@@ -40,6 +40,9 @@ _NAME = re.compile(
 )
 """Names of scales: compressed-tensors has them beside the matrices of an attention, ModelOpt in those of k and v. Other
 modules (mtp, a vision tower) have layers of their own."""
+_LEAST, _MOST = 2.0**-24, 2.0**12
+"""Scales that a checkpoint may have. By the least no number beyond 3e-5 is kept, by the most none below 8: what a model
+has for keys and values lies far between, but in heads of zeros, to which writers give a scale of some 1e-7."""
 _CURE = "give kv_cache_scales='calibrated', or leave kv_cache_dtype at 'auto'"
 
 
@@ -95,6 +98,11 @@ def _of_checkpoint(stored: Mapping[str, Tensor], config: ModelConfig, rank: int)
         scales = tensor.float().flatten()
         if not bool((scales.isfinite() & (scales > 0)).all()):
             raise ValueError(f"{name} has a scale that is no finite number above 0")
+        if not bool(((scales >= _LEAST) & (scales <= _MOST)).all()):
+            raise ValueError(
+                f"{name} has a scale of {float(scales.min()):.2g} to {float(scales.max()):.2g}, by which no keys or "
+                f"values would be left: those from {_LEAST:.2g} to {_MOST:g} are read"
+            )
         own = scales if len(scales) == 1 else scales[piece * heads[layer] :][: heads[layer]]
         for row in {"k": (0,), "v": (1,), "kv": (0, 1)}[which]:
             if found[layer][row].any() and not (found[layer][row] == own).all():

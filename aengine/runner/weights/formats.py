@@ -34,6 +34,7 @@ from .quantised.fp4 import read_modelopt_fp4
 from .quantised.fp8 import MadeFp8Format, read_fp8_matrices
 from .quantised.gptq import read_gptq
 from .quantised.matrices import NEVER_QUANTISED, UNQUANTISED, Asked, QuantisedMatrices
+from .quantised.modelopt import read_modelopt_mixed
 from .step_rows import ROWS_UNSEEN, StepRows
 from .weight import WeightFormat
 
@@ -46,6 +47,7 @@ _QUANTISED: tuple[Callable[[Asked], QuantisedMatrices | None], ...] = (
     read_awq,
     read_gptq,
     read_modelopt_fp4,
+    read_modelopt_mixed,
     read_fp8_matrices,
 )
 """Each reads a quantization_config: the matrices that it describes, or None if it is of another method."""
@@ -189,6 +191,6 @@ def _read_quantization(asked: Asked, hf_config: Mapping[str, Any]) -> QuantisedM
         raise ModelLoadError(
             f"{asked.where or 'the checkpoint'}: the weights are quantised ({key} of config.json: {method}) in a way "
             f"that aengine does not read; it reads GGUF, FP8, compressed-tensors, AWQ, GPTQ, and of ModelOpt "
-            f"FP8 and NVFP4, the same for all matrices: {UNQUANTISED}"
+            f"FP8 and NVFP4: {UNQUANTISED}"
         )
     return None

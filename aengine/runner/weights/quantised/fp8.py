@@ -90,7 +90,7 @@ class Fp8Format:
         rows, columns = self.block
         return GroupedCodes("e4m3", tensors["weight"], tensors[self.scale].float().contiguous(), columns, rows=rows)
 
-    def _expert_codes(self, tensors: Mapping[str, Tensor]) -> GroupedCodes:
+    def expert_codes(self, tensors: Mapping[str, Tensor]) -> GroupedCodes:
         """Return `_codes` with scales of as many rows as divide the matrix: experts' lie below each other."""
         codes, n = self._codes(tensors), len(tensors["weight"])
         rows = min(codes.rows, n)
@@ -114,7 +114,7 @@ class Fp8Format:
             return ScaledExperts(num_experts, tensors, device, self.scale)
         (weight,) = (tensor for tensor in tensors if tensor.suffix == "weight")
         if fits("e4m3", weight.shape[1], self.block[1]):
-            made = CodedExperts(self._expert_codes, num_experts, tensors, device)
+            made = CodedExperts(self.expert_codes, num_experts, tensors, device)
             made.quantises_x = self.quantises_x
             return made
         problem = f"experts in FP8 in blocks of {self.block[1]} columns are no codes for GPUs"

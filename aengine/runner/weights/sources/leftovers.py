@@ -21,28 +21,36 @@ _CODES = ("weight_packed", "qweight", "weight")
 
 
 class _Leftover(NamedTuple):
-    is_idle: Callable[[Tensor], bool]  # whether it says nothing more
+    is_idle: Callable[[Tensor, Place], bool]  # whether it says nothing more than the place of the matrix' codes
     problem: str  # if it says more; "": a warning that it is not used will do
 
 
-def _are_zeros(zeros: Tensor) -> bool:
+def _are_zeros(zeros: Tensor, _: Place) -> bool:
     """Packed ones are each the middle of the codes."""
     if zeros.dtype == torch.int32:
         return any(bool((zeros == middle_word(bits)).all()) for bits in (4, 8))
     return not bool(zeros.float().any())
 
 
-def _is_one(scale: Tensor) -> bool:
+def _is_one(scale: Tensor, _: Place) -> bool:
     return bool((scale.float() == 1).all())
 
 
+def _is_shape(shape: Tensor, of: Place) -> bool:
+    rows = of.shape[0]
+    return shape.flatten().tolist() == [rows, of.num_parameters // rows]
+
+
 _SCALE = _Leftover(_is_one, "is a scale, and by the quantization_config the matrix has none of this name")
-_ORDER = _Leftover(is_in_order, "has an order of columns, and by the quantization_config there is none")
+_ORDER = _Leftover(
+    lambda order, _: is_in_order(order), "has an order of columns, and by the quantization_config there is none"
+)
 _KNOWN = {
     "weight_zero_point": _Leftover(_are_zeros, "has zeros, and by the quantization_config the weights are symmetric"),
     "weight_g_idx": _ORDER,
     "g_idx": _ORDER,
-    "bias": _Leftover(lambda bias: not bool(bias.float().any()), ""),
+    "weight_shape": _Leftover(_is_shape, "is another shape than that of the codes beside it"),
+    "bias": _Leftover(lambda bias, _: not bool(bias.float().any()), ""),
     "pre_quant_scale": _Leftover(_is_one, "is a scale of activations, which aengine does not read"),
     **dict.fromkeys(("weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale", "scales"), _SCALE),
 }
@@ -57,7 +65,7 @@ def is_idle(name: str, places: Mapping[str, Place], read: Callable[[], Tensor] |
     own = "" if known is None else _codes_beside(name, places)
     if known is None or not own or places[own].dtype in NUMBERS or read is None:
         return False
-    idle = known.is_idle(read())
+    idle = known.is_idle(read(), places[own])
     if known.problem and not idle:
         raise ModelLoadError(f"{where} {known.problem}: fetch the model again, and its config.json")
     return idle
