@@ -552,7 +552,7 @@ BUDGETS = {
     "kernels": 16700,
     "limits": 720,
     "remote": 1700,
-    "runner": 25300,
+    "runner": 25500,
     "server": 6900,
     "telemetry": 1200,
     "testing": 815,
