@@ -19,7 +19,8 @@ def shared_tensor(entry: Sequence[Any], device: torch.device) -> Tensor:
         raise ModelLoadError(f"{name} is shared by CUDA IPC, and this worker computes on {device}")
     storage_class: Any = torch.UntypedStorage
     try:
-        storage = storage_class._new_shared_cuda(device.index or 0, *handle)
+        # The first item is the device as the other process counts them.
+        storage = storage_class._new_shared_cuda(device.index or 0, *handle[1:])
     except RuntimeError as error:
         raise ModelLoadError(f"{name}: the memory that another process shares can't be opened: {error}") from error
     tensor = torch.empty(0, dtype=getattr(torch, dtype), device=device)
