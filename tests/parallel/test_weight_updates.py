@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -110,7 +111,8 @@ async def test_tokens_are_those_of_a_fresh_engine(
     async with AsyncLLM(first, **SETTINGS | settings) as engine:
         assert await tokens(engine) == before
         await engine.start_weight_update()
-        await engine.update_weights({name: tensor.double() for name, tensor in state[:half]})
+        negative = torch._neg_view if settings.get("data_parallel_size") else torch.neg  # a bit, or other numbers
+        await engine.update_weights({name: negative(-tensor.double()) for name, tensor in state[:half]})
         await engine.update_weights(as_arrays())
         assert await engine.finish_weight_update() == "1" and engine.state == "running"
         assert await tokens(engine) == wanted, "no prefix of before is found"
@@ -197,6 +199,8 @@ async def test_what_is_refused(models: tuple[Path, Path]) -> None:
         ({q: state[q].to(torch.complex64)}, "is of complex64"),
         ({q: state[q].fill_(torch.nan).clone()}, "has NaN or infinite numbers"),
         ({q: "text"}, "neither a tensor of torch nor an array"),
+        ({q: state[q].to("meta")}, "q_proj.weight can't be copied: NotImplementedError"),
+        ({q: SimpleNamespace(shape=(1,), dtype="float32")}, "q_proj.weight can't be copied: AttributeError"),
         ([q], r"which is no \(name, tensor\)"),
         ([(k, state[k]), (k, state[k])], "came twice in one update"),
         ("/nowhere", "nowhere"),
@@ -224,6 +228,11 @@ async def test_what_is_refused(models: tuple[Path, Path]) -> None:
         norm = "model.norm.weight"
         assert await replace(engine, {norm: state[norm] * 1.5}, is_partial=True) == "1"
         assert (await engine.generate(PROMPT, GREEDY)).weight_versions == ("1",)
+        await engine.start_weight_update()
+        with pytest.raises(InvalidRequestError, match="nowhere"):
+            await engine.update_weights("/nowhere")
+        await engine.abort_weight_update()
+        assert engine.state == "running", "no weight had been replaced"
         await engine.start_weight_update()
         await engine.update_weights({v: state[v]})
         with pytest.raises(WeightsLostError, match="version 1 came as tensors"):

@@ -104,7 +104,7 @@ def _source_of(name: str, tensor: Any) -> tuple[Callable[[], memoryview], str, l
             import numpy as np
 
             return np.ascontiguousarray(tensor).view(np.uint8).reshape(-1).data
-        whole = tensor.detach().cpu().contiguous()
+        whole = tensor.detach().cpu().resolve_neg().contiguous()
         if whole.numel() * whole.element_size() != size or not whole.data_ptr():
             raise ValueError(f"{name:.200} has no memory of its own: gather it first")
         content = (ctypes.c_ubyte * size).from_address(whole.data_ptr())

@@ -34,6 +34,10 @@ class IpcTensors:
             own = checked(name, tensor).tensor
             if not getattr(own, "is_cuda", False):
                 raise InvalidRequestError(f"{shown(name)} is not on a GPU: give the tensors as they are")
+            if own.is_neg():
+                raise InvalidRequestError(
+                    f"{shown(name)} is a view with other signs: give its resolve_neg(), and keep it"
+                )
             handle = own.untyped_storage()._share_cuda_()
             where = [int(n) for n in own.stride()], int(own.storage_offset())
             entries.append([name, dtype_of(own), [int(n) for n in own.shape], *where, list(handle)])
@@ -123,7 +127,11 @@ class WindowFiller:
         if pair is None:
             return False
         given = checked(*pair)
-        data, keep = _bytes_of(given.tensor)
+        try:
+            data, keep = _bytes_of(given.tensor)
+        except (AttributeError, NotImplementedError, RuntimeError, TypeError) as error:
+            message = f"{pair[0]} can't be copied: {type(error).__name__}: {error!s:.300}"
+            raise InvalidRequestError(message, param="source") from error
         self._left = pair[0], given, data, 0, keep
         return True
 
@@ -131,7 +139,7 @@ class WindowFiller:
 def _bytes_of(tensor: Any) -> tuple[memoryview, Any]:
     """Return the bytes of a tensor or array, and what has to live as long as they are read."""
     if hasattr(tensor, "data_ptr"):
-        own = tensor.cpu().contiguous()
+        own = tensor.cpu().resolve_neg().contiguous()
         size, address = own.numel() * own.element_size(), own.data_ptr()
     else:
         own = tensor.copy(order="C") if not tensor.flags["C_CONTIGUOUS"] else tensor

@@ -103,6 +103,7 @@ class WeightUpdates:
             self._check_open()
             self._problem = "a call of update_weights was cancelled or failed: abort_weight_update(), then begin again"
             if isinstance(source, str):
+                await self._call("check_weights", source, timeout=timeout)
                 self._has_replaced = True
                 await self._call("load_weights", source, timeout=timeout)
                 self._new_path = source

@@ -271,27 +271,41 @@ class LocalModel:
         setup = self._setup
         if setup.model_config.implementation != "native":
             raise InvalidRequestError("a model that transformers computes can't be loaded again: start another engine")
-        config = setup.config if path is None else setup.config.replace(model=path, revision=None)
         try:
-            source = resolve_model(config)
+            source = self._found(path)  # what their headers show is known before a weight is replaced
             setup.platform.synchronize()
             with damage_explained(source.path):
-                check_tensors(setup.model, source)  # what their headers show is known before a weight is replaced
-                loaded = load_weights(setup.model, source, config.seed, self._progress)
+                loaded = load_weights(setup.model, source, setup.config.seed, self._progress)
         except ModelLoadError as error:
             raise InvalidRequestError(f"reload_weights: {error}") from error
         finally:
             setup.platform.synchronize()
         return loaded.num_parameters
 
+    def _found(self, path: str | None) -> ModelSource:
+        """Return the files of the start, or of ``path``. Raises ModelLoadError: they are not there, or not of this
+        model."""
+        config = self._setup.config
+        source = resolve_model(config if path is None else config.replace(model=path, revision=None))
+        with damage_explained(source.path):
+            check_tensors(self._setup.model, source)
+        return source
+
     @property
     def calls(self) -> Mapping[str, Callable[..., Any]]:
         """Collective calls of what sees the rows of its steps, of weights that come from elsewhere, and of memory that
         goes."""
-        own = {"load_weights": lambda path: answered(self._load_for_update, path)}
+        own = {
+            "check_weights": lambda path: answered(self._check_for_update, path),
+            "load_weights": lambda path: answered(self._load_for_update, path),
+        }
         if self._setup.model_config.implementation == "native":
             own |= self._receiver.calls
         return {**self._setup.model.weights.formats.step_rows.calls, **self._sleeper.calls, **own}
+
+    def _check_for_update(self, path: str) -> dict[str, Any]:
+        self._found(path)
+        return {}
 
     def _load_for_update(self, path: str | None) -> dict[str, Any]:
         return {"num_parameters": self.reload_weights(path)}
