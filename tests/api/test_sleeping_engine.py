@@ -135,6 +135,14 @@ async def test_idle_engines_sleep_by_themselves(make: Make) -> None:
         await engine.pause()
         await engine.resume()
         await until(lambda: engine.is_sleeping)
+        async with engine.stays_awake(), engine.stays_awake():
+            assert engine.is_sleeping, "nothing wakes it for that"
+            assert len((await engine.generate([1], tokens(5))).token_ids) == 5
+            await asyncio.sleep(0.03)
+            assert engine.state == "running"
+        await until(lambda: engine.is_sleeping)
+        async with engine.stays_awake():
+            await engine.aclose()
 
 
 async def test_by_tags(make: Make) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -49,6 +50,9 @@ class Engine:
         self.state = "running"
 
     wake_up = start
+
+    def stays_awake(self) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
 
     async def sleep(self, level: int) -> None:
         assert level == 1 and self.state == "running" and not self._memory.users.get(self.name)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING
 
+from ...errors import EngineClosedError
 from ...limits.values import not_valid
 
 if TYPE_CHECKING:
@@ -22,6 +24,11 @@ async def sleep(core: EngineCore, level: int) -> None:
 async def wake_up(core: EngineCore, tags: Sequence[str] | None) -> None:
     """See `SleepCalls.wake_up`."""
     await core.sleeping.wake_up(_TAGS if tags is None else tags)
+
+
+async def hold_awake(core: EngineCore, change: int) -> None:
+    """See `SleepCalls.stays_awake`."""
+    core.sleeping.hold_awake(change)
 
 
 class SleepCalls:
@@ -64,3 +71,17 @@ class SleepCalls:
         if tags is not None and (isinstance(tags, str) or not all(tag in _TAGS for tag in tags)):
             raise not_valid("tags", tags, "a list of 'weights' and 'kv_cache', or None")
         await self._handle.run(wake_up, None if tags is None else [tag for tag in _TAGS if tag in tags])
+
+    @asynccontextmanager
+    async def stays_awake(self) -> AsyncIterator[None]:
+        """Inside the context the engine does not fall asleep by itself (``sleep_after``). One that sleeps already is
+        not woken.
+
+        Raises EngineClosedError: the engine is not running.
+        """
+        await self._handle.run(hold_awake, 1)
+        try:
+            yield
+        finally:
+            with suppress(EngineClosedError):
+                await self._handle.run(hold_awake, -1)

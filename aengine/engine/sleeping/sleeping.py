@@ -88,6 +88,7 @@ class Sleeping:
         self._waking: asyncio.Task[None] | None = None  # for requests
         self._callers: list[UserRequest] = []  # requests for which it wakes
         self._timer: asyncio.TimerHandle | None = None
+        self._num_holding_awake = 0
         self.note_idle()
 
     # -- what others ask
@@ -122,8 +123,14 @@ class Sleeping:
     def note_idle(self) -> None:
         """The last request has ended: the engine falls asleep after a while, if it is to."""
         self._stop_timer()
-        if self._engine.config.sleep_after is not None:
+        if self._engine.config.sleep_after is not None and not self._num_holding_awake:
             self._timer = self._loop.call_later(self._engine.config.sleep_after, self._note_time)
+
+    def hold_awake(self, change: int) -> None:
+        """Let so many more hold the engine awake, or, below 0, fewer."""
+        self._num_holding_awake += change
+        if self._engine.admission.is_empty:
+            self.note_idle()
 
     def note_drain(self) -> None:
         """Requests are to be computed to their ends, whoever let the engine sleep."""
@@ -239,7 +246,7 @@ class Sleeping:
             self.note_idle()
 
     async def _fall_asleep_if_idle(self) -> None:
-        if self._engine.admission.is_empty and self._engine.state == "running":
+        if self._engine.admission.is_empty and self._engine.state == "running" and not self._num_holding_awake:
             try:
                 await self._fall_asleep(1)
             except EngineError as error:

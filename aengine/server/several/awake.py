@@ -116,7 +116,8 @@ class AwakeModels:
         else:
             await self._come(model)
         try:
-            yield
+            async with model.engine.stays_awake():
+                yield
         finally:
             model.num_users -= 1
             if not model.num_users:
