@@ -21,7 +21,7 @@ _FIRST = {
     "trust_remote_code": "run Python code that lies beside the weights",
 }
 """What most users look for, with its help."""
-_NOT_HERE = {"model", "progress", "on_request_end", "own_thread", "skip_tokenizer"}
+NOT_HERE = {"model", "progress", "on_request_end", "own_thread", "skip_tokenizer"}
 """What the commands set themselves, or what is a function."""
 _PREFIX = "engine_"  # prefix of the settings' names in the parsed arguments, since `seed` is also a sampling parameter
 
@@ -41,7 +41,7 @@ def add_engine_options(command: argparse.ArgumentParser, *, shows_all: bool = Fa
     hidden = "any setting is an option, as --tensor-parallel-size 2; aengine serve --help lists them"
     more = command.add_argument_group("more settings of the engine", shown if shows_all else hidden)
     for field in fields(EngineConfig):
-        if field.name not in {*_FIRST, *_NOT_HERE, but}:
+        if field.name not in {*_FIRST, *NOT_HERE, but}:
             _add(more, field.name, f"({field.default})" if shows_all else argparse.SUPPRESS)
     text = "an adapter of loras; may be repeated" if shows_all else argparse.SUPPRESS
     one: dict[str, Any] = {"dest": f"{_PREFIX}loras", "default": argparse.SUPPRESS, "help": text, "action": _Merged}
@@ -90,10 +90,10 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     return given if args.quiet else {**given, "progress": StartupLine()}
 
 
-def engine_config(args: argparse.Namespace, model: str | None = None) -> EngineConfig:
-    """Return the settings of the environment, replaced by those of the command line, for ``model`` or the command's
-    own. Raises InvalidRequestError."""
-    return EngineConfig.from_env(model=model or args.model, **engine_settings(args))
+def engine_config(args: argparse.Namespace, model: str | None = None, **own: Any) -> EngineConfig:
+    """Return the settings of the environment, replaced by those of the command line and then by its ``own``, for
+    ``model`` or the command's. Raises InvalidRequestError."""
+    return EngineConfig.from_env(model=model or args.model, **engine_settings(args) | own)
 
 
 def whole_number(wanted: str, low: int, high: int | None = None) -> Callable[[str], int]:

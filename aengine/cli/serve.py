@@ -8,13 +8,14 @@ import contextlib
 import logging
 import os
 import socket
+import tomllib
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..async_llm import AsyncLLM
-from ..config import server_admin_key, server_api_key
+from ..config import EngineConfig, server_admin_key, server_api_key
 from ..errors import EngineError, InvalidRequestError
-from .engine_options import add_engine_options, engine_config, whole_number
+from .engine_options import NOT_HERE, add_engine_options, engine_config, whole_number
 from .listening import bind_tcp, is_loopback, url_of
 from .progress import tell
 
@@ -33,7 +34,10 @@ _LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 def add_serve_arguments(command: argparse.ArgumentParser) -> None:
     """Add the options of `aengine serve` to a parser."""
     command.add_argument(
-        "other_models", metavar="MODEL", nargs="*", help="further ones, each loaded when it is asked for"
+        "other_models",
+        metavar="MODEL",
+        nargs="*",
+        help="further ones, each loaded when it is asked for; a file *.toml has several, with settings of their own",
     )
     group = command.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="the address; 0.0.0.0: all of this machine (127.0.0.1)")
@@ -186,21 +190,45 @@ def _engine(args: argparse.Namespace) -> Served:
     """Make the engine, or the engines, of the command line. Raises InvalidRequestError."""
     from ..server import AwakeModels
 
-    if not args.other_models:
+    given = [args.model, *args.other_models]
+    if given == [args.model] and not args.model.endswith(".toml"):
         engine = AsyncLLM(engine_config(args))
         _trace(engine, args.served_model_name)
         return engine
     for option, is_given in (("--workers", args.workers), ("--served-model-name", args.served_model_name)):
         if is_given:
-            raise InvalidRequestError(f"{option} is for one model, and there are {1 + len(args.other_models)}")
+            raise InvalidRequestError(f"{option} is for one model that is given by its name")
     engines: dict[str, AsyncLLM] = {}
-    for model in (args.model, *args.other_models):
-        engine = AsyncLLM(engine_config(args, model))
-        if (name := engine.config.model_name) in engines:
-            raise InvalidRequestError(f"two models have the name {name!r}: requests could not tell them apart")
-        engines[name] = engine
-        _trace(engine, [name])
+    for one in given:
+        configs = _configs_in(args, one) if one.endswith(".toml") else [(None, engine_config(args, one))]
+        for name, config in configs:
+            name = name or config.model_name
+            if name in engines:
+                raise InvalidRequestError(f"two models have the name {name!r}: requests could not tell them apart")
+            engines[name] = AsyncLLM(config)
+            _trace(engines[name], [name])
     return AwakeModels(engines, most_awake=args.most_awake, wait=args.wait_for_model)
+
+
+def _configs_in(args: argparse.Namespace, path: str) -> list[tuple[str, EngineConfig]]:
+    """Return the names and settings of the models in a file of TOML, a table each. Raises InvalidRequestError."""
+    try:
+        with open(path, "rb") as file:
+            tables = tomllib.load(file)
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"the models in {path} can't be read: {error}", param="model") from error
+    configs = []
+    for name, table in tables.items():
+        where = f"{path}: [{name}]"
+        if not isinstance(table, dict) or "model" not in table:
+            raise InvalidRequestError(f"{where} must be a table with model = and the settings of that model")
+        if strange := table.keys() - (EngineConfig.__annotations__.keys() - NOT_HERE | {"model"}):
+            raise InvalidRequestError(f"{where}: there is no such setting in a file: {', '.join(sorted(strange))}")
+        try:
+            configs.append((name, engine_config(args, **table)))
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"{where}: {error}", param=error.param) from error
+    return configs
 
 
 def _trace(engine: AsyncLLM, names: list[str] | None) -> None:
@@ -215,6 +243,7 @@ def _trace(engine: AsyncLLM, names: list[str] | None) -> None:
 
 async def _serve(args: argparse.Namespace, engine: Served, stop: StopSignals) -> None:
     from ..remote.unix_socket import bind_unix
+    from ..server import AwakeModels
     from ..server.app import create_app
     from ..server.serve import BACKLOG
 
@@ -238,7 +267,8 @@ async def _serve(args: argparse.Namespace, engine: Served, stop: StopSignals) ->
             starting.result()
             for listener in listeners:
                 listener.listen(BACKLOG)
-            who = f"{', '.join([args.model, *args.other_models])} {'are' if args.other_models else 'is'} served at"
+            names = list(engine.engines) if isinstance(engine, AwakeModels) else [args.model]
+            who = f"{', '.join(names)} {'are' if len(names) > 1 else 'is'} served at"
             if args.log_format == "json":
                 logger.info("%s %s", who, url_of(listeners[0]))
             elif not args.quiet:

@@ -41,6 +41,9 @@ _JSON = re.compile(r"application/([\w.-]+\+)?json", re.ASCII)
 """Content types of JSON. A browser asks the server first before a page of another origin may send one of them."""
 
 
+EVENT_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+"""Proxies must neither keep nor collect an answer of events; nginx has a header of its own for that."""
+
 PING = b": ping\n\n"
 """A comment, which clients of server-sent events pass over."""
 
@@ -369,8 +372,7 @@ class EventStream(Response):
         self.background = None
         self._is_idle = False  # whether the next chunk is waited for
         self._num_sent = 0
-        # Proxies must neither keep nor collect it; nginx has a header of its own for that.
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
+        self.init_headers({**EVENT_HEADERS, **headers})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send(send))

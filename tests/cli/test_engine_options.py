@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -139,3 +140,35 @@ def test_each_command_takes_the_settings_and_says_2_for_a_wrong_one(
     monkeypatch.setattr(f"aengine.cli.{command}.AsyncLLM", note)
     assert main([*COMMANDS[command], "--max-num-seqs", "9"]) == 1
     assert [(config.max_model_len, config.max_num_seqs) for config in found] == [(512, 9)]
+
+
+def test_models_in_a_file_have_settings_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = tmp_path / "good.toml", tmp_path / "bad.toml"
+    good.write_text('[a]\nmodel = "m"\nmax_num_seqs = 3\nloras = {x = "y"}\n["b/c"]\nmodel = "n"\nsleep_after = 60\n')
+    found: list[EngineConfig] = []
+    monkeypatch.setattr("aengine.server.logs.log_to_stderr", lambda *_, **__: None)
+    monkeypatch.setattr("aengine.cli.serve.AsyncLLM", found.append)
+    monkeypatch.setattr("aengine.cli.serve._trace", lambda *_: None)
+    wrongs = {
+        "": "can't be read",
+        "[a": "bad.toml can't be read: ",
+        "a = 1": "[a] must be a table with model =",
+        "[b]\nmax_num_seqs = 4": "[b] must be a table with model =",
+        '[b]\nmodel = "m"\nmax_num_seqz = 4': "[b]: there is no such setting in a file: max_num_seqz",
+        '[b]\nmodel = "m"\nown_thread = true': "[b]: there is no such setting in a file: own_thread",
+        '[b]\nmodel = "m"\nmax_num_seqs = "4"': "[b]: max_num_seqs='4' is not valid",
+        "[b]\nmodel = 3": "[b]: model=3 is not valid",
+        '[a]\nmodel = "m"': "two models have the name 'a'",
+    }
+    for text, says in wrongs.items():
+        if text:
+            bad.write_text(text)
+        assert main(["serve", str(good), str(bad), "--max-num-seqs", "9"]) == 2
+        assert says in capsys.readouterr().err, text
+    assert main(["serve", str(good), "--workers", "2"]) == 2
+    assert [(one.model, one.max_num_seqs, one.sleep_after, one.loras) for one in found[:2]] == [
+        ("m", 3, None, {"x": "y"}),
+        ("n", 9, 60, {}),
+    ]

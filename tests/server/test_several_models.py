@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 from aengine import InvalidRequestError
 from aengine.server import AwakeModels, create_app
 from aengine.server.in_process import streaming_transport
-from aengine.server.several import awake
+from aengine.server.several import awake, early_answer
 from aengine.testing import FakeAsyncLLM
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -129,6 +131,53 @@ async def test_what_finds_no_room_is_told_when_to_come_again_and_a_client_may_le
             while models.statistics().num_waiting:
                 await asyncio.sleep(0)
             assert states(engines) == ["running", "new"]
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "ending"),
+    [
+        ("/v1/chat/completions", {"messages": HELLO}, "data: [DONE]"),
+        ("/v1/completions", {"prompt": "hello"}, "data: [DONE]"),
+        ("/v1/messages", {"messages": HELLO}, "event: error"),
+        ("/v1/responses", {"input": "hello", "max_tokens": None}, "event: error"),
+    ],
+)
+async def test_comments_keep_a_stream_alive_while_its_model_waits(
+    monkeypatch: pytest.MonkeyPatch, path: str, more: dict[str, Any], ending: str
+) -> None:
+    monkeypatch.setattr(early_answer, "PING_SECONDS", 0.005)
+    body = {key: value for key, value in (chat("b", stream=True) | {"messages": None} | more).items() if value}
+    async with served(wait=0.05) as (client, engines, models):
+        async with models.use("a"):
+            lines = (await client.post(path, json=body)).text.splitlines()
+            assert lines[:2] == [": ping", ""] and ending in lines
+            error = json.loads(next(line for line in lines if line.startswith("data: "))[6:])
+            assert "has no room" in json.dumps(error) and (error["type"] == "error" if "event" in ending else True)
+            async with client.stream("POST", path, json=body) as answer:
+                assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
+                await anext(answer.aiter_lines())
+            while models.statistics().num_waiting:  # the client has left
+                await asyncio.sleep(0)
+            assert states(engines) == ["running", "new"]
+    async with served() as (client, _, models):
+        async with models.use("a"):
+            asking = asyncio.create_task(client.post(path, json=body))
+            await asyncio.sleep(0.03)
+        text = (await asking).text
+        assert text.startswith(": ping")
+        assert "from b" in "".join(re.findall(r'"(?:content|text|delta)":"([^"]*)"', text))
+
+
+async def test_who_holds_a_model_keeps_it_awake() -> None:
+    """Also between its turn and its request."""
+    engine = FakeAsyncLLM("a", sleep_after=0.005)
+    models = AwakeModels({"a": engine})
+    async with models.use("a"):
+        await asyncio.sleep(0.05)
+        assert engine.state == "running"
+    while not engine.is_sleeping:
+        await asyncio.sleep(0.001)
+    await models.aclose()
 
 
 def test_names_of_models_are_those_they_are_given_by() -> None:

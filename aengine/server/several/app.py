@@ -20,6 +20,7 @@ from ...errors import EngineOverloadedError
 from ..http import ClientLeftError, HTTPError, JSONAnswer, read_body, read_json, while_connected
 from ..openai.models import entries, show_model
 from .awake import AwakeModels
+from .early_answer import EarlyAnswer
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -106,36 +107,38 @@ class ForwardedEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
+        answer = EarlyAnswer(scope, send)
         async with AsyncExitStack() as stack:
             try:
                 self._check(request)
                 asked: object = request.query_params.get("model")
+                streams: object = False
                 rest = receive  # what comes after the body: that the client has left
                 if self._named_by == "body":
                     body, _ = await read_body(request, self._several.max_body_bytes)
                     receive = _again(body, rest)
-                    if asked is None:
-                        asked = await self._model_in(Request(scope, _again(body, rest)))
+                    model, streams = await self._fields_in(Request(scope, _again(body, rest)))
+                    asked = model if asked is None else asked
                 is_needed = asked is not None or self._named_by != "nothing"
                 name = await self._several.name_of(asked) if is_needed else next(iter(self._apps))
                 if self._wakes:
-                    entering = stack.enter_async_context(self._several.use(name))
-                    await while_connected(Request(scope, rest), entering)
+                    entering = while_connected(Request(scope, rest), stack.enter_async_context(self._several.use(name)))
+                    await (answer.pinging(entering) if streams is True else entering)
             except ClientLeftError:
-                await Response(status_code=499)(scope, receive, send)
+                await Response(status_code=499)(scope, receive, answer.send)
                 return
             except Exception as error:
-                await self._answer(request, error)(scope, receive, send)
+                await self._answer(request, error)(scope, receive, answer.send)
                 return
-            await self._apps[name](scope, receive, send)
+            await self._apps[name](scope, receive, answer.send)
 
-    async def _model_in(self, request: Request) -> object:
-        """Return the body's field ``model``. Raises HTTPError 400, 415."""
+    async def _fields_in(self, request: Request) -> tuple[object, object]:
+        """Return the body's fields ``model`` and ``stream``. Raises HTTPError 400, 415."""
 
-        def model_of(value: Any) -> object:
-            return value.get("model") if isinstance(value, dict) else None
+        def fields_of(value: Any) -> tuple[object, object]:
+            return (value.get("model"), value.get("stream")) if isinstance(value, dict) else (None, None)
 
-        return await read_json(request, self._several.max_body_bytes, self._several.lanes, model_of)
+        return await read_json(request, self._several.max_body_bytes, self._several.lanes, fields_of)
 
 
 def _again(body: bytes, rest: Receive) -> Receive:
