@@ -184,6 +184,7 @@ class _Session:
         self._requests: dict[int, _Request] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._holds: list[contextlib.AsyncExitStack] = []  # for which the engine stays awake
         self._takes: dict[str, Callable[..., None]] = {
             "begin": self._begin,
             "more": self._more,
@@ -204,7 +205,18 @@ class _Session:
                 task.cancel()
             if self._tasks:
                 await asyncio.wait(self._tasks)
+            while self._holds:
+                await self._hold_awake(-1)
             self.link.abort()
+
+    async def _hold_awake(self, change: int) -> None:
+        """See `AsyncLLM.stays_awake`: 1 for one more, -1 for one fewer."""
+        if change < 0:
+            await self._holds.pop().aclose()
+            return
+        hold = contextlib.AsyncExitStack()
+        await hold.enter_async_context(self._engine.stays_awake())
+        self._holds.append(hold)
 
     def _spawn(self, work: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(work)
@@ -336,6 +348,8 @@ class _Session:
                 value = None
             elif method in _ADMIN or method in _CALLS:
                 value = await getattr(self._engine, method)(*args)
+            elif method == "hold_awake":
+                value = await self._hold_awake(*args)
             elif method == "pool":
                 value = pooled_to_wire(await self._engine.pool(pooling_from_wire(args[0])))
             elif method == "ask_tokenizer" and args[0] in CALLS:

@@ -673,3 +673,21 @@ async def test_a_type_is_described_off_the_loop(tmp_path: Path, monkeypatch: pyt
         await streams[1].aclose()
         await until_idle(engine)
         assert engine.statistics().num_requests == 4
+
+
+async def test_who_holds_an_engine_awake_and_goes_holds_it_no_more(tmp_path: Path) -> None:
+    async with FakeAsyncLLM("yes", sleep_after=0.005) as engine, serve_engine(engine, tmp_path / "engine"):
+        async with connect(tmp_path / "engine") as remote:
+            async with remote.stays_awake():
+                await engine.generate("x")
+                await asyncio.sleep(0.03)
+                assert engine.state == "running"
+            while not engine.is_sleeping:
+                await asyncio.sleep(0.001)
+            held = remote.stays_awake()
+            await held.__aenter__()
+            await engine.generate("x")
+            await asyncio.sleep(0.03)
+            assert engine.state == "running"
+        while not engine.is_sleeping:  # the connection has gone
+            await asyncio.sleep(0.001)
