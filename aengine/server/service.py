@@ -60,6 +60,7 @@ class Service:
         """Makes the application's description of itself, the first time in a tenth of a second."""
         self._fingerprint: str | None = None
         self.responses = responses
+        self.others: Sequence[Service] = ()  # those of the other models of this application
         self.metrics_registry: CollectorRegistry | None = None  # what /metrics shows; None: there is no /metrics
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 from pathlib import Path
@@ -13,6 +14,7 @@ from conftest_api import until
 from fakes import FakeExecutor
 
 from aengine import EngineConfig, InvalidRequestError
+from aengine.engine.adapters import registry
 from aengine.engine.adapters.memory import LoraMemory
 from aengine.remote import connect, serve_engine
 
@@ -59,3 +61,21 @@ async def test_adapters_of_tensors(make_engine: Any, tmp_path: Path, is_remote: 
         await until(lambda: gc.collect() >= 0 and len(os.listdir("/proc/self/fd")) <= before)
         with pytest.raises(InvalidRequestError, match="have gone"):
             LoraMemory.open("/proc/self/fd/0")
+
+
+async def test_many_at_once_are_no_more_than_may_be_kept(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are renewed take no place of others."""
+
+    class LoraLLM(make_engine):  # type: ignore[misc]  # `FakeLLM`
+        def _make_executor(self, config: EngineConfig) -> FakeExecutor:
+            executor = FakeExecutor(**self.fake)
+            executor.ready["lora_matrices"] = {Q: [12, 8]}
+            return executor
+
+    monkeypatch.setattr(registry, "MOST_KEPT", 2)
+    async with LoraLLM(max_loras=1) as engine:
+        adding = [engine.add_lora(name, tensors(), config={}) for name in "abc"]
+        ends = await asyncio.gather(*adding, return_exceptions=True)
+        assert [type(one) for one in ends] == [type(None), type(None), InvalidRequestError]
+        await engine.add_lora("a", tensors(3), config={}, replace=True)
+        assert (await engine.list_loras())["a"]["rank"] == 3

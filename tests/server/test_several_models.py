@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -93,6 +94,26 @@ async def test_wrong_requests(path: str, body: Any, status: int, text: str) -> N
         answer = await client.post(path, json=body)
         assert answer.status_code == status and text in answer.json()["error"]["message"], answer.text
         assert "surprise" in str(body) or states(engines) == ["new", "new"]
+
+
+async def test_what_changes_a_model_says_which(tmp_path: Path) -> None:
+    key = {"authorization": "Bearer admin"}
+    async with served(most_awake=2, admin_key="admin", lora_dir=tmp_path) as (client, engines, _):
+        for name in "ab":
+            await client.post("/v1/chat/completions", json=chat(name))
+        for path, level in (
+            ("/sleep?model=b", None),
+            ("/sleep?model=a&level=2", None),
+            ("/sleep?model=a", {"level": 1}),
+        ):
+            assert (await client.post(path, headers=key, json=level)).json() == {"is_sleeping": True}, path
+        assert states(engines) == ["asleep", "asleep"]
+        assert (await client.post("/wake_up?model=b", headers=key)).json() == {"is_sleeping": False}
+        assert states(engines) == ["asleep", "running"]
+        assert (await client.post("/wake_up?model=c", headers=key)).status_code == 404
+        named = {"lora_name": "b", "lora_path": "x"}
+        taken = await client.post("/v1/load_lora_adapter?model=a", headers=key, json=named)
+        assert taken.status_code == 400 and "another model's" in taken.text
 
 
 async def test_nobody_without_a_key_wakes_a_model() -> None:

@@ -31,6 +31,9 @@ async def test_sleep_and_waking(when_asleep: str) -> None:
         assert await post("/wake_up", json={"tags": ["weights", "kv_cache"]}) is False
         assert await post("/sleep", json={"level": 1}) is True
         assert await post("/wake_up", json={}) is False
+        assert await post("/sleep?model=fake") is True
+        assert await post("/wake_up?model=fake", json={"tags": ["weights", "kv_cache"]}) is False
+        await post("/sleep?model=other", 404)
         for wrong in ("/sleep?level=3", "/sleep?level=x", "/sleep?depth=1", "/wake_up?tags=kv"):
             await post(wrong, 400)
         assert engine.state == "running"

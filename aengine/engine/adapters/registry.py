@@ -54,7 +54,7 @@ class LoraAdapters:
         self._can_share_memory = config.executor != "ray"
         self._serials = count(1)
         self._loras = {name: Lora(name, files, next(self._serials)) for name, files in given.items()}
-        self._coming: set[str] = set()  # names whose files are being read
+        self._coming: dict[str, bool] = {}  # names of those that are being read, and whether they came as tensors
         self.slots = LoraSlots(config.num_lora_slots, self._load)
 
     # -- of requests
@@ -82,18 +82,20 @@ class LoraAdapters:
             raise InvalidRequestError(
                 f"there are {MOST_ADAPTERS} adapters, which is the most: remove some", param="name"
             )
-        if not isinstance(source, str) and sum(one.memory is not None for one in self._loras.values()) >= MOST_KEPT:
+        is_kept = not isinstance(source, str)
+        kept = [one for one in self._loras.values() if one.memory is not None and one.name != name]
+        if is_kept and len(kept) + sum(self._coming.values()) >= MOST_KEPT:
             raise InvalidRequestError(
                 f"there are {MOST_KEPT} adapters that were given as tensors, which is the most: write some to folders",
                 param="source",
             )
-        self._coming.add(name)
+        self._coming[name] = is_kept
         try:
             files, memory = await run_in_thread("lora", partial(self._read, source))
         except ModelLoadError as error:
             raise InvalidRequestError(f"lora {shown(name)}: {error}", param="source") from error
         finally:
-            self._coming.discard(name)
+            del self._coming[name]
         if name in self._loras:
             self.remove(name)
         self._loras[name] = Lora(name, files, next(self._serials), memory)

@@ -49,6 +49,9 @@ async def load_lora(service: Service, request: Request) -> Response:
         raise HTTPError(403, message, kind="permission_error", code="lora_dir_not_set")
     if body.lora_name in service.model_names:
         raise HTTPError(400, f"{body.lora_name!r:.80} is the model: take another name", param="lora_name")
+    for other in service.others:
+        if body.lora_name in other.model_names or await other.knows_adapter(body.lora_name):
+            raise HTTPError(400, f"{body.lora_name!r:.80} is another model's: take another name", param="lora_name")
     folder = service.lora_dir
     path = await service.in_thread(lambda: folder_within(folder, body.lora_path))
     await service.engine.add_lora(body.lora_name, path, replace=body.load_inplace)

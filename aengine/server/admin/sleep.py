@@ -45,10 +45,11 @@ async def is_sleeping(service: Service, request: Request) -> Response:
 
 async def _asked(service: Service, request: Request, kind: type[B]) -> B:
     """Return what a request's query asks for, and if it has none, its body."""
-    if not request.query_params:
+    given: dict[str, Any] = dict(request.query_params)
+    service.check_model(given.pop("model", None))  # of several models it says which
+    if not given:
         has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
         return await service.body(request, kind) if has_body else kind()
-    given: dict[str, Any] = dict(request.query_params)
     if given.get("level") in ("1", "2"):
         given["level"] = int(given["level"])
     if "tags" in given:

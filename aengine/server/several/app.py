@@ -39,6 +39,8 @@ class SeveralServices:
     def __init__(self, models: AwakeModels, services: Mapping[str, Service], max_body_bytes: int) -> None:
         self.models = models
         self.services = dict(services)
+        for service in services.values():
+            service.others = [other for other in services.values() if other is not service]
         self.max_body_bytes = max_body_bytes
         self.lanes = Lanes("http")
         self.openapi: Callable[[], dict[str, Any]] = dict
