@@ -138,7 +138,7 @@ async def test_idle_engines_sleep_by_themselves(make: Make) -> None:
         async with engine.stays_awake(), engine.stays_awake():
             assert engine.is_sleeping, "nothing wakes it for that"
             assert len((await engine.generate([1], tokens(5))).token_ids) == 5
-            await asyncio.sleep(0.03)
+            await asyncio.sleep(0.03)  # it would have fallen asleep by now
             assert engine.state == "running"
         await until(lambda: engine.is_sleeping)
         async with engine.stays_awake():

@@ -680,14 +680,14 @@ async def test_who_holds_an_engine_awake_and_goes_holds_it_no_more(tmp_path: Pat
         async with connect(tmp_path / "engine") as remote:
             async with remote.stays_awake():
                 await engine.generate("x")
-                await asyncio.sleep(0.03)
+                await asyncio.sleep(0.03)  # it would have fallen asleep by now
                 assert engine.state == "running"
             while not engine.is_sleeping:
                 await asyncio.sleep(0.001)
             held = remote.stays_awake()
             await held.__aenter__()
             await engine.generate("x")
-            await asyncio.sleep(0.03)
+            await asyncio.sleep(0.03)  # likewise
             assert engine.state == "running"
         while not engine.is_sleeping:  # the connection has gone
             await asyncio.sleep(0.001)

@@ -183,7 +183,7 @@ async def test_comments_keep_a_stream_alive_while_its_model_waits(
     async with served() as (client, _, models):
         async with models.use("a"):
             asking = asyncio.create_task(client.post(path, json=body))
-            await asyncio.sleep(0.03)
+            await asyncio.sleep(0.03)  # some comments have come
         text = (await asking).text
         assert text.startswith(": ping")
         assert "from b" in "".join(re.findall(r'"(?:content|text|delta)":"([^"]*)"', text))
@@ -194,7 +194,7 @@ async def test_who_holds_a_model_keeps_it_awake() -> None:
     engine = FakeAsyncLLM("a", sleep_after=0.005)
     models = AwakeModels({"a": engine})
     async with models.use("a"):
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0.05)  # it would have fallen asleep by now
         assert engine.state == "running"
     while not engine.is_sleeping:
         await asyncio.sleep(0.001)
