@@ -46,7 +46,7 @@ async def is_sleeping(service: Service, request: Request) -> Response:
 async def _asked(service: Service, request: Request, kind: type[B]) -> B:
     """Return what a request's query asks for, and if it has none, its body."""
     given: dict[str, Any] = dict(request.query_params)
-    service.check_model(given.pop("model", None))  # of several models it says which
+    service.check_model(given.pop("model", None))  # it says which of several models sleeps
     if not given:
         has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
         return await service.body(request, kind) if has_body else kind()
