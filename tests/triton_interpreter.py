@@ -310,3 +310,17 @@ def _check_bounds(interpreter: Any) -> None:
     builder.create_masked_store = checked(builder.create_masked_store, 0, 2)
     builder.create_atomic_rmw = checked(builder.create_atomic_rmw, 1, 3)
     builder.create_int_to_ptr, executor.__call__ = make_any_pointer, execute_checked
+
+
+def add_in_order(monkeypatch: Any) -> None:
+    """Let products add up column by column, as a matrix instruction has one order whatever the tile: numpy's library
+    chooses one by the shapes."""
+    from triton.runtime import interpreter
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+        rows, columns, out = a.data.astype(np.float32), b.data.astype(np.float32), d.data.copy()
+        for i in range(rows.shape[1]):
+            out += rows[:, i : i + 1] * columns[i : i + 1]
+        return interpreter.TensorHandle(out, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)

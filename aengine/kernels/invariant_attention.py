@@ -1,9 +1,16 @@
 """Attention over the paged KV cache of which a query's bits depend on its position and its sequence alone.
 
 Elsewhere the order of the sums depends on how many queries a step has, and how many keys the longest of its sequences.
-Here queries come in tiles of positions 0 to 7, 8 to 15, ..., and keys in blocks of positions 0 to 127, 128 to 255, ...
-of the sequence, whatever part of it the step computes. All products are of a tile by a block, and their parts are added
-in the order of the blocks, of which those that a query does not see add zeros.
+
+    invariant_attention    a sequence's last tokens, in torch on a CPU
+    attend_to_prompts      sequences with several new tokens, on a GPU
+    attend_alone           queries that each are the last of their sequence, on a GPU, in the same order
+
+triton/invariant_attention.py says in which order those two add up.
+
+On a CPU queries come in tiles of positions 0 to 7, 8 to 15, ..., and keys in blocks of positions 0 to 127, 128 to 255,
+... of the sequence, whatever part of it the step computes. All products are of a tile by a block, and their parts are
+added in the order of the blocks, of which those that a query does not see add zeros.
 """
 
 from __future__ import annotations
@@ -12,11 +19,91 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import varlen_attention
+from .dispatch import uses_triton
 from .kv_codes import kv_numbers
 from .paged_attention import Scores
 from .policy import ROW_TILE
 
 _KEYS = 128  # keys that are read at a time
+
+
+class PartsWorkspace:
+    """Memory for the parts of a query's keys, and for counting them; one for all layers of these heads."""
+
+    MOST_PARTS = 16
+    """Most parts of the keys that a query sees. A window may begin and end within one, and has one more."""
+
+    def __init__(self, max_queries: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device):
+        padded = max(16, 1 << (head_dim - 1).bit_length())
+        num_numbers = max_queries * (self.MOST_PARTS + 1) * num_heads * (padded + 2)
+        self.parts = torch.empty(num_numbers, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(max_queries * num_kv_heads, dtype=torch.int32, device=device)  # left at zero
+
+
+def plan_prompts(
+    rows: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    num_tokens: int,
+    group: int,
+    dtype: torch.dtype,
+    head_dim: int,
+) -> Tensor:
+    """Plan `attend_to_prompts` for all layers: the sequences with more than one new token. See
+    `varlen_attention.plan_prompts`."""
+    if uses_triton(rows):
+        from .triton import invariant_attention as triton_op
+
+        return triton_op.plan_prompts(rows, query_start_loc, seq_lens, num_tokens, group, head_dim)
+    where = (rows, query_start_loc, seq_lens, num_tokens, group, dtype, head_dim)
+    return varlen_attention.plan_prompts(*where, skip_single=True)
+
+
+def attend_to_prompts(q: Tensor, kv_cache: Tensor, block_table: Tensor, plan: Tensor, how: Scores) -> Tensor:
+    """Return [num_tokens, num_heads * head_dim]; sequences of one new token have no place in it. See
+    `varlen_attention`."""
+    assert q.stride(2) == 1 and q.stride(1) == q.shape[2] and kv_cache.stride(4) == 1
+    if uses_triton(q):
+        from .triton import invariant_attention as triton_op
+
+        return triton_op.attend_to_prompts(q, kv_cache, block_table, plan, how)
+    out = q.new_zeros((len(q), q.shape[1] * q.shape[2]))
+    for row, start, query_len, seq_len in plan.tolist():
+        own, blocks = slice(start, start + query_len), block_table[row, : -(-seq_len // kv_cache.shape[1])].long()
+        out[own] = invariant_attention(q[own], kv_cache, blocks, seq_len, how)
+    return out
+
+
+def attend_alone(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    how: Scores,
+    workspace: PartsWorkspace,
+    out: Tensor,
+) -> None:
+    """Set out [>= n, num_heads * head_dim] to the attention of n queries, each the last of the first seq_len tokens of
+    its sequence, whose key and value are in the cache already.
+
+    Args:
+        q: [n, num_heads, head_dim], rotated by position; strided by query
+        kv_cache, block_table: see `varlen_attention`
+        rows: int64 [n]; seq_lens: int32 [n], 0 where there is none: nothing is written then
+    """
+    assert q.stride(2) == 1 and q.stride(1) == q.shape[2] and kv_cache.stride(4) == 1
+    assert rows.shape == seq_lens.shape == q.shape[:1] and seq_lens.dtype == torch.int32
+    if uses_triton(q):
+        from .triton import invariant_attention as triton_op
+
+        triton_op.attend_alone(q, kv_cache, block_table, rows, seq_lens, how, workspace, out)
+        return
+    for i, (row, seq_len) in enumerate(zip(rows.tolist(), seq_lens.tolist(), strict=True)):
+        if seq_len:
+            blocks = block_table[row, : -(-seq_len // kv_cache.shape[1])].long()
+            out[i] = invariant_attention(q[i : i + 1], kv_cache, blocks, seq_len, how)[0]
 
 
 def invariant_attention(

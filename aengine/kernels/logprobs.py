@@ -60,12 +60,15 @@ def by_logsumexp(logits: Tensor, sampled: Tensor, asked: Tensor, out: Tensor) ->
     chosen = (asked > 0).nonzero()[:, 0]
     if not len(chosen):
         return
-    few = logits.index_select(0, chosen)
-    k = min(int(asked.max()) - 1, few.shape[1])
-    values, ids = few.topk(k, dim=1)
+    few, counts = logits.index_select(0, chosen), asked[chosen] - 1
     # Row by row: torch divides the sum of a single long row among threads, so that its last bits would depend on
     # whether other requests ask for log-probabilities too.
     log_total = torch.cat([row.logsumexp(dim=1, keepdim=True) for row in few.split(1)])
     out[chosen, 0] = (few.gather(1, sampled[chosen, None]) - log_total).squeeze(1).view(torch.int32)
-    out[chosen, 1 : 1 + k] = ids.int()
-    out[chosen, 1 + most : 1 + most + k] = (values - log_total).view(torch.int32)
+    # Each number of alternatives by itself: which of equal logits torch takes depends on how many are taken.
+    for count in counts.unique().tolist():
+        own = (counts == count).nonzero()[:, 0]
+        k, rows = min(count, few.shape[1]), chosen[own]
+        values, ids = few[own].topk(k, dim=1)
+        out[rows, 1 : 1 + k] = ids.int()
+        out[rows, 1 + most : 1 + most + k] = (values - log_total[own]).view(torch.int32)

@@ -4,8 +4,9 @@
                       there are, so that its last bits may differ from one batch to another
     batch_invariant   a row's bits are the same whatever else is in the batch, and however a prompt is cut into steps
 
-The second has products of rows in tiles of one size (`KernelPolicy.by_rows`), and attention of a query in an order that
-follows from its position alone (invariant_attention.py).
+The second has attention of a query in an order that follows from its position alone (invariant_attention.py), and
+products of rows in tiles of one size on a CPU (`KernelPolicy.by_rows`), in one order of sums on a GPU
+(ordered_linear.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .expert_tilings import MAX_PAIR_TOKENS, ExpertShape, ExpertTiling, default_tiling
 
 ROW_TILE = 8
 """Rows that are computed together by the batch-invariant variants: a step of one row computes as many, and one of more
@@ -38,6 +41,16 @@ class KernelPolicy:
             return function(x)
         tiles = F.pad(x, (0, 0, 0, -n % ROW_TILE)).split(ROW_TILE)
         return torch.cat([function(tile) for tile in tiles])[:n]
+
+    def expert_tiling(self, shape: ExpertShape, num_tokens: int) -> ExpertTiling | None:
+        """Return how the products of experts are cut on a GPU; None: as is fastest.
+
+        Batch-invariant, in blocks of one expert's slots, of any number of tokens: their sizes change no sum, but other
+        ways add up in other orders.
+        """
+        if not self.batch_invariant:
+            return None
+        return default_tiling(shape, max(MAX_PAIR_TOKENS + 1, num_tokens), can_group=False)
 
 
 FASTEST = KernelPolicy()

@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..linear_tilings import StreamedTiling
-from .launch import gdc_launch_dependents, gdc_wait, has_pdl, launch, max_shared_memory
+from ..linear_tilings import LinearShape, StreamedTiling, choose_in_order
+from .launch import device_name, gdc_launch_dependents, gdc_wait, has_pdl, launch, max_shared_memory
 from .linear_parts import prefetch_rows, store_product
 
 
@@ -63,6 +63,17 @@ def stream(
         STAGES=tiling.num_stages,
         num_warps=tiling.num_warps,
     )
+
+
+def multiply_in_order(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, add: bool, activation: str | None = None
+) -> None:
+    """`stream` with a tiling for so many rows, none of which changes a row's bits."""
+    (rows, size), is_gated = out.shape, activation is not None
+    shape = LinearShape("gated" if is_gated else "add" if add else "plain", size, weight.shape[1])
+    tiling = fit(choose_in_order(device_name(), shape, rows), is_gated)
+    if rows:
+        stream(tiling, x, weight, bias, out, add=add, activation=activation)
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -20,7 +20,7 @@ from .decode_parts import capped, score_scale
 from .kv_codes import as_known, beside_codes, numbers_of, times_scale
 from .launch import bucket, has_pdl, launch, launch_next, launch_next_and_wait, max_shared_memory, wait_for_previous
 
-_FACTS = 8  # int32 of a block: row, first query, the sequence's first token, its query and sequence lengths; a sector
+FACTS = 8  # int32 of a block: row, first query, the sequence's first token, its query and sequence lengths; a sector
 
 
 class _Tiling(NamedTuple):
@@ -103,13 +103,30 @@ def plan_prompts(
     head_dim: int,
     skip_single: bool,
 ) -> Tensor:
-    """int32 [blocks, 8], with room for every sequence's last, partly filled one; row -1: none."""
     n = rows.shape[0]
     queries = _queries(_tiling(dtype, head_dim, num_tokens, n), group)
-    num_blocks = triton.cdiv(num_tokens, queries) + n
-    plan = torch.empty((num_blocks, _FACTS), dtype=torch.int32, device=rows.device)
-    sizes = {"BM": queries, "REQS": bucket(n), "SHORTEST": 2 if skip_single else 1, "FACTS": _FACTS}
-    launch(_plan_prompts, (1,), rows, query_start_loc, seq_lens, plan, n, num_blocks, **sizes, PDL=has_pdl())
+    return plan_tiles(rows, query_start_loc, seq_lens, num_tokens, queries, skip_single=skip_single)
+
+
+def plan_tiles(
+    rows: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    num_tokens: int,
+    queries: int,
+    *,
+    skip_single: bool,
+    is_aligned: bool = False,
+) -> Tensor:
+    """int32 [blocks, 8], blocks of so many ``queries`` with room for every sequence's last, partly filled one; row -1:
+    none. ``is_aligned``: blocks begin at positions that are multiples of their size, so that the first may be partly
+    filled, too, and its first query below 0."""
+    n = rows.shape[0]
+    num_blocks = triton.cdiv(num_tokens, queries) + (2 if is_aligned else 1) * n
+    plan = torch.empty((num_blocks, FACTS), dtype=torch.int32, device=rows.device)
+    sizes = {"BM": queries, "REQS": bucket(n), "SHORTEST": 2 if skip_single else 1, "FACTS": FACTS}
+    where = (rows, query_start_loc, seq_lens, plan, n, num_blocks)
+    launch(_plan_prompts, (1,), *where, **sizes, ALIGNED=is_aligned, PDL=has_pdl())
     return plan
 
 
@@ -151,7 +168,7 @@ def varlen_attention(
         BLOCK_SIZE=kv_cache.shape[1],
         BM=tiling.block_m,
         BN=tiling.block_n,
-        FACTS=_FACTS,
+        FACTS=FACTS,
         WINDOW=how.window or 0,
         SOFTCAP=how.softcap,
         STAGES=tiling.num_stages,
@@ -177,6 +194,7 @@ def _plan_prompts(
     REQS: tl.constexpr,
     SHORTEST: tl.constexpr,
     FACTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     launch_next_and_wait(PDL)
@@ -185,7 +203,10 @@ def _plan_prompts(
     lens = tl.load(query_start_loc + i + 1, mask=i < n, other=0) - starts
     seq_len = tl.load(seq_lens + i, mask=i < n, other=0)
     row = tl.load(rows + i, mask=i < n, other=-1).to(tl.int32)
-    counts = tl.where(lens >= SHORTEST, (lens + BM - 1) // BM, 0)
+    before = starts * 0
+    if ALIGNED:
+        before = (seq_len - lens) % BM
+    counts = tl.where(lens >= SHORTEST, (before + lens + BM - 1) // BM, 0)
     ends = tl.cumsum(counts, 0)
     most = tl.max(counts, 0)
     part = most * 0
@@ -194,7 +215,7 @@ def _plan_prompts(
         has = part < counts
         tl.store(facts, row, mask=has)
         # The last queries see the most keys: they come first, so that the short programs fill the end.
-        tl.store(facts + 1, (counts - 1 - part) * BM, mask=has)
+        tl.store(facts + 1, (counts - 1 - part) * BM - before, mask=has)
         tl.store(facts + 2, starts, mask=has)
         tl.store(facts + 3, lens, mask=has)
         tl.store(facts + 4, seq_len, mask=has)

@@ -10,8 +10,8 @@ A layer's cache is [num_blocks, block_size, 2, num_kv_heads, head_dim] as it is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +42,7 @@ class Heads(NamedTuple):
 class GpuKvCache:
     """The KV of all layers, and what the attention kernels share."""
 
+    make_workspace: Callable[..., Any] = DecodeWorkspace
     clears_blocks = False  # the kernels never read past a sequence's end, nor before its window
 
     def __init__(self, spec: KvCacheSpec, prefill: PrefillBackend) -> None:
@@ -58,7 +59,7 @@ class GpuKvCache:
         self._first_lens: Tensor | None = None
         self._borders = [None if long is None else long.border for long in (c.long() for c in spec.config.ropes)]
         self.workspaces = {
-            heads: DecodeWorkspace(max(spec.max_num_seqs, spec.max_positions), *heads, spec.device)
+            heads: self.make_workspace(max(spec.max_num_seqs, spec.max_positions), *heads, spec.device)
             for heads in dict.fromkeys(self.heads.values())
         }
         self.kinds = dict.fromkeys((self.heads[index], kept.window) for index, kept in self.layers.items())
@@ -101,6 +102,62 @@ class GpuKvCache:
     ) -> PositionsAttention:
         return PositionsAttention(self, rows, positions, seq_lens, block_table)
 
+    # -- how the kernels attend
+
+    def plan_decodes(self, rows: Tensor, seq_lens: Tensor) -> Mapping[tuple[Heads, int | None], Any]:
+        """Plan the attention of sequences with one new token each, for each kind of layer: which keys there are depends
+        on the window, how they are cut on the heads."""
+        return {
+            (heads, window): plan_decode(rows, seq_lens, self.workspaces[heads], window) for heads, window in self.kinds
+        }
+
+    def attend_to_decodes(
+        self,
+        layer: AttentionLayer,
+        qkv: Tensor,
+        plans: Mapping[tuple[Heads, int | None], Any],
+        block_tables: Sequence[Tensor],
+        rope: Rope | None,
+        norms: HeadNorms | None,
+        out: Tensor | None,
+    ) -> Tensor:
+        """Return [n, num_heads * head_dim]. ``out``: where to put it, of q and k that are rotated, and k and v that are
+        written, already."""
+        kept, heads = self.layers[layer.index], self.heads[layer.index]
+        return decode_step_attention(
+            qkv,
+            kept.cache,
+            block_tables[kept.group],
+            rope,
+            norms,
+            layer.num_heads,
+            layer.scores(kept.window),
+            plans[heads, kept.window],
+            self.workspaces[heads],
+            is_raw=out is None,
+            out=out,
+            kv_scales=kept.scales,
+        )
+
+    def plan_prompts(self, rows: Tensor, inputs: PreparedInputs) -> dict[Heads, Tensor]:
+        """Plan the attention of sequences with several new tokens, for the layers of each kind of heads."""
+        where = (rows, inputs.query_start_loc, inputs.seq_lens, len(inputs.positions))
+        return {
+            heads: plan_prompts(
+                *where, heads.num_heads // heads.num_kv_heads, self.dtype, heads.head_dim, skip_single=True
+            )
+            for heads in self.workspaces
+        }
+
+    def attend_to_prompts(
+        self, layer: AttentionLayer, q: Tensor, plans: Mapping[Heads, Tensor], block_tables: Sequence[Tensor], n: int
+    ) -> Tensor:
+        """Return [num_tokens, num_heads * head_dim] for q [num_tokens, num_heads, head_dim]. ``n``: number of sequences
+        of the step."""
+        kept = self.layers[layer.index]
+        where = (block_tables[kept.group], plans[self.heads[layer.index]], n)
+        return varlen_attention(q, kept.cache, *where, layer.scores(kept.window), kept.scales)
+
     def clear_blocks(self, block_ids: Tensor) -> None:
         raise AssertionError("nothing needs to be cleared")
 
@@ -122,11 +179,7 @@ class DecodeAttention:
         self._cache = cache
         self._block_tables = block_table.unbind()  # one for each KV group
         self._ropes = cache.step_ropes()
-        # A plan for each kind of layer: which keys there are depends on the window, how they are cut on the heads.
-        self._plans = {
-            (heads, window): plan_decode(rows, seq_lens, cache.workspaces[heads], window)
-            for heads, window in cache.kinds
-        }
+        self._plans = cache.plan_decodes(rows, seq_lens)
         self.size = len(rows)
         self._rows, self._seq_lens = rows, seq_lens
         self._state_rows: dict[int, StateRows | RowsAhead] = {}  # the rows of each KV group with states
@@ -165,21 +218,7 @@ class DecodeAttention:
     def _call(
         self, layer: AttentionLayer, qkv: Tensor, rope: Rope | None, norms: HeadNorms | None, out: Tensor | None = None
     ) -> Tensor:
-        kept, heads = self._cache.layers[layer.index], self._cache.heads[layer.index]
-        return decode_step_attention(
-            qkv,
-            kept.cache,
-            self._block_tables[kept.group],
-            rope,
-            norms,
-            layer.num_heads,
-            layer.scores(kept.window),
-            self._plans[heads, kept.window],
-            self._cache.workspaces[heads],
-            is_raw=out is None,
-            out=out,
-            kv_scales=kept.scales,
-        )
+        return self._cache.attend_to_decodes(layer, qkv, self._plans, self._block_tables, rope, norms, out)
 
 
 class PositionsAttention(DecodeAttention):
@@ -245,7 +284,7 @@ class BatchAttention:
         if prompts is not None and cache.prefill.is_faster(*prompts):
             self._metadata = PrefillMetadata.of(rows[n:], block_table, *prompts)
         elif self._has_prompts:
-            self._prompts = self._plan_prompts()
+            self._prompts = cache.plan_prompts(rows, inputs)
         self._state_rows: dict[int, StateRows | RowsAhead] = {}  # the rows of each KV group with states
         self._decodes: DecodeAttention | None = None
         if plan is None or plan.num_decodes:
@@ -334,35 +373,23 @@ class BatchAttention:
         tokens = torch.arange(len(self._inputs.positions), dtype=ends.dtype, device=ends.device)
         return self._rows[torch.searchsorted(ends, tokens, right=True).clamp_(max=len(self._rows) - 1)]
 
-    def _plan_prompts(self) -> dict[Heads, Tensor]:
-        inputs, cache = self._inputs, self._cache
-        where = (self._rows, inputs.query_start_loc, inputs.seq_lens, len(inputs.positions))
-        return {
-            heads: plan_prompts(
-                *where, heads.num_heads // heads.num_kv_heads, cache.dtype, heads.head_dim, skip_single=True
-            )
-            for heads in cache.workspaces
-        }
-
     def _attend_to_prompts(self, layer: AttentionLayer, qkv: Tensor, kept: AttentionLayerKV) -> Tensor:
         """[num_tokens, num_heads * head_dim]; the decodes' rows are not written."""
         heads = qkv.view(len(qkv), -1, layer.head_dim)
         q, k, v = heads.split([layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], dim=1)
         if not self._has_prompts:
             return torch.empty((len(qkv), layer.num_heads * layer.head_dim), dtype=qkv.dtype, device=qkv.device)
-        how = layer.scores(kept.window)
         if self._metadata is not None:
-            n = self._num_decodes
+            n, how = self._num_decodes, layer.scores(kept.window)
             out = self._cache.prefill.prefill(q[n:], k[n:], v[n:], kept, self._metadata, how)
             if out is not None:
                 return out if n == 0 else torch.cat((out.new_empty((n, out.shape[1])), out))
             self._metadata = None
-            self._prompts = self._plan_prompts()
+            self._prompts = self._cache.plan_prompts(self._rows, self._inputs)
             # The attention reads the plan ahead of its wait (kernels/varlen_attention.py): this launch is not early, so
             # the plan is written when it begins.
             qkv.new_zeros(1)
-        where = (self._block_tables[kept.group], self._prompts[self._cache.heads[layer.index]], len(self._rows))
-        return varlen_attention(q, kept.cache, *where, how, kept.scales)
+        return self._cache.attend_to_prompts(layer, q, self._prompts, self._block_tables, len(self._rows))
 
 
 def _join(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

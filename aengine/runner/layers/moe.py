@@ -93,7 +93,7 @@ class Experts:
         self.intermediate_size = intermediate_size
         self.share = scope.experts(num_experts)
         self.spread = scope.experts_group
-        self._policy = scope.formats.policy
+        self.policy = scope.formats.policy
         inner = scope.share_of_expert(intermediate_size)
         features: Features = inner
         if len(gate_up) == 1:
@@ -110,10 +110,12 @@ class Experts:
     @cached_property
     def is_compiled(self) -> bool:
         """Whether a CPU's compiled kernels multiply the loaded matrices. Raises ModelLoadError: batch invariance needs
-        these, and they take no experts of several formats."""
+        these, which take no experts of several formats, or on a GPU plain numbers of 16 bits."""
         is_compiled = self.gate_up.weights.is_compiled and self.down.weights.is_compiled
-        if self._policy.batch_invariant and not is_compiled:
-            raise ModelLoadError("batch_invariant=True: a layer's experts have several formats: leave it at False here")
+        if self.policy.batch_invariant and not (is_compiled or self.can_group):
+            raise ModelLoadError(
+                "batch_invariant=True: a layer's experts are quantised, or have several formats: leave it at False here"
+            )
         return is_compiled
 
 
@@ -182,6 +184,7 @@ class MoE:
         plan = plan_experts(
             routing,
             self.shape,
+            self.experts.policy.expert_tiling(self.shape, len(x)),
             is_partial=self._own is not None,
             can_group=self.experts.can_group,
             kind=self.experts.gate_up.weights.kind,

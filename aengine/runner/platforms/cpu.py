@@ -30,6 +30,7 @@ class CpuPlatform:
     device = torch.device("cpu")
     name = "cpu"
     is_accelerator = False
+    adds_in_order = True
     pins_memory = False
     default_batched_tokens = 512
     virtual_memory = CpuMemory()

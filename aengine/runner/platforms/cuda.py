@@ -25,6 +25,7 @@ from torch.profiler import ProfilerActivity
 from ...config import EngineConfig
 from ...errors import ModelLoadError
 from ..attention.backend import AttentionBackend, TritonAttention
+from ..attention.invariant import InvariantAttention
 from ..attention.library import choose_prefill_backend
 from ..kv_spec import WindowKV
 from ..model_config import ModelConfig
@@ -97,6 +98,10 @@ class CudaPlatform:
         return f"{self.name} (compute capability {major}.{minor})"
 
     @property
+    def adds_in_order(self) -> bool:
+        return self.compute_capability == (9, 0)
+
+    @property
     def supports_bf16(self) -> bool:
         return self.compute_capability >= (8, 0)
 
@@ -121,6 +126,8 @@ class CudaPlatform:
 
     def choose_attention(self, config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype) -> AttentionBackend:
         """See `Platform`. A library for long prompts is imported in a thread, see `AttentionBackend.join`."""
+        if config.batch_invariant:
+            return InvariantAttention()
         heads = max(model_config.head_shapes, key=lambda shape: shape[2], default=(1, 1, 64))
         capability = self.compute_capability
         kept = model_config.kv_layers

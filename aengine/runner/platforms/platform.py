@@ -101,6 +101,10 @@ class Platform(Protocol):
     # -- choices
 
     @property
+    def adds_in_order(self) -> bool:
+        """Whether it has the kernels of a batch-invariant `KernelPolicy`."""
+
+    @property
     def compiled_types(self) -> Collection[str]:
         """Types of a GGUF's matrices that a CPU's compiled kernels multiply as they are; empty: it has no such
         kernels."""

@@ -109,7 +109,7 @@ def _load(
     group = open_group(rank, platform)
     experts_group = open_experts_group(rank, platform, group)
     packed = gguf_matrices(config, checkpoint, model_config, platform)
-    policy = choose_policy(config, model_config, platform)
+    policy = choose_policy(config, model_config, platform, dtype)
     formats = choose_formats(
         dtype,
         platform.device,

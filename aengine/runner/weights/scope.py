@@ -19,8 +19,9 @@ from ..distributed.group import ALONE, TensorGroup
 from ..distributed.shares import Part, Share, VocabularyShare
 from ..distributed.stage import WHOLE, PipelineStage
 from .formats import WeightFormats
+from .invariant import invariant_format
 from .quantised.matrices import UNQUANTISED
-from .weight import Drawn, Fault, NotMultiplied, RowTiledFormat, StoredTensor, WeightFormat
+from .weight import Drawn, Fault, NotMultiplied, StoredTensor, WeightFormat
 
 _MOST_TENSORS = 1 << 19  # models of a trillion parameters have 70,000
 
@@ -160,9 +161,10 @@ class WeightScope:
         form = self.formats.plain
         if self.gives_rows or not full.endswith("embed_tokens"):
             form = self.formats.of(full)
-        policy = self.formats.policy
-        is_tiled = policy.batch_invariant and not self.formats.is_compiled  # compiled kernels add up row by row
-        return RowTiledFormat(form, policy) if is_tiled else form
+        formats = self.formats
+        if not formats.policy.batch_invariant or formats.is_compiled:
+            return form
+        return invariant_format(form, full, formats.policy, formats.device)
 
     @property
     def gives_rows(self) -> bool:

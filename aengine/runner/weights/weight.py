@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from threading import Lock
@@ -23,7 +22,6 @@ from ...errors import InternalError
 from ...kernels.activation import Activation, Gated, act_and_mul, activate, computed
 from ...kernels.expert_types import ExpertGate, ExpertPlan
 from ...kernels.grouped_codes import CodeKind
-from ...kernels.policy import KernelPolicy
 from ...kernels.rms_norm import Norm, add_rms_norm, rms_norm
 
 __all__ = [
@@ -37,8 +35,6 @@ __all__ = [
     "Norm",
     "NotMultiplied",
     "OrdersDiffer",
-    "RowTiledFormat",
-    "RowTiledWeight",
     "StoredTensor",
     "Weight",
     "WeightFormat",
@@ -303,49 +299,3 @@ class JoinedTensors:
                 whole = (self._ends[suffix][-1], *shape[1:])
                 self.tensors[suffix] = torch.empty(whole, dtype=dtype, device=self._device)
         return self.tensors[suffix][begin : begin + shape[0]]
-
-
-class RowTiledWeight(Weight):
-    """A weight of any format that multiplies as many rows at a time as a `KernelPolicy` says.
-
-    Which kernel multiplies, and in which order it adds up, is chosen by the number of rows in most formats, and in the
-    libraries below them: so none needs to know of the policy. The sums into the residual stream are those of `Weight`,
-    element by element.
-    """
-
-    __slots__ = ("_inner", "_policy")
-
-    def __init__(self, inner: Weight, policy: KernelPolicy) -> None:
-        self._inner = inner
-        self._policy = policy
-        self.bias = inner.bias
-
-    def multiply(self, x: Tensor) -> Tensor:
-        return self._policy.by_rows(self._inner.multiply, x)
-
-    def after_norm(self, x: Tensor, norm: Norm, out_dtype: torch.dtype | None = None) -> Tensor:
-        return self._policy.by_rows(partial(self._inner.after_norm, norm=norm, out_dtype=out_dtype), x)
-
-    def gated_after_norm(self, x: Tensor, norm: Norm, activation: Activation = "silu") -> Tensor:
-        return self._policy.by_rows(lambda rows: computed(self._inner.gated_after_norm(rows, norm, activation)), x)
-
-
-@dataclass(frozen=True, slots=True)
-class RowTiledFormat:
-    """A `WeightFormat` around another."""
-
-    inner: WeightFormat
-    policy: KernelPolicy
-
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    def tensors(self, out_features: int, in_features: int, has_bias: bool) -> list[StoredTensor]:
-        return self.inner.tensors(out_features, in_features, has_bias)
-
-    def make(self, tensors: Mapping[str, Tensor]) -> Weight:
-        return RowTiledWeight(self.inner.make(tensors), self.policy)
-
-    def make_experts(self, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device) -> ExpertWeights:
-        raise InternalError("batch-invariant experts: `choose_policy` refuses the model before")

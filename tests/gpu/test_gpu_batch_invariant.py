@@ -1,0 +1,195 @@
+"""batch_invariant=True on a GPU: tokens and log-probabilities have the same bits alone, in any batch, however prompts
+are cut and whatever graphs hold; and those of a module of plain torch over the same kernels."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gpu_models import DEVICE, MIB, Checkpoint
+from plain_llama import PlainLlama
+from safetensors.torch import load_file
+from test_gpu_bfloat16 import FAMILIES
+from test_gpu_engine import running
+from tiny import VOCAB_SIZE, write_tiny_model
+
+from aengine import AsyncLLM, Completion, ModelLoadError, SamplingParams
+from aengine.checkpoint.source import resolve_model
+from aengine.config import EngineConfig
+from aengine.kernels.linear_tilings import StreamedTiling
+from aengine.kernels.ordered_linear import ordered_linear
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        DEVICE == "cuda" and torch.cuda.get_device_capability() != (9, 0), reason="it is for compute capability 9.0"
+    ),
+]
+MakeCheckpoint = Callable[..., Checkpoint]
+SETTINGS: dict[str, Any] = {"dtype": "bfloat16", "batch_invariant": True, "block_size": 16}
+LARGE: dict[str, Any] = {**SETTINGS, "max_model_len": 4096, "kv_cache_memory_bytes": 512 * MIB}
+Outcome = tuple[tuple[int, ...], list[Any], list[Any] | None]
+
+
+def params(rng: random.Random, most: int = 16, **how: Any) -> SamplingParams:
+    given = {"max_tokens": rng.randint(1, most), "temperature": rng.choice([0.0, 1.0]), "seed": rng.getrandbits(60)}
+    return SamplingParams(ignore_eos=True, **given | how)
+
+
+def outcome(completion: Completion) -> Outcome:
+    choice, prompt = completion.choices[0], completion.prompt_logprobs
+    assert choice.logprobs is not None
+    return choice.token_ids, list(choice.logprobs), None if prompt is None else list(prompt)
+
+
+class Targets:
+    """Requests, and their outcomes alone."""
+
+    def __init__(self, rng: random.Random, lengths: list[int], vocab_size: int = VOCAB_SIZE) -> None:
+        self._rng, self._vocab_size = rng, vocab_size
+        self.work = [
+            (self.ids(n), params(rng, 24, logprobs=2, prompt_logprobs=[None, None, 1][i % 3], max_tokens=24))
+            for i, n in enumerate(lengths)
+        ]
+        self.alone: list[Outcome] = []
+
+    def ids(self, length: int) -> list[int]:
+        return [self._rng.randrange(self._vocab_size) for _ in range(length)]
+
+    async def run_alone(self, engine: AsyncLLM) -> None:
+        self.alone = [outcome(await engine.generate(*one)) for one in self.work]
+
+    async def check_batches(self, engine: AsyncLLM, count: int, longest: int) -> None:
+        """Of random sizes, each with some of the targets."""
+        rng = self._rng
+        for number in range(count):
+            chosen = rng.sample(range(len(self.work)), rng.randint(1, min(3, len(self.work))))
+            calls = [(i, *self.work[i]) for i in chosen]
+            for _ in range(rng.choice([0, 1, 3, 7, 15, 31, 61])):
+                shared = rng.choice(self.work)[0]
+                begin = shared[: rng.randrange(len(shared) + 1)] if rng.random() < 0.2 else []
+                ids = begin[: longest - 1] + self.ids(
+                    rng.choice([1, 1, rng.randint(1, 30), rng.randint(1, longest // 4)])
+                )
+                calls.append((-1, ids, params(rng, logprobs=rng.choice([None, 0, 3]))))
+            rng.shuffle(calls)
+            done = await asyncio.gather(*(engine.generate(*call[1:]) for call in calls))
+            for (i, *_), completion in zip(calls, done, strict=True):
+                if i >= 0:
+                    assert outcome(completion) == self.alone[i], f"batch {number} of {len(calls)}, request {i}"
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "qwen3_moe"])
+async def test_one_result_alone_and_in_200_batches(checkpoint: MakeCheckpoint, arch: str, rng: random.Random) -> None:
+    model = checkpoint(arch, "bfloat16", "medium")
+    targets = Targets(rng, [3, 40, 130, 300, 700, 2100], model.vocab_size)
+    settings = {**LARGE, "max_num_batched_tokens": 2048}
+    async with running(model.folder, **settings) as engine:
+        await targets.run_alone(engine)
+        await targets.check_batches(engine, 200, 600)
+    # In chunks of at most 96 tokens, kernel by kernel, and with drafts.
+    async with running(model.folder, **settings | {"max_num_batched_tokens": 96, "enforce_eager": True}) as engine:
+        await targets.check_batches(engine, 8, 600)
+    async with running(model.folder, **settings, speculation="ngram_worker") as engine:
+        await targets.check_batches(engine, 20, 600)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if not name.startswith(("lfm2", "qwen3-next", "qwen3.5"))])
+async def test_every_family(name: str, tmp_path: Path, rng: random.Random) -> None:
+    arch, fields = FAMILIES[name]
+    folder = write_tiny_model(tmp_path, arch, seed=11, dtype="bfloat16", **fields)
+    targets = Targets(rng, [3, 40, 60])
+    async with running(folder, **SETTINGS) as engine:
+        await targets.run_alone(engine)
+        await targets.check_batches(engine, 12, 60)
+
+
+@pytest.mark.parametrize("size", ["heads of 256", "9 heads", "14 heads"])
+async def test_heads_of_other_sizes(checkpoint: MakeCheckpoint, size: str, rng: random.Random) -> None:
+    model = checkpoint("llama", "bfloat16", size)
+    targets = Targets(rng, [40, 700, 2100], model.vocab_size)
+    async with running(model.folder, **LARGE, max_num_batched_tokens=1024) as engine:
+        await targets.run_alone(engine)
+        await targets.check_batches(engine, 20, 600)
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3"])
+async def test_log_probabilities_of_a_plain_module(checkpoint: MakeCheckpoint, arch: str, rng: random.Random) -> None:
+    """Bit by bit; and how far they are from those of transformers in bfloat16, which is printed."""
+    model = checkpoint(arch, "bfloat16", "medium")
+    module = plain_module(model.folder)
+    worst = 0.0
+    async with running(model.folder, **LARGE) as engine:
+        prompts = [[rng.randrange(model.vocab_size) for _ in range(n)] for n in (2, 17, 400, 1500)]
+        how = [params(rng, logprobs=0, max_tokens=32) for _ in prompts]
+        done = await asyncio.gather(*(engine.generate(*one) for one in zip(prompts, how, strict=True)))
+    for prompt, completion in zip(prompts, done, strict=True):
+        logprobs = completion.choices[0].logprobs
+        assert logprobs is not None
+        ours = [own[0].logprob for own in logprobs]
+        assert module.logprobs([*prompt, *completion.token_ids], len(prompt)) == ours
+        theirs = model.logits(prompt, completion.token_ids, "bfloat16").log_softmax(-1).cpu()
+        taken = theirs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        worst = max(worst, float((torch.tensor(ours) - taken).abs().max()))
+    print(f"{arch}: largest difference of a log-probability from transformers' in bfloat16: {worst:.4f}")
+    assert worst < 0.5
+
+
+def plain_module(folder: Path) -> PlainLlama:
+    hf_config = resolve_model(EngineConfig.create(str(folder), {})).hf_config
+    weights = {name: tensor.to(DEVICE) for name, tensor in load_file(folder / "model.safetensors").items()}
+    return PlainLlama(hf_config, weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["plain", "gated", "add"])
+def test_all_tilings_of_a_product_add_up_in_one_order(
+    kind: str, dtype: torch.dtype, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`choose_in_order` may return any of them."""
+    from aengine.kernels.triton import linear_streamed
+
+    torch.manual_seed(rng.getrandbits(60))
+    n, k = rng.choice([(4096, 4096), (1024, 14336), (6144, 4096), (1000, 1032)])
+    x = (torch.randn(256, k, device=DEVICE) * torch.randn(256, 1, device=DEVICE).exp()).to(dtype)
+    weight = torch.randn(2 * n if kind == "gated" else n, k, device=DEVICE).to(dtype)
+    residual = torch.randn(256, n, device=DEVICE).to(dtype)
+    found = []
+    for sizes in (
+        (64, 16, 256, 4, 5),
+        (64, 32, 128, 4, 4),
+        (64, 64, 128, 4, 4),
+        (64, 128, 64, 4, 3),
+        (128, 64, 64, 8, 4),
+        (128, 128, 64, 8, 4),
+        (128, 128, 128, 8, 2),
+    ):
+        monkeypatch.setattr(linear_streamed, "choose_in_order", lambda *shape, sizes=sizes: StreamedTiling(*sizes))
+        if kind == "add":
+            out = residual.clone()
+            linear_streamed.multiply_in_order(x, weight, None, out, add=True)
+        else:
+            out = ordered_linear(x, weight, None, torch.float32, "silu" if kind == "gated" else None)
+        found.append(out)
+    assert all(torch.equal(out, found[0]) for out in found), [int((out != found[0]).sum()) for out in found]
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="a CPU has all of these")
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"dtype": "float32"}, "float32"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
+        ({"quantization": "fp8"}, "is in fp8"),
+        ({"attention_backend": "cudnn"}, "attention_backend='cudnn'"),
+    ],
+)
+async def test_what_is_refused(checkpoint: MakeCheckpoint, settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ModelLoadError, match=f"batch_invariant=True: .*{reason}"):
+        async with running(checkpoint("llama", "bfloat16").folder, **SETTINGS | settings):
+            pass
