@@ -187,7 +187,8 @@ class EngineConfig:
     """No CUDA graphs: each step's kernels are launched one by one."""
     batch_invariant: bool = False
     """A request's logits have the same bits whatever else is in the batch and however its prompt is cut into steps, as
-    training against an engine needs. On a CPU; slower without compiled kernels (docs/batch-invariance.md)."""
+    training against an engine needs. On a CPU, slower without compiled kernels, or in 16 bits on a GPU of compute
+    capability 9.0 (docs/batch-invariance.md)."""
     num_threads: int | None = None
     """CPU threads of each worker, at most 64 or the machine's cores. None: what $OMP_NUM_THREADS says, within that
     limit; else the cores that they may use (no more than a container's CPU quota has whole CPUs), less one for the host

@@ -327,8 +327,8 @@ class Settings(TypedDict, total=False):
     """No CUDA graphs: each step's kernels are launched one by one. Default: False."""
     batch_invariant: bool
     """A request's logits have the same bits whatever else is in the batch and however its prompt is cut into steps, as
-    training against an engine needs. On a CPU; slower without compiled kernels (docs/batch-invariance.md). Default:
-    False."""
+    training against an engine needs. On a CPU, slower without compiled kernels, or in 16 bits on a GPU of compute
+    capability 9.0 (docs/batch-invariance.md). Default: False."""
     num_threads: int | None
     """CPU threads of each worker, at most 64 or the machine's cores. None: what $OMP_NUM_THREADS says, within that
     limit; else the cores that they may use (no more than a container's CPU quota has whole CPUs), less one for the host

@@ -116,6 +116,13 @@ SLEEPS = {
     ),
 }
 
+INVARIANT = "`batch_invariant`"
+INVARIANT_TESTS = (
+    "tests/models/test_batch_invariant.py::test_logits_have_the_same_bits_alone_and_in_any_batch",
+    "tests/gpu/test_gpu_batch_invariant.py::test_every_family",
+)
+INVARIANT_WITH = ("full attention", "sliding windows", "experts", STATES, FOREIGN, ENCODERS, ADAPTERS, DRAFTS, TENSOR)
+
 
 class Cell(NamedTuple):
     row: str
@@ -267,6 +274,21 @@ def of_sleep(row: str, column: str) -> Cell:
     return Cell(row, column, (SLEEPS[column],))
 
 
+def of_invariance(row: str, column: str) -> Cell:
+    """A request's bits, whatever else is computed."""
+    if column in (STATES, FOREIGN, ENCODERS, TENSOR):
+        return _refused(row, column, "ModelLoadError")
+    if column == ADAPTERS:
+        return _refused(row, column, "InvalidRequestError")
+    if column == DRAFTS:
+        gpu = "tests/gpu/test_gpu_batch_invariant.py::test_one_result_alone_and_in_200_batches"
+        return Cell(
+            row, column, ("tests/runner/test_invariant_gpu_path.py::test_log_probabilities_have_one_result", gpu)
+        )
+    note = 'on a CPU by compiled kernels, but for `dtype="bfloat16"`' if column == "experts" else ""
+    return Cell(row, column, INVARIANT_TESTS, note=note)
+
+
 class Table(NamedTuple):
     title: str
     rows: Sequence[str]
@@ -286,6 +308,7 @@ TABLES = {
     of_divided_families: Table("Models and several devices", FAMILIES, DIVISIONS),
     of_divided_formats: Table("Formats and several devices", FORMATS, DIVISIONS),
     of_sleep: Table("Sleep", (SLEEP,), tuple(SLEEPS)),
+    of_invariance: Table("Batch invariance", (INVARIANT,), INVARIANT_WITH),
     of_two_divisions: Table("Divisions", DIVISIONS, DIVISIONS, is_symmetric=True),
 }
 

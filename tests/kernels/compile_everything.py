@@ -41,11 +41,13 @@ from aengine.kernels import (
     gated_delta,
     gumbel,
     input_prep,
+    invariant_attention,
     linear,
     linear_tilings,
     logit_bias,
     logprobs,
     lora,
+    ordered_linear,
     penalties,
     rms_norm,
     routing,
@@ -322,6 +324,27 @@ def prompts(
     varlen_attention.varlen_attention(q, cache, table, plan, n, scores, kv_scales)
 
 
+def invariant(compiler: Compiler, dtype: torch.dtype, heads: Heads, extras: bool = False) -> None:
+    """What a batch-invariant policy has of its own."""
+    num_heads, num_kv_heads, dim = heads
+    compiler.note = f"{dtype} {heads} invariant"
+    qkv, cache, table, _ = kv_of(dtype, heads, 3, False)
+    q, rows, lens = qkv.view(3, -1, dim)[:, :num_heads], torch.zeros(3, dtype=torch.int64), torch.zeros(3).int()
+    scores = Scores(0.1, 40, 30.0, torch.zeros(num_heads, dtype=dtype)) if extras else Scores(0.1)
+    starts = torch.zeros(4, dtype=torch.int32)
+    plan = invariant_attention.plan_prompts(rows, starts, lens, 300, num_heads // num_kv_heads, dtype, dim)
+    invariant_attention.attend_to_prompts(q, cache, table, plan, scores)
+    workspace = invariant_attention.PartsWorkspace(3, *heads, torch.device("cpu"))
+    out = torch.zeros(3, num_heads * dim, dtype=dtype)
+    invariant_attention.attend_alone(q, cache, table, rows, lens, scores, workspace, out)
+    for tokens in (1, 100, 300) if compiler.capability == 90 else ():
+        compiler.note = f"in order {tokens}"
+        x, weight = torch.zeros(tokens, 2048, dtype=dtype), torch.empty(2048, 2048, dtype=dtype)
+        ordered_linear.ordered_linear(x, weight, None, torch.float32)
+        ordered_linear.ordered_linear(x, weight, None, activation="silu")
+        ordered_linear.add_ordered_linear(torch.zeros(tokens, 2048, dtype=dtype), x, weight, None)
+
+
 def kv_of(dtype: torch.dtype, heads: Heads, n: int, fp8: bool) -> tuple[Any, ...]:
     """qkv of n tokens, a cache, a block table, and the scales of keys and values, or None."""
     num_heads, num_kv_heads, dim = heads
@@ -506,6 +529,8 @@ def largest(compiler: Compiler) -> None:
         for is_raw in (True, False):
             decodes(compiler, half, heads, size, is_raw=is_raw, fp8=True)
     prompts(compiler, full, (16, 8, 256), 1024)
+    for dim in (64, 128, 256):
+        invariant(compiler, half, (16, 8, dim))
     for n in (8, 512, 8192):
         mixtures(compiler, n, ExpertShape(128, 2048, 768, 8), ExpertGate())
     in_blocks = {"rows": 128, "scale": torch.float32}
@@ -548,6 +573,8 @@ def every_kernel(compiler: Compiler) -> None:
         prompts(compiler, dtype, (16, 8, 128), num_tokens, n)
         prompts(compiler, dtype, (8, 1, 64), num_tokens, n, window=40, extras=True)
         prompts(compiler, dtype, (8, 1, 64), num_tokens, n, window=40, extras=True, fp8=True)
+    invariant(compiler, dtype, (9, 3, 64), extras=True)
+    invariant(compiler, dtype, (32, 8, 128))
     silu = ExpertGate()
     clamped = ExpertGate("clamped_swiglu", is_interleaved=True)
     for n in (1, 8, 512, 1024, 8192):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,18 @@ from driver import Driver, check_near, load, source_of
 from scenarios import Engine, settings_of_torch_kept, some_prompts
 from tiny import load_reference
 
+from aengine.config import EngineConfig
 from aengine.errors import ModelLoadError
 from aengine.kernels.cpu.compiler.target import unavailable
 from aengine.kernels.policy import KernelPolicy
+from aengine.runner.models import read_config
+from aengine.runner.platforms.cuda import CudaPlatform
+from aengine.runner.startup.policy import choose_policy
 from aengine.runner.weights.compiled import CompiledWeight
+from aengine.runner.weights.invariant import OrderedFormat, invariant_format
+from aengine.runner.weights.plain import PlainFormat
+from aengine.runner.weights.quantised.fp8 import MadeFp8Format
+from aengine.runner.weights.weight import NotMultiplied
 
 TinyModel = Callable[..., Path]
 INVARIANT = KernelPolicy(batch_invariant=True)
@@ -94,6 +103,40 @@ def test_what_has_no_such_variant_is_refused(
 ) -> None:
     with settings_of_torch_kept(), pytest.raises(ModelLoadError, match=f"batch_invariant=True.*({reason}).*False"):
         Engine(tiny_model(arch), batch_invariant=True, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "capability", "reason"),
+    [
+        ({}, (9, 0), ""),
+        ({}, (8, 0), "G has no kernels"),
+        ({"dtype": "float32"}, (9, 0), "float32"),
+        ({"kv_cache_dtype": "fp8"}, (9, 0), "kv_cache_dtype='fp8'"),
+        ({"attention_backend": "cudnn"}, (9, 0), "attention_backend='cudnn'"),
+        ({"tensor_parallel_size": 2}, (9, 0), "tensor_parallel_size"),
+    ],
+)
+def test_what_a_gpu_is_asked_for(
+    settings: dict[str, Any], capability: tuple[int, int], reason: str, tiny_model: TinyModel
+) -> None:
+    source = source_of(tiny_model("qwen3_moe", seed=7))
+    config = EngineConfig.create(source.path, {"batch_invariant": True, **settings})
+    gpu = CudaPlatform(torch.device("cuda", 0), "G", capability)
+    dtype = gpu.choose_dtype(config.dtype, "bfloat16")
+    if not reason:
+        assert choose_policy(config, read_config(source.hf_config), gpu, dtype) == INVARIANT
+        return
+    with pytest.raises(ModelLoadError, match=f"batch_invariant=True: .*{re.escape(reason)}.*leave it at False"):
+        choose_policy(config, read_config(source.hf_config), gpu, dtype)
+
+
+def test_weights_of_a_gpu_are_plain_numbers() -> None:
+    device = torch.device("cuda")
+    assert isinstance(invariant_format(PlainFormat(torch.bfloat16), "q_proj", INVARIANT, device), OrderedFormat)
+    with pytest.raises(NotMultiplied, match="multiple of 8"):
+        OrderedFormat(torch.bfloat16).tensors(16, 12, False)
+    with pytest.raises(ModelLoadError, match="batch_invariant=True: q_proj is in fp8"):
+        invariant_format(MadeFp8Format(PlainFormat(torch.bfloat16)), "q_proj", INVARIANT, device)
 
 
 @needs_compiler

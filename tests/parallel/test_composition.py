@@ -50,9 +50,11 @@ from aengine.ipc.messages import NO_RESULTS, GrammarOutput, int32
 from aengine.params import CallOptions, SamplingParams, StructuredOutput
 from aengine.runner.distributed.stage import WHOLE, PipelineStage
 from aengine.runner.models import build_model, read_config
+from aengine.runner.platforms.cpu import CpuPlatform
 from aengine.runner.startup.draft import find_proposer
 from aengine.runner.startup.encoder import load_encoder
 from aengine.runner.startup.load import load_model
+from aengine.runner.startup.policy import choose_policy
 from aengine.runner.weights.formats import choose_formats
 from aengine.workers.rank import ranks_of
 
@@ -405,6 +407,8 @@ def ask(row: str, column: str, tiny_model: TinyModel) -> Any:
         if is_encoder:  # it is refused before its files are read
             source["hf_config"] = {"model_type": "bert", "architectures": ["BertModel"]}
         return load_model(config, source, rank, lambda *report: None)
+    if row == composition.INVARIANT:
+        return ask_invariant(column, tiny_model)
     if row in composition.REQUESTS:
         defaults = SamplingDefaults({})
         limits = Limits(320, 64, 1, False, frozenset(), None, defaults, frozenset({"embed"}), is_encoder=True)
@@ -435,6 +439,22 @@ def ask(row: str, column: str, tiny_model: TinyModel) -> Any:
     whole = read_config(source.hf_config, model_impl=config.model_impl, folder=source.path)
     own = whole.of_rank(rank.tp_size, divides_experts=config.enable_expert_parallel, num_replicas=rank.num_sharing)
     return build_model(own, choose_formats("float32", CPU), stage=PipelineStage(rank.pp_rank, rank.pp_size))
+
+
+def ask_invariant(column: str, tiny_model: TinyModel) -> Any:
+    asked: dict[str, dict[str, Any]] = {
+        composition.TENSOR: {"tensor_parallel_size": 2},
+        composition.FOREIGN: {"model_impl": "transformers"},
+        composition.ADAPTERS: {"max_loras": 1},
+    }
+    settings = {"device": "cpu", "num_threads": 1, "batch_invariant": True} | asked.get(column, {})
+    folder = tiny_model("qwen3_next" if column == composition.STATES else "llama")
+    config = EngineConfig.create(str(folder), settings)
+    source = resolve_model(config)
+    if column == composition.ENCODERS:
+        return load_encoder(config, source.to_wire(), ranks_of(config)[0], lambda *report: None)
+    model = read_config(source.hf_config, model_impl=config.model_impl, folder=source.path)
+    return choose_policy(config, model, CpuPlatform(), "float32")
 
 
 REFUSED = [cell for cell in composition.cells() if cell.error]
