@@ -53,6 +53,7 @@ class CudaPlatform:
 
     def __post_init__(self) -> None:
         self.virtual_memory = CudaMemory(self.device)
+        self.adds_in_order = self.compute_capability == (9, 0)
 
     @classmethod
     def find(cls, setting: str) -> CudaPlatform | Unavailable:
@@ -96,10 +97,6 @@ class CudaPlatform:
     def title(self) -> str:
         major, minor = self.compute_capability
         return f"{self.name} (compute capability {major}.{minor})"
-
-    @property
-    def adds_in_order(self) -> bool:
-        return self.compute_capability == (9, 0)
 
     @property
     def supports_bf16(self) -> bool:
