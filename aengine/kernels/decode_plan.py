@@ -70,3 +70,16 @@ class DecodeWorkspace:
         is_small = size in (BatchSize.FEW, BatchSize.SMALL)
         least_chunk, programs = _SHARING_OF_NARROW if is_small and self.is_narrow else _SHARING[size]
         return Sharing(least_chunk, -(-programs // self._num_kv_heads), not is_small)
+
+
+class PartsWorkspace:
+    """As `DecodeWorkspace`, for parts of a query's keys that follow from its position (invariant_attention.py)."""
+
+    MOST_PARTS = 16
+    """Most parts of the keys that a query sees. A window may begin and end within one, and has one more."""
+
+    def __init__(self, max_queries: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device):
+        padded = max(16, 1 << (head_dim - 1).bit_length())
+        num_numbers = max_queries * (self.MOST_PARTS + 1) * num_heads * (padded + 2)
+        self.parts = torch.empty(num_numbers, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(max_queries * num_kv_heads, dtype=torch.int32, device=device)  # left at zero

@@ -20,25 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import varlen_attention
+from .decode_plan import PartsWorkspace
 from .dispatch import uses_triton
 from .kv_codes import kv_numbers
 from .paged_attention import Scores
 from .policy import ROW_TILE
 
 _KEYS = 128  # keys that are read at a time
-
-
-class PartsWorkspace:
-    """Memory for the parts of a query's keys, and for counting them; one for all layers of these heads."""
-
-    MOST_PARTS = 16
-    """Most parts of the keys that a query sees. A window may begin and end within one, and has one more."""
-
-    def __init__(self, max_queries: int, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device):
-        padded = max(16, 1 << (head_dim - 1).bit_length())
-        num_numbers = max_queries * (self.MOST_PARTS + 1) * num_heads * (padded + 2)
-        self.parts = torch.empty(num_numbers, dtype=torch.float32, device=device)
-        self.counters = torch.zeros(max_queries * num_kv_heads, dtype=torch.int32, device=device)  # left at zero
 
 
 def plan_prompts(

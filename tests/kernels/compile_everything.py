@@ -60,7 +60,7 @@ from aengine.kernels import (
     write_qkv,
 )
 from aengine.kernels import triton as triton_kernels
-from aengine.kernels.decode_plan import BatchSize
+from aengine.kernels.decode_plan import BatchSize, PartsWorkspace
 from aengine.kernels.dispatch import triton_everywhere
 from aengine.kernels.exchange_buffers import MAX_PROGRAMS, ExchangeBuffers
 from aengine.kernels.expert_tilings import ExpertShape, default_tiling
@@ -334,7 +334,7 @@ def invariant(compiler: Compiler, dtype: torch.dtype, heads: Heads, extras: bool
     starts = torch.zeros(4, dtype=torch.int32)
     plan = invariant_attention.plan_prompts(rows, starts, lens, 300, num_heads // num_kv_heads, dtype, dim)
     invariant_attention.attend_to_prompts(q, cache, table, plan, scores)
-    workspace = invariant_attention.PartsWorkspace(3, *heads, torch.device("cpu"))
+    workspace = PartsWorkspace(3, *heads, torch.device("cpu"))
     out = torch.zeros(3, num_heads * dim, dtype=dtype)
     invariant_attention.attend_alone(q, cache, table, rows, lens, scores, workspace, out)
     for tokens in (1, 100, 300) if compiler.capability == 90 else ():

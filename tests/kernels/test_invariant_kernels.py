@@ -11,11 +11,12 @@ from torch import Tensor
 from triton_interpreter import add_in_order
 
 from aengine.kernels.activation import Activation, activate
+from aengine.kernels.decode_plan import PartsWorkspace
 from aengine.kernels.expert_plan import plan_experts
 from aengine.kernels.expert_tilings import MAX_PAIR_TOKENS, ExpertShape
 from aengine.kernels.expert_types import ExpertGate, ExpertMatrices, InputNorm, Routing
 from aengine.kernels.experts import add_experts, expert_product
-from aengine.kernels.invariant_attention import PartsWorkspace, attend_alone, attend_to_prompts, plan_prompts
+from aengine.kernels.invariant_attention import attend_alone, attend_to_prompts, plan_prompts
 from aengine.kernels.linear_tilings import LinearShape, choose_in_order
 from aengine.kernels.ordered_linear import add_ordered_linear, ordered_linear
 from aengine.kernels.policy import FASTEST, KernelPolicy

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..invariant_attention import PartsWorkspace
+from ..decode_plan import PartsWorkspace
 from ..paged_attention import Scores
 from .decode_parts import capped, score_scale
 from .launch import has_pdl, launch, launch_next, max_shared_memory, wait_for_previous
@@ -244,7 +244,7 @@ def _invariant_tiles(
     launch_next(PDL)
     facts = plan + tl.program_id(0) * FACTS
     row = tl.load(facts)
-    first_query = tl.load(facts + 1)  # of the tile among those of the step; below 0 by those that were computed before
+    first_query = tl.load(facts + 1)  # the tile's among those of the step, or below 0 by what was computed before
     start = tl.load(facts + 2)
     query_len = tl.load(facts + 3)
     seq_len = tl.load(facts + 4)

@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ...kernels.decode_plan import PartsWorkspace
 from ...kernels.input_prep import PreparedInputs
-from ...kernels.invariant_attention import PartsWorkspace, attend_alone, attend_to_prompts, plan_prompts
+from ...kernels.invariant_attention import attend_alone, attend_to_prompts, plan_prompts
 from ..layers.attention import AttentionLayer
 from .kv_pages import KvCacheSpec
 from .prefill import TritonPrefill
