@@ -39,6 +39,13 @@ class PlainLlama(nn.Module):
         """These tensors, below each other."""
         return torch.cat([getattr(self, self._names[name]) for name in names])
 
+    def _linear(self, *names: str) -> tuple[Tensor, Tensor | None]:
+        """The matrices of these names below each other, and their biases, if they have any."""
+        has_bias = f"{names[0]}.bias" in self._names
+        return self.of(*(f"{name}.weight" for name in names)), (
+            self.of(*(f"{name}.bias" for name in names)) if has_bias else None
+        )
+
     def _norm(self, name: str) -> InputNorm:
         return InputNorm(self.of(f"{name}.weight"), self.config.rms_norm_eps)
 
@@ -53,16 +60,12 @@ class PlainLlama(nn.Module):
         cache = residual.new_zeros((blocks.shape[1], _BLOCK_SIZE, 2, kv_heads, size))
         rope = rope_tables(config.ropes[0], n, device)
         row, lens = torch.zeros(1, dtype=torch.int64, device=device), torch.tensor([0, n], device=device).int()
-        # A single token is no prompt to the plan: a second one, which nothing looks at, is behind it.
-        assert n > 1
+        assert n > 1, "a single token is no prompt to the plan"
         plan = plan_prompts(row, lens, lens[1:], n, heads // kv_heads, residual.dtype, size)
         for i in range(config.num_layers):
             layer = f"model.layers.{i}"
             x = rms_norm(residual, *self._norm(f"{layer}.input_layernorm"))
-            names = [f"{layer}.self_attn.{name}_proj" for name in "qkv"]
-            has_bias = f"{names[0]}.bias" in self._names
-            bias = self.of(*(f"{name}.bias" for name in names)) if has_bias else None
-            qkv = ordered_linear(x, self.of(*(f"{name}.weight" for name in names)), bias)
+            qkv = ordered_linear(x, *self._linear(*(f"{layer}.self_attn.{name}_proj" for name in "qkv")))
             norms = None
             if f"{layer}.self_attn.q_norm.weight" in self._names:
                 q, k = (self._norm(f"{layer}.self_attn.{name}_norm") for name in "qk")
@@ -70,13 +73,11 @@ class PlainLlama(nn.Module):
             apply_rope_and_write_kv(qkv, positions, positions, rope, norms, heads, cache)
             q_heads = qkv.view(n, -1, size)[:, :heads]
             out = attend_to_prompts(q_heads, cache, blocks, plan, Scores(size**-0.5))
-            o = f"{layer}.self_attn.o_proj"
-            o_bias = self.of(f"{o}.bias") if f"{o}.bias" in self._names else None
-            add_ordered_linear(residual, out, self.of(f"{o}.weight"), o_bias)
+            add_ordered_linear(residual, out, *self._linear(f"{layer}.self_attn.o_proj"))
             x = rms_norm(residual, *self._norm(f"{layer}.post_attention_layernorm"))
-            gate_up = self.of(f"{layer}.mlp.gate_proj.weight", f"{layer}.mlp.up_proj.weight")
-            hidden = ordered_linear(x, gate_up, None, activation="silu")
-            add_ordered_linear(residual, hidden, self.of(f"{layer}.mlp.down_proj.weight"), None)
+            gate_up = self._linear(f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj")
+            hidden = ordered_linear(x, *gate_up, activation="silu")
+            add_ordered_linear(residual, hidden, *self._linear(f"{layer}.mlp.down_proj"))
         head = "lm_head.weight" if "lm_head.weight" in self._names else "model.embed_tokens.weight"
         return ordered_linear(rms_norm(residual, *self._norm("model.norm")), self.of(head), None, torch.float32)
 

