@@ -325,7 +325,9 @@ def prompts(
 
 
 def invariant(compiler: Compiler, dtype: torch.dtype, heads: Heads, extras: bool = False) -> None:
-    """What a batch-invariant policy has of its own."""
+    """What a batch-invariant policy has of its own, on the GPUs that it is for."""
+    if compiler.capability != 90:
+        return
     num_heads, num_kv_heads, dim = heads
     compiler.note = f"{dtype} {heads} invariant"
     qkv, cache, table, _ = kv_of(dtype, heads, 3, False)
@@ -337,7 +339,7 @@ def invariant(compiler: Compiler, dtype: torch.dtype, heads: Heads, extras: bool
     workspace = PartsWorkspace(3, *heads, torch.device("cpu"))
     out = torch.zeros(3, num_heads * dim, dtype=dtype)
     invariant_attention.attend_alone(q, cache, table, rows, lens, scores, workspace, out)
-    for tokens in (1, 100, 300) if compiler.capability == 90 else ():
+    for tokens in (1, 100, 300):
         compiler.note = f"in order {tokens}"
         x, weight = torch.zeros(tokens, 2048, dtype=dtype), torch.empty(2048, 2048, dtype=dtype)
         ordered_linear.ordered_linear(x, weight, None, torch.float32)

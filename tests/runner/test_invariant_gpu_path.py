@@ -77,16 +77,16 @@ class Steps:
 
     def __init__(self, runner: ModelRunner, prompts: list[list[int]]) -> None:
         self._runner, self._prompts = runner, prompts
-        self._known: set[int] = set()
+        self.known: set[int] = set()
         self.found: list[tuple[int, float]] = []  # tokens of row 0 and their log-probabilities; the others ask for none
 
     def run(self, batch: dict[int, int], drafts: Sequence[int] = ()) -> None:
         """Compute so many tokens of each row, the first with ``drafts``."""
         out = SchedulerOutput(0, req_idx=int32(batch), num_scheduled_tokens=int32(batch.values()))
-        for row in batch.keys() - self._known:
+        for row in batch.keys() - self.known:
             ids, blocks = int32(self._prompts[row]), int32(range(6 * row, 6 * row + 6))
             out.new_requests.append(NewRequest(row, ids, len(ids), 0, blocks, temperature=0.0, logprobs=min(0, -row)))
-        self._known |= batch.keys()
+        self.known |= batch.keys()
         if drafts:
             counts = [len(drafts) if row == 0 else 0 for row in batch]
             out.drafts = DraftColumns(int32(counts), int32(drafts), int32([0] * len(batch)))
@@ -119,7 +119,7 @@ def test_log_probabilities_have_one_result(
         for i, count in enumerate((cuts[0], cuts[1] - cuts[0], LENGTH - cuts[1])):
             together.run({1: 1, 0: count, 2: [9, 8, 1][i]})
         for _ in range(2):
-            together.run({2: 1, 0: 1, 1: 1, 3: 1} if 3 in together._known else {2: 1, 3: 25, 0: 1})
+            together.run({2: 1, 0: 1, 1: 1, 3: 1} if 3 in together.known else {2: 1, 3: 25, 0: 1})
         together.run({0: 3}, [alone.found[3][0], 299])  # the second draft is wrong, or by chance right
         assert together.found[: len(alone.found)] == alone.found
         if arch == "mistral":
