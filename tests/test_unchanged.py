@@ -29,8 +29,8 @@ def test_what_a_test_read_is_what_it_depends_on(changed: str, monkeypatch: pytes
 
 
 def test_no_other_folder_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unchanged, "noted", lambda: Notes([], {"scheduler/test_step.py": (digest([]), "0")}))
-    assert not is_known(TESTS / "scheduler" / "test_step.py")
+    monkeypatch.setattr(unchanged, "noted", lambda: Notes([], {"server/test_streams.py": (digest([]), "0")}))
+    assert not is_known(TESTS / "server" / "test_streams.py")
 
 
 SOURCE = """

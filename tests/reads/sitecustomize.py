@@ -20,7 +20,7 @@ from os.path import abspath
 from typing import Any
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(abspath(__file__)))) + "/"
-OWN = tuple(ROOT + name for name in (".venv", ".git", "build/"))
+OWN = tuple(ROOT + name for name in (".venv", ".git", ".hypothesis", "build/"))
 CONFTEST = ROOT + "tests/conftest.py"
 BY_FUNCTION = re.compile(r"aengine/([^/]*|(limits|ipc|workers)/.*)\.py")
 """What every engine imports: settings, messages, processes. No random input of a test chooses which of its functions
