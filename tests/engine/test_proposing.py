@@ -330,6 +330,15 @@ def test_what_was_dear_once_is_tried_again() -> None:
     assert budget.grant(1, [[0.8] * 4]) == [4]
 
 
+def test_the_first_step_of_a_size_teaches_nothing() -> None:
+    """It may have captured a graph."""
+    budget = CostBudget(64, 0.05)
+    budget.learn(step_of(1), 0.01)
+    for num_drafts in (1, 2, 3, 5, 7):
+        budget.learn(step_of(1, num_drafts), 0.5)
+    assert budget.grant(1, [[0.8] * 4]) == [4]
+
+
 def test_steps_of_another_kind_teach_nothing() -> None:
     budget = CostBudget(64, 0.05)
     budget.learn(step_of(2), 0.0)
@@ -632,6 +641,37 @@ def test_searches_in_vain_take_little_of_the_time(seconds: float, most: int, mon
         loop.answer(loop.scheduler.schedule(), token_id, seconds)
     assert 5 < len(asked) <= most
     assert seconds < 0.001 or len(asked) == 30
+
+
+def test_where_drafts_are_compared_with_none_they_are_looked_for() -> None:
+    """However many searches were in vain before: else the steps that may have drafts would have none."""
+    asked = list[int]()
+
+    class Budget(DraftBudget):
+        may = True
+
+        def may_draft(self, num_rows: int, newest: InFlightStep | None) -> bool:
+            return self.may
+
+        def grant(self, num_rows: int, chances: Sequence[Sequence[float]], *, is_gated: bool = False) -> list[int]:
+            asked.append(num_rows)
+            return super().grant(num_rows, chances)
+
+    budget = Budget(16)
+    loop = Loop(StepsInFlight(2), budget)
+
+    def step(token_id: int) -> None:
+        assert loop.speculation.propose()
+        loop.answer(loop.scheduler.schedule(), token_id)
+
+    for token_id in range(10, 30):
+        step(token_id)
+    budget.may = False
+    step(30)
+    asked.clear()
+    budget.may = True
+    step(31)
+    assert asked
 
 
 def test_a_burst_takes_the_drafts_back_at_once() -> None:

@@ -131,11 +131,15 @@ class _Costs:
         self._growth = growth
         self._plain = _Measured()
         self._drafted = _Measured()
+        self._begun: set[int] = set()  # sizes of steps with drafts; the first of a size may have captured a graph
         self._num_learned = 0
         # seconds of a step without drafts, and of those with 1, 2 and so on, by rows
         self._known: dict[int, tuple[float, list[float]]] = {}
 
     def learn(self, num_positions: int, seconds: float, *, is_plain: bool) -> None:
+        if not is_plain and (place := _place(num_positions)) not in self._begun:
+            self._begun.add(place)
+            return
         self._num_learned += 1
         if is_old := self._num_learned % _LEARNED_TOGETHER == 0:
             self._plain.age()
@@ -192,7 +196,7 @@ class _Measured:
     def learn(self, num_positions: int, seconds: float) -> bool:
         """Note what a step took. Returns whether that changes what is expected of others by more than a little."""
         self.is_known = True
-        place = min(bisect_left(_SIZES, num_positions), len(_SIZES) - 1)
+        place = _place(num_positions)
         weight = self._weights[place] = min(_MOST_WEIGHT, self._weights[place] + 1)
         if weight > 1.5:
             seconds = min(seconds, _DISTURBED * self._means[place])
@@ -204,7 +208,7 @@ class _Measured:
         """Return the measured size that is nearest, and its seconds; (1, 1.0): none is."""
         if not self.is_known:
             return 1, 1.0
-        place = min(bisect_left(_SIZES, num_positions), len(_SIZES) - 1)
+        place = _place(num_positions)
         least = min(0.1, max(self._weights))
         measured = [i for i, weight in enumerate(self._weights) if weight >= least]
         near = min(measured, key=lambda i: abs(i - place))
@@ -214,6 +218,10 @@ class _Measured:
         """Return the seconds of a size, of which ``expected`` is believed as much as one measured step."""
         weight = self._weights[place]
         return (weight * self._means[place] + expected) / (weight + 1)
+
+
+def _place(num_positions: int) -> int:
+    return min(bisect_left(_SIZES, num_positions), len(_SIZES) - 1)
 
 
 def _counts(gains: Sequence[tuple[float, int]], num_requests: int) -> list[int]:

@@ -70,6 +70,7 @@ class Proposing(Speculation):
             return True
         if not self._budget.may_draft(num_rows, self._scheduler.newest_step):
             self._changed, self._began_at = {}, 0.0
+            self._num_vain = self._num_to_skip = 0  # drafts are compared with none: the next steps with them search
             return True
         waits_for_answers = self._budget.waits_for_answers(num_rows)
         may_be_rejected = any(not ahead.are_certain for step in rows.steps for ahead in step.ahead.values())
