@@ -184,6 +184,7 @@ class _Session:
         self._requests: dict[int, _Request] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._updates = False  # it has begun an update of the weights
         self._holds: list[contextlib.AsyncExitStack] = []  # for which the engine stays awake
         self._takes: dict[str, Callable[..., None]] = {
             "begin": self._begin,
@@ -207,6 +208,10 @@ class _Session:
                 await asyncio.wait(self._tasks)
             while self._holds:
                 await self._hold_awake(-1)
+            if self._updates:
+                logger.warning("a client that had begun a weight update has gone: it is aborted")
+                with contextlib.suppress(AEngineError):
+                    await self._engine.abort_weight_update()
             self.link.abort()
 
     async def _hold_awake(self, change: int) -> None:
@@ -348,6 +353,8 @@ class _Session:
                 value = None
             elif method in _ADMIN or method in _CALLS:
                 value = await getattr(self._engine, method)(*args)
+                if method.endswith("_weight_update"):
+                    self._updates = method == "start_weight_update"
             elif method == "hold_awake":
                 value = await self._hold_awake(*args)
             elif method == "pool":

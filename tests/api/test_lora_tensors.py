@@ -59,6 +59,11 @@ async def test_adapters_of_tensors(make_engine: Any, tmp_path: Path, is_remote: 
         assert (await caller.list_loras())["a"]["rank"] == 3
         await caller.remove_lora("a")
         await until(lambda: gc.collect() >= 0 and len(os.listdir("/proc/self/fd")) <= before)
+        closed = LoraLLM(max_loras=1)
+        async with closed:
+            await closed.add_lora("a", tensors(), config={})
+        await until(lambda: gc.collect() >= 0 and len(os.listdir("/proc/self/fd")) <= before)
+        assert closed.state == "closed"
         with pytest.raises(InvalidRequestError, match="have gone"):
             LoraMemory.open("/proc/self/fd/0")
 

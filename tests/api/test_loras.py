@@ -250,6 +250,10 @@ async def test_pinned_adapters_stay(make: Make, adapters: dict[str, str]) -> Non
             await engine.pin_lora("b")
         loads = engine.executor.num_loads
         assert await ask(engine, "a") == "a" and engine.executor.num_loads == loads
+        await engine.add_lora("a", adapters["f"], replace=True)
+        for name in "abcd":
+            assert await ask(engine, name) == ("f" if name == "a" else name)
+        assert (await engine.list_loras())["a"]["is_loaded"], "who takes its place is pinned, too"
         await engine.remove_lora("a")
         await engine.pin_lora("b")
 

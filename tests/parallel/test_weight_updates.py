@@ -321,27 +321,35 @@ async def test_between_sleeping_and_waking(models: tuple[Path, Path]) -> None:
         await settled(engine)
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def announced(state: dict[str, Tensor]) -> list[tuple[str, str, list[int]]]:
+    return [(name, str(tensor.dtype).removeprefix("torch."), [*tensor.shape]) for name, tensor in state.items()]
+
+
+def train(port: int, tensors: list[Tensor], size: int) -> None:
+    """Send them to the engine's ranks, and go."""
+    patience = timedelta(seconds=60)
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=patience)
+    group = dist.ProcessGroupGloo(dist.PrefixStore("aengine-weights", store), 0, size, patience)
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    for tensor in tensors:
+        group.broadcast([tensor], options).wait()
+
+
 async def test_a_trainer_sends_to_all(models: tuple[Path, Path]) -> None:
     """By broadcast, from a process of its own or a thread; one that dies is an error after its time."""
     first, second = models
-    state = state_of(second)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    tensors = [(name, str(tensor.dtype).removeprefix("torch."), [*tensor.shape]) for name, tensor in state.items()]
-
-    def train() -> None:
-        patience = timedelta(seconds=60)
-        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=patience)
-        group = dist.ProcessGroupGloo(dist.PrefixStore("aengine-weights", store), 0, 3, patience)
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        for tensor in state.values():
-            group.broadcast([tensor], options).wait()
-
+    state, port = state_of(second), free_port()
+    tensors = announced(state)
     wanted = await fresh(second)
     async with AsyncLLM(first, **SETTINGS, tensor_parallel_size=2) as engine:
-        trainer = threading.Thread(target=train)
+        trainer = threading.Thread(target=train, args=(port, list(state.values()), 3))
         trainer.start()
         await engine.start_weight_update()
         await engine.update_weights(TrainerGroup("127.0.0.1", port, tensors))
@@ -353,3 +361,62 @@ async def test_a_trainer_sends_to_all(models: tuple[Path, Path]) -> None:
             await engine.update_weights(TrainerGroup("127.0.0.1", port, tensors))
         await engine.abort_weight_update()
         assert await tokens(engine) == wanted, "nothing had been replaced"
+
+
+async def test_trainers_that_fail(models: tuple[Path, Path]) -> None:
+    """One that dies in the midst, and one that sends less than it has said: the weights from before are read again."""
+    first, second = models
+    state = state_of(second)
+    short = [tensor if i != 3 else tensor.flatten()[:4].clone() for i, tensor in enumerate(state.values())]
+    bad: list[TrainerGroup] = [
+        TrainerGroup(7, 1, []),  # type: ignore[arg-type]
+        *(TrainerGroup("h", port, []) for port in (0, 1 << 20, "x", True)),  # type: ignore[arg-type]
+        *(TrainerGroup("h", 1, [], timeout=seconds) for seconds in (0, float("nan"), float("inf"))),
+        TrainerGroup("h", 1, [], backend="mpi"),
+        TrainerGroup("h", 1, None),  # type: ignore[arg-type]
+        TrainerGroup("h", 1, [1, 2]),  # type: ignore[list-item]
+        TrainerGroup("h", 1, [("w", "float32", [1 << 40])]),
+        TrainerGroup("h", 1, [("w", "float32", [-1])]),
+    ]
+    async with AsyncLLM(first, **SETTINGS) as engine:
+        before = await tokens(engine)
+        running = asyncio.create_task(engine.generate(PROMPT, GREEDY.replace(max_tokens=150)))
+        await until_running(engine, 1)
+        await engine.start_weight_update()
+        for group in bad:
+            with pytest.raises(InvalidRequestError, match="is not valid"):
+                await engine.update_weights(group)
+        await engine.abort_weight_update()
+        for sent, words in ((list(state.values())[:5], "did not come from the trainer"), (short, "has NaN")):
+            port = free_port()
+            trainer = threading.Thread(target=train, args=(port, sent, 2))
+            trainer.start()
+            await engine.start_weight_update()
+            with pytest.raises(InvalidRequestError, match=words):
+                await engine.update_weights(TrainerGroup("127.0.0.1", port, announced(state), timeout=20.0))
+            await engine.abort_weight_update()
+            await asyncio.to_thread(trainer.join)
+            assert engine.state == "running" and await tokens(engine) == before
+        completion = await running
+        assert len(completion.token_ids) == 150 and completion.weight_versions == ("0",)
+        await settled(engine)
+
+
+async def test_what_stood_still_may_go_on_with_its_keys_and_values(models: tuple[Path, Path]) -> None:
+    """Nothing of it is computed again, and nobody else finds what the old weights have computed."""
+    first, second = models
+    long = GREEDY.replace(max_tokens=150)
+    wanted = await fresh(second)
+    async with AsyncLLM(first, **SETTINGS) as engine:
+        running = asyncio.create_task(engine.generate(PROMPT, long))
+        await until_running(engine, 1)
+        await engine.start_weight_update()
+        before = engine.statistics()
+        await engine.update_weights(second)
+        await engine.finish_weight_update(clear_cache=False)
+        completion = await running
+        assert len(completion.token_ids) == 150 and completion.weight_versions[-1] == "1"
+        assert engine.statistics().prompt_tokens == before.prompt_tokens
+        assert engine.statistics().num_preemptions == before.num_preemptions
+        assert await tokens(engine) == wanted
+        await settled(engine)

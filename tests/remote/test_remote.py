@@ -691,3 +691,20 @@ async def test_who_holds_an_engine_awake_and_goes_holds_it_no_more(tmp_path: Pat
             assert engine.state == "running"
         while not engine.is_sleeping:  # the connection has gone
             await asyncio.sleep(0.001)
+
+
+async def test_a_client_that_goes_with_an_update_open_ends_it(tmp_path: Path) -> None:
+    async with FakeAsyncLLM("yes") as engine, serve_engine(engine, tmp_path / "engine", admin=True):
+        async with connect(tmp_path / "engine") as remote:
+            await remote.start_weight_update()
+            assert engine.state == "paused"
+        while engine.state == "paused":
+            await asyncio.sleep(0.001)
+        assert engine.state == "running"
+        async with connect(tmp_path / "engine") as remote:
+            await remote.start_weight_update()
+            await remote.abort_weight_update()
+            await engine.start_weight_update()
+        await asyncio.sleep(0.01)  # another's update is none of its
+        assert engine.state == "paused"
+        await engine.abort_weight_update()

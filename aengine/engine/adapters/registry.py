@@ -96,9 +96,10 @@ class LoraAdapters:
             raise InvalidRequestError(f"lora {shown(name)}: {error}", param="source") from error
         finally:
             del self._coming[name]
-        if name in self._loras:
-            self.remove(name)
-        self._loras[name] = Lora(name, files, next(self._serials), memory)
+        before, new = self._loras.get(name), Lora(name, files, next(self._serials), memory)
+        if before is not None:
+            self.slots.forget(before, heir=new)
+        self._loras[name] = new
 
     def _read(self, source: str | LoraTensors | LoraMemory) -> tuple[LoraFiles, LoraMemory | None]:
         """Find an adapter and compare it with the model. Blocking: it may change thousands of matrices."""
@@ -150,6 +151,7 @@ class LoraAdapters:
     def fail(self, error: AEngineError) -> None:
         """See `Adapters`."""
         self.slots.fail(error)
+        self._loras.clear()  # a closed engine may be kept, and their memory with it
 
     def statistics(self) -> AdapterStatistics:
         """See `Adapters`."""

@@ -128,8 +128,10 @@ class LoraSlots:
             raise
         leave()
 
-    def forget(self, lora: Lora) -> None:
-        """Use the adapter's slot for others as soon as no request does."""
+    def forget(self, lora: Lora, heir: Lora | None = None) -> None:
+        """Use the adapter's slot for others as soon as no request does. ``heir``: is pinned if it was."""
+        if heir is not None and lora in self._pinned:
+            self._pinned.add(heir)
         self._unpin(lora)
         slot = self._slot_of(lora, leaving=True)
         if slot is not None:
@@ -138,7 +140,10 @@ class LoraSlots:
                 self._hand_over(slot)
 
     def fail(self, error: AEngineError) -> None:
-        """End all waiting for a slot with ``error``. Loads end with their workers."""
+        """End all waiting for a slot with ``error``, and hold no adapter. Loads end with their workers."""
+        self._pinned.clear()
+        for slot in self._slots:
+            slot.lora = None
         for waiting in self._waiting.values():
             for future in waiting:
                 if not future.done():

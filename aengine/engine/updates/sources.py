@@ -8,14 +8,17 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NamedTuple
 
 from ...errors import InvalidRequestError
-from ...limits.values import shown
+from ...limits.values import not_valid, shown
 
 MOST_TENSORS = 1 << 19
 _MOST_NAME = 512  # characters of a tensor's name
 _MOST_DIMENSIONS = 8
+_MOST_NUMBERS = 1 << 36  # that one tensor may have
+_MOST_PATIENCE = 1e6  # seconds
 _COPIED = 1 << 20  # bytes that are copied at a time, within which no other thread of this process runs
 
 
@@ -54,6 +57,28 @@ class TrainerGroup:
     tensors: Sequence[tuple[str, str, Sequence[int]]]  # name, dtype ("bfloat16") and shape of each, in this order
     backend: str = "gloo"  # "nccl": from GPU to GPU
     timeout: float = 60.0  # seconds that the trainer may take for each of them
+
+    def checked(self) -> TrainerGroup:
+        """Return it as it is. Raises InvalidRequestError: no such group can be met."""
+        tensors = self.tensors if isinstance(self.tensors, Sequence) else (None,)
+        if not isinstance(self.host, str) or not self.host:
+            raise not_valid("host", self.host, "where the trainer's TCPStore is")
+        if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 < self.port < 1 << 16:
+            raise not_valid("port", self.port, "1 to 65535")
+        if self.backend not in ("gloo", "nccl"):
+            raise not_valid("backend", self.backend, "'gloo' or 'nccl'")
+        if not isinstance(self.timeout, int | float) or not 0 < self.timeout < _MOST_PATIENCE:
+            raise not_valid("timeout", self.timeout, f"seconds, above 0 and below {_MOST_PATIENCE}")
+        if len(tensors) > MOST_TENSORS or not all(map(_is_announced, tensors)):
+            raise not_valid("tensors", tensors, "the name, the dtype ('bfloat16') and the shape of each")
+        return self
+
+
+def _is_announced(entry: Any) -> bool:
+    match entry:
+        case [str(name), str(_), [*shape]] if 0 < len(name) <= _MOST_NAME and len(shape) <= _MOST_DIMENSIONS:
+            return all(type(n) is int and n >= 0 for n in shape) and prod(shape) < _MOST_NUMBERS
+    return False
 
 
 class Given(NamedTuple):

@@ -101,6 +101,8 @@ class WeightUpdates:
         """See `AsyncLLM.update_weights`."""
         async with self._lock:
             self._check_open()
+            if isinstance(source, TrainerGroup):
+                source = source.checked()
             self._problem = "a call of update_weights was cancelled or failed: abort_weight_update(), then begin again"
             if isinstance(source, str):
                 await self._call("check_weights", source, timeout=timeout)

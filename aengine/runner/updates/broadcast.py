@@ -39,7 +39,10 @@ class Broadcast:
 
     def receive(self, name: str, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
         """Return the next tensor. Raises ModelLoadError: it did not come in time, or the trainer has gone."""
+        # A trainer that sends fewer bytes is not noticed by gloo: what it leaves as it is must be no number.
         tensor = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        if dtype.is_floating_point:
+            tensor.fill_(torch.nan)
         options = dist.BroadcastOptions()
         options.rootRank = 0
         try:
