@@ -183,6 +183,9 @@ class EngineConfig:
     for them."""
     max_lora_rank: int | None = None
     """The largest rank of an adapter. None: the largest of loras, or 16 if there are none."""
+    max_lora_expert_rank: int | None = None
+    """The largest rank of what adapters change of experts, which takes memory for each expert of each layer. None: the
+    largest of loras. 0: they change none."""
     enforce_eager: bool = False
     """No CUDA graphs: each step's kernels are launched one by one."""
     batch_invariant: bool = False
@@ -340,7 +343,10 @@ class EngineConfig:
         _check_target("worker", self.worker, WORKERS, "module:function")
         known = partial(target_of, PROPOSERS), partial(registered, PROPOSERS)
         object.__setattr__(self, "speculation", checked_speculation(self.speculation, *known))
-        object.__setattr__(self, "loras", checked_loras(self.loras, self.max_loras, self.max_lora_rank))
+        object.__setattr__(self, "loras", checked_loras(self.loras, self.max_loras))
+        for name in ("max_lora_rank", "max_lora_expert_rank"):
+            if getattr(self, name) is not None and not (self.loras or self.max_loras):
+                raise not_valid(name, getattr(self, name), "left out without adapters (loras or max_loras)")
         if self.num_lora_slots and self.batch_invariant:
             raise InvalidRequestError("batch_invariant=True does not go together with adapters: leave max_loras at 0")
         _check_processors(self.logits_processors)
@@ -408,6 +414,7 @@ _AT_LEAST = {
     "data_parallel_size": 1,
     "max_loras": 0,
     "max_lora_rank": 1,
+    "max_lora_expert_rank": 0,
     "num_threads": 1,
     "max_num_queued_requests": 1,
     "max_restarts": 0,
@@ -423,12 +430,13 @@ _AT_MOST = {
     "data_parallel_size": 1024,
     "max_loras": 1024,
     "max_lora_rank": 512,
+    "max_lora_expert_rank": 512,
     "max_in_flight_steps": 1024,  # the device keeps room for the answer of each
     "num_threads": _MOST_THREADS,
 }
 _POSITIVE = ("gpu_memory_utilization", "startup_timeout", "shutdown_timeout", "restart_window", "hang_timeout")
 _OPTIONAL = {"max_model_len", "max_num_batched_tokens", "block_size", "kv_cache_memory_bytes", "num_threads"}
-_OPTIONAL |= {"max_loras", "max_lora_rank"}
+_OPTIONAL |= {"max_loras", "max_lora_rank", "max_lora_expert_rank"}
 _CHOICES = choices_of(EngineConfig)
 _ONLY_WITH: dict[str, tuple[str, object, str]] = {
     "tokenizer": ("skip_tokenizer", False, ""),

@@ -34,6 +34,7 @@ UNITS = {
     "num_threads": "threads",
     "max_loras": "adapters",
     "max_lora_rank": "",
+    "max_lora_expert_rank": "",
     "worker_spin_us": "microseconds",
     "max_restarts": "restarts",
 }
@@ -323,6 +324,9 @@ class Settings(TypedDict, total=False):
     for them. In adapters. Default: None."""
     max_lora_rank: int | None
     """The largest rank of an adapter. None: the largest of loras, or 16 if there are none. Default: None."""
+    max_lora_expert_rank: int | None
+    """The largest rank of what adapters change of experts, which takes memory for each expert of each layer. None: the
+    largest of loras. 0: they change none. Default: None."""
     enforce_eager: bool
     """No CUDA graphs: each step's kernels are launched one by one. Default: False."""
     batch_invariant: bool

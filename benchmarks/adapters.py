@@ -2,6 +2,7 @@
 """Steps of requests with LoRA adapters beside steps without, on the worker alone; JSON out.
 
     python benchmarks/adapters.py --shape llama-3.1-8b --streams 1,64 --adapters 16 --rank 16 --out r.json
+    python benchmarks/adapters.py --shape qwen3-30b-a3b --adapters 4 --expert-rank 16 --kv-gib 3 --out r.json
 
 Random weights, and one random adapter of all linear layers, which is loaded into every slot; stream i has slot i modulo
 their number. Decodes from 256 tokens on, two steps in flight, in turns without and with adapters on the same runner;
@@ -31,7 +32,7 @@ from engine_bench import SHAPES
 PROMPT, ROOM = 256, 1024  # tokens
 
 
-def write_adapter(folder: Path, shape: dict, rank: int) -> Path:
+def write_adapter(folder: Path, shape: dict, rank: int, expert_rank: int = 0) -> Path:
     import torch
     from safetensors.torch import save_file
 
@@ -40,15 +41,24 @@ def write_adapter(folder: Path, shape: dict, rank: int) -> Path:
     matrices = {f"self_attn.{name}_proj": (size, hidden) for name, size in (("q", q), ("k", kv), ("v", kv))}
     matrices |= {"self_attn.o_proj": (hidden, q), "mlp.down_proj": (hidden, inner)}
     matrices |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden)}
+    experts = shape.get("num_experts", 0)
+    if experts:  # by parameter, those of all experts behind each other
+        matrices = {name: size for name, size in matrices.items() if name.startswith("self_attn")}
+        inner = shape["moe_intermediate_size"]
+        matrices |= (
+            {"mlp.experts.base_layer": (2 * inner, hidden), "mlp.experts": (hidden, inner)} if expert_rank else {}
+        )
     tensors = {}
     for layer in range(shape["num_hidden_layers"]):
         for name, (out, columns) in matrices.items():
             key = f"base_model.model.model.layers.{layer}.{name}"
-            tensors[f"{key}.lora_A.weight"] = torch.randn(rank, columns).mul_(columns**-0.5).bfloat16()
-            tensors[f"{key}.lora_B.weight"] = torch.randn(out, rank).mul_(0.01).bfloat16()
+            count = experts * expert_rank if ".experts" in name else rank
+            tensors[f"{key}.lora_A.weight"] = torch.randn(count, columns).mul_(columns**-0.5).bfloat16()
+            tensors[f"{key}.lora_B.weight"] = torch.randn(out, count).mul_(0.01).bfloat16()
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "bias": "none"}
+    config |= {"rank_pattern": {"mlp.experts.gate_up_proj": expert_rank, "mlp.experts.down_proj": expert_rank}}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 
@@ -66,7 +76,7 @@ def make_runner(args: argparse.Namespace, shape: dict):
     settings = {"load_format": "dummy", "skip_tokenizer": True, "max_num_seqs": most, "max_model_len": 2 * ROOM}
     settings |= {"kv_cache_memory_bytes": args.kv_gib << 30, "max_num_batched_tokens": 2048}
     if args.adapters:
-        settings |= {"max_loras": args.adapters, "max_lora_rank": args.rank}
+        settings |= {"max_loras": args.adapters, "max_lora_rank": args.rank, "max_lora_expert_rank": args.expert_rank}
     config = EngineConfig.create(str(folder), settings)
     model = load_model(config, resolve_model(config).to_wire(), Rank(), lambda *report: None)
     runner, facts = model.allocate(model.offer)
@@ -176,6 +186,7 @@ def main() -> None:
     parser.add_argument("--streams", type=lambda text: [int(one) for one in text.split(",")], default=[1, 64])
     parser.add_argument("--adapters", type=int, default=16)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--expert-rank", type=int, default=0, help="of matrices of experts; 0: they are not changed")
     parser.add_argument("--kv-gib", type=int, default=12)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=3)
@@ -197,7 +208,7 @@ def main() -> None:
     note(start_s=time.perf_counter() - began, device=facts["device"], name=model.offer.get("device_name"))
     adapter, load = folder / f"adapter-{args.rank}", getattr(model, "calls", {}).get("load_lora")
     if args.adapters:
-        write_adapter(adapter, shape, args.rank)
+        write_adapter(adapter, shape, args.rank, args.expert_rank)
         began = time.perf_counter()
         for slot in range(args.adapters):
             while (state := load(slot, str(adapter))) == "loading":

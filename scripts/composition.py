@@ -102,7 +102,7 @@ HEADS_OF_STATES = "tests/e2e/test_speculation_states.py::test_heads_draft_for_mo
 DRAFTED_STATES = "tests/models/test_drafted_hybrids.py::test_every_scenario"
 NO_KV = "there are neither tokens to be drafted nor KV to be kept"
 NO_DRAFTS = "nothing is drafted"
-NO_EXPERTS = "but an adapter that changes experts is refused"
+NO_EXPERTS = "but adapters that change experts are refused"
 APART = "what weights are made of changes nothing in how keys and values are kept"
 
 
@@ -157,7 +157,7 @@ def of_families(row: str, column: str) -> Cell:
     if row == ADAPTERS:
         if column in (FOREIGN, ENCODERS):
             return _refused(row, column, "ModelLoadError")
-        return Cell(row, column, (WALK_WITH_ADAPTERS, MERGED), note=NO_EXPERTS if column == "experts" else "")
+        return Cell(row, column, (WALK_WITH_ADAPTERS, MERGED))
     if column == ENCODERS:
         if row == VECTORS:
             return Cell(row, column, ("tests/models/test_encoders.py::test_poolings",))
@@ -178,7 +178,8 @@ def of_divisions(row: str, column: str) -> Cell:
     """What a request asks for, of an engine that is divided."""
     if row == ADAPTERS:
         tests = {SHARED: (ADAPTED_EXPERTS,), RAY: (OF_RAY, MERGED_ENGINES)}
-        return Cell(row, column, tests.get(column, (MERGED_ENGINES,)))
+        note = NO_EXPERTS if column == SHARED else ""
+        return Cell(row, column, tests.get(column, (MERGED_ENGINES,)), note=note)
     if column == TENSOR:
         return Cell(row, column, (WALK,))
     if row == VECTORS:

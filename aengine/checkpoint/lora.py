@@ -2,6 +2,8 @@
 
     adapter_config.json        r, lora_alpha, use_rslora, alpha_pattern, ...
     adapter_model.safetensors  base_model.model.<matrix>.lora_A.weight [rank, in], lora_B.weight [out, rank]
+                               of the experts of a layer, where one parameter has the matrices of all of them,
+                               lora_A.weight [experts * rank, in], lora_B.weight [out, rank * experts]
 
 With an adapter a product by the matrix W is x W^T + scale (x A^T) B^T; scale = lora_alpha / r, with use_rslora
 lora_alpha / sqrt(r), where alpha_pattern and rank_pattern give some matrices other numbers. Hu et al. 2021,
@@ -41,7 +43,6 @@ _REFUSED = {
     "lora_bias": "biases of the factors",
     "modules_to_save": "whole modules beside the factors",
     "trainable_token_indices": "embeddings of single tokens",
-    "target_parameters": "parameters that are no matrices of linear layers, such as stacked experts",
     "layer_replication": "layers that are repeated",
     "alora_invocation_tokens": "an adapter that is active from some tokens on",
     "arrow_config": "a choice among adapters by each token",
@@ -52,8 +53,13 @@ _CHANGING_BASES = "pissa", "olora", "corda", "loftq", "lora_ga"
 """Beginnings of what init_lora_weights says where PEFT changes the base's weights before it adds the factors."""
 
 
+_OF_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<expert>\d{1,6})\.(?P<matrix>\w+)")
+GATE_UP, DOWN = "gate_up_proj", "down_proj"
+"""transformers' parameters that have the matrices of all experts of a layer."""
+
 Matrices = Mapping[str, Sequence[int]]
-"""Output and input features of the matrices of a model that adapters can change, by name."""
+"""Output and input features of the matrices of a model that adapters can change, by name; of those of experts, whose
+number the name leaves out, how many there are, too."""
 
 
 class LoraMatrix(NamedTuple):
@@ -64,6 +70,7 @@ class LoraMatrix(NamedTuple):
     out_features: int
     scale: float
     names: tuple[str, str]  # A's and B's name in the file
+    num_experts: int = 0  # experts whose matrices these are; 0: it is one matrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +78,8 @@ class LoraFiles:
     """An adapter whose headers are sound. Compared by identity of its place alone."""
 
     path: str  # absolute path of the folder, or of the one file that has all
-    rank: int  # the largest of its matrices
+    rank: int  # the largest of its matrices, those of experts apart; 0: it has no others
+    expert_rank: int  # the largest of experts' matrices; 0: it has none
     matrices: Mapping[str, LoraMatrix]  # keys are the matrices' names in transformers' spelling, without ".weight"
 
     def __hash__(self) -> int:
@@ -84,7 +92,7 @@ class LoraFiles:
         return path / _WEIGHTS if path.is_dir() else path
 
 
-def find_lora(source: str, max_rank: int = MOST_RANK) -> LoraFiles:
+def find_lora(source: str, max_rank: int = MOST_RANK, max_expert_rank: int = MOST_RANK) -> LoraFiles:
     """Return the adapter in a folder, or of a hub id, which is fetched. Blocking.
 
     Raises ModelLoadError: there is none, it is damaged, or of a kind that can't be served; the message says what helps.
@@ -98,15 +106,15 @@ def find_lora(source: str, max_rank: int = MOST_RANK) -> LoraFiles:
         if not hub.is_hub_id(source) or folder.parent.is_dir():
             raise ModelLoadError(f"{source[:200]!r} is no folder: give the one that has {_CONFIG} and {_WEIGHTS}")
         folder = hub.fetch_files(source, _FILES)
-    return read_lora(folder.resolve(), max_rank)
+    return read_lora(folder.resolve(), max_rank, max_expert_rank)
 
 
-def read_lora(place: Path, max_rank: int = MOST_RANK) -> LoraFiles:
+def read_lora(place: Path, max_rank: int = MOST_RANK, max_expert_rank: int = MOST_RANK) -> LoraFiles:
     """Return the adapter in a folder, or in a file with its settings. Raises as `find_lora`."""
     weights, where = (place, str(place)) if place.is_file() else (place / _WEIGHTS, str(place / _CONFIG))
     config = ValueReader(json_of_metadata(place, CONFIG_IN_HEADER) if place.is_file() else _config_of(place), where)
     _check_kind(config)
-    scale_of = _Scales(config, where)
+    reader = _MatrixReader(config, where, weights)
     shapes = tensor_shapes(weights)
     if len(shapes) > MOST_TENSORS:
         raise ModelLoadError(f"{weights} has {len(shapes)} tensors: {MOST_TENSORS} at most are possible")
@@ -121,15 +129,42 @@ def read_lora(place: Path, max_rank: int = MOST_RANK) -> LoraFiles:
         factors.setdefault(match["matrix"], {})[match["factor"]] = name
     matrices = {}
     for matrix, names in factors.items():
-        matrices[matrix] = own = _matrix(weights, matrix, names, shapes, scale_of)
-        if own.rank > max_rank:
+        name = _parameter(weights, matrix, factors, config)
+        matrices[name] = reader.read(name, names, shapes)
+    ranks = dict.fromkeys((False, True), 0)
+    for name, own in matrices.items():
+        of_experts = is_of_experts(name)
+        ranks[of_experts] = max(ranks[of_experts], own.rank)
+        most, setting = (max_expert_rank, "max_lora_expert_rank") if of_experts else (max_rank, "max_lora_rank")
+        if own.rank > most:
             raise ModelLoadError(
-                f"{place}: {matrix:.200} has the rank {own.rank}, and the engine takes at most max_lora_rank="
-                f"{max_rank}: start it with a larger one"
+                f"{place}: {name:.200} has the rank {own.rank}, and the engine takes at most {setting}={most}: start "
+                f"it with a larger one"
             )
     if not matrices:
         raise ModelLoadError(f"{weights} has no tensors")
-    return LoraFiles(str(place), max(own.rank for own in matrices.values()), matrices)
+    return LoraFiles(str(place), ranks[False], ranks[True], matrices)
+
+
+def is_of_experts(name: str) -> bool:
+    """Return whether a matrix is one of experts', by its name."""
+    return ".experts." in name
+
+
+def _parameter(file: Path, matrix: str, factors: Container[str], config: ValueReader) -> str:
+    """Return the name of what is changed. Of experts whose matrices are parameters of one module PEFT writes the
+    module's name, and behind it ".base_layer" for the first of two."""
+    module, _, last = matrix.rpartition(".")
+    if last == "base_layer" and module.endswith(".experts"):
+        return f"{module}.{GATE_UP}"
+    if last != "experts":
+        return matrix
+    if f"{matrix}.base_layer" in factors:
+        return f"{matrix}.{DOWN}"
+    targets = {target.rpartition(".")[2] for target in config.texts("target_parameters")} & {GATE_UP, DOWN}
+    if len(targets) != 1:
+        raise ModelLoadError(f"{file} has factors of {matrix:.200}, and target_parameters does not say of which matrix")
+    return f"{matrix}.{targets.pop()}"
 
 
 def _config_of(folder: Path) -> dict[str, Any]:
@@ -156,29 +191,48 @@ def named_as(files: LoraFiles, matrices: Matrices) -> LoraFiles:
 
 def model_name(name: str, known: Container[str]) -> str:
     """Return a matrix' name as a model has it, in which it may be part of another: ``known`` are those of the model."""
-    return next((one for one in (name, text_name(name), f"model.{name}") if one in known), name)
+    stack, expert = stack_of(name)
+    own = next((one for one in (stack, text_name(stack), f"model.{stack}") if one in known), None)
+    if own is None:
+        return name
+    return own if expert is None else name_of_expert(own, expert)
+
+
+def stack_of(name: str) -> tuple[str, int | None]:
+    """Return the name without an expert's number, and that number, if it has one."""
+    match = _OF_EXPERT.fullmatch(name)
+    return (name, None) if match is None else (f"{match['experts']}.{match['matrix']}", int(match["expert"]))
+
+
+def name_of_expert(stack: str, expert: int) -> str:
+    """Return the name of one expert's matrix."""
+    experts, _, matrix = stack.rpartition(".")
+    return f"{experts}.{expert}.{matrix}"
 
 
 def check_matrices(files: LoraFiles, matrices: Matrices) -> None:
     """Raise ModelLoadError for an adapter that changes other matrices than a model has."""
     for name, own in files.matrices.items():
-        shape = matrices.get(name)
-        if shape is None:
+        stack, expert = stack_of(name)
+        shape = matrices.get(stack)
+        if shape is None or (expert is not None and expert >= shape[2]):
             there = sorted({known.rpartition(".")[2] for known in matrices})
-            if ".experts." in name:
-                raise ModelLoadError(
-                    f"{files.path} changes {name:.200}, a matrix of experts, which adapters can't change: train the "
-                    f"adapter for {', '.join(there[:20])} alone"
-                )
             raise ModelLoadError(
                 f"{files.path} changes {name:.200}, which is none of the matrices of this model that adapters can "
                 f"change ({', '.join(there[:20])} of its layers): is the adapter of another base model?"
             )
-        if tuple(shape) != (own.out_features, own.in_features):
+        found = [own.out_features, own.in_features, *([own.num_experts] if own.num_experts else [])]
+        wanted = list(shape[: 2 if expert is not None else None])
+        if found != wanted:
             raise ModelLoadError(
-                f"{files.path} changes {name:.200} as a matrix of {own.out_features} x {own.in_features}, and it has "
-                f"{shape[0]} x {shape[1]} in this model: the adapter is of another base model"
+                f"{files.path} changes {name:.200} as a matrix of {_shown(found)}, and it has {_shown(wanted)} in this "
+                f"model: the adapter is of another base model"
             )
+
+
+def _shown(shape: Sequence[int]) -> str:
+    """Return output and input features, and of how many experts, as text."""
+    return " x ".join(map(str, shape))
 
 
 def _check_kind(config: ValueReader) -> None:
@@ -196,19 +250,18 @@ def _check_kind(config: ValueReader) -> None:
         raise config.error("bias", "is not served: train the adapter with bias='none'")
 
 
-class _Scales:
-    """The factor of each matrix' change, as PEFT computes it."""
+class _ByName:
+    """A number of a matrix: that of the first of the setting's patterns that fits its name, as PEFT finds it."""
 
-    def __init__(self, config: ValueReader, where: str) -> None:
-        self._config = config
-        self._alpha = config.number("lora_alpha", 8.0)
-        self._divides_by_root = config.flag("use_rslora")
-        self._alphas: list[float] = []
+    def __init__(self, config: ValueReader, where: str, patterns: str, otherwise: float) -> None:
+        """``patterns``: name of the setting."""
+        self._otherwise = otherwise
+        self._values: list[float] = []
         self._names: dict[str, int] = {}  # ends of names, or with "^" whole ones, to the place in that list
         self._patterns: list[tuple[int, NamePatterns]] = []
-        where = f"{where}: alpha_pattern"
-        for place, pattern in enumerate(config.mapping("alpha_pattern")):
-            self._alphas.append(config.at("alpha_pattern").number(pattern))
+        where = f"{where}: {patterns}"
+        for place, pattern in enumerate(config.mapping(patterns)):
+            self._values.append(config.at(patterns).number(pattern))
             inner = pattern.removeprefix("^").removesuffix("$")
             if _PLAIN.fullmatch(inner):
                 self._names.setdefault(pattern.removesuffix("$"), place)
@@ -218,13 +271,9 @@ class _Scales:
             else:
                 raise ModelLoadError(f"{where} has more than {_MOST_PATTERNS} regular expressions")
 
-    def __call__(self, matrix: str, rank: int) -> float:
-        place = min(self._places(matrix), default=None)  # the first that fits
-        alpha = self._alpha if place is None else self._alphas[place]
-        scale = alpha / (sqrt(rank) if self._divides_by_root else rank)
-        if not isfinite(scale):
-            raise self._config.error("lora_alpha", "must be a finite number")
-        return scale
+    def __call__(self, matrix: str) -> float:
+        place = min(self._places(matrix), default=None)
+        return self._otherwise if place is None else self._values[place]
 
     def _places(self, matrix: str) -> Iterator[int]:
         """Yield the places of what fits the name: its end after a dot, or the whole."""
@@ -237,16 +286,33 @@ class _Scales:
         yield from (place for place, pattern in self._patterns if matrix in pattern)
 
 
-def _matrix(
-    file: Path, matrix: str, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], scale_of: _Scales
-) -> LoraMatrix:
-    if len(names) < 2:
-        there, lacking = *names, "B" if "A" in names else "A"
-        raise ModelLoadError(f"{file} has lora_{there} of {matrix:.200}, and no lora_{lacking}: save the adapter again")
-    a, b = shapes[names["A"]], shapes[names["B"]]
-    if len(a) != 2 or len(b) != 2 or a[0] != b[1] or not 0 < a[0] <= MOST_RANK or not (a[1] and b[0]):
-        raise ModelLoadError(
-            f"{file}: lora_A of {matrix:.200} has the shape {list(a)} and lora_B {list(b)}: they must be [rank, in] "
-            f"and [out, rank], of a rank from 1 to {MOST_RANK}"
-        )
-    return LoraMatrix(a[0], a[1], b[0], scale_of(matrix, a[0]), (names["A"], names["B"]))
+class _MatrixReader:
+    """Reads of the shapes of factors what they change, and by how much."""
+
+    def __init__(self, config: ValueReader, where: str, file: Path) -> None:
+        self._config, self._file = config, file
+        self._alpha_of = _ByName(config, where, "alpha_pattern", config.number("lora_alpha", 8.0))
+        self._rank_of = _ByName(config, where, "rank_pattern", config.number("r", 8.0))
+        self._divides_by_root = config.flag("use_rslora")
+
+    def read(self, matrix: str, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> LoraMatrix:
+        if len(names) < 2:
+            there, lacking = *names, "B" if "A" in names else "A"
+            raise ModelLoadError(
+                f"{self._file} has lora_{there} of {matrix:.200}, and no lora_{lacking}: save the adapter again"
+            )
+        a, b = shapes[names["A"]], shapes[names["B"]]
+        rank, num_experts = a[0] if a else 0, 0
+        if is_of_experts(matrix) and stack_of(matrix)[1] is None:  # the factors of all experts are in one tensor
+            rank = int(self._rank_of(matrix))
+            num_experts = a[0] // rank if a and rank > 0 else 0
+        is_right = len(a) == len(b) == 2 and a[0] == b[1] == rank * (num_experts or 1) and a[1] and b[0]
+        if not is_right or not 0 < rank <= MOST_RANK:
+            raise ModelLoadError(
+                f"{self._file}: lora_A of {matrix:.200} has the shape {list(a)} and lora_B {list(b)}: they must be "
+                f"[rank, in] and [out, rank], of a rank from 1 to {MOST_RANK}; of stacked experts rank times as many"
+            )
+        scale = self._alpha_of(matrix) / (sqrt(rank) if self._divides_by_root else rank)
+        if not isfinite(scale):
+            raise self._config.error("lora_alpha", "must be a finite number")
+        return LoraMatrix(rank, a[1], b[0], scale, (names["A"], names["B"]), num_experts)

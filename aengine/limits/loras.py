@@ -18,9 +18,9 @@ def is_lora_name(name: object) -> bool:
     return isinstance(name, str) and 0 < len(name) <= MOST_CHARACTERS and is_unicode(name)
 
 
-def checked_loras(given: object, max_loras: int | None, max_rank: int | None) -> dict[str, str]:
-    """Return the setting as a mapping of names to sources. Raises InvalidRequestError: it is none, or one of the other
-    two has no effect beside it."""
+def checked_loras(given: object, max_loras: int | None) -> dict[str, str]:
+    """Return the setting as a mapping of names to sources. Raises InvalidRequestError: it is none, or has no effect
+    beside the other."""
     if given is not None and (not isinstance(given, Mapping) or len(given) > MAX_NAMED_LORAS):
         raise not_valid("loras", given, f"a mapping of at most {MAX_NAMED_LORAS} names to folders or hub ids")
     loras: dict[str, str] = {}
@@ -33,9 +33,4 @@ def checked_loras(given: object, max_loras: int | None, max_rank: int | None) ->
         loras[name] = source
     if loras and max_loras == 0:
         raise InvalidRequestError("max_loras=0 leaves no place for loras: raise it, or leave one out", param="loras")
-    if max_rank is not None and not (loras or max_loras):
-        hint = "give loras or max_loras, too, or leave it out"
-        raise InvalidRequestError(
-            f"max_lora_rank={max_rank} has no effect without adapters: {hint}", param="max_lora_rank"
-        )
     return loras

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from aengine.kernels.dispatch import torch_reference
-from aengine.kernels.lora import AdapterMatrices, expand, expand_gated, plan_adapters, shrink
+from aengine.kernels.expert_types import Routing
+from aengine.kernels.lora import (
+    AdapterMatrices,
+    add_pairs,
+    expand,
+    expand_gated,
+    plan_adapters,
+    plan_pairs,
+    shrink,
+)
 from aengine.kernels.triton import lora as kernels
 
 DTYPES = [torch.float32] + ([torch.bfloat16, torch.float16] if torch.cuda.is_available() else [])
@@ -110,6 +119,49 @@ def test_the_gated_activation_comes_behind_it(
     assert relative_error(out, wanted) < 2e-6
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("is_torch", [False, True])
+@pytest.mark.parametrize(("n", "top_k", "most_alone"), [(1, 2, 8), (7, 3, 64), (23, 3, 8)])
+def test_each_pair_gets_what_its_expert_adds(
+    rng: random.Random,
+    gen: torch.Generator,
+    triton_device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    n: int,
+    top_k: int,
+    most_alone: int,
+    is_torch: bool,
+    dtype: torch.dtype,
+) -> None:
+    """Some have no adapter, and of some the expert is not here; as blocks of their own, and sorted."""
+    monkeypatch.setattr(kernels, "_FEW_PAIRS", most_alone)
+    num_slots, num_experts = 3, 5
+    first = draw(gen, num_slots * num_experts, (24, 24), 72, 5, dtype)
+    second = draw(gen, num_slots * num_experts, (72,), 24, 5, dtype)
+    slots = torch.tensor([0] + [rng.randint(0, num_slots) for _ in range(n - 1)], dtype=torch.int32)
+    ids = torch.stack([torch.randperm(num_experts + 1, generator=gen)[:top_k] for _ in range(n)]).int()
+    ids[0, 0] = 0
+    weights = torch.rand(n, top_k, generator=gen).masked_fill_(ids == num_experts, 0.0)
+    of_pairs = torch.where(
+        (slots[:, None] < num_slots) & (ids < num_experts), slots[:, None] * num_experts + ids, num_slots * num_experts
+    ).flatten()
+    x, hidden = torch.randn(n, 72, generator=gen).to(dtype), torch.randn(n * top_k, 24, generator=gen).to(dtype)
+    y, residual = torch.randn(n * top_k, 48, generator=gen).to(dtype), torch.randn(n, 72, generator=gen).to(dtype)
+    wanted = y.double() + by_definition(x.repeat_interleave(top_k, 0), of_pairs, first)
+    added = by_definition(hidden, of_pairs, second).view(n, top_k, -1) * weights[:, :, None].double()
+    device = torch.device("cpu") if is_torch else triton_device
+    own = [AdapterMatrices(*(t.to(device) for t in one[:3]), one.sizes) for one in (first, second)]
+    x, hidden, y, sums = (t.to(device, copy=True) for t in (x, hidden, y, residual))
+    with torch_reference() if is_torch else nullcontext():
+        tokens = plan_adapters(slots.to(device), num_slots)
+        plan = plan_pairs(tokens, Routing(ids.to(device), weights.to(device)), num_slots, num_experts)
+        assert torch.equal(plan.slots.cpu(), of_pairs.int())
+        expand(y, shrink(x, None, own[0], plan, top_k), own[0], plan)
+        add_pairs(sums, shrink(hidden, None, own[1], plan), own[1], plan)
+    assert relative_error(y, wanted) < TOLERANCE[dtype]
+    assert relative_error(sums, residual.double() + added.sum(1)) < TOLERANCE[dtype]
+
+
 def test_every_number_of_pieces_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what a step of any size launches there is nothing that the walk before the first step has not launched."""
     matrices = AdapterMatrices(
@@ -127,7 +179,7 @@ def test_every_number_of_pieces_is_compiled_ahead(monkeypatch: pytest.MonkeyPatc
 
     def step(n: int) -> None:
         plan = kernels.plan_adapters(torch.zeros(n, dtype=torch.int32), 5)
-        h = kernels.shrink(torch.zeros(n, 576), None, matrices, plan)
+        h = kernels.shrink(torch.zeros(n, 576), None, matrices, plan, 1)
         kernels.expand(torch.zeros(n, 96), h, matrices, plan)
 
     for n in (1, 2, 9, 40, 300, 512, 513, 900, 3000, 8192):

@@ -16,7 +16,7 @@ from adapters import ALL, merged, write_adapter
 from safetensors.torch import load_file
 from tiny import write_tiny_model
 
-from aengine import AsyncLLM, InvalidRequestError, SamplingParams
+from aengine import AsyncLLM, InvalidRequestError, ModelLoadError, SamplingParams
 from aengine.engine.pooling.requests import ScoredCompletion
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -30,6 +30,10 @@ GREEDY = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.0)
 SEEDED = GREEDY.replace(temperature=0.8, seed=5)
 
 
+TENSOR: list[dict[str, Any]] = [
+    {"tensor_parallel_size": 2},
+    {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+]
 SCORED = [1, 2, 3, 4, 5], [[5, 6], [7]]
 ENGINES: list[dict[str, Any]] = [
     {"speculation": "suffix"},
@@ -83,13 +87,18 @@ async def test_each_request_is_as_by_a_merged_model(tmp_path: Path, rng: random.
 
 
 async def test_shared_experts(tmp_path: Path, rng: random.Random) -> None:
-    """Requests of two replicas that share experts, with adapters of what is no expert."""
+    """Requests of two replicas that share experts, with adapters of what is no expert. Those of experts are refused."""
     base = write_tiny_model(tmp_path / "base", "qwen3_moe")
     paths = {name: write_adapter(tmp_path / name, base, rng, 4, ALL[:4]) for name in "ab"}
     prompts = [[rng.randrange(200) for _ in range(9)] for _ in range(4)]
     division = {"data_parallel_size": 2, "enable_expert_parallel": True}
     loras = {name: str(path) for name, path in paths.items()}
+    whole = write_adapter(tmp_path / "whole", base, rng, 4)
+    with pytest.raises(ModelLoadError, match="max_lora_expert_rank=4: replicas that share experts"):
+        await AsyncLLM(str(base), **SETTINGS, **division, loras={"whole": str(whole)}).start()
     async with AsyncLLM(str(base), **SETTINGS, **division, loras=loras) as engine:
+        with pytest.raises(InvalidRequestError, match="max_lora_expert_rank=0"):
+            await engine.add_lora("whole", str(whole))
         asked = [(prompt, name) for prompt in prompts for name in (None, *"ab")]
         found = await asyncio.gather(*(tokens(engine, prompt, GREEDY, name) for prompt, name in asked))
     for name, path in paths.items():
@@ -97,6 +106,33 @@ async def test_shared_experts(tmp_path: Path, rng: random.Random) -> None:
             for (prompt, own), ids in zip(asked, found, strict=True):
                 if own == name:
                     assert ids == await tokens(engine, prompt, GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("arch", "divisions"), [("mixtral", [{}, {"pipeline_parallel_size": 2}]), ("qwen3_moe", TENSOR)]
+)
+async def test_adapters_of_experts(
+    arch: str, divisions: list[dict[str, Any]], tmp_path: Path, rng: random.Random
+) -> None:
+    """In both of PEFT's forms, with other ranks than the rest has, alone and divided, in parts and side by side."""
+    base = write_tiny_model(tmp_path / "base", arch, **SIZES)
+    stacked = write_adapter(tmp_path / "stacked", base, rng, 4, is_stacked=True)
+    paths = {"stacked": stacked, "each": write_adapter(tmp_path / "each", base, rng, 7)}
+    prompts = [[rng.randrange(250) for _ in range(rng.randint(5, 40))] for _ in range(4)]
+    asked = [(prompt, name) for prompt in prompts for name in (None, *paths)]
+    wanted: dict[str | None, list[list[int]]] = {}
+    models = {None: base} | {name: merged(tmp_path / f"merged_{name}", base, path) for name, path in paths.items()}
+    for name, model in models.items():
+        async with AsyncLLM(str(model), **SETTINGS) as engine:
+            wanted[name] = await asyncio.gather(*(tokens(engine, prompt, GREEDY) for prompt in prompts))
+    assert len({str(own) for own in wanted.values()}) == 3
+    loras = {name: str(path) for name, path in paths.items()}
+    for division in divisions:
+        settings = SETTINGS | {"max_num_batched_tokens": 16} | division
+        async with AsyncLLM(str(base), **settings, loras=loras) as engine:
+            found = await asyncio.gather(*(tokens(engine, prompt, GREEDY, name) for prompt, name in asked))
+        for (prompt, name), ids in zip(asked, found, strict=True):
+            assert ids == wanted[name][prompts.index(prompt)], (name, division)
 
 
 @pytest.mark.parametrize("level", [1, 2])

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adapters import ALL, merged, write_adapter
+from adapters import merged, write_adapter
 from driver import CPU, Driver, check_near, no_progress, source_of
 from pairs import some
 from safetensors.torch import load_file
@@ -34,7 +34,7 @@ from aengine.runner.weights.sources.loader import load_weights
 
 sys.path.append(str(Path(__file__).parents[1] / "parallel"))  # behind all else: that folder has a conftest.py too
 RANK, SLOTS = 8, 3
-FEW = ("qkv_proj", "up_proj", "down_proj")
+FEW = ("qkv_proj", "up_proj", "down_proj", "w3", "gate_up_proj")
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": True},
     "qwen3": {},
@@ -45,15 +45,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2": {},
     "cohere": {},
     "qwen3_moe": {},
+    "mixtral": {},
+    "gpt_oss": {},
+    "qwen3_next": {},
 }
+WITH_EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss")
 
 
 def load(
-    folder: Path, group: TensorGroup = ALONE, stage: PipelineStage = WHOLE, load_format: str = "auto"
+    folder: Path,
+    group: TensorGroup = ALONE,
+    stage: PipelineStage = WHOLE,
+    load_format: str = "auto",
+    divides_experts: bool = False,
 ) -> tuple[Any, LoraRows]:
     source = source_of(folder, load_format)
-    config = read_config(source.hf_config).of_rank(group.size)
-    rows = LoraRows(SLOTS, RANK, 8, torch.float32, config.num_layers, CpuPlatform())
+    config = read_config(source.hf_config).of_rank(group.size, divides_experts=divides_experts)
+    rows = LoraRows(SLOTS, RANK, 8, torch.float32, config.num_layers, CpuPlatform(), RANK if config.num_experts else 0)
     formats = replace(choose_formats("float32", CPU, source.hf_config), step_rows=rows)
     model = build_model(config, formats, group, stage)
     load_weights(model, source, 0, no_progress)
@@ -82,14 +90,13 @@ def tokens(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(200) for _ in range(count)]
 
 
-@pytest.mark.parametrize("family", some(list(FAMILIES), "llama", "qwen3", "gemma2", "phi3", "granite"))
+@pytest.mark.parametrize("family", some(list(FAMILIES), "llama", "gemma2", "phi3", "granite", *WITH_EXPERTS))
 def test_rows_have_the_logits_of_merged_models(tmp_path: Path, rng: random.Random, family: str) -> None:
     """Prompts, chunks and decodes, of two adapters and of none in one batch; one has some modules only."""
     folder = write_tiny_model(tmp_path / "model", family, **FAMILIES[family])
-    has_experts = family == "qwen3_moe"  # which are not changed
     adapters = [
-        write_adapter(tmp_path / "a", folder, rng, 3, ALL[:4] if has_experts else ALL, use_rslora=True),
-        write_adapter(tmp_path / "b", folder, rng, RANK, ("q_proj", "v_proj", *(() if has_experts else FEW))),
+        write_adapter(tmp_path / "a", folder, rng, 3, use_rslora=True, is_stacked=family == "mixtral"),
+        write_adapter(tmp_path / "b", folder, rng, RANK, ("q_proj", "v_proj", *FEW), is_stacked=family == "qwen3_moe"),
     ]
     folders = [merged(tmp_path / f"merged-{one.name}", folder, one) for one in adapters] + [folder]
     model, rows = load(folder)
@@ -248,25 +255,26 @@ def test_other_files_are_refused(tmp_path: Path, rng: random.Random) -> None:
     assert fill(rows, SLOTS, pickled).startswith("refused: there is no slot")
 
 
-def test_experts_are_refused_by_name(tmp_path: Path, rng: random.Random) -> None:
-    folder = write_tiny_model(tmp_path / "model", "qwen3_moe", num_hidden_layers=1)
-    _, rows = load(folder)
-    state = fill(rows, 0, write_adapter(tmp_path / "a", folder, rng, 2))
-    assert "changes model.layers.0.mlp.experts." in state and "alone" in state and "q_proj" in state
-
-
-@pytest.mark.parametrize("family", some(["llama", "phi3"], "phi3"))
-def test_divided_among_ranks(tmp_path: Path, rng: random.Random, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "divides_experts"),
+    some(
+        [("llama", False), ("phi3", False), ("qwen3_moe", False), ("qwen3_moe", True), ("gpt_oss", False)],
+        ("phi3", False),
+        ("qwen3_moe", False),
+        ("qwen3_moe", True),
+    ),
+)
+def test_divided_among_ranks(tmp_path: Path, rng: random.Random, family: str, divides_experts: bool) -> None:
     from ranks_as_threads import ThreadGroup, run_ranks
 
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 64}
     folder = write_tiny_model(tmp_path / "model", family, **sizes)
-    adapter = write_adapter(tmp_path / "a", folder, rng, 5)
+    adapter = write_adapter(tmp_path / "a", folder, rng, 5, is_stacked=divides_experts)
     prompt = tokens(rng, 9)
     wanted = Driver(load(merged(tmp_path / "merged", folder, adapter))[0], rng).step({"x": prompt})["x"]
 
     def of_rank(group: ThreadGroup) -> Tensor:
-        model, rows = load(folder, group)
+        model, rows = load(folder, group, divides_experts=divides_experts)
         assert fill(rows, 1, adapter) == "ready" and take(rows, 0, 1) is None
         begin(rows, {0: 9})
         return Driver(model, random.Random(1)).step({"x": prompt})["x"]

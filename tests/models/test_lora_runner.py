@@ -25,6 +25,8 @@ def start(folder: Path, adapters: Mapping[int, Path], **settings: Any) -> Any:
     """A runner, whose slots have these adapters."""
     own = {"max_num_seqs": 4, "max_model_len": 96, "kv_cache_memory_bytes": 1 << 24, "max_num_batched_tokens": 64}
     slots = {"max_loras": 3, "max_lora_rank": 8} if adapters else {}
+    if adapters and "num_experts" in (folder / "config.json").read_text():
+        slots["max_lora_expert_rank"] = 8
     config = EngineConfig.create(str(folder), {"skip_tokenizer": True, **own, **slots, **settings})
     model = load_model(config, resolve_model(config).to_wire(), Rank(), lambda *report: None)
     runner, _ = model.allocate(model.offer)
@@ -78,9 +80,12 @@ def alike(found: list[tuple[int, float]], wanted: list[tuple[int, float]]) -> No
     assert [value for _, value in found] == pytest.approx([value for _, value in wanted], abs=2e-3)
 
 
+@pytest.mark.parametrize("arch", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("settings", [{"dtype": "float32"}, {"dtype": "float32", "enforce_eager": True}], ids=str)
-def test_rows_get_the_tokens_of_merged_models(tmp_path: Path, rng: random.Random, settings: dict[str, Any]) -> None:
-    folder = write_tiny_model(tmp_path / "model", "llama", **SIZES)
+def test_rows_get_the_tokens_of_merged_models(
+    tmp_path: Path, rng: random.Random, settings: dict[str, Any], arch: str
+) -> None:
+    folder = write_tiny_model(tmp_path / "model", arch, **SIZES)
     adapters = {i: write_adapter(tmp_path / f"a{i}", folder, rng, rank) for i, rank in ((0, 3), (2, 8))}
     folders = {slot: merged(tmp_path / f"m{slot}", folder, adapter) for slot, adapter in adapters.items()}
     requests: dict[int, Request] = {

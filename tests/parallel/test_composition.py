@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adapters import ALL, write_adapter
+from adapters import write_adapter
 from driver import CPU, source_of
 from gguf import GGMLQuantizationType as Q
 from pairs import some
@@ -219,6 +219,9 @@ class Walk:
         return GrammarOutput(step.step_id, positions, b"".join(rows))
 
 
+OF_MXFP4 = EIGHT | {"num_local_experts": 4, "intermediate_size": 64, "hidden_size": 64, "sliding_window": 7}
+
+
 class AdaptedEngine(Engine):
     """Two of three requests have an adapter, each another."""
 
@@ -264,8 +267,7 @@ def model_of(kind: str, tiny_model: TinyModel, folder: Path) -> tuple[Path, dict
         write_quantised(copy, "channel")
         return copy, {}, Engine
     if kind == "MXFP4":
-        sizes = {"num_local_experts": 4, "intermediate_size": 64, "hidden_size": 64, "sliding_window": 7}
-        copy = Path(shutil.copytree(tiny_model("gpt_oss", seed=7, **EIGHT, **sizes), folder / "mxfp4"))
+        copy = Path(shutil.copytree(tiny_model("gpt_oss", seed=7, **OF_MXFP4), folder / "mxfp4"))
         mxfp4(copy)
         return copy, {}, Engine
     if kind == "GGUF":
@@ -333,11 +335,13 @@ def test_requests_with_adapters(kind: str, tiny_model: TinyModel, tmp_path: Path
     model = tmp_path / "own" / given.name
     model.parent.mkdir()
     (shutil.copytree if given.is_dir() else shutil.copy)(given, model)
-    plain = {"GGUF": SIZES, "4-bit integers": LARGER}
-    names = tiny_model("llama", seed=7, **plain[kind]) if kind in plain else model
+    plain = {"GGUF": ("llama", SIZES), "4-bit integers": ("llama", LARGER), "MXFP4": ("gpt_oss", OF_MXFP4)}
+    arch, sizes = plain.get(kind, ("", {}))
+    names = tiny_model(arch, seed=7, **sizes) if arch else model
     for slot, rank in enumerate((4, 3)):
-        modules = ALL[:4] if kind in ("experts", "MXFP4") else ALL
-        write_adapter(model.parent / f"adapter{slot}", names, rng, rank, modules)
+        write_adapter(model.parent / f"adapter{slot}", names, rng, rank, is_stacked=slot == 1)
+    if kind in ("experts", "MXFP4"):
+        settings["max_lora_expert_rank"] = 4
     check_walk(kind, (model, settings, AdaptedEngine), rng)
 
 

@@ -55,6 +55,7 @@ SHAPES = {
     "mistral": {"sliding_window": 20},
     "qwen2": {},
     "qwen3": {"tie_word_embeddings": True},
+    "qwen3_moe": {},
 }
 
 

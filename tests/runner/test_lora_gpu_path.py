@@ -58,13 +58,16 @@ def tokens_of(runner: ModelRunner, prompts: dict[int, list[int]], slots: dict[in
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding is computed with whatever lies in memory
-def test_the_tokens_of_merged_models(tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
+def test_the_tokens_of_merged_models(
+    arch: str, tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step without an adapter launches none of it, and is another graph."""
     from adapters import merged, write_adapter
 
-    folder = write_model(tmp_path / "model", "qwen3")
+    folder = write_model(tmp_path / "model", arch)
     prompts = {row: [rng.randrange(300) for _ in range(length)] for row, length in PROMPTS.items()}
-    rows = LoraRows(3, 8, MAX_SEQS, torch.float32, 2, CpuPlatform())
+    rows = LoraRows(3, 8, MAX_SEQS, torch.float32, 2, CpuPlatform(), 8)
     runner = make_runner(folder, like_gpu=True, position_sizes=(4, 8), step_rows=rows)
     expected = {2: tokens_of(make_runner(folder, like_gpu=False), {2: prompts[2]}, {})[2]}
     for row, slot, rank in ((0, 2, 3), (1, 0, 8)):

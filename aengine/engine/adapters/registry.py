@@ -49,7 +49,7 @@ class LoraAdapters:
     ) -> None:
         """``matrices``: those of the model that adapters can change, to which the ``given`` have been compared."""
         self._running = running
-        self._max_rank = config.max_lora_rank or 0
+        self._max_ranks = config.max_lora_rank or 0, config.max_lora_expert_rank or 0
         self._matrices = matrices
         self._can_share_memory = config.executor != "ray"
         self._serials = count(1)
@@ -104,14 +104,14 @@ class LoraAdapters:
     def _read(self, source: str | LoraTensors | LoraMemory) -> tuple[LoraFiles, LoraMemory | None]:
         """Find an adapter and compare it with the model. Blocking: it may change thousands of matrices."""
         if isinstance(source, str):
-            return named_as(find_lora(source, self._max_rank), self._matrices), None
+            return named_as(find_lora(source, *self._max_ranks), self._matrices), None
         if not self._can_share_memory:
             message = (
                 "workers of other machines can't read tensors of this process: write them to a folder that all see"
             )
             raise InvalidRequestError(message, param="source")
         memory = LoraMemory.of(source) if isinstance(source, LoraTensors) else source
-        return named_as(read_lora(Path(memory.path), self._max_rank), self._matrices), memory
+        return named_as(read_lora(Path(memory.path), *self._max_ranks), self._matrices), memory
 
     def remove(self, name: str) -> None:
         """See `AsyncLLM.remove_lora`."""
@@ -138,7 +138,7 @@ class LoraAdapters:
             return {
                 lora.name: {
                     "path": lora.files.path,
-                    "rank": lora.files.rank,
+                    "rank": max(lora.files.rank, lora.files.expert_rank),
                     "is_loaded": lora.name in loaded,
                     "num_running": users.get(lora.name, 0),
                     "num_waiting": waiting.get(lora.name, 0),
@@ -201,14 +201,18 @@ class LoraAdapters:
 
 
 def find_given(config: EngineConfig) -> tuple[EngineConfig, dict[str, LoraFiles]]:
-    """Return the settings as workers need them, with ``max_lora_rank`` known and all adapters in folders, and the
+    """Return the settings as workers need them, with the largest ranks known and all adapters in folders, and the
     adapters of ``loras``. Blocking. Raises ModelLoadError, naming the adapter."""
-    given = {}
+    given, of_experts = {}, config.max_lora_expert_rank
+    most = config.max_lora_rank or MOST_RANK, MOST_RANK if of_experts is None else of_experts
     for name, source in (config.loras or {}).items():
         with _named_in_error(name):
-            given[name] = find_lora(source, config.max_lora_rank or MOST_RANK)
-    rank = config.max_lora_rank or max((files.rank for files in given.values()), default=DEFAULT_RANK)
-    return config.replace(loras={name: files.path for name, files in given.items()}, max_lora_rank=rank), given
+            given[name] = find_lora(source, *most)
+    rank = config.max_lora_rank or max((files.rank for files in given.values()), default=0) or DEFAULT_RANK
+    if of_experts is None:
+        of_experts = max((files.expert_rank for files in given.values()), default=0)
+    paths = {name: files.path for name, files in given.items()}
+    return config.replace(loras=paths, max_lora_rank=rank, max_lora_expert_rank=of_experts), given
 
 
 def compared(config: EngineConfig, given: Mapping[str, LoraFiles], ready: Mapping[str, Any]) -> NewAdapters:

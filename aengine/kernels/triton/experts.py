@@ -61,10 +61,10 @@ def add_experts(residual: Tensor, hidden: Tensor, matrices: ExpertMatrices | Exp
     if plan.blocks is None:
         return _KERNELS[type(matrices)][0].add(residual, hidden, matrices, plan)
     if plan.tiling.way == "grouped":
-        return _add_weighted(residual, _grouped(hidden, matrices, plan), plan, plan.blocks.slots)
+        return add_weighted(residual, _grouped(hidden, matrices, plan), plan.routing.weights, plan.blocks.slots)
     out = hidden.new_empty(plan.num_pairs, residual.shape[1])
     _multiply_blocks(hidden, matrices, plan, None, None, out, plan.tiling.second, 1)
-    return _add_weighted(residual, out, plan, None)
+    return add_weighted(residual, out, plan.routing.weights)
 
 
 def _multiply_blocks(
@@ -114,17 +114,19 @@ def _grouped(x: Tensor, matrices: ExpertMatrices | ExpertCodes, plan: ExpertPlan
     return out
 
 
-def _add_weighted(residual: Tensor, out: Tensor, plan: ExpertPlan, slots: Tensor | None) -> None:
+def add_weighted(residual: Tensor, out: Tensor, weights: Tensor, slots: Tensor | None = None) -> None:
+    """Add each token's sum of its pairs' rows of ``out``, with ``weights`` of all pairs, to ``residual``; rows whose
+    weight is 0 are not read. ``slots``: where each pair's row is; None: in its place."""
     n, size = residual.shape
     launch(
         _add_weighted_rows,
         (n, triton.cdiv(size, _BLOCK)),
         residual,
         out,
-        plan.routing.weights,
+        weights,
         slots,
         SIZE=size,
-        TOP_K=plan.shape.top_k,
+        TOP_K=weights.numel() // n,
         BLOCK=_BLOCK,
         SORTED=slots is not None,
         PDL=has_pdl(),

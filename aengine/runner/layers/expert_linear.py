@@ -53,6 +53,8 @@ class ExpertLinear:
         """``parts``: name and output features of each matrix; one if there is a layout. Experts are divided among the
         ranks, or the features of each, as in `Linear`."""
         self.weights: ExpertWeights
+        rows_of = {scope.name_of(name): shares_of(features) for name, features in parts.items()}
+        self._wrap = scope.formats.step_rows.wrap_experts(rows_of, shares_of(in_features), experts)
         self._experts = range(*experts.range)
         self._device = scope.formats.device
         columns = shares_of(in_features)
@@ -108,7 +110,7 @@ class ExpertLinear:
             for piece in pieces
             if piece.rows is not None
         }
-        self.weights = form.make_experts(len(self._experts), list(whole.values()), self._device)
+        self.weights = self._wrap(form.make_experts(len(self._experts), list(whole.values()), self._device))
         self._num_tensors = sum(piece.rows is not None for piece in pieces)  # those of an expert
         self._num_come = dict.fromkeys(range(len(self._experts)), 0)
         for expert in range(num_experts):
@@ -161,7 +163,7 @@ class ExpertLinear:
         except NotMultiplied as error:
             raise ModelLoadError(f"{scope.name_of(name)}: {error}") from error
         has_bias = bias and not self._drops_bias
-        self.weights = layout.make_experts(experts.size, own_rows, own_columns, has_bias, scope.formats)
+        self.weights = self._wrap(layout.make_experts(experts.size, own_rows, own_columns, has_bias, scope.formats))
         wanted = layout.tensors(experts.total, out_features, in_features, bias, self._dtype)
         kept: dict[str, Tensor] = {}
         num_wanted = len(wanted) - (bias and self._drops_bias)

@@ -11,7 +11,6 @@ See kernels/routing.py for how experts are chosen, kernels/experts.py for their 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -102,15 +101,16 @@ class Experts:
         self.gate_up = ExpertLinear(scope, self.share, hidden_size, parts, bias=bias, layout=layout)
         self.down = ExpertLinear(scope, self.share, inner, {down: hidden_size}, bias=bias, layout=layout)
 
-    @cached_property
+    @property
     def can_group(self) -> bool:
-        """Whether torch's grouped product takes the loaded matrices."""
+        """Whether torch's grouped product takes the loaded matrices, in the step that is run."""
         return self.gate_up.weights.can_group and self.down.weights.can_group
 
-    @cached_property
+    @property
     def is_compiled(self) -> bool:
-        """Whether a CPU's compiled kernels multiply the loaded matrices. Raises ModelLoadError: batch invariance needs
-        these, which take no experts of several formats, or on a GPU plain numbers of 16 bits."""
+        """Whether a CPU's compiled kernels multiply the loaded matrices, in the step that is run. Raises
+        ModelLoadError: batch invariance needs these, which take no experts of several formats, or on a GPU plain
+        numbers of 16 bits."""
         is_compiled = self.gate_up.weights.is_compiled and self.down.weights.is_compiled
         if self.policy.batch_invariant and not (is_compiled or self.can_group):
             raise ModelLoadError(

@@ -9,6 +9,7 @@ from ...config import EngineConfig
 from ...errors import ModelLoadError
 from ...limits.loras import DEFAULT_RANK
 from ..model_config import ModelConfig
+from ..models.gpt_oss import GptOssConfig
 from ..platforms.platform import Platform
 from ..weights.formats import WeightFormats
 from .rows import LoraRows
@@ -26,9 +27,21 @@ def with_loras(
         refuse_loras(config, "a model that transformers computes")
     if formats.is_compiled:
         logger.info("steps in which a request has an adapter run op by op, others as a tape")
-    rank = config.max_lora_rank or DEFAULT_RANK
+    rank, expert_rank = config.max_lora_rank or DEFAULT_RANK, config.max_lora_expert_rank or 0
+    if expert_rank and not model_config.num_experts:
+        raise ModelLoadError(f"max_lora_expert_rank={expert_rank}: the model has no experts: leave it out")
+    if expert_rank and isinstance(model_config, GptOssConfig) and model_config.is_gguf:
+        raise ModelLoadError(
+            f"max_lora_expert_rank={expert_rank}: a GGUF of gpt-oss has gate and up apart, and adapters have their "
+            f"rows in turns: use the checkpoint in safetensors"
+        )
+    if expert_rank and config.enable_expert_parallel and config.data_parallel_size > 1:
+        raise ModelLoadError(
+            f"max_lora_expert_rank={expert_rank}: replicas that share experts have no adapters of these: "
+            f"leave it at 0, or use tensor_parallel_size"
+        )
     sizes = config.num_lora_slots, rank, config.max_num_seqs, formats.dtype, model_config.num_layers
-    return replace(formats, step_rows=LoraRows(*sizes, platform))
+    return replace(formats, step_rows=LoraRows(*sizes, platform, expert_rank))
 
 
 def refuse_loras(config: EngineConfig, what: str) -> None:

@@ -29,9 +29,10 @@ _EXPONENTS = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F
 
 
 class LoraLoader:
-    def __init__(self, platform: Platform, max_rank: int, num_layers: int) -> None:
-        """``num_layers``: of the whole model, some of which may be on other ranks."""
-        self._platform, self._max_rank, self._num_layers = platform, max_rank, num_layers
+    def __init__(self, platform: Platform, max_ranks: tuple[int, int], num_layers: int) -> None:
+        """``max_ranks``: of matrices, and of those of experts; ``num_layers``: of the whole model, some of which may be
+        on other ranks."""
+        self._platform, self._max_ranks, self._num_layers = platform, max_ranks, num_layers
         self._stream = platform.side_stream()
 
     @torch.inference_mode()
@@ -39,7 +40,7 @@ class LoraLoader:
         """Fill the slot of all weights. Raises InvalidRequestError: it is no adapter for this model; some of the slot's
         matrices may be its own then."""
         try:
-            files = self._own(read_lora(Path(path), self._max_rank), matrices)
+            files = self._own(read_lora(Path(path), *self._max_ranks), matrices)
             with open(files.weights, "rb") as file:
                 reader = _Reader(file, files, tensor_places(files.weights))
                 for own in matrices:
@@ -78,7 +79,12 @@ class _Reader:
 
     def factors(self, name: str) -> Factors | None:
         own = self._files.matrices.get(name)
-        return None if own is None else Factors(self._tensor(own.names[0]), self._tensor(own.names[1]), own.scale)
+        if own is None:
+            return None
+        a, b = map(self._tensor, own.names)
+        if own.num_experts:  # rows of A are by expert, columns of B by rank
+            a, b = a.unflatten(0, (own.num_experts, -1)), b.unflatten(1, (-1, own.num_experts)).permute(2, 0, 1)
+        return Factors(a, b, own.scale)
 
     def _tensor(self, name: str) -> Tensor:
         place = self._places[name]

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ...checkpoint.lora import DOWN, GATE_UP, name_of_expert
+from ...errors import ModelLoadError
 from ...kernels.lora import AdapterMatrices
 from ..distributed.shares import Share, part_of, sizes
 
@@ -36,11 +38,22 @@ def in_layer(name: str, index: int) -> str:
 
 
 class Factors(NamedTuple):
-    """What an adapter has for one matrix of the checkpoint, whole, in any dtype of numbers."""
+    """What an adapter has for one matrix of the checkpoint, whole, in any dtype of numbers; or for those of all
+    experts, one behind the other."""
 
     a: Tensor  # [rank, in_features]
     b: Tensor  # [out_features, rank]
     scale: float
+
+    def of(self, expert: int, rows: slice) -> Factors:
+        """Return those of one expert, for some of its output features."""
+        return Factors(self.a[expert], self.b[expert, rows], self.scale)
+
+
+Read: TypeAlias = Callable[[str], Factors | None]
+"""Returns what an adapter has of a matrix, by its name."""
+Copy: TypeAlias = Callable[[Tensor, Tensor], None]
+"""Copies to the device: (to, from)."""
 
 
 class SlotMatrices:
@@ -66,17 +79,16 @@ class SlotMatrices:
         )
 
     @property
-    def shapes(self) -> dict[str, tuple[int, int]]:
-        """Output and input features of each part on all ranks together."""
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """See `Matrices`: of each part, on all ranks together."""
         return {name: (sizes(rows)[1], sizes(self._columns)[1]) for name, rows in self._parts.items()}
 
     @property
     def num_bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors[:2])
 
-    def fill(self, slot: int, read: Callable[[str], Factors | None], copy: Callable[[Tensor, Tensor], None]) -> None:
-        """Set a slot. ``read``: returns what the adapter has of a part, by its name; ``copy`` (to, from) copies to the
-        device."""
+    def fill(self, slot: int, read: Read, copy: Copy) -> None:
+        """Set a slot."""
         a, b, first = self.tensors.a[slot], self.tensors.b[slot], 0
         for i, (name, rows) in enumerate(self._parts.items()):
             size, found = self.tensors.sizes[i], read(name)
@@ -88,6 +100,53 @@ class SlotMatrices:
             copy(a[i * self._rank : (i + 1) * self._rank], new_a)
             copy(b[first : first + size], new_b)
             first += size
+
+
+class ExpertMatrices(SlotMatrices):
+    """Those of a weight of experts, each of which is made of ``parts``: this rank's experts of slot 0, then of 1, ...
+
+    An adapter has factors for each part of each expert, or stacked for all experts, for gate and up as one matrix, as
+    transformers has them since its version 5; gate and up have the same A then.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, Sequence[Share]],
+        columns: Sequence[Share],
+        experts: Share,
+        num_slots: int,
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__(parts, columns, num_slots * experts.size, rank, dtype, device)
+        self._experts = experts
+        first = next(iter(parts))
+        is_gate_up = len(parts) > 1 or first.endswith(f".{GATE_UP}")
+        module = first.rpartition(".")[0].replace(".block_sparse_moe.", ".mlp.")  # as transformers has Mixtral's now
+        self._stack = f"{module}.{GATE_UP if is_gate_up else DOWN}"
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        count, columns = self._experts.total, sizes(self._columns)[1]
+        rows = {name: sizes(own)[1] for name, own in self._parts.items()}
+        return {name: (size, columns, count) for name, size in (rows | {self._stack: sum(rows.values())}).items()}
+
+    def fill(self, slot: int, read: Read, copy: Copy) -> None:
+        whole, first = read(self._stack), 0
+        rows: dict[str, slice] = {}
+        for name, (count, *_) in super().shapes.items():
+            rows[name] = slice(first, first + count)
+            first += count
+        for index, expert in enumerate(range(*self._experts.range)):
+
+            def of_expert(name: str, expert: int = expert) -> Factors | None:
+                own = read(name_of_expert(name, expert))
+                if own is not None and whole is not None:
+                    raise ModelLoadError(f"it changes {name:.200} twice, by two of its names")
+                return own if whole is None else whole.of(expert, rows[name])
+
+            super().fill(slot * self._experts.size + index, of_expert, copy)
 
 
 def row_pieces(tensor: Tensor) -> Iterator[slice]:

@@ -22,14 +22,16 @@ from torch import Tensor
 
 from ...errors import InvalidRequestError
 from ...ipc.messages import NewRequest
-from ...kernels.lora import AdapterPlan, plan_adapters
+from ...kernels.expert_types import ExpertPlan
+from ...kernels.lora import AdapterPlan, plan_adapters, plan_pairs
 from ..distributed.shares import Share
 from ..platforms.platform import Platform
 from ..transfer import send
 from ..weights.step_rows import Rows, TokenRows
-from ..weights.weight import Weight
+from ..weights.weight import ExpertWeights, Weight
+from .experts import LoraExperts
 from .loading import LoraLoader
-from .matrices import SlotMatrices, in_layer, layer_of
+from .matrices import ExpertMatrices, SlotMatrices, in_layer, layer_of
 from .weight import LoraWeight
 
 _ROUTERS = ("gate", "router", "shared_expert_gate")
@@ -41,12 +43,21 @@ class LoraRows(TokenRows):
     kinds = (0, 1)
 
     def __init__(
-        self, num_slots: int, rank: int, max_num_seqs: int, dtype: torch.dtype, num_layers: int, platform: Platform
+        self,
+        num_slots: int,
+        rank: int,
+        max_num_seqs: int,
+        dtype: torch.dtype,
+        num_layers: int,
+        platform: Platform,
+        expert_rank: int = 0,
     ) -> None:
         """``num_slots``: adapters that the device has at a time, of at most ``rank``; ``dtype``: of activations;
-        ``num_layers``: of the whole model."""
+        ``num_layers``: of the whole model; ``expert_rank``: the largest of experts' matrices."""
         super().__init__()
         self.plan: AdapterPlan  # tokens of the step that is run, if it has an adapter
+        self._of_experts: tuple[ExpertPlan, AdapterPlan] | None = None  # pairs of the layer that is run
+        self._expert_rank = expert_rank
         self._num_layers = num_layers
         self._num_slots, self._rank, self._dtype, self._device = num_slots, rank, dtype, platform.device
         self.calls = {"load_lora": self.load}
@@ -56,7 +67,7 @@ class LoraRows(TokenRows):
         self._is_kept = False  # the kind stays what it is
         self._loads: dict[int, tuple[object, Future[None]]] = {}  # each slot's adapter that was asked for
         self._matrices: list[SlotMatrices] = []
-        self._loader = LoraLoader(platform, rank, num_layers)
+        self._loader = LoraLoader(platform, (rank, expert_rank), num_layers)
         self._thread = ThreadPoolExecutor(1, "lora")
 
     # -- weights
@@ -68,6 +79,23 @@ class LoraRows(TokenRows):
         own = SlotMatrices(parts, columns, self._num_slots, self._rank, self._dtype, self._device)
         self._matrices.append(own)
         return partial(LoraWeight, matrices=own, rows=self)
+
+    def wrap_experts(
+        self, parts: Mapping[str, Sequence[Share]], columns: Sequence[Share], experts: Share
+    ) -> Callable[[ExpertWeights], ExpertWeights]:
+        if not self._expert_rank:
+            return super().wrap_experts(parts, columns, experts)
+        sizes = self._num_slots, self._expert_rank, self._dtype, self._device
+        own = ExpertMatrices(parts, columns, experts, *sizes)
+        self._matrices.append(own)
+        return partial(LoraExperts, matrices=own, rows=self)
+
+    def pairs_of(self, plan: ExpertPlan) -> AdapterPlan:
+        """Return the plan of the pairs of a layer, for both of its products."""
+        if self._of_experts is None or self._of_experts[0] is not plan:
+            pairs = plan_pairs(self.plan, plan.routing, self._num_slots, plan.shape.num_experts)
+            self._of_experts = plan, pairs
+        return self._of_experts[1]
 
     @property
     def facts(self) -> Mapping[str, Any]:

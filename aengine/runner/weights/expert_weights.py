@@ -56,6 +56,10 @@ class StackedExperts(ExpertWeights):
     def _matrices(self) -> ExpertMatrices:
         return ExpertMatrices(self.stacks["weight"], self.stacks.get("bias"))
 
+    def multiply(self, x: Tensor, plan: ExpertPlan) -> Tensor:
+        assert self.matrices is not None
+        return expert_product(x, self.matrices, plan)
+
     def gated_after_norm(self, x: Tensor, norm: Norm, plan: ExpertPlan, gate: ExpertGate) -> Tensor:
         assert self.matrices is not None
         return expert_product(x, self.matrices, plan, gate, InputNorm(norm.weight, norm.eps))
@@ -115,16 +119,18 @@ class SeparateExperts(GatheredExperts):
     def gated_after_norm(self, x: Tensor, norm: Norm, plan: ExpertPlan, gate: ExpertGate) -> Tensor:
         if plan.slots is not None and self._together is not None:
             return self._together.gated_after_norm(x, norm, plan, gate)
-        if not plan.chosen:
-            return x.new_empty(plan.num_pairs, 0)
-        x = rms_norm(x, norm.weight, norm.eps)
-        return gate_experts(self._multiply([x[pairs // plan.shape.top_k] for _, pairs in plan.chosen], plan), gate)
+        return gate_experts(self.multiply(rms_norm(x, norm.weight, norm.eps), plan), gate)
 
     def add_to(self, residual: Tensor, hidden: Tensor, plan: ExpertPlan) -> None:
         if plan.slots is not None and self._together is not None:
             self._together.add_to(residual, hidden, plan)
         elif plan.chosen:
             add_weighted(residual, self._multiply([hidden[pairs] for _, pairs in plan.chosen], plan), plan)
+
+    def multiply(self, x: Tensor, plan: ExpertPlan) -> Tensor:
+        if not plan.chosen:
+            return x.new_empty(plan.num_pairs, 0)
+        return self._multiply([x[pairs // plan.shape.top_k] for _, pairs in plan.chosen], plan)
 
     def _multiply(self, rows: Sequence[Tensor], plan: ExpertPlan) -> Tensor:
         """Return [pairs, out_features], for the rows of each chosen expert's pairs."""

@@ -24,7 +24,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from ...ipc.messages import NewRequest
     from ..distributed.shares import Share
-    from .weight import Weight
+    from .weight import ExpertWeights, Weight
 
 Rows = npt.NDArray[np.int64]
 
@@ -62,6 +62,13 @@ class StepRows:
         with this rank's share of its output features; ``columns``: of their input features. A weight that asks for rows
         must be multiplied by all tokens of a step: that of the head is not."""
         return lambda weight: weight
+
+    def wrap_experts(
+        self, parts: Mapping[str, Sequence[Share]], columns: Sequence[Share], experts: Share
+    ) -> Callable[[ExpertWeights], ExpertWeights]:
+        """See `wrap`: of weights of this rank's share of a layer's ``experts``, each of which has the matrices
+        ``parts``; their names leave an expert's number out."""
+        return lambda weights: weights
 
     def choose(self, rows: Rows) -> None:
         """Set the kind of the step that comes next, of these rows (host int64 [n])."""

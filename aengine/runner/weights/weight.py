@@ -201,6 +201,11 @@ class ExpertWeights(ABC):
         """Note that all rows of an expert's tensors have been filled. From any thread."""
 
     @abstractmethod
+    def multiply(self, x: Tensor, plan: ExpertPlan) -> Tensor:
+        """[pairs, out_features]: the product by x [n, in_features]. For plans that neither group pairs nor have
+        `ExpertSlots`: the rows are in the order of the pairs."""
+
+    @abstractmethod
     def gated_after_norm(self, x: Tensor, norm: Norm, plan: ExpertPlan, gate: ExpertGate) -> Tensor:
         """[pairs, out_features / 2]: the gated activation of the product by norm(x), for x [n, in_features].
 

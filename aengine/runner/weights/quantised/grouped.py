@@ -175,6 +175,10 @@ class CodedExperts(GatheredExperts):
             raise ValueError(f"scales are {codes.scale.dtype} now, and were {stack.codes.scale.dtype}")
         return stack._replace(codes=replace(stack.codes, scale=stack.codes.scale.float()))
 
+    def multiply(self, x: Tensor, plan: ExpertPlan) -> Tensor:
+        assert self.matrices is not None
+        return expert_product(x, self.matrices, plan)
+
     def gated_after_norm(self, x: Tensor, norm: Norm, plan: ExpertPlan, gate: ExpertGate) -> Tensor:
         assert self.matrices is not None
         return expert_product(x, self.matrices, plan, gate, InputNorm(norm.weight, norm.eps))

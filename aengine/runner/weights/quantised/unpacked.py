@@ -281,6 +281,10 @@ class DequantisedExperts(GatheredExperts):
             self._inner.room(expert, suffix, slice(None)).copy_(tensor)
         self._inner.finish(expert)
 
+    def multiply(self, x: Tensor, plan: ExpertPlan) -> Tensor:
+        assert self._inner is not None
+        return self._inner.multiply(x, plan)
+
     def gated_after_norm(self, x: Tensor, norm: Norm, plan: ExpertPlan, gate: ExpertGate) -> Tensor:
         assert self._inner is not None
         return self._inner.gated_after_norm(x, norm, plan, gate)
