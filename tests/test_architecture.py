@@ -438,6 +438,7 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
             "checkpoint/",
             "kernels/",
             "runner/layers/",
+            "runner/lora/",  # what adapters change of experts, divided or not
             "runner/model_config.py",
             "runner/models/",
             "runner/weights/",

@@ -203,16 +203,16 @@ class LoraAdapters:
 def find_given(config: EngineConfig) -> tuple[EngineConfig, dict[str, LoraFiles]]:
     """Return the settings as workers need them, with the largest ranks known and all adapters in folders, and the
     adapters of ``loras``. Blocking. Raises ModelLoadError, naming the adapter."""
-    given, of_experts = {}, config.max_lora_expert_rank
-    most = config.max_lora_rank or MOST_RANK, MOST_RANK if of_experts is None else of_experts
+    given, expert_rank = {}, config.max_lora_expert_rank
+    most = config.max_lora_rank or MOST_RANK, MOST_RANK if expert_rank is None else expert_rank
     for name, source in (config.loras or {}).items():
         with _named_in_error(name):
             given[name] = find_lora(source, *most)
     rank = config.max_lora_rank or max((files.rank for files in given.values()), default=0) or DEFAULT_RANK
-    if of_experts is None:
-        of_experts = max((files.expert_rank for files in given.values()), default=0)
+    if expert_rank is None:
+        expert_rank = max((files.expert_rank for files in given.values()), default=0)
     paths = {name: files.path for name, files in given.items()}
-    return config.replace(loras=paths, max_lora_rank=rank, max_lora_expert_rank=of_experts), given
+    return config.replace(loras=paths, max_lora_rank=rank, max_lora_expert_rank=expert_rank), given
 
 
 def compared(config: EngineConfig, given: Mapping[str, LoraFiles], ready: Mapping[str, Any]) -> NewAdapters:
