@@ -64,7 +64,7 @@ from aengine.kernels.decode_plan import BatchSize, PartsWorkspace
 from aengine.kernels.dispatch import triton_everywhere
 from aengine.kernels.exchange_buffers import MAX_PROGRAMS, ExchangeBuffers
 from aengine.kernels.expert_tilings import ExpertShape, default_tiling
-from aengine.kernels.expert_types import ExpertCodes, ExpertGate, ExpertMatrices, InputNorm, RoutingRule
+from aengine.kernels.expert_types import ExpertCodes, ExpertGate, ExpertMatrices, InputNorm, Routing, RoutingRule
 from aengine.kernels.grouped_codes import CodeKind, GroupedCodes
 from aengine.kernels.matrix import Matrix
 from aengine.kernels.paged_attention import Scores
@@ -448,6 +448,11 @@ def adapters(compiler: Compiler) -> None:
         lora.shrink(x, None, matrices, plan)
         lora.expand(torch.zeros(n, 256, dtype=dtype), h, matrices, plan)
         lora.expand_gated(torch.zeros(n, 256, dtype=dtype), h, matrices, plan)
+        ids, top_k = torch.zeros(n, 8, dtype=torch.int32), 8
+        pairs = lora.plan_pairs(plan, Routing(ids, torch.zeros(n, 8)), 5, 1)
+        h = lora.shrink(x, None, matrices, pairs, top_k)
+        lora.expand(torch.zeros(top_k * n, 256, dtype=dtype), h, matrices, pairs)
+        lora.add_pairs(torch.zeros(n, 256, dtype=dtype), h, matrices, pairs)
 
 
 def inputs_and_sampling(compiler: Compiler) -> None:

@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..grouped_codes import GroupedCodes
-from .launch import HAS_PTX, known
+from ..rms_norm import Norm
+from .launch import HAS_PTX, has_pdl, known, launch
 from .linear_parts import numbers
 
 _RAISED_BY = {"int4": 24.0, "uint4": 16.0, "iq4_nl": 384.0, "int8": 384.0, "uint8": 256.0}
@@ -44,6 +45,43 @@ def constants(codes: GroupedCodes) -> dict[str, Any]:
         "ROWS": codes.rows,
         "RAISED": _RAISED_BY.get(codes.kind, 0.0),
     }
+
+
+def launch_row(
+    kernel: Any,
+    rows: int,
+    x: Tensor,
+    codes: GroupedCodes,
+    bias: Tensor | None,
+    out: Tensor,
+    norm: Norm | None,
+    *counts: int,
+    add: bool,
+    activation: str | None,
+    **own: Any,
+) -> None:
+    """Set out [1, N] to the product by x, or add it to out. ``rows``: output features of a program; ``counts`` and
+    ``own``: what the kernel is given beside what all of them are."""
+    size = out.shape[1]
+    launch(
+        kernel,
+        (triton.cdiv(size, rows),),
+        x,
+        *pointers(codes),
+        out,
+        None if norm is None else norm.weight,
+        bias,
+        0.0 if norm is None else norm.eps,
+        *counts,
+        N=size,
+        NORM=norm is not None,
+        BIAS=bias is not None,
+        ADD=add,
+        GATED=activation is not None,
+        ACTIVATION=activation,
+        PDL=has_pdl(),
+        **own,
+    )
 
 
 @triton.jit

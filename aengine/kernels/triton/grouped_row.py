@@ -24,9 +24,9 @@ from torch import Tensor
 from ..grouped_codes import GroupedCodes
 from ..rms_norm import Norm
 from .activation import activate_and_multiply
-from .grouped_parts import constants, halves, no_number, pointers, times_plus
+from .grouped_parts import constants, halves, launch_row, no_number, times_plus
 from .grouped_units import finished
-from .launch import HAS_PTX, has_mma, has_pdl, launch, launch_next, wait_for_previous
+from .launch import HAS_PTX, has_mma, launch_next, wait_for_previous
 from .linear_parts import numbers
 
 _STRETCH = 256
@@ -67,35 +67,15 @@ def multiply_row(
 ) -> None:
     """Set out [1, N] to the product by x or, with ``norm``, by its norm, or add it to out. ``tiling``: to try one."""
     size, given = out.shape[1], constants(codes)
-    k, gated = given["K"], activation is not None
-    tiling = tiling or _tiling(size, k, gated)
+    k = given["K"]
+    tiling = tiling or _tiling(size, k, activation is not None)
     turns = triton.cdiv(triton.cdiv(k, _STRETCH * tiling.warps), tiling.held) * tiling.held
     given["RAISED"] = _RAISED_BY[codes.kind] + (1024.0 if x.dtype == torch.float16 else 128.0)
     del given["UNIT"], given["KIND"]
-    launch(
-        _row_by_codes,
-        (triton.cdiv(size, 16),),
-        x,
-        *pointers(codes),
-        out,
-        None if norm is None else norm.weight,
-        bias,
-        0.0 if norm is None else norm.eps,
-        turns,
-        **given,
-        N=size,
-        WARPS=tiling.warps,
-        HELD=tiling.held,
-        NORM=norm is not None,
-        BIAS=bias is not None,
-        ADD=add,
-        GATED=gated,
-        ACTIVATION=activation,
-        EVEN=size % 16 == 0 and k == _STRETCH * tiling.warps * turns,
-        PDL=has_pdl(),
-        num_warps=tiling.warps,
-        **({} if tiling.registers is None else {"maxnreg": tiling.registers}),
-    )
+    given |= {"WARPS": tiling.warps, "num_warps": tiling.warps, "HELD": tiling.held}
+    given |= {"EVEN": size % 16 == 0 and k == _STRETCH * tiling.warps * turns}
+    given |= {} if tiling.registers is None else {"maxnreg": tiling.registers}
+    launch_row(_row_by_codes, 16, x, codes, bias, out, norm, turns, add=add, activation=activation, **given)
 
 
 def _tiling(n: int, k: int, is_gated: bool) -> RowTiling:

@@ -20,15 +20,13 @@ from ..matrix import Matrix
 from ..rms_norm import Norm
 from . import rms_norm
 from .activation import activate_and_multiply
-from .grouped_parts import constants, pointers
+from .grouped_parts import constants, launch_row
 from .grouped_row import can_multiply_row, multiply_row
 from .grouped_tiles import MAX_ROWS, multiply_tiles
 from .grouped_units import codes_at, dot_of_units, finished, load_codes, load_x, places_of
 from .launch import (
     gdc_wait,
-    has_pdl,
     is_interpreted,
-    launch,
     launch_next,
     prefetch,
 )
@@ -86,29 +84,9 @@ def _multiply_row(
     units = given["K"] // given["UNIT"]
     block_n, block_u = _gemv_blocks(size, units, activation is not None)
     rows = block_n * (1 if activation is None else 2)
-    launch(
-        _gemv,
-        (triton.cdiv(size, block_n),),
-        x,
-        *pointers(codes),
-        out,
-        None if norm is None else norm.weight,
-        bias,
-        0.0 if norm is None else norm.eps,
-        **given,
-        N=size,
-        BN=block_n,
-        BU=block_u,
-        HELD=block_u * max(1, min(triton.cdiv(units, block_u), _HELD // rows)),
-        NORM=norm is not None,
-        BIAS=bias is not None,
-        ADD=add,
-        GATED=activation is not None,
-        ACTIVATION=activation,
-        EVEN=size % block_n == 0 and units % block_u == 0,
-        PDL=has_pdl(),
-        num_warps=max(1, min(8, block_u // 32)),
-    )
+    given |= {"BN": block_n, "BU": block_u, "HELD": block_u * max(1, min(triton.cdiv(units, block_u), _HELD // rows))}
+    given |= {"EVEN": size % block_n == 0 and units % block_u == 0, "num_warps": max(1, min(8, block_u // 32))}
+    launch_row(_gemv, block_n, x, codes, bias, out, norm, add=add, activation=activation, **given)
 
 
 def _gemv_blocks(n: int, units: int, is_gated: bool) -> tuple[int, int]:
