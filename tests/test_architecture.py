@@ -545,15 +545,15 @@ MOST_METHODS = 20
 
 BUDGETS = {
     "root": 2900,
-    "checkpoint": 2750,
+    "checkpoint": 2800,
     "cli": 1680,
     "engine": 28000,
     "integrations": 2625,
     "ipc": 2180,
-    "kernels": 17300,
+    "kernels": 17400,
     "limits": 720,
     "remote": 1700,
-    "runner": 25700,
+    "runner": 25900,
     "server": 7050,
     "telemetry": 1200,
     "testing": 815,
