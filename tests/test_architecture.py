@@ -409,6 +409,24 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
             "runner/startup/load.py",  # chooses it on the device
         },
     ),
+    "batch invariance": (
+        {
+            "InvariantAttention",
+            "InvariantKvCache",
+            "PartsWorkspace",
+            "InOrderWeight",
+            "InOrderFormat",
+            "RowTiledFormat",
+        },
+        {
+            "kernels/decode_plan.py",
+            "kernels/invariant_attention.py",
+            "kernels/triton/invariant_attention.py",
+            "runner/attention/invariant.py",
+            "runner/platforms/cuda.py",  # chooses the attention
+            "runner/weights/invariant.py",
+        },
+    ),
     "pipelines": (
         {"pipeline", "pipelines", "micro", "Relay", "PipelineStage", "PipelineLink", "NoLink"},
         {

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 from gpu_models import DEVICE, MIB, Checkpoint
+from invariant_targets import Targets, params
 from plain_llama import PlainLlama
 from safetensors.torch import load_file
 from test_gpu_bfloat16 import FAMILIES
 from test_gpu_engine import running
 from tiny import VOCAB_SIZE, write_tiny_model
 
-from aengine import AsyncLLM, Completion, ModelLoadError, SamplingParams
+from aengine import ModelLoadError
 from aengine.checkpoint.source import resolve_model
 from aengine.config import EngineConfig
 from aengine.kernels.linear_tilings import StreamedTiling
@@ -33,55 +34,6 @@ pytestmark = [
 MakeCheckpoint = Callable[..., Checkpoint]
 SETTINGS: dict[str, Any] = {"dtype": "bfloat16", "batch_invariant": True, "block_size": 16}
 LARGE: dict[str, Any] = {**SETTINGS, "max_model_len": 4096, "kv_cache_memory_bytes": 512 * MIB}
-Outcome = tuple[tuple[int, ...], list[Any], list[Any] | None]
-
-
-def params(rng: random.Random, most: int = 16, **how: Any) -> SamplingParams:
-    given = {"max_tokens": rng.randint(1, most), "temperature": rng.choice([0.0, 1.0]), "seed": rng.getrandbits(60)}
-    return SamplingParams(ignore_eos=True, **given | how)
-
-
-def outcome(completion: Completion) -> Outcome:
-    choice, prompt = completion.choices[0], completion.prompt_logprobs
-    assert choice.logprobs is not None
-    return choice.token_ids, list(choice.logprobs), None if prompt is None else list(prompt)
-
-
-class Targets:
-    """Requests, and their outcomes alone."""
-
-    def __init__(self, rng: random.Random, lengths: list[int], vocab_size: int = VOCAB_SIZE) -> None:
-        self._rng, self._vocab_size = rng, vocab_size
-        self.work = [
-            (self.ids(n), params(rng, 24, logprobs=2, prompt_logprobs=[None, None, 1][i % 3], max_tokens=24))
-            for i, n in enumerate(lengths)
-        ]
-        self.alone: list[Outcome] = []
-
-    def ids(self, length: int) -> list[int]:
-        return [self._rng.randrange(self._vocab_size) for _ in range(length)]
-
-    async def run_alone(self, engine: AsyncLLM) -> None:
-        self.alone = [outcome(await engine.generate(*one)) for one in self.work]
-
-    async def check_batches(self, engine: AsyncLLM, count: int, longest: int) -> None:
-        """Of random sizes, each with some of the targets."""
-        rng = self._rng
-        for number in range(count):
-            chosen = rng.sample(range(len(self.work)), rng.randint(1, min(3, len(self.work))))
-            calls = [(i, *self.work[i]) for i in chosen]
-            for _ in range(rng.choice([0, 1, 3, 7, 15, 31, 61])):
-                shared = rng.choice(self.work)[0]
-                begin = shared[: rng.randrange(len(shared) + 1)] if rng.random() < 0.2 else []
-                ids = begin[: longest - 1] + self.ids(
-                    rng.choice([1, 1, rng.randint(1, 30), rng.randint(1, longest // 4)])
-                )
-                calls.append((-1, ids, params(rng, logprobs=rng.choice([None, 0, 3]))))
-            rng.shuffle(calls)
-            done = await asyncio.gather(*(engine.generate(*call[1:]) for call in calls))
-            for (i, *_), completion in zip(calls, done, strict=True):
-                if i >= 0:
-                    assert outcome(completion) == self.alone[i], f"batch {number} of {len(calls)}, request {i}"
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "qwen3_moe"])
@@ -103,7 +55,7 @@ async def test_one_result_alone_and_in_200_batches(checkpoint: MakeCheckpoint, a
 async def test_every_family(name: str, tmp_path: Path, rng: random.Random) -> None:
     arch, fields = FAMILIES[name]
     folder = write_tiny_model(tmp_path, arch, seed=11, dtype="bfloat16", **fields)
-    targets = Targets(rng, [3, 40, 60])
+    targets = Targets(rng, [3, 40, 60], VOCAB_SIZE)
     async with running(folder, **SETTINGS) as engine:
         await targets.run_alone(engine)
         await targets.check_batches(engine, 12, 60)

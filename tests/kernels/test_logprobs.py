@@ -69,6 +69,17 @@ def test_both_against_log_softmax(
         check(logits, sampled, asked, got, ordered=False)
 
 
+def test_which_of_equal_logits_are_found_does_not_depend_on_what_others_ask(gen: torch.Generator) -> None:
+    logits = torch.randint(0, 3, (6, 3000), generator=gen).float()
+    sampled, asked = torch.zeros(6, dtype=torch.int64), torch.tensor([3, 9, 3, 0, 33, 2], dtype=torch.int32)
+    together = torch.zeros((6, 65), dtype=torch.int32)
+    by_logsumexp(logits, sampled, asked, together)
+    for i in range(6):
+        alone = torch.zeros((1, 65), dtype=torch.int32)
+        by_logsumexp(logits[i : i + 1], sampled[i : i + 1], asked[i : i + 1], alone)
+        assert torch.equal(alone[0], together[i])
+
+
 def test_a_row_does_not_depend_on_how_many_ask() -> None:
     """With several threads torch adds up a single long row in parts, and several rows one by one."""
     threads = torch.get_num_threads()

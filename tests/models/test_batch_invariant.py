@@ -22,7 +22,7 @@ from aengine.runner.models import read_config
 from aengine.runner.platforms.cuda import CudaPlatform
 from aengine.runner.startup.policy import choose_policy
 from aengine.runner.weights.compiled import CompiledWeight
-from aengine.runner.weights.invariant import OrderedFormat, invariant_format
+from aengine.runner.weights.invariant import InOrderFormat, invariant_format
 from aengine.runner.weights.plain import PlainFormat
 from aengine.runner.weights.quantised.fp8 import MadeFp8Format
 from aengine.runner.weights.weight import NotMultiplied
@@ -132,9 +132,9 @@ def test_what_a_gpu_is_asked_for(
 
 def test_weights_of_a_gpu_are_plain_numbers() -> None:
     device = torch.device("cuda")
-    assert isinstance(invariant_format(PlainFormat(torch.bfloat16), "q_proj", INVARIANT, device), OrderedFormat)
+    assert isinstance(invariant_format(PlainFormat(torch.bfloat16), "q_proj", INVARIANT, device), InOrderFormat)
     with pytest.raises(NotMultiplied, match="multiple of 8"):
-        OrderedFormat(torch.bfloat16).tensors(16, 12, False)
+        InOrderFormat(torch.bfloat16).tensors(16, 12, False)
     with pytest.raises(ModelLoadError, match="batch_invariant=True: q_proj is in fp8"):
         invariant_format(MadeFp8Format(PlainFormat(torch.bfloat16)), "q_proj", INVARIANT, device)
 

@@ -498,7 +498,7 @@ class Launches(TorchDispatchMode):
         for i, (name, given) in enumerate(self.log):
             if name in ("_plan_decode", "_plan_prompts"):
                 written[given["plan"].data_ptr()] = i
-            elif name in ("_decode_attention", "_varlen_attention"):
+            elif name in ("_decode_attention", "_varlen_attention", "_invariant_tiles"):
                 between = self.log[written[given["plan"].data_ptr()] + 1 : i]
                 assert any("PDL" not in options for _, options in between), (name, [name for name, _ in between])
                 checked += 1

@@ -14,7 +14,7 @@ import pytest
 import test_gpu_path
 import torch
 from plain_llama import PlainLlama
-from test_gpu_path import check_tokens, make_runner, write_model
+from test_gpu_path import NUM_LAYERS, Launches, check_tokens, make_runner, steps, write_model
 from torch import Tensor
 from triton_interpreter import add_in_order
 
@@ -26,7 +26,7 @@ from aengine.runner.attention.invariant import InvariantKvCache
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.weights import scope
 from aengine.runner.weights.formats import WeightFormats
-from aengine.runner.weights.invariant import OrderedFormat
+from aengine.runner.weights.invariant import InOrderFormat
 from aengine.runner.weights.weight import Weight
 
 pytestmark = [
@@ -40,7 +40,7 @@ ARCHS = ["llama", "qwen3", "mistral"]
 LENGTH, DECODES = 40, 4
 
 
-class AlignedFormat(OrderedFormat):
+class AlignedFormat(InOrderFormat):
     """Of tensors in memory of their own, as a GPU's are: the file's may begin anywhere."""
 
     def make(self, tensors: Mapping[str, Tensor]) -> Weight:
@@ -70,6 +70,19 @@ def invariant_runner(folder: Path, monkeypatch: pytest.MonkeyPatch, **how: Any) 
 def test_the_same_tokens(tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_model(tmp_path, rng.choice(ARCHS))
     check_tokens(make_runner(folder, like_gpu=False), invariant_runner(folder, monkeypatch), rng)
+
+
+def test_what_is_read_before_a_wait_is_written_by_then(
+    tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plans of prompts; of decodes there are none."""
+    runner, num_checked = invariant_runner(write_model(tmp_path, "llama"), monkeypatch), []
+    for out in steps(rng)[:4]:
+        with monkeypatch.context() as patch, triton_everywhere(), Launches(patch) as launches:
+            runner.execute_model(out)
+            runner.sample_tokens(None)
+        num_checked.append(launches.check())
+    assert num_checked == [NUM_LAYERS, 0, NUM_LAYERS, NUM_LAYERS]
 
 
 class Steps:
@@ -106,14 +119,14 @@ def test_log_probabilities_have_one_result(
     folder = write_model(tmp_path, arch)
     prompts = [[rng.randrange(300) for _ in range(n)] for n in (LENGTH, 30, 17, 25)]
 
-    def steps() -> Steps:
+    def new_steps() -> Steps:
         return Steps(invariant_runner(folder, monkeypatch), prompts)
 
     with triton_everywhere():
-        alone = steps()
+        alone = new_steps()
         for count in (LENGTH, *[1] * DECODES):
             alone.run({0: count})
-        together = steps()
+        together = new_steps()
         together.run({1: 30})
         cuts = sorted(rng.sample(range(1, LENGTH), 2))
         for i, count in enumerate((cuts[0], cuts[1] - cuts[0], LENGTH - cuts[1])):

@@ -1,7 +1,7 @@
 """Weights by which a row's product has the same bits whatever else is multiplied, for batch-invariant policies.
 
     RowTiledWeight    on a CPU: of any format, as many rows at a time
-    OrderedWeight     on a GPU: of plain 16-bit numbers, by a kernel that adds up in one order
+    InOrderWeight     on a GPU: of plain 16-bit numbers, by a kernel that adds up in one order
 
 A CPU's compiled kernels add up row by row anyway, and have no other weights.
 """
@@ -35,10 +35,10 @@ def invariant_format(form: WeightFormat, name: str, policy: KernelPolicy, device
             f"batch_invariant=True: {name} is in {form.name}, and on a GPU the products of plain 16-bit numbers alone "
             f"have one order of sums: leave it at False here"
         )
-    return OrderedFormat(form.dtype)
+    return InOrderFormat(form.dtype)
 
 
-class OrderedWeight(Weight):
+class InOrderWeight(Weight):
     """A weight of plain numbers, for `ordered_linear`. What is done beside its products is done row by row, too."""
 
     __slots__ = ("weight",)
@@ -60,7 +60,7 @@ class OrderedWeight(Weight):
         add_ordered_linear(residual, x, self.weight, self.bias)
 
 
-class OrderedFormat(PlainFormat):
+class InOrderFormat(PlainFormat):
     def tensors(self, out_features: int, in_features: int, has_bias: bool) -> list[StoredTensor]:
         if in_features % ROW_ELEMENTS:
             raise NotMultiplied(f"batch_invariant=True needs rows of a multiple of {ROW_ELEMENTS}: leave it at False")
@@ -68,7 +68,7 @@ class OrderedFormat(PlainFormat):
 
     def make(self, tensors: Mapping[str, Tensor]) -> Weight:
         bias = tensors.get("bias")
-        return OrderedWeight(tensors["weight"].to(self.dtype), None if bias is None else bias.to(self.dtype))
+        return InOrderWeight(tensors["weight"].to(self.dtype), None if bias is None else bias.to(self.dtype))
 
 
 class RowTiledWeight(Weight):
