@@ -190,10 +190,10 @@ BOUNDS = (
     ),
     Bound("`tags` to wake", "2", _INVALID, "tags"),
     Bound(
-        "an adapter that a request loads: its name, its path, files of its folder",
+        "an adapter, or weights, that a request loads: name or version, path, files of the folder",
         "256 and 4,096 characters, 1,000 files",
         _INVALID,
-        "lora_name lora_path",
+        "lora_name lora_path path weight_version",
     ),
     Bound("connections, slow uploads", "none", "a proxy, `ulimit -n`"),
 )

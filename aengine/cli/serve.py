@@ -130,6 +130,9 @@ def _add_access(group: Any) -> None:
         "--lora-dir", metavar="DIR", default=None, help="the folder whose adapters such requests may load"
     )
     group.add_argument(
+        "--weights-dir", metavar="DIR", default=None, help="the folder whose checkpoints may replace the weights"
+    )
+    group.add_argument(
         "--allow-origin",
         metavar="ORIGIN",
         action="append",
@@ -323,6 +326,7 @@ def app_options(args: argparse.Namespace, listener: socket.socket) -> dict[str, 
         "api_keys": api_keys,
         "admin_key": args.admin_key or server_admin_key(),
         "lora_dir": args.lora_dir,
+        "weights_dir": args.weights_dir,
         "max_body_bytes": args.max_body_bytes,
         "allow_origins": args.allow_origin,
         "allow_hosts": args.allow_host if args.allow_host or is_bare else None,

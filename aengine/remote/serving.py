@@ -356,7 +356,8 @@ class _Session:
                 if method.endswith("_weight_update"):
                     self._updates = method == "start_weight_update"
             elif method == "hold_awake":
-                value = await self._hold_awake(*args)
+                await self._hold_awake(*args)
+                value = None
             elif method == "pool":
                 value = pooled_to_wire(await self._engine.pool(pooling_from_wire(args[0])))
             elif method == "ask_tokenizer" and args[0] in CALLS:

@@ -19,8 +19,9 @@ from ..errors import InvalidRequestError
 from ..telemetry.trace_context import trace_of
 from .admin.keys import AdminKey, ApiKeys, Lock
 from .admin.loras import LoadLoraBody, UnloadLoraBody, load_lora, unload_lora
-from .admin.pauses import NoBody, PauseBody, pause, reset_prefix_cache, resume
+from .admin.pauses import NoBody, PauseBody, is_paused, pause, reset_prefix_cache, resume
 from .admin.sleep import SleepBody, WakeUpBody, is_sleeping, sleep, wake_up
+from .admin.weights import UpdateWeightsBody, update_weights
 from .anthropic.errors import answer_error, is_for_anthropic
 from .anthropic.messages import count_tokens, create_message
 from .anthropic.requests import CountBody, MessagesBody
@@ -45,7 +46,7 @@ from .openai.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize, t
 from .openapi import Entry, openapi_document, show_openapi
 from .page.files import show_file, show_page
 from .page.stats import show_stats
-from .service import Service
+from .service import Folders, Service
 from .several.app import (
     ForwardedEndpoint,
     NamedBy,
@@ -107,7 +108,9 @@ _PAGE: list[Entry] = [
 _ADMIN: list[Entry] = [
     ("POST", "/v1/load_lora_adapter", load_lora, LoadLoraBody),
     ("POST", "/v1/unload_lora_adapter", unload_lora, UnloadLoraBody),
+    ("POST", "/update_weights", update_weights, UpdateWeightsBody),
     ("POST", "/pause", pause, PauseBody),
+    ("GET", "/is_paused", is_paused),
     ("POST", "/resume", resume, NoBody),
     ("POST", "/reset_prefix_cache", reset_prefix_cache, NoBody),
     ("POST", "/sleep", sleep, SleepBody),
@@ -129,6 +132,7 @@ def create_app(
     api_keys: str | Sequence[str] | None = None,
     admin_key: str | None = None,
     lora_dir: str | os.PathLike[str] | None = None,
+    weights_dir: str | os.PathLike[str] | None = None,
     max_body_bytes: int = 32 << 20,
     max_stored_responses: int = 1000,
     metrics_registry: CollectorRegistry | None = None,
@@ -152,19 +156,18 @@ def create_app(
             asked. /health, /livez and /readyz are open, and so is the page itself; what it calls is not.
         admin_key: what a request that changes the engine must show, as above. None: all such requests are refused.
         lora_dir: the folder whose adapters such requests may load. None: they may load none.
+        weights_dir: the folder whose checkpoints such requests may put in place of the weights. None: none.
         max_body_bytes: larger bodies are refused with 413.
         max_stored_responses: of /v1/responses, for ``previous_response_id``: in this process' memory, the latest,
             256 MiB at most. 0: none; with several processes, a client may reach one that does not know its response.
-        metrics_registry: what /metrics shows: a registry of prometheus_client's, in which you have registered a
-            `PrometheusCollector` and what else there is. None: the engine's metrics.
+        metrics_registry: of prometheus_client, with a `PrometheusCollector`: what /metrics shows. None: the engine's.
         page: at ``/`` a page to chat with the model and to look at the engine's numbers, which are at ``/stats``.
         allow_origins: of browser pages elsewhere that may call it (CORS), as "https://chat.example"; "*": all. Pages
             that the application itself shows need none.
         allow_hosts: for an application that only its address protects: a request must ask for localhost, an IP
             address or one of these names (``Host``), and come from no page but the application's own and those of
             ``allow_origins``. None: that is not looked at.
-        pieces_per_second: that all event streams together send at most. Many streams at once get fewer, larger ones,
-            each with all that has come since the one before.
+        pieces_per_second: that all event streams together send at most. Many streams at once get fewer, larger ones.
         unpaced_streams: while there are no more event streams than these, each sends all at once.
     """
     names = [model_names] if isinstance(model_names, str) else model_names
@@ -176,7 +179,7 @@ def create_app(
     shared: dict[str, Any] = {
         "max_body_bytes": max_body_bytes,
         "responses": ResponseStore(max_stored_responses),
-        "lora_dir": None if lora_dir is None else os.fspath(lora_dir),
+        "folders": Folders(*(None if one is None else os.fspath(one) for one in (lora_dir, weights_dir))),
         "pace": Pace(pieces_per_second, unpaced_streams),
     }
     service: Service | SeveralServices

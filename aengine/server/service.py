@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
@@ -29,13 +29,20 @@ B = TypeVar("B", bound=BaseModel)
 T = TypeVar("T")
 
 
+class Folders(NamedTuple):
+    """Folders whose adapters, and whose checkpoints, requests may load. None: they may load none."""
+
+    loras: str | None = None
+    weights: str | None = None
+
+
 class Service:
     """An engine as an application serves it.
 
     Args:
         model_names: under which requests may ask for the model; the first is that of answers. None: the name that the
             engine was made with; of a path its last part.
-        lora_dir: the folder whose adapters requests may load. None: they may load none.
+        folders: those that requests may load from.
     """
 
     def __init__(
@@ -45,11 +52,11 @@ class Service:
         model_names: Sequence[str] | None,
         max_body_bytes: int,
         responses: ResponseStore,
-        lora_dir: str | None,
+        folders: Folders,
         pace: Pace,
     ) -> None:
         self.engine = engine
-        self.lora_dir = lora_dir
+        self.folders = folders
         self.model_names = tuple(model_names or (engine.config.model_name,))
         self.max_body_bytes = max_body_bytes
         self.created = int(time.time())

@@ -99,6 +99,48 @@ async def test_adapters_come_from_one_folder(tmp_path: Path) -> None:
         assert answer.status_code == 403 and "--lora-dir" in answer.json()["error"]["message"]
 
 
+async def test_weights_come_from_one_folder(tmp_path: Path) -> None:
+    """Each request is a whole update, and one that fails leaves the engine as it was."""
+    (tmp_path / "weights" / "step-1").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+
+    async def post(body: Any) -> tuple[int, Any]:
+        answer = await client.post("/update_weights", headers=KEY, json=body)
+        return answer.status_code, answer.json().get("error", answer.json())
+
+    async with client_of(Engine(), admin_key="admin", weights_dir=tmp_path / "weights") as client:
+        assert await post({"path": "step-1"}) == (200, {"weight_version": "1"})
+        given = {"weight_version": "of step 1", "mode": "wait", "clear_cache": False}
+        assert await post({"path": str(tmp_path / "weights" / "step-1"), **given}) == (
+            200,
+            {"weight_version": "of step 1"},
+        )
+        assert (await post({"path": "../other"}))[1]["code"] == "outside_weights_dir"
+        assert (await post({"path": "step-2"}))[0] == 404
+        for wrong in ({}, {"path": ""}, {"path": "step-1", "mode": "stop"}, {"path": "step-1", "weight_version": ""}):
+            assert (await post(wrong))[0] == 400, wrong
+    async with client_of(engine := Engine(), admin_key="admin") as client:
+        status, error = await post({"path": "step-1"})
+        assert status == 403 and "--weights-dir" in error["message"]
+        assert engine.state == "running"
+
+
+async def test_an_update_that_fails_is_aborted(tmp_path: Path) -> None:
+    class Refusing(FakeAsyncLLM):
+        async def update_weights(self, *args: Any, **options: Any) -> None:
+            raise InvalidRequestError("source: no checkpoint", param="source")
+
+    async with client_of(engine := Refusing("a"), admin_key="admin", weights_dir=tmp_path) as client:
+        for _ in range(2):
+            answer = await client.post("/update_weights", headers=KEY, json={"path": "."})
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "path"
+            assert engine.state == "running"
+        await engine.start_weight_update()
+        answer = await client.post("/update_weights", headers=KEY, json={"path": "."})
+        assert answer.status_code == 400 and "under way" in answer.text and engine.state == "paused"
+        await engine.abort_weight_update()
+
+
 async def test_pauses() -> None:
     engine = Engine()
     async with client_of(engine, admin_key="admin") as client:
@@ -110,5 +152,12 @@ async def test_pauses() -> None:
         assert (await client.get("/readyz")).status_code == 503
         assert (await ask("/reset_prefix_cache", {})).json() == {"num_blocks": 0}
         assert (await ask("/resume", {})).json() == {"status": "running"} and engine.state == "running"
+        paused = await client.post("/pause?mode=wait&clear_cache=true", headers=KEY)
+        assert paused.json() == {"status": "paused"}
+        assert (await client.get("/is_paused", headers=KEY)).json() == {"is_paused": True}
+        reset = await client.post("/reset_prefix_cache?reset_running_requests=true", headers=KEY)
+        assert reset.json() == {"num_blocks": 0}
+        assert (await client.post("/resume", headers=KEY)).json() == {"status": "running"}
+        assert (await client.get("/is_paused", headers=KEY)).json() == {"is_paused": False}
         answer = await ask("/pause", {"mode": "stop"})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "mode"

@@ -19,7 +19,7 @@ from aengine.server.in_process import streaming_transport
 from aengine.server.openai.requests import Body, ChatBody, CompletionBody
 from aengine.server.openai.responses.body import ResponseBody
 from aengine.server.openai.responses.store import ResponseStore
-from aengine.server.service import Service
+from aengine.server.service import Folders, Service
 from aengine.testing import FakeAsyncLLM, FakeRequest, Reply
 
 JSON = {"content-type": "application/json"}
@@ -331,7 +331,7 @@ def test_the_models_name_is_that_of_the_hub_or_the_end_of_a_path(tmp_path: Path)
         ("/models/tiny.gguf", "tiny.gguf"),
         ("smollm2-135m", "smollm2-135m"),
     ):
-        limits = {"max_body_bytes": 1, "responses": ResponseStore(0), "lora_dir": None, "pace": Pace(1)}
+        limits = {"max_body_bytes": 1, "responses": ResponseStore(0), "folders": Folders(), "pace": Pace(1)}
         service = Service(AsyncLLM(model), model_names=None, **limits)
         assert service.model_names == (name,)
 
