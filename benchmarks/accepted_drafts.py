@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import json
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from aengine.config import EngineConfig
 from aengine.engine.scheduler.request import Request
 from aengine.engine.speculation import choice, proposer
 from aengine.engine.speculation.budget import DraftBudget
-from aengine.engine.speculation.history import DraftHistory, Guess
+from aengine.engine.speculation.history import NONE_CANCELLABLE, DraftHistory, Guess, PendingTokens
 from aengine.engine.tokenizer.tokenizer import Tokenizer
 
 DRAFTED = 3
@@ -52,7 +51,7 @@ class EveryStep(DraftHistory):
     def note_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         self.found.append((num_drafted, num_accepted))
 
-    def guess(self, request: Request, most: int, in_flight: Sequence[Sequence[int]] = ()) -> Guess:
+    def guess(self, request: Request, most: int, pending: PendingTokens = NONE_CANCELLABLE) -> Guess:
         return Guess([-1] * min(most, DRAFTED), [0.9] * min(most, DRAFTED))
 
 

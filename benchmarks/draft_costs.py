@@ -36,7 +36,7 @@ from aengine.config import SpeculationSettings
 from aengine.engine.scheduler.request import Request
 from aengine.engine.speculation import choice, proposer
 from aengine.engine.speculation.budget import DraftBudget
-from aengine.engine.speculation.history import NO_GUESS, DraftHistory, Guess
+from aengine.engine.speculation.history import NO_GUESS, NONE_CANCELLABLE, DraftHistory, Guess, PendingTokens
 
 EAGLE3 = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 32000}
 
@@ -49,7 +49,7 @@ class Wrong(DraftHistory):
     def note_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         pass
 
-    def guess(self, request: Request, most: int, in_flight: Sequence[Sequence[int]] = ()) -> Guess:
+    def guess(self, request: Request, most: int, pending: PendingTokens = NONE_CANCELLABLE) -> Guess:
         count = min(Wrong.count, most)
         if not count:
             return NO_GUESS

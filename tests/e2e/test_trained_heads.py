@@ -8,7 +8,7 @@ import os
 import random
 import shutil
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from torch import Tensor
 from aengine import SamplingParams
 from aengine.engine.scheduler.request import Request
 from aengine.engine.speculation import proposer
-from aengine.engine.speculation.history import DraftHistory, Guess
+from aengine.engine.speculation.history import NONE_CANCELLABLE, DraftHistory, Guess, PendingTokens
 
 # isort: split
 from draft_heads import DFlash, DraftHead, Eagle3, Mtp, PEagle
@@ -91,7 +91,7 @@ async def test_a_head_is_right_as_often_as_its_reference(
         def note_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
             found.append((num_drafted, num_accepted))
 
-        def guess(self, request: Request, most: int, in_flight: Sequence[Sequence[int]] = ()) -> Guess:
+        def guess(self, request: Request, most: int, pending: PendingTokens = NONE_CANCELLABLE) -> Guess:
             return Guess([-1] * min(most, DRAFTED), [0.9] * min(most, DRAFTED))
 
     monkeypatch.setattr(proposer, "DraftHistory", EveryStep)

@@ -492,11 +492,12 @@ class StepsAhead(StepsInFlight):
     """Some of them can be taken back, until that is asked for."""
 
     num_interrupts = 0
+    num_leased = 1
     next_is_cancellable = False
 
     @property
-    def has_cancellable(self) -> bool:
-        return not self.num_interrupts
+    def num_cancellable(self) -> int:
+        return 0 if self.num_interrupts else self.num_leased
 
     def cancel_queued(self) -> None:
         self.num_interrupts += 1
@@ -506,7 +507,7 @@ class Loop:
     """A scheduler and one request, with what drafts for it; its steps are answered with these tokens."""
 
     def __init__(self, in_flight: StepsInFlight, budget: DraftBudget, num_blocks: int = 64) -> None:
-        limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64}
+        limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64, "max_in_flight_steps": 8}
         self.scheduler = Scheduler(num_blocks=num_blocks, kv_groups=[KVCacheGroup("full", 4)], **limits)
         self.scheduler.rows.lookahead = Drafts(self.scheduler.rows)
         self.speculation = Proposing(self.scheduler, in_flight, budget, "suffix", SuffixHistory)
@@ -546,6 +547,20 @@ def test_steps_ahead_are_taken_back_for_drafts_and_not_for_nothing() -> None:
     assert loop.speculation.propose(), "they were taken back"
     out = loop.scheduler.schedule()
     assert out is not None and out.drafts is not None and list(out.drafts.token_ids)[:3] == [8, 9, 1]
+
+
+def test_steps_far_ahead_are_taken_back_for_drafts() -> None:
+    """What may follow is guessed behind those alone that stay: a guess of the ninth token from here is never likely."""
+    in_flight = StepsAhead(8)
+    in_flight.num_leased = 7
+    loop = Loop(in_flight, DraftBudget(16))
+    for token_id in (5, 6, 7):
+        assert loop.speculation.propose()
+        loop.answer(loop.scheduler.schedule(), token_id)
+    oldest = [loop.scheduler.schedule() for _ in range(8)][0]
+    loop.answer(oldest, 8)
+    assert loop.request.num_pending == 7 == in_flight.num_cancellable
+    assert not loop.speculation.propose() and in_flight.num_interrupts == 1
 
 
 def test_steps_ahead_stay_where_drafts_bring_less_than_a_step() -> None:

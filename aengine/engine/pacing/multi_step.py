@@ -62,12 +62,12 @@ class MultiStep(StepsInFlight):
         return not self._is_revoking and super().has_room
 
     @property
-    def has_cancellable(self) -> bool:
-        return bool(self._leased)
+    def num_cancellable(self) -> int:
+        return len(self._leased)
 
     @property
     def next_is_cancellable(self) -> bool:
-        return self.has_cancellable or len(self.answers) >= self.limit.base
+        return bool(self._leased) or len(self.answers) >= self.limit.base
 
     @property
     def is_cancelling(self) -> bool:

@@ -48,9 +48,9 @@ class StepsInFlight:
         return len(self.answers) < self.most
 
     @property
-    def has_cancellable(self) -> bool:
-        """Whether steps are queued at the worker that may be cancelled: the next tokens of requests are in them."""
-        return False
+    def num_cancellable(self) -> int:
+        """Number of steps queued at the worker that may be cancelled: the next tokens of requests are in them."""
+        return 0
 
     @property
     def next_is_cancellable(self) -> bool:

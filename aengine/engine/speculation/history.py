@@ -35,12 +35,25 @@ class Guess(NamedTuple):
 NO_GUESS = Guess([], [])
 
 
-def num_coming(request: Request, in_flight: Sequence[Sequence[int]], following: Sequence[int]) -> int:
-    """Return how many tokens the steps in flight bring if ``following`` comes. ``in_flight``: the request's drafts in
-    those steps that have some: they are accepted as far as they agree with it, and those behind a rejected one, too,
-    have been drafted for another place."""
-    count = request.num_pending - sum(1 + len(drafts) for drafts in in_flight)
-    for drafts in in_flight:
+class PendingTokens(NamedTuple):
+    """What is known of one request's steps in flight."""
+
+    drafts: Sequence[Sequence[int]] = ()  # those of the steps that have some
+    num_cancellable: int = 0  # steps without drafts that are cancelled if anything is drafted
+
+    def num_of(self, request: Request) -> int:
+        """Return how many tokens they have, all drafts included, but for those that may be cancelled."""
+        return max(0, request.num_pending - self.num_cancellable)
+
+
+NONE_CANCELLABLE = PendingTokens()
+
+
+def num_coming(request: Request, pending: PendingTokens, following: Sequence[int]) -> int:
+    """Return how many tokens the steps in flight bring if ``following`` comes: drafts are accepted as far as they agree
+    with it, and those behind a rejected one, too, have been drafted for another place."""
+    count = pending.num_of(request) - sum(1 + len(drafts) for drafts in pending.drafts)
+    for drafts in pending.drafts:
         expected = following[count : count + len(drafts)]
         pairs = zip(drafts, expected, strict=False)
         count += 1 + next((i for i, (one, other) in enumerate(pairs) if one != other), len(expected))
@@ -139,7 +152,7 @@ class DraftHistory:
         """Take in the request's new tokens, of a long prompt some. Returns how many were put into a table."""
         return 0
 
-    def guess(self, request: Request, most: int, in_flight: Sequence[Sequence[int]] = ()) -> Guess:
+    def guess(self, request: Request, most: int, pending: PendingTokens = NONE_CANCELLABLE) -> Guess:
         """Return at most ``most`` tokens that may follow those in flight, see `num_coming`. A grammar's bitmasks need
         tokens that the host knows."""
         if len(request.token_ids) < self._wait_until or request.grammar is not None:

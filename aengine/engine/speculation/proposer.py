@@ -26,7 +26,7 @@ from ...config import PROPOSERS, target_of
 from ...errors import ModelLoadError
 from ...limits.speculation import NEEDS_MODEL, SpeculationSettings
 from ..scheduler.request import Request
-from .history import MOST_DRAFTS, NO_GUESS, Chances, DraftHistory, Guess, num_coming
+from .history import MOST_DRAFTS, NO_GUESS, NONE_CANCELLABLE, Chances, DraftHistory, Guess, PendingTokens, num_coming
 from .suffix import PastTexts, SuffixHistory
 
 logger = logging.getLogger("aengine")
@@ -112,14 +112,14 @@ class ProposedHistory(DraftHistory):
     def note_verified(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """Do nothing: all guesses are compared when more tokens are known, also those that were drafted."""
 
-    def guess(self, request: Request, most: int, in_flight: Sequence[Sequence[int]] = ()) -> Guess:
+    def guess(self, request: Request, most: int, pending: PendingTokens = NONE_CANCELLABLE) -> Guess:
         new, most = request.token_ids[self._num_seen :], min(most, MOST_DRAFTS)
         pairs = list(zip(self._expected, new, strict=False))
         num_right = next((i for i, (first, second) in enumerate(pairs) if first != second), len(pairs))
         self.chances.note(MOST_DRAFTS, num_right, num_right < len(pairs))
         self._num_seen = len(request.token_ids)
         self._expected = self._proposer.propose(self._kept, new, request.num_pending + most)
-        ahead = num_coming(request, in_flight, self._expected)
+        ahead = num_coming(request, pending, self._expected)
         following = self._expected[ahead : ahead + most]
         if not following:
             return NO_GUESS

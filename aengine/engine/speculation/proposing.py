@@ -15,7 +15,7 @@ from ..scheduler.scheduler import Scheduler
 from ..scheduler.step import InFlightStep
 from .budget import DraftBudget
 from .drafts import Speculation
-from .history import Chances, DraftHistory, Guess
+from .history import Chances, DraftHistory, Guess, PendingTokens
 from .proposer import NewHistory
 
 _MOST_TAKEN_IN = 8192  # tokens that are put into tables before a step, of all requests together: some 500 us
@@ -83,7 +83,7 @@ class Proposing(Speculation):
         guesses = self._guesses(changed, room)
         chances = [guess.chances for guess in guesses.values()]
         counts = self._budget.grant(num_rows, chances, is_gated=self._scheduler.num_constrained > 0)
-        takes_back = self._in_flight.has_cancellable
+        takes_back = self._in_flight.num_cancellable > 0
         if takes_back and _expected(chances, counts) < _LEAST_OF_A_STEP * num_rows:
             counts = [0] * len(counts)  # it takes the host longer to make the steps ahead once more
         granted = [request for request, count in zip(guesses, counts, strict=True) if count]
@@ -110,10 +110,11 @@ class Proposing(Speculation):
     def _guesses(self, changed: dict[Request, None], most: int) -> dict[Request, Guess]:
         """Return what may come next in those of ``changed`` that decode."""
         guesses: dict[Request, Guess] = {}
-        in_flight: defaultdict[Request, list[list[int]]] = defaultdict(list)
+        num_cancellable = self._in_flight.num_cancellable
+        drafts: defaultdict[Request, list[list[int]]] = defaultdict(list)
         for step in self._scheduler.rows.steps:
-            for place, drafts in step.ahead.items():
-                in_flight[step.batch[place]].append(drafts.token_ids)
+            for place, ahead in step.ahead.items():
+                drafts[step.batch[place]].append(ahead.token_ids)
         budget = _MOST_TAKEN_IN
         for request in changed:
             if request.status is not RequestStatus.DECODING or not request.params.speculation:
@@ -125,7 +126,7 @@ class Proposing(Speculation):
                 history = request.history = self._new_history(request, Chances(self._chances))
                 budget -= history.size
             budget -= history.take_in(request, budget)
-            guess = history.guess(request, most, in_flight.get(request, ()))
+            guess = history.guess(request, most, PendingTokens(drafts.get(request, ()), num_cancellable))
             if guess.token_ids:
                 guesses[request] = guess
         return guesses

@@ -12,14 +12,13 @@ it was drafted or not. With `PastTexts` the outputs of earlier requests of the s
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from ..scheduler.request import Request
-from .history import MOST_DRAFTS, NO_GUESS, Chances, DraftHistory, Guess, num_coming
+from .history import MOST_DRAFTS, NO_GUESS, NONE_CANCELLABLE, Chances, DraftHistory, Guess, PendingTokens, num_coming
 
 _N = 3  # tokens that are looked up
 _FACTORS = 1_540_483_477, 1_812_433_253, 1_664_525_013  # factors of the hash, odd; sums stay below 2**63
@@ -222,18 +221,18 @@ class SuffixHistory(DraftHistory):
         else:
             self._place += 1 + num_right
 
-    def guess(self, request: Request, most: int, in_flight: Sequence[Sequence[int]] = ()) -> Guess:
+    def guess(self, request: Request, most: int, pending: PendingTokens = NONE_CANCELLABLE) -> Guess:
         if self._place < 0:
             return NO_GUESS
-        ahead, source, begin = request.num_pending, self._source, self._place + 1
+        ahead, source, begin = pending.num_of(request), self._source, self._place + 1
         most = min(most, MOST_DRAFTS, 2 + 2 * self._match)
         following = source[begin : begin + ahead + most]
         if source is request.token_ids and 0 < len(following) < ahead + most:
             following *= (ahead + most) // len(following) + 1  # the match goes on into itself: a text that repeats
         if -1 in following:  # an output ends there
             following = following[: following.index(-1)]
-        if in_flight:
-            ahead = num_coming(request, in_flight, following)
+        if pending.drafts:
+            ahead = num_coming(request, pending, following)
         following = following[ahead : ahead + most]
         chances = self.chances.of_each(self._match, ahead + len(following))
         return Guess(following, [prod(chances[: ahead + 1]), *chances[ahead + 1 :]] if following else [])
