@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gpu_models import DEVICE, MIB, Checkpoint
+from gpu_models import DEVICE, MIB, Batch, Checkpoint, make_runner
 from invariant_targets import Targets, params
 from plain_llama import PlainLlama
 from safetensors.torch import load_file
@@ -51,23 +51,31 @@ async def test_one_result_alone_and_in_200_batches(checkpoint: MakeCheckpoint, a
         await targets.check_batches(engine, 20, 600)
 
 
+def check_logits(folder: Path, rng: random.Random, lengths: Sequence[int], vocab_size: int, **settings: Any) -> None:
+    """Of a runner in this process: logits of some prompts and decodes together, and of each by itself; and of what was
+    decoded, computed again as a prompt."""
+    runner = make_runner(folder, **SETTINGS, enforce_eager=True, kv_cache_memory_bytes=256 * MIB, **settings)
+    longest = max(lengths) + 8
+    prompts = [[rng.randrange(vocab_size) for _ in range(n)] for n in lengths]
+    tokens, together = Batch(runner, longest).tokens_and_logits(prompts, 6)
+    for i in rng.sample(range(len(prompts)), 3):
+        own_tokens, alone = Batch(runner, longest).tokens_and_logits([prompts[i]], 6)
+        assert own_tokens[0] == tokens[i] and torch.equal(alone[0], together[i]), f"prompt of {lengths[i]}"
+        _, again = Batch(runner, longest).tokens_and_logits([prompts[i] + tokens[i][:6]], 0)
+        assert torch.equal(again[0, 0], together[i, 6]), f"prompt of {lengths[i]}, as a prompt again"
+
+
 @pytest.mark.parametrize("name", [name for name in FAMILIES if not name.startswith(("lfm2", "qwen3-next", "qwen3.5"))])
-async def test_every_family(name: str, tmp_path: Path, rng: random.Random) -> None:
+def test_every_family(name: str, tmp_path: Path, rng: random.Random) -> None:
     arch, fields = FAMILIES[name]
     folder = write_tiny_model(tmp_path, arch, seed=11, dtype="bfloat16", **fields)
-    targets = Targets(rng, [3, 40, 60], VOCAB_SIZE)
-    async with running(folder, **SETTINGS) as engine:
-        await targets.run_alone(engine)
-        await targets.check_batches(engine, 12, 60)
+    check_logits(folder, rng, [rng.randint(1, 80) for _ in range(24)], VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("size", ["heads of 256", "9 heads", "14 heads"])
-async def test_heads_of_other_sizes(checkpoint: MakeCheckpoint, size: str, rng: random.Random) -> None:
-    model = checkpoint("llama", "bfloat16", size)
-    targets = Targets(rng, [40, 700, 2100], model.vocab_size)
-    async with running(model.folder, **LARGE, max_num_batched_tokens=1024) as engine:
-        await targets.run_alone(engine)
-        await targets.check_batches(engine, 20, 600)
+def test_heads_of_other_sizes(checkpoint: MakeCheckpoint, size: str, rng: random.Random) -> None:
+    model, lengths = checkpoint("llama", "bfloat16", size), [1, 700, 2100, *(rng.randint(1, 600) for _ in range(9))]
+    check_logits(model.folder, rng, lengths, model.vocab_size, max_model_len=4096, max_num_batched_tokens=8192)
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3"])
@@ -76,7 +84,7 @@ async def test_log_probabilities_of_a_plain_module(checkpoint: MakeCheckpoint, a
     model = checkpoint(arch, "bfloat16", "medium")
     module = plain_module(model.folder)
     worst = 0.0
-    async with running(model.folder, **LARGE) as engine:
+    async with running(model.folder, **LARGE, enforce_eager=True) as engine:
         prompts = [[rng.randrange(model.vocab_size) for _ in range(n)] for n in (2, 17, 400, 1500)]
         how = [params(rng, logprobs=0, prompt_logprobs=0, max_tokens=32) for _ in prompts]
         done = await asyncio.gather(*(engine.generate(*one) for one in zip(prompts, how, strict=True)))
