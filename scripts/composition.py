@@ -116,6 +116,10 @@ SLEEPS = {
     ),
 }
 
+UPDATES = "new weights"
+UPDATED = ("full attention", "sliding windows", STATES, "experts", "16 and 32 bits", "FP8")
+UPDATED += (TENSOR, PIPELINE, REPLICAS, SHARED)
+
 INVARIANT = "`batch_invariant`"
 INVARIANT_TESTS = (
     "tests/models/test_batch_invariant.py::test_logits_have_the_same_bits_alone_and_in_any_batch",
@@ -275,6 +279,13 @@ def of_sleep(row: str, column: str) -> Cell:
     return Cell(row, column, (SLEEPS[column],))
 
 
+def of_updates(row: str, column: str) -> Cell:
+    """Weights of a trainer, for an engine that runs."""
+    if column == "FP8":
+        return Cell(row, column, ("tests/gpu/test_gpu_weight_updates.py::test_the_tokens_of_a_fresh_engine",))
+    return Cell(row, column, ("tests/parallel/test_weight_updates.py::test_tokens_are_those_of_a_fresh_engine",))
+
+
 def of_invariance(row: str, column: str) -> Cell:
     """A request's bits, whatever else is computed."""
     if column in (STATES, FOREIGN, ENCODERS, TENSOR):
@@ -309,6 +320,7 @@ TABLES = {
     of_divided_families: Table("Models and several devices", FAMILIES, DIVISIONS),
     of_divided_formats: Table("Formats and several devices", FORMATS, DIVISIONS),
     of_sleep: Table("Sleep", (SLEEP,), tuple(SLEEPS)),
+    of_updates: Table("Weights from a trainer", (UPDATES,), UPDATED),
     of_invariance: Table("Batch invariance", (INVARIANT,), INVARIANT_WITH),
     of_two_divisions: Table("Divisions", DIVISIONS, DIVISIONS, is_symmetric=True),
 }

@@ -91,6 +91,8 @@ async def replace(engine: AsyncLLM, source: Any, **how: Any) -> str:
         ("qwen3", SIZES | {"tie_word_embeddings": True}, {"pipeline_parallel_size": 2, "dtype": "bfloat16"}),
         ("gpt_oss", {}, {"data_parallel_size": 2}),
         ("llama", SIZES, {"dtype": "bfloat16"}),
+        ("qwen3_next", EXPERTS | {"head_dim": 16, "num_experts_per_tok": 2}, {"kv_cache_memory_bytes": 24 << 20}),
+        ("qwen3_moe", SIZES | EXPERTS, {"data_parallel_size": 2, "enable_expert_parallel": True}),
     ],
     ids=str,
 )
