@@ -111,6 +111,38 @@ async def stuck() -> None:
     await asyncio.sleep(600)
 
 
+async def asleep() -> None:
+    """Its streams stand still, and its workers have given KV back."""
+    engine = await begin()
+    await engine.sleep(level=1)
+    say("asleep")
+    await asyncio.sleep(600)
+
+
+async def asleep_without_workers() -> None:
+    engine = await begin()
+    await engine.sleep(level=2)
+    say("asleep")
+    await asyncio.sleep(600)
+
+
+async def waking() -> None:
+    """It falls asleep and wakes, again and again."""
+    engine = await begin()
+    say("asleep")
+    while True:
+        await engine.sleep(level=2)
+        await engine.wake_up()
+
+
+async def updating() -> None:
+    """Its workers see a piece of its memory in which tensors come."""
+    engine = await begin()
+    await engine.start_weight_update()
+    say("asleep")
+    await asyncio.sleep(600)
+
+
 # -- ends of its own
 
 

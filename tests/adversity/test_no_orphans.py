@@ -81,6 +81,17 @@ def test_a_real_model_goes_with_its_host(word: str, rng: random.Random) -> None:
         check_all_gone(host)
 
 
+@pytest.mark.parametrize("scenario", ["asleep", "asleep_without_workers", "waking", "updating"])
+def test_killed_asleep(scenario: str, rng: random.Random) -> None:
+    """And with weights under way, of which no file has a name."""
+    with Host(scenario, "real") as host:
+        host.until("asleep")
+        assert any("memfd:aengine-weights" in name for name in host.descriptors()) == (scenario == "updating")
+        sleep_a_while(rng, 2.0 if scenario == "waking" else 0.1)
+        host.kill()
+        check_all_gone(host)
+
+
 # -- other ends
 
 
