@@ -49,7 +49,7 @@ WALKED = (*FAMILIES[:-1], *FORMATS[1:], TENSOR)
 WALKED_IN_CODES = (*FAMILIES[:3], FOREIGN, TENSOR)
 """What it walks so with keys and values in FP8."""
 
-WALKED_WITH_ADAPTERS = (*FAMILIES[:4], *FORMATS[1:])
+WALKED_WITH_ADAPTERS = (*FAMILIES[:-1], *FORMATS[1:])
 """What it walks so with requests of which two of three have adapters."""
 
 WALK = "tests/parallel/test_composition.py::test_requests"
@@ -57,6 +57,7 @@ WALK_IN_CODES = "tests/parallel/test_composition.py::test_requests_of_fp8_keys_a
 DIVIDED_CODES = "tests/parallel/test_swapped_workers.py::test_fp8_keys_and_values"
 WALK_WITH_ADAPTERS = "tests/parallel/test_composition.py::test_requests_with_adapters"
 MERGED = "tests/models/test_lora_models.py::test_rows_have_the_logits_of_merged_models"
+MERGED_FOREIGN = "tests/models/test_lora_runner.py::test_a_model_that_transformers_computes"
 MERGED_ENGINES = "tests/models/test_lora_engines.py::test_each_request_is_as_by_a_merged_model"
 ADAPTED_EXPERTS = "tests/models/test_lora_engines.py::test_shared_experts"
 OF_PIPELINES = "tests/parallel/test_pipeline_engine.py::test_any_request"
@@ -159,8 +160,10 @@ def of_requests(row: str, column: str) -> Cell:
 def of_families(row: str, column: str) -> Cell:
     """What a request asks for, of a model."""
     if row == ADAPTERS:
-        if column in (FOREIGN, ENCODERS):
+        if column == ENCODERS:
             return _refused(row, column, "ModelLoadError")
+        if column == FOREIGN:
+            return Cell(row, column, (WALK_WITH_ADAPTERS, MERGED_FOREIGN), note=NO_EXPERTS)
         return Cell(row, column, (WALK_WITH_ADAPTERS, MERGED))
     if column == ENCODERS:
         if row == VECTORS:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapters import merged, write_adapter
+from adapters import ALL, merged, write_adapter
 from tiny import write_tiny_model
+from zoo import write_zoo_model
 
 from aengine.checkpoint.source import resolve_model
 from aengine.config import EngineConfig
@@ -33,7 +34,7 @@ def start(folder: Path, adapters: Mapping[int, Path], **settings: Any) -> Any:
     for slot, path in adapters.items():
         while (state := model.calls["load_lora"](slot, str(path))) == "loading":
             pass
-        assert state == "ready"
+        assert state == "ready", state
     return runner
 
 
@@ -102,3 +103,37 @@ def test_rows_get_the_tokens_of_merged_models(
     found = answers(mixed, again, [{0: 20, 1: 20}, {0: 1, 1: 1}])
     for row, slot in ((0, None), (1, 2)):
         alike(found[row], answers(alone[slot], {0: (requests[0][0], None)}, [{0: 20}, {0: 1}])[0])
+
+
+BY_TRANSFORMERS = {  # model: modules
+    "llama": ALL,  # its layers are computed by ours
+    "gpt_neox": ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"),
+    "qwen3_moe": ALL[:4],
+}
+
+
+@pytest.mark.parametrize("model_type", BY_TRANSFORMERS)
+def test_a_model_that_transformers_computes(tmp_path: Path, rng: random.Random, model_type: str) -> None:
+    folder = tmp_path / "model"
+    write_zoo_model(folder, model_type)
+    settings = {"dtype": "float32", "model_impl": "transformers"}
+    adapters = {i: write_adapter(tmp_path / f"a{i}", folder, rng, 8, BY_TRANSFORMERS[model_type]) for i in (0, 2)}
+    requests: dict[int, Request] = {
+        row: ([rng.randrange(200) for _ in range(length)], slot)
+        for row, length, slot in ((0, 20, 2), (1, 9, 0), (2, 5, None))
+    }
+    steps = [{0: 20, 1: 4}, {0: 1, 1: 5, 2: 5}, *[{1: 1, 0: 1, 2: 1}] * 3, {2: 1}]
+    found = answers(start(folder, adapters, max_lora_expert_rank=0, **settings), requests, steps)
+    for row, (prompt, slot) in requests.items():
+        model = folder if slot is None else merged(tmp_path / f"m{slot}", folder, adapters[slot])
+        alike(found[row], answers(start(model, {}, **settings), {row: (prompt, None)}, steps)[row])
+
+
+def test_layers_that_see_a_part_of_the_tokens_are_not_changed(tmp_path: Path, rng: random.Random) -> None:
+    folder = tmp_path / "model"
+    write_zoo_model(folder, "bamba")
+    settings = {"dtype": "float32", "model_impl": "transformers"}
+    whole = write_adapter(tmp_path / "a", folder, rng, 8, ("o_proj",))
+    start(folder, {0: whole}, **settings)
+    with pytest.raises(AssertionError, match="in_proj, which is none of the matrices"):
+        start(folder, {0: write_adapter(tmp_path / "b", folder, rng, 8, ("in_proj",))}, **settings)

@@ -402,14 +402,10 @@ def ask(row: str, column: str, tiny_model: TinyModel) -> Any:
         return PoolingRequest("embed", ["x"], options=FIELDS[other])
     if row == composition.ADAPTERS:
         settings: dict[str, Any] = {"max_loras": 1, "device": "cpu", "num_threads": 1}
-        is_encoder = column == composition.ENCODERS
-        config = EngineConfig.create(
-            str(tiny_model("llama")), settings | ({} if is_encoder else {"model_impl": "transformers"})
-        )
+        config = EngineConfig.create(str(tiny_model("llama")), settings)
         (rank,) = ranks_of(config)
-        source = resolve_model(config).to_wire()
-        if is_encoder:  # it is refused before its files are read
-            source["hf_config"] = {"model_type": "bert", "architectures": ["BertModel"]}
+        source = resolve_model(config).to_wire()  # an encoder is refused before its files are read
+        source["hf_config"] = {"model_type": "bert", "architectures": ["BertModel"]}
         return load_model(config, source, rank, lambda *report: None)
     if row == composition.INVARIANT:
         return ask_invariant(column, tiny_model)

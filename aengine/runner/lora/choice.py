@@ -23,11 +23,14 @@ def with_loras(
     """Return the formats of weights that adapters may change, if the settings ask for any. Raises ModelLoadError."""
     if not config.num_lora_slots:
         return formats
-    if model_config.implementation != "native":
-        refuse_loras(config, "a model that transformers computes")
     if formats.is_compiled:
         logger.info("steps in which a request has an adapter run op by op, others as a tape")
     rank, expert_rank = config.max_lora_rank or DEFAULT_RANK, config.max_lora_expert_rank or 0
+    if expert_rank and model_config.implementation != "native":
+        raise ModelLoadError(
+            f"max_lora_expert_rank={expert_rank}: a model that transformers computes has no adapters of its experts: "
+            f"leave it at 0"
+        )
     if expert_rank and not model_config.num_experts:
         raise ModelLoadError(f"max_lora_expert_rank={expert_rank}: the model has no experts: leave it out")
     if expert_rank and isinstance(model_config, GptOssConfig) and model_config.is_gguf:
@@ -40,7 +43,8 @@ def with_loras(
             f"max_lora_expert_rank={expert_rank}: replicas that share experts have no adapters of these: "
             f"leave it at 0, or use tensor_parallel_size"
         )
-    sizes = config.num_lora_slots, rank, config.max_num_seqs, formats.dtype, model_config.num_layers
+    num_layers = model_config.num_layers if config.pipeline_parallel_size > 1 else 0
+    sizes = config.num_lora_slots, rank, config.max_num_seqs, formats.dtype, num_layers
     return replace(formats, step_rows=LoraRows(*sizes, platform, expert_rank))
 
 

@@ -30,8 +30,8 @@ _EXPONENTS = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F
 
 class LoraLoader:
     def __init__(self, platform: Platform, max_ranks: tuple[int, int], num_layers: int) -> None:
-        """``max_ranks``: of matrices, and of those of experts; ``num_layers``: of the whole model, some of which may be
-        on other ranks."""
+        """``max_ranks``: of matrices, and of those of experts; ``num_layers``: of the whole model, if some may be on
+        other ranks."""
         self._platform, self._max_ranks, self._num_layers = platform, max_ranks, num_layers
         self._stream = platform.side_stream()
 

@@ -53,7 +53,8 @@ class LoraRows(TokenRows):
         expert_rank: int = 0,
     ) -> None:
         """``num_slots``: adapters that the device has at a time, of at most ``rank``; ``dtype``: of activations;
-        ``num_layers``: of the whole model; ``expert_rank``: the largest of experts' matrices."""
+        ``num_layers``: of the whole model, if some may be other stages'; ``expert_rank``: the largest of matrices of
+        experts."""
         super().__init__()
         self.plan: AdapterPlan  # tokens of the step that is run, if it has an adapter
         self._of_experts: tuple[ExpertPlan, AdapterPlan] | None = None  # pairs of the layer that is run

@@ -33,6 +33,7 @@ from ...layers.norm import RMSNorm
 from ...model_config import ACTIVATIONS
 from ...rope import RopeConfig
 from ...weights.plain import PlainWeight
+from ...weights.weight import Weight
 from . import forms
 from .survey import SurveyedLayer, SurveyedMixer
 
@@ -74,8 +75,9 @@ class FusedLayer:
         self._module = module
         self.layer = replace(layer, q_norm=q_norm, k_norm=k_norm)
         self._norms: list[_Norm] = [read_norm(getattr(module, name)) if name else None for name in astuple(kind)]
-        self._qkv = _pack(matrices[0])
-        self._o = _pack([matrices[1]])
+        self._matrices = matrices
+        self._qkv: Weight = _pack(matrices[0])
+        self._o: Weight = _pack([matrices[1]])
         self._gated = read_gated(module.mlp)
 
     @property
@@ -113,6 +115,15 @@ class FusedLayer:
             return act_and_mul(self._gated.gate_up.multiply(x), self._gated.activation)
         return computed(self._gated.gate_up.gated_after_norm(x, norm, self._gated.activation))
 
+    def wrap(self, wrapped: Callable[[Weight, Sequence[nn.Linear]], Weight]) -> None:
+        """Multiply by what ``wrapped`` returns of each weight and the modules whose matrices it is made of."""
+        self._qkv, self._o = wrapped(self._qkv, self._matrices[0]), wrapped(self._o, [self._matrices[1]])
+        if self._gated is not None:
+            gate_up, down = self._gated.matrices
+            self._gated = replace(
+                self._gated, gate_up=wrapped(self._gated.gate_up, gate_up), down=wrapped(self._gated.down, down)
+            )
+
     def install(self) -> None:
         self._module.forward = self.forward
 
@@ -127,7 +138,7 @@ def _apply(norm: _Norm, x: Tensor) -> tuple[Tensor, RMSNorm | None]:
     return norm(x), None
 
 
-def _add(weight: PlainWeight, residual: Tensor, x: Tensor, norm: _Norm) -> None:
+def _add(weight: Weight, residual: Tensor, x: Tensor, norm: _Norm) -> None:
     """Add norm(product by x) to ``residual``, in place."""
     if norm is None:
         weight.add_to(residual, x)
@@ -294,9 +305,10 @@ def _rms_norm(module: Any) -> RMSNorm:
 class _GatedParts:
     """A feed-forward layer: down(activation(gate(x)) * up(x))."""
 
-    gate_up: PlainWeight
-    down: PlainWeight
+    gate_up: Weight
+    down: Weight
     activation: Activation
+    matrices: tuple[Sequence[nn.Linear], Sequence[nn.Linear]]  # modules of which the two weights are
 
 
 def read_gated(module: Any) -> _GatedParts | None:
@@ -313,7 +325,8 @@ def read_gated(module: Any) -> _GatedParts | None:
     known = {type(ACT2FN[name]): activation for name, activation in ACTIVATIONS.items()}
     if any(type(matrix) is not nn.Linear for matrix in (*first, module.down_proj)) or type(act_fn) not in known:
         return None
-    return _GatedParts(_pack(first), _pack([module.down_proj]), known[type(act_fn)])
+    second = [module.down_proj]
+    return _GatedParts(_pack(first), _pack(second), known[type(act_fn)], (first, second))
 
 
 def _pack(matrices: list[Any]) -> PlainWeight:

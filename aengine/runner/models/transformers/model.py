@@ -12,6 +12,7 @@ from ...layers.attention import AttentionCall, AttentionLayer
 from ...model_config import ModelConfig
 from ...weights.gguf_names import GgufNames
 from ...weights.scope import WeightScope
+from ...weights.step_rows import ROWS_UNSEEN
 from .attention import AttentionSlot, CallSinks, LayerCalls, MixerSlot, listen
 from .check import PlainAttention, check_batch
 from .config import TransformersConfig
@@ -19,6 +20,7 @@ from .fused import fuse_layers
 from .library import build_skeleton
 from .mixers import wrap_mixers
 from .ropes import fix_ropes
+from .step_products import wrap_products
 from .survey import Head, SurveyedLayer, SurveyedMixer, find_trunk, trunk_inputs
 from .weights import CheckpointWeights
 
@@ -83,6 +85,9 @@ class TransformersModel:
         self.fused = {"layers": len(fused), "feed_forward": sum(layer.has_feed_forward for layer in fused)}
         if fused:
             logger.info("%d of %d layers are computed by ours in place of transformers'", len(fused), len(self._layers))
+        step_rows = self.weights.formats.step_rows
+        if step_rows is not ROWS_UNSEEN:
+            wrap_products(self.module, fused, step_rows, lambda: compute(ids, positions), len(ids))
         listen(self.module, self._calls)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
