@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from adapters import merged, write_adapter
-from gpu_models import SHARED_GPU, Checkpoint
+from gpu_models import Checkpoint
 from test_gpu_engine import running
 
 from aengine import AsyncLLM, SamplingParams
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("shared_gpu")]
+pytestmark = pytest.mark.gpu
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.0, logprobs=1)
 Answer = tuple[list[int], list[float]]
 
@@ -72,7 +72,7 @@ async def test_the_tokens_of_merged_models(
     }
     prompts = [[rng.randrange(250) for _ in range(rng.randint(3, 60))] for _ in range(6)]
     asked = [(prompt, name) for prompt in prompts for name in (None, *paths)]
-    settings: dict[str, Any] = SHARED_GPU | {"dtype": dtype}
+    settings: dict[str, Any] = {"dtype": dtype}
     wanted: dict[str | None, list[Answer]] = {}
     for name in (None, *paths):
         model = base if name is None else merged(tmp_path / f"merged-{name}", base, paths[name])
@@ -97,7 +97,7 @@ async def test_many_tokens_have_adapters_of_experts(
     base = checkpoint("qwen3_moe", size="long").folder
     paths = {name: write_adapter(tmp_path / name, base, rng, 5, is_stacked=name == "b") for name in "ab"}
     prompts = [[rng.randrange(250) for _ in range(1200)] for _ in range(4)]
-    settings: dict[str, Any] = SHARED_GPU | {"max_model_len": 2048, "max_num_batched_tokens": 4096}
+    settings: dict[str, Any] = {"max_model_len": 2048, "max_num_batched_tokens": 4096}
     settings |= {"kv_cache_memory_bytes": 1 << 28}
     async with running(base, **settings, loras={name: str(path) for name, path in paths.items()}) as engine:
         found = {name: await asyncio.gather(*(answer(engine, one, name) for one in prompts)) for name in "ab"}

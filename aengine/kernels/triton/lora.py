@@ -35,7 +35,8 @@ _SPANS = ((8, 128), (33, 512), (132, 2048), (1 << 30, 1 << 30))
 kernel of its own to be compiled. All of these are compiled ahead."""
 _MOST_PIECES = 32
 _BLOCK_M = (16, 64)
-_BLOCK_K, _BLOCK_N, _BLOCK_R = 128, 128, 64
+_BLOCK_K, _BLOCK_R = 128, 64
+_BLOCK_N = {16: 256, 64: 128}
 _FEW = 512  # tokens, up to which blocks are small
 _BLOCK_M_OF_PAIRS = (1, 64)
 _FEW_PAIRS = 2048  # pairs, up to which each is a block by itself
@@ -134,9 +135,16 @@ def _shrink_to(
         NORM=norm is not None,
         STAGES=3,
         **_of_blocks(plan, block_m),
-        num_warps=2 if block_m <= _BLOCK_M[0] else 4,
+        num_warps=_warps(rows, block_m, plan),
     )
     return out
+
+
+def _warps(rows: int, block_m: int, plan: AdapterPlan) -> int:
+    """Return what was the fastest on an H100: one warp for 16 rows of A, but as many as can be where one token's few
+    programs have the GPU to themselves."""
+    is_alone = len(plan.slots) <= (1 if plan.weights is None else 8)
+    return 4 if is_alone or block_m > _BLOCK_M[0] else _block(rows, _BLOCK_R) // 16
 
 
 def _of_blocks(plan: AdapterPlan, block_m: int) -> dict[str, object]:
@@ -193,8 +201,9 @@ def _launch_expand(
     sizes = (size // 2,) if activation is not None else matrices.sizes
     # Of gate and up each half is a part, or both are of one.
     assert activation is None or len(matrices.sizes) == 1 or matrices.sizes == (size // 2, size // 2)
+    wide = _BLOCK_N[max(block_m, _BLOCK_M[0])]
     is_narrow = out.element_size() == 4 or len(plan.slots) == 1  # more programs read what there is of one token
-    block_n = _block(max(sizes), _BLOCK_N // 2 if is_narrow else _BLOCK_N)
+    block_n = _block(max(sizes), 64 if is_narrow else wide)
     launch(
         _expand,
         (len(plan.block_slots), sum(triton.cdiv(own, block_n) for own in sizes)),

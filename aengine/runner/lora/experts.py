@@ -9,7 +9,7 @@ from torch import Tensor
 from ...kernels.expert_gate import gate_experts
 from ...kernels.expert_types import ExpertGate, ExpertPlan
 from ...kernels.grouped_codes import CodeKind
-from ...kernels.lora import AdapterPlan, add_pairs, expand, shrink
+from ...kernels.lora import AdapterPlan, add_pairs, expand, expand_gated, shrink
 from ...kernels.rms_norm import rms_norm
 from ..weights.weight import ExpertWeights, Norm
 from .matrices import ExpertMatrices
@@ -54,7 +54,11 @@ class LoraExperts(ExpertWeights):
     def gated_after_norm(self, x: Tensor, norm: Norm, plan: ExpertPlan, gate: ExpertGate) -> Tensor:
         if not self._rows.kind:
             return self._inner.gated_after_norm(x, norm, plan, gate)
-        return gate_experts(self.multiply(rms_norm(x, norm.weight, norm.eps), plan), gate)
+        x = rms_norm(x, norm.weight, norm.eps)
+        if (pairs := self._pairs(plan)) is None or gate.kind == "clamped_swiglu" or gate.is_interleaved:
+            return gate_experts(self.multiply(x, plan), gate)
+        h = shrink(x, None, self._matrices, pairs, plan.shape.top_k)
+        return expand_gated(self._inner.multiply(x, plan), h, self._matrices, pairs, gate.kind)
 
     def add_to(self, residual: Tensor, hidden: Tensor, plan: ExpertPlan) -> None:
         self._inner.add_to(residual, hidden, plan)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from math import prod
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -67,13 +69,16 @@ class SlotMatrices:
         rank: int,
         dtype: torch.dtype,
         device: torch.device,
+        count: int = 1,
     ) -> None:
+        """``count``: experts, each of which has such a weight."""
         self._parts, self._columns, self._rank = parts, columns, rank
         own = tuple(sizes(rows)[0] for rows in parts.values())
+        self._count = count
         starts = torch.tensor([sum(own[:i]) for i in range(len(own) + 1)], dtype=torch.int32, device=device)
         self.tensors = AdapterMatrices(
-            torch.zeros(num_slots, len(own) * rank, sizes(columns)[0], dtype=dtype, device=device),
-            torch.zeros(num_slots, sum(own), rank, dtype=dtype, device=device),
+            torch.zeros(num_slots * count, len(own) * rank, sizes(columns)[0], dtype=dtype, device=device),
+            torch.zeros(num_slots * count, sum(own), rank, dtype=dtype, device=device),
             starts,
             own,
         )
@@ -89,17 +94,25 @@ class SlotMatrices:
 
     def fill(self, slot: int, read: Read, copy: Copy) -> None:
         """Set a slot."""
-        a, b, first = self.tensors.a[slot], self.tensors.b[slot], 0
-        for i, (name, rows) in enumerate(self._parts.items()):
-            size, found = self.tensors.sizes[i], read(name)
-            new_a, new_b = _zeros(self._rank, a.shape[1], a.dtype), _zeros(size, self._rank, b.dtype)
-            if found is not None:
-                of_rows, of_columns = part_of(rows, 0, len(found.b)), part_of(self._columns, 1, found.a.shape[1])
-                _put(new_a, found.a if of_columns is None else of_columns.of(found.a), 1.0)
-                _put(new_b, found.b if of_rows is None else of_rows.of(found.b), found.scale)
-            copy(a[i * self._rank : (i + 1) * self._rank], new_a)
-            copy(b[first : first + size], new_b)
+        own = slice(slot * self._count, (slot + 1) * self._count)
+        a, b, first = self.tensors.a[own], self.tensors.b[own], 0
+        new_a, new_b = _zeros(a.shape, a.dtype), _zeros(b.shape, b.dtype)
+        for i, (rows, found) in enumerate(zip(self._parts.values(), self._factors(read), strict=True)):
+            size = self.tensors.sizes[i]
+            for place, one in enumerate(found):
+                if one is None:
+                    continue
+                of_rows, of_columns = part_of(rows, 0, len(one.b)), part_of(self._columns, 1, one.a.shape[1])
+                to_a, to_b = new_a[place, i * self._rank :], new_b[place, first : first + size]
+                _put(to_a, one.a if of_columns is None else of_columns.of(one.a), 1.0)
+                _put(to_b, one.b if of_rows is None else of_rows.of(one.b), one.scale)
             first += size
+        copy(a.flatten(0, 1), new_a.flatten(0, 1))
+        copy(b.flatten(0, 1), new_b.flatten(0, 1))
+
+    def _factors(self, read: Read) -> list[list[Factors | None]]:
+        """Return what the adapter has for each part, and of that for each expert."""
+        return [[read(name)] for name in self._parts]
 
 
 class ExpertMatrices(SlotMatrices):
@@ -119,7 +132,7 @@ class ExpertMatrices(SlotMatrices):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        super().__init__(parts, columns, num_slots * experts.size, rank, dtype, device)
+        super().__init__(parts, columns, num_slots, rank, dtype, device, experts.size)
         self._experts = experts
         first = next(iter(parts))
         is_gate_up = len(parts) > 1 or first.endswith(f".{GATE_UP}")
@@ -132,21 +145,17 @@ class ExpertMatrices(SlotMatrices):
         rows = {name: sizes(own)[1] for name, own in self._parts.items()}
         return {name: (size, columns, count) for name, size in (rows | {self._stack: sum(rows.values())}).items()}
 
-    def fill(self, slot: int, read: Read, copy: Copy) -> None:
-        whole, first = read(self._stack), 0
-        rows: dict[str, slice] = {}
-        for name, (count, *_) in super().shapes.items():
-            rows[name] = slice(first, first + count)
-            first += count
-        for index, expert in enumerate(range(*self._experts.range)):
-
-            def of_expert(name: str, expert: int = expert) -> Factors | None:
-                own = read(name_of_expert(name, expert))
-                if own is not None and whole is not None:
-                    raise ModelLoadError(f"it changes {name:.200} twice, by two of its names")
-                return own if whole is None else whole.of(expert, rows[name])
-
-            super().fill(slot * self._experts.size + index, of_expert, copy)
+    def _factors(self, read: Read) -> list[list[Factors | None]]:
+        experts = range(*self._experts.range)
+        each = [[read(name_of_expert(name, expert)) for expert in experts] for name in self._parts]
+        whole = read(self._stack)
+        if whole is None:
+            return each
+        if any(one for of_part in each for one in of_part):
+            raise ModelLoadError(f"it changes {self._stack:.200} twice, by two of its names")
+        ends = list(accumulate(sizes(rows)[1] for rows in self._parts.values()))
+        rows = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+        return [[whole.of(expert, own) for expert in experts] for own in rows]
 
 
 def row_pieces(tensor: Tensor) -> Iterator[slice]:
@@ -156,9 +165,9 @@ def row_pieces(tensor: Tensor) -> Iterator[slice]:
         yield slice(begin, begin + rows)
 
 
-def _zeros(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    content = np.zeros(rows * columns * dtype.itemsize, dtype=np.uint8)  # memory of zeros, which nobody has to write
-    return torch.from_numpy(content).view(dtype).view(rows, columns)
+def _zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    content = np.zeros(prod(shape) * dtype.itemsize, dtype=np.uint8)  # memory of zeros, which nobody has to write
+    return torch.from_numpy(content).view(dtype).view(*shape)
 
 
 def _put(to: Tensor, new: Tensor, scale: float) -> None:
