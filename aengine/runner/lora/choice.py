@@ -43,7 +43,7 @@ def with_loras(
             f"max_lora_expert_rank={expert_rank}: replicas that share experts have no adapters of these: "
             f"leave it at 0, or use tensor_parallel_size"
         )
-    num_layers = model_config.num_layers if config.pipeline_parallel_size > 1 else 0
+    num_layers = model_config.num_layers if model_config.implementation == "native" else 0  # others are whole
     sizes = config.num_lora_slots, rank, config.max_num_seqs, formats.dtype, num_layers
     return replace(formats, step_rows=LoraRows(*sizes, platform, expert_rank))
 
