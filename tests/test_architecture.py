@@ -571,7 +571,7 @@ BUDGETS = {
     "kernels": 17400,
     "limits": 720,
     "remote": 1700,
-    "runner": 25900,
+    "runner": 26050,
     "server": 7050,
     "telemetry": 1200,
     "testing": 815,
