@@ -190,7 +190,7 @@ def _begin_part(ROWS: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def _attend(
-    q, base, blocks, strides, j, last, position, scale, top, total, acc,
+    q, base, blocks, strides, j, lowest, last, position, scale, top, total, acc,
     D: tl.constexpr, DP: tl.constexpr, BLOCK_SIZE: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):  # fmt: skip
@@ -199,6 +199,8 @@ def _attend(
     t = j + tl.arange(0, BN)
     d = tl.arange(0, DP)
     known = t < last
+    if WINDOW > 0:  # blocks before the window are others' by now: what they hold may be anything
+        known = known & (t >= lowest)
     block = tl.load(blocks + t // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
     place = (base + block * stride_block + (t % BLOCK_SIZE) * stride_token)[:, None] + d[None, :]
     real = known[:, None] & (d < D)[None, :]
@@ -268,12 +270,12 @@ def _invariant_tiles(
         part_top, part_total, part_acc = _begin_part(BM, DP)
         last = tl.minimum(seq_len, begin + QUERIES)
         size = _part_size(begin, LEAST, MOST, WINDOW)
-        lowest = 0
+        lowest = 0  # the first key that any of these queries sees
         if WINDOW > 0:
-            lowest = tl.maximum(0, begin - WINDOW + 1) // BN * BN
-        for j in tl.range(lowest, last, BN, num_stages=STAGES):
+            lowest = tl.maximum(0, begin + tl.maximum(0, -first_query) - WINDOW + 1)
+        for j in tl.range(lowest // BN * BN, last, BN, num_stages=STAGES):
             part_top, part_total, part_acc = _attend(
-                tile, base, blocks, strides, j, last, position, scale, part_top, part_total, part_acc,
+                tile, base, blocks, strides, j, lowest, last, position, scale, part_top, part_total, part_acc,
                 D, DP, BLOCK_SIZE, BN, WINDOW, SOFTCAP,
             )  # fmt: skip
             if (j + BN) % size == 0 or j + BN >= last:
@@ -324,7 +326,7 @@ def _invariant_parts(
     strides = (stride_block, stride_token, stride_kv)
     for j in tl.range(begin, end, BN, num_stages=STAGES):
         top, total, acc = _attend(
-            tile, base, blocks, strides, j, seq_len, g * 0 + seq_len - 1, scale, top, total, acc,
+            tile, base, blocks, strides, j, lowest, seq_len, g * 0 + seq_len - 1, scale, top, total, acc,
             D, DP, BLOCK_SIZE, BN, WINDOW, SOFTCAP,
         )  # fmt: skip
     out += query.to(tl.int64) * (H * D)
