@@ -86,7 +86,7 @@ class LoraExecutor(FakeExecutor):
         name = Path(path).name
         self.num_loads += self.slots.get(slot) != name
         if name == self.is_bad:
-            return ["refused: its numbers are no numbers"]
+            return [f"refused: {path} has numbers that are none"]
         if name in self.loads and not self.loads[name].is_set():
             self.slots.pop(slot, None)
             return ["loading"]
@@ -216,7 +216,7 @@ async def test_what_a_worker_refuses_fails_those_who_asked(make: Make, adapters:
         engine.executor.is_bad = "c"
         results = await asyncio.gather(*(ask(engine, name) for name in "cacb"), return_exceptions=True)
         errors = [one for one in results if isinstance(one, InvalidRequestError)]
-        assert [str(one) for one in errors] == ["lora 'c': its numbers are no numbers"] * 2 and errors[0] is not errors[
+        assert [str(one) for one in errors] == ["lora 'c': its folder has numbers that are none"] * 2 and errors[0] is not errors[
             1
         ]
         assert [one for one in results if isinstance(one, str)] == ["a", "b"]

@@ -219,6 +219,22 @@ async def test_a_worker_dies_asleep(make: Make) -> None:
         await settled(engine)
 
 
+async def test_workers_that_fail_as_they_are_woken_are_ended(make: Make) -> None:
+    async def fails(workers: Any) -> None:
+        raise EngineError("it has no weights")
+
+    async with make(fake=SLOW) as engine:
+        worker = core_of(engine).replicas[0].worker
+        await engine.sleep(level=2)
+        before, worker.on_restarted = worker.on_restarted, fails
+        for _ in range(3):
+            with pytest.raises(EngineError, match="no weights"):
+                await engine.wake_up()
+        assert len(Sleeper.made) == 4 and all(one.failure is not None for one in Sleeper.made)
+        worker.on_restarted = before
+        assert len((await engine.generate([1], tokens(2))).token_ids) == 2
+
+
 async def test_a_worker_dies_between_tags(make: Make) -> None:
     """Its weights sleep again, as those of a worker that dies asleep."""
     async with make(fake=SLOW) as engine:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -284,6 +285,32 @@ async def test_workers_die(models: tuple[Path, Path]) -> None:
         await engine.start_weight_update()
     with pytest.raises(EngineClosedError):
         await engine.finish_weight_update()
+
+
+async def test_a_folder_goes_with_the_worker(models: tuple[Path, Path], tmp_path: Path) -> None:
+    """As trainers do that keep the last few: the engine waits for weights, and no stream is lost."""
+    first, second = models
+    async with AsyncLLM(first, **SETTINGS) as engine:
+        before, wanted = await tokens(engine), await fresh(second)
+        for is_asleep in (False, True):
+            folder = shutil.copytree(second, tmp_path / "step", dirs_exist_ok=True)
+            await replace(engine, folder)
+            running = asyncio.create_task(engine.generate(PROMPT, GREEDY.replace(max_tokens=150)))
+            await until_running(engine, 1)
+            shutil.rmtree(folder)
+            if is_asleep:
+                await engine.sleep(level=2)
+                await engine.wake_up()
+            else:
+                os.kill(core_of(engine).replicas[0].worker.executor.workers[0].pid, signal.SIGKILL)
+            await until(lambda: engine.state == "paused")
+            with pytest.raises(InvalidRequestError, match="can't be read again"):
+                await engine.resume()
+            await replace(engine, state_of(first))
+            assert len((await running).token_ids) == 150 and await tokens(engine) == before
+            await replace(engine, second)
+            assert await tokens(engine) == wanted
+        await settled(engine)
 
 
 async def test_between_sleeping_and_waking(models: tuple[Path, Path]) -> None:

@@ -34,12 +34,14 @@ async def load_into(workers: Workers, slot: int, lora: Lora) -> None:
             raise EngineOverloadedError(f"{late}; one that hangs is replaced: try again", retry_after=1.0) from None
         for state in states:
             if state.startswith("refused: "):
-                raise InvalidRequestError(f"lora {shown(lora.name)}: {state.removeprefix('refused: ')}", param="lora")
+                # Whose request it is may not know where the adapter lies.
+                why = state.removeprefix("refused: ").replace(lora.files.path, "its folder")
+                raise InvalidRequestError(f"lora {shown(lora.name)}: {why}", param="lora")
         if all(state == "ready" for state in states):
             return
         if loop.time() > end:
             raise InvalidRequestError(
-                f"lora {shown(lora.name)}: {lora.files.path} was not read within {_MOST_SECONDS:g} s: pin_lora "
+                f"lora {shown(lora.name)}: its files were not read within {_MOST_SECONDS:g} s: pin_lora "
                 f"loads it ahead, and a copy on a disk of this machine is read in less",
                 param="lora",
             )

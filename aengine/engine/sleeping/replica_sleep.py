@@ -79,6 +79,7 @@ class ReplicaSleep:
         if "weights" not in tags or not is_wanted():
             return
         if (error := await self._worker.start_another()) is not None:
+            await self._worker.executor.aclose(0)  # it may have run before it failed
             raise error
         assert self._parked is not None
         self._parked.set_result(None)

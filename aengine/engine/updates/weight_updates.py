@@ -181,7 +181,10 @@ class WeightUpdates:
                 await self._undo(others, is_asked=False)
             if self._is_kept and self._path is not None:
                 how = "load_weights", [self._path], LONG_CALL_SECONDS
-                await _checked([self._call_of(workers, replica, *how)])
+                try:
+                    await _checked([self._call_of(workers, replica, *how)])
+                except InvalidRequestError as error:
+                    self._lose(f"version {self.versions.current} can't be read again: {error}")
             elif not self._is_kept:
                 self._lose(f"version {self.versions.current} came as tensors, and a worker that had it has ended")
 
