@@ -30,19 +30,17 @@ async def test_the_same_tokens(models: Callable[[str], Model], tmp_path: Path) -
     both. With too few blocks for all, and a worker that is killed."""
     model, settings = models("llama"), SETTINGS | {"tensor_parallel_size": 2}
     folder = write_tiny_model(tmp_path / "other", "qwen2", seed=5, num_key_value_heads=1, num_hidden_layers=2)
-    async with running(model, **settings) as engine:
+    async with running(model, **SETTINGS) as engine:
         expected = await answers(engine, 3)
     async with running(model, **settings, **drafted_by(folder)) as engine:
-        assert await answers(engine, 3) == expected
-        statistics = engine.statistics()
-        drafts = {each.proposer: each for each in statistics.drafts}["draft_model"]
-        assert drafts.drafted_tokens > 100
         task = asyncio.create_task(answers(engine, 3))
-        while engine.statistics().drafted_tokens < statistics.drafted_tokens + 50:
+        while engine.statistics().drafted_tokens < 100:
             await asyncio.sleep(0.001)
         os.kill(engine.describe()["pid"], signal.SIGKILL)
         assert await task == expected
-        assert engine.statistics().num_restarts == 1
+        statistics = engine.statistics()
+        drafts = {each.proposer: each for each in statistics.drafts}["draft_model"]
+        assert drafts.drafted_tokens > 150 and statistics.num_restarts == 1
         assert engine.describe()["proposer"]["num_bytes"] > 0
 
 

@@ -20,10 +20,10 @@ from aengine.engine.speculation.budget import DraftBudget
 __all__ = ["models", "one_thread"]  # fixtures
 
 
-def make_work(seed: int) -> list[tuple[list[int], SamplingParams]]:
+def make_work(seed: int, count: int = 14) -> list[tuple[list[int], SamplingParams]]:
     """Requests of any kind. Half of the prompts repeat themselves; tiny models say the same over and over, too."""
     rng, work = random.Random(seed), []
-    for i in range(14):
+    for i in range(count):
         prompt = [rng.randrange(320) for _ in range(rng.randint(1, 20))] * rng.choice([1, 2])
         max_tokens = rng.randint(10, 50)
         params = SamplingParams(
@@ -48,8 +48,9 @@ def essence(completion: Completion) -> Any:
     return [(choice.token_ids, choice.finish_reason, len(choice.logprobs or ())) for choice in completion.choices]
 
 
-async def answers(engine: AsyncLLM, seed: int) -> list[Any]:
-    return [essence(c) for c in await asyncio.gather(*(engine.generate(*one) for one in make_work(seed)))]
+async def answers(engine: AsyncLLM, *seed_and_count: int) -> list[Any]:
+    work = (engine.generate(*one) for one in make_work(*seed_and_count))
+    return [essence(c) for c in await asyncio.gather(*work)]
 
 
 @pytest.fixture(autouse=True)

@@ -99,7 +99,6 @@ async def test_a_head_is_right_as_often_as_its_reference(
     prompt = [rng.randrange(VOCAB_SIZE) for _ in range(20)]
     greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
     few: dict[str, Any] = {"max_leased_steps": 0, "kv_cache_memory_bytes": MIB // 4, "max_num_seqs": 6}
-    few["tensor_parallel_size"] = num_ranks
     async with running(model, **few) as engine:
         own = (await engine.generate(prompt, greedy)).token_ids
         others = await answers(engine, 3) if kind == WITH_OTHERS else None
@@ -115,7 +114,8 @@ async def test_a_head_is_right_as_often_as_its_reference(
     target, how = write(tmp_path, model.folder, judge)
     model = copy(model)
     model.folder = target
-    async with running(model, **few, speculation=how | {"tokens": DRAFTED}) as engine:
+    few |= {"tensor_parallel_size": num_ranks, "speculation": how | {"tokens": DRAFTED}}
+    async with running(model, **few) as engine:
         assert (await engine.generate(prompt, greedy)).token_ids == own
         steps, drafted = len(found), engine.statistics().drafted_tokens
         if others is not None:
