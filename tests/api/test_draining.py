@@ -359,7 +359,7 @@ async def test_a_worker_that_writes_a_profile_is_not_hung(
 ) -> None:
     async with make_engine(hang_timeout=0.3, fake=SLOW) as engine:
         await engine.generate([1], tokens(2))
-        task = begin(engine, tokens(40))[0]
+        task = begin(engine, tokens(20))[0]
         await running(engine)
         executor: Any = engine.executor  # type: ignore[attr-defined]
         held: list[Any] = []
@@ -369,7 +369,7 @@ async def test_a_worker_that_writes_a_profile_is_not_hung(
             """As the worker does it: neither steps nor heartbeats meanwhile, and then what was asked before."""
             monkeypatch.setattr(executor, "answer_later", lambda *answer: held.append(answer))
             executor.is_hung = True
-            await asyncio.sleep(1.0)  # as long as the call takes: longer than the watchdog waits
+            await asyncio.sleep(0.6)  # as long as the call takes: twice as long as the watchdog waits
             executor.is_hung = False
             monkeypatch.setattr(executor, "answer_later", answer_later)
             for answer in held:
@@ -378,7 +378,7 @@ async def test_a_worker_that_writes_a_profile_is_not_hung(
 
         monkeypatch.setattr(executor, "call", call)
         assert await getattr(engine, method)() == "/trace"
-        assert len((await task).token_ids) == 40
+        assert len((await task).token_ids) == 20
         assert held and engine.statistics().num_restarts == 0
         executor.is_hung = True  # from now on it is
         assert len((await begin(engine, tokens(5))[0]).token_ids) == 5

@@ -96,7 +96,7 @@ async def test_bad_calls_and_ends(make: Make) -> None:
             await engine.pause(wrong)
         with pytest.raises(InvalidRequestError, match="takes no new weights"):
             await engine.start_weight_update()
-        (task,) = begin(engine, 1, tokens(900))
+        (task,) = begin(engine, 1, tokens(100))
         await until_running(engine)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
@@ -109,9 +109,9 @@ async def test_bad_calls_and_ends(make: Make) -> None:
         assert await engine.pause("keep") and await engine.drain(0) is False and engine.state == "draining"
         with pytest.raises(EngineClosedError, match="draining"):
             await engine.pause("keep")
-        assert len((await task).token_ids) == 900
+        assert len((await task).token_ids) == 100
         await engine.resume()
-        (task,) = begin(engine, 1, tokens(900))
+        (task,) = begin(engine, 1, tokens(100))
         await until_running(engine)
         assert await engine.pause("keep")
         pausing = asyncio.create_task(engine.pause("wait"))

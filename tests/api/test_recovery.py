@@ -278,7 +278,7 @@ async def test_a_worker_that_hangs_is_replaced(make_engine: Make) -> None:
 async def test_a_worker_that_waits_for_a_grammar_does_not_hang(
     make_engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fill, slow = LLGuidanceMatcher.fill, [0.8, 0.8]
+    fill, slow = LLGuidanceMatcher.fill, [0.5, 0.5]
 
     def slowly(self: LLGuidanceMatcher, bitmask: Any, row: int) -> None:
         if slow and self._token_ids:

@@ -32,26 +32,24 @@ def make(make_engine: Make, request: pytest.FixtureRequest) -> Make:
     return lambda **config: make_engine(**(settings | config))
 
 
-@pytest.mark.parametrize("kind", ["never read", "left off", "chat"])
-async def test_what_nobody_reads_ends(make: Make, kind: str) -> None:
+async def test_what_nobody_reads_ends(make: Make) -> None:
+    """Never read, left off, and a chat."""
     async with make(unread_timeout=0.4) as engine:
-        if kind == "chat":
-            out: Any = engine.stream_chat([{"role": "user", "content": "Hello"}], ENDLESS)
-        else:
-            out = engine.stream([1], ENDLESS)
-        if kind == "left off":
-            async for token in out:
-                if token.position == 5:
-                    break
-        await until(lambda: engine.statistics().num_failed == 1)
-        assert engine.statistics().generated_tokens < 900
-        assert "tokens" in repr(out) or kind == "chat"
-        seen: list[Any] = []
-        with pytest.raises(DeadlineExceededError, match=r"unread_timeout=0.4 s.*Out\[\]") as caught:
-            while True:  # what had come is still delivered
-                seen.append(await anext(out))
-        assert seen and caught.value.deadline == 0.4
-        assert caught.value.completion is not None and caught.value.completion.text
+        outs: list[Any] = [engine.stream([1], ENDLESS), engine.stream([1], ENDLESS)]
+        outs.append(engine.stream_chat([{"role": "user", "content": "Hello"}], ENDLESS))
+        async for token in outs[1]:
+            if token.position == 5:
+                break
+        await until(lambda: engine.statistics().num_failed == 3)
+        assert engine.statistics().generated_tokens < 3 * 900
+        assert all("tokens" in repr(out) for out in outs[:2])
+        for out in outs:
+            seen: list[Any] = []
+            with pytest.raises(DeadlineExceededError, match=r"unread_timeout=0.4 s.*Out\[\]") as caught:
+                while True:  # what had come is still delivered
+                    seen.append(await anext(out))
+            assert seen and caught.value.deadline == 0.4
+            assert caught.value.completion is not None and caught.value.completion.text
 
 
 async def test_what_somebody_reads_goes_on(make: Make) -> None:
@@ -76,9 +74,9 @@ async def test_what_somebody_reads_goes_on(make: Make) -> None:
 
 
 async def test_a_stream_that_has_ended_is_kept(make: Make) -> None:
-    async with make(unread_timeout=0.2, fake={}) as engine:
+    async with make(unread_timeout=0.1, fake={}) as engine:
         stream = engine.stream([1], ENDLESS.replace(max_tokens=5))
-        await asyncio.sleep(1)  # five times the timeout, which is what is tested here
+        await asyncio.sleep(0.5)  # five times the timeout, which is what is tested here
         assert len([token async for token in stream]) == 5
 
 

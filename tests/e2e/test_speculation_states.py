@@ -88,7 +88,7 @@ async def test_heads_draft_for_models_with_states(name: str, methods: tuple[str,
     write_tiny_model(other, "llama", seed=5, num_hidden_layers=1)
     add_mtp_layer(folder)
     model: Any = SimpleNamespace(folder=folder)
-    settings: dict[str, Any] = {"kv_cache_memory_bytes": MIB, "max_num_seqs": 6, "tensor_parallel_size": 2}
+    settings: dict[str, Any] = {"kv_cache_memory_bytes": MIB // 24, "max_num_seqs": 6, "tensor_parallel_size": 2}
     last = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
     read = {"eagle_aux_hidden_state_layer_ids": [0, last - 1, last]}
     table = torch.zeros(VOCAB_SIZE, SIZES["hidden_size"])
@@ -99,7 +99,8 @@ async def test_heads_draft_for_models_with_states(name: str, methods: tuple[str,
         alone = {"tensor_parallel_size": 1} if speculation == "none" else {}
         async with running(model, speculation=speculation, **settings | alone) as engine:
             outcomes.append(await answers(engine, 3, 8))
-            assert speculation == "none" or engine.statistics().drafted_tokens > 100
+            statistics = engine.statistics()
+            assert statistics.num_preemptions and (speculation == "none" or statistics.drafted_tokens > 100)
     assert all(each == outcomes[0] for each in outcomes)
 
 

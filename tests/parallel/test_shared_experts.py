@@ -101,7 +101,7 @@ async def test_a_call_that_takes_longer_on_one_replica(model: Path) -> None:
     settings = {"hang_timeout": 2.5, "worker_extension": "test_shared_experts:Slow"}
     async with AsyncLLM(model, **SETTINGS | SHARED | settings) as engine:
         await engine.generate([50, 51], GREEDY)
-        call = asyncio.create_task(engine.collective_rpc("hold", 6.0))
+        call = asyncio.create_task(engine.collective_rpc("hold", 3.5))
         await asyncio.sleep(0.1)  # the call has begun, most likely
         assert len((await engine.generate([50, 51], GREEDY)).token_ids) == GREEDY.max_tokens
         assert await call == [0, 1]
