@@ -288,16 +288,19 @@ async def test_workers_die(models: tuple[Path, Path]) -> None:
 
 
 async def test_a_folder_goes_with_the_worker(models: tuple[Path, Path], tmp_path: Path) -> None:
-    """As trainers do that keep the last few: the engine waits for weights, and no stream is lost."""
+    """Or has other weights, as trainers keep the last few, or one: the engine waits for weights, and no stream is
+    lost."""
     first, second = models
     async with AsyncLLM(first, **SETTINGS) as engine:
         before, wanted = await tokens(engine), await fresh(second)
-        for is_asleep in (False, True):
+        for is_asleep, is_written_over in ((False, False), (True, False), (False, True)):
             folder = shutil.copytree(second, tmp_path / "step", dirs_exist_ok=True)
             await replace(engine, folder)
             running = asyncio.create_task(engine.generate(PROMPT, GREEDY.replace(max_tokens=150)))
             await until_running(engine, 1)
             shutil.rmtree(folder)
+            if is_written_over:
+                shutil.copytree(first, folder, copy_function=shutil.copy)
             if is_asleep:
                 await engine.sleep(level=2)
                 await engine.wake_up()

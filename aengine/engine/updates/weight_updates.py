@@ -56,6 +56,7 @@ class WeightUpdates:
         self.checksum = ""  # a sum over what came with the current version as tensors
         self._lock = asyncio.Lock()  # held by calls of workers
         self._path: str | None = None  # where the current version can be read; None: the checkpoint of the start
+        self._stamp: Any = None  # what was there then
         self._is_kept = True  # whether it can be read there
         self._num_finished = 0
         self._group: tuple[str, int] | None = None  # where the workers have met a trainer's group
@@ -67,6 +68,7 @@ class WeightUpdates:
         self._is_open = self._has_tensors = self._has_replaced = False
         self._problem = ""  # why the update can only be aborted
         self._new_path: str | None = None
+        self._new_stamp: Any = None
         self._window: Window | None = None
 
     # -- the caller's calls
@@ -105,9 +107,10 @@ class WeightUpdates:
                 source = source.checked()
             self._problem = "a call of update_weights was cancelled or failed: abort_weight_update(), then begin again"
             if isinstance(source, str):
-                await self._call("check_weights", source, timeout=timeout)
+                replies = await self._call("check_weights", source, timeout=timeout)
+                self._new_stamp = replies[0].get("stamp")
                 self._has_replaced = True
-                await self._call("load_weights", source, timeout=timeout)
+                await self._call("load_weights", source, self._new_stamp, timeout=timeout)
                 self._new_path = source
             else:
                 self._has_tensors = True
@@ -155,9 +158,9 @@ class WeightUpdates:
             self._num_finished += 1
             self.versions.change(str(self._num_finished) if version is None else version)
             if self._has_tensors:
-                self._is_kept, self._path = False, None
+                self._is_kept, self._path, self._stamp = False, None, None
             elif self._new_path is not None:
-                self._is_kept, self._path = True, self._new_path
+                self._is_kept, self._path, self._stamp = True, self._new_path, self._new_stamp
             self._lost = ""
             self._end()
         return self.versions.current
@@ -180,7 +183,7 @@ class WeightUpdates:
                 others = [one for one in self._replicas if one is not replica and one.state == "running"]
                 await self._undo(others, is_asked=False)
             if self._is_kept and self._path is not None:
-                how = "load_weights", [self._path], LONG_CALL_SECONDS
+                how = "load_weights", [self._path, self._stamp], LONG_CALL_SECONDS
                 try:
                     await _checked([self._call_of(workers, replica, *how)])
                 except InvalidRequestError as error:
@@ -202,7 +205,7 @@ class WeightUpdates:
             replies = await self._call("forget_weights", replicas=replicas)
             is_changed = self._has_replaced or any(reply["num_put"] for reply in replies)
             if is_changed and self._is_kept:
-                await self._call("load_weights", self._path, replicas=replicas)
+                await self._call("load_weights", self._path, self._stamp, replicas=replicas)
             elif is_changed:
                 self._lose(f"the update ended early, and version {self.versions.current} came as tensors")
         except (EngineError, InvalidRequestError) as error:

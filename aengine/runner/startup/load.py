@@ -36,6 +36,7 @@ from ..pooling.vectors import VectorLayers, load_vector_layers
 from ..sampling.processors import load_processors
 from ..sleeping.sleeper import Sleeper, choose_sleeper
 from ..updates.receiver import WeightReceiver, answered
+from ..updates.stamps import stamp_of
 from ..weights.float16_cpu import Float16Format, agree_on_plan
 from ..weights.formats import choose_formats
 from ..weights.inventory import line_of, name_of
@@ -297,17 +298,19 @@ class LocalModel:
         goes."""
         own = {
             "check_weights": lambda path: answered(self._check_for_update, path),
-            "load_weights": lambda path: answered(self._load_for_update, path),
+            "load_weights": lambda path, stamp: answered(self._load_for_update, path, stamp),
         }
         if self._setup.model_config.implementation == "native":
             own |= self._receiver.calls
         return {**self._setup.model.weights.formats.step_rows.calls, **self._sleeper.calls, **own}
 
     def _check_for_update(self, path: str) -> dict[str, Any]:
-        self._found(path)
-        return {}
+        return {"stamp": stamp_of(self._found(path).path)}
 
-    def _load_for_update(self, path: str | None) -> dict[str, Any]:
+    def _load_for_update(self, path: str | None, stamp: Any) -> dict[str, Any]:
+        """``stamp``: what the folder had when these weights were its own; None: that does not matter."""
+        if path is not None and stamp is not None and stamp_of(path) != stamp:
+            raise ModelLoadError(f"the files of {path} have changed since its update: they may be other weights")
         return {"num_parameters": self.reload_weights(path)}
 
     def device_bytes(self) -> int:
