@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,34 @@ SCALES = {
     "Q5_K": (0, 2),
     "Q6_K": (208,),
 }
+
+
+QUANTISE = gguf.quants.quantize
+
+
+def random_quantised(numbers: np.ndarray, kind: Q) -> np.ndarray:
+    """Blocks of a type that the gguf package only reads: any bits, but scales by which the numbers' mean is 0 and their
+    size 0.08."""
+    if kind.name not in (*SCALES, "IQ4_NL", "MXFP4"):
+        return QUANTISE(numbers, kind)
+    length, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(zlib.crc32(numbers.tobytes()))
+    blocks = rng.integers(0, 256, (numbers.size // length, num_bytes), np.uint8)
+    if kind == Q.MXFP4:
+        blocks[:, 0] = 119 + blocks[:, 0] % 4
+        return blocks.reshape(*numbers.shape[:-1], -1)
+    places = SCALES.get(kind.name, (0,))
+
+    def scaled(*scales: float) -> np.ndarray:
+        for place, scale in zip(places, scales, strict=True):
+            blocks[:, place : place + 2] = np.float16(scale).reshape(1).view(np.uint8)
+        return gguf.quants.dequantize(blocks, kind)
+
+    ratios = [1.0]
+    if len(places) == 2:
+        ratios.append(-float(scaled(1, 0).mean() / scaled(0, 1).mean()))
+    scaled(*(0.08 * ratio / float(scaled(*ratios).std()) for ratio in ratios))
+    return blocks.reshape(*numbers.shape[:-1], -1)
 
 
 @pytest.fixture

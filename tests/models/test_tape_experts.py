@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import logging
 import shutil
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Q
 from safetensors.torch import save_file
 from scenarios import PROMPTS, Engine, check_exactly, check_scenarios
 from test_expert_layers import mxfp4
-from test_gguf_codes import SCALES
+from test_gguf_codes import random_quantised
 from test_gguf_weights import SIZES, write_gguf
 from test_group_weights import MOE, write
 from tiny import load_reference, make_tiny_model, write_tiny_model
@@ -25,8 +23,6 @@ from tiny import load_reference, make_tiny_model, write_tiny_model
 from aengine.runner.graphs.tape_model import TapeModel
 
 pytest.importorskip("llvmlite")
-
-QUANTISE = gguf.quants.quantize
 
 
 @pytest.mark.parametrize(
@@ -88,31 +84,6 @@ def test_stacks_of_a_gguf_stay_codes(
     engine = check_scenarios(path, make_gguf(path, arch, kinds, **fields), quantization="gguf")
     assert isinstance(engine.runner.model, TapeModel)
     assert any(f"{kind.name.lower()} as codes" in experts() for kind in kinds)
-
-
-def random_quantised(numbers: np.ndarray, kind: Q) -> np.ndarray:
-    """Blocks of a type that the gguf package only reads: any bits, but scales by which the numbers' mean is 0 and their
-    size 0.08."""
-    if kind.name not in (*SCALES, "IQ4_NL", "MXFP4"):
-        return QUANTISE(numbers, kind)
-    length, num_bytes = gguf.GGML_QUANT_SIZES[kind]
-    rng = np.random.default_rng(zlib.crc32(numbers.tobytes()))
-    blocks = rng.integers(0, 256, (numbers.size // length, num_bytes), np.uint8)
-    if kind == Q.MXFP4:
-        blocks[:, 0] = 119 + blocks[:, 0] % 4
-        return blocks.reshape(*numbers.shape[:-1], -1)
-    places = SCALES.get(kind.name, (0,))
-
-    def scaled(*scales: float) -> np.ndarray:
-        for place, scale in zip(places, scales, strict=True):
-            blocks[:, place : place + 2] = np.float16(scale).reshape(1).view(np.uint8)
-        return gguf.quants.dequantize(blocks, kind)
-
-    ratios = [1.0]
-    if len(places) == 2:
-        ratios.append(-float(scaled(1, 0).mean() / scaled(0, 1).mean()))
-    scaled(*(0.08 * ratio / float(scaled(*ratios).std()) for ratio in ratios))
-    return blocks.reshape(*numbers.shape[:-1], -1)
 
 
 @pytest.mark.parametrize(
