@@ -76,6 +76,7 @@ def shared_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """Processes may share a GPU, and what they do is the default worker's."""
     if SHARED_GPU:
         monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", request.getfixturevalue("mps_folder"))
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # of those that the daemon sees, which has this one's choice
         # Kernels that wait for the other process's would otherwise fill all multiprocessors, and keep that one's out.
         monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "50")
         monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")  # for the workers, which inherit it
