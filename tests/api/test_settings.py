@@ -87,7 +87,12 @@ def test_adapters_by_name(env: Any) -> None:
     env(AENGINE_LORAS="a=/x=1, b=org/y")
     assert EngineConfig.from_env(model="m").loras == {"a": "/x=1", "b": "org/y"}
     wrong = ({"loras": ["a"]}, {"loras": {"": "/x"}}, {"loras": {"a": 3}}, {"loras": {"a": "/x"}, "max_loras": 0})
-    for settings in (*wrong, {"max_lora_rank": 8}, {"max_loras": 2, "batch_invariant": True}):
+    for settings in (
+        *wrong,
+        {"max_lora_rank": 8},
+        {"max_lora_expert_rank": 8},
+        {"max_loras": 2, "batch_invariant": True},
+    ):
         with pytest.raises(InvalidRequestError):
             EngineConfig(model="m", **settings)
 

@@ -51,6 +51,33 @@ def test_scales_and_ranks_are_pefts(tmp_path: Path) -> None:
     assert root.matrices[Q].scale == 4
 
 
+def test_parameters_of_experts_are_named(tmp_path: Path) -> None:
+    """By where PEFT nests them, or by target_parameters, with the ranks and alphas of their own names."""
+    experts = "model.layers.0.mlp.experts"
+
+    def stack(module: str, rank: int) -> dict[str, tuple[int, ...]]:
+        return {f"{module}.lora_A.weight": (6 * rank, 8), f"{module}.lora_B.weight": (12, rank * 6)}
+
+    targets = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    config = targets | {"r": 4, "lora_alpha": 8, "rank_pattern": {"experts.down_proj": 2}}
+    config |= {"alpha_pattern": {r".*\.gate_up_proj": 2}}
+    shapes = stack(experts, 2) | stack(f"{experts}.base_layer", 4) | factors(Q)
+    found = find_lora(str(write(tmp_path / "both", config, shapes)))
+    assert {name: (own.rank, own.scale, own.num_experts) for name, own in found.matrices.items()} == {
+        f"{experts}.gate_up_proj": (4, 0.5, 6),
+        f"{experts}.down_proj": (2, 4, 6),
+        Q: (4, 2, 0),
+    }
+    assert (found.rank, found.expert_rank) == (4, 4)
+    for name in ("gate_up_proj", "down_proj"):
+        one = write(tmp_path / name, {"r": 2, "target_parameters": [f"experts.{name}"]}, stack(experts, 2))
+        assert list(find_lora(str(one)).matrices) == [f"{experts}.{name}"]
+    with pytest.raises(ModelLoadError, match="does not say of which matrix"):
+        find_lora(str(write(tmp_path / "neither", targets, stack(experts, 2))))
+    with pytest.raises(ModelLoadError, match="rank times as many"):
+        find_lora(str(write(tmp_path / "odd", targets | {"r": 5}, shapes)))
+
+
 def test_alphas_are_of_the_first_pattern_that_fits(tmp_path: Path) -> None:
     """As PEFT's `get_pattern_key` finds it."""
     patterns = [r"layers\.0\.self_attn\.(q|k)_proj", "q_proj", "^self_attn.v_proj", "proj", ".*_proj$", "o_proj"]

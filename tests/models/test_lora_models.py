@@ -235,6 +235,49 @@ def test_what_is_no_adapter_of_this_model(
     assert fill(rows, 0, write_adapter(tmp_path / "b", folder, rng, 1)) == "ready"
 
 
+def of_another_number(found: dict[str, Tensor]) -> None:
+    for name in [name for name in found if ".experts." in name]:
+        more = found[name] if "lora_A" in name else found[name].t()
+        more = torch.cat((more, more[: len(more) // 2]))
+        found[name] = more.contiguous() if "lora_A" in name else more.t().contiguous()
+
+
+def of_a_larger_number(found: dict[str, Tensor]) -> None:
+    for name in [name for name in found if ".experts.5." in name]:
+        found[name.replace("experts.5.", "experts.6.")] = found.pop(name)
+
+
+def in_both_forms(found: dict[str, Tensor]) -> None:
+    for factor in "AB":
+        new = f"base_model.model.model.layers.0.mlp.experts.2.up_proj.lora_{factor}.weight"
+        found[new] = torch.zeros((2, 48) if factor == "A" else (40, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "rank", "is_stacked", "message"),
+    [
+        (of_another_number, 2, True, "x 48 x 9, and it has 80 x 48 x 6"),
+        (of_a_larger_number, 2, False, "experts.6."),
+        (in_both_forms, 2, True, "twice"),
+        (lambda found: None, RANK + 1, True, f"max_lora_expert_rank={RANK}"),
+    ],
+)
+def test_what_is_no_adapter_of_these_experts(
+    tmp_path: Path,
+    rng: random.Random,
+    change: Callable[[dict[str, Tensor]], object],
+    rank: int,
+    is_stacked: bool,
+    message: str,
+) -> None:
+    folder = write_tiny_model(tmp_path / "model", "qwen3_moe", num_hidden_layers=1)
+    _, rows = load(folder)
+    modules = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
+    adapter = write_adapter(tmp_path / "a", folder, rng, rank, modules, change, is_stacked=is_stacked)
+    state = fill(rows, 0, adapter)
+    assert state.startswith("refused: ") and message in state
+
+
 def test_other_files_are_refused(tmp_path: Path, rng: random.Random) -> None:
     folder = write_tiny_model(tmp_path / "model", "llama", num_hidden_layers=1)
     _, rows = load(folder)
