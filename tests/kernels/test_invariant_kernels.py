@@ -163,11 +163,15 @@ def a_case(rng: random.Random, gen: torch.Generator, dtype: torch.dtype, lens: l
 def test_prompts_and_queries_alone_are_right(
     dtype: torch.dtype, rng: random.Random, gen: torch.Generator, triton_device: torch.device, short_parts: None
 ) -> None:
+    """What is before the window of a step's first query is a block of NaN by now."""
     lens = [rng.choice([1, 15, 16, 17, rng.randint(1, 200)]) for _ in range(3)]
     case = a_case(rng, gen, dtype, lens, rng.choice([16, 80, 128]))
-    case = Case(
-        **{**vars_of(case), "query_lens": [rng.choice([1, rng.randint(1, s)]) for s in lens], "with_norm": True}
-    )
+    query_lens = [rng.choice([1, rng.randint(1, s)]) for s in lens]
+    case = Case(**{**vars_of(case), "query_lens": query_lens, "with_norm": True})
+    nobodys = int(case.cache[:, 0, 0, 0, 0].isnan().nonzero()[0])
+    for row, seq_len, query_len in zip(case.rows.tolist(), lens, query_lens, strict=True):
+        if case.window is not None:
+            case.table[row, : max(0, seq_len - query_len - case.window + 1) // case.block_size] = nobodys
     cache = moved_cache(case, triton_device)
     qkv = case.write(triton_device, cache)
     assert close(attend(case, triton_device, cache, qkv, case.query_lens), case.expected(), dtype)
