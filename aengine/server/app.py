@@ -53,6 +53,7 @@ from .several.app import (
     SeveralServices,
     all_live,
     all_ready,
+    any_stats,
     list_all_models,
     show_any_model,
 )
@@ -105,6 +106,7 @@ _PAGE: list[Entry] = [
     ("GET", "/page/{name}", show_file),
     ("GET", "/stats", show_stats),
 ]
+_PAGE_OF_SEVERAL: list[Any] = [*_PAGE[:2], ("GET", "/stats", any_stats)]
 _ADMIN: list[Entry] = [
     ("POST", "/v1/load_lora_adapter", load_lora, LoadLoraBody),
     ("POST", "/v1/unload_lora_adapter", unload_lora, UnloadLoraBody),
@@ -150,7 +152,7 @@ def create_app(
     Args:
         engine: on the event loop that serves the application, or with ``own_thread=True``; or another process'
             (`aengine.remote.connect`), which is to be started first, unless ``model_names`` are given. Or several by
-            names of their models, each loaded when it is asked for (`AwakeModels`); they have no page.
+            names of their models, each loaded when it is asked for (`AwakeModels`).
         model_names: under which requests may ask for the one model. None: the name the engine was made with.
         api_keys: one of which a request must show (``Authorization: Bearer KEY``, or ``x-api-key``). None: nobody is
             asked. /health, /livez and /readyz are open, and so is the page itself; what it calls is not.
@@ -189,7 +191,7 @@ def create_app(
         models = engine if isinstance(engine, AwakeModels) else AwakeModels(engine)
         services = {name: Service(one, model_names=[name], **shared) for name, one in models.engines.items()}
         service, endpoints, engines = SeveralServices(models, services, max_body_bytes), _ENDPOINTS, models.engines
-        routes, lifespan = _routes_of_several(service, doors), engine_lifespan(models)
+        routes, lifespan = _routes_of_several(service, doors, page), engine_lifespan(models)
     else:
         service = Service(engine, model_names=names, **shared)
         endpoints = [*_ENDPOINTS, *(_PAGE if page else ())]
@@ -245,12 +247,13 @@ def _routes_to(entry: Any, answer: Any) -> list[Route]:
     return [Route(path, answer, methods=[method]) for path in paths]
 
 
-def _routes_of_several(several: SeveralServices, doors: _Doors) -> list[Route]:
+def _routes_of_several(several: SeveralServices, doors: _Doors, page: bool) -> list[Route]:
     """Return the routes of an application over several engines: its own, and those that lead to one of them."""
-    own = {(method, path) for method, path, *_ in _OF_SEVERAL}
+    entries = [*_OF_SEVERAL, *(_PAGE_OF_SEVERAL if page else ())]
+    own = {(method, path) for method, path, *_ in entries}
     endpoints = [*_ENDPOINTS, *_ADMIN]
     inner = {name: Starlette(routes=_routes(one, endpoints, _NO_DOORS)) for name, one in several.services.items()}
-    routes = _routes(several, _OF_SEVERAL, doors)
+    routes = _routes(several, entries, doors)
     for entry in endpoints:
         if entry[:2] not in own:
             is_admin = entry in _ADMIN

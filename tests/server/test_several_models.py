@@ -96,6 +96,24 @@ async def test_wrong_requests(path: str, body: Any, status: int, text: str) -> N
         assert "surprise" in str(body) or states(engines) == ["new", "new"]
 
 
+async def test_the_page_lists_the_models_and_talks_to_one() -> None:
+    async with served(api_keys="secret") as (client, engines, _):
+        assert (await client.get("/")).status_code == (await client.get("/page/page.js")).status_code == 200
+        assert (await client.get("/stats")).status_code == 401
+        client.headers["authorization"] = "Bearer secret"
+        assert (await client.get("/stats")).json() == {
+            "models": [{"id": "a", "state": "new"}, {"id": "b", "state": "new"}]
+        }
+        assert (await client.get("/stats?model=a")).json() == {"model": "a", "state": "new"}
+        assert states(engines) == ["new", "new"], "looking at them loads none"
+        await client.post("/v1/chat/completions", json=chat("a"))
+        stats = (await client.get("/stats?model=a")).json()
+        assert (stats["model"], stats["state"], stats["num_finished"]) == ("a", "running", 1)
+        assert (await client.get("/stats?model=c")).status_code == 404
+    async with served(page=False) as (client, _, _):
+        assert [(await client.get(path)).status_code for path in ("/", "/stats")] == [404, 404]
+
+
 async def test_what_changes_a_model_says_which(tmp_path: Path) -> None:
     key = {"authorization": "Bearer admin"}
     async with served(most_awake=2, admin_key="admin", lora_dir=tmp_path) as (client, engines, _):

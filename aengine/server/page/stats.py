@@ -12,6 +12,8 @@ from ...telemetry.metrics import Histogram
 from ..http import JSONAnswer
 from ..service import Service
 
+NO_STORE = {"cache-control": "no-store"}
+
 _COUNTERS = (
     *("num_running", "num_waiting", "num_blocks", "num_free_blocks", "block_size", "num_steps", "prompt_tokens"),
     *("generated_tokens", "num_requests", "num_finished", "num_aborted", "num_failed", "num_rejected"),
@@ -38,7 +40,7 @@ async def show_stats(service: Service, request: Request) -> Response:
     histograms = statistics.histograms
     answer["inter_token_latency"] = _sum(histograms.inter_token_latency)
     answer["time_to_first_token"] = _sum(histograms.time_to_first_token)
-    return JSONAnswer(answer, headers={"cache-control": "no-store"})
+    return JSONAnswer(answer, headers=NO_STORE)
 
 
 def _sum(histogram: Histogram) -> dict[str, float]:

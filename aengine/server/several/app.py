@@ -17,8 +17,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...engine.threads.lanes import Lanes
 from ...errors import EngineOverloadedError
+from ...outputs import ALIVE_STATES
 from ..http import ClientLeftError, HTTPError, JSONAnswer, read_body, read_json, while_connected
 from ..openai.models import entries, show_model
+from ..page.stats import NO_STORE, show_stats
 from .awake import AwakeModels
 from .early_answer import EarlyAnswer
 
@@ -172,6 +174,18 @@ async def show_any_model(several: SeveralServices, request: Request) -> Response
     """Describe a model that is served, or an adapter of it."""
     name = await several.name_of(request.path_params["name"])
     return await show_model(several.services[name], request)
+
+
+async def any_stats(several: SeveralServices, request: Request) -> Response:
+    """Answer with the numbers of the model that ``?model=`` names; without it, with the models and their states."""
+    if (asked := request.query_params.get("model")) is None:
+        models = [{"id": name, "state": service.engine.state} for name, service in several.services.items()]
+        return JSONAnswer({"models": models}, headers=NO_STORE)
+    name = await several.name_of(asked)
+    state = several.services[name].engine.state
+    if state not in ALIVE_STATES:
+        return JSONAnswer({"model": name, "state": state}, headers=NO_STORE)
+    return await show_stats(several.services[name], request)
 
 
 async def all_ready(several: SeveralServices, request: Request) -> Response:

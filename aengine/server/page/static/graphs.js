@@ -127,14 +127,14 @@ function paths(points, top) {
   return { line, area };
 }
 
-// Asks once a second for as long as the page can be seen and `mayAsk()`. `onAnswer` is given each answer; `onError` the
+// Asks `path` once a second for as long as the page can be seen and `mayAsk()`. `onAnswer` is given each answer; `onError` the
 // error if there is none. Returns what asks at once.
-export function startGraphs(parent, { mayAsk, onAnswer, onError }) {
+export function startGraphs(parent, { path, mayAsk, onAnswer, onError }) {
   const graphs = GRAPHS.map((graph) => new Graph(graph, parent));
   let answers = []; // the last few
   const ask = async () => {
     try {
-      const now = await getJSON("stats");
+      const now = await getJSON(path);
       const [before] = answers;
       if (before && now.num_steps < before.num_steps) answers = []; // another engine
       else if (before && now.time > before.time) {

@@ -11,6 +11,8 @@ let messages = []; // of the chat, without the system prompt
 let answers = []; // as shown, since the last message that is no answer
 let running = null; // the AbortController of the answer under way
 let model = null; // its name, once the server has told it
+let isKnown = false; // whether the server has told more of it
+let listed = ""; // the models that are shown, of a server that has several
 let needsKey = false; // until the server accepts one
 const [welcome, examples] = [$("welcome"), $("examples")]; // in the page while a chat has no messages
 
@@ -201,7 +203,9 @@ showTheme();
 
 // -- the server
 
-const STATES = { running: "ready", draining: "shutting down", failed: "stopped by an error", closed: "shut down" };
+// Of several models the page's address says which one it talks to.
+const chosen = new URLSearchParams(location.search).get("model");
+const STATES = { running: "ready", asleep: "asleep", new: "not loaded yet", draining: "shutting down", failed: "stopped by an error", closed: "shut down" };
 
 function showState(text, kind, title = "") {
   $("state").textContent = text;
@@ -221,17 +225,34 @@ function askForKey() {
 
 function showModel(now) {
   model = now.model;
+  isKnown = Boolean(now.max_model_len);
   $("model").textContent = $("model").title = model;
   document.title = `${model} · aengine`;
   const facts = [];
   if (now.num_parameters) facts.push(`${inWords(now.num_parameters)} parameters`);
-  facts.push(`context of ${now.max_model_len.toLocaleString("en")} tokens`);
-  if (now.device !== "none") facts.push(now.device === "cpu" ? "on the CPU" : `on ${now.device}`); // a fake has none
+  if (isKnown) facts.push(`context of ${now.max_model_len.toLocaleString("en")} tokens`);
+  if (isKnown && now.device !== "none") facts.push(now.device === "cpu" ? "on the CPU" : `on ${now.device}`); // a fake has none
   welcome.querySelector("h2").textContent = model;
   welcome.querySelector("p").textContent = facts.join(" · ");
   // A model that brings no sampling parameters of its own would be sampled at 1, which is noise from a small one.
   const isNew = sessionStorage.getItem("aengine.temperature") === null;
-  if (isNew && now.sampling_defaults.temperature === undefined) $("temperature").value = "0";
+  if (isNew && isKnown && now.sampling_defaults.temperature === undefined) $("temperature").value = "0";
+}
+
+// A server of several models that was not asked for one tells which there are.
+function showModels(models) {
+  showState("choose a model", "");
+  const said = JSON.stringify(models);
+  if (said === listed) return;
+  listed = said;
+  welcome.querySelector("h2").textContent = "Models";
+  const links = models.map((one) => {
+    const link = document.createElement("a");
+    link.href = `?model=${encodeURIComponent(one.id)}`;
+    link.textContent = `${one.id} (${STATES[one.state] ?? one.state})`;
+    return [link, document.createElement("br")];
+  });
+  welcome.querySelector("p").replaceChildren(...links.flat());
 }
 
 function inWords(count) {
@@ -249,12 +270,15 @@ $("key-box").addEventListener("submit", (event) => {
 });
 
 const askNow = startGraphs($("graphs"), {
+  path: chosen === null ? "stats" : `stats?model=${encodeURIComponent(chosen)}`,
   mayAsk: () => !needsKey,
   onAnswer: (now) => {
-    showState(STATES[now.state] ?? now.state, now.state === "running" ? "good" : "bad");
     const wasAsked = !$("key-box").hidden;
     $("key-box").hidden = true;
-    if (model !== now.model) showModel(now);
+    if (now.models) return showModels(now.models);
+    const isWaiting = now.state === "asleep" || now.state === "new"; // a message wakes it, or loads it
+    showState(STATES[now.state] ?? now.state, now.state === "running" ? "good" : isWaiting ? "" : "bad");
+    if (model !== now.model || (!isKnown && now.max_model_len)) showModel(now);
     showButtons();
     if (wasAsked) prompt.focus();
   },
