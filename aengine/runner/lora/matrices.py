@@ -88,10 +88,6 @@ class SlotMatrices:
         """See `Matrices`: of each part, on all ranks together."""
         return {name: (sizes(rows)[1], sizes(self._columns)[1]) for name, rows in self._parts.items()}
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors[:2])
-
     def fill(self, slot: int, read: Read, copy: Copy) -> None:
         """Set a slot."""
         own = slice(slot * self._count, (slot + 1) * self._count)

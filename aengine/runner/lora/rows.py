@@ -107,10 +107,6 @@ class LoraRows(TokenRows):
         there = {in_layer(name, index): shape for name, shape in own.items() for index in others}
         return {"lora_matrices": {name: list(shape) for name, shape in (own | there).items()}}
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(own.num_bytes for own in self._matrices)
-
     def load(self, slot: int, path: str) -> str:
         """Begin to fill a slot, which no row has, from an adapter's folder, in a thread; called again, tell how far it
         is: "loading", "ready", or "refused: " and why. What is ready stays so until `drop`, or other files."""
