@@ -48,6 +48,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "gpt_oss": {},
     "qwen3_next": {},
+    "qwen3_5_moe_text": {},
 }
 WITH_EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss")
 
