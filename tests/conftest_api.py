@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -99,3 +99,15 @@ async def settled(engine: AsyncLLM) -> None:
     assert core.admission.is_empty
     for replica in core.replicas:
         check_scheduler(replica.scheduler)
+
+
+async def leaves(engine: AsyncLLM, call: Coroutine[Any, Any, Any], stream: bool, count: int = 1) -> None:
+    """A client that is gone, once its ``count`` requests run, ends them."""
+    task = asyncio.create_task(call)
+    await until(lambda: engine.statistics().num_running >= count)
+    if stream:
+        await (await task).close()
+    else:
+        task.cancel()
+    await until(lambda: not engine.statistics().num_running)
+    assert engine.statistics().num_aborted == count

@@ -216,9 +216,8 @@ async def test_what_a_worker_refuses_fails_those_who_asked(make: Make, adapters:
         engine.executor.is_bad = "c"
         results = await asyncio.gather(*(ask(engine, name) for name in "cacb"), return_exceptions=True)
         errors = [one for one in results if isinstance(one, InvalidRequestError)]
-        assert [str(one) for one in errors] == ["lora 'c': its folder has numbers that are none"] * 2 and errors[
-            0
-        ] is not errors[1]
+        assert [str(one) for one in errors] == ["lora 'c': its folder has numbers that are none"] * 2
+        assert errors[0] is not errors[1]
         assert [one for one in results if isinstance(one, str)] == ["a", "b"]
 
 

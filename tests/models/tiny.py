@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -236,3 +237,16 @@ def _quietly(call: Any) -> Any:
         return call()
     finally:
         logging.getLogger("transformers").setLevel(level)
+
+
+def tiny_models(root: Path) -> Callable[..., Path]:
+    """Return ``tiny_model(arch, **overrides) -> folder``, which writes each variant once."""
+    made: dict[str, Path] = {}
+
+    def make(arch: str, **overrides: Any) -> Path:
+        key = json.dumps([arch, overrides], sort_keys=True)
+        if key not in made:
+            made[key] = write_tiny_model(root / f"{arch}-{len(made)}", arch, **overrides)
+        return made[key]
+
+    return make

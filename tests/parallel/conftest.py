@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ sys.path.append(str(Path(__file__).parents[1] / "models"))  # behind all else: t
 sys.path.append(str(Path(__file__).parents[1] / "runner"))
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from tiny import write_tiny_model
+from tiny import tiny_models
 
 
 @pytest.fixture(autouse=True)
@@ -26,13 +24,4 @@ def one_thread(quick_interpreter: None) -> None:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """``tiny_model(arch, **overrides) -> folder``; each variant is written once a session."""
-    root = tmp_path_factory.mktemp("tiny-shared")
-    made: dict[str, Path] = {}
-
-    def make(arch: str, **overrides: Any) -> Path:
-        key = json.dumps([arch, overrides], sort_keys=True)
-        if key not in made:
-            made[key] = write_tiny_model(root / f"{arch}-{len(made)}", arch, **overrides)
-        return made[key]
-
-    return make
+    return tiny_models(tmp_path_factory.mktemp("tiny-shared"))

@@ -373,16 +373,22 @@ async def test_log_probabilities_that_can_not_be(kind: str, tmp_path: Path) -> N
         await until(lambda: is_idle(engine))
 
 
+async def administered(near: FakeAsyncLLM, stack: AsyncExitStack, kind: str, folder: Path) -> Any:
+    """A handle that may do all with it; in another process, beside one of those at ``no``, who may not."""
+    if kind != "process":
+        return near
+    for name, admin in (("no", False), ("yes", True)):
+        await stack.enter_async_context(serve_engine(near, folder / name, admin=admin))
+    return await stack.enter_async_context(connect(folder / "yes"))
+
+
 async def test_a_pause_and_its_end(kind: str, tmp_path: Path) -> None:
     """In another process only where the engine's allows it."""
     async with FakeAsyncLLM(**LONG, own_thread=kind == "thread") as near:
         async with AsyncExitStack() as stack:
-            engine: Any = near
+            engine = await administered(near, stack, kind, tmp_path)
             if kind == "process":
-                await stack.enter_async_context(serve_engine(near, tmp_path / "no"))
-                await stack.enter_async_context(serve_engine(near, tmp_path / "yes", admin=True))
                 guest = await stack.enter_async_context(connect(tmp_path / "no"))
-                engine = await stack.enter_async_context(connect(tmp_path / "yes"))
                 with pytest.raises(InvalidRequestError, match=r"pause\(\) is refused"):
                     await guest.pause("keep")
             stream = engine.stream("x")
@@ -397,10 +403,7 @@ async def test_a_pause_and_its_end(kind: str, tmp_path: Path) -> None:
 
 async def test_versions_of_weights(kind: str, tmp_path: Path) -> None:
     async with FakeAsyncLLM(**LONG, own_thread=kind == "thread") as near, AsyncExitStack() as stack:
-        engine: Any = near
-        if kind == "process":
-            await stack.enter_async_context(serve_engine(near, tmp_path / "e", admin=True))
-            engine = await stack.enter_async_context(connect(tmp_path / "e"))
+        engine = await administered(near, stack, kind, tmp_path)
         stream = engine.stream("x", SamplingParams(max_tokens=200))
         assert await anext(stream)
         await engine.start_weight_update()
@@ -423,12 +426,9 @@ async def test_a_sleep_and_its_end(kind: str, tmp_path: Path) -> None:
     """In another process only where the engine's allows it; a request wakes it from anywhere."""
     async with FakeAsyncLLM(**LONG, own_thread=kind == "thread") as near:
         async with AsyncExitStack() as stack:
-            engine: Any = near
+            engine = await administered(near, stack, kind, tmp_path)
             if kind == "process":
-                await stack.enter_async_context(serve_engine(near, tmp_path / "no"))
-                await stack.enter_async_context(serve_engine(near, tmp_path / "yes", admin=True))
                 guest = await stack.enter_async_context(connect(tmp_path / "no"))
-                engine = await stack.enter_async_context(connect(tmp_path / "yes"))
                 with pytest.raises(InvalidRequestError, match=r"sleep\(\) is refused"):
                     await guest.sleep()
             stream = engine.stream("x")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -11,6 +10,7 @@ import httpx
 import pytest
 from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
 from anthropic.types.shared import ErrorResponse
+from conftest_api import leaves
 from pydantic import BaseModel, TypeAdapter
 
 from aengine import AsyncLLM, EngineOverloadedError, WorkerDiedError
@@ -517,13 +517,4 @@ async def test_failures_of_the_engine() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_who_leaves_ends_the_request(stream: bool) -> None:
     async with FakeAsyncLLM("a" * 1000, token_delay=0.01) as engine, new_client(engine) as client:
-        call = asyncio.create_task(client.messages.create(**ASK, stream=stream))
-        while not engine.statistics().num_running:
-            await asyncio.sleep(0.001)
-        if stream:
-            await (await call).close()
-        else:
-            call.cancel()
-        while engine.statistics().num_running:
-            await asyncio.sleep(0.001)
-        assert engine.statistics().num_aborted == 1
+        await leaves(engine, client.messages.create(**ASK, stream=stream), stream)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
+from conftest_api import leaves
 
 from aengine.server.in_process import openai_client
 from aengine.testing import FakeAsyncLLM, Reply
@@ -79,15 +79,5 @@ async def test_a_call_that_is_cut_off_is_a_call() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_who_leaves_ends_the_request(stream: bool) -> None:
     async with FakeAsyncLLM("a" * 1000, token_delay=0.01) as engine, openai_client(engine) as client:
-        call = asyncio.create_task(
-            client.chat.completions.create(model="fake", messages=HELLO, stream=stream)  # type: ignore[call-overload]
-        )
-        while not engine.statistics().num_running:
-            await asyncio.sleep(0.001)
-        if stream:
-            await (await call).close()
-        else:
-            call.cancel()
-        while engine.statistics().num_running:
-            await asyncio.sleep(0.001)
-        assert engine.statistics().num_aborted == 1
+        call = client.chat.completions.create(model="fake", messages=HELLO, stream=stream)  # type: ignore[call-overload]
+        await leaves(engine, call, stream)

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from conftest_api import leaves
 
 from aengine import AsyncLLM, Logprob
 from aengine.server import create_app
@@ -196,16 +197,7 @@ async def test_usage_so_far_with_each_chunk() -> None:
 async def test_who_leaves_ends_all_its_prompts(stream: bool, prompt: Any) -> None:
     async with FakeAsyncLLM("a" * 1000, token_delay=0.01) as engine, openai_client(engine) as client:
         ask = client.completions.create(model="fake", prompt=prompt, stream=stream, max_tokens=1000)  # type: ignore[call-overload]
-        call = asyncio.create_task(ask)
-        while engine.statistics().num_running < len(prompt):
-            await asyncio.sleep(0.001)
-        if stream:
-            await (await call).close()
-        else:
-            call.cancel()
-        while engine.statistics().num_running:
-            await asyncio.sleep(0.001)
-        assert engine.statistics().num_aborted == len(prompt)
+        await leaves(engine, ask, stream, len(prompt))
 
 
 async def test_one_prompt_that_fails_ends_the_others() -> None:

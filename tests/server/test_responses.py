@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import tracemalloc
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from conftest_api import leaves
 from openai.types import responses as types
 from openai.types.responses.response_stream_event import ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
@@ -310,16 +310,8 @@ async def test_an_error_in_mid_stream_is_an_event() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_who_leaves_ends_the_request(stream: bool) -> None:
     async with FakeAsyncLLM("a" * 1000, token_delay=0.01) as engine, openai_client(engine) as client:
-        call = asyncio.create_task(client.responses.create(model="fake", input="x", stream=stream))  # type: ignore[call-overload]
-        while not engine.statistics().num_running:
-            await asyncio.sleep(0.001)
-        if stream:
-            await (await call).close()
-        else:
-            call.cancel()
-        while engine.statistics().num_running:
-            await asyncio.sleep(0.001)
-        assert engine.statistics().num_aborted == 1
+        call = client.responses.create(model="fake", input="x", stream=stream)  # type: ignore[call-overload]
+        await leaves(engine, call, stream)
 
 
 def agent(request: FakeRequest) -> Any:
