@@ -296,7 +296,7 @@ class LocalModel:
     def calls(self) -> Mapping[str, Callable[..., Any]]:
         """Collective calls of what sees the rows of its steps, of weights that come from elsewhere, and of memory that
         goes."""
-        own = {
+        own: dict[str, Callable[..., Any]] = {
             "check_weights": lambda path: answered(self._check_for_update, path),
             "load_weights": lambda path, stamp: answered(self._load_for_update, path, stamp),
         }
