@@ -12,6 +12,7 @@ import pytest
 import torch
 from driver import Driver, check_near, load, source_of
 from scenarios import Engine, settings_of_torch_kept, some_prompts
+from test_scenarios import GRANITE
 from tiny import load_reference
 
 from aengine.config import EngineConfig
@@ -34,6 +35,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama-auto": ("llama", {}, "auto"),
     "llama-bfloat16": ("llama", {}, "bfloat16"),
     "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 9, "attn_logit_softcapping": 2.0}, "float32"),
+    "granite-bfloat16": ("granite", GRANITE, "bfloat16"),
     "qwen3": ("qwen3", {"tie_word_embeddings": True}, "float32"),
     "qwen3_moe": ("qwen3_moe", {}, "float32"),
     "mixtral-auto": ("mixtral", {"head_dim": 16}, "auto"),

@@ -75,8 +75,7 @@ class RowTiledWeight(Weight):
     """A weight of any format that multiplies as many rows at a time as a `KernelPolicy` says.
 
     Which kernel multiplies, and in which order it adds up, is chosen by the number of rows in most formats, and in the
-    libraries below them: so none needs to know of the policy. The sums into the residual stream are those of `Weight`,
-    element by element.
+    libraries below them: so none needs to know of the policy. The sums into the residual stream are element by element.
     """
 
     __slots__ = ("_inner", "_policy")
@@ -94,6 +93,10 @@ class RowTiledWeight(Weight):
 
     def gated_after_norm(self, x: Tensor, norm: Norm, activation: Activation = "silu") -> Tensor:
         return self._policy.by_rows(lambda rows: computed(self._inner.gated_after_norm(rows, norm, activation)), x)
+
+    def add_scaled_to(self, residual: Tensor, x: Tensor, scale: float) -> None:
+        """See `Weight`: in two steps, as torch rounds a sum with a factor in another way in its last few elements."""
+        residual.add_(self.multiply(x).mul_(scale))
 
 
 @dataclass(frozen=True, slots=True)
