@@ -69,6 +69,11 @@ def test_a_function_and_what_an_import_does_are_told_apart(text: str) -> None:
     assert [name for name in before if before[name] != after[name]] == [CHANGES[text]] * (CHANGES[text] is not None)
 
 
+def test_a_generator_that_is_not_begun_is_told_from_a_function() -> None:
+    before, after = digests_of(SOURCE), digests_of(SOURCE.replace("return self.size -", "yield self.size -"))
+    assert {name for name in before if before[name] != after[name]} == {"Box.room", ""}
+
+
 READER = """
 import importlib, inspect, os, subprocess, sys
 sys.path.insert(0, {root!r})

@@ -121,15 +121,17 @@ def functions_in(file: str) -> dict[str, str]:
 def digests_of(source: str) -> dict[str, str]:
     """Hexadecimal; by qualified name that of the statements of a function, and by "" that of all the rest.
 
-    The rest has what can be seen of a function that is not called: its signature, decorators and docstring. Comments
-    and strings that are statements, as attributes are documented, belong to nothing: they are no part of the code.
+    The rest has what can be seen of a function that is not called, or not begun: its signature, decorators and
+    docstring, and whether it yields. Comments and strings that are statements, as attributes are documented, belong to
+    nothing: they are no part of the code.
     """
     tree = ast.parse(source)
     bodies: dict[str, list[str]] = {}
     for name, node in functions_of(tree):
         has_doc = ast.get_docstring(node, clean=False) is not None
         bodies.setdefault(name, []).append("".join(map(ast.dump, node.body[has_doc:])))
-        node.body = node.body[:has_doc]
+        yields = any(isinstance(part, ast.Yield | ast.YieldFrom) for part in ast.walk(node))
+        node.body = node.body[:has_doc] + [ast.Pass()] * yields
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef):
             has_doc = ast.get_docstring(node, clean=False) is not None
