@@ -109,7 +109,9 @@ async def test_closed_from_another_thread_while_work_comes() -> None:
         await closing
         await pool.aclose()
         await asyncio.gather(*futures, return_exceptions=True)
-        assert done.count(2) == sum(not future.cancelled() for future in futures) and not threads("storm")
+        kept = sum(not future.cancelled() for future in futures)
+        assert kept <= done.count(2) <= kept + 1, "the last may have begun before `run` saw that the pool is closed"
+        assert not threads("storm")
 
 
 async def test_dropped_without_being_closed() -> None:
