@@ -53,13 +53,13 @@ _CHANGING_BASES = "pissa", "olora", "corda", "loftq", "lora_ga"
 """Beginnings of what init_lora_weights says where PEFT changes the base's weights before it adds the factors."""
 
 
-_OF_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<expert>\d{1,6})\.(?P<matrix>\w+)")
+_OF_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<expert>[0-9]{1,6})\.(?P<matrix>\w+)")
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 """transformers' parameters that have the matrices of all experts of a layer."""
 
 Matrices = Mapping[str, Sequence[int]]
-"""Output and input features of the matrices of a model that adapters can change, by name; of those of experts, whose
-number the name leaves out, how many there are, too."""
+"""Output and input features of the matrices of a model that adapters can change, by name. Of experts how many there
+are, too: of a matrix each, with "*" in place of the expert's number, and of parameters that have those of all."""
 
 
 class LoraMatrix(NamedTuple):
@@ -127,9 +127,11 @@ def read_lora(place: Path, max_rank: int = MOST_RANK, max_expert_rank: int = MOS
                 f"train the adapter for linear layers alone, without biases and modules_to_save"
             )
         factors.setdefault(match["matrix"], {})[match["factor"]] = name
-    matrices = {}
+    matrices, targets = {}, set(config.texts("target_parameters"))
     for matrix, names in factors.items():
-        name = _parameter(weights, matrix, factors, config)
+        name = _parameter(weights, matrix, factors, targets)
+        if name in matrices:
+            raise ModelLoadError(f"{weights} changes {name:.200} twice, by two of its names")
         matrices[name] = reader.read(name, names, shapes)
     ranks = dict.fromkeys((False, True), 0)
     for name, own in matrices.items():
@@ -151,7 +153,7 @@ def is_of_experts(name: str) -> bool:
     return ".experts." in name
 
 
-def _parameter(file: Path, matrix: str, factors: Container[str], config: ValueReader) -> str:
+def _parameter(file: Path, matrix: str, factors: Container[str], targets: Container[str]) -> str:
     """Return the name of what is changed. Of experts whose matrices are parameters of one module PEFT writes the
     module's name, and behind it ".base_layer" for the first of two."""
     module, _, last = matrix.rpartition(".")
@@ -161,10 +163,18 @@ def _parameter(file: Path, matrix: str, factors: Container[str], config: ValueRe
         return matrix
     if f"{matrix}.base_layer" in factors:
         return f"{matrix}.{DOWN}"
-    targets = {target.rpartition(".")[2] for target in config.texts("target_parameters")} & {GATE_UP, DOWN}
-    if len(targets) != 1:
+    found = [name for name in (f"{matrix}.{GATE_UP}", f"{matrix}.{DOWN}") if any(end in targets for end in _ends(name))]
+    if len(found) != 1:
         raise ModelLoadError(f"{file} has factors of {matrix:.200}, and target_parameters does not say of which matrix")
-    return f"{matrix}.{targets.pop()}"
+    return found[0]
+
+
+def _ends(name: str) -> Iterator[str]:
+    """Yield the name and each of its ends after a dot."""
+    yield name
+    while "." in name:
+        name = name.partition(".")[2]
+        yield name
 
 
 def _config_of(folder: Path) -> dict[str, Any]:
@@ -199,22 +209,27 @@ def model_name(name: str, known: Container[str]) -> str:
 
 
 def stack_of(name: str) -> tuple[str, int | None]:
-    """Return the name without an expert's number, and that number, if it has one."""
+    """Return the name with "*" in place of an expert's number, and that number, if it has one."""
     match = _OF_EXPERT.fullmatch(name)
-    return (name, None) if match is None else (f"{match['experts']}.{match['matrix']}", int(match["expert"]))
+    return (name, None) if match is None else (f"{match['experts']}.*.{match['matrix']}", int(match["expert"]))
 
 
 def name_of_expert(stack: str, expert: int) -> str:
-    """Return the name of one expert's matrix."""
-    experts, _, matrix = stack.rpartition(".")
-    return f"{experts}.{expert}.{matrix}"
+    """Return the name of one expert's matrix, for the name with "*"."""
+    return stack.replace(".*.", f".{expert}.")
 
 
 def check_matrices(files: LoraFiles, matrices: Matrices) -> None:
-    """Raise ModelLoadError for an adapter that changes other matrices than a model has."""
+    """Raise ModelLoadError for an adapter that changes other matrices than a model has, or those of a layer's experts
+    in two forms."""
+    forms: dict[str, bool] = {}
     for name, own in files.matrices.items():
         stack, expert = stack_of(name)
-        shape = matrices.get(stack)
+        if is_of_experts(name):
+            layer = name.partition(".experts.")[0].rpartition(".")[0]
+            if forms.setdefault(layer, expert is None) != (expert is None):
+                raise ModelLoadError(f"{files.path} changes experts of {layer:.200} one by one and all together")
+        shape = None if "*" in name else matrices.get(stack)
         if shape is None or (expert is not None and expert >= shape[2]):
             there = sorted({known.rpartition(".")[2] for known in matrices})
             raise ModelLoadError(
@@ -277,12 +292,8 @@ class _ByName:
 
     def _places(self, matrix: str) -> Iterator[int]:
         """Yield the places of what fits the name: its end after a dot, or the whole."""
-        end = matrix
-        for name in (f"^{matrix}", matrix):
+        for name in (f"^{matrix}", *_ends(matrix)):
             yield from [self._names[name]] if name in self._names else []
-        while "." in end:
-            end = end.partition(".")[2]
-            yield from [self._names[end]] if end in self._names else []
         yield from (place for place, pattern in self._patterns if matrix in pattern)
 
 

@@ -72,6 +72,14 @@ def test_parameters_of_experts_are_named(tmp_path: Path) -> None:
     for name in ("gate_up_proj", "down_proj"):
         one = write(tmp_path / name, {"r": 2, "target_parameters": [f"experts.{name}"]}, stack(experts, 2))
         assert list(find_lora(str(one)).matrices) == [f"{experts}.{name}"]
+    layered = {"r": 2, "target_parameters": ["0.mlp.experts.gate_up_proj", "1.mlp.experts.down_proj"]}
+    both = stack(experts, 2) | stack(experts.replace("0", "1"), 2)
+    assert list(find_lora(str(write(tmp_path / "layered", layered, both))).matrices) == [
+        f"{experts}.gate_up_proj",
+        f"{experts.replace('0', '1')}.down_proj",
+    ]
+    with pytest.raises(ModelLoadError, match="twice"):
+        find_lora(str(write(tmp_path / "twice", config, shapes | stack(f"{experts}.gate_up_proj", 4))))
     with pytest.raises(ModelLoadError, match="does not say of which matrix"):
         find_lora(str(write(tmp_path / "neither", targets, stack(experts, 2))))
     with pytest.raises(ModelLoadError, match="rank times as many"):

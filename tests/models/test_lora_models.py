@@ -248,6 +248,14 @@ def of_a_larger_number(found: dict[str, Tensor]) -> None:
         found[name.replace("experts.5.", "experts.6.")] = found.pop(name)
 
 
+def renamed(old: str, new: str) -> Callable[[dict[str, Tensor]], None]:
+    def change(found: dict[str, Tensor]) -> None:
+        for name in [name for name in found if old in name]:
+            found[name.replace(old, new)] = found.pop(name)
+
+    return change
+
+
 def in_both_forms(found: dict[str, Tensor]) -> None:
     for factor in "AB":
         new = f"base_model.model.model.layers.0.mlp.experts.2.up_proj.lora_{factor}.weight"
@@ -259,7 +267,10 @@ def in_both_forms(found: dict[str, Tensor]) -> None:
     [
         (of_another_number, 2, True, "x 48 x 9, and it has 80 x 48 x 6"),
         (of_a_larger_number, 2, False, "experts.6."),
-        (in_both_forms, 2, True, "twice"),
+        (in_both_forms, 2, True, "one by one and all together"),
+        (renamed("experts.lora", "experts.gate_proj.lora"), 2, True, "experts.gate_proj, which is none"),
+        (renamed("experts.0.down_proj", "experts.0.gate_up_proj"), 2, False, "experts.0.gate_up_proj, which is none"),
+        (renamed("experts.lora", "experts.*.down_proj.lora"), 2, True, "experts.*.down_proj, which is none"),
         (lambda found: None, RANK + 1, True, f"max_lora_expert_rank={RANK}"),
     ],
 )

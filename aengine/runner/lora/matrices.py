@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from ...checkpoint.lora import DOWN, GATE_UP, name_of_expert
-from ...errors import ModelLoadError
 from ...kernels.lora import AdapterMatrices
 from ..distributed.shares import Share, part_of, sizes
 
@@ -128,11 +127,12 @@ class ExpertMatrices(SlotMatrices):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        parts = {name.replace(".experts.", ".experts.*."): rows for name, rows in parts.items()}
         super().__init__(parts, columns, num_slots, rank, dtype, device, experts.size)
         self._experts = experts
         first = next(iter(parts))
         is_gate_up = len(parts) > 1 or first.endswith(f".{GATE_UP}")
-        module = first.rpartition(".")[0].replace(".block_sparse_moe.", ".mlp.")  # as transformers has Mixtral's now
+        module = first.partition(".*.")[0].replace(".block_sparse_moe.", ".mlp.")  # as transformers has Mixtral's now
         self._stack = f"{module}.{GATE_UP if is_gate_up else DOWN}"
 
     @property
@@ -147,8 +147,6 @@ class ExpertMatrices(SlotMatrices):
         whole = read(self._stack)
         if whole is None:
             return each
-        if any(one for of_part in each for one in of_part):
-            raise ModelLoadError(f"it changes {self._stack:.200} twice, by two of its names")
         ends = list(accumulate(sizes(rows)[1] for rows in self._parts.values()))
         rows = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
         return [[whole.of(expert, own) for expert in experts] for own in rows]
