@@ -4,7 +4,7 @@ that is cut short under way ends the process."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ from .value_reader import inner_path, read_json
 _INDEX = "model.safetensors.index.json"
 _MOST_HEADER = 1 << 25
 """Bytes of a file's header: 200,000 tensors."""
+_PIECE = 1 << 16  # characters of a header that are parsed at once
 
 
 def has_safetensors(folder: Path) -> bool:
@@ -73,24 +74,37 @@ def tensor_places(path: Path) -> dict[str, TensorPlace]:
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a file's tensors, by name. Raises ModelLoadError for a file that is none, or ends before its
     last tensor does."""
-    shapes = {}
-    for name, entry in _whole_header(path).items():
-        shape = entry.get("shape") if isinstance(entry, dict) else None
-        if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-            raise ModelLoadError(f"{path} is truncated or corrupt: {name:.200} has no shape; fetch it again")
-        shapes[name] = tuple(shape)
+    shapes, needed = {}, 0
+    for entries, begin in _pieces_of(path):  # of a long header there are never all entries at once to be collected
+        for name, entry in entries.items():
+            if name == "__metadata__":
+                continue
+            shape = entry.get("shape") if isinstance(entry, dict) else None
+            if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+                raise ModelLoadError(f"{path} is truncated or corrupt: {name:.200} has no shape; fetch it again")
+            shapes[name] = tuple(shape)
+        needed = max(needed, begin + _end_of(entries))
+    _check_size(path, needed)
     return shapes
 
 
 def _whole_header(path: Path) -> dict[str, object]:
     """Return what the file says of its tensors. Raises ModelLoadError for a file that ends before its last tensor."""
     header, begin = _header_of(path)
-    offsets = [entry.get("data_offsets") for entry in header.values() if isinstance(entry, dict)]
-    ends = [own[1] for own in offsets if isinstance(own, list) and len(own) == 2 and type(own[1]) is int]
-    needed, size = begin + max(ends, default=0), path.stat().st_size
-    if needed > size:
-        raise ModelLoadError(f"{path} is truncated or corrupt: it has {size} of its {needed} bytes; fetch it again")
+    _check_size(path, begin + _end_of(header))
     return header
+
+
+def _end_of(entries: Mapping[str, object]) -> int:
+    """Return where the last of the tensors ends in the file's data."""
+    offsets = [entry.get("data_offsets") for entry in entries.values() if isinstance(entry, dict)]
+    ends = [own[1] for own in offsets if isinstance(own, list) and len(own) == 2 and type(own[1]) is int]
+    return max(ends, default=0)
+
+
+def _check_size(path: Path, needed: int) -> None:
+    if needed > (size := path.stat().st_size):
+        raise ModelLoadError(f"{path} is truncated or corrupt: it has {size} of its {needed} bytes; fetch it again")
 
 
 def stored_names(folder: Path) -> list[str]:
@@ -134,15 +148,38 @@ def _header_of(path: Path) -> tuple[dict[str, object], int]:
 
 
 def _whole_head_of(path: Path) -> tuple[dict[str, object], int]:
+    pieces = list(_pieces_of(path))
+    header: dict[str, object] = {}
+    for entries, _ in pieces:
+        header |= entries
+    return header, pieces[-1][1]
+
+
+def _pieces_of(path: Path) -> Iterator[tuple[dict[str, object], int]]:
+    """Yield entries of a file's header, and the byte at which its data begin."""
     try:
         with open(path, "rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size)) if size <= _MOST_HEADER else None
+            for entries in _parsed(file.read(size).decode()) if size <= _MOST_HEADER else [None]:
+                if not isinstance(entries, dict):
+                    raise ModelLoadError(f"{path} is truncated or corrupt: its header is none; fetch it again")
+                yield entries, 8 + size
     except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} is truncated or corrupt: {error}; fetch it again") from error
-    if not isinstance(header, dict):
-        raise ModelLoadError(f"{path} is truncated or corrupt: its header is none; fetch it again")
-    return header, 8 + size
+
+
+def _parsed(text: str) -> Iterator[object]:
+    """Yield what `json.loads` returns, which keeps all other threads waiting: of a long object a part at a time. A part
+    ends where an entry may: if it does not end there, its brackets don't match, and the whole comes at once."""
+    text = text.strip()
+    begin = 1
+    try:
+        while (end := text.find('},"', begin + _PIECE)) >= 0 and text[0] == "{":
+            yield json.loads(f"{{{text[begin : end + 1]}}}")
+            begin = end + 2
+        yield json.loads(text if begin == 1 else f"{{{text[begin:]}")
+    except ValueError:
+        yield json.loads(text)
 
 
 def text_name(name: str) -> str:
