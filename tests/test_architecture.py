@@ -563,7 +563,7 @@ MOST_METHODS = 20
 
 BUDGETS = {
     "root": 2900,
-    "checkpoint": 2800,
+    "checkpoint": 2850,
     "cli": 1680,
     "engine": 28000,
     "integrations": 2625,
