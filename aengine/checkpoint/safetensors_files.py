@@ -75,7 +75,7 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a file's tensors, by name. Raises ModelLoadError for a file that is none, or ends before its
     last tensor does."""
     shapes, needed = {}, 0
-    for entries, begin in _pieces_of(path):  # of a long header there are never all entries at once to be collected
+    for entries, begin in _pieces_of(path):  # all entries at once would be a lot of garbage to collect
         for name, entry in entries.items():
             if name == "__metadata__":
                 continue
