@@ -101,22 +101,30 @@ def invariant_attention(
     seq_len: int,
     how: Scores,
     kv_scales: Tensor | None = None,
+    skipped: int = 0,
 ) -> Tensor:
     """Return [query_len, num_heads * head_dim], for q [query_len, num_heads, head_dim] of a sequence's last tokens,
-    whose keys and values are in the cache; the other arguments are those of `prefill_attention`."""
+    whose keys and values are in the cache; the other arguments are those of `prefill_attention`.
+
+    ``skipped``: tokens of the sequence, seen by no query, that ``block_ids`` and ``seq_len`` leave out at its begin.
+    Places are counted from where the block of `_KEYS` begins that has the first token after them: a key's block and a
+    query's tile follow from their positions.
+    """
     query_len, num_heads, head_dim = q.shape
     scale, window, softcap, sinks = how
     num_kv_heads, groups = kv_cache.shape[3], num_heads // kv_cache.shape[3]
-    begin = seq_len - query_len  # position of the first query
-    before = begin % ROW_TILE
     kv = kv_numbers(kv_cache.index_select(0, block_ids).flatten(0, 1)[:seq_len], torch.float32, kv_scales)
-    kv = F.pad(kv, (0, 0, 0, 0, 0, 0, 0, -seq_len % _KEYS))
+    missing = skipped % _KEYS
+    seq_len += missing
+    begin = seq_len - query_len  # place of the first query
+    before = begin % ROW_TILE
+    kv = F.pad(kv, (0, 0, 0, 0, 0, 0, missing, -seq_len % _KEYS))
     keys, values = kv.transpose(0, 2).unbind(1)  # [num_kv_heads, keys, head_dim]
     queries = F.pad(q.float() * scale, (0, 0, 0, 0, before, -(before + query_len) % ROW_TILE))
     own_sinks = None if sinks is None else sinks.float().view(num_kv_heads, groups, 1, 1)
     outs = []
     for i, tile in enumerate(queries.split(ROW_TILE)):
-        first = begin - before + i * ROW_TILE  # position of the tile's first row
+        first = begin - before + i * ROW_TILE  # place of the tile's first row
         grouped = tile.view(ROW_TILE, num_kv_heads, groups, head_dim).permute(1, 2, 0, 3)
         end = min(seq_len, first + ROW_TILE)
         start = 0 if window is None else max(0, first - window + 1) // _KEYS * _KEYS

@@ -137,7 +137,8 @@ class GroupBatch:
     """The blocks of a batch in one KV group, from the first that any query of this step looks at."""
 
     block_table: Tensor  # int32 [num_reqs, width]; past a request's own blocks its first one is repeated
-    seq_lens: list[int]  # host [num_reqs]: tokens of each request, this step's included
+    seq_lens: list[int]  # host [num_reqs]: tokens of each request in these blocks, this step's included
+    skipped: list[int]  # host [num_reqs]: tokens of each request before them
 
     @classmethod
     def gather(
@@ -145,13 +146,13 @@ class GroupBatch:
     ) -> GroupBatch:
         """``seq_lens``: int32 [num_reqs], on the CPU; a plan's may be upper bounds."""
         size, lens = group.block_size, seq_lens.tolist()
-        first: Tensor | None = None
+        first, skipped = None, [0] * len(lens)
         if group.window:
-            skipped = np.maximum(np.array(lens) - query_lens - group.window + 1, 0) // size
-            lens = (lens - skipped * size).tolist()
-            first = torch.from_numpy(skipped)
+            blocks = np.maximum(np.array(lens) - query_lens - group.window + 1, 0) // size
+            first, skipped = torch.from_numpy(blocks), (blocks * size).tolist()
+            lens = (lens - blocks * size).tolist()
         width = -(-max(lens) // size)
-        return cls(gather_block_table(table, idx_mapping, seq_lens, size, width, first), lens)
+        return cls(gather_block_table(table, idx_mapping, seq_lens, size, width, first), lens, skipped)
 
 
 @dataclass(slots=True)

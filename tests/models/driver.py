@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from aengine.kernels.policy import FASTEST, KernelPolicy
 from aengine.runner.attention.kv_format import KVFormat
 from aengine.runner.attention.kv_pages import KvCacheSpec
 from aengine.runner.attention.torch_attention import Attention, AttentionMetadata, GroupMetadata, KvCache
+from aengine.runner.input_batch import GroupBatch
 from aengine.runner.models import build_model, read_config
 from aengine.runner.models.causal_lm import CausalLM
 from aengine.runner.weights.formats import choose_formats
@@ -97,7 +99,8 @@ class Driver:
         dtype, longest = model.weights.formats.dtype, num_blocks * block_size
         spec = KvCacheSpec(model.config, num_blocks, block_size, dtype, CPU, num_blocks, longest, kv_format)
         self._cache = KvCache(spec, model.weights.formats.policy)
-        self._sizes = [group.block_size for group in self._cache.layout.groups]  # tokens in a block of each group
+        self._groups = self._cache.layout.groups
+        self._sizes = [group.block_size for group in self._groups]  # tokens in a block of each group
         self._num_blocks = num_blocks
         self._free = list(range(num_blocks))
         rng.shuffle(self._free)
@@ -131,8 +134,11 @@ class Driver:
                 positions.append(len(tokens))
                 tokens.append(token)
         seq_lens = [len(self._tokens[name]) for name in batch]
+        lens = torch.tensor(seq_lens, dtype=torch.int32)
+        query_lens, rows, names = np.array(list(map(len, batch.values()))), torch.arange(len(batch)), list(batch)
         groups = [
-            GroupMetadata(seq_lens, self._table(list(batch), i), torch.tensor(own)) for i, own in enumerate(slots)
+            GroupMetadata(GroupBatch.gather(query_lens, group, self._table(names, i), rows, lens), torch.tensor(own))
+            for i, (group, own) in enumerate(zip(self._groups, slots, strict=True))
         ]
         first_lens = torch.tensor([self._first_lens[name] for name in batch])
         metadata = AttentionMetadata([len(new) for new in batch.values()], groups, first_lens)

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from driver import Driver, check_near, load, source_of
-from scenarios import Engine, settings_of_torch_kept, some_prompts
+from scenarios import Engine, reference_of, settings_of_torch_kept, some_prompts
+from test_prompt_logprobs import Scores
 from test_scenarios import GRANITE
 from tiny import load_reference
 
 from aengine.config import EngineConfig
+from aengine.engine.streams.prompt_logprobs import of_pieces
 from aengine.errors import ModelLoadError
 from aengine.kernels.cpu.compiler.target import unavailable
 from aengine.kernels.policy import KernelPolicy
@@ -89,6 +91,33 @@ def test_tokens_are_those_of_the_request_alone(arch: str, tiny_model: TinyModel)
         outcomes.append(engine.generate(prompts))
         assert engine.scheduler.rows.num_preemptions > 0
     assert outcomes[0] == outcomes[1] == outcomes[2]
+
+
+@pytest.mark.parametrize("is_taped", [True, False])
+@pytest.mark.parametrize(
+    ("arch", "fields"),
+    [
+        pytest.param("gpt_oss", {"sliding_window": 128}, marks=needs_compiler),
+        ("gemma3", {"sliding_window": 40}),
+        ("mistral", {"sliding_window": 100, "head_dim": 16}),
+    ],
+)
+def test_prompts_longer_than_a_window_have_one_result(
+    arch: str, fields: dict[str, Any], is_taped: bool, tiny_model: TinyModel, rng: random.Random
+) -> None:
+    """Through the scheduler and the runner, which leave out the blocks that no query of a step looks at; where it is
+    not taped, with the attention that the stages of a pipeline have."""
+    with settings_of_torch_kept():
+        folder = tiny_model(arch, seed=3, **fields)
+        engine = Engine(folder, batch_invariant=True, max_model_len=192, enforce_eager=not is_taped)
+        prompts, outcomes = [ids(rng, 150), ids(rng, 131), ids(rng, 70)], []
+        for step_tokens in (512, 7, 33, 40):
+            engine.begin(max_num_batched_tokens=step_tokens)
+            asked = Scores(engine, reference_of(None))
+            requests = [asked.add(prompt, 0, 8) for prompt in prompts]
+            engine.run()
+            outcomes.append([list(of_pieces(engine.numbers[one], one.num_prompt_tokens)) for one in requests])
+    assert outcomes[1:] == [outcomes[0]] * 3
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ class KvCache:
 
     def _attention_of(self, batch: InputBatch) -> Attention:
         groups = [
-            GroupMetadata(group.seq_lens, group.block_table, slots)
+            GroupMetadata(group, slots)
             for group, slots in zip(batch.groups(), batch.inputs.slot_mapping.unbind(0), strict=True)
         ]
         query_lens = batch.plan.query_lens.tolist()
@@ -85,7 +85,7 @@ class KvCache:
         for group, table in zip(self.layout.groups, block_table.unbind(0), strict=True):
             own, size = GroupBatch.gather(ones, group, table, rows, seq_lens), group.block_size
             slots = table[rows, positions // size].long() * size + positions % size
-            groups.append(GroupMetadata(own.seq_lens, own.block_table, slots))
+            groups.append(GroupMetadata(own, slots))
         return Attention(self, AttentionMetadata([1] * len(rows), groups, self._first_lens_of(rows)))
 
     def bind_batch(self, inputs: PreparedInputs, rows: Tensor, block_table: Tensor) -> Attention:
@@ -140,10 +140,9 @@ class RopeRows(NamedTuple):
 
 @dataclass(slots=True)
 class GroupMetadata:
-    """Attention inputs of a step for one KV group. Blocks that no query attends to are left out."""
+    """Attention inputs of a step for one KV group."""
 
-    seq_lens: list[int]  # host [num_reqs]: tokens of each request in these blocks, those of this step included
-    block_table: Tensor  # int32 or int64 [num_reqs, max_blocks]
+    batch: GroupBatch
     slot_mapping: Tensor  # int64 [num_tokens]
 
 
@@ -172,7 +171,7 @@ class Attention:
         query_lens = metadata.query_lens
         n = next((i for i, n in enumerate(query_lens) if n > 1), len(query_lens))
         n = self._num_decodes = 0 if kv_cache.policy.batch_invariant else n  # requests that are attended to together
-        self._decodes = [(group.block_table[:n], group.seq_lens[:n]) for group in metadata.groups]
+        self._decodes = [(group.batch.block_table[:n], group.batch.seq_lens[:n]) for group in metadata.groups]
         ends = list(accumulate(query_lens))
         # (place in the batch, first token, one past the last token) of each other request
         self._alone = [(i, ends[i] - query_lens[i], ends[i]) for i in range(self._num_decodes, len(query_lens))]
@@ -196,7 +195,7 @@ class Attention:
         return self._state_rows[place.group].of_layer(place.tensors)
 
     def _find_states(self, index: int) -> StateRows | RowsAhead:
-        group, n, query_lens = self._groups[index], self._num_decodes, self._query_lens
+        group, n, query_lens = self._groups[index].batch, self._num_decodes, self._query_lens
         pages = group.block_table[:, 0].long()
         num_ahead = self._kv_cache.layout.groups[index].num_ahead
         if num_ahead:
@@ -245,7 +244,7 @@ class Attention:
     def _attend(self, layer: AttentionLayer, q: Tensor, kv: Tensor) -> Tensor:
         """q: [num_tokens, num_heads, head_dim]; kv: [num_tokens, 2, num_kv_heads, head_dim]."""
         kept = self._kv_cache.layers[layer.index]
-        cache, group, n = kept.cache, self._groups[kept.group], self._num_decodes
+        cache, group, n = kept.cache, self._groups[kept.group].batch, self._num_decodes
         block_size, kv = cache.shape[1], self._write(layer, kv)
         how = layer.scores(kept.window)
         parts = []
@@ -256,8 +255,9 @@ class Attention:
             seq_len = group.seq_lens[i]
             blocks = group.block_table[i, : -(-seq_len // block_size)]
             if self._kv_cache.policy.batch_invariant:
-                parts.append(invariant_attention(q[start:stop], cache, blocks, seq_len, how, kept.scales))
+                own = q[start:stop], cache, blocks, seq_len
+                parts.append(invariant_attention(*own, how, kept.scales, skipped=group.skipped[i]))
             else:
-                own = q[start:stop], kv[start:stop]
-                parts.append(prefill_attention(*own, cache, blocks, seq_len, how, kept.scales))
+                new = q[start:stop], kv[start:stop]
+                parts.append(prefill_attention(*new, cache, blocks, seq_len, how, kept.scales))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
