@@ -305,6 +305,7 @@ class _MatrixReader:
         self._alpha_of = _ByName(config, where, "alpha_pattern", config.number("lora_alpha", 8.0))
         self._rank_of = _ByName(config, where, "rank_pattern", config.number("r", 8.0))
         self._divides_by_root = config.flag("use_rslora")
+        self._targets = frozenset(config.texts("target_parameters"))
 
     def read(self, matrix: str, names: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> LoraMatrix:
         if len(names) < 2:
@@ -323,7 +324,9 @@ class _MatrixReader:
                 f"{self._file}: lora_A of {matrix:.200} has the shape {list(a)} and lora_B {list(b)}: they must be "
                 f"[rank, in] and [out, rank], of a rank from 1 to {MOST_RANK}; of stacked experts rank times as many"
             )
-        scale = self._alpha_of(matrix) / (sqrt(rank) if self._divides_by_root else rank)
+        parameter = f"{matrix}.weight"
+        is_parameter = any(end in self._targets for end in _ends(parameter))  # PEFT's patterns are of its name then
+        scale = self._alpha_of(parameter if is_parameter else matrix) / (sqrt(rank) if self._divides_by_root else rank)
         if not isfinite(scale):
             raise self._config.error("lora_alpha", "must be a finite number")
         return LoraMatrix(rank, a[1], b[0], scale, (names["A"], names["B"]), num_experts)

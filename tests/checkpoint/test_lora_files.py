@@ -51,6 +51,15 @@ def test_scales_and_ranks_are_pefts(tmp_path: Path) -> None:
     assert root.matrices[Q].scale == 4
 
 
+@pytest.mark.parametrize(("pattern", "scale"), [("o_proj.weight", 3), ("o_proj", 2)])
+def test_patterns_are_of_a_parameters_name(tmp_path: Path, pattern: str, scale: float) -> None:
+    """Where PEFT was told the parameter, and not the module."""
+    o = Q.replace("q_proj", "o_proj")
+    config = {"r": 4, "lora_alpha": 8, "target_parameters": ["o_proj.weight"], "alpha_pattern": {pattern: 12}}
+    found = find_lora(str(write(tmp_path / "one", config, factors(o) | factors(Q))))
+    assert (found.matrices[o].scale, found.matrices[Q].scale) == (scale, 2)
+
+
 def test_parameters_of_experts_are_named(tmp_path: Path) -> None:
     """By where PEFT nests them, or by target_parameters, with the ranks and alphas of their own names."""
     experts = "model.layers.0.mlp.experts"
