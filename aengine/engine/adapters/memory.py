@@ -59,15 +59,17 @@ class LoraMemory:
     @classmethod
     def of(cls, given: LoraTensors) -> LoraMemory:
         """Write tensors into memory. Blocking. Raises InvalidRequestError: they are none, or too many or too large."""
-        sources, entries, end = [], {}, 0
+        sources, entries, end = [], [], 0  # entries are texts: json keeps all threads waiting while it writes many
         for name, tensor in _checked_names(given.tensors):
             source, dtype, shape, size = _source_of(name, tensor)
-            entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+            entry = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+            entries.append(f"{json.dumps(name)}:{json.dumps(entry)}")
             sources.append(source)
             end += size
             if end > MOST_BYTES:
                 raise InvalidRequestError(f"the tensors have more than {MOST_BYTES >> 30} GiB", param="source")
-        header = json.dumps({"__metadata__": {CONFIG_IN_HEADER: _config_of(given.config)}} | entries).encode()
+        entries.append(f'"__metadata__":{json.dumps({CONFIG_IN_HEADER: _config_of(given.config)})}')
+        header = f"{{{','.join(entries)}}}".encode()
         try:
             memory = cls(descriptor := os.memfd_create("lora", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
             _write(descriptor, memoryview(len(header).to_bytes(8, "little") + header))
