@@ -348,7 +348,7 @@ class EngineConfig:
             if getattr(self, name) is not None and not (self.loras or self.max_loras):
                 raise not_valid(name, getattr(self, name), "left out without adapters (loras or max_loras)")
         if self.num_lora_slots and self.batch_invariant:
-            raise InvalidRequestError("batch_invariant=True does not go together with adapters: leave max_loras at 0")
+            raise InvalidRequestError("batch_invariant=True takes no adapters: leave it out, or loras and max_loras")
         _check_processors(self.logits_processors)
         object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
         if self.worker_extension is not None and not _is_in_module(self.worker_extension):

@@ -24,6 +24,8 @@ def check_start(config: EngineConfig, hf_config: Mapping[str, Any]) -> None:
     ``hf_config``: the content of config.json.
     """
     check_division(config, hf_config)
+    if config.batch_invariant:
+        check_invariance(config)
     check_kv_memory(config, hf_config)
     longest = hf_config.get("max_position_embeddings")
     if type(longest) is int and longest > 0:
@@ -50,6 +52,21 @@ def check_cpu(config: EngineConfig) -> None:
         value = getattr(config, name)
         if value not in ("auto", "gguf"):
             raise ModelLoadError(f"{name}={value!r} is for GPUs: leave it at 'auto' on a CPU")
+
+
+def check_invariance(config: EngineConfig) -> None:
+    """Raise ModelLoadError for settings that go against batch_invariant=True, whatever the model and the device."""
+    sums, cure, size = "are cut by the batch's size", "", config.tensor_parallel_size
+    if size > 1:
+        reason = f"sums over the ranks of tensor_parallel_size={size} {sums}"
+        cure = "divide the model by pipeline_parallel_size"
+    elif config.enable_expert_parallel:
+        reason, cure = f"sums over the ranks of enable_expert_parallel=True {sums}", "leave that at False"
+    elif config.model_impl == "transformers":
+        reason = "model_impl='transformers' has torch add up, in an order that depends on the number of rows"
+        cure = "leave that at 'auto'"
+    if cure:
+        raise ModelLoadError(f"batch_invariant=True: {reason}: {cure}, or leave batch_invariant at False")
 
 
 def _may_have_gpu() -> bool:

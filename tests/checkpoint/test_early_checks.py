@@ -36,6 +36,14 @@ LABELS = {"architectures": ["XForSequenceClassification"], "id2label": {"0": "no
             "swap_space_bytes=1 holds no page, which has 2048 b",
         ),
         ({"kv_cache_memory_bytes": 1000, "block_size": 32}, {"text_config": {**HF, "head_dim": 16}}, "has 2048 bytes"),
+        *(
+            ({"batch_invariant": True, **settings}, {"num_experts": 4}, f"batch_invariant=True: .*: {cure}, or leave")
+            for settings, cure in (
+                ({"tensor_parallel_size": 2}, "divide the model by pipeline_parallel_size"),
+                ({"enable_expert_parallel": True}, "leave that at False"),
+                ({"model_impl": "transformers"}, "leave that at 'auto'"),
+            )
+        ),
         ({"tensor_parallel_size": 3}, {}, "tensor_parallel_size=3: the model has 2 attention heads"),
     ],
     ids=lambda value: next(iter(value), "") if isinstance(value, dict) else "",

@@ -453,6 +453,7 @@ def ask_invariant(column: str, tiny_model: TinyModel) -> Any:
     source = resolve_model(config)
     if column == composition.ENCODERS:
         return load_encoder(config, source.to_wire(), ranks_of(config)[0], lambda *report: None)
+    check_start(config, source.hf_config)
     model = read_config(source.hf_config, model_impl=config.model_impl, folder=source.path)
     return choose_policy(config, model, CpuPlatform(), "float32")
 
