@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapters import merged, write_adapter
 from gpu_models import Checkpoint
+from lora_files import merged, write_adapter
 from test_gpu_engine import running
 
 from aengine import AsyncLLM, SamplingParams

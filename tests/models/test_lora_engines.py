@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapters import ALL, merged, write_adapter
+from lora_files import ALL, merged, write_adapter
 from safetensors.torch import load_file
 from tiny import write_tiny_model
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adapters import merged, write_adapter
 from driver import CPU, Driver, check_near, no_progress, source_of
+from lora_files import merged, write_adapter
 from pairs import some
 from safetensors.torch import load_file
 from tiny import write_tiny_model

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapters import ALL, merged, write_adapter
+from lora_files import ALL, merged, write_adapter
 from tiny import write_tiny_model
 from zoo import write_zoo_model
 

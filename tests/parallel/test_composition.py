@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adapters import write_adapter
 from driver import CPU, source_of
 from gguf import GGMLQuantizationType as Q
+from lora_files import write_adapter
 from pairs import some
 from ranked_engine import RankedEngine
 from scenarios import Engine, settings_of_torch_kept, states_kept_often

@@ -63,7 +63,7 @@ def test_the_tokens_of_merged_models(
     arch: str, tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step without an adapter launches none of it, and is another graph."""
-    from adapters import merged, write_adapter
+    from lora_files import merged, write_adapter
 
     folder = write_model(tmp_path / "model", arch)
     prompts = {row: [rng.randrange(300) for _ in range(length)] for row, length in PROMPTS.items()}

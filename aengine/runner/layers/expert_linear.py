@@ -19,6 +19,8 @@ from ..weights.scope import Gathering, WeightScope
 from ..weights.weight import Norm, NotMultiplied, StoredTensor
 from .linear import Features, drop, part_of_matrix, shape_on_rank, shares_of, turned
 
+_Wrap = Callable[[ExpertWeights], ExpertWeights]
+
 
 class _Piece(NamedTuple):
     """A tensor that each expert has in the checkpoint."""
@@ -54,7 +56,7 @@ class ExpertLinear:
         ranks, or the features of each, as in `Linear`."""
         self.weights: ExpertWeights
         rows_of = {scope.name_of(name): shares_of(features) for name, features in parts.items()}
-        self._wrap = scope.formats.step_rows.wrap_experts(rows_of, shares_of(in_features), experts)
+        wrap = scope.formats.step_rows.wrap_experts(rows_of, shares_of(in_features), experts)
         self._experts = range(*experts.range)
         self._device = scope.formats.device
         columns = shares_of(in_features)
@@ -63,10 +65,10 @@ class ExpertLinear:
         self._cut: Part | None = None  # the columns that this rank keeps of a matrix that is loaded whole
         self._lock = Lock()  # several threads may load
         if layout is None:
-            self._want_each(scope, experts.total, columns, parts, bias)
+            self._want_each(scope, experts.total, columns, parts, bias, wrap)
         else:
             self._dtype = scope.formats.dtype
-            self._want_packed(scope, experts, columns, parts, bias, layout)
+            self._want_packed(scope, experts, columns, parts, bias, layout, wrap)
 
     def _want_each(
         self,
@@ -75,6 +77,7 @@ class ExpertLinear:
         columns: Sequence[Share],
         parts: Mapping[str, Features],
         bias: bool,
+        wrap: _Wrap,
     ) -> None:
         form, *others = {scope.format_of(f"0.{name}") for name in parts}
         if others:
@@ -110,7 +113,7 @@ class ExpertLinear:
             for piece in pieces
             if piece.rows is not None
         }
-        self.weights = self._wrap(form.make_experts(len(self._experts), list(whole.values()), self._device))
+        self.weights = wrap(form.make_experts(len(self._experts), list(whole.values()), self._device))
         self._num_tensors = sum(piece.rows is not None for piece in pieces)  # those of an expert
         self._num_come = dict.fromkeys(range(len(self._experts)), 0)
         for expert in range(num_experts):
@@ -154,6 +157,7 @@ class ExpertLinear:
         parts: Mapping[str, Features],
         bias: bool,
         layout: PackedLayout,
+        wrap: _Wrap,
     ) -> None:
         ((name, features),) = parts.items()
         rows, (own_columns, in_features) = shares_of(features), sizes(columns)
@@ -163,7 +167,7 @@ class ExpertLinear:
         except NotMultiplied as error:
             raise ModelLoadError(f"{scope.name_of(name)}: {error}") from error
         has_bias = bias and not self._drops_bias
-        self.weights = self._wrap(layout.make_experts(experts.size, own_rows, own_columns, has_bias, scope.formats))
+        self.weights = wrap(layout.make_experts(experts.size, own_rows, own_columns, has_bias, scope.formats))
         wanted = layout.tensors(experts.total, out_features, in_features, bias, self._dtype)
         kept: dict[str, Tensor] = {}
         num_wanted = len(wanted) - (bias and self._drops_bias)
