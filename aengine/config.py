@@ -343,10 +343,8 @@ class EngineConfig:
         _check_target("worker", self.worker, WORKERS, "module:function")
         known = partial(target_of, PROPOSERS), partial(registered, PROPOSERS)
         object.__setattr__(self, "speculation", checked_speculation(self.speculation, *known))
-        object.__setattr__(self, "loras", checked_loras(self.loras, self.max_loras))
-        for name in ("max_lora_rank", "max_lora_expert_rank"):
-            if getattr(self, name) is not None and not (self.loras or self.max_loras):
-                raise not_valid(name, getattr(self, name), "left out without adapters (loras or max_loras)")
+        ranks = {name: getattr(self, name) for name in ("max_lora_rank", "max_lora_expert_rank")}
+        object.__setattr__(self, "loras", checked_loras(self.loras, self.max_loras, ranks))
         if self.num_lora_slots and self.batch_invariant:
             raise InvalidRequestError("batch_invariant=True takes no adapters: leave it out, or loras and max_loras")
         _check_processors(self.logits_processors)

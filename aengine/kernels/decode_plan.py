@@ -73,7 +73,8 @@ class DecodeWorkspace:
 
 
 class PartsWorkspace:
-    """As `DecodeWorkspace`, for parts of a query's keys that follow from its position (invariant_attention.py)."""
+    """Memory like that of `DecodeWorkspace`, for parts of keys that follow from a query's position
+    (invariant_attention.py)."""
 
     MOST_PARTS = 16
     """Most parts of the keys that a query sees. A window may begin and end within one, and has one more."""

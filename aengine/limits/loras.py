@@ -18,9 +18,9 @@ def is_lora_name(name: object) -> bool:
     return isinstance(name, str) and 0 < len(name) <= MOST_CHARACTERS and is_unicode(name)
 
 
-def checked_loras(given: object, max_loras: int | None) -> dict[str, str]:
-    """Return the setting as a mapping of names to sources. Raises InvalidRequestError: it is none, or has no effect
-    beside the other."""
+def checked_loras(given: object, max_loras: int | None, ranks: Mapping[str, int | None]) -> dict[str, str]:
+    """Return the setting as a mapping of names to sources. ``ranks``: names and values of the settings that need
+    adapters. Raises InvalidRequestError: it is none, or has no effect beside the others, or one of them without it."""
     if given is not None and (not isinstance(given, Mapping) or len(given) > MAX_NAMED_LORAS):
         raise not_valid("loras", given, f"a mapping of at most {MAX_NAMED_LORAS} names to folders or hub ids")
     loras: dict[str, str] = {}
@@ -33,4 +33,7 @@ def checked_loras(given: object, max_loras: int | None) -> dict[str, str]:
         loras[name] = source
     if loras and max_loras == 0:
         raise InvalidRequestError("max_loras=0 leaves no place for loras: raise it, or leave one out", param="loras")
+    for name, rank in ranks.items():
+        if rank is not None and not (loras or max_loras):
+            raise not_valid(name, rank, "left out without adapters (loras or max_loras)")
     return loras

@@ -183,7 +183,7 @@ def _no_keys(sinks, heads, is_head, ROWS: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def _begin_part(ROWS: tl.constexpr, DP: tl.constexpr):
-    """The same before a part's first key, with the sum in each of 16 columns [ROWS, 16]."""
+    """Maximum [ROWS], sum in each of 16 columns [ROWS, 16] and weighted values [ROWS, DP] before a part's first key."""
     top = tl.full((ROWS,), -float("inf"), tl.float32)
     return top, tl.zeros((ROWS, 16), tl.float32), tl.zeros((ROWS, DP), tl.float32)
 
