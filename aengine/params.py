@@ -429,6 +429,8 @@ class RequestOptions(TypedDict, total=False):
     by timing."""
     lora: str | None
     """The adapter with which the request is computed, one of the setting `loras` or of `AsyncLLM.add_lora`."""
+    tenant: str | None
+    """A name of who asks, whose requests are counted together."""
 
 
 class RenderOptions(TypedDict, total=False):
@@ -476,6 +478,7 @@ class CallOptions:
     request_id: str | None = None
     cache_salt: str | None = None
     lora: str | None = None
+    tenant: str | None = None
 
     @property
     def adapter(self) -> str | None:
@@ -540,7 +543,8 @@ def check_options(options: CallOptions) -> None:
     priority: object = options.priority
     if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
         raise not_valid("priority", priority, "an integer of 64 bits")
-    for name, value in (("request_id", options.request_id), ("cache_salt", options.cache_salt), ("lora", options.lora)):
+    for name in ("request_id", "cache_salt", "lora", "tenant"):
+        value = getattr(options, name)
         if value is None:
             continue
         if not isinstance(value, str) or not value:

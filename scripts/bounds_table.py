@@ -161,10 +161,12 @@ BOUNDS = (
         "`EngineOverloadedError` (429)",
     ),
     Bound(
-        "a name: `request_id`, `cache_salt`, `lora`, `user`, of a prompt, a model, a response; 16 of `metadata`",
+        "a name: `request_id`, `cache_salt`, `lora`, `tenant`, `user`, of a prompt, a model, a response; "
+        "16 of `metadata`",
         f"{MAX_NAME_CHARACTERS:,} characters; `request_id` over HTTP 128",
         f"{_INVALID}, or it is not found (404)",
-        "request_id cache_salt lora prompt_name model previous_response_id name effort reasoning_effort user metadata",
+        "request_id cache_salt lora tenant prompt_name model previous_response_id name effort reasoning_effort user "
+        "metadata",
     ),
     Bound(
         "numbers that no work grows with",

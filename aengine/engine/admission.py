@@ -172,15 +172,13 @@ class Admission:
         token_ids: Sequence[int],
         extras: Extras,
         buffer: Buffer,
+        options: CallOptions,
         *,
         results_from: int,
-        priority: int,
-        cache_salt: str | None,
-        adapter: str | None,
         context: Context | None,
     ) -> UserRequest:
-        """Register a prompt, whose options are checked, for one result in place of tokens; ``buffer`` is told of it as
-        of any end. ``extras`` say what it is to be, and ``results_from`` of which tokens it is made.
+        """Register a prompt for one result in place of tokens; ``buffer`` is told of it as of any end. ``options`` are
+        checked; ``extras`` say what it is to be, and ``results_from`` of which tokens it is made.
 
         Raises:
             EngineOverloadedError: the queue is full and admission is "error".
@@ -199,14 +197,14 @@ class Admission:
             request_id=request_id,
             prompt=TokensPart(token_ids),
             params=_FOR_A_RESULT,
-            priority=priority,
-            cache_salt=(cache_salt or "").encode(),
+            priority=options.priority,
+            cache_salt=(options.cache_salt or "").encode(),
             arrival_time=self._loop.time(),
             mailbox=mailbox,
             samples=False,
             extras=extras,
             results_from=results_from,
-            adapter=adapter,
+            adapter=options.adapter,
         )
         self._register(request, "embedding", context)
         return request

@@ -184,6 +184,8 @@ async def test_other_wrong_arguments(make_engine: Make) -> None:
             {"priority": 1.5},
             {"request_id": ""},
             {"cache_salt": 3},
+            {"tenant": ""},
+            {"tenant": "x" * 1025},
             {"params": {"max_tokens": 3}},
         ):
             with pytest.raises(InvalidRequestError) as caught:

@@ -326,14 +326,10 @@ class _Call:
         options: Mapping[str, Any] = request.options
         self.core = core
         self.truncate = bool(options.get("truncate", False))
-        self._deadline = options.get("deadline")
-        self._priority = options.get("priority", 0)
-        self._cache_salt = options.get("cache_salt")
-        asked = CallOptions(**{name: value for name, value in options.items() if name != "truncate"})
-        check_options(asked)
-        self._adapter = asked.adapter
-        if self._adapter is not None:
-            core.adapters.check(self._adapter)
+        self._options = CallOptions(**{name: value for name, value in options.items() if name != "truncate"})
+        check_options(self._options)
+        if self._options.adapter is not None:
+            core.adapters.check(self._options.adapter)
         limit, own = core.limits.max_model_len, core.pooling.max_tokens
         is_asked = core.config.max_model_len is not None
         self.most = limit if own is None or is_asked else min(limit, own)
@@ -370,7 +366,7 @@ class _Call:
             return np.empty((0, self._size()), dtype=np.float32)
         self._vectors = [array("f")] * len(inputs)
         try:
-            async with asyncio.timeout(self._deadline) as limit:
+            async with asyncio.timeout(self._options.deadline) as limit:
                 checked, chunks = await _off_loop(_are_large(inputs), self._arranged, inputs)
                 await self._compute(checked, chunks, encode)
         except TimeoutError:
@@ -423,8 +419,8 @@ class _Call:
         raise InvalidRequestError(f"inputs[{place}]={shown(given)} must be {wanted}, and not empty", param="inputs")
 
     def _expired(self, num_inputs: int) -> DeadlineExceededError:
-        text = f"{self._num_done} of {num_inputs} inputs were done within the deadline of {self._deadline:g} s"
-        error = DeadlineExceededError(text, deadline=float(self._deadline or 0))
+        text = f"{self._num_done} of {num_inputs} inputs were done within the deadline of {self._options.deadline:g} s"
+        error = DeadlineExceededError(text, deadline=float(self._options.deadline or 0))
         for request in self._open.values():
             request.mailbox.fail(error)
         return error
@@ -457,9 +453,14 @@ class _Call:
         while len(self._open) >= self._window or (self._open and self.core.queue.is_full):
             await self._take_ended()
         self.core.sleeping.check_takes_requests()
-        how = {"priority": self._priority, "cache_salt": self._cache_salt, "context": self._context}
-        how |= {"results_from": text.results_from(self.core), "adapter": self._adapter}
-        self._open[place] = self.core.admission.submit_for_result(text.token_ids, text.extras, _End(self, place), **how)
+        self._open[place] = self.core.admission.submit_for_result(
+            text.token_ids,
+            text.extras,
+            _End(self, place),
+            self._options,
+            results_from=text.results_from(self.core),
+            context=self._context,
+        )
         self._num_tokens += len(text.token_ids)
 
     async def _take_ended(self) -> None:

@@ -38,6 +38,8 @@ class PoolingOptions(TypedDict, total=False):
     """Prefix KV is shared only among requests of equal salt."""
     lora: str | None
     """The adapter with which the texts are computed, one of the setting `loras` or of `AsyncLLM.add_lora`."""
+    tenant: str | None
+    """A name of who asks, whose requests are counted together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,7 @@ class PoolingCalls:
             prompt: what each text begins with, as ``"query: "``.
             prompt_name: a prompt of the checkpoint's (config_sentence_transformers.json), as ``"query"``. Without
                 either, its default prompt, if it has one. Token ids get none.
-            options: truncate, deadline, priority, cache_salt, lora: see `PoolingOptions`.
+            options: truncate, deadline, priority, cache_salt, lora, tenant: see `PoolingOptions`.
 
         Cancelling the task that awaits it ends its requests.
 
