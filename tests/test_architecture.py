@@ -562,14 +562,14 @@ MOST_METHODS = 20
 
 
 BUDGETS = {
-    "root": 2900,
+    "root": 2840,
     "checkpoint": 2850,
     "cli": 1680,
     "engine": 28000,
     "integrations": 2625,
     "ipc": 2180,
     "kernels": 17400,
-    "limits": 720,
+    "limits": 960,
     "remote": 1700,
     "runner": 26050,
     "server": 7050,
