@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         WorkerCallError,
         WorkerDiedError,
     )
+    from .limits.kv_tiers import DiskTier, HostTier, StoreTier
     from .llm import LLM
     from .outputs import Choice, Completion, FinishReason, Logprob, RequestEnd, StartupProgress, Timings, Token, Usage
     from .params import ChatOptions, GenerateOptions, RequestOptions, SamplingParams, StructuredOutput
@@ -85,6 +86,7 @@ _NAMES = {
         "GrammarError InternalError InvalidRequestError ModelLoadError NotEnoughMemoryError RequestError "
         "WeightsLostError WorkerCallError WorkerDiedError"
     ),
+    "limits.kv_tiers": "DiskTier HostTier StoreTier",
     "llm": "LLM",
     "outputs": "Choice Completion FinishReason Logprob RequestEnd StartupProgress Timings Token Usage",
     "params": "ChatOptions GenerateOptions RequestOptions SamplingParams StructuredOutput",
@@ -109,6 +111,7 @@ __all__ = [  # noqa: RUF022  # plainly sorted, as a test asks
     "ContextLengthError",
     "DeadlineExceededError",
     "Delta",
+    "DiskTier",
     "EngineClosedError",
     "EngineConfig",
     "EngineError",
@@ -118,6 +121,7 @@ __all__ = [  # noqa: RUF022  # plainly sorted, as a test asks
     "GrammarError",
     "Histogram",
     "Histograms",
+    "HostTier",
     "InternalError",
     "InvalidRequestError",
     "IpcTensors",
@@ -141,6 +145,7 @@ __all__ = [  # noqa: RUF022  # plainly sorted, as a test asks
     "Settings",
     "StartupProgress",
     "Statistics",
+    "StoreTier",
     "StructuredOutput",
     "SyncLLM",
     "TextDelta",

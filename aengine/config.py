@@ -19,9 +19,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import InvalidRequestError
-from .limits.bounds import MAX_PROCESSORS
 from .limits.cgroups import num_usable_cpus
+from .limits.kv_tiers import DiskTier, HostTier, StoreTier, checked_kv_tiers
 from .limits.loras import checked_loras
+from .limits.registry import (
+    PROPOSERS,
+    WORKERS,
+    check_device,
+    check_processors,
+    check_target,
+    is_in_module,
+    registered,
+    target_of,
+)
 from .limits.speculation import SpeculationSettings, checked_speculation
 from .limits.values import (
     check_choices,
@@ -140,6 +150,10 @@ class EngineConfig:
     not computed again (docs/memory.md). 0: they are computed again."""
     enable_prefix_caching: bool = True
     """Prompts that begin alike share KV."""
+    kv_tiers: Sequence[HostTier | DiskTier | StoreTier] | str = ()
+    """Where the KV of prefixes is kept that the device has no room for, nearest first: HostTier("40GB"),
+    DiskTier("/path", "200GB"), StoreTier("redis", url="redis://..."). In a text: "host:40GB,disk:/path:200GB". (): it
+    is computed again."""
     max_in_flight_steps: int = 2
     """Steps given to the worker before the oldest has been answered; 1 or more."""
     max_leased_steps: int = 64
@@ -335,21 +349,23 @@ class EngineConfig:
             if getattr(self, name) != _DEFAULTS[name] and getattr(self, other) != value:
                 effect = f"{name}={shown(getattr(self, name))} has no effect without {other}={value!r}"
                 raise InvalidRequestError(f"{effect}: give that, too, or leave {name} out{hint}", param=name)
-        _check_device(self.device, self.num_ranks * self.data_parallel_size)
+        check_device(self.device, self.num_ranks * self.data_parallel_size)
         if self.executor == "ray" and ":" in self.device:
             raise not_valid(
                 "device", self.device, "a name without numbers with executor='ray', as Ray chooses the GPUs"
             )
-        _check_target("worker", self.worker, WORKERS, "module:function")
+        check_target("worker", self.worker, WORKERS, "module:function")
         known = partial(target_of, PROPOSERS), partial(registered, PROPOSERS)
         object.__setattr__(self, "speculation", checked_speculation(self.speculation, *known))
         ranks = {name: getattr(self, name) for name in ("max_lora_rank", "max_lora_expert_rank")}
         object.__setattr__(self, "loras", checked_loras(self.loras, self.max_loras, ranks))
         if self.num_lora_slots and self.batch_invariant:
             raise InvalidRequestError("batch_invariant=True takes no adapters: leave it out, or loras and max_loras")
-        _check_processors(self.logits_processors)
+        tiers = checked_kv_tiers(self.kv_tiers, caches_prefixes=self.enable_prefix_caching)
+        object.__setattr__(self, "kv_tiers", tiers)
+        check_processors(self.logits_processors)
         object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
-        if self.worker_extension is not None and not _is_in_module(self.worker_extension):
+        if self.worker_extension is not None and not is_in_module(self.worker_extension):
             raise not_valid("worker_extension", self.worker_extension, "'module:Class', or None")
         for name in ("progress", "on_request_end"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
@@ -455,48 +471,6 @@ def _is_positive(value: object) -> bool:
     return 0 < value <= sys.float_info.max or value == math.inf
 
 
-def _check_device(device: object, num_ranks: int) -> None:
-    """Raise InvalidRequestError unless it is "auto", or a platform's name, perhaps with an index for each rank."""
-    if isinstance(device, str) and device in ("auto", "cpu", "cuda"):
-        return
-    name, colon, listed = device.partition(":") if isinstance(device, str) else ("", "", "")
-    places = listed.split(",") if colon else []
-    wanted = "'auto', 'cpu', 'cuda', 'cuda:N' or, for several ranks, 'cuda:N,M'"
-    if not name or name == "cpu" or not all(re.fullmatch("[0-9]{1,4}", place) for place in places):
-        raise not_valid("device", device, wanted)
-    if name != "auto" and target_of(PLATFORMS, name) is None:
-        others = [name for name in registered(PLATFORMS) if name not in ("cpu", "cuda")]
-        raise not_valid("device", device, wanted + "".join(f", {name!r}" for name in others))
-    if places and not len(places) == len(set(map(int, places))) == num_ranks:
-        raise InvalidRequestError(
-            f"device={shown(device)} names {len(set(map(int, places)))} different devices, and the engine has "
-            f"{num_ranks} rank{'s' * (num_ranks != 1)} (tensor_parallel_size x pipeline_parallel_size x "
-            f"data_parallel_size): name one for each, or use device={name!r} for the first ones",
-            param="device",
-        )
-
-
-def _check_target(param: str, given: object, group: str, form: str) -> None:
-    """Raise InvalidRequestError unless it is a name of the group, or looks like ``form``."""
-    if _is_in_module(given) or (isinstance(given, str) and target_of(group, given) is not None):
-        return
-    raise not_valid(param, given, f"{form!r}, or one of {', '.join(map(repr, registered(group)))}")
-
-
-def _check_processors(names: object) -> None:
-    """Raise InvalidRequestError unless it is a list of known names and places in modules."""
-    if isinstance(names, str) or not isinstance(names, Sequence) or len(names) > MAX_PROCESSORS:
-        raise not_valid("logits_processors", names, f"a list of at most {MAX_PROCESSORS} names")
-    for name in names:
-        _check_target("logits_processors", name, PROCESSORS, "module:Class")
-
-
-def _is_in_module(name: object) -> bool:
-    """Whether it looks like "module:name"."""
-    module, _, own = name.partition(":") if isinstance(name, str) else ("", "", "")
-    return own.isidentifier() and all(part.isidentifier() for part in module.split("."))
-
-
 def worker_environment() -> dict[str, str]:
     """A copy of the host's environment, for a worker that it starts; the host's own is not touched. Without the number
     of threads, see `thread_environment`."""
@@ -561,40 +535,3 @@ def ray_cluster() -> str:
 def is_offline() -> bool:
     """Whether HF_HUB_OFFLINE forbids to ask the hub."""
     return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
-
-
-WORKERS = "aengine.workers"
-"""The group of functions that load a model: see workers/loaded.py."""
-PROPOSERS = "aengine.proposers"
-"""The group of what guesses tokens: see engine/speculation/proposer.py."""
-PROCESSORS = "aengine.logits_processors"
-"""The group of classes that change logits: see runner/sampling/processors.py."""
-PLATFORMS = "aengine.platforms"
-"""The group of classes of devices: see runner/platforms/platform.py."""
-
-_OWN = {
-    WORKERS: {"default": "aengine.runner.startup.begin:load_model"},
-    PROPOSERS: dict.fromkeys(
-        ("suffix", "ngram", "suffix_past", "ngram_worker", "draft_model", "eagle3", "peagle", "dflash", "mtp"),
-        "aengine.engine.speculation.proposer",
-    ),
-    PROCESSORS: {"thinking_budget": "aengine.runner.sampling.features.thinking_budget:ThinkingBudget"},
-    PLATFORMS: {
-        "cuda": "aengine.runner.platforms.cuda:CudaPlatform",
-        "cpu": "aengine.runner.platforms.cpu:CpuPlatform",
-    },
-}
-
-
-def target_of(group: str, name: str) -> str | None:
-    """Return the "module:attribute" registered as ``name``; None: there is none. Blocking: reads files, unless the name
-    is one of our own."""
-    return _OWN[group].get(name) or registered(group).get(name)
-
-
-def registered(group: str) -> dict[str, str]:
-    """All names of the group, our own first, then those of other packages in order; each with its "module:attribute".
-    Blocking: reads files."""
-    from importlib.metadata import entry_points
-
-    return _OWN[group] | {point.name: point.value for point in sorted(entry_points(group=group))}

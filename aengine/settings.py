@@ -15,6 +15,7 @@ from .errors import InvalidRequestError
 from .limits.values import nearest
 
 if TYPE_CHECKING:
+    from .limits.kv_tiers import DiskTier, HostTier, StoreTier
     from .outputs import RequestEnd, StartupProgress
 
 UNITS = {
@@ -276,6 +277,10 @@ class Settings(TypedDict, total=False):
     not computed again (docs/memory.md). 0: they are computed again. In bytes. Default: 0."""
     enable_prefix_caching: bool
     """Prompts that begin alike share KV. Default: True."""
+    kv_tiers: Sequence[HostTier | DiskTier | StoreTier] | str
+    """Where the KV of prefixes is kept that the device has no room for, nearest first: HostTier("40GB"),
+    DiskTier("/path", "200GB"), StoreTier("redis", url="redis://..."). In a text: "host:40GB,disk:/path:200GB". (): it
+    is computed again. Default: ()."""
     max_in_flight_steps: int
     """Steps given to the worker before the oldest has been answered; 1 or more. In steps. Default: 2."""
     max_leased_steps: int

@@ -23,7 +23,8 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-from aengine.config import target_of, worker_environment
+from aengine.config import worker_environment
+from aengine.limits.registry import target_of
 
 _PR_SET_CHILD_SUBREAPER = 36
 _FIRST_FREE = 500  # descriptors that came with a request lie from here on, above those that they become

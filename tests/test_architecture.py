@@ -319,6 +319,15 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
             "telemetry/",
         },
     ),
+    "KV tiers": (
+        {"tiers", "KVTier", "HostTier", "DiskTier", "StoreTier"},
+        {
+            "__init__.py",  # what users name them by
+            "config.py",  # its setting
+            "settings.py",
+            "limits/kv_tiers.py",
+        },
+    ),
     "keys and values in FP8": (
         {"ScaledKV", "KVFormat", "calibrated"},
         {
@@ -335,6 +344,7 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
             "config.py",  # its setting
             "settings.py",
             "engine/speculation/",
+            "limits/registry.py",  # their names
         },
     ),
     "drafts": (
@@ -342,6 +352,7 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
         {
             "config.py",  # its setting
             "settings.py",
+            "limits/registry.py",  # their names
             "limits/speculation.py",  # reads it
             "engine/replicas/replica.py",  # chooses who makes them, and has their counts
             "engine/grammar_gate.py",  # proposes what a grammar forces, and has rows of bitmasks after each draft
@@ -433,6 +444,7 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
             "config.py",  # its setting
             "settings.py",
             "checkpoint/early_checks.py",  # refuses more stages than layers
+            "limits/registry.py",  # counts their devices
             "engine/replicas/replica.py",  # has as many batches take turns as there are stages
             "engine/scheduler/decode_batches.py",
             "runner/attention/kv_pages.py",  # what a stage has of the model
@@ -826,6 +838,7 @@ def test_exported_names_are_pinned() -> None:
         "ContextLengthError",
         "DeadlineExceededError",
         "Delta",
+        "DiskTier",
         "EngineClosedError",
         "EngineConfig",
         "EngineError",
@@ -835,6 +848,7 @@ def test_exported_names_are_pinned() -> None:
         "GrammarError",
         "Histogram",
         "Histograms",
+        "HostTier",
         "InternalError",
         "InvalidRequestError",
         "IpcTensors",
@@ -858,6 +872,7 @@ def test_exported_names_are_pinned() -> None:
         "Settings",
         "StartupProgress",
         "Statistics",
+        "StoreTier",
         "StructuredOutput",
         "SyncLLM",
         "TextDelta",

@@ -7,8 +7,9 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..config import PLATFORMS, EngineConfig, registered
+from ..config import EngineConfig
 from ..errors import ModelLoadError
+from ..limits.registry import PLATFORMS, registered
 from .pooling import labels_of
 
 _MOST_RANKS = 1024

@@ -22,10 +22,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ..checkpoint.early_checks import check_start
-from ..config import WORKERS, EngineConfig, target_of
+from ..config import EngineConfig
 from ..errors import EngineClosedError, EngineError, InternalError, ModelLoadError, WorkerDiedError
 from ..ipc.liveness import Liveness
 from ..ipc.messages import GrammarOutput, Kind, MessageError, SchedulerOutput, pack, unpack
+from ..limits.registry import WORKERS, target_of
 from ..limits.ulimits import limit_hint, memory_ulimit_hint
 from ..outputs import StartupProgress
 from ..telemetry.worker_logs import level_for_workers, log_for_worker

@@ -13,9 +13,10 @@ from conftest_api import settled
 from searches import every_step_has_a_search  # noqa: F401
 from test_recovery import death, essence, no_delay, work
 
-from aengine import AsyncLLM, InvalidRequestError, SamplingParams, StructuredOutput, config
+from aengine import AsyncLLM, InvalidRequestError, SamplingParams, StructuredOutput
 from aengine.engine.speculation import choice
 from aengine.engine.speculation.budget import DraftBudget
+from aengine.limits import registry
 
 __all__ = ["no_delay"]  # a fixture
 
@@ -51,7 +52,7 @@ def any_cost(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def foolish(monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of an entry point."""
-    monkeypatch.setitem(config._OWN[config.PROPOSERS], "foolish", f"{__name__}:Foolish")
+    monkeypatch.setitem(registry.OWN[registry.PROPOSERS], "foolish", f"{__name__}:Foolish")
     return "foolish"
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from aengine.config import PLATFORMS, WORKERS, EngineConfig, registered
+from aengine.config import EngineConfig
 from aengine.engine.executor import ProcessExecutor
 from aengine.errors import InvalidRequestError, ModelLoadError
+from aengine.limits.registry import PLATFORMS, WORKERS, registered
 from aengine.runner.platforms.choice import choose_platform
 from aengine.runner.platforms.cpu import CpuPlatform
 

@@ -22,8 +22,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ...config import PROPOSERS, target_of
 from ...errors import ModelLoadError
+from ...limits.registry import PROPOSERS, target_of
 from ...limits.speculation import NEEDS_MODEL, SpeculationSettings
 from ..scheduler.request import Request
 from .history import MOST_DRAFTS, NO_GUESS, NONE_CANCELLABLE, Chances, DraftHistory, Guess, PendingTokens, num_coming

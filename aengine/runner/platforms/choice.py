@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from pkgutil import resolve_name
 
-from ...config import PLATFORMS, registered, target_of
 from ...errors import ModelLoadError
+from ...limits.registry import PLATFORMS, registered, target_of
 from .cpu import CpuPlatform
 from .cuda import CudaPlatform
 from .platform import Platform, Unavailable

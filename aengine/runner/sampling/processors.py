@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...config import PROCESSORS, registered, target_of
 from ...errors import InvalidRequestError, ModelLoadError
 from ...ipc.messages import ARGUMENTS_OF, NewRequest
 from ...limits.arguments import check_schema
+from ...limits.registry import PROCESSORS, registered, target_of
 from ..input_batch import Rows
 from ..request_state import RequestState, Scalars
 from ..speculation.positions import SpecDecode
