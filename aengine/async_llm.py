@@ -173,8 +173,8 @@ class AsyncLLM(ImmediateCalls, CoreCalls):
             params: how to sample and when to stop.
             output_type: a pydantic model, or any type that pydantic can describe. The text will be its JSON;
                 ``stream.partial`` is what it says so far, ``completion.parsed`` the value.
-            options: on_unsupported, deadline, first_token_deadline, priority, request_id, cache_salt, lora,
-                tenant: see `RequestOptions`.
+            options: on_unsupported, deadline, first_token_deadline, priority, request_id, cache_salt, lora, tenant,
+                keep, session_id: see `RequestOptions`.
 
         Raises (here, or from the stream):
             InvalidRequestError: something about the prompt or a parameter is wrong.

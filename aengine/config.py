@@ -35,6 +35,7 @@ from .limits.registry import (
 from .limits.speculation import SpeculationSettings, checked_speculation
 from .limits.values import (
     check_choices,
+    checked_number,
     choices_of,
     is_unicode,
     not_valid,
@@ -154,6 +155,8 @@ class EngineConfig:
     """Where the KV of prefixes is kept that the device has no room for, nearest first: HostTier("40GB"),
     DiskTier("/path", "200GB"), StoreTier("redis", url="redis://..."). In a text: "host:40GB,disk:/path:200GB". (): it
     is computed again."""
+    kept_kv_fraction: float = 0.5
+    """Share of the KV blocks that is kept for the next turns of sessions, at most (docs/memory.md). 0: none is."""
     max_in_flight_steps: int = 2
     """Steps given to the worker before the oldest has been answered; 1 or more."""
     max_leased_steps: int = 64
@@ -336,6 +339,7 @@ class EngineConfig:
         for name in ("unread_timeout", "max_step_seconds", "sleep_after"):
             if getattr(self, name) is not None and not _is_positive(getattr(self, name)):
                 raise not_valid(name, getattr(self, name), "a number above 0 that a float can hold, or None")
+        checked_number("kept_kv_fraction", self.kept_kv_fraction, 0, 1, "a number from 0 to 1")
         if self.gpu_memory_utilization > 1:
             raise not_valid("gpu_memory_utilization", self.gpu_memory_utilization, "at most 1")
         for name in ("revision", "gguf_file", "tokenizer", "ray_address"):

@@ -18,6 +18,7 @@ from .limits.bounds import (
     MAX_BAD_WORDS,
     MAX_COMPLETIONS,
     MAX_EXTRA_ARGS,
+    MAX_KEEP,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_PROCESSORS,
@@ -431,6 +432,12 @@ class RequestOptions(TypedDict, total=False):
     """The adapter with which the request is computed, one of the setting `loras` or of `AsyncLLM.add_lora`."""
     tenant: str | None
     """A name of who asks, whose requests are counted together."""
+    keep: float | None
+    """Seconds after its end for which its KV is kept for a next turn, before KV that nobody asked to keep: 0 to 86400,
+    None is 0. No request is kept waiting for that (docs/memory.md)."""
+    session_id: str | None
+    """The name of what the request is a turn of: what was kept for the turn before is kept while it waits and runs, and
+    its own replaces it at its end. Requests of another ``cache_salt`` have other sessions."""
 
 
 class RenderOptions(TypedDict, total=False):
@@ -479,6 +486,8 @@ class CallOptions:
     cache_salt: str | None = None
     lora: str | None = None
     tenant: str | None = None
+    keep: float | None = None
+    session_id: str | None = None
 
     @property
     def adapter(self) -> str | None:
@@ -531,6 +540,11 @@ def check_params(params: object) -> None:
         raise InvalidRequestError(f"params must be SamplingParams, not {type(params).__name__}", param="params")
 
 
+def checked_keep(param: str, seconds: object) -> float:
+    """Return for how many seconds KV is to be kept. Raises InvalidRequestError."""
+    return checked_number(param, seconds, 0, MAX_KEEP, f"a number of seconds from 0 to {MAX_KEEP}")
+
+
 def check_options(options: CallOptions) -> None:
     """Raise InvalidRequestError for options that no engine can take."""
     for name, limit in (("deadline", options.deadline), ("first_token_deadline", options.first_token_deadline)):
@@ -543,7 +557,9 @@ def check_options(options: CallOptions) -> None:
     priority: object = options.priority
     if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
         raise not_valid("priority", priority, "an integer of 64 bits")
-    for name in ("request_id", "cache_salt", "lora", "tenant"):
+    if options.keep is not None:
+        checked_keep("keep", options.keep)
+    for name in ("request_id", "cache_salt", "lora", "tenant", "session_id"):
         value = getattr(options, name)
         if value is None:
             continue

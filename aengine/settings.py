@@ -29,6 +29,7 @@ UNITS = {
     "sleep_after": "seconds",
     "max_step_seconds": "seconds",
     "gpu_memory_utilization": "share",
+    "kept_kv_fraction": "share",
     "tensor_parallel_size": "GPUs",
     "pipeline_parallel_size": "stages",
     "data_parallel_size": "replicas",
@@ -281,6 +282,9 @@ class Settings(TypedDict, total=False):
     """Where the KV of prefixes is kept that the device has no room for, nearest first: HostTier("40GB"),
     DiskTier("/path", "200GB"), StoreTier("redis", url="redis://..."). In a text: "host:40GB,disk:/path:200GB". (): it
     is computed again. Default: ()."""
+    kept_kv_fraction: float
+    """Share of the KV blocks that is kept for the next turns of sessions, at most (docs/memory.md). 0: none is.
+    Default: 0.5."""
     max_in_flight_steps: int
     """Steps given to the worker before the oldest has been answered; 1 or more. In steps. Default: 2."""
     max_leased_steps: int

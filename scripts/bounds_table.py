@@ -28,6 +28,7 @@ from aengine.limits.bounds import (  # noqa: E402
     MAX_COMPLETIONS,
     MAX_EXTRA_ARGS,
     MAX_INPUTS,
+    MAX_KEEP,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_MESSAGES,
@@ -71,6 +72,8 @@ BOUNDS = (
         '`EngineOverloadedError` (429), or waiting with `admission="wait"`',
     ),
     Bound("a request's time", "`deadline`, `first_token_deadline`: 0 to 1e8 s", "`DeadlineExceededError` (504)"),
+    Bound("seconds for which KV is kept for a next turn", f"`keep`: 0 to {MAX_KEEP:,}", _INVALID),
+    Bound("KV that is kept for next turns", "`kept_kv_fraction` of the KV blocks", "what is longest ago gives way"),
     Bound(
         "tokens of a prompt, given as ids; ids to decode",
         "`max_model_len`",
@@ -161,12 +164,12 @@ BOUNDS = (
         "`EngineOverloadedError` (429)",
     ),
     Bound(
-        "a name: `request_id`, `cache_salt`, `lora`, `tenant`, `user`, of a prompt, a model, a response; "
+        "a name: `request_id`, `session_id`, `cache_salt`, `lora`, `tenant`, `user`, of a prompt, a model, a response; "
         "16 of `metadata`",
         f"{MAX_NAME_CHARACTERS:,} characters; `request_id` over HTTP 128",
         f"{_INVALID}, or it is not found (404)",
-        "request_id cache_salt lora tenant prompt_name model previous_response_id name effort reasoning_effort user "
-        "metadata",
+        "request_id session_id cache_salt lora tenant prompt_name model previous_response_id name effort "
+        "reasoning_effort user metadata",
     ),
     Bound(
         "numbers that no work grows with",

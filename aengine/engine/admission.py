@@ -29,6 +29,7 @@ from ..params import CallOptions, SamplingParams
 from ..telemetry.metrics import Counters
 from ..telemetry.observer import Kind, Observer
 from .admission_queue import AdmissionQueue
+from .keeping.keeping import Keeping
 from .preparation import Preparation
 from .replicas.replicas import Replicas
 from .sampling_extras import extras_of, results_from
@@ -64,9 +65,10 @@ class Admission:
         on_queued: Callable[[UserRequest], None],
         on_ended: Callable[[], None],
         versions: WeightVersions,
+        keeping: Keeping,
     ) -> None:
         """``on_queued`` is called with each request that is accepted, ``on_ended`` whenever one has ended; ``versions``
-        is told of each that begins."""
+        is told of each that begins, ``keeping`` of the turns of sessions."""
         self._loop = loop
         self._replicas = replicas
         self._queue = queue
@@ -78,6 +80,7 @@ class Admission:
         self._observer = observer
         self._on_queued, self._on_ended = on_queued, on_ended
         self._versions = versions
+        self.keeping = keeping
         self._requests: dict[str, UserRequest] = {}
         self._random = random.Random()  # draws seeds of requests without one; the host's own is left alone
         self._next_id = 0
@@ -155,6 +158,7 @@ class Admission:
             samples=params.max_tokens != 0,
             results_from=of_prompt,
             adapter=options.adapter,
+            turn=self.keeping.begin(options, request_id),
         )
         # The second timer checks for a token only when it is due, so that delivering tokens costs nothing more.
         limits = (options.deadline, self._expire), (options.first_token_deadline, self._expire_unless_begun)
@@ -361,6 +365,7 @@ class Admission:
         self.preparation.adapters.fail(error)
         for request in list(self._requests.values()):
             request.mailbox.fail(error_for_waiter(error))
+        self.keeping.close()
 
     def _expire(self, request: UserRequest, deadline: float) -> None:
         done = sum(len(choice.token_ids) for choice in request.mailbox.choices)
@@ -389,6 +394,7 @@ class Admission:
         for timer in request.timers:
             timer.cancel()
         request.timers = ()
+        request.turn(request)
         self._replicas.drop(request, reason)
         request.share.give_back()
         if reason is FinishReason.ERROR:

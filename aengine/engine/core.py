@@ -29,6 +29,7 @@ from .adapters.adapters import NewAdapters
 from .admission import Admission
 from .admission_queue import AdmissionQueue
 from .executor import Executor
+from .keeping.keeping import Keeping
 from .pacing.holds import DRAIN, PAUSE, Holds, PauseMode
 from .preparation import Preparation
 from .replicas.replica import Replica
@@ -114,6 +115,7 @@ class EngineCore:
             on_queued=lambda request: self.sleeping.note_request(request),
             on_ended=self._request_ended,
             versions=(versions := WeightVersions()),
+            keeping=Keeping(self.loop, self.replicas),
         )
         self.holds = Holds(self.queue, self.admission, [replica.steps.hold for replica in self.replicas])
         self.weights = WeightUpdates(self, self.holds, self.replicas, versions)

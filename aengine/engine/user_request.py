@@ -13,6 +13,7 @@ from ..errors import InvalidRequestError
 from ..ipc.messages import NO_RESULTS, Extras
 from ..params import CallOptions, SamplingParams, StructuredOutput, check_options, check_params
 from .adapters.adapters import NO_SHARE, AdapterShare
+from .keeping.keeping import Turn, no_turn
 from .sampling_extras import check_extra_args
 from .scheduler.request import Request
 from .streams.token_stream import Mailbox
@@ -71,6 +72,7 @@ class UserRequest:
     results_from: int = NO_RESULTS  # see `NewRequest`
     adapter: str | None = None  # the name of its adapter, if it has one
     share: AdapterShare = NO_SHARE  # what it has of its adapter, once it is prepared
+    turn: Turn = no_turn  # called when it ends: what its session keeps of it
     phase: Phase = Phase.HELD
     preparing: asyncio.Task[None] | None = None
     requests: list[Request] = field(default_factory=list)  # one for each of the n completions

@@ -34,6 +34,8 @@ MAX_COMPLETIONS = 1024
 """Completions of one prompt."""
 MAX_NAME_CHARACTERS = 1024
 """Characters of a request_id, a cache_salt, the name of a prompt."""
+MAX_KEEP = 86_400
+"""Seconds for which KV is kept for a session's next turn."""
 MAX_TOOLS = 1024
 MAX_VARIABLES = 1024
 """Variables of a chat template."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ...config import EngineConfig
@@ -16,6 +17,7 @@ from ...ipc.messages import KVCacheGroup
 from ...telemetry.metrics import Counters, ReplicaStatistics
 from ...telemetry.observer import Observer
 from ..grammar_gate import ALWAYS, BY_GRAPHS, IN_SMALL_BATCHES
+from ..keeping.kept_blocks import KeptBlocks
 from ..pacing.multi_step import MultiStep
 from ..pacing.step_time import StepTime
 from ..pacing.steps_in_flight import StepsInFlight
@@ -143,4 +145,5 @@ def _new_scheduler(
         prompt_limit=step_time.prompt_limit,
         num_batches=config.pipeline_parallel_size,
         preempted=SwappedRequests(num_places, groups) if num_places else None,
+        new_idle=partial(KeptBlocks, fraction=config.kept_kv_fraction),
     )

@@ -8,13 +8,17 @@ worker's. A block is a page of the one pool that all KV groups share.
                             no name      ref_count requests      <── allocate: when none is empty the oldest idle
                                                                      block is taken and its name forgotten
 
+    Which idle block is the first to be taken, `IdleBlocks` says, and what is put in its place.
+
     free = empty + idle;  free + in use == num_blocks;  every move is O(1)
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+
+_ABSENT = object()
 
 
 class BlockTable:
@@ -38,16 +42,64 @@ class BlockTable:
         return self.block_ids.pop()
 
 
+class IdleBlocks:
+    """The blocks that are not in use and hold a known prefix, and which of them is given away first. Here: the one
+    whose last use is longest ago."""
+
+    __slots__ = ("_order",)
+
+    def __init__(self, num_blocks: int) -> None:
+        """``num_blocks``: those of the pool."""
+        self._order: OrderedDict[int, None] = OrderedDict()  # oldest use first
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._order)
+
+    def add(self, block_ids: Iterable[int]) -> None:
+        """Note that these are not in use any more, the first of them for longest."""
+        order = self._order
+        for block_id in block_ids:
+            order[block_id] = None
+
+    def remove(self, block_ids: Iterable[int]) -> None:
+        """Note that these, which are idle, are in use again."""
+        order = self._order
+        for block_id in block_ids:
+            del order[block_id]
+
+    def pop(self) -> int:
+        """Remove and return the block that is given away. There is one."""
+        return self._order.popitem(last=False)[0]
+
+    def drop(self, block_id: int) -> bool:
+        """Remove a block whose content is of no more use, if it is idle. Returns whether it was removed."""
+        return self._order.pop(block_id, _ABSENT) is None
+
+    def touch(self, block_id: int) -> None:
+        """Count this as a use of the block, if it is idle."""
+        if block_id in self._order:
+            self._order.move_to_end(block_id)
+
+    def clear(self) -> list[int]:
+        """Remove and return all."""
+        block_ids = list(self._order)
+        self._order.clear()
+        return block_ids
+
+
 class BlockPool:
     """The blocks 0 .. num_blocks - 1."""
 
-    __slots__ = ("_by_name", "_empty", "_idle", "_name_of", "_ref_counts", "num_blocks", "num_free")
+    __slots__ = ("_by_name", "_empty", "_name_of", "_ref_counts", "idle", "num_blocks", "num_free")
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, new_idle: Callable[[int], IdleBlocks] = IdleBlocks) -> None:
         self.num_blocks = self.num_free = num_blocks
         self._ref_counts = [0] * num_blocks
         self._empty = list(range(num_blocks - 1, -1, -1))
-        self._idle: OrderedDict[int, None] = OrderedDict()  # blocks not in use with a known prefix, oldest use first
+        self.idle = new_idle(num_blocks)
         self._name_of: list[bytes | None] = [None] * num_blocks
         self._by_name: dict[bytes, int] = {}
 
@@ -55,13 +107,13 @@ class BlockPool:
         """Take ``count`` free blocks, whatever they hold; each has one user then. The caller has checked `num_free`."""
         assert count <= self.num_free, "allocate() beyond what is free"
         self.num_free -= count
-        empty, idle, ref_counts = self._empty, self._idle, self._ref_counts
+        empty, idle, ref_counts = self._empty, self.idle, self._ref_counts
         taken = []
         for _ in range(count):
             if empty:
                 block_id = empty.pop()
             else:
-                block_id, _ = idle.popitem(last=False)
+                block_id = idle.pop()
                 self._forget(block_id)
             ref_counts[block_id] = 1
             taken.append(block_id)
@@ -69,16 +121,17 @@ class BlockPool:
 
     def acquire(self, block_ids: Iterable[int]) -> None:
         """Add a user to each of these cached blocks."""
-        ref_counts = self._ref_counts
+        ref_counts, idle = self._ref_counts, []
         for block_id in block_ids:
             if ref_counts[block_id] == 0:
-                del self._idle[block_id]
-                self.num_free -= 1
+                idle.append(block_id)
             ref_counts[block_id] += 1
+        self.num_free -= len(idle)
+        self.idle.remove(idle)
 
     def release(self, block_ids: list[int]) -> None:
         """Remove a user from each block of a table. The end of a table is evicted before its beginning."""
-        ref_counts, name_of = self._ref_counts, self._name_of
+        ref_counts, name_of, idle = self._ref_counts, self._name_of, []
         for block_id in reversed(block_ids):
             ref_count = ref_counts[block_id] - 1
             assert ref_count >= 0, "a block was released more often than taken"
@@ -88,7 +141,8 @@ class BlockPool:
                 if name_of[block_id] is None:
                     self._empty.append(block_id)
                 else:
-                    self._idle[block_id] = None
+                    idle.append(block_id)
+        self.idle.add(idle)
 
     def find(self, name: bytes) -> int | None:
         return self._by_name.get(name)
@@ -107,16 +161,14 @@ class BlockPool:
     def drop(self, name: bytes) -> None:
         """Make the block of this name empty, if it is idle."""
         block_id = self._by_name.get(name)
-        if block_id is not None and block_id in self._idle:
-            del self._idle[block_id]
+        if block_id is not None and self.idle.drop(block_id):
             self._forget(block_id)
             self._empty.append(block_id)
 
     def forget_all(self) -> int:
         """Forget all names, and so make all idle blocks empty. Returns how many there were."""
         count = len(self._by_name)
-        self._empty.extend(self._idle)
-        self._idle.clear()
+        self._empty.extend(self.idle.clear())
         self._by_name.clear()
         self._name_of = [None] * self.num_blocks
         return count
@@ -124,8 +176,8 @@ class BlockPool:
     def touch(self, name: bytes) -> None:
         """Make the block of this name the last to be evicted, if it is idle."""
         block_id = self._by_name.get(name)
-        if block_id is not None and block_id in self._idle:
-            self._idle.move_to_end(block_id)
+        if block_id is not None:
+            self.idle.touch(block_id)
 
     def _forget(self, block_id: int) -> None:
         name = self._name_of[block_id]
@@ -141,7 +193,8 @@ class BlockPool:
             for block_id in table:
                 counts[block_id] += 1
         assert counts == self._ref_counts, "reference counts do not match the block tables"
-        empty, idle = set(self._empty), set(self._idle)
+        empty, idle = set(self._empty), set(self.idle)
+        assert len(idle) == len(self.idle), "a block is idle twice"
         in_use = {block_id for block_id, count in enumerate(counts) if count}
         assert len(empty) == len(self._empty), "a block is empty twice"
         assert empty | idle | in_use == set(range(self.num_blocks)), "a block was lost"

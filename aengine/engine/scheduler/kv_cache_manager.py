@@ -36,13 +36,13 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from hashlib import blake2b
 from typing import NamedTuple
 
 from ...ipc.messages import KVCacheGroup, most_ahead
-from .block_pool import BlockPool, BlockTable
+from .block_pool import BlockPool, BlockTable, IdleBlocks
 from .request import CacheKey, Request, RequestStates, StateCopy
 
 STATE_INTERVAL = 256
@@ -123,7 +123,13 @@ class KVCacheManager:
     """Block tables of requests and the prefix cache, over ``num_blocks`` pages that the ``groups`` share. At most
     ``step_tokens`` tokens of a request are in one step."""
 
-    def __init__(self, num_blocks: int, groups: Sequence[KVCacheGroup], step_tokens: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        groups: Sequence[KVCacheGroup],
+        step_tokens: int,
+        new_idle: Callable[[int], IdleBlocks] = IdleBlocks,
+    ) -> None:
         self.num_groups = len(groups)
         # most blocks that one more token can need, over all groups
         self.num_growing = sum(group.kind != "state" for group in groups)
@@ -134,7 +140,7 @@ class KVCacheManager:
         self.has_windows = any(group.window for group in groups)
         # Others can take over a multiple of so many tokens of a prompt that is being computed. 0: none.
         self.prefix_unit = max((group.block_size for group in groups if group.kind != "state"), default=0)
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, new_idle)
         self._groups = [_Group(group, index, self.block_size) for index, group in enumerate(groups)]
         attending = [own for own, group in zip(self._groups, groups, strict=True) if group.kind != "state"]
         # A full group looks up a prefix from its begin, and so tells the windows cheaply how far to look at most.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
 from ...ipc.messages import KVCacheGroup
+from .block_pool import IdleBlocks
 from .coming_prefixes import ComingPrefixes
 from .decode_batches import DecodeBatches
 from .kv_cache_manager import KVCacheManager, PreemptedKV, long_root, retired_root
@@ -68,6 +69,7 @@ class Rows:
         least_awaited: int = 128,
         num_batches: int = 1,
         preempted: PreemptedKV | None = None,
+        new_idle: Callable[[int], IdleBlocks] = IdleBlocks,
     ) -> None:
         self.num_rows = num_rows
         self._num_batches = num_batches
@@ -77,6 +79,7 @@ class Rows:
         self.held: set[Request] = set()  # preempted requests whose blocks a step in flight uses
         self.num_preemptions = 0
         self._kv_groups = kv_groups
+        self._new_idle = new_idle
         self._max_num_batched_tokens = max_num_batched_tokens
         self._on_free = on_free
         self.rope = RopeBorder(rope_border)
@@ -85,7 +88,7 @@ class Rows:
 
     def begin_worker(self, num_blocks: int) -> None:
         """Reset the state for a new worker: all rows and blocks are free, and no step is in flight."""
-        self.kv = KVCacheManager(num_blocks, self._kv_groups, self._max_num_batched_tokens)
+        self.kv = KVCacheManager(num_blocks, self._kv_groups, self._max_num_batched_tokens, self._new_idle)
         self.preempted.begin_worker(num_blocks)
         self.prefixes = ComingPrefixes(self.kv, self._on_free, self._least_awaited)
         self.free_rows = list(range(self.num_rows - 1, -1, -1))

@@ -30,6 +30,7 @@ from ...errors import InternalError
 from ...ipc.messages import KVCacheGroup, ModelRunnerOutput, SchedulerOutput, kv_capacity
 from ...outputs import FinishReason
 from .answers import Answers, StepResult
+from .block_pool import IdleBlocks
 from .crash_quarantine import CrashQuarantine
 from .kv_cache_manager import PreemptedKV, private_root, shared_root
 from .parallel_sampling import ParallelSampling
@@ -67,6 +68,7 @@ class Scheduler:
         prompt_limit: Callable[[int, int], int | None] = lambda num_decoding, num_left: None,
         num_batches: int = 1,
         preempted: PreemptedKV | None = None,
+        new_idle: Callable[[int], IdleBlocks] = IdleBlocks,
     ) -> None:
         """
         Args:
@@ -80,12 +82,13 @@ class Scheduler:
                 ranks compute a step one after the other, so that a request's next token is not due before its last one
                 has come through all of them
             preempted: what keeps the KV of preempted requests; None: nothing does
+            new_idle: makes what says which idle block is given away first, for a pool of so many blocks
         """
         self.num_rows = min(max_num_seqs, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting = WaitingQueue()
         limits = self.num_rows, num_blocks, kv_groups, max_num_batched_tokens
-        self.rows = Rows(*limits, self.waiting.add, rope_border, least_awaited_prefix, num_batches, preempted)
+        self.rows = Rows(*limits, self.waiting.add, rope_border, least_awaited_prefix, num_batches, preempted, new_idle)
         self.max_tokens_capacity = kv_capacity(kv_groups, num_blocks, max_model_len, max_num_batched_tokens)
         """Most tokens, prompt and completion, that one request may have; admission sees to it."""
         self.enable_prefix_caching = enable_prefix_caching

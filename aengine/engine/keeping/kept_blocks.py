@@ -1,0 +1,174 @@
+"""`KeptBlocks`: idle blocks that somebody asked to keep are given away after all others.
+
+    order     idle blocks by last use: the oldest is looked at first when a block is wanted
+                nobody keeps it ──> it is given away
+                it is kept ───────> passed over: it is looked at no more while it is kept
+    passed    blocks that were passed over: only these are left once the order is empty. The session whose last turn is
+              longest ago gives way then, its last tokens first
+
+Keeping is no reference: `BlockPool.num_free` counts kept blocks as free, and whoever runs may have them. Blocks that
+are kept no more are the oldest again if they were passed over; those that others have used since have their place by
+that.
+
+Sessions together keep a share of the pool at most, beyond which the one whose last turn is longest ago gives way. There
+is no clock here: the times are given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+
+from ..scheduler.block_pool import IdleBlocks
+
+_MOST_ENTRIES = 8
+"""All sessions' lists of blocks together have so many times the pool's blocks: a block may be in many of them."""
+
+Session = tuple[bytes, str, str]
+"""The salt of its KV; its name, or else the id of a request that has none."""
+
+
+class _Kept:
+    """The blocks of one session in the order of its tokens, and until when they are kept."""
+
+    __slots__ = ("block_ids", "until")
+
+    def __init__(self, block_ids: list[int], until: float) -> None:
+        self.block_ids = block_ids
+        self.until = until
+
+
+class KeptBlocks(IdleBlocks):
+    """Idle blocks, of which sessions keep the share ``fraction`` of the pool at most."""
+
+    __slots__ = ("_entries", "_most", "_most_entries", "_num_keepers", "_passed", "_sessions", "num_hits")
+
+    def __init__(self, num_blocks: int, fraction: float) -> None:
+        super().__init__(num_blocks)
+        self._most = int(num_blocks * fraction)
+        self._most_entries = num_blocks * _MOST_ENTRIES
+        self._entries = 0  # length of all sessions' lists
+        self._sessions: OrderedDict[Session, _Kept] = OrderedDict()  # the one that gives way first is first
+        self._num_keepers: dict[int, int] = {}  # sessions that keep the block, for each kept one, idle or in use
+        self._passed: dict[int, None] = {}
+        self.num_hits = 0  # kept idle blocks that came to use again
+
+    @property
+    def num_kept(self) -> int:
+        """Number of blocks that are kept, idle or in use."""
+        return len(self._num_keepers)
+
+    # -- sessions
+
+    def keep(self, session: Session, block_ids: Sequence[int], until: float) -> None:
+        """Keep these blocks, whose content is known, for the session, in place of those that it kept so far."""
+        self._release(session)
+        if not block_ids:
+            return
+        self._sessions[session] = _Kept(list(block_ids), until)
+        self._entries += len(block_ids)
+        num_keepers = self._num_keepers
+        for block_id in block_ids:
+            num_keepers[block_id] = num_keepers.get(block_id, 0) + 1
+        too_many = []
+        while len(num_keepers) > self._most or self._entries > self._most_entries:
+            too_many.append(self._let_one_go())
+        self._age(reversed(too_many))
+
+    def keep_until(self, session: Session, until: float) -> bool:
+        """Keep what the session keeps until then. Returns whether it keeps anything."""
+        kept = self._sessions.get(session)
+        if kept is None:
+            return False
+        kept.until = until
+        return True
+
+    def end(self, session: Session) -> bool:
+        """Keep nothing for the session any more. Returns whether anything was kept."""
+        was_kept = session in self._sessions
+        self._release(session)
+        return was_kept
+
+    def expire(self, now: float) -> float:
+        """Keep nothing any more for sessions whose time has come. Returns when that of the next one comes."""
+        for session in [session for session, kept in self._sessions.items() if kept.until <= now]:
+            self._release(session)
+        return min((kept.until for kept in self._sessions.values()), default=math.inf)
+
+    def _release(self, session: Session) -> None:
+        kept = self._sessions.pop(session, None)
+        if kept is None:
+            return
+        self._entries -= len(kept.block_ids)
+        self._age(filter(self._is_last_keeper, kept.block_ids))
+
+    def _is_last_keeper(self, block_id: int) -> bool:
+        """Count a keeper of the block less. Returns whether nobody keeps it any more."""
+        count = self._num_keepers.pop(block_id) - 1
+        if count:
+            self._num_keepers[block_id] = count
+        return not count
+
+    def _age(self, block_ids: Iterable[int]) -> None:
+        """Make those that were passed over the oldest, the last of them before all: the end of a prefix is given away
+        before its beginning."""
+        for block_id in block_ids:
+            if block_id in self._passed:
+                del self._passed[block_id]
+                self._order[block_id] = None
+                self._order.move_to_end(block_id, last=False)
+
+    def _let_one_go(self) -> int:
+        """Make one block a kept one no more. Returns which."""
+        while True:
+            session, kept = next(iter(self._sessions.items()))
+            block_id = kept.block_ids.pop()
+            self._entries -= 1
+            if not kept.block_ids:
+                del self._sessions[session]
+            if self._is_last_keeper(block_id):
+                return block_id
+
+    # -- the verbs of `IdleBlocks`
+
+    def __len__(self) -> int:
+        return len(self._order) + len(self._passed)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._order
+        yield from self._passed
+
+    def remove(self, block_ids: Iterable[int]) -> None:
+        order, num_keepers = self._order, self._num_keepers
+        for block_id in block_ids:
+            if block_id in num_keepers:
+                self.num_hits += 1
+                if block_id in self._passed:
+                    del self._passed[block_id]
+                    continue
+            del order[block_id]
+
+    def pop(self) -> int:
+        order, num_keepers = self._order, self._num_keepers
+        while order:
+            block_id, _ = order.popitem(last=False)
+            if block_id not in num_keepers:
+                return block_id
+            self._passed[block_id] = None
+        while True:
+            block_id = self._let_one_go()
+            if block_id in self._passed:
+                del self._passed[block_id]
+                return block_id
+
+    def drop(self, block_id: int) -> bool:
+        return block_id not in self._num_keepers and super().drop(block_id)
+
+    def clear(self) -> list[int]:
+        block_ids = super().clear() + list(self._passed)
+        self._passed.clear()
+        self._sessions.clear()
+        self._num_keepers.clear()
+        self._entries = 0
+        return block_ids
