@@ -186,6 +186,12 @@ async def test_other_wrong_arguments(make_engine: Make) -> None:
             {"cache_salt": 3},
             {"tenant": ""},
             {"tenant": "x" * 1025},
+            {"keep": -1.0},
+            {"keep": float("nan")},
+            {"keep": 86_401},
+            {"keep": True},
+            {"session_id": ""},
+            {"session_id": "x" * 1025},
             {"params": {"max_tokens": 3}},
         ):
             with pytest.raises(InvalidRequestError) as caught:
