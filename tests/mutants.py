@@ -98,8 +98,8 @@ EQUIVALENT = {
     ("HostBitmasks.of_batch", "another comparison", "rows.min() < 0"),  # then all are kept
     ("_Answer._with_index", "and/or swapped", "deltas and self._index"),  # 0 replaced by 0, or a list that is empty
     ("_num_begun", "another comparison", "count < length"),  # one that has all of the end is closed
-    ("_KeptStates._find", "None is returned", "return []"),  # which is as empty
-    ("_Group.longest_hit", "2 is 3", "2 * i"),  # how much further than the hits it hashes
+    ("KeptStates._find", "None is returned", "return []"),  # which is as empty
+    ("KVGroup.longest_hit", "2 is 3", "2 * i"),  # how much further than the hits it hashes
     ("SwappedRequests.longest", "another comparison", "num_tokens <= cached.length"),  # either has all of these tokens
     ("_ByBytes._cut", "1 is 2", "1"),  # the longest token where there is none
     ("_is_exact", "0 is 1", "0"),  # of a power of ten, which is 1 there

@@ -21,7 +21,7 @@ from test_every_architecture import MIB, one_thread, running
 from test_speculation_workers import answers, any_cost
 
 from aengine import SamplingParams
-from aengine.engine.scheduler import kv_cache_manager
+from aengine.engine.scheduler.prefixes import kept_states
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))  # behind all else: that folder has a conftest.py too
 from draft_heads import Eagle3
@@ -44,7 +44,7 @@ SHARED = [*range(100, 140)]
 async def test_the_same_tokens(name: str, speculation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With too few blocks for all, places for the pages of some, and a worker that is killed while requests have
     drafts; alone, and behind a prefix that was kept."""
-    monkeypatch.setattr(kv_cache_manager, "STATE_INTERVAL", 8)
+    monkeypatch.setattr(kept_states, "STATE_INTERVAL", 8)
     arch, fields = MODELS[name]
     model: Any = SimpleNamespace(folder=write_tiny_model(tmp_path, arch, seed=11, **fields))
     settings: dict[str, Any] = {"kv_cache_memory_bytes": MIB // 8, "max_num_seqs": 6, "swap_space_bytes": MIB // 8}

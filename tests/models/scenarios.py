@@ -22,7 +22,7 @@ from torch import Tensor
 
 from aengine.checkpoint.source import resolve_model
 from aengine.config import EngineConfig
-from aengine.engine.scheduler import kv_cache_manager
+from aengine.engine.scheduler.prefixes import kept_states
 from aengine.engine.scheduler.request import Request
 from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.engine.scheduler.swapped_requests import SwappedRequests
@@ -260,11 +260,11 @@ def _check_death(engine: Engine, judge: Judge, texts: list[list[int]], max_token
 @contextmanager
 def states_kept_often() -> Iterator[None]:
     """States are kept at nearly every border, so that these short prompts find them."""
-    interval, kv_cache_manager.STATE_INTERVAL = kv_cache_manager.STATE_INTERVAL, BLOCK_SIZE
+    interval, kept_states.STATE_INTERVAL = kept_states.STATE_INTERVAL, BLOCK_SIZE
     try:
         yield
     finally:
-        kv_cache_manager.STATE_INTERVAL = interval
+        kept_states.STATE_INTERVAL = interval
 
 
 @contextmanager

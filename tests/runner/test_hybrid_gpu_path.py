@@ -12,7 +12,7 @@ import torch
 from pairs import some
 from test_gpu_path import MAX_LEN, MAX_SEQS, NUM_BLOCKS, make_runner
 
-from aengine.engine.scheduler import kv_cache_manager
+from aengine.engine.scheduler.prefixes import kept_states
 from aengine.engine.scheduler.request import Request
 from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.kernels.dispatch import triton_everywhere
@@ -65,7 +65,7 @@ def complete(scheduler: Scheduler, runner: ModelRunner, prompts: list[list[int]]
 
 @pytest.mark.parametrize("arch", some(SHAPES, "qwen3_5_text"))
 def test_the_same_tokens(tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
-    monkeypatch.setattr(kv_cache_manager, "STATE_INTERVAL", 4)
+    monkeypatch.setattr(kept_states, "STATE_INTERVAL", 4)
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("the same is tested on the GPU itself")

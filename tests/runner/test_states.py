@@ -13,7 +13,7 @@ from scheduler_invariants import check_scheduler
 from torch import Tensor
 
 from aengine.engine.pacing.multi_step import undo_steps
-from aengine.engine.scheduler import kv_cache_manager
+from aengine.engine.scheduler.prefixes import kept_states
 from aengine.engine.scheduler.request import Request
 from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.ipc.messages import ModelRunnerOutput
@@ -204,7 +204,7 @@ def test_every_token_is_that_of_the_request_alone(rng: random.Random, monkeypatc
 
 def live(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> Engine:
     """Requests come, end and are preempted at random; the model checks each state, the engine each token."""
-    monkeypatch.setattr(kv_cache_manager, "STATE_INTERVAL", rng.choice([1, 8, 13]))
+    monkeypatch.setattr(kept_states, "STATE_INTERVAL", rng.choice([1, 8, 13]))
     engine = Engine(rng)
     for _ in range(400):
         fate = rng.random()

@@ -8,7 +8,7 @@ import pytest
 from scheduler_harness import VOCAB, Driver
 from scheduler_invariants import check_scheduler
 
-from aengine.engine.scheduler import kv_cache_manager
+from aengine.engine.scheduler.prefixes import kept_states
 from aengine.engine.scheduler.request import CacheKey, Request, RequestStatus
 from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.ipc.messages import KVCacheGroup, ModelRunnerOutput, SchedulerOutput, int32
@@ -223,7 +223,7 @@ HYBRID = [KVCacheGroup("state", 1 << 20), KVCacheGroup("full", 4)]
 
 @pytest.fixture
 def states_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache_manager, "STATE_INTERVAL", 4)
+    monkeypatch.setattr(kept_states, "STATE_INTERVAL", 4)
 
 
 def hybrid(**changes: Any) -> Driver:
@@ -249,7 +249,7 @@ def test_a_state_is_kept_where_those_who_wait_begin_to_differ() -> None:
 @pytest.mark.usefixtures("states_are_cheap")
 def test_a_state_that_found_no_room_keeps_nobody_waiting_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     # As where all places for states are taken at that moment, and free again at the next.
-    monkeypatch.setattr(kv_cache_manager._KeptStates, "keep", lambda *_: [])
+    monkeypatch.setattr(kept_states.KeptStates, "keep", lambda *_: [])
     driver = hybrid()
     first, second = (add(driver, [*SHARED, i]) for i in (1, 2))
     driver.schedule()

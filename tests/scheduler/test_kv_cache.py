@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from aengine.engine.scheduler import kv_cache_manager
 from aengine.engine.scheduler.block_pool import BlockPool
 from aengine.engine.scheduler.kv_cache_manager import (
     KVCacheManager,
@@ -18,6 +17,7 @@ from aengine.engine.scheduler.kv_cache_manager import (
     retired_root,
     shared_root,
 )
+from aengine.engine.scheduler.prefixes import kept_states
 from aengine.engine.scheduler.request import CacheKey, Request
 from aengine.engine.scheduler.waiting_queue import WaitingQueue
 from aengine.ipc.messages import STATE_BLOCK_SIZE, KVCacheGroup
@@ -309,7 +309,7 @@ STATES = [KVCacheGroup("state", STATE_BLOCK_SIZE), FULL, KVCacheGroup("state", S
 
 @pytest.fixture
 def short_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache_manager, "STATE_INTERVAL", 8)
+    monkeypatch.setattr(kept_states, "STATE_INTERVAL", 8)
 
 
 def begun(kv: KVCacheManager, tokens: Iterable[int]) -> Request:

@@ -323,7 +323,7 @@ def test_what_was_generated_is_shared_too() -> None:
 
 
 def test_a_model_with_states_goes_on_from_the_latest_of_a_completion(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aengine.engine.scheduler.kv_cache_manager.STATE_INTERVAL", 8)
+    monkeypatch.setattr("aengine.engine.scheduler.prefixes.kept_states.STATE_INTERVAL", 8)
     groups = [KVCacheGroup("state", STATE_BLOCK_SIZE), KVCacheGroup("full", 4)]
     limits = {name: value for name, value in LIMITS.items() if name != "block_size"}
     for depth in (1, 2):

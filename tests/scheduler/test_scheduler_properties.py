@@ -15,7 +15,7 @@ from scheduler_harness import VOCAB, Driver
 from scheduler_invariants import check_scheduler
 
 from aengine.engine.pacing.multi_step import MultiStep
-from aengine.engine.scheduler import kv_cache_manager
+from aengine.engine.scheduler.prefixes import kept_states
 from aengine.engine.scheduler.request import CacheKey
 from aengine.errors import InternalError
 from aengine.ipc.messages import STATE_BLOCK_SIZE, KVCacheGroup
@@ -38,7 +38,7 @@ MODELS = ["full", "window", "mixed", "hybrid"]
 
 @pytest.fixture(autouse=True)
 def short_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache_manager, "STATE_INTERVAL", 5)
+    monkeypatch.setattr(kept_states, "STATE_INTERVAL", 5)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -75,8 +75,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         rope_border: int | None,
         num_places: int,
     ) -> None:
-        self.interval_before = kv_cache_manager.STATE_INTERVAL
-        kv_cache_manager.STATE_INTERVAL = state_interval
+        self.interval_before = kept_states.STATE_INTERVAL
+        kept_states.STATE_INTERVAL = state_interval
         groups = kv_groups(model, block_size)
         self.driver = Driver(
             depth=depth,
@@ -180,7 +180,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             try:
                 self.driver.drain()
             finally:
-                kv_cache_manager.STATE_INTERVAL = self.interval_before
+                kept_states.STATE_INTERVAL = self.interval_before
 
 
 SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)

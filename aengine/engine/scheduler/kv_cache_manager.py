@@ -7,10 +7,8 @@
 
 A hit is the longest prefix that all groups agree on.
 
-A state goes on with each token, so it is found only where a copy of it was kept: at the last block border of a prompt;
-where a prompt begins to differ from those that were seen before, or from one that waits for it; and at the latest
-border within a completion. A copy is made before the step that goes on from there. It is a page of its own, with a name
-like any other block's; a hit copies it into the request's own page.
+A state goes on with each token, so it is found only where a copy of it was kept (prefixes/kept_states.py). It is a page
+of its own, with a name like any other block's; a hit copies it into the request's own page.
 
 A block that has left a window is freed when the answer is in of the step that passed it (`note_written`). By then the
 next query of that request, also in any step in flight, is past the window of all tokens in the block: nothing reads it
@@ -35,7 +33,7 @@ block is offered to others only after the step that wrote its last slot was answ
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from hashlib import blake2b
@@ -43,11 +41,8 @@ from typing import NamedTuple
 
 from ...ipc.messages import KVCacheGroup, most_ahead
 from .block_pool import BlockPool, BlockTable, IdleBlocks
-from .request import CacheKey, Request, RequestStates, StateCopy
-
-STATE_INTERVAL = 256
-"""Least number of tokens from one kept state of a request to the next: a prompt is cut where its state is kept, and a
-copy takes memory (Qwen3-Next's 75 MiB, as its keys and values of 3168 tokens do)."""
+from .prefixes.kept_states import KeptStates
+from .request import CacheKey, Request
 
 _DIGEST_SIZE = 32
 _TOKEN_BYTES = array("i").itemsize
@@ -141,12 +136,12 @@ class KVCacheManager:
         # Others can take over a multiple of so many tokens of a prompt that is being computed. 0: none.
         self.prefix_unit = max((group.block_size for group in groups if group.kind != "state"), default=0)
         self.pool = BlockPool(num_blocks, new_idle)
-        self._groups = [_Group(group, index, self.block_size) for index, group in enumerate(groups)]
+        self._groups = [KVGroup(group, index, self.block_size) for index, group in enumerate(groups)]
         attending = [own for own, group in zip(self._groups, groups, strict=True) if group.kind != "state"]
         # A full group looks up a prefix from its begin, and so tells the windows cheaply how far to look at most.
         self._strictest_last = sorted(attending, key=lambda group: group.window)
         with_states = [own for own, group in zip(self._groups, groups, strict=True) if group.kind == "state"]
-        self._states = _KeptStates(self.pool, with_states, self.block_size)
+        self._states = KeptStates(self.pool, with_states, self.block_size)
         self._step_tokens = step_tokens
 
     # -- prefixes
@@ -189,7 +184,7 @@ class KVCacheManager:
 
     def shares_prompt(self, request: Request) -> bool:
         """Return whether another completion of the request's call could reuse blocks of its prompt."""
-        least = max(self.block_size, STATE_INTERVAL if self.has_states else 0)
+        least = max(self.block_size, self._states.interval if self.has_states else 0)
         return request.num_prompt_tokens > least and bool(self._strictest_last)
 
     def num_missing(self, prefix: Prefix, num_tokens: int) -> int:
@@ -309,7 +304,7 @@ class KVCacheManager:
         self.pool.check(tables)
 
 
-class _Group:
+class KVGroup:
     """The rules of one KV group: which blocks a query needs, and how long a prefix hit is."""
 
     def __init__(self, group: KVCacheGroup, index: int, hash_size: int) -> None:
@@ -352,8 +347,8 @@ class _Group:
         return BlockTable(self.block_size, i, hits[::-1])
 
     def name_at(self, request: Request, border: int) -> bytes:
-        """Return the name of this group's block, or kept state, that ends at token ``border``. The request's hashes up
-        to there are known."""
+        """Return the name of this group's block, or kept state, that ends at token ``border``."""
+        extend_hashes(request, border // self._hash_size, self._hash_size)
         return request.block_hashes[border // self._hash_size - 1] + self._suffix
 
     def offer(self, pool: BlockPool, request: Request, first: int, last: int) -> None:
@@ -361,117 +356,6 @@ class _Group:
         table, step, size = request.block_tables[self.index], self._hashes_per_block, self.block_size
         for i in range(first // size, last // size):
             pool.offer(table.block_ids[i - table.begin], request.block_hashes[(i + 1) * step - 1] + self._suffix)
-
-
-class _KeptStates:
-    """The states that are kept at block borders, of all groups that have states."""
-
-    def __init__(self, pool: BlockPool, groups: list[_Group], border: int) -> None:
-        """``border``: states can be kept after each multiple of so many tokens."""
-        self._pool = pool
-        self._groups = groups
-        self._border = border
-
-    def longest(self, request: Request, length: int) -> tuple[int, list[int]]:
-        """Return (tokens, pages) of the last border within ``length`` tokens at which all groups' states are kept; (0,
-        []): none."""
-        extend_hashes(request, length // self._border, self._border)
-        for border in range(length - length % self._border, 0, -self._border):
-            kept = self._find(request, border)
-            if kept:
-                return border, kept
-        return 0, []
-
-    def _find(self, request: Request, border: int) -> list[int]:
-        """Return the pages of the states kept at ``border``; [] unless all groups have theirs."""
-        kept: list[int] = []
-        for group in self._groups:
-            page = self._pool.find(group.name_at(request, border))
-            if page is None:
-                return []
-            kept.append(page)
-        return kept
-
-    def begin(self, request: Request, prefix: Prefix) -> None:
-        """Plan at which borders of its prompt the request keeps its states."""
-        states = request.states = RequestStates()
-        states.begun = states.newest = newest = prefix.length
-        if prefix.kept:
-            self._pool.acquire(prefix.kept)
-            states.copies.append(StateCopy(prefix.length, prefix.kept))
-        num_tokens = len(request.token_ids) - 1  # a hit leaves at least one token to compute
-        for border in sorted({prefix.attended, num_tokens - num_tokens % self._border}):
-            if border - newest >= STATE_INTERVAL and request.root_hash is not None:
-                states.planned.append(border)
-                newest = border
-
-    def plan(self, request: Request, border: int) -> int:
-        """Have the request keep its states at this border of its prompt, if it is not past it and none is kept shortly
-        before. Returns the last border up to there at which they are, or will be, kept; 0: there is none."""
-        states = request.states
-        borders = [copy.border for copy in states.copies] + states.planned
-        last = max((known for known in borders if known <= border), default=0)
-        if border >= request.num_computed_tokens and border - max(last, states.newest) >= STATE_INTERVAL:
-            insort(states.planned, border)
-            return border
-        return last
-
-    def keep(self, request: Request, num_spare: int) -> list[int]:
-        """Copy the request's states aside before its next step, if `KVCacheManager.keep_states` should. Returns pairs
-        of pages: from, to."""
-        states, position = request.states, request.num_computed_tokens
-        if request.root_hash is None or position - states.newest < STATE_INTERVAL:
-            return []
-        states.newest = position
-        num_known = len(request.token_ids)
-        if position <= num_known:
-            extend_hashes(request, position // self._border, self._border)
-            if self._find(request, position):  # another request with the same tokens has kept this state
-                return []
-        if num_spare < len(self._groups):
-            return []
-        pages = self._pool.allocate(len(self._groups))
-        states.copies.append(StateCopy(position, pages))
-        if position + 2 > num_known:  # with so many tokens the step that begins with the copy was answered
-            request.next_check_len = min(request.next_check_len, position + 2)
-        return self.pairs(request, pages, is_kept=True)
-
-    def pairs(self, request: Request, pages: list[int], *, is_kept: bool) -> list[int]:
-        """Return the pairs (from, to) for copies between ``pages`` and the request's own pages; ``is_kept``: to
-        ``pages``."""
-        pairs = []
-        for group, page in zip(self._groups, pages, strict=True):
-            (own,) = request.block_tables[group.index].block_ids
-            pairs += [own, page] if is_kept else [page, own]
-        return pairs
-
-    def note_written(self, request: Request, num_tokens: int) -> None:
-        """Offer the kept states whose copies were made by steps that are answered now: those before token
-        ``num_tokens``."""
-        states = request.states
-        while states.copies and states.copies[0].border < num_tokens:
-            border, pages = states.copies.pop(0)
-            extend_hashes(request, border // self._border, self._border)
-            for group, page in zip(self._groups, pages, strict=True):
-                self._pool.offer(page, group.name_at(request, border))
-            self._pool.release(pages)
-            if states.offered and request.num_prompt_tokens < states.offered[-1] < border:
-                self._drop(request, states.offered.pop())  # within a completion only the latest is of use
-            states.offered.append(border)
-
-    def _drop(self, request: Request, border: int) -> None:
-        for group in self._groups:
-            self._pool.drop(group.name_at(request, border))
-
-    def release(self, request: Request) -> None:
-        """Free the pages of unanswered copies, and mark the states that the request has kept as the last to be
-        evicted."""
-        states = request.states
-        for copy in states.copies:
-            self._pool.release(copy.pages)
-        for border in states.offered:
-            for group in self._groups:
-                self._pool.touch(group.name_at(request, border))
 
 
 def extend_hashes(request: Request, num_hashes: int, size: int) -> None:

@@ -11,9 +11,9 @@ from operator import attrgetter
 
 from ...ipc.messages import KVCacheGroup
 from .block_pool import IdleBlocks
-from .coming_prefixes import ComingPrefixes
 from .decode_batches import DecodeBatches
 from .kv_cache_manager import KVCacheManager, PreemptedKV, long_root, retired_root
+from .prefixes.coming_prefixes import ComingPrefixes
 from .request import Request, RequestStatus
 from .step import Lookahead, UnansweredSteps
 

@@ -22,8 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .kv_cache_manager import KVCacheManager, extend_hashes
-from .request import Request, RequestStatus
+from ..kv_cache_manager import KVCacheManager, extend_hashes
+from ..request import Request, RequestStatus
 
 
 class ComingPrefixes:

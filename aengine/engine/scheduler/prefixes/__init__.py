@@ -1,0 +1,1 @@
+"""Prefixes that others can take over, beside the blocks that they are made of."""
