@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aengine.engine.scheduler.request import Request, RequestStatus
 from aengine.engine.scheduler.scheduler import Scheduler
+from aengine.engine.tiers.kv_tiers import KVTiers
 
 _CATCHING_UP, _DECODING, _DRAINING = RequestStatus.CATCHING_UP, RequestStatus.DECODING, RequestStatus.DRAINING
 
@@ -12,9 +13,12 @@ def check_scheduler(scheduler: Scheduler) -> None:
     """Raises AssertionError. Walks over everything."""
     rows, waiting, parallel_sampling = scheduler.rows, scheduler.waiting, scheduler.parallel_sampling
     leaving = [request for step in rows.steps for request in step.leavers]
-    rows.kv.check((*rows.running, *leaving))
+    rows.kv.check((*rows.running, *leaving), rows.elsewhere.held())
+    if isinstance(rows.elsewhere, KVTiers):
+        rows.elsewhere.check()
     used = [request.req_idx for request in rows.running]
-    unfinished = (*rows.running, *rows.held, *waiting, *parallel_sampling.waiting, *rows.prefixes.waiting)
+    apart = (*parallel_sampling.waiting, *rows.prefixes.waiting, *rows.elsewhere.waiting)
+    unfinished = (*rows.running, *rows.held, *waiting, *apart)
     assert scheduler.num_constrained == sum(request.grammar is not None for request in unfinished)
     assert sorted(used + rows.free_rows) == list(range(scheduler.num_rows)), "a row was lost or given twice"
     assert rows.held == {request for request in leaving if request.finish_reason is None}

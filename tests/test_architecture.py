@@ -320,12 +320,16 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
         },
     ),
     "KV tiers": (
-        {"tiers", "KVTier", "HostTier", "DiskTier", "StoreTier"},
+        {"tiers", "KVTier", "KVTiers", "TierPages", "HostTier", "DiskTier", "StoreTier"},
         {
             "__init__.py",  # what users name them by
             "config.py",  # its setting
             "settings.py",
             "limits/kv_tiers.py",
+            "engine/tiers/",
+            "engine/replicas/replica.py",  # chooses them
+            "runner/tiers/",
+            "runner/startup/load.py",  # has the calls that copy their pages
         },
     ),
     "kept blocks": (

@@ -21,6 +21,15 @@ Progress = Callable[[str, int, int, str], None]
 """Gets stage, done, total (0: not known) and their unit."""
 
 
+@runtime_checkable
+class Later(Protocol):
+    """What a collective call returns whose value is not known yet: it is replied when it is, and steps go on."""
+
+    def ready(self) -> bool: ...
+
+    def get(self) -> Any: ...
+
+
 class Answer(Protocol):
     """The result of `Runner.sample_tokens`."""
 

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import AEngineError
@@ -26,7 +27,7 @@ from .agreement import AnswerCheck
 from .answer_times import AnswerTimes
 from .calls import CALLS, call_model
 from .device_watch import DeviceWatch
-from .loaded import Answer, JoiningRunner, Runner
+from .loaded import Answer, JoiningRunner, Later, Runner
 from .loading import Loading
 from .logs import WorkerLogs
 from .step_queue import Queued, StepQueue
@@ -53,6 +54,7 @@ class Worker:
         self._queue = StepQueue()
         self._max_launched = 1
         self._answers: deque[tuple[int, Answer, int]] = deque()  # (step id, answer, tokens) of launched steps
+        self._later: list[tuple[int, Later]] = []  # (call's id, its value to come) of calls that were not replied to
         self._times = AnswerTimes()  # durations of the steps in ``_answers``
         self._device = DeviceWatch()  # how far the device is overdue with the steps in ``_answers``
         self._num_tokens = 0  # tokens of the step that was executed last
@@ -108,6 +110,9 @@ class Worker:
             if self._loading.rank.answers:
                 output.answered_at = time.monotonic()
                 self._channel.publish(Kind.OUTPUT, self._step_id, pack(output))
+        for call in [call for call in self._later if call[1].ready()]:
+            self._later.remove(call)
+            self._reply(call[0], call[1].get)
         if self._answers:
             self._device.note_not_done(self._answers[0][2], time.monotonic())
         elif self._awaits_bitmask:  # the devices of other ranks may wait for this one, which waits for the bitmask
@@ -142,7 +147,7 @@ class Worker:
 
     @property
     def _is_idle(self) -> bool:
-        return not self._answers and not self._awaits_bitmask and not self._queue
+        return not self._answers and not self._awaits_bitmask and not self._queue and not self._later
 
     @property
     def _prepares_after(self) -> float | None:
@@ -165,7 +170,7 @@ class Worker:
             return seconds
         if now - self._last_event < _EAGER_POLL:
             return 0
-        return _POLL if self._answers else None
+        return _POLL if self._answers or self._later else None
 
     def _prepare_more(self) -> None:
         self._device.note_busy()  # the devices of other ranks may wait for this rank's next step
@@ -253,18 +258,28 @@ class Worker:
         """Make a collective call: ``[method, is_own, *arguments]``. The method is one of CALLS or a public one of the
         worker extension, never a name that is looked up elsewhere."""
         method, is_own, *arguments = message
-        try:
+
+        def value() -> Any:
             if not is_own:
-                value = self._call_extension(method, arguments)
-            elif method in CALLS:
-                value = CALLS[method](self._loading.rank, self._loading.model, *arguments)
-            else:
-                value = call_model(self._loading.model, method, arguments)
+                return self._call_extension(method, arguments)
+            if method in CALLS:
+                return CALLS[method](self._loading.rank, self._loading.model, *arguments)
+            return call_model(self._loading.model, method, arguments)
+
+        self._reply(self._step_id, value)
+
+    def _reply(self, call_id: int, make: Callable[[], Any]) -> None:
+        """Reply to a call what ``make`` returns or raises; later, if it returns a `Later`."""
+        try:
+            value = make()
+            if isinstance(value, Later):
+                self._later.append((call_id, value))
+                return
             reply = pack({"value": value})
             unpack(Kind.REPLY, reply)  # the host decodes it too, and not all that can be packed can be unpacked
         except Exception as error:
             reply = pack({"error": _report_of(error)})
-        self._channel.publish(Kind.REPLY, self._step_id, reply)
+        self._channel.publish(Kind.REPLY, call_id, reply)
 
     def _call_extension(self, method: str, arguments: list[Any]) -> Any:
         if self._loading.extension is None:

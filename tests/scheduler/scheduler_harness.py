@@ -23,6 +23,7 @@ from aengine.engine.scheduler.request import CacheKey, Request, RequestStatus
 from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.engine.scheduler.swapped_requests import SwappedRequests
 from aengine.engine.speculation.drafts import Drafts
+from aengine.engine.tiers.kv_tiers import KVTiers, PageJob
 from aengine.ipc.messages import (
     KV_LOST,
     Kind,
@@ -229,13 +230,16 @@ class Worker:
 class Driver:
     """The host's side: keeps up to ``depth`` steps in flight and knows what each request must get."""
 
-    def __init__(self, *, depth: int = 2, num_places: int = 0, **limits: Any) -> None:
+    def __init__(self, *, depth: int = 2, num_places: int = 0, num_tier_places: int = 0, **limits: Any) -> None:
         if num_places:
             limits["preempted"] = SwappedRequests(num_places, limits["kv_groups"])
+        self.tiers = KVTiers(num_tier_places, least_tokens=1) if num_tier_places else None
+        self.tier_kv: dict[int, dict[int, tuple[int, int]]] = {}  # what is in each place; it outlives a worker
+        self.jobs: list[PageJob] = []  # jobs that were given to the worker
         if "block_size" in limits:
             limits["kv_groups"] = [KVCacheGroup("full", limits.pop("block_size"))]
         limits.setdefault("max_model_len", 10_000)
-        self.scheduler = Scheduler(max_in_flight_steps=depth, **limits)
+        self.scheduler = Scheduler(max_in_flight_steps=depth, elsewhere=self.tiers, **limits)
         self.scheduler.rows.lookahead = Drafts(self.scheduler.rows)
         self.depth = depth
         self.budget = limits["max_num_batched_tokens"]
@@ -413,8 +417,34 @@ class Driver:
             assert request.finish_reason is FinishReason.ERROR and error.message == "made to fail"
         self.verify()
 
+    def take_jobs(self) -> None:
+        """Give the worker the copies that are due: what is on its way is in no page yet."""
+        if self.tiers is None:
+            return
+        for job in self.tiers.take_fetches():
+            for _, used, _ in self.in_flight:
+                assert all(blocks.isdisjoint(job.pages) for blocks in used.values()), "copied to under a step in flight"
+            self.worker.kv |= {page: {} for page in job.pages}
+            self.jobs.append(job)
+        if (job := self.tiers.take_saves()) is not None:
+            self.jobs.append(job)
+
+    def end_job(self, place: int = 0, *, loses: bool = False) -> None:
+        """The worker has made the copies of a job, but for the first if it ``loses`` that."""
+        job = self.jobs.pop(place)
+        assert self.tiers is not None
+        if job.is_fetch:
+            self.worker.kv |= {page: dict(self.tier_kv[at]) for page, at in zip(job.pages, job.places, strict=True)}
+        else:
+            self.tier_kv |= {at: dict(self.worker.kv[page]) for page, at in zip(job.pages, job.places, strict=True)}
+        if loses:
+            (self.worker.kv if job.is_fetch else self.tier_kv)[job.pages[0] if job.is_fetch else job.places[0]] = {}
+        self.tiers.end(job, {0} if loses else ())
+        self.verify()
+
     def restart(self) -> None:
         self.scheduler.preempt_all()
+        self.jobs.clear()
         self.worker = Worker(self.groups, self.border, num_blocks=self.num_blocks)
         self.in_flight.clear()
         self.tables.clear()
@@ -445,7 +475,10 @@ class Driver:
             if len(self.in_flight) < self.depth and (rng is None or rng.random() < 0.7 or not self.in_flight):
                 if self.schedule():
                     continue
-            if self.in_flight:
+            self.take_jobs()
+            if self.jobs:
+                self.end_job()
+            elif self.in_flight:
                 self.answer()
             elif self.unfinished:
                 assert self.schedule(), f"stuck with {self.unfinished}"
@@ -456,6 +489,8 @@ class Driver:
 
     def expect_idle(self) -> None:
         scheduler = self.scheduler
+        while self.tiers is not None and (self.jobs or self.take_jobs() or self.jobs):
+            self.end_job()
         assert scheduler.num_running == scheduler.num_waiting == 0
         check_scheduler(scheduler)
         assert scheduler.num_free_blocks == scheduler.num_blocks

@@ -17,6 +17,7 @@ from scheduler_invariants import check_scheduler
 from aengine.engine.pacing.multi_step import MultiStep
 from aengine.engine.scheduler.prefixes import kept_states
 from aengine.engine.scheduler.request import CacheKey
+from aengine.engine.scheduler.rows import forget_prefixes
 from aengine.errors import InternalError
 from aengine.ipc.messages import STATE_BLOCK_SIZE, KVCacheGroup
 from aengine.outputs import FinishReason
@@ -58,6 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_batches=st.sampled_from([1, 1, 2, 3]),
         rope_border=st.sampled_from([None, None, 8, 15]),
         num_places=st.sampled_from([0, 3, 40]),
+        num_tier_places=st.sampled_from([0, 3, 40]),
     )
     def start(
         self,
@@ -74,6 +76,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_batches: int,
         rope_border: int | None,
         num_places: int,
+        num_tier_places: int,
     ) -> None:
         self.interval_before = kept_states.STATE_INTERVAL
         kept_states.STATE_INTERVAL = state_interval
@@ -91,6 +94,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_batches=num_batches,
             rope_border=rope_border,
             num_places=num_places,
+            num_tier_places=num_tier_places,
         )
         self.clock = 0.0
 
@@ -133,6 +137,19 @@ class SchedulerMachine(RuleBasedStateMachine):
                 pass
             if self.driver.in_flight:
                 self.driver.answer()
+
+    @rule()
+    def take_jobs(self) -> None:
+        self.driver.take_jobs()
+
+    @precondition(lambda self: self.driver.jobs)
+    @rule(data=st.data(), loses=st.booleans())
+    def end_job(self, data: st.DataObject, loses: bool) -> None:
+        self.driver.end_job(data.draw(st.integers(0, len(self.driver.jobs) - 1)), loses=loses)
+
+    @rule(everywhere=st.booleans())
+    def forget(self, everywhere: bool) -> None:
+        forget_prefixes(self.driver.scheduler.rows, everywhere=everywhere)
 
     @precondition(lambda self: self.driver.unfinished)
     @rule(data=st.data())
@@ -187,7 +204,7 @@ SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_cou
 TestScheduler = SchedulerMachine.TestCase
 
 
-def play(rng: random.Random, model: str, *, num_requests: int, aborts: float) -> Driver:
+def play(rng: random.Random, model: str, *, num_requests: int, aborts: float, num_tier_places: int = 0) -> Driver:
     """One random life of a scheduler under pressure: everything arrives while other things run."""
     block_size = rng.choice([1, 2, 4, 16])
     groups = kv_groups(model, block_size)
@@ -204,6 +221,7 @@ def play(rng: random.Random, model: str, *, num_requests: int, aborts: float) ->
         prompt_limit=lambda num_decoding, num_left: rng.choice([None, 1, 6]),
         rope_border=rng.choice([None, None, 8, 24, 40]),
         num_places=rng.choice([0, 10, 200]),
+        num_tier_places=num_tier_places,
     )
     for i in range(num_requests):
         prompt = rng.choice(STREAMS)[: rng.randint(1, 40)] + [rng.randrange(1, VOCAB) for _ in range(rng.randint(0, 3))]
@@ -237,8 +255,21 @@ def play(rng: random.Random, model: str, *, num_requests: int, aborts: float) ->
                 driver.restart()
             if rng.random() < 0.1:
                 driver.worker.lose_next = True
+            if rng.random() < 0.3:
+                driver.take_jobs()
+            if driver.jobs and rng.random() < 0.3:
+                driver.end_job(rng.randrange(len(driver.jobs)), loses=rng.random() < aborts)
     driver.drain(rng)
     return driver
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_random_lives_beside_a_tier(rng: random.Random, model: str) -> None:
+    def live() -> dict[str, int]:
+        driver = play(rng, model, num_requests=25, aborts=0.03, num_tier_places=rng.choice([8, 60, 400]))
+        return {"pages saved": driver.tiers.num_saved, "pages fetched": driver.tiers.num_fetched}
+
+    live_until_seen(live, {"pages saved": 1, "pages fetched": 20}, least=5)
 
 
 def live_until_seen(live: Callable[[], dict[str, int]], wanted: dict[str, int], *, least: int) -> None:

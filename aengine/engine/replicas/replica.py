@@ -22,6 +22,7 @@ from ..pacing.multi_step import MultiStep
 from ..pacing.step_time import StepTime
 from ..pacing.steps_in_flight import StepsInFlight
 from ..recovery import RestartBudget
+from ..scheduler.kv_elsewhere import KVElsewhere
 from ..scheduler.rows import forget_prefixes, recompute_all
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.swapped_requests import SwappedRequests
@@ -29,6 +30,7 @@ from ..speculation.choice import new_speculation
 from ..speculation.drafts import Drafts
 from ..step_loop import StepLoop
 from ..structured.service import GrammarService
+from ..tiers.choice import new_tiers
 from ..worker_control import WorkerControl
 from .start import Started
 
@@ -63,7 +65,8 @@ class Replica:
         in_flight: StepsInFlight = StepsInFlight(config.steps_in_flight)
         if may_lease and config.max_leased_steps > config.steps_in_flight:
             in_flight = MultiStep(config.steps_in_flight, config.max_leased_steps)
-        self.scheduler = _new_scheduler(config, ready, step_time, in_flight.capacity)
+        tiers = new_tiers(config, ready, lambda: self.worker.executor, self._resume)
+        self.scheduler = _new_scheduler(config, ready, step_time, in_flight.capacity, tiers)
         self.scheduler.rows.lookahead = self._drafts = Drafts(self.scheduler.rows)
         # A step may wait for those of other stages, or of other replicas.
         alone = config.pipeline_parallel_size == 1 and peers.is_independent
@@ -85,6 +88,7 @@ class Replica:
             peers=peers,
         )
         budget = RestartBudget(config.max_restarts, config.restart_window)
+        self._work = started.work
         where = (started.executor, ready, started.restart, self.steps, budget, counters)
         self.worker = WorkerControl(*where, peers.name, reports_deaths=peers.reports_deaths)
 
@@ -97,9 +101,14 @@ class Replica:
             return "asleep"
         return "running" if self.worker.recovering is None else "restarting"
 
-    def reset_prefix_cache(self) -> int:
-        """See `AsyncLLM.reset_prefix_cache`."""
-        return forget_prefixes(self.scheduler.rows)
+    def _resume(self) -> None:
+        """Have the loop look at what waits in the queue."""
+        self._work.set()
+        self.steps.in_flight.cancel_queued()
+
+    def reset_prefix_cache(self, *, everywhere: bool = True) -> int:
+        """See `AsyncLLM.reset_prefix_cache`. ``everywhere``: not on the device alone."""
+        return forget_prefixes(self.scheduler.rows, everywhere=everywhere)
 
     def recompute_all(self) -> None:
         """Drop the KV of what runs, at rest: its tokens so far are computed again."""
@@ -128,7 +137,11 @@ class Replica:
 
 
 def _new_scheduler(
-    config: EngineConfig, ready: dict[str, Any], step_time: StepTime, max_in_flight_steps: int
+    config: EngineConfig,
+    ready: dict[str, Any],
+    step_time: StepTime,
+    max_in_flight_steps: int,
+    elsewhere: KVElsewhere,
 ) -> Scheduler:
     groups, num_places = KVCacheGroup.from_ready(ready), ready.get("num_swap_pages", 0)
     return Scheduler(
@@ -146,4 +159,5 @@ def _new_scheduler(
         num_batches=config.pipeline_parallel_size,
         preempted=SwappedRequests(num_places, groups) if num_places else None,
         new_idle=partial(KeptBlocks, fraction=config.kept_kv_fraction),
+        elsewhere=elsewhere,
     )

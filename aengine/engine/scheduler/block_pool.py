@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
+Find = Callable[[bytes], int | None]
+"""Returns the block that has a name; None: there is none."""
 _ABSENT = object()
 
 
@@ -93,10 +95,12 @@ class IdleBlocks:
 class BlockPool:
     """The blocks 0 .. num_blocks - 1."""
 
-    __slots__ = ("_by_name", "_empty", "_name_of", "_ref_counts", "idle", "num_blocks", "num_free")
+    __slots__ = ("_by_name", "_empty", "_name_of", "_ref_counts", "idle", "num_blocks", "num_free", "on_offer")
 
     def __init__(self, num_blocks: int, new_idle: Callable[[int], IdleBlocks] = IdleBlocks) -> None:
         self.num_blocks = self.num_free = num_blocks
+        self.on_offer: Callable[[int, bytes], None] = lambda block_id, name: None
+        """Called with each block that gets a name."""
         self._ref_counts = [0] * num_blocks
         self._empty = list(range(num_blocks - 1, -1, -1))
         self.idle = new_idle(num_blocks)
@@ -147,6 +151,13 @@ class BlockPool:
     def find(self, name: bytes) -> int | None:
         return self._by_name.get(name)
 
+    def name_of(self, block_id: int) -> bytes | None:
+        return self._name_of[block_id]
+
+    @property
+    def num_named(self) -> int:
+        return len(self._by_name)
+
     def count_idle(self, block_ids: Iterable[int]) -> int:
         """Return how many of these would no longer be free once acquired."""
         ref_counts = self._ref_counts
@@ -157,6 +168,7 @@ class BlockPool:
         if name not in self._by_name and self._name_of[block_id] is None:
             self._by_name[name] = block_id
             self._name_of[block_id] = name
+            self.on_offer(block_id, name)
 
     def drop(self, name: bytes) -> None:
         """Make the block of this name empty, if it is idle."""

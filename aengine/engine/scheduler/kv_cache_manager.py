@@ -40,7 +40,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from ...ipc.messages import KVCacheGroup, most_ahead
-from .block_pool import BlockPool, BlockTable, IdleBlocks
+from .block_pool import BlockPool, BlockTable, Find, IdleBlocks
 from .prefixes.kept_states import KeptStates
 from .request import CacheKey, Request
 
@@ -146,17 +146,19 @@ class KVCacheManager:
 
     # -- prefixes
 
-    def match(self, request: Request) -> Prefix:
-        """Find the longest prefix of ``request`` that all groups have cached, of what is reusable."""
+    def match(self, request: Request, find: Find | None = None) -> Prefix:
+        """Find the longest prefix of ``request`` that all groups have cached, of what is reusable. ``find``: what
+        knows blocks by name; None: the pool."""
+        find = find or self.pool.find
         if request.root_hash is None or not self._strictest_last:
             return self.no_prefix()
         tables = self._empty_tables()
-        length = attended = self._agree(request, tables, request.num_reusable)
+        length = attended = self._agree(request, tables, request.num_reusable, find)
         while self.has_states and length:
-            found, kept = self._states.longest(request, length)
+            found, kept = self._states.longest(request, length, find)
             if found == length:
                 return Prefix(length, attended, tables, kept)
-            length = self._agree(request, tables, found)
+            length = self._agree(request, tables, found, find)
         return Prefix(length, attended, tables, [])
 
     def no_prefix(self) -> Prefix:
@@ -165,13 +167,13 @@ class KVCacheManager:
     def _empty_tables(self) -> list[BlockTable]:
         return [BlockTable(group.block_size, 0, []) for group in self._groups]
 
-    def _agree(self, request: Request, tables: list[BlockTable], length: int) -> int:
+    def _agree(self, request: Request, tables: list[BlockTable], length: int, find: Find) -> int:
         """Set the tables of the attending groups to the longest prefix, of at most ``length`` tokens, that all of them
         have; return its length."""
         num_agreed = 0
         while num_agreed < len(self._strictest_last):
             for group in self._strictest_last:
-                table = tables[group.index] = group.longest_hit(self.pool, request, length)
+                table = tables[group.index] = group.longest_hit(find, request, length)
                 num_agreed = num_agreed + 1 if table.room == length else 1
                 length = table.room
         return length
@@ -295,13 +297,13 @@ class KVCacheManager:
         tables = zip(self._groups, request.block_tables, strict=True)
         return sum(max(0, min(g.first_needed(position) - t.begin, len(t.block_ids))) for g, t in tables)
 
-    def check(self, requests: Iterable[Request]) -> None:
-        """Assert that the pool agrees with the tables of ``requests``, which are all that hold blocks."""
+    def check(self, requests: Iterable[Request], also: Iterable[list[int]] = ()) -> None:
+        """Assert that the pool agrees with the tables of ``requests``, which with ``also`` are all that hold blocks."""
         tables = [
             [i for t in request.block_tables for i in t.block_ids] + [i for c in request.states.copies for i in c.pages]
             for request in requests
         ]
-        self.pool.check(tables)
+        self.pool.check([*tables, *also])
 
 
 class KVGroup:
@@ -317,7 +319,7 @@ class KVGroup:
         self._hashes_per_block = group.block_size // hash_size
         self._suffix = bytes([index]) if index else b""  # tells this group's names of blocks from the others'
 
-    def longest_hit(self, pool: BlockPool, request: Request, length: int) -> BlockTable:
+    def longest_hit(self, find: Find, request: Request, length: int) -> BlockTable:
         """Return the blocks of the longest prefix of at most ``length`` tokens with which this group can begin.
 
         A full group hashes no further than twice the hits: a long prompt that is new here costs one hash now, the
@@ -330,7 +332,7 @@ class KVGroup:
             for i in range(end):
                 if (i + 1) * step > len(hashes):
                     extend_hashes(request, min(end, 2 * i + 1) * step, self.block_size // step)
-                block_id = pool.find(hashes[(i + 1) * step - 1] + suffix)
+                block_id = find(hashes[(i + 1) * step - 1] + suffix)
                 if block_id is None:
                     break
                 hits.append(block_id)
@@ -339,7 +341,7 @@ class KVGroup:
         i = end
         while i > self.first_needed(end * self.block_size):
             i -= 1
-            block_id = pool.find(hashes[(i + 1) * step - 1] + suffix)
+            block_id = find(hashes[(i + 1) * step - 1] + suffix)
             if block_id is None:
                 end, hits = i, []
             else:

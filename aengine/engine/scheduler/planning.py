@@ -167,6 +167,8 @@ class StepPlan:
             if spare < kv.num_missing(prefix, num_tokens):
                 return
             waiting.discard(request)
+            if not quarantine and rows.elsewhere.fetch(request, prefix, spare):
+                continue
             if not quarantine and rows.prefixes.follow(request, num_cached):
                 continue
             num_scheduled = min(num_tokens - num_cached, self._budget, self._prompt_budget - self.num_prompt_tokens)

@@ -44,6 +44,7 @@ class RequestStatus(Enum):
     NEW = auto()  # it has not been given to the scheduler
     WAITING = auto()  # it is in the queue, without a row or blocks
     WAITING_FOR_PROMPT = auto()  # it is one of n completions, and waits until the prompt of index 0 is computed
+    WAITING_FOR_PAGES = auto()  # pages that it begins with are on their way, see kv_elsewhere.py
     WAITING_FOR_PREFIX = auto()  # another request computes the tokens that this one begins with, see coming_prefixes.py
     HELD = auto()  # it was preempted; steps in flight may still bring tokens and write its blocks
     CATCHING_UP = auto()  # it has a row, and known tokens that are not computed or lack a block
@@ -187,6 +188,8 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list, init=False)
     # leading tokens whose blocks came from the prefix cache or were offered to it
     num_offered_tokens: int = field(default=0, init=False)
+    # tokens whose pages were sent for last; what has gone again since is computed
+    num_fetched_tokens: int = field(default=0, init=False)
     is_leading: bool = field(default=False, init=False)  # others may wait for its prompt, see coming_prefixes.py
     # completions 1 .. n-1, while they wait for this one's prompt
     dependents: list[Request] = field(default_factory=list, init=False)
@@ -243,7 +246,7 @@ class Request:
         self.block_tables = []
         self.is_leading = False
         self.states = NO_STATES
-        self.num_computed_tokens = self.num_offered_tokens = 0
+        self.num_computed_tokens = self.num_offered_tokens = self.num_fetched_tokens = 0
         self.req_idx = -1
         self.is_paused = self.is_unsettled = False
 

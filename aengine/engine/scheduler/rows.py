@@ -13,6 +13,7 @@ from ...ipc.messages import KVCacheGroup
 from .block_pool import IdleBlocks
 from .decode_batches import DecodeBatches
 from .kv_cache_manager import KVCacheManager, PreemptedKV, long_root, retired_root
+from .kv_elsewhere import KVElsewhere
 from .prefixes.coming_prefixes import ComingPrefixes
 from .request import Request, RequestStatus
 from .step import Lookahead, UnansweredSteps
@@ -70,10 +71,12 @@ class Rows:
         num_batches: int = 1,
         preempted: PreemptedKV | None = None,
         new_idle: Callable[[int], IdleBlocks] = IdleBlocks,
+        elsewhere: KVElsewhere | None = None,
     ) -> None:
         self.num_rows = num_rows
         self._num_batches = num_batches
         self.preempted = preempted or PreemptedKV()
+        self.elsewhere = elsewhere or KVElsewhere()
         self.lookahead = Lookahead()
         self.running: set[Request] = set()  # all requests with a row
         self.held: set[Request] = set()  # preempted requests whose blocks a step in flight uses
@@ -90,6 +93,7 @@ class Rows:
         """Reset the state for a new worker: all rows and blocks are free, and no step is in flight."""
         self.kv = KVCacheManager(num_blocks, self._kv_groups, self._max_num_batched_tokens, self._new_idle)
         self.preempted.begin_worker(num_blocks)
+        self.elsewhere.begin_worker(self.kv, self._on_free)
         self.prefixes = ComingPrefixes(self.kv, self._on_free, self._least_awaited)
         self.free_rows = list(range(self.num_rows - 1, -1, -1))
         self.steps = UnansweredSteps()
@@ -203,6 +207,9 @@ class Rows:
         if status is RequestStatus.WAITING_FOR_PREFIX:
             self.prefixes.discard(request)
             return
+        if status is RequestStatus.WAITING_FOR_PAGES:
+            self.elsewhere.discard(request)
+            return
         self.running.discard(request)
         self.batches.of(request).num_rows -= 1
         if request.is_leading:
@@ -244,7 +251,7 @@ class Rows:
     def preempt_all(self) -> None:
         """Put all unfinished requests back into the queue, and reset the state for a new worker."""
         leaving = [request for step in self.steps for request in step.leavers]
-        unfinished = (*self.running, *self.held, *self.prefixes.waiting)
+        unfinished = (*self.running, *self.held, *self.prefixes.waiting, *self.elsewhere.waiting)
         for request in (*unfinished, *leaving):
             self.lookahead.drop(request)
             request.forget_worker()
@@ -255,9 +262,9 @@ class Rows:
             self._on_free(request)
 
 
-def forget_prefixes(rows: Rows) -> int:
+def forget_prefixes(rows: Rows, *, everywhere: bool = True) -> int:
     """Forget all cached prefixes; requests that are being computed go on, and nobody takes over what they compute.
-    Returns how many blocks were known."""
+    ``everywhere``: not in the pool alone. Returns how many blocks were known there."""
     for request in rows.running | rows.steps.requests():
         if request.is_leading:
             rows.prefixes.leave(request)
@@ -266,6 +273,7 @@ def forget_prefixes(rows: Rows) -> int:
             request.block_hashes = []
             request.states.offered.clear()
     rows.preempted.drop_all()
+    rows.elsewhere.forget(everywhere=everywhere)
     return rows.kv.pool.forget_all()
 
 

@@ -33,6 +33,7 @@ from .answers import Answers, StepResult
 from .block_pool import IdleBlocks
 from .crash_quarantine import CrashQuarantine
 from .kv_cache_manager import PreemptedKV, private_root, shared_root
+from .kv_elsewhere import KVElsewhere
 from .parallel_sampling import ParallelSampling
 from .planning import StepPlan
 from .request import Request, RequestStatus
@@ -69,6 +70,7 @@ class Scheduler:
         num_batches: int = 1,
         preempted: PreemptedKV | None = None,
         new_idle: Callable[[int], IdleBlocks] = IdleBlocks,
+        elsewhere: KVElsewhere | None = None,
     ) -> None:
         """
         Args:
@@ -83,12 +85,14 @@ class Scheduler:
                 has come through all of them
             preempted: what keeps the KV of preempted requests; None: nothing does
             new_idle: makes what says which idle block is given away first, for a pool of so many blocks
+            elsewhere: what keeps KV beyond the pool, for whoever begins with it; None: nothing does
         """
         self.num_rows = min(max_num_seqs, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting = WaitingQueue()
         limits = self.num_rows, num_blocks, kv_groups, max_num_batched_tokens
-        self.rows = Rows(*limits, self.waiting.add, rope_border, least_awaited_prefix, num_batches, preempted, new_idle)
+        kept = preempted, new_idle, elsewhere
+        self.rows = Rows(*limits, self.waiting.add, rope_border, least_awaited_prefix, num_batches, *kept)
         self.max_tokens_capacity = kv_capacity(kv_groups, num_blocks, max_model_len, max_num_batched_tokens)
         """Most tokens, prompt and completion, that one request may have; admission sees to it."""
         self.enable_prefix_caching = enable_prefix_caching
@@ -110,6 +114,7 @@ class Scheduler:
     def drop_tables(self) -> None:
         """Free the state of blocks and steps, when nothing will be scheduled any more."""
         self.rows.begin_worker(0)
+        self.rows.elsewhere.close()
 
     @property
     def oldest_step(self) -> InFlightStep | None:
@@ -127,7 +132,8 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         rows = self.rows
-        return len(self.waiting) + len(self.parallel_sampling.waiting) + rows.num_held + len(rows.prefixes.waiting)
+        apart = len(rows.prefixes.waiting) + len(rows.elsewhere.waiting)
+        return len(self.waiting) + len(self.parallel_sampling.waiting) + rows.num_held + apart
 
     @property
     def num_blocks(self) -> int:
@@ -216,7 +222,7 @@ class Scheduler:
         """Whether the next step would only continue requests that decode: such a step can be undone."""
         rows = self.rows
         waiting = self.waiting or rows.prefixes.waiting or self.parallel_sampling.waiting
-        others = waiting or rows.num_catching_up or rows.num_held or self.num_constrained
+        others = waiting or rows.elsewhere.waiting or rows.num_catching_up or rows.num_held or self.num_constrained
         return not others and rows.num_spare_blocks >= 0
 
     def schedule(self, *, can_be_undone: bool = False) -> SchedulerOutput | None:

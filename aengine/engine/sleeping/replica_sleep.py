@@ -50,10 +50,10 @@ class ReplicaSleep:
             self._has_parked.clear()
 
     def forget_kv(self) -> None:
-        """Have all requests computed again."""
+        """Have all requests computed again; what is kept beyond the device stays."""
         if not self.has_ended:
             self.replica.recompute_all()
-            self.replica.reset_prefix_cache()
+            self.replica.reset_prefix_cache(everywhere=False)
 
     async def sleep(self, level: int) -> None:
         """Have the workers give their memory back, or end them. Raises NotEnoughMemoryError: they go on as before."""

@@ -6,14 +6,14 @@
                              └─> side stream: host -> pages ──────┘ waits likewise
 
 The side stream makes copies one after the other, so what is copied back is what was copied aside before, and a place
-of the host's memory may be given anew at once. A page is a row of each slab, whatever the layers, the KV groups, the
-dtype and this rank's share of them are: so all of it is copied.
+of the host's memory may be given anew at once (`StagedPages`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,13 +22,13 @@ from torch import Tensor
 from ...errors import InternalError, NotEnoughMemoryError
 from ..lazy_zeros import lazy_zeros
 from ..platforms.platform import Event, Platform
-from ..transfer import to_device
 from .kv_pages import KVPages, PageCopies
+from .staged_pages import StagedPages
 
 logger = logging.getLogger("aengine.runner")
 
 _STAGED_BYTES = 32 << 20
-"""Memory of the device in which rows of a slab are gathered, so that one copy over the bus takes many of them."""
+"""Memory of the device in which pages are gathered."""
 
 _pinned: list[Tensor] = []
 """What `Platform.share` has pinned stays so until the process ends, and must stay there."""
@@ -46,20 +46,16 @@ class SwapSpace(PageCopies):
         self._num_places = num_places
         self._platform = platform
         self._is_alone = is_alone
-        self._stream = platform.side_stream()
-        width, cpu = pages.layout.slab_bytes, torch.device("cpu")
-        word = torch.int64 if width % 8 == 0 else torch.uint8  # nothing is computed with what is copied
-        self._slabs = [slab.view(word) for slab in pages.slabs]
-        self._host = [lazy_zeros((num_places, width // word.itemsize), word, cpu) for _ in self._slabs]
-        if platform.pins_memory and not all(map(platform.share, self._host)):
+        self._pages = StagedPages(pages, platform, min(_STAGED_BYTES, num_places * pages.layout.page_bytes))
+        memory = lazy_zeros((num_places * pages.layout.page_bytes,), torch.uint8, torch.device("cpu"))
+        self._host = self._pages.places_of(memory)
+        if platform.pins_memory and not platform.share(memory):
             raise NotEnoughMemoryError(
                 f"swap_space_bytes: {num_places * pages.layout.page_bytes} bytes of the host's memory can't be pinned: "
                 f"lower it, free memory, or raise the limit of locked memory (ulimit -l)"
             )
         if platform.pins_memory:
-            _pinned.extend(self._host)
-        num_staged = max(1, min(num_places, _STAGED_BYTES // max(1, width)))
-        self._staged = torch.empty(num_staged, width // word.itemsize, dtype=word, device=platform.device)
+            _pinned.append(memory)
         self._leaving: dict[int, Event] = {}  # the end of the copy of each page that may still be read
         self._lost: set[int] = set()  # places whose page did not arrive
         self.num_copied = [0, 0]  # pages that were copied aside, and back
@@ -86,17 +82,7 @@ class SwapSpace(PageCopies):
     def _copy_aside(self, pairs: list[tuple[int, int]]) -> None:
         self._leaving = {page: event for page, event in self._leaving.items() if not event.query()}
         pages, places = zip(*pairs, strict=True)
-
-        def work() -> None:
-            for begin in range(0, len(pages), len(self._staged)):
-                end = min(len(pages), begin + len(self._staged))
-                rows = to_device(np.array(pages[begin:end]), self._platform.device)
-                for slab, host in zip(self._slabs, self._host, strict=True):
-                    torch.index_select(slab, 0, rows, out=self._staged[: end - begin])
-                    for first, last, place in _runs(places[begin:end]):
-                        host[place : place + last - first].copy_(self._staged[first:last], non_blocking=True)
-
-        event, failed = self._launch(work, len(pages))
+        event, failed = self._launch(partial(self._pages.copy_aside, pages, self._host, places), len(pages))
         self._lost.difference_update(places)
         if failed:
             self._lost.update(places)
@@ -111,26 +97,17 @@ class SwapSpace(PageCopies):
         if not pairs:
             return lost
         places, pages = zip(*pairs, strict=True)
-
-        def work() -> None:
-            for begin in range(0, len(pages), len(self._staged)):
-                end = min(len(pages), begin + len(self._staged))
-                rows = to_device(np.array(pages[begin:end]), self._platform.device)
-                for slab, host in zip(self._slabs, self._host, strict=True):
-                    for first, last, place in _runs(places[begin:end]):
-                        self._staged[first:last].copy_(host[place : place + last - first], non_blocking=True)
-                    slab.index_copy_(0, rows, self._staged[: end - begin])
-
-        event, failed = self._launch(work, len(pages))
+        after = self._platform.record_event()
+        event, failed = self._launch(partial(self._pages.copy_back, self._host, places, pages, after), len(pages))
         if event is not None:
             event.wait()
         self.num_copied[1] += len(pages)
         return lost | set(pages) if failed else lost
 
-    def _launch(self, work: Callable[[], None], num_pages: int) -> tuple[Event | None, bool]:
-        """Queue copies behind all that was queued before. Returns the event that ends them, and whether they failed."""
+    def _launch(self, copy: Callable[[], Event | None], num_pages: int) -> tuple[Event | None, bool]:
+        """Queue copies. Returns the event that ends them, and whether they failed."""
         try:
-            return self._stream.launch(work, self._platform.record_event()), False
+            return copy(), False
         except RuntimeError:
             if not self._is_alone:
                 raise
@@ -142,13 +119,3 @@ class SwapSpace(PageCopies):
         events = [self._leaving.pop(page) for page in pages if page in self._leaving]
         for event in dict.fromkeys(events):
             event.wait()
-
-
-def _runs(places: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Return (first, last, place) of each run: the indices ``first`` to ``last`` - 1 have the places from ``place``
-    on."""
-    first = 0
-    for index in range(1, len(places) + 1):
-        if index == len(places) or places[index] != places[index - 1] + 1:
-            yield first, index, places[first]
-            first = index

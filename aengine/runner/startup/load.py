@@ -35,6 +35,7 @@ from ..models.encoders import is_encoder
 from ..pooling.vectors import VectorLayers, load_vector_layers
 from ..sampling.processors import load_processors
 from ..sleeping.sleeper import Sleeper, choose_sleeper
+from ..tiers.tier_pages import TierPages
 from ..updates.receiver import WeightReceiver, answered
 from ..updates.stamps import stamp_of
 from ..weights.float16_cpu import Float16Format, agree_on_plan
@@ -190,6 +191,7 @@ class LocalModel:
         self._rank = rank
         self._progress = progress
         self._receiver = WeightReceiver(setup.model, setup.platform, rank.pp_rank * rank.tp_size + rank.tp_rank)
+        self._page_calls: Mapping[str, Callable[..., Any]] = {}  # none before `allocate`
         formats, groups = setup.model.weights.formats, setup.kv_layout.groups
         self.offer: dict[str, Any] = {
             "num_blocks": plan.num_blocks,
@@ -223,8 +225,10 @@ class LocalModel:
         with self._setup.errors_explained():
             setup = self._setup = measured(self._setup)
             sizes = plan["num_blocks"], plan["max_model_len"]
-            runner = setup.make_runner(*sizes, cache=setup.make_cache(*sizes, self._sleeper.zeros))
+            cache = setup.make_cache(*sizes, self._sleeper.zeros)
+            runner = setup.make_runner(*sizes, cache=cache)
             self._sleeper.attach(runner, formats.step_rows.settle)
+            self._page_calls = TierPages(cache.pages, platform, self._receiver.rank).calls
             if bitmasks is not None:
                 runner.share_bitmasks(bitmasks)
             drafts = runner.speculation.graphs
@@ -294,15 +298,16 @@ class LocalModel:
 
     @property
     def calls(self) -> Mapping[str, Callable[..., Any]]:
-        """Collective calls of what sees the rows of its steps, of weights that come from elsewhere, and of memory that
-        goes."""
+        """Collective calls of what sees the rows of its steps, of weights that come from elsewhere, of memory that
+        goes, and of pages that are copied."""
         own: dict[str, Callable[..., Any]] = {
             "check_weights": lambda path: answered(self._check_for_update, path),
             "load_weights": lambda path, stamp: answered(self._load_for_update, path, stamp),
         }
         if self._setup.model_config.implementation == "native":
             own |= self._receiver.calls
-        return {**self._setup.model.weights.formats.step_rows.calls, **self._sleeper.calls, **own}
+        step_rows = self._setup.model.weights.formats.step_rows
+        return {**step_rows.calls, **self._sleeper.calls, **self._page_calls, **own}
 
     def _check_for_update(self, path: str) -> dict[str, Any]:
         return {"stamp": stamp_of(self._found(path).path)}

@@ -51,7 +51,7 @@ class WeightReceiver:
         """``rank``: among those of its replica."""
         self._model = model
         self._platform = platform
-        self._rank = rank
+        self.rank = rank
         self._fitting = Fitting(model.weights.places, platform.device)
         self._window: mmap.mmap | None = None
         self._begun: dict[str, _Partial] = {}  # tensors of which some bytes have come
@@ -124,7 +124,7 @@ class WeightReceiver:
     def join_group(self, host: str, port: int, first: int, size: int, backend: str, timeout: float) -> dict[str, Any]:
         """Join the group in which a trainer is rank 0, and this replica's first rank is ``first``; see `Broadcast`."""
         device = self._platform.device
-        self._broadcast = Broadcast(host, port, first + self._rank, size, backend, timeout, device)
+        self._broadcast = Broadcast(host, port, first + self.rank, size, backend, timeout, device)
         return {}
 
     def receive(self, entries: Sequence[Sequence[Any]], allow_nan: bool) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from bisect import insort
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..block_pool import BlockPool
+from ..block_pool import BlockPool, Find
 from ..request import Request, RequestStates, StateCopy
 
 if TYPE_CHECKING:
@@ -36,20 +36,20 @@ class KeptStates:
     def interval(self) -> int:
         return STATE_INTERVAL
 
-    def longest(self, request: Request, length: int) -> tuple[int, list[int]]:
+    def longest(self, request: Request, length: int, find: Find) -> tuple[int, list[int]]:
         """Return (tokens, pages) of the last border within ``length`` tokens at which all groups' states are kept; (0,
         []): none."""
         for border in range(length - length % self._border, 0, -self._border):
-            kept = self._find(request, border)
+            kept = self._find(request, border, find)
             if kept:
                 return border, kept
         return 0, []
 
-    def _find(self, request: Request, border: int) -> list[int]:
+    def _find(self, request: Request, border: int, find: Find) -> list[int]:
         """Return the pages of the states kept at ``border``; [] unless all groups have theirs."""
         kept: list[int] = []
         for group in self._groups:
-            page = self._pool.find(group.name_at(request, border))
+            page = find(group.name_at(request, border))
             if page is None:
                 return []
             kept.append(page)
@@ -87,7 +87,7 @@ class KeptStates:
             return []
         states.newest = position
         num_known = len(request.token_ids)
-        if position <= num_known and self._find(request, position):  # another request with these tokens has kept it
+        if position <= num_known and self._find(request, position, self._pool.find):  # another request has kept it
             return []
         if num_spare < len(self._groups):
             return []

@@ -1,0 +1,44 @@
+"""KV beyond the pool, for whoever begins with it: what the scheduler asks of it.
+
+    offered in the pool ──> kept elsewhere            a waiting request whose prefix goes on there ──fetch──> its pages
+    evicted from the pool                             are on their way, WAITING_FOR_PAGES ──> cached, and it waits again
+
+A request that waits for pages has no row, and holds up nobody: others are admitted past it. Its pages come as blocks
+of the pool that are cached, so that it begins with them as with any other prefix, and what did not come is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+from .kv_cache_manager import KVCacheManager, Prefix
+from .request import Request
+
+
+class KVElsewhere:
+    """Here: nothing is kept."""
+
+    waiting: Collection[Request] = ()
+    """Requests that wait for pages."""
+
+    def begin_worker(self, kv: KVCacheManager, wake: Callable[[Request], None]) -> None:
+        """Take a new worker's blocks, all of them empty; copies under way have come to nothing. ``wake`` is called with
+        each request that need not wait any longer."""
+
+    def fetch(self, request: Request, prefix: Prefix, spare: int) -> bool:
+        """Make a request that is in no queue wait for pages, if its prefix goes on elsewhere after ``prefix``, which
+        the pool has. At most ``spare`` blocks may be taken. False: it should begin with that."""
+        return False
+
+    def discard(self, request: Request) -> None:
+        """Drop a request that ended while it waited."""
+
+    def forget(self, *, everywhere: bool) -> None:
+        """Forget what the pool has; ``everywhere``: and what is kept here."""
+
+    def held(self) -> Iterable[list[int]]:
+        """Return the blocks of the pool that copies under way hold, as tables."""
+        return ()
+
+    def close(self) -> None:
+        """Give all memory back: nothing will be asked any more."""

@@ -1,0 +1,90 @@
+"""`PageCopies`: has a replica's workers make the copies that its `KVTiers` asks for, beside their steps.
+
+KVTiers.on_work ──> call "copy_pages" of all ranks ──> on a side stream ──> replies ──> KVTiers.end ──> it wakes
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from array import array
+from collections.abc import Callable
+
+from ...errors import EngineError
+from ..executor import Executor
+from .host_memory import HostMemory
+from .kv_tiers import MOST_SAVED, KVTiers, PageJob
+
+logger = logging.getLogger("aengine")
+
+_SAVE_SECONDS = 0.02  # seconds for which pages to save are gathered, unless they fill a job
+_TIMEOUT = 60.0  # seconds that a copy takes at most; a worker that takes longer is ended
+
+
+class PageCopies:
+    """Runs on the engine's loop."""
+
+    def __init__(
+        self, tiers: KVTiers, memory: HostMemory, executor: Callable[[], Executor], wake: Callable[[], None]
+    ) -> None:
+        """``executor``: returns that of the workers that run now; ``wake``: called when requests need not wait any
+        longer."""
+        self._tiers = tiers
+        self._memory = memory
+        self._executor = executor
+        self._wake = wake
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_saving = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._mapped: Executor | None = None  # the workers that have mapped the memory, or are told to
+        tiers.on_work, tiers.on_close = self._note_work, self.close
+
+    def close(self) -> None:
+        """End, and let go of the memory."""
+        self._tiers.on_work = lambda: None
+        if self._timer is not None:
+            self._timer.cancel()
+        self._memory.close()
+
+    def _note_work(self) -> None:
+        is_urgent = bool(self._tiers.fetches) or (len(self._tiers.unsaved) >= MOST_SAVED and not self._is_saving)
+        if self._timer is None:
+            self._timer = self._loop.call_later(0 if is_urgent else _SAVE_SECONDS, self._send)
+        elif is_urgent and self._timer.when() > self._loop.time():
+            self._timer.cancel()
+            self._timer = self._loop.call_later(0, self._send)
+
+    def _send(self) -> None:
+        self._timer = None
+        for job in self._tiers.take_fetches():
+            self._begin(job)
+        if not self._is_saving and (job := self._tiers.take_saves()) is not None:
+            self._is_saving = True
+            self._begin(job)
+
+    def _begin(self, job: PageJob) -> None:
+        task = self._loop.create_task(self._copy(job), name="aengine-page-copies")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _copy(self, job: PageJob) -> None:
+        executor, lost = self._executor(), set(range(len(job.names)))
+        columns = array("i", job.pages).tobytes(), array("i", job.places).tobytes()
+        try:
+            if self._mapped is not executor:
+                self._mapped = executor
+                where = os.getpid(), list(self._memory.fds), self._memory.num_places
+                await executor.call("map_pages", *where, timeout=_TIMEOUT)
+            lost = set().union(*await executor.call("copy_pages", job.is_fetch, *columns, timeout=_TIMEOUT))
+        except TimeoutError:
+            executor.fail(EngineError(f"a copy of {len(job.pages)} pages of KV took more than {_TIMEOUT:g} s"))
+        except EngineError as error:
+            if executor.failure is None:
+                logger.warning("%d pages of KV were not copied: %s", len(job.pages), error)
+        finally:
+            self._is_saving &= job.is_fetch
+            self._tiers.end(job, lost)
+        if job.requests:
+            self._wake()

@@ -1,0 +1,1 @@
+"""Pages of KV in memory of the host's process, which outlives a worker."""

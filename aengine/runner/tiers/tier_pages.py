@@ -1,0 +1,115 @@
+"""`TierPages`: the places of the host's memory to and from which a rank copies pages, beside its steps.
+
+    call "copy_pages" ──> side stream: pages <─> places ──> the reply, when the device has made the copies
+    steps go on meanwhile: the host gives no step a page that is being copied to, and keeps one that is copied from
+
+The memory is the host process'. While it is being pinned, which takes seconds for each ten gigabytes, it is used as it
+is: such a copy takes longer.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import mmap
+import os
+import threading
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..attention.kv_pages import KVPages
+from ..attention.staged_pages import StagedPages
+from ..platforms.platform import Event, Platform
+
+logger = logging.getLogger("aengine.runner")
+
+_STAGED_BYTES = 128 << 20
+_PINNED_BYTES = 128 << 20  # bytes that are pinned at a time: other calls of the driver may wait meanwhile
+
+
+class Copied(NamedTuple):
+    """The reply to a copy, when ``event`` is done (None: it is): which pages were not copied, by index."""
+
+    event: Event | None
+    lost: list[int]
+
+    def ready(self) -> bool:
+        return self.event is None or self.event.query()
+
+    def get(self) -> list[int]:
+        return self.lost
+
+
+class TierPages:
+    """Of one rank of a replica. Its calls come between two steps."""
+
+    def __init__(self, pages: KVPages, platform: Platform, rank: int) -> None:
+        """``rank``: among those of its replica."""
+        self._kv = pages
+        self._platform = platform
+        self._rank = rank
+        self._pages: StagedPages | None = None  # None before `map`
+        self._host = torch.empty(0)
+        self._part = 1  # places that are pinned at a time
+        self.calls: Mapping[str, Callable[..., Any]] = {"map_pages": self.map, "copy_pages": self.copy}
+
+    def map(self, pid: int, fds: Sequence[int], num_places: int) -> None:
+        """Map the memory that process ``pid`` has open as ``fds``, one of each rank, with so many places."""
+        fd = os.open(f"/proc/{pid}/fd/{fds[self._rank]}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            memory = mmap.mmap(fd, num_places * self._kv.layout.page_bytes)
+        except BaseException:
+            os.close(fd)
+            raise
+        size = self._kv.layout.page_bytes
+        whole = mmap.PAGESIZE // math.gcd(size, mmap.PAGESIZE)  # places that are whole pages of the system
+        self._part = max(1, _PINNED_BYTES // (size * whole)) * whole
+        self._pages = StagedPages(self._kv, self._platform, min(_STAGED_BYTES, len(memory)), self._part)
+        self._host = self._pages.places_of(torch.frombuffer(memory, dtype=torch.uint8))
+        if self._platform.pins_memory:
+            threading.Thread(target=self._pin, args=(fd,), name="aengine-pinning", daemon=True).start()
+        else:
+            os.close(fd)
+
+    def _pin(self, fd: int) -> None:
+        """Have the kernel make the memory's pages, and pin them, in parts: each is a run of places at most."""
+        try:
+            for begin in range(0, len(self._host), self._part):
+                own = self._host[begin : begin + self._part]
+                os.posix_fallocate(fd, begin * self._kv.layout.page_bytes, own.nbytes)
+                if not self._platform.share(own):
+                    raise OSError("the driver refuses it")
+        except OSError as error:
+            logger.warning(
+                "kv_tiers: the host's memory can't be pinned, so that pages are copied slowly (%s): lower its size, or "
+                "raise the limit of locked memory (ulimit -l)",
+                error,
+            )
+        finally:
+            os.close(fd)
+
+    @torch.inference_mode()
+    def copy(self, is_fetch: bool, pages: bytes, places: bytes) -> Copied:
+        """Copy places to pages, or pages to places, int32 columns."""
+        assert self._pages is not None, "map_pages comes first"
+        columns = _ints(pages), _ints(places)
+        lost: list[int] = []
+        event: Event | None = None
+        try:
+            if is_fetch:  # the pages' last owners were in no step that is on its way
+                event = self._pages.copy_back(self._host, columns[1], columns[0], after=None)
+            else:
+                event = self._pages.copy_aside(columns[0], self._host, columns[1])
+        except RuntimeError:
+            logger.warning("%d pages of KV could not be copied", len(columns[0]), exc_info=True)
+            lost = list(range(len(columns[0])))
+        return Copied(event, lost)
+
+
+def _ints(column: bytes) -> array[int]:
+    numbers = array("i")
+    numbers.frombytes(column)
+    return numbers
