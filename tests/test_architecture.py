@@ -328,6 +328,7 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
             "limits/kv_tiers.py",
             "engine/tiers/",
             "engine/replicas/replica.py",  # chooses them
+            "engine/replicas/start.py",  # has memory made for them
             "runner/tiers/",
             "runner/startup/load.py",  # has the calls that copy their pages
         },

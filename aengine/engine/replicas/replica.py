@@ -65,7 +65,7 @@ class Replica:
         in_flight: StepsInFlight = StepsInFlight(config.steps_in_flight)
         if may_lease and config.max_leased_steps > config.steps_in_flight:
             in_flight = MultiStep(config.steps_in_flight, config.max_leased_steps)
-        tiers = new_tiers(config, ready, lambda: self.worker.executor, self._resume)
+        tiers = new_tiers(started.memory, lambda: self.worker.executor, self._resume)
         self.scheduler = _new_scheduler(config, ready, step_time, in_flight.capacity, tiers)
         self.scheduler.rows.lookahead = self._drafts = Drafts(self.scheduler.rows)
         # A step may wait for those of other stages, or of other replicas.

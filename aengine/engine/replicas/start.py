@@ -16,6 +16,7 @@ from ...outputs import StartupProgress
 from ..executor import Executor, ProcessExecutor
 from ..pacing.peers import NoPeers, Peers
 from ..threads.pools import run_in_thread
+from ..tiers.host_memory import HostMemory, new_memory
 from .joint import Joint, shares_experts
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Started(NamedTuple):
     ready: dict[str, Any]  # the READY message that its workers have agreed on
     restart: Restart
     peers: Peers
+    memory: HostMemory | None  # memory in which its workers keep pages of KV
 
 
 class ReplicasStart:
@@ -48,6 +50,7 @@ class ReplicasStart:
 
     async def begin(self, config: EngineConfig, source: ModelSource) -> None:
         """Begin to start the workers of each replica."""
+        self._new_memory = partial(new_memory, config)
         configs = (
             await run_in_thread("replicas", replica_configs, config) if config.data_parallel_size > 1 else [config]
         )
@@ -99,11 +102,13 @@ class ReplicasStart:
                 raise
             raise type(error)(f"{name}{error}") from error
 
+        memory = await run_in_thread("memory", self._new_memory, ready)
+
         def restart() -> tuple[Executor, Callable[[], Awaitable[dict[str, Any]]]]:
             another = make_another()
             return another, partial(another.start, _load_again(load, ready), _log_progress, work.set)
 
-        return Started(executor, work, ready, restart, peers)
+        return Started(executor, work, ready, restart, peers, memory)
 
     async def ready(self) -> list[Started]:
         """Wait for all. Raises what the first that fails raises; call `undo` then."""

@@ -11,7 +11,9 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from ...config import EngineConfig
 from ...errors import NotEnoughMemoryError
+from ...limits.kv_tiers import HostTier
 from ...limits.memory import free_memory
 
 
@@ -42,10 +44,15 @@ class HostMemory:
         self._closing()
 
 
-def page_bytes_of(ready: dict[str, Any]) -> list[int]:
-    """Return the bytes of a page on each rank of a replica. ``ready``: what its workers say of themselves."""
-    ranks = ready.get("ranks") or [ready]
-    return [int(rank.get("kv_cache_bytes", 0)) // int(ready["num_blocks"]) for rank in ranks]
+def new_memory(config: EngineConfig, ready: dict[str, Any]) -> HostMemory | None:
+    """Return the memory for the pages of one replica, as the setting ``kv_tiers`` says; None: it has none, or no KV.
+    ``ready``: what its workers say of themselves. Blocking: reads files. Raises NotEnoughMemoryError."""
+    page_bytes = [int(rank.get("kv_cache_bytes", 0)) // int(ready["num_blocks"]) for rank in ready.get("ranks", [])]
+    if not config.kv_tiers or not page_bytes or not all(page_bytes):
+        return None
+    host = config.kv_tiers[0]
+    assert isinstance(host, HostTier), "the configuration has checked it"
+    return HostMemory(host.num_bytes // config.data_parallel_size, page_bytes)
 
 
 def _close(fds: list[int]) -> None:

@@ -58,10 +58,11 @@ class PageCopies:
 
     def _send(self) -> None:
         self._timer = None
-        for job in self._tiers.take_fetches():
-            self._begin(job)
-        if not self._is_saving and (job := self._tiers.take_saves()) is not None:
+        jobs = self._tiers.take_fetches()
+        if not self._is_saving and (saves := self._tiers.take_saves()) is not None:
             self._is_saving = True
+            jobs.append(saves)
+        for job in jobs:
             self._begin(job)
 
     def _begin(self, job: PageJob) -> None:
