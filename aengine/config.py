@@ -155,7 +155,7 @@ class EngineConfig:
     """Where the KV of prefixes is kept that the device has no room for, nearest first: HostTier("40GB"),
     DiskTier("/path", "200GB"), StoreTier("redis", url="redis://..."). In a text: "host:40GB,disk:/path:200GB". (): it
     is computed again."""
-    kept_kv_fraction: float = 0.5
+    kept_kv_fraction: float = 0.9
     """Share of the KV blocks that is kept for the next turns of sessions, at most (docs/memory.md). 0: none is."""
     max_in_flight_steps: int = 2
     """Steps given to the worker before the oldest has been answered; 1 or more."""

@@ -77,7 +77,8 @@ class Adapter:
 
     async def stream_ids(self, prompt: list[int], p: dict[str, Any], request_id: str) -> AsyncIterator[list[int]]:
         """The ids of new tokens."""
-        async for token in self._engine.stream(prompt, self._sampling(p), request_id=request_id):
+        options = {"request_id": request_id, **(p.get("options") or {})}
+        async for token in self._engine.stream(prompt, self._sampling(p), **options):
             yield [token.token_id]
 
     def _sampling(self, p: dict[str, Any]) -> Any:

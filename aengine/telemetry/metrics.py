@@ -111,6 +111,8 @@ class ReplicaStatistics:
     num_restarts: int
     prefix_cache_queries: int  # prompt tokens looked up
     prefix_cache_hits: int  # prompt tokens found in the prefix cache
+    num_kept_blocks: int  # KV blocks that are kept for the next turns of sessions, idle or in use
+    kept_block_hits: int  # times that such a block, idle, was found by a request
     num_drafts: int  # times that tokens were drafted for a request in a step, and verified
     drafted_tokens: int  # tokens of these drafts
     accepted_tokens: int  # those of them that the request got
@@ -160,6 +162,8 @@ class Statistics:
     generated_tokens: int
     prefix_cache_queries: int  # prompt tokens looked up
     prefix_cache_hits: int  # prompt tokens found in the prefix cache
+    num_kept_blocks: int  # KV blocks that are kept for the next turns of sessions, idle or in use
+    kept_block_hits: int  # times that such a block, idle, was found by a request
     num_drafts: int  # times that tokens were drafted for a request in a step, and verified
     drafted_tokens: int  # tokens of these drafts
     accepted_tokens: int  # those of them that the request got

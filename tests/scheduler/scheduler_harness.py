@@ -13,11 +13,14 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 from scheduler_invariants import check_scheduler
 
+from aengine.engine.keeping.keeping import blocks_to_keep
+from aengine.engine.keeping.kept_blocks import KeptBlocks, KeptHits
 from aengine.engine.pacing.multi_step import undo_steps
 from aengine.engine.scheduler.request import CacheKey, Request, RequestStatus
 from aengine.engine.scheduler.scheduler import Scheduler
@@ -239,6 +242,7 @@ class Driver:
         if "block_size" in limits:
             limits["kv_groups"] = [KVCacheGroup("full", limits.pop("block_size"))]
         limits.setdefault("max_model_len", 10_000)
+        limits["new_idle"] = partial(KeptBlocks, fraction=limits.pop("kept_fraction", 0.5), hits=KeptHits())
         self.scheduler = Scheduler(max_in_flight_steps=depth, elsewhere=self.tiers, **limits)
         self.scheduler.rows.lookahead = Drafts(self.scheduler.rows)
         self.depth = depth
@@ -290,6 +294,17 @@ class Driver:
             self.scheduler.add_request(request)
             made.append(request)
         return made
+
+    def keep(self, request: Request, name: str, until: float) -> None:
+        """Keep for a session what a next request with these tokens would find."""
+        session = request.cache_key.salt, name, ""
+        self.kept.keep(session, blocks_to_keep(self.scheduler, [request]), until)
+
+    @property
+    def kept(self) -> KeptBlocks:
+        idle = self.scheduler.rows.kv.pool.idle
+        assert isinstance(idle, KeptBlocks)
+        return idle
 
     def propose(self, request: Request, count: int, num_right: int) -> None:
         """Drafts of which the first ones are right, if those in flight were all accepted."""

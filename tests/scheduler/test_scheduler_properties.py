@@ -60,6 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         rope_border=st.sampled_from([None, None, 8, 15]),
         num_places=st.sampled_from([0, 3, 40]),
         num_tier_places=st.sampled_from([0, 3, 40]),
+        kept_fraction=st.sampled_from([0.0, 0.5, 1.0]),
     )
     def start(
         self,
@@ -77,6 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         rope_border: int | None,
         num_places: int,
         num_tier_places: int,
+        kept_fraction: float,
     ) -> None:
         self.interval_before = kept_states.STATE_INTERVAL
         kept_states.STATE_INTERVAL = state_interval
@@ -95,6 +97,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             rope_border=rope_border,
             num_places=num_places,
             num_tier_places=num_tier_places,
+            kept_fraction=kept_fraction,
         )
         self.clock = 0.0
 
@@ -179,6 +182,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.worker.fail_next = True
         self.driver.answer()
 
+    @precondition(lambda self: self.driver.requests)
+    @rule(data=st.data(), name=st.sampled_from("abc"), seconds=st.sampled_from([1.0, 5.0, float("inf")]))
+    def keep(self, data: st.DataObject, name: str, seconds: float) -> None:
+        place = data.draw(st.integers(0, len(self.driver.requests) - 1))
+        self.driver.keep(self.driver.requests[place][0], name, self.clock + seconds)
+
+    @rule()
+    def expire(self) -> None:
+        self.clock += 1
+        self.driver.kept.expire(self.clock)
+
     @rule()
     def lose_pages(self) -> None:
         self.driver.worker.lose_next = True
@@ -253,6 +267,9 @@ def play(rng: random.Random, model: str, *, num_requests: int, aborts: float, nu
                 driver.revoke(rng.randint(0, 5))
             if rng.random() < aborts / 20:
                 driver.restart()
+            if rng.random() < 0.2:
+                driver.keep(rng.choice(driver.requests)[0], rng.choice("abc"), i + rng.randint(1, 9))
+                driver.kept.expire(float(i))
             if rng.random() < 0.1:
                 driver.worker.lose_next = True
             if rng.random() < 0.3:

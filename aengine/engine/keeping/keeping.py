@@ -19,6 +19,7 @@ from .kept_blocks import KeptBlocks, Session
 
 if TYPE_CHECKING:
     from ...params import CallOptions
+    from ..scheduler.request import Request
     from ..scheduler.scheduler import Scheduler
     from ..user_request import UserRequest
 
@@ -82,11 +83,7 @@ class Keeping:
                 blocks.end(session)
             replica = request.replica
             if seconds and replica is not None:
-                kv = replica.scheduler.rows.kv
-                found = [kv.match(one) for one in request.requests]
-                block_ids = [i for prefix in found for table in prefix.tables for i in table.block_ids]
-                block_ids += [page for prefix in found for page in prefix.kept]
-                _blocks_of(replica).keep(session, list(dict.fromkeys(block_ids)), until)
+                _blocks_of(replica).keep(session, blocks_to_keep(replica.scheduler, request.requests), until)
         self._wake_at(until)
 
     def _pools(self) -> Sequence[KeptBlocks]:
@@ -110,6 +107,14 @@ class Keeping:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def blocks_to_keep(scheduler: Scheduler, requests: Iterable[Request]) -> list[int]:
+    """Return the blocks with which next requests could begin that continue these, those of their beginnings first."""
+    found = [scheduler.rows.kv.match(request) for request in requests]
+    block_ids = [block_id for prefix in found for table in prefix.tables for block_id in table.block_ids]
+    block_ids += [page for prefix in found for page in prefix.kept]
+    return list(dict.fromkeys(block_ids))
 
 
 def _session(cache_salt: str | None, name: str, request_id: str = "") -> Session:

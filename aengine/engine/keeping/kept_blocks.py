@@ -17,8 +17,8 @@ is no clock here: the times are given.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from ..scheduler.block_pool import IdleBlocks
 
@@ -27,6 +27,15 @@ _MOST_ENTRIES = 8
 
 Session = tuple[bytes, str, str]
 """The salt of its KV; its name, or else the id of a request that has none."""
+
+
+class KeptHits:
+    """How often what was kept came to use, over all of a replica's workers."""
+
+    __slots__ = ("num_blocks",)
+
+    def __init__(self) -> None:
+        self.num_blocks = 0
 
 
 class _Kept:
@@ -42,21 +51,21 @@ class _Kept:
 class KeptBlocks(IdleBlocks):
     """Idle blocks, of which sessions keep the share ``fraction`` of the pool at most."""
 
-    __slots__ = ("_entries", "_most", "_most_entries", "_num_keepers", "_passed", "_sessions", "num_hits")
+    __slots__ = ("_entries", "_hits", "_most", "_most_entries", "_num_keepers", "_passed", "_sessions")
 
-    def __init__(self, num_blocks: int, fraction: float) -> None:
+    def __init__(self, num_blocks: int, fraction: float, hits: KeptHits) -> None:
+        """``hits`` counts the kept idle blocks that come to use again."""
         super().__init__(num_blocks)
+        self._hits = hits
         self._most = int(num_blocks * fraction)
         self._most_entries = num_blocks * _MOST_ENTRIES
         self._entries = 0  # length of all sessions' lists
         self._sessions: OrderedDict[Session, _Kept] = OrderedDict()  # the one that gives way first is first
         self._num_keepers: dict[int, int] = {}  # sessions that keep the block, for each kept one, idle or in use
         self._passed: dict[int, None] = {}
-        self.num_hits = 0  # kept idle blocks that came to use again
 
     @property
     def num_kept(self) -> int:
-        """Number of blocks that are kept, idle or in use."""
         return len(self._num_keepers)
 
     # -- sessions
@@ -143,7 +152,7 @@ class KeptBlocks(IdleBlocks):
         order, num_keepers = self._order, self._num_keepers
         for block_id in block_ids:
             if block_id in num_keepers:
-                self.num_hits += 1
+                self._hits.num_blocks += 1
                 if block_id in self._passed:
                     del self._passed[block_id]
                     continue
@@ -172,3 +181,13 @@ class KeptBlocks(IdleBlocks):
         self._num_keepers.clear()
         self._entries = 0
         return block_ids
+
+    def check(self, named: Collection[int]) -> None:
+        super().check(named)
+        num_keepers = self._num_keepers
+        lists = [kept.block_ids for kept in self._sessions.values()]
+        assert num_keepers == Counter(block_id for block_ids in lists for block_id in block_ids)
+        assert self._entries == sum(map(len, lists)) <= self._most_entries and all(lists)
+        assert len(num_keepers) <= self._most, "more blocks are kept than the bound allows"
+        assert num_keepers.keys() <= set(named), "a block without a name is kept"
+        assert self._passed.keys() <= num_keepers.keys() - self._order.keys(), "a block was passed over wrongly"

@@ -17,11 +17,12 @@ from ...ipc.messages import KVCacheGroup
 from ...telemetry.metrics import Counters, ReplicaStatistics
 from ...telemetry.observer import Observer
 from ..grammar_gate import ALWAYS, BY_GRAPHS, IN_SMALL_BATCHES
-from ..keeping.kept_blocks import KeptBlocks
+from ..keeping.kept_blocks import KeptBlocks, KeptHits
 from ..pacing.multi_step import MultiStep
 from ..pacing.step_time import StepTime
 from ..pacing.steps_in_flight import StepsInFlight
 from ..recovery import RestartBudget
+from ..scheduler.block_pool import IdleBlocks
 from ..scheduler.kv_elsewhere import KVElsewhere
 from ..scheduler.rows import forget_prefixes, recompute_all
 from ..scheduler.scheduler import Scheduler
@@ -66,7 +67,9 @@ class Replica:
         if may_lease and config.max_leased_steps > config.steps_in_flight:
             in_flight = MultiStep(config.steps_in_flight, config.max_leased_steps)
         tiers = new_tiers(started.memory, lambda: self.worker.executor, self._resume)
-        self.scheduler = _new_scheduler(config, ready, step_time, in_flight.capacity, tiers)
+        self._kept_hits = KeptHits()
+        new_idle = partial(KeptBlocks, fraction=config.kept_kv_fraction, hits=self._kept_hits)
+        self.scheduler = _new_scheduler(config, ready, step_time, in_flight.capacity, new_idle, tiers)
         self.scheduler.rows.lookahead = self._drafts = Drafts(self.scheduler.rows)
         # A step may wait for those of other stages, or of other replicas.
         alone = config.pipeline_parallel_size == 1 and peers.is_independent
@@ -129,6 +132,8 @@ class Replica:
             num_restarts=self.worker.num_restarts,
             prefix_cache_queries=scheduler.prefix_cache_queries,
             prefix_cache_hits=scheduler.prefix_cache_hits,
+            num_kept_blocks=scheduler.rows.kv.pool.idle.num_kept,
+            kept_block_hits=self._kept_hits.num_blocks,
             num_drafts=sum(each.num_drafts for each in drafts),
             drafted_tokens=sum(each.drafted_tokens for each in drafts),
             accepted_tokens=sum(each.accepted_tokens for each in drafts),
@@ -141,6 +146,7 @@ def _new_scheduler(
     ready: dict[str, Any],
     step_time: StepTime,
     max_in_flight_steps: int,
+    new_idle: Callable[[int], IdleBlocks],
     elsewhere: KVElsewhere,
 ) -> Scheduler:
     groups, num_places = KVCacheGroup.from_ready(ready), ready.get("num_swap_pages", 0)
@@ -158,6 +164,6 @@ def _new_scheduler(
         prompt_limit=step_time.prompt_limit,
         num_batches=config.pipeline_parallel_size,
         preempted=SwappedRequests(num_places, groups) if num_places else None,
-        new_idle=partial(KeptBlocks, fraction=config.kept_kv_fraction),
+        new_idle=new_idle,
         elsewhere=elsewhere,
     )

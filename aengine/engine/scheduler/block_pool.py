@@ -16,7 +16,7 @@ worker's. A block is a page of the one pool that all KV groups share.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 Find = Callable[[bytes], int | None]
 """Returns the block that has a name; None: there is none."""
@@ -54,6 +54,11 @@ class IdleBlocks:
         """``num_blocks``: those of the pool."""
         self._order: OrderedDict[int, None] = OrderedDict()  # oldest use first
 
+    @property
+    def num_kept(self) -> int:
+        """Number of blocks, idle or in use, that somebody asked to keep."""
+        return 0
+
     def __len__(self) -> int:
         return len(self._order)
 
@@ -90,6 +95,10 @@ class IdleBlocks:
         block_ids = list(self._order)
         self._order.clear()
         return block_ids
+
+    def check(self, named: Collection[int]) -> None:
+        """Assert that all is right, if ``named`` are the blocks whose content is known."""
+        assert set(self._order) <= set(named), "idle blocks have a name"
 
 
 class BlockPool:
@@ -214,4 +223,5 @@ class BlockPool:
         assert self.num_free == len(empty) + len(idle), "free blocks were counted wrong"
         named = {block_id: n for block_id, n in enumerate(self._name_of) if n is not None}
         assert {n: block_id for block_id, n in named.items()} == self._by_name, "names and blocks disagree"
-        assert idle <= named.keys() and not empty & named.keys(), "idle blocks have a name, empty ones have none"
+        assert not empty & named.keys(), "empty blocks have no name"
+        self.idle.check(named.keys())
