@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aengine.engine.scheduler.request import Request, RequestStatus
 from aengine.engine.scheduler.scheduler import Scheduler
+from aengine.engine.scheduler.waiting_queue import ServingOrder
 from aengine.engine.tiers.kv_tiers import KVTiers
 
 _CATCHING_UP, _DECODING, _DRAINING = RequestStatus.CATCHING_UP, RequestStatus.DECODING, RequestStatus.DRAINING
@@ -37,7 +38,20 @@ def check_scheduler(scheduler: Scheduler) -> None:
     for request in rows.running:
         assert 0 < request.num_computed_tokens <= rows.kv.room(request), f"{request} has no block for what it computed"
         assert len(request.token_ids) + request.num_pending <= request.max_num_tokens
-    keys = [request.sort_key for request in waiting]
-    assert keys == sorted(keys) and all(r.status is RequestStatus.WAITING for r in waiting)
+    for account in {request.account for request in waiting}:
+        keys = [request.sort_key for request in waiting if request.account is account]
+        assert keys == sorted(keys)
+    assert len(list(waiting)) == len(waiting) and all(r.status is RequestStatus.WAITING for r in waiting)
+    if type(rows.order) is not ServingOrder:
+        check_accounts(scheduler, unfinished)
     parallel_sampling.check()
     rows.prefixes.check()
+
+
+def check_accounts(scheduler: Scheduler, unfinished: tuple[Request, ...]) -> None:
+    """Assert that each account of requests knows how many have a row and how many wait, if there is one scheduler."""
+    rows = scheduler.rows
+    for account in {request.account for request in unfinished} - {None}:
+        assert account.num_running == sum(request.account is account for request in rows.running)
+        assert account.num_waiting == sum(request.account is account for request in scheduler.waiting)
+        assert account.is_queued == (account.num_waiting > 0 and account.has_room)

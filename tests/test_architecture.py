@@ -434,6 +434,12 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
             "runner/startup/load.py",  # chooses it on the device
         },
     ),
+    "tenants": (
+        {"FairShare", "FairOrder", "FairQueue", "Terms"},
+        {
+            "engine/tenants/",
+        },
+    ),
     "batch invariance": (
         {
             "InvariantAttention",

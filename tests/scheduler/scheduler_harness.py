@@ -25,6 +25,7 @@ from aengine.engine.pacing.multi_step import undo_steps
 from aengine.engine.scheduler.request import CacheKey, Request, RequestStatus
 from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.engine.scheduler.swapped_requests import SwappedRequests
+from aengine.engine.scheduler.waiting_queue import ServingOrder
 from aengine.engine.speculation.drafts import Drafts
 from aengine.engine.tiers.kv_tiers import KVTiers, PageJob
 from aengine.ipc.messages import (
@@ -341,8 +342,9 @@ class Driver:
         self.num_awaited = max(self.num_awaited, len(scheduler.rows.prefixes.waiting))
         lost = {r for r in had_row if r.req_idx < 0}
         kept = [r for r in scheduler.rows.running if r.status is not RequestStatus.DRAINING]
-        for victim in lost - crossing:
-            assert all(victim.sort_key > other.sort_key for other in kept), "preempted for a less urgent one"
+        if type(scheduler.rows.order) is ServingOrder:
+            for victim in lost - crossing:
+                assert all(victim.sort_key > other.sort_key for other in kept), "preempted for a less urgent one"
         if out is None:
             return False
         out = unpack(Kind.STEP, pack(out))

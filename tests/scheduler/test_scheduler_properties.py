@@ -18,6 +18,8 @@ from aengine.engine.pacing.multi_step import MultiStep
 from aengine.engine.scheduler.prefixes import kept_states
 from aengine.engine.scheduler.request import CacheKey
 from aengine.engine.scheduler.rows import forget_prefixes
+from aengine.engine.scheduler.scheduler import serve_by
+from aengine.engine.tenants.fair_share import Account, FairOrder, FairShare, Terms
 from aengine.errors import InternalError
 from aengine.ipc.messages import STATE_BLOCK_SIZE, KVCacheGroup
 from aengine.outputs import FinishReason
@@ -100,6 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             kept_fraction=kept_fraction,
         )
         self.clock = 0.0
+        self.accounts = [Account("a", Terms()), Account("b", Terms(3)), Account("c", Terms(0.5, max_running=1))]
 
     @rule(
         stream=st.integers(0, 2),
@@ -113,11 +116,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_tokens=st.sampled_from([0, 0, 1]),
         salt=st.sampled_from([b"", b"", b"tenant"]),
         media=st.dictionaries(st.integers(0, 16), st.integers(1, 2), max_size=1),
+        whose=st.integers(0, 2),
     )
-    def add(self, stream: int, num_common: int, tail: list[int], max_tokens: int, salt: bytes, **more: Any) -> None:
+    def add(
+        self, stream: int, num_common: int, tail: list[int], max_tokens: int, salt: bytes, whose: int, **more: Any
+    ) -> None:
         prompt = (STREAMS[stream][:num_common] + tail or [1])[: 24 - max_tokens]
         self.clock += 1
-        self.driver.add(prompt, max_tokens=max_tokens, arrival_time=self.clock, cache_key=CacheKey(salt), **more)
+        more |= {"arrival_time": self.clock, "cache_key": CacheKey(salt), "account": self.accounts[whose]}
+        self.driver.add(prompt, max_tokens=max_tokens, **more)
+
+    @precondition(lambda self: not isinstance(self.driver.scheduler.rows.order, FairOrder))
+    @rule()
+    def serve_fairly(self) -> None:
+        serve_by(self.driver.scheduler, FairOrder(FairShare()))
 
     @precondition(lambda self: len(self.driver.in_flight) < self.driver.depth)
     @rule(is_leased=st.booleans())
@@ -237,7 +249,11 @@ def play(rng: random.Random, model: str, *, num_requests: int, aborts: float, nu
         num_places=rng.choice([0, 10, 200]),
         num_tier_places=num_tier_places,
     )
+    fair_from = rng.choice([0, 5, num_requests])
+    accounts = [Account(name, Terms(weight, most)) for name, weight, most in (("a", 1, None), ("b", 3, 2), ("c", 1, 1))]
     for i in range(num_requests):
+        if i == fair_from:
+            serve_by(driver.scheduler, FairOrder(FairShare()))
         prompt = rng.choice(STREAMS)[: rng.randint(1, 40)] + [rng.randrange(1, VOCAB) for _ in range(rng.randint(0, 3))]
         max_tokens = rng.randint(1, longest - len(prompt))
         driver.add(
@@ -249,6 +265,7 @@ def play(rng: random.Random, model: str, *, num_requests: int, aborts: float, nu
             arrival_time=float(i),
             stop_after=rng.choice([0, 0, 3]),
             media=rng.choice([{}, {}, {2: 1}, {9: 1}, {9: 2}]),
+            account=rng.choice(accounts),
         )
         for _ in range(rng.randint(0, 12)):
             if len(driver.in_flight) < driver.depth and rng.random() < 0.7:

@@ -6,8 +6,6 @@ lack a block, requests that look ahead. Then the waiting. What keeps it right is
 
 from __future__ import annotations
 
-from operator import attrgetter
-
 from ...ipc.messages import NewRequest, SchedulerOutput, int32
 from .crash_quarantine import CrashQuarantine
 from .request import Request, RequestStatus
@@ -15,7 +13,6 @@ from .rows import Rows
 from .step import NOTHING, NOTHING_AHEAD, AheadTokens, InFlightStep
 from .waiting_queue import WaitingQueue
 
-_sort_key = attrgetter("sort_key")
 _MOST_KNOWN_TOKENS = 1 << 18
 """Tokens of the requests that get a row in one step, if they are several. The blocks of each one's prompt are looked up
 and its tokens sent, though they are computed already: hundreds of completions of one long prompt would take seconds."""
@@ -73,7 +70,7 @@ class StepPlan:
                 needy.append(request)
             else:  # the token in flight is the request's last
                 self._rows.drain(request)
-        needy.sort(key=_sort_key)
+        self._rows.order.sort(needy)
         for request in needy:
             if request.status is _DECODING:
                 self._continue_decode(request)
@@ -97,8 +94,10 @@ class StepPlan:
 
     def _catch_up(self, request: Request, to_go: int, most: int) -> None:
         """Schedule as many of ``to_go`` tokens as ``most`` and the blocks allow; then those ahead."""
-        kv, begin = self._rows.kv, request.num_computed_tokens
-        num_tokens = min(to_go, most) if to_go == 1 else min(to_go, most, self._prompt_budget - self.num_prompt_tokens)
+        kv, begin, num_tokens = self._rows.kv, request.num_computed_tokens, min(to_go, most)
+        if to_go > 1:
+            room = min(most, self._prompt_budget - self.num_prompt_tokens)
+            num_tokens = min(to_go, room - self._rows.order.room_for_waiting(request, room, self._rows))
         if self._keeps_states:
             num_tokens = request.states.to_border(begin, num_tokens)
         lacking = kv.num_lacking(request, begin + num_tokens)

@@ -140,6 +140,7 @@ class Request:
     priority: int = 0
     arrival_time: float = 0.0
     cache_key: CacheKey = field(default_factory=CacheKey)
+    account: Any = None  # for whom it is computed, where a `ServingOrder` counts that
     sink: Any = None
     grammar: RequestGrammar | None = None
     samples: bool = True
@@ -170,6 +171,7 @@ class Request:
     # len(token_ids) at which `update` has more to do than append: a block is full, or it ends; 0: it has had no step
     next_check_len: int = field(default=0, init=False)
 
+    num_charged: int = field(default=0, init=False)  # leading tokens that its account was charged for
     history: Any = field(default=None, init=False)  # what a `Speculation` keeps of the request
 
     # For crash_quarantine.py: recent deaths of workers that had the request in a step; those of them while it was

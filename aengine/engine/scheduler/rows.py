@@ -7,7 +7,6 @@ anew in that same step. Blocks that are left are freed when the newest step made
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
 
 from ...ipc.messages import KVCacheGroup
 from .block_pool import IdleBlocks
@@ -17,8 +16,8 @@ from .kv_elsewhere import KVElsewhere
 from .prefixes.coming_prefixes import ComingPrefixes
 from .request import Request, RequestStatus
 from .step import Lookahead, UnansweredSteps
+from .waiting_queue import ServingOrder
 
-_sort_key = attrgetter("sort_key")
 _CATCHING_UP, _DECODING, _DRAINING = RequestStatus.CATCHING_UP, RequestStatus.DECODING, RequestStatus.DRAINING
 
 
@@ -78,6 +77,7 @@ class Rows:
         self.preempted = preempted or PreemptedKV()
         self.elsewhere = elsewhere or KVElsewhere()
         self.lookahead = Lookahead()
+        self.order = ServingOrder()
         self.running: set[Request] = set()  # all requests with a row
         self.held: set[Request] = set()  # preempted requests whose blocks a step in flight uses
         self.num_preemptions = 0
@@ -136,6 +136,7 @@ class Rows:
         request.status = _CATCHING_UP
         self.catching_up.append(request)
         self.running.add(request)
+        self.order.note_row(request)
 
     def stop_decoding(self, request: Request) -> None:
         """Move a decoding request to those that catch up. It keeps its row and its blocks."""
@@ -169,9 +170,9 @@ class Rows:
         request.limit = min(self.kv.room(request), self.rope.limit(request))
 
     def preempt_for(self, request: Request) -> Request | None:
-        """Take the row and the blocks of the least urgent request; what is not kept of it will be computed again.
+        """Take the row and the blocks of the last request in order; what is not kept of it will be computed again.
         None: that is ``request`` itself."""
-        victim = max((r for r in self.running if r.status is not _DRAINING), key=_sort_key)
+        victim = self.order.last(r for r in self.running if r.status is not _DRAINING)
         if victim is request:
             return None
         self.num_preemptions += 1
@@ -211,6 +212,7 @@ class Rows:
             self.elsewhere.discard(request)
             return
         self.running.discard(request)
+        self.order.note_left(request)
         self.batches.of(request).num_rows -= 1
         if request.is_leading:
             self.prefixes.leave(request)
@@ -252,6 +254,8 @@ class Rows:
         """Put all unfinished requests back into the queue, and reset the state for a new worker."""
         leaving = [request for step in self.steps for request in step.leavers]
         unfinished = (*self.running, *self.held, *self.prefixes.waiting, *self.elsewhere.waiting)
+        for request in self.running:
+            self.order.note_left(request)
         for request in (*unfinished, *leaving):
             self.lookahead.drop(request)
             request.forget_worker()
@@ -260,6 +264,13 @@ class Rows:
         self.begin_worker(self.kv.pool.num_blocks)
         for request in unfinished:
             self._on_free(request)
+
+
+def note_rows(rows: Rows, order: ServingOrder) -> None:
+    """Serve those with a row by another order."""
+    rows.order = order
+    for request in rows.running:
+        order.note_row(request)
 
 
 def forget_prefixes(rows: Rows, *, everywhere: bool = True) -> int:

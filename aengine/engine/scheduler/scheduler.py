@@ -37,9 +37,9 @@ from .kv_elsewhere import KVElsewhere
 from .parallel_sampling import ParallelSampling
 from .planning import StepPlan
 from .request import Request, RequestStatus
-from .rows import Rows
+from .rows import Rows, note_rows
 from .step import InFlightStep
-from .waiting_queue import WaitingQueue
+from .waiting_queue import ServingOrder
 
 _DECODING = RequestStatus.DECODING
 
@@ -89,10 +89,10 @@ class Scheduler:
         """
         self.num_rows = min(max_num_seqs, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting = WaitingQueue()
+        self.waiting = ServingOrder().new_queue()
         limits = self.num_rows, num_blocks, kv_groups, max_num_batched_tokens
-        kept = preempted, new_idle, elsewhere
-        self.rows = Rows(*limits, self.waiting.add, rope_border, least_awaited_prefix, num_batches, *kept)
+        kept, wait = (preempted, new_idle, elsewhere), lambda request: self.waiting.add(request)
+        self.rows = Rows(*limits, wait, rope_border, least_awaited_prefix, num_batches, *kept)
         self.max_tokens_capacity = kv_capacity(kv_groups, num_blocks, max_model_len, max_num_batched_tokens)
         """Most tokens, prompt and completion, that one request may have; admission sees to it."""
         self.enable_prefix_caching = enable_prefix_caching
@@ -242,6 +242,7 @@ class Scheduler:
     def _schedule_batch(self, can_be_undone: bool) -> SchedulerOutput | None:
         """Make the next step of the current batch. None: it has nothing to compute."""
         rows = self.rows
+        rows.order.begin_step()
         decoding = rows.batches.current.refresh()
         budget = prompt_budget = self.max_num_batched_tokens - len(decoding)
         num_waiting, num_catching_up = len(self.waiting), rows.num_catching_up
@@ -288,3 +289,11 @@ def name_prefix(scheduler: Scheduler, request: Request) -> None:
     """Set the root of the request's block hashes, by which others find its prefix, if it shares it. Idempotent."""
     if scheduler.enable_prefix_caching and request.root_hash is None:
         request.root_hash = shared_root(request.cache_key)
+
+
+def serve_by(scheduler: Scheduler, order: ServingOrder) -> None:
+    """Serve the scheduler's requests by another order from now on."""
+    note_rows(scheduler.rows, order)
+    waiting, scheduler.waiting = scheduler.waiting, order.new_queue()
+    for request in waiting:
+        scheduler.waiting.add(request)

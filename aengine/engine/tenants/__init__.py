@@ -1,0 +1,1 @@
+"""Fair shares of an engine for those who ask: counters, quotas, turns."""
