@@ -597,7 +597,7 @@ BUDGETS = {
     "root": 2840,
     "checkpoint": 2850,
     "cli": 1680,
-    "engine": 29300,
+    "engine": 30000,
     "integrations": 2625,
     "ipc": 2180,
     "kernels": 17400,
