@@ -34,9 +34,11 @@ if TYPE_CHECKING:
         ToolCallStart,
     )
     from .engine.chat.tools import Tool, ToolChoice
-    from .engine.handles.blocking import ChatIterator, TokenIterator
     from .engine.handles.sync_llm import SyncLLM
     from .engine.pooling.requests import PoolingOptions, PoolingRequest, PoolingResult, RankedDocument, ScoredCompletion
+    from .engine.sessions.session import ChatSession
+    from .engine.sessions.sync_session import SyncChatSession
+    from .engine.streams.blocking import ChatIterator, TokenIterator
     from .engine.streams.chat_stream import ChatStream
     from .engine.streams.token_stream import TokenStream
     from .engine.tokenizer_view import TokenizerView
@@ -74,9 +76,11 @@ _NAMES = {
         "ToolCallStart"
     ),
     "engine.chat.tools": "Tool ToolChoice",
-    "engine.handles.blocking": "ChatIterator TokenIterator",
     "engine.handles.sync_llm": "SyncLLM",
     "engine.pooling.requests": "PoolingOptions PoolingRequest PoolingResult RankedDocument ScoredCompletion",
+    "engine.sessions.session": "ChatSession",
+    "engine.sessions.sync_session": "SyncChatSession",
+    "engine.streams.blocking": "ChatIterator TokenIterator",
     "engine.streams.chat_stream": "ChatStream",
     "engine.streams.token_stream": "TokenStream",
     "engine.tokenizer_view": "TokenizerView",
@@ -105,6 +109,7 @@ __all__ = [  # noqa: RUF022  # plainly sorted, as a test asks
     "ChatIterator",
     "ChatMessage",
     "ChatOptions",
+    "ChatSession",
     "ChatStream",
     "Choice",
     "Completion",
@@ -147,6 +152,7 @@ __all__ = [  # noqa: RUF022  # plainly sorted, as a test asks
     "Statistics",
     "StoreTier",
     "StructuredOutput",
+    "SyncChatSession",
     "SyncLLM",
     "TextDelta",
     "Timings",

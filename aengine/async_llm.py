@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .engine.handles.handle import Handle
     from .engine.handles.start import EngineStart
     from .engine.handles.sync_llm import SyncLLM
+    from .engine.sessions.session import ChatSession
     from .engine.streams.chat_stream import ChatStream
     from .engine.streams.token_stream import TokenStream
     from .engine.tokenizer.prompt import Prompt
@@ -285,6 +286,36 @@ class AsyncLLM(ImmediateCalls, CoreCalls):
             ContextLengthError, EngineOverloadedError, DeadlineExceededError, EngineClosedError: as of `stream`.
         """
         return self._handle.submit_chat(messages, params, output_type, options)
+
+    def session(
+        self,
+        system: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] = (),
+        params: SamplingParams | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> ChatSession:
+        """Return a conversation that the engine remembers, and whose KV it keeps between the turns: for agents.
+
+            async with engine.session("You are brief.", tools=[get_weather], keep=60) as session:
+                answer = await session.chat("What is the weather in Paris?")
+
+        Args:
+            system: the first message.
+            messages: those that come next, as of a conversation that is gone on with.
+            params: of each turn, unless that has its own.
+            options: as of `chat`, for each turn that has no other: ``tools``, ``lora``, ``cache_salt``, ``deadline``,
+                ... ``keep`` is 60 unless given: the KV of the conversation is kept for so many seconds after a turn,
+                before KV that nobody asked to keep, within the share of the setting ``kept_kv_fraction``.
+
+        Nothing is done before the first turn. At the end of ``async with`` nothing is kept any more.
+
+        Raises:
+            InvalidRequestError: an option is unknown or wrong, or the messages are.
+        """
+        from .engine.sessions.session import ChatSession
+
+        return ChatSession(self, system, messages, params, options)
 
     @property
     def async_tokenizer(self) -> AsyncTokenizer:

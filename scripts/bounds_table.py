@@ -37,6 +37,7 @@ from aengine.limits.bounds import (  # noqa: E402
     MAX_PROMPT_LOGPROBS,
     MAX_PROMPTS,
     MAX_QUEUED_CALLS,
+    MAX_SAID_TOKENS,
     MAX_SCORED_COMPLETIONS,
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
@@ -164,12 +165,17 @@ BOUNDS = (
         "`EngineOverloadedError` (429)",
     ),
     Bound(
-        "a name: `request_id`, `session_id`, `cache_salt`, `lora`, `tenant`, `user`, of a prompt, a model, a response; "
-        "16 of `metadata`",
+        "a name: `request_id`, `session_id`, `cache_salt`, `prompt_cache_key`, `lora`, `tenant`, `user`, "
+        "of a prompt, a model, a response; 16 of `metadata`",
         f"{MAX_NAME_CHARACTERS:,} characters; `request_id` over HTTP 128",
         f"{_INVALID}, or it is not found (404)",
-        "request_id session_id cache_salt lora tenant prompt_name model previous_response_id name effort "
+        "request_id session_id cache_salt prompt_cache_key lora tenant prompt_name model previous_response_id name effort "
         "reasoning_effort user metadata",
+    ),
+    Bound(
+        "tokens of sessions that are remembered, so that the next turn begins with the same",
+        f"{MAX_SAID_TOKENS:,}",
+        "the sessions whose last turn is longest ago are forgotten",
     ),
     Bound(
         "numbers that no work grows with",

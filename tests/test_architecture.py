@@ -28,7 +28,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # What a room may import of the house. The leaves are everybody's. A room is known by its longest name here.
 LEAVES = {"__version__", "errors", "limits", "params", "outputs", "config", "settings"}
 STREAM_ROOMS = {f"engine.{room}" for room in ("streams", "threads", "tokenizer", "structured", "chat")} | {"telemetry"}
-HOST = LEAVES | STREAM_ROOMS | {"engine", "engine.scheduler", "engine.pooling.requests"}
+HOST = LEAVES | STREAM_ROOMS | {"engine", "engine.scheduler", "engine.pooling.requests", "engine.sessions"}
 DOORS = LEAVES | {"async_llm", "chat", "engine.streams", "engine.threads", "engine.pooling.requests", "telemetry"}
 ROOMS: dict[str, set[str]] = {
     "__version__": set(),
@@ -52,6 +52,7 @@ ROOMS: dict[str, set[str]] = {
     "engine.chat.syntax": LEAVES | {"engine.structured"},
     "engine.chat": LEAVES | {"engine.structured", "engine.threads", "engine.tokenizer", "engine.chat.syntax"},
     "engine.streams": LEAVES | STREAM_ROOMS,
+    "engine.sessions": LEAVES | STREAM_ROOMS,
     "engine": HOST | {"ipc", "checkpoint"},
     "engine.pooling.requests": LEAVES,
     "engine.pooling": HOST | {"ipc.messages"},
@@ -331,6 +332,16 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
             "engine/replicas/start.py",  # has memory made for them
             "runner/tiers/",
             "runner/startup/load.py",  # has the calls that copy their pages
+        },
+    ),
+    "sessions": (
+        {"ChatSession", "SyncChatSession", "SessionUsage", "SaidTokens"},
+        {
+            "__init__.py",
+            "async_llm.py",  # makes them
+            "engine/sessions/",
+            "engine/handles/sync_llm.py",  # makes those that block
+            "engine/preparation.py",  # asks it for a prompt's tokens
         },
     ),
     "kept blocks": (
@@ -852,6 +863,7 @@ def test_exported_names_are_pinned() -> None:
         "ChatIterator",
         "ChatMessage",
         "ChatOptions",
+        "ChatSession",
         "ChatStream",
         "Choice",
         "Completion",
@@ -894,6 +906,7 @@ def test_exported_names_are_pinned() -> None:
         "Statistics",
         "StoreTier",
         "StructuredOutput",
+        "SyncChatSession",
         "SyncLLM",
         "TextDelta",
         "Timings",

@@ -34,6 +34,7 @@ from .preparation import Preparation
 from .replicas.replicas import Replicas
 from .sampling_extras import extras_of, results_from
 from .scheduler.request import CacheKey, PromptTokens, Request, RequestStatus
+from .sessions.said_tokens import session_of
 from .streams.token_stream import Buffer, Mailbox
 from .structured.bitmasks import RequestGrammar
 from .structured.output_type import AskedType, OutputType
@@ -159,6 +160,7 @@ class Admission:
             results_from=of_prompt,
             adapter=options.adapter,
             turn=self.keeping.begin(options, request_id),
+            session=session_of(options),
         )
         # The second timer checks for a token only when it is due, so that delivering tokens costs nothing more.
         limits = (options.deadline, self._expire), (options.first_token_deadline, self._expire_unless_begun)

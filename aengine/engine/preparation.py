@@ -23,6 +23,7 @@ from ..limits.checks import check_num_characters, check_num_messages, is_long
 from ..params import SamplingParams
 from .adapters.adapters import Adapters
 from .sampling_extras import check_num_results, encode_bad_words
+from .sessions.said_tokens import SaidTokens
 from .structured.service import GrammarService
 from .threads.lanes import Lanes
 from .threads.pools import ThreadPool
@@ -45,6 +46,7 @@ class Preparation:
         self._limits = limits
         self.adapters = adapters
         self._lanes = Lanes("prompt", 2)
+        self._said = SaidTokens()
 
     async def prepare(self, request: UserRequest) -> Prepared:
         """Make the request's token ids and its grammar. Updates its `phase`.
@@ -92,9 +94,11 @@ class Preparation:
         assert self._tokenizer is not None and isinstance(chat, plan.ChatRequest)
         request.phase = Phase.PLANNING
         grammars = self._grammar_service()
-        asked = await self.run(plan.plan_chat, self._tokenizer, chat, max_model_len, is_long=chat.is_long)
+        as_said = partial(self._said.as_said, request.session, self._tokenizer)
+        asked = await self.run(plan.plan_chat, self._tokenizer, chat, max_model_len, as_said, is_long=chat.is_long)
         grammar = None if asked.spec is None else await grammars.prepare(asked.spec)
         request.mailbox.plan = asked
+        self._said.note(request.session, asked.prompt, request.mailbox.choices[0].token_ids)
         begins_text = not chat.continue_final_message
         return Prepared(self.check_ids(asked.prompt, request.params), grammar, asked.marker_ids, begins_text)
 

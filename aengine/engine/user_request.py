@@ -71,6 +71,7 @@ class UserRequest:
     extras: Extras = field(default_factory=dict)  # see `NewRequest`, beside those of ``params``
     results_from: int = NO_RESULTS  # see `NewRequest`
     adapter: str | None = None  # the name of its adapter, if it has one
+    session: tuple[bytes, str] | None = None  # the session whose turn it is: its salt, and its id
     share: AdapterShare = NO_SHARE  # what it has of its adapter, once it is prepared
     turn: Turn = no_turn  # called when it ends: what its session keeps of it
     phase: Phase = Phase.HELD

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..async_llm import AsyncLLM
 from ..chat import Delta, TextDelta, ToolCallDelta, ToolCallStart
-from ..engine.handles.blocking import ChatIterator
+from ..engine.streams.blocking import ChatIterator
 from ..llm import LLM
 from ..outputs import Completion
 from .openai_style import async_side, blocking_side, check_not_aborted, openai_settings, text_of

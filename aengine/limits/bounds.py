@@ -52,3 +52,5 @@ HOLDER_VALUES = 4
 """Values that a list or a mapping counts as: Python's garbage collector visits each, and all else waits for it."""
 MAX_QUEUED_CALLS = 64
 """Calls of the tokenizer that wait for a thread, short and long ones each."""
+MAX_SAID_TOKENS = 1 << 22
+"""Tokens of all sessions' last turns that are remembered: 16 MiB, and the answers that came last."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..chat import ChatCompletion, Delta
 from ..engine.streams.chat_answers import ReceivedAnswers
+from ..engine.streams.chat_record import ChatRecord
 from ..engine.streams.chat_stream import ChatStream
 from ..engine.streams.logprobs import Logprobs, LogprobTable, TopLogprobs
 from ..engine.streams.prompt_logprobs import PromptLogprobs
@@ -207,6 +208,10 @@ class RemoteChatStream(ChatStream):
     def __init__(self, stream: RemoteTokenStream, params: SamplingParams) -> None:
         super().__init__(stream, params, ReceivedAnswers(stream._mailbox))
         self._deltas = stream._mailbox.pending  # type: ignore[assignment]  # a chat has deltas there
+
+    @property
+    def record(self) -> ChatRecord:
+        return ChatRecord(self._stream.place, self._answers.said)
 
     async def _read_tokens(self, at_most: int | None) -> None:
         mailbox = self._stream._mailbox

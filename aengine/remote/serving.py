@@ -29,7 +29,7 @@ from .wire import delta_to_wire, error_to_wire, params_from_wire, pooled_to_wire
 logger = logging.getLogger("aengine.remote")
 
 _NEWS_SECONDS = 0.5
-_CALLS = {"check_health", "reset_prefix_cache", "list_loras", "has_lora"}
+_CALLS = {"check_health", "reset_prefix_cache", "list_loras", "has_lora", "keep_session"}
 _ADMIN = {"collective_rpc", "start_profile", "stop_profile", "add_lora", "remove_lora", "pin_lora"}
 _ADMIN |= {"pause", "end_pause", "start_weight_update", "update_weights", "finish_weight_update"}
 _ADMIN |= {"abort_weight_update", "weights_checksum"}

@@ -74,6 +74,15 @@ def test_agent(run_scripted: Runs) -> None:
     assert 'calls get_weather({"city": "' in done.stdout and "Report(city=" in done.stdout.splitlines()[-1]
 
 
+def test_agent_session(run_scripted: Runs) -> None:
+    done = run_scripted("examples/agent_session.py", "What is the weather in Paris?")
+    assert done.returncode == 0, done.stderr
+    shown = [line.partition(": ") for line in done.stdout.splitlines()]
+    assert [name for name, *_ in shown] == ["answer", "packing", "poem", "session", "session", "session", "fork"]
+    cached = [int(text.split()[3]) for name, _, text in shown if name in ("session", "fork")]
+    assert cached[0] < cached[1] < cached[2] == cached[3]
+
+
 def test_pydantic_ai_agents(run_scripted: Runs) -> None:
     done = run_scripted("examples/pydantic_ai_agents.py", "Paris", "Oslo")
     assert done.returncode == 0, done.stderr

@@ -7,7 +7,7 @@ ChatRequest ──Admission.submit──> UserRequest ──plan_chat (a thread)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -142,8 +142,14 @@ class ChatPlan:
         return any(call.is_complete for call in parser.message.tool_calls)
 
 
-def plan_chat(tokenizer: Tokenizer, asked: ChatRequest, max_model_len: int | None = None) -> ChatPlan:
-    """Plan a chat. Blocking, for a thread: large schemas take their time.
+def plan_chat(
+    tokenizer: Tokenizer,
+    asked: ChatRequest,
+    max_model_len: int | None = None,
+    as_said: Callable[[list[int]], list[int]] = lambda ids: ids,
+) -> ChatPlan:
+    """Plan a chat. Blocking, for a thread: large schemas take their time. ``as_said`` returns the prompt's tokens with
+    those that an earlier turn has had for the same text.
 
     Raises InvalidRequestError, GrammarError, and ContextLengthError for a prompt that can't be of fewer than
     ``max_model_len`` tokens, before any work that grows with it.
@@ -168,7 +174,7 @@ def plan_chat(tokenizer: Tokenizer, asked: ChatRequest, max_model_len: int | Non
         relax=asked.is_relaxed,
     )
     return ChatPlan(
-        prompt=prompt.ids(tokenizer, max_model_len),
+        prompt=as_said(prompt.ids(tokenizer, max_model_len)),
         spec=spec,
         shape=shape,
         tools=allowed,

@@ -76,6 +76,11 @@ async def collective_rpc(core: EngineCore, method: object, args: tuple[Any, ...]
     return await core.replicas.call_all(method, args, timeout)
 
 
+async def keep_session(core: EngineCore, session_id: str, seconds: float, cache_salt: str | None) -> bool:
+    """See `AsyncLLM.keep_session`."""
+    return core.admission.keeping.keep(session_id, seconds, cache_salt=cache_salt)
+
+
 async def reset_prefix_cache(core: EngineCore) -> int:
     """See `AsyncLLM.reset_prefix_cache`."""
     return sum(replica.reset_prefix_cache() for replica in core.replicas)

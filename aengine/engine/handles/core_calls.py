@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ...params import CallOptions, check_options, checked_keep
 from ..pooling.requests import PoolingCalls
 from . import calls
 from .lora_calls import LoraCalls
@@ -116,6 +117,19 @@ class CoreCalls(PoolingCalls, LoraCalls, WeightCalls, SleepCalls):
         """
         limit = calls.positive_seconds("timeout", timeout)
         return await self._handle.run(calls.collective_rpc, method, args, limit)
+
+    async def keep_session(self, session_id: str, seconds: float, cache_salt: str | None = None) -> bool:
+        """Keep the KV that the last request of this ``session_id`` has left for so many seconds from now; 0: no more.
+        While a request of it waits or runs, that one's own ``keep`` counts, from its end on.
+
+        Returns whether anything was kept.
+
+        Raises:
+            InvalidRequestError: ``seconds`` is no number from 0 to 86400, or ``session_id`` or ``cache_salt`` no name.
+            EngineClosedError: the engine is not running.
+        """
+        check_options(CallOptions(session_id=session_id, cache_salt=cache_salt))
+        return await self._handle.run(calls.keep_session, session_id, checked_keep("seconds", seconds), cache_salt)
 
     async def reset_prefix_cache(self) -> int:
         """Forget the KV blocks of all prompts so far, which later ones with the same beginning would take over: for a

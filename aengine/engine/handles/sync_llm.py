@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 from ...errors import InvalidRequestError
 from ...params import ChatOptions, GenerateOptions, RequestOptions, SamplingParams, generate_options, request_options
+from ..streams.blocking import Batch, ChatIterator, TokenIterator, is_list_of_prompts, one_each, showing
 from ..streams.cross_thread_stream import BlockingStream, run_now
 from ..threads.loop_ownership import check_may_block
-from .blocking import Batch, ChatIterator, TokenIterator, is_list_of_prompts, one_each, showing
 from .calls import seconds
 from .clients import CLIENTS
 from .core_calls import CoreCalls
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from ...outputs import Completion, T
     from ..chat.messages import ChatCompletion
+    from ..sessions.sync_session import SyncChatSession
     from ..tokenizer.prompt import Prompt
 
 P = ParamSpec("P")
@@ -78,6 +79,7 @@ class SyncCoreCalls:
     start_profile = _blocking(CoreCalls.start_profile)
     stop_profile = _blocking(CoreCalls.stop_profile)
     collective_rpc = _blocking(CoreCalls.collective_rpc)
+    keep_session = _blocking(CoreCalls.keep_session)
     reset_prefix_cache = _blocking(CoreCalls.reset_prefix_cache)
     add_lora = _blocking(CoreCalls.add_lora)
     remove_lora = _blocking(CoreCalls.remove_lora)
@@ -255,6 +257,19 @@ class SyncLLM(ImmediateCalls, SyncCoreCalls):
         self._check()
         stream = self._handle.submit_chat(messages, params, output_type, options, stream_class=BlockingStream)
         return ChatIterator(stream, self._check)
+
+    def session(
+        self,
+        system: str | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] = (),
+        params: SamplingParams | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> SyncChatSession:
+        """Return a conversation that the engine remembers. Arguments and errors as of `AsyncLLM.session`."""
+        from ..sessions.sync_session import SyncChatSession
+
+        return SyncChatSession(self, system, messages, params, options)
 
     def openai_client(self, **options: Any) -> openai.OpenAI:
         """Return OpenAI's own blocking client, whose calls this engine answers: no port, no other process.

@@ -7,6 +7,7 @@ the engine's process: delta ──MessageBuilder──> ChatMessage
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -75,8 +76,11 @@ class ParsedAnswers:
 
     def completion(self, plain: Completion) -> ChatCompletion:
         choices = [answer.choice(choice) for answer, choice in zip(self._answers, plain.choices, strict=True)]
-        num_reasoning_tokens = sum(answer.num_reasoning_tokens for answer in self._answers)
-        return chat_completion(plain, choices, num_reasoning_tokens)
+        return chat_completion(plain, choices, self.num_reasoning_tokens)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return sum(answer.num_reasoning_tokens for answer in self._answers)
 
 
 class _Answer:
@@ -162,6 +166,20 @@ class ReceivedAnswers:
             if isinstance(whole, ChatCompletion):  # the completion also has what no delta brought
                 return [choice.message for choice in whole.choices]
         return [builder.message for builder in self._builders]
+
+    def said(self, mailbox: Mailbox) -> tuple[ChatMessage, int]:
+        """Return what the first answer says so far, read or not, and how many of its tokens are reasoning."""
+        whole = mailbox.completion("") if mailbox.done else None
+        if isinstance(whole, ChatCompletion):
+            return whole.message, whole.usage.reasoning_tokens
+        before = self.messages[0]  # the builders have all that was handed out then
+        unread: list[Any] = [delta for delta in mailbox.pending if delta.choice == 0]  # type: ignore[attr-defined]
+        if not unread:
+            return before, 0
+        builder = deepcopy(self._builders[0])
+        for delta in unread:
+            builder.add(delta)
+        return builder.message, 0
 
     def read(self, items: list[Delta]) -> list[Delta]:
         return items

@@ -15,6 +15,7 @@ from ...params import SamplingParams
 from ..chat.messages import ChatCompletion, ChatMessage, Delta, TextDelta
 from ..structured.partial_json import partial_json
 from .chat_answers import Answers, ParsedAnswers, chat_completion
+from .chat_record import ChatRecord, said_by_tokens
 from .token_stream import TokenStream
 
 
@@ -161,6 +162,11 @@ class ChatStream:
     def _new_completion(self) -> ChatCompletion:
         completion, answers = self._stream.completion, self._planned()
         return chat_completion(completion) if answers is None else answers.completion(completion)
+
+    @property
+    def record(self) -> ChatRecord:
+        """What has come, read or not; it may be held without the stream."""
+        return ChatRecord(self._stream.place, said_by_tokens)
 
     def _planned(self) -> Answers | None:
         """Return what reads the answers; None before the chat is planned."""

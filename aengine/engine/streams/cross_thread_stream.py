@@ -94,15 +94,20 @@ class CrossThreadStream(TokenStream):
     ``owner``: the engine, which is not to be dropped while somebody reads.
     """
 
-    __slots__ = ("_buffer", "_call_queue", "_is_waited_for", "_owner", "_remote")
+    __slots__ = ("_buffer", "_call_queue", "_is_waited_for", "_owner", "_place", "_remote")
 
     def __init__(self, remote: LoopThread, owner: object, request_id: str) -> None:
         self._remote = remote
         self._buffer = CrossThreadBuffer(remote)
         super().__init__(request_id, Mailbox(final_only=True, buffer=self._buffer), remote.loop, _nothing)
+        self._place = [self._mailbox]
         self._owner = owner
         self._call_queue: object = None  # kept alive, so that the next wait finds it
         self._is_waited_for = False
+
+    @property
+    def place(self) -> list[Mailbox]:
+        return self._place
 
     # -- on the engine's thread
 
@@ -115,7 +120,7 @@ class CrossThreadStream(TokenStream):
             self._buffer.read_from(self._mailbox, _nothing)
             self._mailbox.fail(error)
         else:
-            self._mailbox = mailbox
+            self._mailbox = self._place[0] = mailbox
             self._buffer.read_from(mailbox, partial(end_call, mailbox, abort, self.request_id))
 
     # -- on the reader's

@@ -305,6 +305,12 @@ class TokenStream:
         self._loop = loop
         self._end = partial(end_call, mailbox, abort, request_id)
 
+    @property
+    def place(self) -> list[Mailbox]:
+        """The mailbox, in a list that may be held without the stream, and has the request's own one as soon as there is
+        one."""
+        return [self._mailbox]
+
     def __repr__(self) -> str:
         state = "ended" if self._mailbox.done else "running"
         return f"<TokenStream {self.request_id} {state}: {sum(len(c.token_ids) for c in self._mailbox.choices)} tokens>"

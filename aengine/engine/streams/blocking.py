@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any, Generic, TextIO, TypeVar, cast
 from ...errors import AEngineError, InvalidRequestError
 from ...outputs import Completion, FinishReason, Token, Usage
 from ...params import Progress, SamplingParams, Show
-from ..streams.cross_thread_stream import BlockingStream, run_now
+from .cross_thread_stream import BlockingStream, run_now
 
 if TYPE_CHECKING:
     from typing import Self
 
     from ..chat.messages import ChatCompletion, ChatMessage, Delta  # noqa: F401  # in quotes below
-    from ..streams.chat_stream import ChatStream
-    from ..streams.token_stream import TokenStream
     from ..tokenizer.prompt import Prompt
+    from .chat_record import ChatRecord
+    from .chat_stream import ChatStream
+    from .token_stream import TokenStream
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Completion)
@@ -108,6 +109,11 @@ class ChatIterator(_Blocking["Delta", "ChatCompletion"]):
     """The deltas of one chat's answer, see `ChatStream`; ``for delta in iterator``."""
 
     _stream: ChatStream
+
+    @property
+    def record(self) -> ChatRecord:
+        """What has come, read or not; it may be held without the iterator."""
+        return self._stream.record
 
     @property
     def message(self) -> ChatMessage:

@@ -1,0 +1,1 @@
+"""Sessions: conversations that remember what was said, whose KV is kept between their turns."""

@@ -1,0 +1,139 @@
+"""`SaidTokens`: the tokens that each session's last turn had, so that the next one begins with the very same.
+
+A chat's prompt is its messages as a text, encoded. What a model generates, encoded again, are mostly but not always the
+tokens that it has generated: " wor" and "ld" come back as " world". From there on nothing of what was computed could be
+taken over. So where both say the same, the prompt gets the tokens of the turn before:
+
+    encoded     <|im_start|> assist ant \\n Hello  world   <|im_end|> \\n <|im_start|> user ...
+    said        <|im_start|> assist ant \\n Hello  wor ld  <|im_end|>
+    the prompt  <|im_start|> assist ant \\n Hello  wor ld  <|im_end|> \\n <|im_start|> user ...
+"""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+
+from ...limits.bounds import MAX_NAME_CHARACTERS, MAX_SAID_TOKENS
+from ...params import CallOptions
+from ..tokenizer.tokenizer import Tokenizer
+
+_CHUNK = 1024
+_FORK = "/"
+"""What stands between the id of a session and what a fork of it adds."""
+
+Session = tuple[bytes, str]
+"""The salt and the id of a session."""
+
+
+def session_of(options: CallOptions) -> Session | None:
+    """Return the session whose turn a request is."""
+    return None if options.session_id is None else ((options.cache_salt or "").encode(), options.session_id)
+
+
+class SaidTokens:
+    """Remembers what the sessions have said that had a turn last."""
+
+    def __init__(self) -> None:
+        self._turns: OrderedDict[Session, tuple[array[int], Sequence[int]]] = OrderedDict()
+        self._num_tokens = 0
+
+    def as_said(self, session: Session | None, tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+        """Return a prompt's tokens with those that the session has had for the same text."""
+        said = self.tokens_of(session)
+        return with_tokens_of(said, ids, tokenizer.token_bytes, tokenizer.special_ids) if said else ids
+
+    def tokens_of(self, session: Session | None) -> list[int]:
+        """Return the tokens of the last turn, those of its answer that have come included; of a fork without a turn
+        those of the session that it was made of. []: they are not known."""
+        if session is None:
+            return []
+        salt, name = session
+        prompt, answer = self._turns.get(session) or self._turns.get((salt, name.rpartition(_FORK)[0])) or ((), ())
+        return [*prompt, *answer]
+
+    def note(self, session: Session | None, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """Remember a turn that begins. ``answer``: a list that grows with it."""
+        if session is None:
+            return
+        self._forget(session)
+        self._turns[session] = array("i", prompt), answer
+        self._num_tokens += len(prompt)
+        while self._num_tokens > MAX_SAID_TOKENS:
+            self._forget(next(iter(self._turns)))
+
+    def _forget(self, session: Session) -> None:
+        if (turn := self._turns.pop(session, None)) is not None:
+            self._num_tokens -= len(turn[0])
+
+
+def new_id() -> str:
+    """Return the id of a new session, which nobody can guess."""
+    return f"session-{uuid.uuid4().hex}"
+
+
+def fork_of(session_id: str) -> str:
+    """Return the id of a fork, by which the session is found that it was made of."""
+    fork = f"{session_id}{_FORK}{secrets.token_hex(4)}"
+    return fork if len(fork) <= MAX_NAME_CHARACTERS else new_id()
+
+
+def with_tokens_of(
+    said: Sequence[int], ids: list[int], bytes_of: Callable[[int], bytes], special_ids: Collection[int]
+) -> list[int]:
+    """Return the tokens ``ids`` with those of ``said`` in the place of others that say the same, from the beginning on,
+    as far as the two agree.
+
+    Special tokens are never replaced, nor put in another's place.
+    """
+    place = place_said = 0
+    while True:
+        common = _num_common(ids, said, place, place_said)
+        place, place_said = place + common, place_said + common
+        end, end_said = _end_of_same_text(ids, said, place, place_said, bytes_of, special_ids)
+        if end == place:
+            return [*said[:place_said], *ids[place:]]
+        place, place_said = end, end_said
+
+
+def _num_common(ids: Sequence[int], said: Sequence[int], place: int, place_said: int) -> int:
+    """Return how many tokens are the same from these places on."""
+    most, num = min(len(ids) - place, len(said) - place_said), 0
+    while num + _CHUNK <= most:
+        if ids[place + num : place + num + _CHUNK] != said[place_said + num : place_said + num + _CHUNK]:
+            break
+        num += _CHUNK
+    while num < most and ids[place + num] == said[place_said + num]:
+        num += 1
+    return num
+
+
+def _end_of_same_text(
+    ids: Sequence[int],
+    said: Sequence[int],
+    place: int,
+    place_said: int,
+    bytes_of: Callable[[int], bytes],
+    special_ids: Collection[int],
+) -> tuple[int, int]:
+    """Return the last places up to which both have the same text from these on."""
+    ends = i, j = place, place_said
+    text = other = b""
+    while True:
+        if not text:
+            if i == len(ids) or ids[i] in special_ids:
+                return ends
+            text, i = bytes_of(ids[i]), i + 1
+        if not other:
+            if j == len(said) or said[j] in special_ids:
+                return ends
+            other, j = bytes_of(said[j]), j + 1
+        common = min(len(text), len(other))
+        if not common or text[:common] != other[:common]:
+            return ends
+        text, other = text[common:], other[common:]
+        if not text and not other:
+            ends = i, j
