@@ -45,6 +45,10 @@ SAMPLING = {
     "first_token_deadline": "seconds for the first token; then 504",
     "priority": "lower is served earlier",
     "cache_salt": "prefixes are shared among requests of equal salt",
+    "prompt_cache_key": "names a [session](sessions.md#over-http) of this API key and `cache_salt`, whose KV is kept "
+    "for 300 s, or as the next two say; at most 1024 characters",
+    "prompt_cache_options": "`ttl`; all else is ignored",
+    "prompt_cache_retention": '`"in_memory"`: 300 s, `"24h"`: at most `create_app(max_keep=3600)`',
 }
 STREAM_OPTIONS = "with `stream`: `include_usage`; vLLM's `continuous_usage_stats`; `include_obfuscation` is ignored"
 TOOLS = "functions, also `strict`; other types are refused"
@@ -78,7 +82,7 @@ NOTES: dict[str, dict[str, str]] = {
         "input": "messages (text only), `function_call`, `function_call_output`, `reasoning`, "
         "`item_reference` to an item of an answer in this process' memory; other items are refused",
         "instructions": "of this response only, before all else",
-        "previous_response_id": "of a response in this process' memory",
+        "previous_response_id": "of a response in this process' memory; they are a [session](sessions.md#over-http)",
         "store": "true unless given: the latest 1000, at most 256 MiB, in this process' memory",
         "tools": "functions, also `strict`, alone and in namespaces; beside them tools that OpenAI runs (`web_search`, "
         "`file_search`, `code_interpreter`, `image_generation`) are left out, and the answer's `warnings` says so; "

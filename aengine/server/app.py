@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ..errors import InvalidRequestError
+from ..params import checked_keep
 from ..telemetry.trace_context import trace_of
 from .admin.keys import AdminKey, ApiKeys, Lock
 from .admin.loras import LoadLoraBody, UnloadLoraBody, load_lora, unload_lora
@@ -143,6 +144,7 @@ def create_app(
     allow_hosts: str | Sequence[str] | None = None,
     pieces_per_second: float = 2500,
     unpaced_streams: int = 4,
+    max_keep: float = 3600.0,
 ) -> Starlette:
     """Make the ASGI application that serves an engine under OpenAI's and Anthropic's interfaces.
 
@@ -171,18 +173,17 @@ def create_app(
             ``allow_origins``. None: that is not looked at.
         pieces_per_second: that all event streams together send at most. Many streams at once get fewer, larger ones.
         unpaced_streams: while there are no more event streams than these, each sends all at once.
+        max_keep: seconds for which KV is kept at most, whatever ``prompt_cache_retention`` and ``cache_control`` ask.
     """
     names = [model_names] if isinstance(model_names, str) else model_names
-    api = ApiKeys([api_keys] if isinstance(api_keys, str) else api_keys or ())
     origins = checked_origins([allow_origins] if isinstance(allow_origins, str) else allow_origins)
-    hosts = [allow_hosts] if isinstance(allow_hosts, str) else allow_hosts
-    guard = None if hosts is None else Guard(checked_hosts(hosts), origins)
-    doors = _Doors(api, AdminKey(admin_key, api.keys), guard)
+    doors = _Doors.of(api_keys, admin_key, origins, allow_hosts)
     shared: dict[str, Any] = {
         "max_body_bytes": max_body_bytes,
         "responses": ResponseStore(max_stored_responses),
         "folders": Folders(*(None if one is None else os.fspath(one) for one in (lora_dir, weights_dir))),
         "pace": Pace(pieces_per_second, unpaced_streams),
+        "max_keep": checked_keep("max_keep", max_keep),
     }
     service: Service | SeveralServices
     if isinstance(engine, Mapping | AwakeModels):
@@ -198,7 +199,7 @@ def create_app(
         engines = {service.model_name: engine}
         routes, lifespan = _routes(service, [*endpoints, *_ADMIN], doors), engine_lifespan(engine)
     service.metrics_registry = metrics_registry or new_registry(engines)
-    service.openapi = cache(lambda: openapi_document(endpoints, _ADMIN, has_keys=bool(api.keys)))
+    service.openapi = cache(lambda: openapi_document(endpoints, _ADMIN, has_keys=bool(doors.api.keys)))
     app = Starlette(
         routes=routes,
         middleware=[Middleware(CloseAfterTwoLengths), *_for_other_origins(origins)],
@@ -212,9 +213,23 @@ def create_app(
 class _Doors(NamedTuple):
     """Who may ask for what."""
 
-    api: Lock
+    api: ApiKeys
     admin: Lock
     guard: Guard | None
+
+    @classmethod
+    def of(
+        cls,
+        api_keys: str | Sequence[str] | None,
+        admin_key: str | None,
+        origins: Sequence[str],
+        allow_hosts: str | Sequence[str] | None,
+    ) -> _Doors:
+        """Make them of the arguments of `create_app`."""
+        api = ApiKeys([api_keys] if isinstance(api_keys, str) else api_keys or ())
+        hosts = [allow_hosts] if isinstance(allow_hosts, str) else allow_hosts
+        guard = None if hosts is None else Guard(checked_hosts(hosts), origins)
+        return cls(api, AdminKey(admin_key, api.keys), guard)
 
     def check(self, path: str, is_admin: bool, request: Request) -> None:
         """Raise HTTPError unless the request may ask for the path of an endpoint."""

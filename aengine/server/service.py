@@ -15,10 +15,12 @@ from starlette.responses import Response
 from ..__version__ import __version__
 from ..engine.threads.lanes import Lanes
 from ..errors import EngineClosedError
+from .admin.keys import shown_key
 from .health import Health
 from .http import FEW_VALUES, MANY_VALUES, HTTPError, Pace, json_in_pieces, read_json
-from .openai.requests import ModelBody
+from .openai.requests import ModelBody, RequestBody
 from .openai.responses.store import ResponseStore
+from .openai.retention import Caller
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -43,6 +45,7 @@ class Service:
         model_names: under which requests may ask for the model; the first is that of answers. None: the name that the
             engine was made with; of a path its last part.
         folders: those that requests may load from.
+        max_keep: seconds for which KV is kept at most, as requests ask for it.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Service:
         responses: ResponseStore,
         folders: Folders,
         pace: Pace,
+        max_keep: float,
     ) -> None:
         self.engine = engine
         self.folders = folders
@@ -62,6 +66,7 @@ class Service:
         self.created = int(time.time())
         self.health = Health(engine)
         self.pace = pace
+        self.max_keep = max_keep
         self._lanes = Lanes("http")
         self.openapi: Callable[[], dict[str, Any]] = dict
         """Makes the application's description of itself, the first time in a tenth of a second."""
@@ -99,6 +104,8 @@ class Service:
             body.take_as_adapter(str(name))
         else:
             self.check_model(name)
+        if isinstance(body, RequestBody):
+            body.take_caller(Caller(shown_key(request), self.max_keep))
         return body
 
     async def known_adapters(self) -> Collection[str]:

@@ -41,6 +41,12 @@ def http_client(engine: AsyncLLM, **options: Any) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=streaming_transport(create_app(engine, **options)), base_url="http://engine")
 
 
+def num_prompt_tokens(usage: dict[str, Any]) -> int:
+    """All tokens of a prompt: those that were neither read from a cache nor written to it, and those that were."""
+    names = "input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"
+    return sum(usage[name] for name in names)
+
+
 async def raw_events(engine: AsyncLLM, **ask: Any) -> list[dict[str, Any]]:
     """Stream a message, and validate each event strictly. Pings are left out."""
     events = []
@@ -158,9 +164,9 @@ async def test_answers_whole_and_in_pieces(
     assert (message["stop_reason"], end["delta"]["stop_reason"]) == (reason, reason)
     assert message["role"] == start["role"] == "assistant" and message["id"].startswith("msg_")
     assert start["model"] == "fake" and start["content"] == [] and start["stop_reason"] is None
-    prompt = message["usage"]["input_tokens"] + message["usage"]["cache_read_input_tokens"]
+    prompt = num_prompt_tokens(message["usage"])
     for usage in (start["usage"], end["usage"]):
-        assert usage["input_tokens"] + usage["cache_read_input_tokens"] == prompt > 0
+        assert num_prompt_tokens(usage) == prompt > 0
     assert end["usage"]["output_tokens"] == message["usage"]["output_tokens"] > 0
 
 
@@ -269,7 +275,7 @@ async def test_tools_count() -> None:
         ask: Any = {"model": "fake", "messages": HELLO, "tools": [ADD]}
         counted = await client.messages.count_tokens(**ask)
         answer = await client.messages.create(**ask, max_tokens=10)
-        assert counted.input_tokens == answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
+        assert counted.input_tokens == num_prompt_tokens(answer.usage.model_dump())
 
 
 CHOICES: list[tuple[dict[str, Any], int]] = [

@@ -19,6 +19,13 @@ class Lock(Protocol):
         """Raise HTTPError 401 or 403 unless the request shows what opens it."""
 
 
+def shown_key(request: Request) -> bytes:
+    """Return the key that a request shows, as the bytes that came. b"": none."""
+    scheme, _, shown = request.headers.get("authorization", "").partition(" ")
+    given = shown.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    return given.encode("latin-1")
+
+
 class ApiKeys:
     """Opens for each of several keys; without any for everybody. Raises InvalidRequestError: nobody could show one."""
 
@@ -35,9 +42,7 @@ class ApiKeys:
         """See `Lock`. The time that it takes says nothing of the keys."""
         if not self.keys:
             return
-        scheme, _, shown = request.headers.get("authorization", "").partition(" ")
-        given = shown.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-        shown_bytes = given.encode("latin-1")  # bytes of the header as they came
+        shown_bytes = shown_key(request)
         if not any(hmac.compare_digest(shown_bytes, key.encode("utf-8", "surrogateescape")) for key in self.keys):
             raise HTTPError(
                 401,

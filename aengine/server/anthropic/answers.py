@@ -10,6 +10,7 @@ from pydantic_core import from_json
 
 from ...chat import ChatCompletion, ChatMessage, Delta, ReasoningDelta, TextDelta, ToolCall, ToolCallStart
 from ...outputs import FinishReason, Usage
+from ..openai.retention import SHORT
 from .requests import MessagesBody
 
 SIGNATURE = "aengine"
@@ -62,11 +63,19 @@ def ending_of(completion: ChatCompletion[Any], body: MessagesBody) -> dict[str, 
     return {"stop_reason": reason, "stop_sequence": stop if reason == "stop_sequence" else None}
 
 
-def usage_of(usage: Usage) -> dict[str, Any]:
-    """Return the tokens: those of the prompt are ``input_tokens`` and ``cache_read_input_tokens`` together."""
+def usage_of(usage: Usage, keep: float | None) -> dict[str, Any]:
+    """Return the tokens: those of the prompt are the sum of the first three. ``keep``: seconds for which the KV of all
+    of them is kept, so that those that were computed count as written to the cache."""
+    computed = usage.prompt_tokens - usage.cached_tokens
+    written = computed if keep is not None else 0
+    is_short = keep is None or keep <= SHORT
     return {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-        "cache_creation_input_tokens": 0,
+        "input_tokens": computed - written,
+        "cache_creation_input_tokens": written,
         "cache_read_input_tokens": usage.cached_tokens,
+        "cache_creation": {
+            "ephemeral_5m_input_tokens": written if is_short else 0,
+            "ephemeral_1h_input_tokens": 0 if is_short else written,
+        },
         "output_tokens": usage.completion_tokens,
     }

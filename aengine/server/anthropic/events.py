@@ -39,7 +39,7 @@ async def event_chunks(
     async with aclosing(stream):
         try:
             deltas = await stream.read()
-            writer.begin(head | {"usage": usage_of(stream.usage)})
+            writer.begin(head | {"usage": usage_of(stream.usage, body.keep)})
             while deltas:
                 for delta in deltas:
                     writer.write(delta)
@@ -58,7 +58,7 @@ async def event_chunks(
             raise aborted()
         yield writer.take() + error_event(request, body, aborted())
         return
-    writer.end(ending_of(completion, body), usage_of(completion.usage))
+    writer.end(ending_of(completion, body), usage_of(completion.usage, body.keep))
     yield writer.take()
 
 

@@ -46,7 +46,7 @@ async def create_message(service: Service, request: Request) -> Response:
     answer = head | {
         "content": blocks_of(deltas, completion.message, shows_thinking=body.shows_thinking),
         **ending_of(completion, body),
-        "usage": usage_of(completion.usage),
+        "usage": usage_of(completion.usage, body.keep),
     }
     if completion.warnings:
         answer["warnings"] = list(completion.warnings)

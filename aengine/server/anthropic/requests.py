@@ -1,11 +1,12 @@
 """Bodies of Anthropic's requests.
 
 Of the body itself a field that is not here is refused by name, as Anthropic does. Blocks and tools may have others: the
-hints about caching and display that newer clients add change nothing in an answer.
+hints about display that newer clients add change nothing in an answer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, StrictBool, Tag, field_validator, model_validator
@@ -14,6 +15,7 @@ from ...limits.bounds import MAX_TOOLS
 from ...params import SamplingParams, StructuredOutput
 from ..http import HTTPError
 from ..openai.requests import Body, Ignored, Many, RequestBody, Text, Variables, at_most
+from ..openai.retention import SECONDS
 from .errors import THREAD_UNSUPPORTED
 
 
@@ -23,7 +25,20 @@ class Open(Body):
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
 
-class TextBlock(Open):
+class CacheControl(Open):
+    """Asks for the KV up to its place to be kept."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] = "5m"
+
+
+class Cached(Open):
+    """Parent of what may ask for that."""
+
+    cache_control: CacheControl | None = None
+
+
+class TextBlock(Cached):
     type: Literal["text"]
     text: Text
 
@@ -41,7 +56,7 @@ class RedactedThinkingBlock(Open):
     type: Literal["redacted_thinking"]
 
 
-class ToolUseBlock(Open):
+class ToolUseBlock(Cached):
     type: Literal["tool_use"]
     id: str = Field(min_length=1)
     name: str
@@ -75,7 +90,7 @@ TextOnly = Annotated[
 ]
 
 
-class ToolResultBlock(Open):
+class ToolResultBlock(Cached):
     type: Literal["tool_result"]
     tool_use_id: str
     content: Text | Many[TextOnly] | None = None
@@ -98,7 +113,7 @@ class Message(Open):
     content: Text | Many[Block]
 
 
-class ToolBody(Open):
+class ToolBody(Cached):
     """A tool of the client's."""
 
     type: str | None = None
@@ -157,6 +172,7 @@ class CountBody(Body):
     thinking: ThinkingBody | None = None
     output_config: OutputConfigBody | None = None
     output_format: FormatBody | None = None
+    cache_control: CacheControl | None = None
     # fields of the engine's own
     chat_template_kwargs: Variables | None = None
     # what would change the answer, and what the engine does not have
@@ -166,7 +182,6 @@ class CountBody(Body):
     thread: Any = None
     # fields that have no effect here
     betas: Ignored = None
-    cache_control: Ignored = None
     context_management: Ignored = None
     speed: Ignored = None
     user_profile_id: Ignored = None
@@ -220,6 +235,17 @@ class MessagesBody(CountBody, RequestBody):
     inference_geo: Ignored = None
     fallbacks: Ignored = None
     fallback_credit_token: Ignored = None
+
+    @property
+    def wanted_keep(self) -> float | None:
+        return max((SECONDS[control.ttl] for control in self._cache_controls()), default=None)
+
+    def _cache_controls(self) -> Iterator[CacheControl]:
+        lists = (self.tools, self.system, *(message.content for message in self.messages))
+        parts = [part for one in lists if isinstance(one, list) for part in one]
+        for part in (self, *parts):
+            if (control := getattr(part, "cache_control", None)) is not None:
+                yield control
 
     def params(self) -> SamplingParams:
         """Return the sampling parameters of the body. Raises HTTPError 400 and InvalidRequestError."""

@@ -24,10 +24,18 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from ...limits.bounds import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_PROMPTS, MAX_TOOLS, MAX_VARIABLES
+from ...limits.bounds import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_NAME_CHARACTERS,
+    MAX_PROMPTS,
+    MAX_TOOLS,
+    MAX_VARIABLES,
+)
 from ...limits.values import is_unicode
 from ...params import SamplingParams, StructuredOutput
 from ..http import HTTPError
+from .retention import SECONDS, SHORT, Caller
 
 RequestId = Annotated[str, Field(pattern=r"^[!-~]{1,128}$", description="1 to 128 visible ASCII characters.")]
 T = TypeVar("T")
@@ -167,6 +175,12 @@ class StreamOptions(Body):
         return self.include_usage and self.continuous_usage_stats
 
 
+class PromptCacheOptions(Body):
+    ttl: Literal["30m", "12h"] | None = None
+    mode: Ignored = None
+    comparison_response_id: Ignored = None
+
+
 class JSONSchemaFormat(Body):
     name: str = "answer"
     description: str | None = None
@@ -265,9 +279,31 @@ class RequestBody(ModelBody):
     deadline: float | None = None
     first_token_deadline: float | None = None
 
+    _caller: Caller = PrivateAttr(Caller())
+
+    def take_caller(self, caller: Caller) -> None:
+        """Note who has sent it."""
+        self._caller = caller
+
+    @property
+    def session(self) -> str | None:
+        """What the caller calls the session whose turn it is."""
+        return None
+
+    @property
+    def wanted_keep(self) -> float | None:
+        """Seconds for which its KV is to be kept, if it asks for that."""
+        return None
+
+    @property
+    def keep(self) -> float | None:
+        """Seconds for which its KV is kept."""
+        return self._caller.seconds(self.wanted_keep)
+
     def request_options(self) -> dict[str, Any]:
         """Return them as of `AsyncLLM.stream`."""
-        return {name: getattr(self, name) for name in RequestBody.model_fields} | {"lora": self._adapter}
+        given = {name: getattr(self, name) for name in RequestBody.model_fields} | {"lora": self._adapter}
+        return given | self._caller.options(self.cache_salt, self.session, self.wanted_keep)
 
 
 class SamplingBody(RequestBody):
@@ -281,9 +317,10 @@ class SamplingBody(RequestBody):
     user: Ignored = None
     service_tier: Ignored = None
     safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_options: Ignored = None
-    prompt_cache_retention: Ignored = None
+    # sessions, see retention.py
+    prompt_cache_key: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     # fields of OpenAI's completions and chat completions, and of vLLM's other interfaces
     stop: str | Many[str] | None = None
     seed: int | None = None
@@ -311,6 +348,16 @@ class SamplingBody(RequestBody):
     return_tokens_as_token_ids: Refused = None
     truncate_prompt_tokens: Refused = None
     use_beam_search: Refused = None
+
+    @property
+    def session(self) -> str | None:
+        return self.prompt_cache_key
+
+    @property
+    def wanted_keep(self) -> float | None:
+        least = None if self.prompt_cache_options is None else self.prompt_cache_options.ttl
+        known = [SECONDS[one] for one in (self.prompt_cache_retention, least) if one is not None]
+        return max(known, default=None if self.session is None else SHORT)
 
     def sampling_params(self, **others: Any) -> SamplingParams:
         """Return what is given of the parameters, and ``others``. Raises HTTPError 400 and InvalidRequestError."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StrictBool
+from pydantic import Field, PrivateAttr, StrictBool
 
 from ....limits.bounds import MAX_NAME_CHARACTERS, MAX_TOOLS
 from ....params import SamplingParams, StructuredOutput
@@ -88,6 +88,16 @@ class ResponseBody(SamplingBody):
     conversation: Refused = None
     moderation: Refused = None
     prompt: Refused = None
+
+    _chain: str | None = PrivateAttr(None)
+
+    def go_on_with(self, chain: str) -> None:
+        """Note the responses that it goes on with, which are a session if it names no other."""
+        self._chain = chain
+
+    @property
+    def session(self) -> str | None:
+        return self.prompt_cache_key or self._chain
 
     @cached_property
     def functions(self) -> ResponseTools:

@@ -82,6 +82,8 @@ class _Conversation:
         previous = body.previous_response_id
         self._before = None if previous is None else store.get(previous, "previous_response_id")
         earlier = self._before.messages if self._before else ()
+        if self._before is not None:
+            body.go_on_with(self._before.chain)
         self._new = messages_of(self._input, earlier)
         if not self._new and not earlier:
             raise HTTPError(400, "the input is empty: give it at least one item", param="input")

@@ -29,6 +29,8 @@ class StoredResponse:
     """The response's own items, without their log-probabilities."""
     item_ids: tuple[str, ...]
     """The ids that these have."""
+    chain: str
+    """The id of the first response of those that it goes on with, or its own."""
 
     @property
     def output(self) -> list[dict[str, Any]]:
@@ -115,6 +117,7 @@ class ResponseStore:
             (*items_json, as_utf8(dumps(items))),
             as_utf8(dumps(output)),
             tuple(item["id"] for item in output),
+            response_id if before is None else before.chain,
         )
         self._responses[response_id] = stored
         self._places.update(dict.fromkeys(stored.item_ids, response_id))
