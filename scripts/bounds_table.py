@@ -169,8 +169,8 @@ BOUNDS = (
         "of a prompt, a model, a response; 16 of `metadata`",
         f"{MAX_NAME_CHARACTERS:,} characters; `request_id` over HTTP 128",
         f"{_INVALID}, or it is not found (404)",
-        "request_id session_id cache_salt prompt_cache_key lora tenant prompt_name model previous_response_id name effort "
-        "reasoning_effort user metadata",
+        "request_id session_id cache_salt prompt_cache_key lora tenant prompt_name model previous_response_id name "
+        "effort reasoning_effort user metadata",
     ),
     Bound(
         "tokens of sessions that are remembered, so that the next turn begins with the same",
