@@ -16,6 +16,7 @@ from aengine import AsyncLLM
 from aengine.engine.core import EngineCore
 from aengine.engine.handles.local import LocalHandle
 from aengine.engine.handles.on_thread import ThreadHandle
+from aengine.engine.tiers.kv_tiers import KVTiers
 from aengine.engine.tokenizer.tokenizer import Tokenizer
 from aengine.engine.user_request import UserRequest
 
@@ -71,6 +72,20 @@ async def until(condition: Callable[[], Any]) -> None:
     async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.001)
+
+
+def tiers_of(engine: AsyncLLM, replica: int = 0) -> KVTiers:
+    """Those of an engine with ``kv_tiers``."""
+    tiers = core_of(engine).replicas[replica].scheduler.rows.elsewhere
+    assert isinstance(tiers, KVTiers)
+    return tiers
+
+
+async def saved(engine: AsyncLLM) -> None:
+    """Wait until all that can be kept in the host's memory is."""
+    for index in range(len(core_of(engine).replicas)):
+        tiers = tiers_of(engine, index)
+        await until(lambda tiers=tiers: not tiers.unsaved and not tiers.jobs)
 
 
 async def until_running(engine: AsyncLLM, count: int = 1) -> None:

@@ -51,6 +51,10 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
+AT_ONCE = frozenset({"map_pages", "copy_pages"})
+"""Calls that need no order among steps: they are made when they come, not behind the steps that wait."""
+
+
 def call_model(model: LoadedModel | None, method: str, arguments: list[Any]) -> Any:
     """Make a call that the model itself has, in ``calls``: a mapping of names to functions."""
     calls = getattr(model, "calls", {})

@@ -25,7 +25,7 @@ from ..ipc.lead import Lead
 from ..ipc.messages import GrammarOutput, Kind, SchedulerOutput, pack, unpack
 from .agreement import AnswerCheck
 from .answer_times import AnswerTimes
-from .calls import CALLS, call_model
+from .calls import AT_ONCE, CALLS, call_model
 from .device_watch import DeviceWatch
 from .loaded import Answer, JoiningRunner, Later, Runner
 from .loading import Loading
@@ -132,6 +132,8 @@ class Worker:
             num_dropped = self._queue.revoke(message)
             if message is None:
                 self._channel.publish(Kind.REVOKED, self._step_id, pack(num_dropped))
+        elif kind is Kind.CALL and message is not None and message[0] in AT_ONCE:
+            self._call(message)
         else:
             self._queue.put(Queued(kind, frame.step_id, message))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest_api import core_of, settled, until
+from conftest_api import core_of, saved, settled, tiers_of
 from test_pipeline_engine import SETTINGS, essence, repeating, tokens, work
 
 from aengine import AsyncLLM, HostTier, ModelLoadError, SamplingParams
@@ -24,18 +24,6 @@ HALF = {"kv_cache_memory_bytes": 1 << 17}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_blocking")]
-
-
-def tiers_of(engine: AsyncLLM, replica: int = 0) -> KVTiers:
-    tiers = core_of(engine).replicas[replica].scheduler.rows.elsewhere
-    assert isinstance(tiers, KVTiers)
-    return tiers
-
-
-async def saved(engine: AsyncLLM) -> None:
-    """Wait until all that can be kept is."""
-    for index in range(len(core_of(engine).replicas)):
-        await until(lambda tiers=tiers_of(engine, index): not tiers.unsaved and not tiers.jobs)
 
 
 @pytest.fixture(scope="module")

@@ -104,10 +104,11 @@ class Replica:
             return "asleep"
         return "running" if self.worker.recovering is None else "restarting"
 
-    def _resume(self) -> None:
-        """Have the loop look at what waits in the queue."""
+    def _resume(self, may_begin: bool = True) -> None:
+        """Have the loop look at what waits in the queue: there are more free blocks; ``may_begin``: and requests."""
         self._work.set()
-        self.steps.in_flight.cancel_queued()
+        if may_begin:
+            self.steps.in_flight.cancel_queued()
 
     def reset_prefix_cache(self, *, everywhere: bool = True) -> int:
         """See `AsyncLLM.reset_prefix_cache`. ``everywhere``: not on the device alone."""

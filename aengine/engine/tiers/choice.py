@@ -11,9 +11,8 @@ from .kv_tiers import KVTiers
 from .page_copies import PageCopies
 
 
-def new_tiers(memory: HostMemory | None, executor: Callable[[], Executor], wake: Callable[[], None]) -> KVElsewhere:
-    """Return the tiers over ``memory``; None: nothing is kept. ``executor``: returns that of the workers that run;
-    ``wake``: called when requests need not wait for pages any longer."""
+def new_tiers(memory: HostMemory | None, executor: Callable[[], Executor], wake: Callable[[bool], None]) -> KVElsewhere:
+    """Return the tiers over ``memory``; None: nothing is kept. ``executor``, ``wake``: see `PageCopies`."""
     if memory is None:
         return KVElsewhere()
     tiers = KVTiers(memory.num_places)

@@ -25,8 +25,8 @@ from ..scheduler.request import Request, RequestStatus
 
 LEAST_TOKENS = 32
 """Fewer are computed in no more time than it takes to send for them."""
-MOST_SAVED = 64
-"""Pages of one job that saves: those of several steps go together, and hold few blocks of the pool."""
+MOST_SAVED = 512
+"""Pages of one job that saves, as many as a large step of prompts fills."""
 
 
 @dataclass(slots=True, eq=False)
@@ -155,7 +155,7 @@ class KVTiers(KVElsewhere):
         """Return a job that saves pages; None: there is nothing to save, or no place for it."""
         names: list[bytes] = []
         pages: list[int] = []
-        most = min(MOST_SAVED, self._places.num_free, max(1, self._pool.num_blocks // 8))
+        most = min(MOST_SAVED, self._places.num_free, max(1, self._pool.num_blocks // 2))
         while self.unsaved and len(names) < most:
             name, block_id = next(iter(self.unsaved.items()))
             del self.unsaved[name]

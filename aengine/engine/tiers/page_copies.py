@@ -14,11 +14,13 @@ from collections.abc import Callable
 from ...errors import EngineError
 from ..executor import Executor
 from .host_memory import HostMemory
-from .kv_tiers import MOST_SAVED, KVTiers, PageJob
+from .kv_tiers import KVTiers, PageJob
 
 logger = logging.getLogger("aengine")
 
-_SAVE_SECONDS = 0.02  # seconds for which pages to save are gathered, unless they fill a job
+_SAVE_SECONDS = 0.02  # seconds for which pages to save are gathered, unless there are _MANY
+_MANY = 16
+_MOST_SAVING = 2  # jobs that save at a time: one waits for the steps under way, which may be long
 _TIMEOUT = 60.0  # seconds that a copy takes at most; a worker that takes longer is ended
 
 
@@ -26,17 +28,17 @@ class PageCopies:
     """Runs on the engine's loop."""
 
     def __init__(
-        self, tiers: KVTiers, memory: HostMemory, executor: Callable[[], Executor], wake: Callable[[], None]
+        self, tiers: KVTiers, memory: HostMemory, executor: Callable[[], Executor], wake: Callable[[bool], None]
     ) -> None:
-        """``executor``: returns that of the workers that run now; ``wake``: called when requests need not wait any
-        longer."""
+        """``executor``: returns that of the workers that run now; ``wake``: called when there are free blocks that were
+        held, and with whether requests need not wait any longer."""
         self._tiers = tiers
         self._memory = memory
         self._executor = executor
         self._wake = wake
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._is_saving = False
+        self._num_saving = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._mapped: Executor | None = None  # the workers that have mapped the memory, or are told to
         tiers.on_work, tiers.on_close = self._note_work, self.close
@@ -49,7 +51,7 @@ class PageCopies:
         self._memory.close()
 
     def _note_work(self) -> None:
-        is_urgent = bool(self._tiers.fetches) or (len(self._tiers.unsaved) >= MOST_SAVED and not self._is_saving)
+        is_urgent = bool(self._tiers.fetches) or (len(self._tiers.unsaved) >= _MANY and self._num_saving < _MOST_SAVING)
         if self._timer is None:
             self._timer = self._loop.call_later(0 if is_urgent else _SAVE_SECONDS, self._send)
         elif is_urgent and self._timer.when() > self._loop.time():
@@ -59,8 +61,8 @@ class PageCopies:
     def _send(self) -> None:
         self._timer = None
         jobs = self._tiers.take_fetches()
-        if not self._is_saving and (saves := self._tiers.take_saves()) is not None:
-            self._is_saving = True
+        if self._num_saving < _MOST_SAVING and (saves := self._tiers.take_saves()) is not None:
+            self._num_saving += 1
             jobs.append(saves)
         for job in jobs:
             self._begin(job)
@@ -85,7 +87,6 @@ class PageCopies:
             if executor.failure is None:
                 logger.warning("%d pages of KV were not copied: %s", len(job.pages), error)
         finally:
-            self._is_saving &= job.is_fetch
+            self._num_saving -= not job.is_fetch
             self._tiers.end(job, lost)
-        if job.requests:
-            self._wake()
+        self._wake(bool(job.requests))

@@ -1,6 +1,6 @@
 """`TierPages`: the places of the host's memory to and from which a rank copies pages, beside its steps.
 
-    call "copy_pages" ──> side stream: pages <─> places ──> the reply, when the device has made the copies
+    call "copy_pages" ──> a side stream each way: pages <─> places ──> the reply, when the device has made the copies
     steps go on meanwhile: the host gives no step a page that is being copied to, and keeps one that is copied from
 
 The memory is the host process'. While it is being pinned, which takes seconds for each ten gigabytes, it is used as it
@@ -26,7 +26,7 @@ from ..platforms.platform import Event, Platform
 
 logger = logging.getLogger("aengine.runner")
 
-_STAGED_BYTES = 128 << 20
+_STAGED_BYTES = 64 << 20
 _PINNED_BYTES = 128 << 20  # bytes that are pinned at a time: other calls of the driver may wait meanwhile
 
 
@@ -51,7 +51,6 @@ class TierPages:
         self._kv = pages
         self._platform = platform
         self._rank = rank
-        self._pages: StagedPages | None = None  # None before `map`
         self._host = torch.empty(0)
         self._part = 1  # places that are pinned at a time
         self.calls: Mapping[str, Callable[..., Any]] = {"map_pages": self.map, "copy_pages": self.copy}
@@ -67,10 +66,13 @@ class TierPages:
         size = self._kv.layout.page_bytes
         whole = mmap.PAGESIZE // math.gcd(size, mmap.PAGESIZE)  # places that are whole pages of the system
         self._part = max(1, _PINNED_BYTES // (size * whole)) * whole
-        self._pages = StagedPages(self._kv, self._platform, min(_STAGED_BYTES, len(memory)), self._part)
-        self._host = self._pages.places_of(torch.frombuffer(memory, dtype=torch.uint8))
+        staged = self._kv, self._platform, min(_STAGED_BYTES, len(memory)), self._part
+        # Pages that somebody waits for are not queued behind others.
+        self._leaving, self._coming = StagedPages(*staged), StagedPages(*staged)
+        self._host = self._coming.places_of(torch.frombuffer(memory, dtype=torch.uint8))
         if self._platform.pins_memory:
-            threading.Thread(target=self._pin, args=(fd,), name="aengine-pinning", daemon=True).start()
+            self.pinning = threading.Thread(target=self._pin, args=(fd,), name="aengine-pinning", daemon=True)
+            self.pinning.start()
         else:
             os.close(fd)
 
@@ -94,15 +96,14 @@ class TierPages:
     @torch.inference_mode()
     def copy(self, is_fetch: bool, pages: bytes, places: bytes) -> Copied:
         """Copy places to pages, or pages to places, int32 columns."""
-        assert self._pages is not None, "map_pages comes first"
         columns = _ints(pages), _ints(places)
         lost: list[int] = []
         event: Event | None = None
         try:
             if is_fetch:  # the pages' last owners were in no step that is on its way
-                event = self._pages.copy_back(self._host, columns[1], columns[0], after=None)
+                event = self._coming.copy_back(self._host, columns[1], columns[0], after=None)
             else:
-                event = self._pages.copy_aside(columns[0], self._host, columns[1])
+                event = self._leaving.copy_aside(columns[0], self._host, columns[1])
         except RuntimeError:
             logger.warning("%d pages of KV could not be copied", len(columns[0]), exc_info=True)
             lost = list(range(len(columns[0])))
