@@ -284,7 +284,7 @@ class Settings(TypedDict, total=False):
     is computed again. Default: ()."""
     kept_kv_fraction: float
     """Share of the KV blocks that is kept for the next turns of sessions, at most (docs/memory.md). 0: none is.
-    Default: 0.5."""
+    Default: 0.9."""
     max_in_flight_steps: int
     """Steps given to the worker before the oldest has been answered; 1 or more. In steps. Default: 2."""
     max_leased_steps: int

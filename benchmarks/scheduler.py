@@ -21,7 +21,9 @@ import platform
 import random
 import time
 from collections import deque
+from functools import partial
 
+from aengine.engine.keeping.kept_blocks import KeptBlocks, KeptHits
 from aengine.engine.scheduler.request import Request
 from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.ipc.messages import KVCacheGroup, ModelRunnerOutput, SchedulerOutput, int32
@@ -39,6 +41,7 @@ def make_scheduler(num_running: int, num_blocks: int) -> Scheduler:
         max_num_seqs=num_running,
         max_num_batched_tokens=8192,
         max_model_len=32768,
+        new_idle=partial(KeptBlocks, fraction=0.9, hits=KeptHits()),
     )
 
 

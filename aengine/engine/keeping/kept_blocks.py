@@ -150,6 +150,9 @@ class KeptBlocks(IdleBlocks):
 
     def remove(self, block_ids: Iterable[int]) -> None:
         order, num_keepers = self._order, self._num_keepers
+        if not num_keepers:
+            super().remove(block_ids)
+            return
         for block_id in block_ids:
             if block_id in num_keepers:
                 self._hits.num_blocks += 1

@@ -134,13 +134,16 @@ class BlockPool:
 
     def acquire(self, block_ids: Iterable[int]) -> None:
         """Add a user to each of these cached blocks."""
-        ref_counts, idle = self._ref_counts, []
+        ref_counts = self._ref_counts
+        idle = []
         for block_id in block_ids:
-            if ref_counts[block_id] == 0:
+            count = ref_counts[block_id]
+            if not count:
                 idle.append(block_id)
-            ref_counts[block_id] += 1
-        self.num_free -= len(idle)
-        self.idle.remove(idle)
+            ref_counts[block_id] = count + 1
+        if idle:
+            self.num_free -= len(idle)
+            self.idle.remove(idle)
 
     def release(self, block_ids: list[int]) -> None:
         """Remove a user from each block of a table. The end of a table is evicted before its beginning."""
