@@ -11,8 +11,9 @@
 
 The agents are drawn with a seed (agent_traces.py): the tools' gaps have the published quantiles. The pool of all
 variants but the last is a --pool-share of the tokens that all agents have at their ends. The same trace is run on each
-variant, with an engine of its own on random weights. With --hold the number of agents is raised instead, as long as
-95 of 100 turns begin within a second and their answers come at so many tokens a second.
+variant, with an engine of its own on random weights. --singles has requests
+that never come back besides, of 2,000 tokens each. With --hold the number of agents is raised instead, as long as
+95 of 100 returning turns begin within a second and their answers come at so many tokens a second.
 
 Another engine (--engine vllm_adapter:Adapter) runs "today" and "unlimited", with --set for what else it needs.
 """
@@ -22,8 +23,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
+import itertools
 import json
 import os
+import random
 import statistics
 import sys
 import tempfile
@@ -84,9 +87,10 @@ class Run:
         }
 
     def is_held(self, speed: float) -> bool:
-        """Whether most turns began within a second, and went on at ``speed`` tokens a second."""
-        good = sum(turn.first <= 1.0 and (turn.num_out < 2 or turn.speed >= speed) for turn in self.turns)
-        return good >= OUTPUT_SHARE * len(self.turns)
+        """Whether most returning turns began within a second, and went on at ``speed`` tokens a second."""
+        back = [turn for turn in self.turns if not turn.is_first]
+        good = sum(turn.first <= 1.0 and (turn.num_out < 2 or turn.speed >= speed) for turn in back)
+        return good >= OUTPUT_SHARE * len(back)
 
 
 _OF_CACHE = ("prefix_cache_queries", "prefix_cache_hits")
@@ -96,8 +100,11 @@ def _round(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
 
 
-async def run_agents(engine: Any, agents: list[Agent], *, options: dict[str, Any], seconds: float = 1e9) -> Run:
-    """Let all agents run to their ends, or until ``seconds`` have gone by."""
+async def run_agents(
+    engine: Any, agents: list[Agent], *, options: dict[str, Any], seconds: float = 1e9, singles: float = 0.0
+) -> Run:
+    """Let all agents run to their ends, or until ``seconds`` have gone by. ``singles``: requests a second that
+    never come back, meanwhile."""
     run = Run()
     begin = time.perf_counter()
 
@@ -120,11 +127,30 @@ async def run_agents(engine: Any, agents: list[Agent], *, options: dict[str, Any
             run.turns.append(Seen(first, total, len(context), len(answer), number == 0))
             context += answer + _new_tokens(agent, number, turn.num_new)
             if number < len(agent.turns) - 1:
-                await asyncio.sleep(turn.gap)
+                await asyncio.sleep(min(turn.gap, begin + seconds - time.perf_counter()))
 
+    others = asyncio.create_task(_ask_once(engine, singles, agents[0].prefix))
     await asyncio.gather(*map(live, agents))
     run.wall = time.perf_counter() - begin
+    others.cancel()
+    await asyncio.wait([others])
     return run
+
+
+async def _ask_once(engine: Any, rate: float, beginning: list[int]) -> None:
+    """Ask for short answers to prompts of 2,000 tokens, ``rate`` times a second, until it is cancelled."""
+    rng = random.Random(0)
+    params = {"max_tokens": 32, "temperature": 0.6, "ignore_eos": True}
+
+    async def one(number: int) -> None:
+        prompt = beginning[:1000] + rng.choices(beginning, k=1000)
+        async for _ in engine.stream_ids(prompt, params, f"single-{number}"):
+            pass
+
+    async with asyncio.TaskGroup() as group:
+        for number in itertools.count() if rate else ():
+            group.create_task(one(number))
+            await asyncio.sleep(rng.expovariate(rate))
 
 
 def _new_tokens(agent: Agent, number: int, count: int) -> list[int]:
@@ -158,9 +184,10 @@ def options_of(variant: str, args: argparse.Namespace) -> dict[str, Any]:
     return {"keep": args.keep if args.keep is not None else LONG_GAP * 1.5 * args.gap_scale}
 
 
-def drawn(args: argparse.Namespace, num_agents: int, seed: int, vocab_size: int) -> list[Agent]:
+def drawn(args: argparse.Namespace, num_agents: int, seed: int, vocab_size: int, spread: float = 5.0) -> list[Agent]:
     sizes = {name: getattr(args, name) for name in ("least", "most", "mean", "shared", "num_out", "gap_scale")}
-    return draw_agents(num_agents, seed=seed, num_turns=args.turns or None, vocab_size=min(vocab_size, 10_000), **sizes)
+    more = {"num_turns": args.turns or None, "vocab_size": min(vocab_size, 10_000), "spread": spread}
+    return draw_agents(num_agents, seed=seed, **more, **sizes)
 
 
 async def measure(variant: str, args: argparse.Namespace, folder: str, shape: dict[str, Any]) -> dict[str, Any]:
@@ -192,7 +219,7 @@ async def measure(variant: str, args: argparse.Namespace, folder: str, shape: di
             figures["held"] = await hold(engine, args, shape, options)
         else:
             before = engine.statistics()
-            run = await run_agents(engine, agents, options=options)
+            run = await run_agents(engine, agents, options=options, singles=args.singles)
             figures |= run.figures(before, engine.statistics())
     finally:
         await engine.stop()
@@ -200,22 +227,24 @@ async def measure(variant: str, args: argparse.Namespace, folder: str, shape: di
 
 
 async def hold(engine: Any, args: argparse.Namespace, shape: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return for each speed how many agents are held at it: the numbers are raised by a third each."""
+    """Return for each speed how many agents are held at it: the numbers are raised by half each. Their first turns come
+    four a second."""
     speeds = [float(speed) for speed in args.hold.split(",")]
     held = dict.fromkeys(speeds, 0)
     count, runs = args.hold_from, []
     while count <= args.hold_most:
-        agents = drawn(args, count, args.seed + count, shape["vocab_size"])
+        spread = count / 4
+        agents = drawn(args, count, args.seed + count, shape["vocab_size"], spread)
         for agent in agents:
             agent.name = f"{count}-{agent.name}"
         before = engine.statistics()
-        run = await run_agents(engine, agents, options=options, seconds=args.hold_seconds)
+        run = await run_agents(engine, agents, options=options, seconds=spread + args.hold_seconds)
         runs.append({"agents": count} | run.figures(before, engine.statistics()))
         good = [speed for speed in speeds if run.is_held(speed)]
         held |= dict.fromkeys(good, count)
         if not good:
             break
-        count = max(count + 1, count * 4 // 3)
+        count = max(count + 1, count * 3 // 2)
     return {"agents": {f"{speed:g}": number for speed, number in held.items()}, "runs": runs}
 
 
@@ -236,12 +265,13 @@ def main() -> None:
     parser.add_argument("--num-out", type=int, default=64, help="median tokens of an answer")
     parser.add_argument("--gap-scale", type=float, default=1.0, help="all gaps are multiplied by it")
     parser.add_argument("--pool-share", type=float, default=0.25)
+    parser.add_argument("--singles", type=float, default=0.0, help="requests a second that never come back")
     parser.add_argument("--keep", type=float, default=None, help="seconds; by default longer than the longest gap")
     parser.add_argument("--host-tier", default="48GB")
     parser.add_argument("--hold", default="", help="tokens a second, as 20,60: how many agents are held at each")
-    parser.add_argument("--hold-from", type=int, default=8)
+    parser.add_argument("--hold-from", type=int, default=16)
     parser.add_argument("--hold-most", type=int, default=512)
-    parser.add_argument("--hold-seconds", type=float, default=20.0)
+    parser.add_argument("--hold-seconds", type=float, default=12.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="")
     args = parser.parse_args()
