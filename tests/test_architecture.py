@@ -609,7 +609,7 @@ BUDGETS = {
     "checkpoint": 2850,
     "cli": 1680,
     "engine": 30800,
-    "integrations": 2625,
+    "integrations": 2650,
     "ipc": 2180,
     "kernels": 17400,
     "limits": 960,
