@@ -147,6 +147,13 @@ def _add_access(group: Any) -> None:
         help="a name of this server. On a loopback address without a key it answers requests for localhost and IP "
         "addresses only, and for these; *: for all; may be repeated",
     )
+    group.add_argument(
+        "--max-keep",
+        type=_seconds,
+        default=3600.0,
+        metavar="SECONDS",
+        help="the KV of sessions is kept for so long at most, whatever clients ask (3600); 0: not at all",
+    )
 
 
 def _mode(text: str) -> int:
@@ -328,6 +335,7 @@ def app_options(args: argparse.Namespace, listener: socket.socket) -> dict[str, 
         "lora_dir": args.lora_dir,
         "weights_dir": args.weights_dir,
         "max_body_bytes": args.max_body_bytes,
+        "max_keep": args.max_keep,
         "allow_origins": args.allow_origin,
         "allow_hosts": args.allow_host if args.allow_host or is_bare else None,
         **({"max_stored_responses": 0} if args.workers else {}),  # the next request may reach another process

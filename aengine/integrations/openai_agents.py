@@ -71,6 +71,10 @@ class AEngineModel(OpenAIChatCompletionsModel):
                 async for event in events:
                     yield event
 
+    def _supports_default_prompt_cache_key(self) -> bool:
+        """Have the SDK name its runs, which are sessions then: the KV of one is kept while it waits for tools."""
+        return True
+
     def get_retry_advice(self, request: ModelRetryAdviceRequest) -> ModelRetryAdvice | None:
         """Say that another try may help when the engine was full or has failed, and not when the request is wrong."""
         error = request.error

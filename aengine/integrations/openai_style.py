@@ -11,6 +11,8 @@ from typing import Any
 from ..async_llm import AsyncLLM
 from ..engine.handles.sync_llm import SyncLLM
 from ..errors import InvalidRequestError, RequestError
+from ..limits.retention import SECONDS, SHORT
+from ..limits.values import not_valid
 from ..llm import LLM
 from ..outputs import Completion, FinishReason, Logprob
 from ..params import SamplingParams, StructuredOutput
@@ -19,8 +21,6 @@ from .settings import engine_settings, reasoning_variables
 _WITHOUT_EFFECT = {
     "metadata",
     "model",
-    "prompt_cache_key",
-    "prompt_cache_retention",
     "safety_identifier",
     "service_tier",
     "store",
@@ -79,6 +79,9 @@ def openai_settings(given: Mapping[str, Any]) -> tuple[SamplingParams, Any]:
     if isinstance(values.get("logprobs"), bool):  # chat completions have a bool here, and top_logprobs beside it
         most = values.pop("top_logprobs", 0)
         values["logprobs"] = most if values["logprobs"] else None
+    key, retention = values.pop("prompt_cache_key", None), values.pop("prompt_cache_retention", None)
+    if key is not None or retention is not None:
+        values |= {"session_id": key, "keep": _seconds_kept(retention)}
     variables = reasoning_variables(values.pop("reasoning_effort", None))
     if variables:
         values["chat_template_kwargs"] = {**variables, **values.get("chat_template_kwargs", {})}
@@ -111,6 +114,12 @@ def _shape(response_format: Any, on_unsupported: Any) -> StructuredOutput | None
         "{'schema': {...}}}",
         param="response_format",
     )
+
+
+def _seconds_kept(retention: Any) -> float:
+    if retention is not None and retention not in SECONDS:
+        raise not_valid("prompt_cache_retention", retention, f"one of {', '.join(SECONDS)}")
+    return SHORT if retention is None else SECONDS[retention]
 
 
 def _seconds(timeout: Any) -> float:

@@ -83,6 +83,8 @@ if TYPE_CHECKING:
 __all__ = ["AEngineModel", "AEngineStreamedResponse"]
 
 SYSTEM = "aengine"
+KEEP = 60.0
+"""Seconds for which a conversation's KV is kept after each request; ``extra_body={"keep": ...}`` has others."""
 _EQUAL_NAMES = (
     *("max_tokens", "temperature", "top_p", "top_k", "seed"),
     *("presence_penalty", "frequency_penalty", "logit_bias"),
@@ -231,6 +233,8 @@ class AEngineModel(Model[None]):
         self, messages: list[ModelMessage], settings: ModelSettings | None, parameters: ModelRequestParameters
     ) -> ChatStream:
         params, options = self._engine_settings(settings or {}, parameters)
+        if conversation := messages[-1].conversation_id:  # a session, whose KV is kept while it waits for tools
+            options = {"session_id": f"pydantic-ai-{conversation}", "keep": KEEP, **options}
         return self.engine.stream_chat(self._messages(messages, parameters), params, **options)
 
     def _engine_settings(self, settings: ModelSettings, parameters: ModelRequestParameters) -> Any:

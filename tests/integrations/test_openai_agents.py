@@ -93,6 +93,20 @@ def replies() -> list[Reply]:
     return [reply if isinstance(reply, Reply) else Reply(value=reply) for reply in SCRIPT]
 
 
+async def test_a_run_is_a_session() -> None:
+    """The SDK names it, so that its KV waits for its tools; another run is another one."""
+    async with FakeAsyncLLM([CALL, "sunny", CALL, "sunny"]) as engine:
+        begun: list[Any] = []
+        chat = engine.stream_chat
+        engine.stream_chat = lambda *args, **options: begun.append(options) or chat(*args, **options)  # type: ignore
+        agent: Agent[Any] = Agent(name="meteorologist", model=AEngineModel(engine), tools=[weather])
+        for _ in range(2):
+            await Runner.run(agent, "Paris?")
+        sessions = [options["session_id"] for options in begun]
+        assert sessions[0] == sessions[1] != sessions[2] == sessions[3]
+        assert {options["keep"] for options in begun} == {300}
+
+
 async def test_reasoning_goes_back_to_the_template() -> None:
     reply = Reply("I look.", reasoning="Hm.", tool_calls=[("weather", {"city": city}) for city in ("Paris", "Rome")])
     async with FakeAsyncLLM([reply, "Fine."], reasoning=True, token_delay=0.0005) as engine:

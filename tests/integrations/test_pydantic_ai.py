@@ -65,6 +65,22 @@ def definitions(agent: Agent[None, Any]) -> list[ToolDefinition]:
     return [tool.tool_def for tool in agent._function_toolset.tools.values()]
 
 
+async def test_a_conversation_is_a_session() -> None:
+    """Its KV waits for its tools, and for the next run of it."""
+    calls = Reply(tool_calls=[("weather", {"city": "Paris"})])
+    async with FakeAsyncLLM([calls, "sunny", "again", "other"]) as engine:
+        begun: list[Any] = []
+        chat = engine.stream_chat
+        engine.stream_chat = lambda *args, **options: begun.append(options) or chat(*args, **options)  # type: ignore
+        agent = Agent(AEngineModel(engine), tools=[weather])
+        run = await agent.run("Paris?")
+        await agent.run("And now?", message_history=run.all_messages(), model_settings={"extra_body": {"keep": 5}})
+        await agent.run("Another")
+        sessions = [options["session_id"] for options in begun]
+        assert sessions[0] == sessions[1] == sessions[2] != sessions[3]
+        assert [options["keep"] for options in begun] == [60, 60, 5, 60]
+
+
 def roles(messages: Any) -> list[str]:
     return [message["role"] for message in messages]
 

@@ -9,8 +9,8 @@ from typing import Any
 from pydantic_core import from_json
 
 from ...chat import ChatCompletion, ChatMessage, Delta, ReasoningDelta, TextDelta, ToolCall, ToolCallStart
+from ...limits.retention import SHORT
 from ...outputs import FinishReason, Usage
-from ..openai.retention import SHORT
 from .requests import MessagesBody
 
 SIGNATURE = "aengine"

@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, StrictBool, Tag, field_validator, model_validator
 
 from ...limits.bounds import MAX_TOOLS
+from ...limits.retention import SECONDS
 from ...params import SamplingParams, StructuredOutput
 from ..http import HTTPError
 from ..openai.requests import Body, Ignored, Many, RequestBody, Text, Variables, at_most
-from ..openai.retention import SECONDS
 from .errors import THREAD_UNSUPPORTED
 
 

@@ -32,10 +32,11 @@ from ...limits.bounds import (
     MAX_TOOLS,
     MAX_VARIABLES,
 )
+from ...limits.retention import SECONDS, SHORT
 from ...limits.values import is_unicode
 from ...params import SamplingParams, StructuredOutput
 from ..http import HTTPError
-from .retention import SECONDS, SHORT, Caller
+from .retention import Caller
 
 RequestId = Annotated[str, Field(pattern=r"^[!-~]{1,128}$", description="1 to 128 visible ASCII characters.")]
 T = TypeVar("T")
