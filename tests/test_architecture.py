@@ -608,7 +608,7 @@ BUDGETS = {
     "root": 2840,
     "checkpoint": 2850,
     "cli": 1680,
-    "engine": 30800,
+    "engine": 31400,
     "integrations": 2650,
     "ipc": 2180,
     "kernels": 17400,
