@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .engine.pooling.requests import PoolingOptions, PoolingRequest, PoolingResult, RankedDocument, ScoredCompletion
     from .engine.sessions.session import ChatSession
     from .engine.sessions.sync_session import SyncChatSession
+    from .engine.stores.store import KVStore
     from .engine.streams.blocking import ChatIterator, TokenIterator
     from .engine.streams.chat_stream import ChatStream
     from .engine.streams.token_stream import TokenStream
@@ -80,6 +81,7 @@ _NAMES = {
     "engine.pooling.requests": "PoolingOptions PoolingRequest PoolingResult RankedDocument ScoredCompletion",
     "engine.sessions.session": "ChatSession",
     "engine.sessions.sync_session": "SyncChatSession",
+    "engine.stores.store": "KVStore",
     "engine.streams.blocking": "ChatIterator TokenIterator",
     "engine.streams.chat_stream": "ChatStream",
     "engine.streams.token_stream": "TokenStream",
@@ -130,6 +132,7 @@ __all__ = [  # noqa: RUF022  # plainly sorted, as a test asks
     "InternalError",
     "InvalidRequestError",
     "IpcTensors",
+    "KVStore",
     "LLM",
     "Logprob",
     "ModelLoadError",

@@ -328,6 +328,7 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
             "settings.py",
             "limits/kv_tiers.py",
             "engine/tiers/",
+            "engine/stores/",
             "engine/replicas/replica.py",  # chooses them
             "engine/replicas/start.py",  # has memory made for them
             "runner/tiers/",
@@ -477,6 +478,7 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
             "checkpoint/early_checks.py",  # refuses more stages than layers
             "limits/registry.py",  # counts their devices
             "engine/replicas/replica.py",  # has as many batches take turns as there are stages
+            "engine/stores/",  # what is kept depends on how layers are divided; and Redis has pipelines
             "engine/scheduler/decode_batches.py",
             "runner/attention/kv_pages.py",  # what a stage has of the model
             "runner/kv_spec.py",
@@ -884,6 +886,7 @@ def test_exported_names_are_pinned() -> None:
         "InternalError",
         "InvalidRequestError",
         "IpcTensors",
+        "KVStore",
         "LLM",
         "Logprob",
         "ModelLoadError",

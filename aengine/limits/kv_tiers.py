@@ -49,7 +49,9 @@ class DiskTier:
         path = os.fspath(self.path) if isinstance(self.path, os.PathLike) else self.path
         if not isinstance(path, str) or not path.strip() or "\0" in path or not is_unicode(path):
             raise _wrong(self.path, "a DiskTier whose path is a folder's")
-        object.__setattr__(self, "path", os.path.abspath(os.path.expanduser(path)))
+        path = os.path.expanduser(path)
+        absolute = path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
+        object.__setattr__(self, "path", os.path.normpath(absolute))
         object.__setattr__(self, "size", _checked_size(self.size, "DiskTier"))
 
     @property
@@ -65,7 +67,7 @@ class StoreTier:
     name: str
     options: Mapping[str, Any]
 
-    def __init__(self, name: str, **options: Any) -> None:
+    def __init__(self, name: str, /, **options: Any) -> None:
         for key, value in options.items():
             if not isinstance(value, str | int | float | None) or not is_unicode(str(value)):
                 raise _wrong(key, f"a StoreTier whose options are texts, numbers or None, and {key!r} is none")
@@ -116,9 +118,11 @@ def _of_plain_data(given: object) -> KVTier:
     if isinstance(given, HostTier | DiskTier | StoreTier):
         return given
     if isinstance(given, Mapping):
-        for cls in (HostTier, DiskTier, StoreTier):
+        if given.keys() == {"name", "options"}:
+            return StoreTier(given["name"], **given["options"])
+        for cls in (HostTier, DiskTier):
             if given.keys() == {field.name for field in fields(cls)}:
-                return StoreTier(given["name"], **given["options"]) if cls is StoreTier else cls(**given)
+                return cls(**given)
     raise _wrong(given, "a list of HostTier(size), DiskTier(path, size) and StoreTier(name, ...)")
 
 

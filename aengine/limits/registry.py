@@ -18,7 +18,7 @@ PROCESSORS = "aengine.logits_processors"
 PLATFORMS = "aengine.platforms"
 """The group of classes of devices: see runner/platforms/platform.py."""
 KV_STORES = "aengine.kv_stores"
-"""The group of classes that keep KV outside of an engine: see ipc/stores/store.py."""
+"""The group of classes that keep KV outside of an engine: see engine/stores/store.py."""
 
 OWN = {
     WORKERS: {"default": "aengine.runner.startup.begin:load_model"},
@@ -31,7 +31,7 @@ OWN = {
         "cuda": "aengine.runner.platforms.cuda:CudaPlatform",
         "cpu": "aengine.runner.platforms.cpu:CpuPlatform",
     },
-    KV_STORES: {"redis": "aengine.ipc.stores.redis_store:RedisStore"},
+    KV_STORES: {"redis": "aengine.engine.stores.redis_store:RedisStore"},
 }
 
 

@@ -11,6 +11,7 @@ users after `PATIENCE` seconds: they queue behind whoever waits.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import partial
 from itertools import count
@@ -24,6 +25,9 @@ PATIENCE = 0.5
 """Seconds that a request waits before a slot in use takes no new users."""
 
 
+_PROCESS = os.urandom(16)
+
+
 class Lora(NamedTuple):
     """An adapter that requests can name."""
 
@@ -34,8 +38,8 @@ class Lora(NamedTuple):
 
     @property
     def key(self) -> bytes:
-        """What KV that was computed with it depends on."""
-        return f"{self.serial} {self.name}".encode()
+        """What KV that was computed with it depends on. Another process numbers its adapters likewise."""
+        return _PROCESS + f"{self.serial} {self.name}".encode()
 
 
 Load = Callable[[int, Lora], Awaitable[None]]

@@ -16,7 +16,8 @@ from ...outputs import StartupProgress
 from ..executor import Executor, ProcessExecutor
 from ..pacing.peers import NoPeers, Peers
 from ..threads.pools import run_in_thread
-from ..tiers.host_memory import HostMemory, new_memory
+from ..tiers.host_memory import HostMemory
+from ..tiers.start import TiersStart
 from .joint import Joint, shares_experts
 
 if TYPE_CHECKING:
@@ -47,10 +48,12 @@ class ReplicasStart:
         self._report = report
         self._executors: list[Executor] = []
         self._starting: list[asyncio.Task[Started]] = []
+        self._drop_tiers: Callable[[], None] = lambda: None
 
     async def begin(self, config: EngineConfig, source: ModelSource) -> None:
         """Begin to start the workers of each replica."""
-        self._new_memory = partial(new_memory, config)
+        tiers = await run_in_thread("tiers", TiersStart, config, source)
+        self._new_memory, self._drop_tiers = tiers.new_memory, tiers.undo
         configs = (
             await run_in_thread("replicas", replica_configs, config) if config.data_parallel_size > 1 else [config]
         )
@@ -130,6 +133,7 @@ class ReplicasStart:
             if not starting.cancelled():
                 starting.exception()  # its error is retrieved: only the first failure is raised
         await asyncio.gather(*(executor.aclose(0) for executor in self._executors))
+        await run_in_thread("tiers", self._drop_tiers)
 
 
 def replica_configs(config: EngineConfig) -> list[EngineConfig]:

@@ -192,6 +192,7 @@ class Request:
     num_offered_tokens: int = field(default=0, init=False)
     # tokens whose pages were sent for last; what has gone again since is computed
     num_fetched_tokens: int = field(default=0, init=False)
+    was_sought: bool = field(default=False, init=False)  # stores were asked for pages, and have no more
     is_leading: bool = field(default=False, init=False)  # others may wait for its prompt, see coming_prefixes.py
     # completions 1 .. n-1, while they wait for this one's prompt
     dependents: list[Request] = field(default_factory=list, init=False)
@@ -249,6 +250,7 @@ class Request:
         self.is_leading = False
         self.states = NO_STATES
         self.num_computed_tokens = self.num_offered_tokens = self.num_fetched_tokens = 0
+        self.was_sought = False
         self.req_idx = -1
         self.is_paused = self.is_unsettled = False
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from ..executor import Executor
 from ..scheduler.kv_elsewhere import KVElsewhere
+from ..stores.asked_store import AskedStore
 from .host_memory import HostMemory
 from .kv_tiers import KVTiers
 from .page_copies import PageCopies
+from .stored_pages import StoredPages
 
 
 def new_tiers(memory: HostMemory | None, executor: Callable[[], Executor], wake: Callable[[bool], None]) -> KVElsewhere:
@@ -17,4 +20,6 @@ def new_tiers(memory: HostMemory | None, executor: Callable[[], Executor], wake:
         return KVElsewhere()
     tiers = KVTiers(memory.num_places)
     PageCopies(tiers, memory, executor, wake)
+    if memory.stores:
+        StoredPages(tiers, memory, [AskedStore(store) for store in memory.stores], partial(wake, True))
     return tiers

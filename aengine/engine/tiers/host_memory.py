@@ -9,12 +9,10 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
-from ...config import EngineConfig
 from ...errors import NotEnoughMemoryError
-from ...limits.kv_tiers import HostTier
 from ...limits.memory import free_memory
+from ..stores.store import KVStore
 
 
 class HostMemory:
@@ -33,6 +31,8 @@ class HostMemory:
             raise NotEnoughMemoryError(
                 f"kv_tiers: a HostTier of {num_bytes} bytes, and {free} of the host's memory are free: lower its size"
             )
+        self.stores: list[KVStore] = []  # stores of this replica, nearest first
+        self.fingerprints: list[bytes] = []  # what the keys of each rank's pages there begin with
         self.fds: list[int] = []
         self._closing = weakref.finalize(self, _close, self.fds)
         for own in page_bytes:
@@ -42,17 +42,6 @@ class HostMemory:
     def close(self) -> None:
         """Let go of the memory. Idempotent."""
         self._closing()
-
-
-def new_memory(config: EngineConfig, ready: dict[str, Any]) -> HostMemory | None:
-    """Return the memory for the pages of one replica, as the setting ``kv_tiers`` says; None: it has none, or no KV.
-    ``ready``: what its workers say of themselves. Blocking: reads files. Raises NotEnoughMemoryError."""
-    page_bytes = [int(rank.get("kv_cache_bytes", 0)) // int(ready["num_blocks"]) for rank in ready.get("ranks", [])]
-    if not config.kv_tiers or not page_bytes or not all(page_bytes):
-        return None
-    host = config.kv_tiers[0]
-    assert isinstance(host, HostTier), "the configuration has checked it"
-    return HostMemory(host.num_bytes // config.data_parallel_size, page_bytes)
 
 
 def _close(fds: list[int]) -> None:

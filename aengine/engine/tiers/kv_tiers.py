@@ -22,6 +22,7 @@ from ..scheduler.block_pool import BlockPool
 from ..scheduler.kv_cache_manager import KVCacheManager, Prefix
 from ..scheduler.kv_elsewhere import KVElsewhere
 from ..scheduler.request import Request, RequestStatus
+from .below import NoStores, Search
 
 LEAST_TOKENS = 32
 """Fewer are computed in no more time than it takes to send for them."""
@@ -47,9 +48,9 @@ class KVTiers(KVElsewhere):
     """A tier of ``num_places`` places in the host's memory."""
 
     def __init__(self, num_places: int, *, least_tokens: int = LEAST_TOKENS) -> None:
-        self._places = BlockPool(num_places)
+        self.places = BlockPool(num_places)
         self._least_tokens = least_tokens
-        self.waiting: dict[Request, PageJob] = {}
+        self.waiting: dict[Request, PageJob | Search] = {}
         self.jobs: dict[int, PageJob] = {}  # jobs under way, by id
         self.fetches: list[PageJob] = []  # those of them that nobody has taken
         self.unsaved: dict[bytes, int] = {}  # blocks of the pool that are not here, by name, oldest first
@@ -58,37 +59,44 @@ class KVTiers(KVElsewhere):
         self.on_work: Callable[[], None] = lambda: None
         """Called when there may be a job to take."""
         self.on_close: Callable[[], None] = lambda: None
+        self.below = NoStores()
         self.num_saved = self.num_fetched = self.num_lost = 0  # pages that were copied, and that did not come
 
     @property
     def num_kept(self) -> int:
         """Number of pages that are here."""
-        return self._places.num_named
+        return self.places.num_named
 
     # -- the scheduler's side
 
     def begin_worker(self, kv: KVCacheManager, wake: Callable[[Request], None]) -> None:
+        for awaited in self.waiting.values():
+            awaited.requests.clear()
         for job in self.jobs.values():
-            self._places.release(job.places)
+            self.places.release(job.places)
         self.jobs.clear()
         self.fetches.clear()
         self.waiting.clear()
         self.unsaved.clear()
         self._coming.clear()
-        self._kv, self._pool, self._wake = kv, kv.pool, wake
+        self.kv, self._pool, self._wake = kv, kv.pool, wake
         kv.pool.on_offer = self._note_offered
 
     def _note_offered(self, block_id: int, name: bytes) -> None:
-        if self._places.find(name) is None:
+        if self.places.find(name) is None:
             self.unsaved[name] = block_id
             self.on_work()
         else:
-            self._places.touch(name)
+            self.places.touch(name)
 
     def fetch(self, request: Request, prefix: Prefix, spare: int) -> bool:
+        search = self.below.seek(request, self._least_tokens)
+        if search is not None:
+            self._await(request, search)
+            return True
         if not self.num_kept:
             return False
-        found = self._kv.match(request, self._find)
+        found = self.kv.match(request, self.find)
         if found.length <= request.num_fetched_tokens or found.length - prefix.length < self._least_tokens:
             self._touch(prefix)
             return False
@@ -100,23 +108,32 @@ class KVTiers(KVElsewhere):
             if len(places) + self._pool.count_idle(held) > spare:
                 return False
             self._pool.acquire(held)
-            self._places.acquire(places)
+            self.places.acquire(places)
             job = self._begin(is_fetch=True, pages=self._pool.allocate(len(places)), places=places)
             job.held = held
             self._coming |= dict.fromkeys(places, job)
             self.fetches.append(job)
             request.num_fetched_tokens = found.length
             self.on_work()
-        job.requests.append(request)
-        self.waiting[request] = job
-        request.status = RequestStatus.WAITING_FOR_PAGES
+        self._await(request, job)
         return True
 
-    def _find(self, name: bytes) -> int | None:
+    def _await(self, request: Request, awaited: PageJob | Search) -> None:
+        awaited.requests.append(request)
+        self.waiting[request] = awaited
+        request.status = RequestStatus.WAITING_FOR_PAGES
+
+    def end_wait(self, awaited: PageJob | Search) -> None:
+        """Have those who wait for it wait in the queue again."""
+        for request in awaited.requests:
+            del self.waiting[request]
+            self._wake(request)
+
+    def find(self, name: bytes) -> int | None:
         """Return the block of this name; the numbers behind the pool's are places."""
         block_id = self._pool.find(name)
         if block_id is None:
-            place = self._places.find(name)
+            place = self.places.find(name)
             return None if place is None else self._pool.num_blocks + place
         return block_id
 
@@ -126,7 +143,7 @@ class KVTiers(KVElsewhere):
             for block_id in reversed(table.block_ids):
                 name = self._pool.name_of(block_id)
                 if name is not None:
-                    self._places.touch(name)
+                    self.places.touch(name)
 
     def discard(self, request: Request) -> None:
         self.waiting.pop(request).requests.remove(request)
@@ -136,12 +153,14 @@ class KVTiers(KVElsewhere):
         for job in self.jobs.values():
             job.is_stale |= everywhere or job.is_fetch  # the pool's memory may go; what was read of it has been read
         if everywhere:
-            self._places.forget_all()
+            self.places.forget_all()
+            self.below.forget()
 
     def held(self) -> Iterable[list[int]]:
         return [part for job in self.jobs.values() for part in (job.pages, job.held)]
 
     def close(self) -> None:
+        self.below.close()
         self.on_close()
 
     # -- jobs
@@ -155,20 +174,20 @@ class KVTiers(KVElsewhere):
         """Return a job that saves pages; None: there is nothing to save, or no place for it."""
         names: list[bytes] = []
         pages: list[int] = []
-        most = min(MOST_SAVED, self._places.num_free, max(1, self._pool.num_blocks // 2))
+        most = min(MOST_SAVED, self.places.num_free, max(1, self._pool.num_blocks // 2))
         while self.unsaved and len(names) < most:
             name, block_id = next(iter(self.unsaved.items()))
             del self.unsaved[name]
-            if self._pool.find(name) == block_id and self._places.find(name) is None:
+            if self._pool.find(name) == block_id and self.places.find(name) is None:
                 names.append(name)
                 pages.append(block_id)
         if not names:
             return None
         self._pool.acquire(pages)
-        return self._begin(is_fetch=False, pages=pages, places=self._places.allocate(len(pages)), names=names)
+        return self._begin(is_fetch=False, pages=pages, places=self.places.allocate(len(pages)), names=names)
 
     def _begin(self, *, is_fetch: bool, pages: list[int], places: list[int], names: Sequence[bytes] = ()) -> PageJob:
-        known = names or [self._places.name_of(place) or b"" for place in places]
+        known = names or [self.places.name_of(place) or b"" for place in places]
         job = self.jobs[self._next_job] = PageJob(self._next_job, is_fetch, pages, places, list(known))
         self._next_job += 1
         return job
@@ -179,7 +198,7 @@ class KVTiers(KVElsewhere):
         if self.jobs.pop(job.id, None) is None:
             return
         good = [i for i in range(len(job.names)) if i not in lost and not job.is_stale]
-        target, ids = (self._pool, job.pages) if job.is_fetch else (self._places, job.places)
+        target, ids = (self._pool, job.pages) if job.is_fetch else (self.places, job.places)
         for i in good:
             target.offer(ids[i], job.names[i])
         self.num_lost += len(lost)
@@ -191,19 +210,17 @@ class KVTiers(KVElsewhere):
             self.num_saved += len(good)
         self._pool.release(job.pages)
         self._pool.release(job.held)
-        self._places.release(job.places)
+        self.places.release(job.places)
         for i in lost if job.is_fetch else ():
-            self._places.drop(job.names[i])
-        for request in job.requests:
-            del self.waiting[request]
-            self._wake(request)
+            self.places.drop(job.names[i])
+        self.end_wait(job)
         if self.unsaved:
             self.on_work()
 
     def check(self) -> None:
         """Assert that jobs, waiting requests and places agree."""
-        self._places.check([job.places for job in self.jobs.values()])
-        waiting = [request for job in self.jobs.values() for request in job.requests]
+        self.places.check([*(job.places for job in self.jobs.values()), *self.below.held()])
+        waiting = [request for awaited in set(self.waiting.values()) for request in awaited.requests]
         assert len(waiting) == len(self.waiting) and set(waiting) == self.waiting.keys()
         assert all(request.status is RequestStatus.WAITING_FOR_PAGES for request in waiting)
         assert all(job.id in self.jobs for job in (*self.fetches, *self._coming.values()))

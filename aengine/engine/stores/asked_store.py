@@ -1,0 +1,98 @@
+"""`AskedStore`: a store as the engine's loop asks it, in threads, for a limited time.
+
+A call that fails, or takes longer, costs its requests what they would cost without the store; then the store is left
+alone for a while, with a line in the log. A call that hangs keeps its thread, and what its pages lie in, until it
+returns: nothing is given to others that it may still write to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ...errors import EngineError, RequestError
+from ...ipc.thread_calls import outcome_of
+from ..threads.pools import ThreadPool
+from .store import KVStore
+
+T = TypeVar("T")
+
+logger = logging.getLogger("aengine")
+
+_THREADS = 4
+_PAUSE = 30.0  # seconds for which a store is left alone
+
+
+class AskedStore:
+    """One store of one replica. Its methods are for the loop's thread."""
+
+    def __init__(self, store: KVStore) -> None:
+        self.store = store
+        self._pool = ThreadPool("kv-store", _THREADS)
+        self._loop = asyncio.get_running_loop()
+        self._again = 0.0  # time from which on it is asked
+        self._lock = threading.Lock()
+        self._num_users = 1  # calls under way, and this object until it is closed
+
+    @property
+    def is_asked(self) -> bool:
+        return self._loop.time() >= self._again
+
+    def begin(self, call: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        """Begin a call of the store, in a thread."""
+        try:
+            future = self._pool.run(self._counted, call, *args)
+        except (EngineError, RequestError) as error:  # no thread can be started
+            future = self._loop.create_future()
+            future.set_exception(error)
+        future.add_done_callback(_note_error)
+        return future
+
+    async def answer(self, future: asyncio.Future[T], seconds: float) -> T | None:
+        """Return what a call returns; None: it has failed, or takes longer."""
+        await asyncio.wait({future}, timeout=seconds)
+        if not future.done():
+            self._leave_alone(f"it has not answered for {seconds:g} s")
+        elif not future.cancelled():
+            error = future.exception()
+            if error is None:
+                return future.result()
+            self._leave_alone(f"{type(error).__name__}: {error!s:.200}")
+        return None
+
+    def _leave_alone(self, reason: str) -> None:
+        if self.is_asked:
+            self._again = self._loop.time() + _PAUSE
+            name = type(self.store).__name__
+            logger.warning("%s is left alone for %g s, and KV is computed meanwhile: %s", name, _PAUSE, reason)
+
+    def close(self) -> None:
+        """Drop the calls that were not begun, and close the store when the others have returned."""
+        self._pool.close()
+        threading.Thread(target=self._leave, name="aengine-kv-store-end", daemon=True).start()
+
+    def _counted(self, call: Callable[..., T], *args: Any) -> T:
+        with self._lock:
+            self._num_users += 1
+        try:
+            return call(*args)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._num_users -= 1
+            is_last = self._num_users == 0
+        if is_last:
+            _, error = outcome_of(self.store.close)
+            if error is not None:
+                logger.warning("%s could not be closed: %s", type(self.store).__name__, error)
+
+
+def _note_error(future: asyncio.Future[Any]) -> None:
+    """Read the error of a call for whose answer nobody waits any longer."""
+    if not future.cancelled():
+        future.exception()

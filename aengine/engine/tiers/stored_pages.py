@@ -1,0 +1,282 @@
+"""`StoredPages`: what stores have beyond the places of the host's memory, and what they get of them.
+
+    a place gets a page and its name ──save──> each store: by key, in threads
+    a waiting request's prefix goes on there ──query, load──> places, which have names then; the request is in the queue
+                                                              again, and finds them like all that is kept here
+
+A place is held from the begin of a call to its end, however long that takes, so nothing else lies in it meanwhile. A
+request waits for a limited time. What it does not find in the stores then is computed, and so is what was damaged.
+
+A key is a hash of what a rank's pages depend on (fingerprint.py), of a number that changes with the weights, and of the
+block's name, which chains through all tokens and the salt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from functools import partial
+from hashlib import blake2b
+from itertools import groupby
+from typing import Any
+
+from ..scheduler.block_pool import BlockPool
+from ..scheduler.request import Request
+from ..stores.asked_store import AskedStore
+from ..stores.store import KEY_BYTES, KVStore
+from .below import NoStores, Search
+from .host_memory import HostMemory
+from .kv_tiers import KVTiers
+
+_MOST_SOUGHT = 256
+"""Pages that are sought for a request at a time."""
+_MOST_IN_CALL = 64
+_MOST_BYTES = 256 << 20
+"""Bytes of what is sought at a time."""
+_MOST_ROUNDS = 4
+"""Questions for a request at a time: a group with a window is asked for where the one with all tokens ends."""
+_QUERY_SECONDS = 2.0
+_LOAD_SECONDS = 5.0
+_SAVE_SECONDS = 30.0  # nobody waits for that
+
+
+class StoredPages(NoStores):
+    """Runs on the engine's loop."""
+
+    def __init__(
+        self, tier: KVTiers, memory: HostMemory, stores: Sequence[AskedStore], wake: Callable[[], None]
+    ) -> None:
+        """``wake``: called when requests need not wait any longer."""
+        self._tier = tier
+        self._stores = stores
+        self._wake = wake
+        self._keys = _Keys(memory.fingerprints)
+        self._pages = _Pages(memory)
+        self._most = max(1, min(_MOST_SOUGHT, _MOST_BYTES // memory.page_bytes, tier.places.num_blocks // 2))
+        self._saves = [_Saves(store, tier.places, self._pages) for store in stores]
+        self._searches: dict[bytes, Search] = {}  # searches under way, by the first name that they seek
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loads: dict[asyncio.Future[list[bool]], list[int]] = {}  # places of the calls that have not returned
+        self._is_arriving = False  # what gets a name was loaded, and is not saved
+        self.num_loaded = 0
+        tier.places.on_offer = self._note_kept
+        tier.below = self
+
+    @property
+    def num_saving(self) -> int:
+        """Number of pages that stores have not taken yet."""
+        return sum(len(places) for saves in self._saves for places in saves.held())
+
+    def held(self) -> Iterable[list[int]]:
+        return [*self._loads.values(), *(places for saves in self._saves for places in saves.held())]
+
+    # -- what is saved
+
+    def _note_kept(self, place: int, name: bytes) -> None:
+        if not self._is_arriving:
+            keys = self._keys.of([name])
+            for saves in self._saves:
+                saves.add(place, keys)
+
+    # -- what is found
+
+    def seek(self, request: Request, least_tokens: int) -> Search | None:
+        if request.was_sought or not any(store.is_asked for store in self._stores):
+            return None
+        names = self._missing(request)
+        if len(names) * self._tier.kv.block_size < least_tokens:
+            request.was_sought = True
+            return None
+        search = self._searches.get(names[0])
+        if search is None:
+            search = self._searches[names[0]] = Search()
+            task = asyncio.get_running_loop().create_task(
+                self._find(search, request, names[0]), name="aengine-kv-search"
+            )
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return search
+
+    def _missing(self, request: Request, absent: Collection[bytes] = ()) -> list[bytes]:
+        """Return the next names that a request lacks of its longest prefix, if stores have all but the ``absent``."""
+        missing: dict[bytes, None] = {}
+
+        def find(name: bytes) -> int | None:
+            found = self._tier.find(name)
+            if found is None and (name in missing or (name not in absent and len(missing) < self._most)):
+                missing[name] = None
+                return -1
+            return found
+
+        self._tier.kv.match(request, find)
+        return list(missing)
+
+    async def _find(self, search: Search, request: Request, first: bytes) -> None:
+        try:
+            # Where all of it came there may be more.
+            request.was_sought = not await self._bring(request)
+        finally:
+            del self._searches[first]
+            self._tier.end_wait(search)
+            self._wake()
+
+    async def _bring(self, request: Request) -> bool:
+        """Load what the stores have of the next names that a request lacks. Returns whether that was all that was
+        sought."""
+        where: dict[bytes, AskedStore] = {}
+        absent: set[bytes] = set()
+        for _ in range(_MOST_ROUNDS):
+            names = self._missing(request, absent)
+            unknown = [name for name in names if name not in where]
+            if not unknown:
+                return bool(names) and await self._load(names, where) and not absent
+            found = await self._query(unknown)
+            where.update(found)
+            absent.update(unknown[len(found) : len(found) + 1])
+        return False
+
+    async def _query(self, names: Sequence[bytes]) -> dict[bytes, AskedStore]:
+        """Return which store has each of the leading names."""
+        where: dict[bytes, AskedStore] = {}
+        for store in self._stores:
+            if store.is_asked and (rest := names[len(where) :]):
+                keys = self._keys.of(rest)
+                found = await store.answer(store.begin(_query, store.store, keys), _QUERY_SECONDS)
+                where.update(dict.fromkeys(rest[: (found or 0) // self._keys.num_ranks], store))
+        return where
+
+    async def _load(self, names: Sequence[bytes], where: dict[bytes, AskedStore]) -> bool:
+        """Load pages into places. Returns whether all have come in time."""
+        names = names[: self._tier.places.num_free]
+        answers: list[Coroutine[Any, Any, list[bool] | None]] = []
+        for store, group in groupby(names, where.__getitem__):
+            own = list(group)
+            for begin in range(0, len(own), _MOST_IN_CALL):
+                part = own[begin : begin + _MOST_IN_CALL]
+                keys, places = self._keys.of(part), self._tier.places.allocate(len(part))
+                call = store.begin(_load, store.store, keys, self._pages.of(places))
+                self._loads[call] = places
+                call.add_done_callback(partial(self._arrive, part, self._keys.version))
+                answer = store.answer(call, _LOAD_SECONDS)
+                answers.append(answer)
+        arrived = await asyncio.gather(*answers)
+        return all(filled and all(filled) for filled in arrived)
+
+    def _arrive(self, names: list[bytes], version: bytes, call: asyncio.Future[list[bool]]) -> None:
+        places = self._loads.pop(call)
+        ended_well = not call.cancelled() and call.exception() is None and version == self._keys.version
+        filled = call.result() if ended_well else []
+        self._is_arriving = True
+        for index, (name, place) in enumerate(zip(names, places, strict=True)):
+            own = filled[index * self._keys.num_ranks :][: self._keys.num_ranks]
+            if own and all(own):
+                self._tier.places.offer(place, name)
+                self.num_loaded += 1
+        self._is_arriving = False
+        self._tier.places.release(places)
+
+    # -- the end
+
+    def forget(self) -> None:
+        self._keys.version = os.urandom(KEY_BYTES)
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for saves, store in zip(self._saves, self._stores, strict=True):
+            saves.close()
+            store.close()
+        self._pages.close()
+
+
+class _Saves:
+    """What one store is given, a call at a time. What is more than it can take is not saved."""
+
+    def __init__(self, store: AskedStore, places: BlockPool, pages: _Pages) -> None:
+        self._store = store
+        self._places = places
+        self._pages = pages
+        self._most = max(1, places.num_blocks // 8)
+        self._waiting: deque[tuple[int, list[bytes]]] = deque()  # places, and the keys of their pages
+        self._calls: dict[asyncio.Future[None], list[int]] = {}  # places of the calls that have not returned
+        self._task: asyncio.Task[None] | None = None
+
+    def add(self, place: int, keys: list[bytes]) -> None:
+        if len(self._waiting) < self._most and self._store.is_asked:
+            self._places.acquire([place])
+            self._waiting.append((place, keys))
+            if self._task is None:
+                self._task = asyncio.get_running_loop().create_task(self._run(), name="aengine-kv-saves")
+
+    async def _run(self) -> None:
+        while self._waiting:
+            batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), _MOST_IN_CALL))]
+            places, keys = [place for place, _ in batch], [key for _, keys in batch for key in keys]
+            call = self._store.begin(self._store.store.save, keys, self._pages.of(places))
+            self._calls[call] = places
+            call.add_done_callback(self._end)
+            await self._store.answer(call, _SAVE_SECONDS)
+            if not self._store.is_asked:
+                self._places.release([place for place, _ in self._waiting])
+                self._waiting.clear()
+        self._task = None
+
+    def _end(self, call: asyncio.Future[None]) -> None:
+        self._places.release(self._calls.pop(call))
+
+    def held(self) -> list[list[int]]:
+        return [*self._calls.values(), *([place] for place, _ in self._waiting)]
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+
+class _Keys:
+    """The keys of all ranks' pages."""
+
+    def __init__(self, fingerprints: Sequence[bytes]) -> None:
+        self._fingerprints = fingerprints
+        self.num_ranks = len(fingerprints)
+        self.version = bytes(KEY_BYTES)
+
+    def of(self, names: Sequence[bytes]) -> list[bytes]:
+        """Return the keys of each name, one for each rank."""
+        starts = [start + self.version for start in self._fingerprints]
+        return [blake2b(start + name, digest_size=KEY_BYTES).digest() for name in names for start in starts]
+
+
+class _Pages:
+    """The host's memory, as stores see it."""
+
+    def __init__(self, memory: HostMemory) -> None:
+        sizes = [os.fstat(fd).st_size for fd in memory.fds]
+        self._ranks = [
+            (memoryview(mmap.mmap(fd, size)), size // memory.num_places)
+            for fd, size in zip(memory.fds, sizes, strict=True)
+        ]
+
+    def of(self, places: Sequence[int]) -> list[memoryview]:
+        """Return the pages in each place, one for each rank."""
+        return [memory[place * size : (place + 1) * size] for place in places for memory, size in self._ranks]
+
+    def close(self) -> None:
+        """Let go of the memory. Calls that have not returned keep theirs."""
+        self._ranks.clear()
+
+
+def _query(store: KVStore, keys: Sequence[bytes]) -> int:
+    number = store.query(keys)
+    if not isinstance(number, int) or not 0 <= number <= len(keys):
+        raise TypeError(f"query returned {number!r:.80}, which is no number of {len(keys)} keys")
+    return number
+
+
+def _load(store: KVStore, keys: Sequence[bytes], pages: Sequence[memoryview]) -> list[bool]:
+    filled = store.load(keys, pages)
+    if not isinstance(filled, list) or len(filled) != len(keys):
+        raise TypeError(f"load returned {filled!r:.80}, which is no list of {len(keys)} answers")
+    return filled
