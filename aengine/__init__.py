@@ -56,18 +56,20 @@ if TYPE_CHECKING:
         InvalidRequestError,
         ModelLoadError,
         NotEnoughMemoryError,
+        QuotaExceededError,
         RequestError,
         WeightsLostError,
         WorkerCallError,
         WorkerDiedError,
     )
     from .limits.kv_tiers import DiskTier, HostTier, StoreTier
+    from .limits.tenants import Tenant
     from .llm import LLM
     from .outputs import Choice, Completion, FinishReason, Logprob, RequestEnd, StartupProgress, Timings, Token, Usage
     from .params import ChatOptions, GenerateOptions, RequestOptions, SamplingParams, StructuredOutput
     from .settings import Settings
     from .telemetry.listeners import RequestListener, RequestStart
-    from .telemetry.metrics import Histogram, Histograms, ReplicaStatistics, Statistics, WorkerRestart
+    from .telemetry.metrics import Histogram, Histograms, ReplicaStatistics, Statistics, TenantStatistics, WorkerRestart
 
 _NAMES = {
     "async_llm": "AsyncLLM",
@@ -89,16 +91,17 @@ _NAMES = {
     "engine.updates.sources": "IpcTensors TrainerGroup",
     "errors": (
         "AEngineError ContextLengthError DeadlineExceededError EngineClosedError EngineError EngineOverloadedError "
-        "GrammarError InternalError InvalidRequestError ModelLoadError NotEnoughMemoryError RequestError "
-        "WeightsLostError WorkerCallError WorkerDiedError"
+        "GrammarError InternalError InvalidRequestError ModelLoadError NotEnoughMemoryError "
+        "QuotaExceededError RequestError WeightsLostError WorkerCallError WorkerDiedError"
     ),
     "limits.kv_tiers": "DiskTier HostTier StoreTier",
+    "limits.tenants": "Tenant",
     "llm": "LLM",
     "outputs": "Choice Completion FinishReason Logprob RequestEnd StartupProgress Timings Token Usage",
     "params": "ChatOptions GenerateOptions RequestOptions SamplingParams StructuredOutput",
     "settings": "Settings",
     "telemetry.listeners": "RequestListener RequestStart",
-    "telemetry.metrics": "Histogram Histograms ReplicaStatistics Statistics WorkerRestart",
+    "telemetry.metrics": "Histogram Histograms ReplicaStatistics Statistics TenantStatistics WorkerRestart",
 }
 """What each module has of the names below, which are imported when they are first used."""
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
@@ -140,6 +143,7 @@ __all__ = [  # noqa: RUF022  # plainly sorted, as a test asks
     "PoolingOptions",
     "PoolingRequest",
     "PoolingResult",
+    "QuotaExceededError",
     "RankedDocument",
     "ReasoningDelta",
     "ReplicaStatistics",
@@ -157,6 +161,8 @@ __all__ = [  # noqa: RUF022  # plainly sorted, as a test asks
     "StructuredOutput",
     "SyncChatSession",
     "SyncLLM",
+    "Tenant",
+    "TenantStatistics",
     "TextDelta",
     "Timings",
     "Token",

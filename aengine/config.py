@@ -33,6 +33,7 @@ from .limits.registry import (
     target_of,
 )
 from .limits.speculation import SpeculationSettings, checked_speculation
+from .limits.tenants import Tenant, checked_tenants
 from .limits.values import (
     check_choices,
     checked_number,
@@ -218,6 +219,10 @@ class EngineConfig:
     """Most requests waiting; one more is refused or waits, as admission says."""
     admission: Literal["error", "wait"] = "error"
     """When the queue is full: raise EngineOverloadedError, or let the caller await its turn."""
+    tenants: str | Mapping[str, Tenant | Mapping[str, Any]] | None = None
+    """Shares and quotas of those who ask, by the name that requests give as ``tenant`` (docs/tenants.md): a mapping to
+    Tenant(weight=2, max_running=16, ...), or a TOML file with such tables under "tenants". "*": of all others, each.
+    None: all have equal shares and no quotas."""
     sleep_after: float | None = None
     """Seconds without a request after which the engine sleeps, at level 1 (docs/sleep.md). None: only when it is told
     to."""
@@ -367,6 +372,7 @@ class EngineConfig:
             raise InvalidRequestError("batch_invariant=True takes no adapters: leave it out, or loras and max_loras")
         tiers = checked_kv_tiers(self.kv_tiers, caches_prefixes=self.enable_prefix_caching)
         object.__setattr__(self, "kv_tiers", tiers)
+        object.__setattr__(self, "tenants", checked_tenants(self.tenants))
         check_processors(self.logits_processors)
         object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
         if self.worker_extension is not None and not is_in_module(self.worker_extension):

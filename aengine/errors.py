@@ -6,6 +6,7 @@
     │   ├── ContextLengthError      prompt longer than the model's context; .num_prompt_tokens, .max_model_len
     │   ├── GrammarError            a structured-output constraint can't be used; .kind, .path
     │   ├── EngineOverloadedError   the queue is full; .retry_after (seconds)
+    │   │   └── QuotaExceededError  the tenant has had what its quota allows; .quota
     │   └── DeadlineExceededError   a deadline of the request passed; .deadline (seconds)
     └── EngineError                 the engine; not the caller's doing
         ├── ModelLoadError          the model can't be found, read or fitted
@@ -38,6 +39,7 @@ __all__ = [
     "InvalidRequestError",
     "ModelLoadError",
     "NotEnoughMemoryError",
+    "QuotaExceededError",
     "RequestError",
     "WorkerCallError",
     "WorkerDiedError",
@@ -134,6 +136,15 @@ class EngineOverloadedError(RequestError):
     def __init__(self, message: str, *, retry_after: float) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class QuotaExceededError(EngineOverloadedError):
+    """The request's tenant has had what its quota allows for now; others are served. ``quota`` is the one, a field of
+    `Tenant`."""
+
+    def __init__(self, message: str, *, retry_after: float, quota: str) -> None:
+        super().__init__(message, retry_after=retry_after)
+        self.quota = quota
 
 
 class DeadlineExceededError(RequestError):

@@ -431,7 +431,7 @@ class RequestOptions(TypedDict, total=False):
     lora: str | None
     """The adapter with which the request is computed, one of the setting `loras` or of `AsyncLLM.add_lora`."""
     tenant: str | None
-    """A name of who asks, whose requests are counted together."""
+    """Who asks: tenants get fair shares of the engine (docs/tenants.md)."""
     keep: float | None
     """Seconds after its end for which its KV is kept for a next turn, before KV that nobody asked to keep: 0 to 86400,
     None is 0. No request is kept waiting for that (docs/memory.md)."""

@@ -16,6 +16,7 @@ from .limits.values import nearest
 
 if TYPE_CHECKING:
     from .limits.kv_tiers import DiskTier, HostTier, StoreTier
+    from .limits.tenants import Tenant
     from .outputs import RequestEnd, StartupProgress
 
 UNITS = {
@@ -350,6 +351,10 @@ class Settings(TypedDict, total=False):
     """Most requests waiting; one more is refused or waits, as admission says. In requests. Default: 10000."""
     admission: Literal["error", "wait"]
     """When the queue is full: raise EngineOverloadedError, or let the caller await its turn. Default: "error"."""
+    tenants: str | Mapping[str, Tenant | Mapping[str, Any]] | None
+    """Shares and quotas of those who ask, by the name that requests give as ``tenant`` (docs/tenants.md): a mapping to
+    Tenant(weight=2, max_running=16, ...), or a TOML file with such tables under "tenants". "*": of all others, each.
+    None: all have equal shares and no quotas. Default: None."""
     sleep_after: float | None
     """Seconds without a request after which the engine sleeps, at level 1 (docs/sleep.md). None: only when it is told
     to. In seconds. Default: None."""

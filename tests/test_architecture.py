@@ -447,8 +447,13 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
         },
     ),
     "tenants": (
-        {"FairShare", "FairOrder", "FairQueue", "Terms"},
+        {"Tenant", "FairShare", "FairOrder", "FairQueue", "TokenBucket"},
         {
+            "__init__.py",  # its class
+            "config.py",  # its setting
+            "settings.py",
+            "errors.py",  # an error of its quotas
+            "limits/tenants.py",
             "engine/tenants/",
         },
     ),
@@ -894,6 +899,7 @@ def test_exported_names_are_pinned() -> None:
         "PoolingOptions",
         "PoolingRequest",
         "PoolingResult",
+        "QuotaExceededError",
         "RankedDocument",
         "ReasoningDelta",
         "ReplicaStatistics",
@@ -911,6 +917,8 @@ def test_exported_names_are_pinned() -> None:
         "StructuredOutput",
         "SyncChatSession",
         "SyncLLM",
+        "Tenant",
+        "TenantStatistics",
         "TextDelta",
         "Timings",
         "Token",

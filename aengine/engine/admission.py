@@ -38,8 +38,10 @@ from .sessions.said_tokens import session_of
 from .streams.token_stream import Buffer, Mailbox
 from .structured.bitmasks import RequestGrammar
 from .structured.output_type import AskedType, OutputType
+from .tenants.accounts import Accounts, num_expected
 from .threads.futures import error_for_waiter
 from .threads.pools import ThreadPool
+from .threads.turns import acting_for
 from .tokenizer.prompt import Prompt, PromptPart, TokensPart, part_of
 from .tokenizer.tokenizer import Tokenizer
 from .unread import UnreadWatch
@@ -67,9 +69,11 @@ class Admission:
         on_ended: Callable[[], None],
         versions: WeightVersions,
         keeping: Keeping,
+        accounts: Accounts,
     ) -> None:
         """``on_queued`` is called with each request that is accepted, ``on_ended`` whenever one has ended; ``versions``
-        is told of each that begins, ``keeping`` of the turns of sessions."""
+        is told of each that begins, ``keeping`` of the turns of sessions; ``accounts``:
+        of those who ask."""
         self._loop = loop
         self._replicas = replicas
         self._queue = queue
@@ -82,6 +86,7 @@ class Admission:
         self._on_queued, self._on_ended = on_queued, on_ended
         self._versions = versions
         self.keeping = keeping
+        self._accounts = accounts
         self._requests: dict[str, UserRequest] = {}
         self._random = random.Random()  # draws seeds of requests without one; the host's own is left alone
         self._next_id = 0
@@ -131,7 +136,9 @@ class Admission:
             request_id = f"req-{self._next_id}"
         elif request_id in self._requests:
             raise InvalidRequestError(f"request_id {request_id!r} is in use by a running request", param="request_id")
-        self._queue.check_room()
+        account = self._accounts.of(options.tenant)
+        self._queue.check_quota(account)
+        self._queue.check_room(account)
         constraint = None if part.kind == "chat" else params.structured_output
         of_prompt = results_from(params)
         mailbox = Mailbox(
@@ -154,6 +161,7 @@ class Admission:
             cache_salt=(options.cache_salt or "").encode(),
             arrival_time=self._loop.time(),
             mailbox=mailbox,
+            account=account,
             constraint=constraint,
             asked_type=asked_type,
             samples=params.max_tokens != 0,
@@ -161,6 +169,8 @@ class Admission:
             adapter=options.adapter,
             turn=self.keeping.begin(options, request_id),
             session=session_of(options),
+            num_expected=num_expected(part, params),
+            keep=options.keep or 0.0,
         )
         # The second timer checks for a token only when it is due, so that delivering tokens costs nothing more.
         limits = (options.deadline, self._expire), (options.first_token_deadline, self._expire_unless_begun)
@@ -189,7 +199,8 @@ class Admission:
         Raises:
             EngineOverloadedError: the queue is full and admission is "error".
         """
-        self._queue.check_room()
+        account = self._accounts.of(options.tenant)
+        self._queue.check_room(account)
         self._next_id += 1
         request_id = f"pool-{self._next_id}"
         mailbox = Mailbox(
@@ -207,6 +218,8 @@ class Admission:
             cache_salt=(options.cache_salt or "").encode(),
             arrival_time=self._loop.time(),
             mailbox=mailbox,
+            account=account,
+            num_expected=len(token_ids),
             samples=False,
             extras=extras,
             results_from=results_from,
@@ -219,12 +232,13 @@ class Admission:
         request_id, mailbox = request.request_id, request.mailbox
         self._requests[request_id] = request
         self._counters.num_requests += 1
+        request.account.begin()
         self._observer.note_queued(
             request_id, request.params, request.priority, mailbox.times, kind=kind, context=context
         )
         if not mailbox.done:  # a listener may have aborted the request when it was told of it
             self._on_queued(request)
-            self._begin(request, self._queue.join(request_id, request.priority))
+            self._begin(request, self._queue.join(request_id, request.priority, request.account, request.num_expected))
 
     def check(self, prompt: Prompt | PromptPart, params: SamplingParams, options: CallOptions) -> PromptPart:
         """Check a request by itself and raise what `submit` would; callable from any thread.
@@ -250,16 +264,18 @@ class Admission:
         """Return how many requests have not ended, counting the ids ``others`` too."""
         return len({*self._requests, *others})
 
-    def check_room(self, coming: set[str]) -> None:
+    def check_room(self, coming: set[str], tenant: str | None) -> None:
         """See `AdmissionQueue.check_room`. ``coming``: ids of those that come, or have just come; from any thread."""
         # below the limit the requests in `coming` that are registered already need not be told apart
         if len(self._queue) + len(coming) >= self._queue.limit:
             coming = coming - self._requests.keys()
-        self._queue.check_room(len(coming))
+        self._queue.check_room(self._accounts.find(tenant), len(coming))
 
     def _begin(self, request: UserRequest, turn: asyncio.Future[None] | None) -> None:
         """Start to prepare the request, once ``turn`` is done if it is held; one that needs no preparation is scheduled
         at once."""
+        if turn is None:
+            request.num_taken = request.num_expected
         if turn is None and not request.must_be_prepared:
             assert isinstance(request.prompt, TokensPart)
             self._schedule(request, Prepared(request.prompt.token_ids))
@@ -268,9 +284,11 @@ class Admission:
 
     async def _prepare(self, request: UserRequest, turn: asyncio.Future[None] | None) -> None:
         error: AEngineError
+        acting_for.set(request.account)
         try:
             if turn is not None:
                 await turn
+                request.num_taken = request.num_expected
             prepared = await self.preparation.prepare(request)
         except asyncio.CancelledError:
             request.preparing = None
@@ -336,6 +354,7 @@ class Admission:
                 priority=request.priority,
                 arrival_time=request.arrival_time,
                 cache_key=CacheKey(request.cache_salt, request.share.key),
+                account=request.account,
                 sink=choice,
                 grammar=None if grammar is None else RequestGrammar(grammar),
                 samples=request.samples,
@@ -399,6 +418,8 @@ class Admission:
         request.turn(request)
         self._replicas.drop(request, reason)
         request.share.give_back()
+        usage = mailbox.usage()
+        request.account.end(usage, request.num_taken, request.keep)
         if reason is FinishReason.ERROR:
             self._counters.num_failed += 1
         elif reason is FinishReason.ABORT:
@@ -408,7 +429,7 @@ class Admission:
         self._on_ended()
         mailbox.times.end()
         reasons = tuple(choice.finish_reason or reason for choice in mailbox.choices)
-        end = RequestEnd(request_id, reason, mailbox.usage(), mailbox.timings(), mailbox.error, reasons)
+        end = RequestEnd(request_id, reason, usage, mailbox.timings(), mailbox.error, reasons)
         self._observer.note_end(end, mailbox.times)
 
     def close(self) -> tuple[ThreadPool, ...]:

@@ -22,6 +22,7 @@ from ..checkpoint.pooling import PoolingConfig
 from ..checkpoint.sampling_defaults import SamplingDefaults
 from ..config import EngineConfig
 from ..errors import EngineClosedError, EngineError, InternalError, InvalidRequestError
+from ..limits.tenants import checked_tenants
 from ..telemetry.listeners import Listeners
 from ..telemetry.metrics import Counters, Statistics, sums_of
 from ..telemetry.observer import Observer
@@ -37,6 +38,7 @@ from .replicas.replicas import Replicas
 from .replicas.start import Started
 from .sleeping.sleeping import Sleeping
 from .structured.service import GrammarService
+from .tenants.accounts import Accounts
 from .threads.pools import end_pools
 from .tokenizer.tokenizer import Tokenizer
 from .updates.versions import WeightVersions
@@ -116,7 +118,9 @@ class EngineCore:
             on_ended=self._request_ended,
             versions=(versions := WeightVersions()),
             keeping=Keeping(self.loop, self.replicas),
+            accounts=(accounts := Accounts(checked_tenants(config.tenants), self.replicas)),
         )
+        self.accounts = accounts
         self.holds = Holds(self.queue, self.admission, [replica.steps.hold for replica in self.replicas])
         self.weights = WeightUpdates(self, self.holds, self.replicas, versions)
         self.sleeping: Sleeping = Sleeping(self, self.replicas, self.adapters.restore)
@@ -194,6 +198,7 @@ class EngineCore:
             block_size=self.ready["block_size"],
             num_preemptions=sum(replica.scheduler.rows.num_preemptions for replica in replicas),
             adapters=self.adapters.statistics(),
+            tenants=self.accounts.statistics(),
             loop_lag=max(replica.steps.lag.worst for replica in replicas),
             finish_reasons={reason.value: count for reason, count in observer.num_ended.items()},
             restarts=tuple(restarts[-NUM_RESTARTS_TOLD:]),

@@ -105,6 +105,10 @@ class StepLoop:
             if self._num_new_tokens >= self.scheduler.max_num_batched_tokens:
                 self._send_ahead()
 
+    def wake(self) -> None:
+        """Look for something to compute: a request that waited for another scheduler's may have a row."""
+        self._work.set()
+
     def _send_ahead(self) -> None:
         """Publish a step in the middle of a burst of `add` calls, if enough prompt tokens for a full step have come:
         the loop may be busy for long with adding more."""

@@ -23,6 +23,7 @@ from .tokenizer.prompt import PromptPart
 if TYPE_CHECKING:
     from .replicas.replica import Replica
     from .structured.backend import Compiled
+    from .tenants.accounts import Payer
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,10 @@ class UserRequest:
     cache_salt: bytes
     arrival_time: float
     mailbox: Mailbox
+    account: Payer
+    num_expected: int = 0  # tokens that it takes from the account's quota
+    num_taken: int = 0  # those that it has taken
+    keep: float = 0.0  # seconds for which its KV is kept
     constraint: StructuredOutput | None = None  # constraint of a completion; the one of a chat is part of its plan
     asked_type: AskedType | None = None  # a type that is yet to be described, and then becomes the constraint
     samples: bool = True  # False: it gets one result in place of tokens

@@ -36,6 +36,10 @@ MAX_NAME_CHARACTERS = 1024
 """Characters of a request_id, a cache_salt, the name of a prompt."""
 MAX_KEEP = 86_400
 """Seconds for which KV is kept for a session's next turn."""
+MAX_TENANTS = 10_000
+"""Tenants that the settings name."""
+MAX_REMEMBERED_TENANTS = 1024
+"""Other tenants whose counters are kept while they ask for nothing."""
 MAX_TOOLS = 1024
 MAX_VARIABLES = 1024
 """Variables of a chat template."""

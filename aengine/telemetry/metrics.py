@@ -130,6 +130,24 @@ class AdapterStatistics:
     waiting: tuple[str, ...] = ()  # names of those that requests wait for; the first hundred
 
 
+MAX_SHOWN_TENANTS = 32
+"""Tenants that are shown by name: those of the settings, then those who came first. All others are "other"."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantStatistics:
+    """What one tenant has had since the engine's start. Tokens count when a request ends."""
+
+    name: str  # "": requests that name none; "other": all tenants that are not shown by name
+    num_running: int  # requests with a row now
+    num_open: int  # requests that have not ended
+    num_requests: int  # accepted so far
+    num_rejected: int  # calls that were refused because a quota was used up
+    prompt_tokens: int
+    cached_tokens: int  # prompt tokens found in the prefix cache
+    generated_tokens: int
+
+
 _SUMS = {one.name for one in fields(ReplicaStatistics)} - {"state", "num_waiting", "num_restarts", "drafts"}
 
 
@@ -169,6 +187,7 @@ class Statistics:
     accepted_tokens: int  # those of them that the request got
     drafts: tuple[DraftStatistics, ...]  # the same by proposer
     adapters: AdapterStatistics
+    tenants: tuple[TenantStatistics, ...]  # empty until a request or a setting names a tenant
     loop_lag: float  # seconds by which the host's loop was late lately, at worst; 0.0 when idle
     num_rejected: int  # calls that were refused because the queue was full
     finish_reasons: dict[str, int]  # requests by FinishReason; one with n completions counts by its first

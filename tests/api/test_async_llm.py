@@ -340,9 +340,9 @@ async def test_a_request_that_has_just_come_is_counted_once(make_engine: Make) -
     async with make_engine(max_num_queued_requests=2) as engine:
         stream = engine.stream([1], SamplingParams(max_tokens=3))
         admission = core_of(engine).admission
-        admission.check_room({stream.request_id})
+        admission.check_room({stream.request_id}, None)
         with pytest.raises(EngineOverloadedError):
-            admission.check_room({"another"})
+            admission.check_room({"another"}, None)
         await stream.wait()
 
 

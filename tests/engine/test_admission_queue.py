@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 
 import pytest
 
 from aengine.engine.admission_queue import AdmissionQueue
+from aengine.engine.tenants.accounts import Counts, Payer
 from aengine.errors import EngineOverloadedError
+from aengine.limits.tenants import Tenant
 from aengine.telemetry.metrics import Counters
+
+ALL = Payer("", Tenant(), Counts(), time.monotonic)
 
 
 def line_of(limit: int, *, wait: bool = True) -> tuple[AdmissionQueue, Counters]:
@@ -19,8 +24,10 @@ def line_of(limit: int, *, wait: bool = True) -> tuple[AdmissionQueue, Counters]
 
 async def test_the_most_urgent_is_let_in_first_and_of_equals_the_first_that_came() -> None:
     line, _ = line_of(1)
-    assert line.join("runs", 0) is None
-    turns = {name: line.join(name, priority) for name, priority in (("b", 1), ("a", 0), ("c", 1), ("urgent", -1))}
+    assert line.join("runs", 0, ALL, 0) is None
+    turns = {
+        name: line.join(name, priority, ALL, 0) for name, priority in (("b", 1), ("a", 0), ("c", 1), ("urgent", -1))
+    }
     assert len(line) == 5
     let_in = []
     for _ in turns:
@@ -35,8 +42,8 @@ async def test_the_most_urgent_is_let_in_first_and_of_equals_the_first_that_came
 async def test_a_place_is_left_once_by_whoever_has_it() -> None:
     line, _ = line_of(2)
     for name in "ab":
-        assert line.join(name, 0) is None
-    held = line.join("c", 0)
+        assert line.join(name, 0, ALL, 0) is None
+    held = line.join("c", 0, ALL, 0)
     line.leave("d")
     line.leave("c")
     line.leave("c")
@@ -44,19 +51,19 @@ async def test_a_place_is_left_once_by_whoever_has_it() -> None:
     line.leave("a")
     line.leave("a")
     assert len(line) == 1 and not held.done()
-    assert line.join("e", 0) is None
+    assert line.join("e", 0, ALL, 0) is None
 
 
 async def test_a_full_queue_refuses_or_holds() -> None:
     line, counters = line_of(2, wait=False)
-    line.join("a", 0)
-    line.check_room()
+    line.join("a", 0, ALL, 0)
+    line.check_room(ALL)
     with pytest.raises(EngineOverloadedError, match="1 requests are waiting") as caught:
-        line.check_room(1)
+        line.check_room(ALL, 1)
     assert caught.value.retry_after == 1.0 and counters.num_rejected == 1
     waits, counters = line_of(1)
-    waits.join("a", 0)
-    waits.check_room(5)
+    waits.join("a", 0, ALL, 0)
+    waits.check_room(ALL, 5)
     assert counters.num_rejected == 0
 
 
@@ -66,7 +73,7 @@ async def test_the_length_is_the_number_of_those_who_came_and_have_not_left(rng:
     turns: dict[str, asyncio.Future[None]] = {}
     for i in range(500):
         if rng.random() < 0.55:
-            turn = line.join(str(i), rng.randrange(3))
+            turn = line.join(str(i), rng.randrange(3), ALL, 0)
             if turn is None:
                 inside.add(str(i))
             else:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 
 from aengine.engine.admission_queue import AdmissionQueue
 from aengine.engine.pacing.holds import DRAIN, PAUSE, Hold, Holds
 from aengine.engine.pacing.step_hold import StepHold
+from aengine.engine.tenants.accounts import Counts, Payer
+from aengine.limits.tenants import Tenant
 from aengine.telemetry.metrics import Counters
 
+ALL = Payer("", Tenant(), Counts(), time.monotonic)
 SLEEP, UPDATE = Hold("sleep", "asleep"), Hold("update", "paused")
 
 
@@ -51,7 +55,7 @@ async def test_the_state_follows_from_all_of_them(rng: random.Random) -> None:
             assert holds.state == (wanted or "running") and holds.is_alive
             assert steps.is_held == any(begun.values())
             assert all(one in holds for one in begun)
-            assert (queue.join(f"{number}", 0) is not None) == bool(begun.keys() - {DRAIN})
+            assert (queue.join(f"{number}", 0, ALL, 0) is not None) == bool(begun.keys() - {DRAIN})
             queue.leave(f"{number}")
         assert told == (["stop", "go on"] * len(told))[: len(told)]
         holds.end = "closed"

@@ -13,8 +13,9 @@ from scheduler_invariants import check_scheduler
 from aengine.engine.scheduler.request import Request, RequestStatus
 from aengine.engine.scheduler.scheduler import Scheduler, serve_by
 from aengine.engine.scheduler.waiting_queue import ServingOrder
-from aengine.engine.tenants.fair_share import OUTPUT_COST, Account, FairOrder, FairShare, Terms
+from aengine.engine.tenants.fair_share import OUTPUT_COST, Account, FairOrder, FairShare
 from aengine.ipc.messages import KVCacheGroup, ModelRunnerOutput, int32
+from aengine.limits.tenants import Tenant
 from aengine.outputs import FinishReason
 from aengine.params import SamplingParams
 
@@ -25,7 +26,7 @@ class Served:
     """A scheduler with one step in flight whose worker answers at once, and what it has served to each account."""
 
     def __init__(self, *names: str, order: ServingOrder | None = None, **limits: Any) -> None:
-        terms = {name.partition("=")[0]: Terms(float(name.partition("=")[2] or 1)) for name in names}
+        terms = {name.partition("=")[0]: Tenant(weight=float(name.partition("=")[2] or 1)) for name in names}
         self.accounts = {name: Account(name, one) for name, one in terms.items()}
         limits = {"num_blocks": 4096, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 4096} | limits
         self.scheduler = Scheduler(kv_groups=[KVCacheGroup("full", 16)], max_in_flight_steps=1, **limits)
@@ -130,7 +131,7 @@ def test_nobody_saves_up_by_being_idle() -> None:
 def test_who_is_held_by_a_quota_saves_nothing_up_either() -> None:
     """Its counter stands still meanwhile; a third who comes is not put before one who has gone on."""
     served = Served("held", "busy", "late")
-    served.accounts["held"].terms = Terms(max_running=1)
+    served.accounts["held"].terms = Tenant(max_running=1)
     for _ in range(50):
         served.add("held", num_output=100)
         served.add("busy", num_output=4)
@@ -149,7 +150,7 @@ def test_who_is_held_by_a_quota_saves_nothing_up_either() -> None:
 @pytest.mark.parametrize("most", [1, 3])
 def test_a_quota_of_rows_lets_others_go_past(most: int) -> None:
     served = Served("flood", "other")
-    served.accounts["flood"].terms = Terms(max_running=most)
+    served.accounts["flood"].terms = Tenant(max_running=most)
     for _ in range(20):
         served.add("flood")
     others = [served.add("other") for _ in range(20)]
@@ -271,7 +272,7 @@ def test_what_is_found_in_the_cache_costs_less() -> None:
 
 def test_two_schedulers_share_the_counters() -> None:
     """With several replicas an account's rows and cost are those of all."""
-    share, account, woken = FairShare(), Account("a", Terms(max_running=3)), []
+    share, account, woken = FairShare(), Account("a", Tenant(max_running=3)), []
     share.on_room.append(lambda: woken.append(True))
     drivers = [Driver(num_blocks=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=64) for _ in range(2)]
     for driver in drivers:

@@ -19,9 +19,10 @@ from aengine.engine.scheduler.prefixes import kept_states
 from aengine.engine.scheduler.request import CacheKey
 from aengine.engine.scheduler.rows import forget_prefixes
 from aengine.engine.scheduler.scheduler import serve_by
-from aengine.engine.tenants.fair_share import Account, FairOrder, FairShare, Terms
+from aengine.engine.tenants.fair_share import Account, FairOrder, FairShare
 from aengine.errors import InternalError
 from aengine.ipc.messages import STATE_BLOCK_SIZE, KVCacheGroup
+from aengine.limits.tenants import Tenant
 from aengine.outputs import FinishReason
 
 STREAMS = [[random.Random(k).randrange(1, VOCAB) for _ in range(200)] for k in range(3)]
@@ -102,7 +103,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             kept_fraction=kept_fraction,
         )
         self.clock = 0.0
-        self.accounts = [Account("a", Terms()), Account("b", Terms(3)), Account("c", Terms(0.5, max_running=1))]
+        self.accounts = [
+            Account("a", Tenant()),
+            Account("b", Tenant(weight=3)),
+            Account("c", Tenant(weight=0.5, max_running=1)),
+        ]
 
     @rule(
         stream=st.integers(0, 2),
@@ -250,7 +255,10 @@ def play(rng: random.Random, model: str, *, num_requests: int, aborts: float, nu
         num_tier_places=num_tier_places,
     )
     fair_from = rng.choice([0, 5, num_requests])
-    accounts = [Account(name, Terms(weight, most)) for name, weight, most in (("a", 1, None), ("b", 3, 2), ("c", 1, 1))]
+    accounts = [
+        Account(name, Tenant(weight=weight, max_running=most))
+        for name, weight, most in (("a", 1, None), ("b", 3, 2), ("c", 1, 1))
+    ]
     for i in range(num_requests):
         if i == fair_from:
             serve_by(driver.scheduler, FairOrder(FairShare()))

@@ -89,7 +89,7 @@ class ThreadHandle(ThreadLife, CoreHandle):
         options = asked.options
         params, shape = with_output_type(asked.params, asked.output_type, options.on_unsupported)
         part = core.admission.check(asked.prompt, params, options)
-        core.admission.check_room(self._arriving)
+        core.admission.check_room(self._arriving, options.tenant)
         request_id = options.request_id or f"own-{next(self._ids)}"
         named = replace(options, request_id=request_id)
         stream = stream_class(thread, self.local.owner(), request_id)

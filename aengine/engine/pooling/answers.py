@@ -29,6 +29,7 @@ from ..sampling_extras import prompt_logprobs_extra
 from ..streams.prompt_logprobs import joined
 from ..streams.token_stream import Token
 from ..threads.pools import run_in_thread
+from ..threads.turns import acting_for
 from ..threads.yield_gil import yield_gil
 from ..tokenizer.pooled_texts import YesNoPrompt, encode_texts
 from ..tokenizer.prompt import check_token_ids, is_token_id
@@ -365,6 +366,9 @@ class _Call:
         if not inputs:
             return np.empty((0, self._size()), dtype=np.float32)
         self._vectors = [array("f")] * len(inputs)
+        account = self.core.accounts.of(self._options.tenant)
+        self.core.queue.check_quota(account)
+        before = acting_for.set(account)
         try:
             async with asyncio.timeout(self._options.deadline) as limit:
                 checked, chunks = await _off_loop(_are_large(inputs), self._arranged, inputs)
@@ -374,6 +378,7 @@ class _Call:
                 raise
             raise self._expired(len(inputs)) from None
         finally:
+            acting_for.reset(before)
             for request in self._open.values():
                 request.mailbox.abort()
             self._open.clear()

@@ -39,7 +39,7 @@ class PoolingOptions(TypedDict, total=False):
     lora: str | None
     """The adapter with which the texts are computed, one of the setting `loras` or of `AsyncLLM.add_lora`."""
     tenant: str | None
-    """A name of who asks, whose requests are counted together."""
+    """Who asks: tenants get fair shares of the engine (docs/tenants.md)."""
 
 
 @dataclass(frozen=True, slots=True)

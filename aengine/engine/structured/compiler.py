@@ -10,7 +10,8 @@
 
 After `timeout`, counted from when its compile begins, the waiter gets a GrammarError; the thread is busy until it ends.
 A compile can't be cancelled once begun, so backends run those that may take long where they can be killed, and threads
-of their own wait for them: the quick ones never do. Both queues are bounded together, and the slow one to half of that.
+of their own wait for them: the quick ones never do. Both queues are bounded together, and the slow one to half of that;
+each of several accounts has its part of them (threads/turns.py).
 
 A caller who is cancelled only stops waiting; when nobody waits for a grammar that no thread has begun, it is taken out
 of its queue. What comes out late is still kept: the next one who asks has it.
@@ -31,6 +32,7 @@ from dataclasses import dataclass, field
 from ...errors import AEngineError, EngineClosedError, EngineOverloadedError, GrammarError, InternalError
 from ..threads.futures import error_for_waiter, settle
 from ..threads.pools import ThreadPool, end_pools, tell
+from ..threads.turns import Account, Places, acting_for
 from .backend import Backend, Compiled
 from .backends import Backends, Load, load_backend
 from .spec import GrammarSpec
@@ -50,8 +52,9 @@ class _Work:
     spec: GrammarSpec
     answer: asyncio.Future[Compiled]
     task: asyncio.Task[None] = field(init=False)
+    account: Account  # the one for whom it was begun
+    queues: list[Places] = field(default_factory=list)  # in which it has a place, until a thread compiles it
     num_waiters: int = 0
-    is_queued: bool = True  # no thread compiles it yet
     is_taken: bool = False  # a thread has begun to look at it, or to compile it; set there
     timer: asyncio.TimerHandle | None = None
     begun: float = 0.0  # loop time at which the compile began
@@ -79,7 +82,8 @@ class GrammarCompiler:
         many for others; ``max_queued``: grammars that wait for a thread; ``load``: makes a backend by name (tests give
         their own)."""
         self._timeout = timeout
-        self._max_queued = max_queued
+        self._queue = Places(max_queued)
+        self._slow_queue = Places(max(1, max_queued // 2))  # quick ones would be refused for minutes otherwise
         self._cache_bytes = cache_bytes
         self._pool = ThreadPool("grammar-compile", num_threads)
         self._slow_pool = ThreadPool("grammar-compile-slow", num_threads)
@@ -88,7 +92,6 @@ class GrammarCompiler:
         self._cached_bytes = 0
         self._failures: OrderedDict[GrammarSpec, tuple[AEngineError, float]] = OrderedDict()
         self._works: dict[GrammarSpec, _Work] = {}
-        self._num_queued = 0
         self._seconds_each = 0.01  # moving average of the seconds of a compile
         self._closed = False
         self._finalizer = weakref.finalize(self, _stop, self._pool, self._slow_pool, self._backends)
@@ -168,15 +171,16 @@ class GrammarCompiler:
         del self._failures[spec]
 
     def _begin(self, spec: GrammarSpec, loop: asyncio.AbstractEventLoop, backends: Backends) -> _Work:
-        if self._num_queued >= self._max_queued:
+        account = acting_for.get()
+        if not self._queue.has_room(account):
             raise EngineOverloadedError(
-                f"{self._num_queued} grammars are waiting to be compiled, the most allowed: try again later",
-                retry_after=max(0.1, self._num_queued * self._seconds_each),
+                f"{len(self._queue)} grammars are waiting to be compiled, the most allowed: try again later",
+                retry_after=max(0.1, len(self._queue) * self._seconds_each),
             )
-        work = self._works[spec] = _Work(spec, loop.create_future())
+        work = self._works[spec] = _Work(spec, loop.create_future(), account)
         # The error is retrieved even if nobody waits: asyncio would log it as never retrieved.
         work.answer.add_done_callback(lambda answer: answer.exception())
-        self._num_queued += 1
+        _join(work, self._queue)
         work.task = loop.create_task(self._work(work, backends), name="aengine-grammar-compile")
         return work
 
@@ -210,21 +214,19 @@ class GrammarCompiler:
         backend, compiled = await self._pool.run(self._compile_if_quick, work, backends)
         if compiled is not None or not work.num_waiters:
             return compiled
-        num_slow = self._slow_pool.num_queued
-        if num_slow >= max(1, self._max_queued // 2):  # quick ones would be refused for minutes otherwise
-            message = f"{num_slow} grammars that may take long are waiting to be compiled, the most allowed"
+        if not self._slow_queue.has_room(work.account):
+            message = (
+                f"{len(self._slow_queue)} grammars that may take long are waiting to be compiled, the most allowed"
+            )
             raise EngineOverloadedError(f"{message}: try again later", retry_after=self._timeout)
+        _join(work, self._slow_queue)
         work.is_taken = False
         return await self._slow_pool.run(self._compile_now, work, backend)
 
     def _begun(self, work: _Work) -> None:
         work.begun = asyncio.get_running_loop().time()
-        self._leave_queue(work)
+        _leave_queues(work)
         self._set_waiting(work, False)
-
-    def _leave_queue(self, work: _Work) -> None:
-        self._num_queued -= work.is_queued
-        work.is_queued = False
 
     def _set_waiting(self, work: _Work, is_waiting: bool) -> None:
         """Stop the time of a compile while a process is started for it; start it anew when it runs."""
@@ -244,7 +246,7 @@ class GrammarCompiler:
         settle(work.answer, None, error)
 
     def _forget(self, work: _Work) -> None:
-        self._leave_queue(work)
+        _leave_queues(work)
         if self._works.get(work.spec) is work:
             del self._works[work.spec]
 
@@ -273,6 +275,16 @@ class GrammarCompiler:
         work.is_taken, loop = True, work.answer.get_loop()
         tell(loop, self._begun, work)  # the limit on its time counts from here
         return backend.compile(work.spec, functools.partial(tell, loop, self._set_waiting, work))
+
+
+def _join(work: _Work, queue: Places) -> None:
+    queue.take(work.account)
+    work.queues.append(queue)
+
+
+def _leave_queues(work: _Work) -> None:
+    while work.queues:
+        work.queues.pop().leave(work.account)
 
 
 def _stop(pool: ThreadPool, slow_pool: ThreadPool, backends: Backends) -> None:

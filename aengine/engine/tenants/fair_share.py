@@ -8,7 +8,7 @@
 
 Nobody hoards credit: an account that begins to wait, after it had nothing that could be served, has its counter lifted
 to the least of those that wait. Work-conserving: whoever waits is served while there is room, whatever its counter; an
-account waits for nothing but its own `Terms.max_running`.
+account waits for nothing but its own `Tenant.max_running`.
 
 Each token is charged once, also when its request is preempted and computed again. So counters move only while requests
 get on; where none does the order stands still, and the proof of scheduler.py holds: the first in order gets its blocks,
@@ -20,8 +20,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
-from typing import NamedTuple
 
+from ...limits.tenants import Tenant
 from ..scheduler.request import Request, RequestStatus
 from ..scheduler.rows import Rows
 from ..scheduler.waiting_queue import ServingOrder, WaitingQueue
@@ -38,25 +38,23 @@ KEPT_COST = 0.01
 """Cost of a token whose KV is kept for a second after the request's end."""
 
 
-class Terms(NamedTuple):
-    """What an account may have of the engine."""
-
-    weight: float = 1.0
-    max_running: int | None = None  # requests with a row at once; None: as many as there are rows
-
-
 class Account:
     """Counts what was computed for one who asks."""
 
     __slots__ = ("counter", "is_queued", "name", "num_running", "num_waiting", "terms")
 
-    def __init__(self, name: str, terms: Terms) -> None:
+    def __init__(self, name: str, terms: Tenant) -> None:
         self.name = name
         self.terms = terms
         self.counter = 0.0  # cost of what was computed so far, by weight
         self.num_running = 0  # requests with a row
         self.num_waiting = 0  # requests in the queues for a row
         self.is_queued = False  # some of them may have a row now
+
+    @property
+    def weight(self) -> float:
+        """Its share beside others'."""
+        return self.terms.weight
 
     @property
     def has_room(self) -> bool:

@@ -6,23 +6,27 @@ import asyncio
 import threading
 import time
 import weakref
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from ...errors import EngineClosedError, EngineOverloadedError
 from ...ipc.thread_calls import no_thread, outcome_of, run_in_thread, settle, tell
+from .turns import Turns
 
 T = TypeVar("T")
-Job = Callable[[bool], None]
-"""Work for a thread, which tells it whether the pool was closed before it had its turn."""
+Job = tuple[float, Callable[[bool], None]]
+"""Work for a thread, which tells it whether the pool was closed before it had its turn; with its turn (`Turns`)."""
 _END_SECONDS = 1.0  # seconds for which closing waits for work that has begun
 
 
 class ThreadPool:
-    """A few threads for the work of one kind, begun in its order; started when needed, ended by `close`.
+    """A few threads for the work of one kind, begun in its order, or, where it is done for several accounts, by
+    `Turns`; started when needed, ended by `close`.
 
     They are daemons, other than those of ``concurrent.futures``, which refuse work once the main thread has ended,
     though other threads of the host may still use the engine. All methods but `close` are for the loop's thread.
@@ -72,11 +76,12 @@ class ThreadPool:
         if not self._threads:
             self._add_thread()
 
-    def _put(self, job: Job) -> Job:
+    def _put(self, call: Callable[[bool], None]) -> Job:
         work = self._work
         if work.is_closed:
             raise EngineClosedError(f"the engine is closed, and {self._name} with it")
-        work.jobs.append(job)
+        job = work.turns.next(is_idle=not work.jobs), call
+        _insert(work.jobs, job)
         if len(work.jobs) > len(work.idle) and len(self._threads) < self._num_threads:
             try:
                 self._add_thread()
@@ -126,6 +131,7 @@ class _Work:
 
     def __init__(self) -> None:
         self.jobs: deque[Job] = deque()
+        self.turns = Turns()
         self.tickets: SimpleQueue[None] = SimpleQueue()  # one for each job, even if discarded; at the end one a thread
         self.idle: deque[None] = deque()  # an entry for each thread that waits for a ticket
         self.is_closed = False
@@ -142,13 +148,28 @@ class _Work:
                 if self.is_closed:
                     return
                 continue  # the job of this ticket was discarded
-            job(self.is_closed)
-            del job  # an idle thread must not keep the last job alive
+            self.turns.now, call = job
+            call(self.is_closed)
+            del job, call  # an idle thread must not keep the last job alive
 
     def close(self, num_threads: int) -> None:
         self.is_closed = True
         for _ in range(num_threads):
             self.tickets.put(None)
+
+
+def _insert(jobs: deque[Job], job: Job) -> None:
+    """Put a job behind those whose turn is before its own. A thread may take some meanwhile: then it is a place or two
+    off."""
+    try:
+        is_last = jobs[-1][0] <= job[0]
+        place = 0 if is_last else bisect_right(jobs, job[0], key=itemgetter(0))
+    except IndexError:  # they were all taken
+        is_last = True
+    if is_last:
+        jobs.append(job)
+    else:
+        jobs.insert(place, job)
 
 
 def _removed(jobs: deque[Job], job: Job) -> bool:
