@@ -615,7 +615,7 @@ BUDGETS = {
     "root": 2840,
     "checkpoint": 2850,
     "cli": 1680,
-    "engine": 31400,
+    "engine": 32000,
     "integrations": 2650,
     "ipc": 2180,
     "kernels": 17400,
