@@ -58,7 +58,7 @@ class Wrong(DraftHistory):
 
 
 def drafts_of_any_cost(chosen: SpeculationSettings, vocab_size: int) -> type[Wrong]:
-    Wrong.vocab_size, Wrong.in_worker = vocab_size, chosen.method in proposer.IN_WORKER
+    Wrong.vocab_size, Wrong.in_worker = vocab_size, chosen.method not in ("ngram", "suffix", "suffix_past")
     return Wrong
 
 
