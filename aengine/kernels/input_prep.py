@@ -127,7 +127,12 @@ def advance_rows(num_computed_tokens: Tensor, rows: Tensor, seq_lens: Tensor) ->
 
 
 def prepare_decode(
-    token_ids: Tensor, scalars: Tensor, columns: ScalarColumns, rows: Tensor, places: Tensor | None = None
+    token_ids: Tensor,
+    scalars: Tensor,
+    columns: ScalarColumns,
+    rows: Tensor,
+    places: Tensor | None = None,
+    drafts: Tensor | None = None,
 ) -> DecodeInputs:
     """Gather a batch of decodes.
 
@@ -136,19 +141,22 @@ def prepare_decode(
         scalars: int32 [max_num_seqs, words], the persistent rows
         columns: where in a row the numbers are
         rows: int64 [n], the row of each request; -1: padding
-        places: int64 [n], how many tokens of the row are before each in this step, where a row is named several times;
-            None: each is named once
+        places: int64 [n], how many tokens of the row are before each in this step; None: each row is named once
+        drafts: int64 [n], with ``places``: ids that are written into the rows; -1: none; None: none at all
     """
     assert rows.dtype == torch.int64 and rows.dim() == 1
-    assert places is None or (places.dtype == torch.int64 and places.shape == rows.shape)
+    assert all(t is None or (t.dtype == torch.int64 and t.shape == rows.shape) for t in (places, drafts))
     if uses_triton(token_ids):
         from .triton import input_prep as triton_op
 
-        return triton_op.prepare_decode(token_ids, scalars, columns, rows, places)
+        return triton_op.prepare_decode(token_ids, scalars, columns, rows, places, drafts)
     real = rows >= 0
     words = scalars.index_select(0, rows.clamp(min=0)) * real[:, None]
     before = 0 if places is None else places * real
     positions = words[:, columns.num_computed_tokens].long() + before
+    if drafts is not None:
+        is_new = real & (drafts >= 0)
+        token_ids[rows[is_new], positions[is_new]] = drafts[is_new].int()
     return DecodeInputs(
         input_ids=torch.where(real, token_ids[rows.clamp(min=0), positions].long(), 0),
         positions=positions,

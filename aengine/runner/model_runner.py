@@ -265,6 +265,7 @@ class ModelRunner:
             size = self._exchange.decode_size(graphs, plan.num_tokens)
             if graphs is not None and size is not None:
                 return self._run_graph(plan, graphs, size)
+        self.speculation.begin_batch()
         return self._run_batch(plan)
 
     def _run_graph(self, plan: BatchPlan, graphs: CudaGraphManager, size: int) -> ExecuteModelState:

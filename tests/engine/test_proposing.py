@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -25,7 +25,6 @@ from aengine.engine.speculation.history import MOST_DRAFTS, Chances, DraftHistor
 from aengine.engine.speculation.proposer import GuardedProposer, ProposedHistory
 from aengine.engine.speculation.proposing import Proposing
 from aengine.engine.speculation.suffix import PastTexts, SuffixHistory, TokenIndex
-from aengine.engine.speculation.trials import Trials
 from aengine.errors import ModelLoadError
 from aengine.ipc.messages import KVCacheGroup, ModelRunnerOutput, int32
 from aengine.outputs import FinishReason
@@ -56,27 +55,6 @@ def longest_match(text: list[int], token_ids: list[int]) -> int:
         ),
         default=0,
     )
-
-
-@pytest.mark.parametrize("ratio", [0.7, 1.0, 2.0])
-def test_the_way_that_brings_less_is_tried_ever_less(ratio: float, rng: random.Random) -> None:
-    """Drafts that bring so many times the tokens a second of steps without: those of one way are answered two steps
-    after they are made, and each number of rows has its own trials."""
-    batches = [[new_request([1])] * num_rows for num_rows in (1, 64)]
-    trials, steps, num_drafted = Trials(), deque[tuple[InFlightStep, bool]](), Counter[tuple[int, bool]]()
-    for step_id in range(8000):
-        batch = batches[rng.randrange(4) == 0]
-        drafts = trials.may_draft(len(batch), steps[-1][0] if steps else None)
-        steps.append((InFlightStep(step_id, batch, {}, {}, len(batch), 0), drafts))
-        num_drafted[len(batch), drafts] += 1
-        if len(steps) > 2:
-            step, is_drafted = steps.popleft()
-            seconds = rng.uniform(0.5e-3, 1.5e-3) / (ratio if is_drafted else 1.0)
-            trials.note(len(step.batch), step, len(step.batch), seconds if len(step.batch) == 1 else 1e-3)
-    share = num_drafted[1, True] / (num_drafted[1, True] + num_drafted[1, False])
-    if ratio != 1.0:
-        assert (share > 0.93) if ratio > 1.0 else (share < 0.07)
-    assert num_drafted[64, True] and num_drafted[64, False]
 
 
 @pytest.mark.parametrize("vocab_size", [2, 5, 40])
@@ -325,9 +303,9 @@ def test_what_was_dear_once_is_tried_again() -> None:
         for num_drafts in range(1, 17):
             budget.learn(step_of(1, num_drafts), 0.5)
     assert budget.grant(1, [[0.8] * 4]) == [0]
-    for _ in range(2000):
+    for _ in range(12_000):
         budget.learn(step_of(1), 0.01)
-    assert budget.grant(1, [[0.8] * 4]) == [4]
+    assert budget.grant(1, [[0.8] * 4]) == [3]
 
 
 def test_the_first_step_of_a_size_teaches_nothing() -> None:
@@ -337,6 +315,25 @@ def test_the_first_step_of_a_size_teaches_nothing() -> None:
     for num_drafts in (1, 2, 3, 5, 7):
         budget.learn(step_of(1, num_drafts), 0.5)
     assert budget.grant(1, [[0.8] * 4]) == [4]
+
+
+def test_what_steps_of_one_size_take_longer_is_expected_of_others() -> None:
+    """As what the host does for a step with drafts does not hang on their number."""
+    budget = CostBudget(64, 0.05)
+    for _ in range(8):
+        budget.learn(step_of(1), 0.01)
+        budget.learn(step_of(1, 15), 0.03)
+    assert budget.grant(1, [[0.7] * 2]) == [0] and budget.grant(1, [[0.95] * 16])[0] > 8
+
+
+def test_a_plain_step_behind_drafts_counts_as_theirs() -> None:
+    """It waits for the drafts to be answered, so what it takes longer than others is their price."""
+    for behind, granted in ((0.01, 3), (0.04, 0)):
+        budget = CostBudget(64, 0.05)
+        for _ in range(20):
+            for num_drafts, seconds in ((0, 0.01), (0, 0.01), (3, 0.015), (0, behind)):
+                budget.learn(step_of(1, num_drafts), seconds)
+        assert budget.grant(1, [[0.8] * 3]) == [granted]
 
 
 def test_steps_of_another_kind_teach_nothing() -> None:
@@ -656,37 +653,6 @@ def test_searches_in_vain_take_little_of_the_time(seconds: float, most: int, mon
         loop.answer(loop.scheduler.schedule(), token_id, seconds)
     assert 5 < len(asked) <= most
     assert seconds < 0.001 or len(asked) == 30
-
-
-def test_where_drafts_are_compared_with_none_they_are_looked_for() -> None:
-    """However many searches were in vain before: else the steps that may have drafts would have none."""
-    asked = list[int]()
-
-    class Budget(DraftBudget):
-        may = True
-
-        def may_draft(self, num_rows: int, newest: InFlightStep | None) -> bool:
-            return self.may
-
-        def grant(self, num_rows: int, chances: Sequence[Sequence[float]], *, is_gated: bool = False) -> list[int]:
-            asked.append(num_rows)
-            return super().grant(num_rows, chances)
-
-    budget = Budget(16)
-    loop = Loop(StepsInFlight(2), budget)
-
-    def step(token_id: int) -> None:
-        assert loop.speculation.propose()
-        loop.answer(loop.scheduler.schedule(), token_id)
-
-    for token_id in range(10, 30):
-        step(token_id)
-    budget.may = False
-    step(30)
-    asked.clear()
-    budget.may = True
-    step(31)
-    assert asked
 
 
 def test_a_burst_takes_the_drafts_back_at_once() -> None:

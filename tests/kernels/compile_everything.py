@@ -466,7 +466,7 @@ def inputs_and_sampling(compiler: Compiler) -> None:
     input_prep.advance_rows(scalars[:, 11], rows, inputs.seq_lens)
     published, cursor = torch.zeros(3, 2, 4, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     input_prep.commit_decode(ids, scalars, columns, rows, rows, torch.zeros(4), published, cursor)
-    input_prep.prepare_decode(ids, scalars, columns, rows, rows)
+    input_prep.prepare_decode(ids, scalars, columns, rows, rows, rows)
     find_drafts.find_drafts(ids, scalars[:, 10], rows, rows, 4)
     commit_drafts.commit_drafts(ids, scalars, columns, rows, rows, rows, torch.zeros(4), published, cursor)
     logits, ones = torch.zeros(4, 200_000), torch.ones(4)

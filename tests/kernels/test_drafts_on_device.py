@@ -37,13 +37,22 @@ def a_step(rng: random.Random, gen: torch.Generator) -> list[torch.Tensor]:
     return [token_ids, scalars, *columns, sampled, torch.randn(n, generator=gen)]
 
 
+def new_drafts(places: torch.Tensor, gen: torch.Generator) -> torch.Tensor:
+    """Ids that the step writes; -1: the row has the draft already."""
+    return torch.where(places > 0, torch.randint(-1, 3, places.shape, generator=gen), -1)
+
+
 def test_against_a_loop(rng: random.Random, gen: torch.Generator) -> None:
     for _ in range(20):
         step = a_step(rng, gen)
         was, scalars, rows, places, sampled, checks = (t.clone().numpy() for t in step)
         n = len(rows)
         published, cursor = torch.full((3, 2, n + 1), -5, dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
-        inputs = prepare_decode(*step[:2], COLUMNS, *step[2:4])
+        new = new_drafts(step[3], gen)
+        for row, place, draft in zip(rows, places, new.tolist(), strict=True):
+            if draft >= 0:
+                was[row, scalars[row, 11] + place] = draft
+        inputs = prepare_decode(*step[:2], COLUMNS, *step[2:4], new)
         drafts = following_drafts(step[0], step[1][:, 10], *step[2:4])
         commit_drafts(*step[:2], COLUMNS, *step[2:], published, cursor)
         ids = np.full(n, -1)
@@ -70,13 +79,14 @@ def test_against_a_loop(rng: random.Random, gen: torch.Generator) -> None:
 def test_triton(rng: random.Random, gen: torch.Generator, triton_device: torch.device) -> None:
     for _ in range(8):
         step, both = a_step(rng, gen), []
-        n = len(step[2])
+        n, new = len(step[2]), new_drafts(step[3], gen) if rng.random() < 0.8 else None
         for device in (triton_device, None):
             own = [t.clone() if device is None else t.clone().to(device) for t in step]
             published = torch.full((3, 2, n + 2), -5, dtype=torch.int32, device=device)
             cursor = torch.tensor([1], dtype=torch.int32, device=device)
             with plain() if device is None else nullcontext():
-                inputs = prepare_decode(*own[:2], COLUMNS, *own[2:4])
+                drafts = None if new is None else new.to(own[0].device)
+                inputs = prepare_decode(*own[:2], COLUMNS, *own[2:4], drafts)
                 commit_drafts(*own[:2], COLUMNS, *own[2:], published, cursor)
             both.append([t.cpu() for t in (*inputs, *own[:2], published[:, 0], cursor)])
             real = own[2].cpu() >= 0

@@ -5,8 +5,9 @@
 
 What a step takes is learned from the steps: of plain ones by rows, of those with drafts by positions. It is the time
 from one answer to the next, so it has what the worker waits for the host in it: a small model's steps are given ahead
-without drafts, and wait for each other with them. What no step has measured lately is taken to grow by a share of the
-step with each position, so that it is tried once more by and by.
+without drafts, and wait for each other with them; what a plain step behind drafts takes longer than others is theirs,
+too. What no step of a size has measured is taken to be what others with drafts take longer than plain ones, and to grow
+by a share of the step with each position; what was measured long ago counts for little, so that it is tried once more.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from itertools import accumulate
 from operator import mul, truediv
 
 from ..scheduler.step import InFlightStep
-from .trials import Trials
 
 _SIZES = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256
 """Numbers of positions for which seconds are kept; those between count for the next one."""
@@ -26,7 +26,7 @@ _LEAST_CHANCE = 0.02  # a draft that is right less often is not considered
 _MOST_WEIGHT = 12.0  # measured steps after which older ones count for ever less
 _LEARNED_TOGETHER = 8  # measured steps after which the weights of all sizes are lowered
 _LITTLE = 0.02  # share of a step's seconds
-_KEPT = 0.96  # the factor on the weights then
+_KEPT, _KEPT_OF_DRAFTED = 0.96, 0.995  # the factors on the weights then: plain steps grow with their contexts
 _DISTURBED = 3.0  # a step that took so many times as long as expected counts as that
 _LONG_STEP = 0.003
 """Seconds of a step beside which it costs nothing to wait for its answer before the next is made: then drafts follow
@@ -41,17 +41,6 @@ class DraftBudget:
 
     def learn(self, step: InFlightStep, seconds: float) -> None:
         """Note that a step was answered so many seconds after the one before."""
-
-    def compare_with_none(self) -> None:
-        """Called where steps may take less than the host's part of them: have none drafted now and then, to compare."""
-
-    def note_tokens(self, num_rows: int, step: InFlightStep, num_tokens: int, seconds: float) -> None:
-        """Note that the host took the answer of a step, which brought so many tokens, so long after the one before.
-        ``num_rows``: requests with a row."""
-
-    def may_draft(self, num_rows: int, newest: InFlightStep | None) -> bool:
-        """Return whether the next step, of so many rows, may have drafts. ``newest``: the last one that was made."""
-        return True
 
     def waits_for_answers(self, num_rows: int) -> bool:
         """Return whether drafts of a step are to follow the answers to all before it, with so many rows."""
@@ -83,30 +72,22 @@ class CostBudget(DraftBudget):
         """``growth``: the share of a step of one position by which each further one prolongs it, before any was
         measured."""
         super().__init__(most_positions)
-        self._trials: Trials | None = None
         self._costs = _Costs(growth), _Costs(growth)  # without bitmasks; of steps that wait for one
         self._follows_plain = True  # the last step that was measured had no drafts
 
     def learn(self, step: InFlightStep, seconds: float) -> None:
-        num_positions = len(step.batch) + sum(len(ahead.token_ids) for ahead in step.ahead.values())
+        num_rows = len(step.batch)
+        num_positions = num_rows + sum(len(ahead.token_ids) for ahead in step.ahead.values())
         if seconds <= 0 or step.chunks or num_positions != step.num_tokens:
             return  # it has prompts
         follows_plain, self._follows_plain = self._follows_plain, not step.ahead
-        if not (step.ahead or follows_plain or step.is_gated):
-            return  # it may have waited for the answer of the one before, as all do that wait for a bitmask
-        self._costs[step.is_gated].learn(num_positions, seconds, is_plain=not step.ahead)
-
-    def compare_with_none(self) -> None:
-        self._trials = Trials()
-
-    def note_tokens(self, num_rows: int, step: InFlightStep, num_tokens: int, seconds: float) -> None:
-        if self._trials is not None and not self.waits_for_answers(num_rows):
-            self._trials.note(num_rows, step, num_tokens, seconds)
-
-    def may_draft(self, num_rows: int, newest: InFlightStep | None) -> bool:
-        if self._trials is None or self.waits_for_answers(num_rows):
-            return True
-        return self._trials.may_draft(num_rows, newest)
+        costs = self._costs[step.is_gated]
+        if step.ahead:
+            costs.learn_drafted(num_rows, num_positions, seconds)
+        elif follows_plain or step.is_gated:  # all that wait for a bitmask wait for the answer of the one before
+            costs.learn_plain(num_rows, seconds)
+        else:
+            costs.add_to_drafted(num_rows, seconds)
 
     def waits_for_answers(self, num_rows: int) -> bool:
         return self._costs[False].known_seconds(num_rows) >= _LONG_STEP
@@ -129,22 +110,44 @@ class _Costs:
 
     def __init__(self, growth: float) -> None:
         self._growth = growth
-        self._plain = _Measured()
-        self._drafted = _Measured()
+        self._plain = _Measured(_KEPT)
+        self._drafted = _Measured(_KEPT_OF_DRAFTED)
+        self._longer = _Measured(_KEPT_OF_DRAFTED)  # shares of a plain step by which those with drafts take longer
         self._begun: set[int] = set()  # sizes of steps with drafts; the first of a size may have captured a graph
+        self._newest = 0  # positions of the last step with drafts that was measured; 0: none was since a plain one
         self._num_learned = 0
         # seconds of a step without drafts, and of those with 1, 2 and so on, by rows
         self._known: dict[int, tuple[float, list[float]]] = {}
 
-    def learn(self, num_positions: int, seconds: float, *, is_plain: bool) -> None:
-        if not is_plain and (place := _place(num_positions)) not in self._begun:
+    def learn_plain(self, num_rows: int, seconds: float) -> None:
+        self._newest = 0
+        self._note(self._plain.learn(num_rows, seconds))
+
+    def learn_drafted(self, num_rows: int, num_positions: int, seconds: float) -> None:
+        if (place := _place(num_positions)) not in self._begun:
             self._begun.add(place)
             return
+        self._newest = num_positions
+        if self._plain.is_known:
+            plain = self.known_seconds(num_rows)
+            expected = self._grown(plain, num_rows, num_positions - num_rows)
+            self._longer.learn(1, max(0.0, min(seconds, _DISTURBED * expected) - expected) / plain)
+        self._note(self._drafted.learn(num_positions, seconds))
+
+    def add_to_drafted(self, num_rows: int, seconds: float) -> None:
+        """Add to the last step with drafts what the plain one behind it took longer than others do."""
+        more = max(0.0, seconds - (plain := self.known_seconds(num_rows)))
+        if self._newest and more and plain:
+            self._longer.add(1, more / plain)
+            self._note(self._drafted.add(self._newest, more))
+        self._newest = 0
+
+    def _note(self, is_change: bool) -> None:
         self._num_learned += 1
         if is_old := self._num_learned % _LEARNED_TOGETHER == 0:
-            self._plain.age()
-            self._drafted.age()
-        if (self._plain if is_plain else self._drafted).learn(num_positions, seconds) or is_old:
+            for measured in (self._plain, self._drafted, self._longer):
+                measured.age()
+        if is_change or is_old:
             self._known.clear()
 
     def known_seconds(self, num_rows: int) -> float:
@@ -166,7 +169,7 @@ class _Costs:
     def _drafted_seconds(self, num_rows: int, plain: float, most: int) -> list[float]:
         """Return what steps take that have 1 to ``most`` drafts."""
         found: list[float] = []
-        size, seconds, slope = num_rows, plain, 0.0
+        size, seconds, slope = num_rows, plain * (1 + self._longer.blended(0, 0.0)), 0.0
         for place in range(bisect_left(_SIZES, num_rows + 1), len(_SIZES)):
             if len(found) >= most:
                 break
@@ -184,14 +187,16 @@ class _Costs:
 class _Measured:
     """Seconds of steps by `_SIZES`, each a mean of the last ones, with a weight."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: float) -> None:
+        """``kept``: what is left of the weights when they `age`."""
+        self._kept = kept
         self._means = [0.0] * len(_SIZES)
         self._weights = [0.0] * len(_SIZES)
         self.is_known = False
 
     def age(self) -> None:
         """Count what was measured for less."""
-        self._weights = [_KEPT * weight for weight in self._weights]
+        self._weights = [self._kept * weight for weight in self._weights]
 
     def learn(self, num_positions: int, seconds: float) -> bool:
         """Note what a step took. Returns whether that changes what is expected of others by more than a little."""
@@ -199,10 +204,17 @@ class _Measured:
         place = _place(num_positions)
         weight = self._weights[place] = min(_MOST_WEIGHT, self._weights[place] + 1)
         if weight > 1.5:
-            seconds = min(seconds, _DISTURBED * self._means[place])
+            seconds = min(seconds, _DISTURBED * self._means[place] or seconds)
         change = (seconds - self._means[place]) / weight
         self._means[place] += change
         return abs(change) > _LITTLE * self._means[place]
+
+    def add(self, num_positions: int, seconds: float) -> bool:
+        """Add seconds to the last step of this size. Returns as `learn` does."""
+        place = _place(num_positions)
+        change = min(seconds, _DISTURBED * self._means[place] or seconds) / max(1.0, self._weights[place])
+        self._means[place] += change
+        return change > _LITTLE * self._means[place]
 
     def nearest(self, num_positions: int) -> tuple[int, float]:
         """Return the measured size that is nearest, and its seconds; (1, 1.0): none is."""

@@ -41,7 +41,5 @@ def new_speculation(
     budget = DraftBudget(min(most, 64 if is_gpu else 16))
     if steps_alone:
         budget = CostBudget(most, _GROWTH_ON_GPU if is_gpu else _GROWTH_ON_CPU)
-        if is_gpu:
-            budget.compare_with_none()
     chosen = config.speculation_settings
     return Proposing(scheduler, in_flight, budget, chosen.method, new_history(chosen, ready["vocab_size"]))

@@ -40,7 +40,6 @@ class Proposing(Speculation):
         self._name = name
         self._new_history = new_history
         self._chances = Chances()  # those of all requests
-        self._taken_at = 0.0  # when the host took the last answer, in monotonic seconds
         self._answered_at = 0.0  # when the worker sent the last answer, in monotonic seconds
         self._was_busy = False  # there was more to compute then
         self._changed: dict[Request, None] = {}  # requests that got tokens since guesses were looked for
@@ -51,11 +50,8 @@ class Proposing(Speculation):
 
     def note_answer(self, step: InFlightStep, answered_at: float, sampled: Sampled) -> None:
         # What the host takes between two steps is part of the time, as far as the worker waits for it.
-        now = monotonic()
         if self._was_busy:
             self._budget.learn(step, answered_at - self._answered_at)
-            self._budget.note_tokens(max(1, self._scheduler.num_running), step, len(sampled), now - self._taken_at)
-        self._taken_at = now
         self._answered_at, self._was_busy = answered_at, self._scheduler.num_running > 0
         self._changed |= dict.fromkeys(request for request, _, _ in sampled)
 
@@ -67,10 +63,6 @@ class Proposing(Speculation):
         room = self._budget.room(num_rows)
         if room <= 0:
             self._changed, self._began_at = {}, 0.0
-            return True
-        if not self._budget.may_draft(num_rows, self._scheduler.newest_step):
-            self._changed, self._began_at = {}, 0.0
-            self._num_vain = self._num_to_skip = 0  # drafts are compared with none: the next steps with them search
             return True
         waits_for_answers = self._budget.waits_for_answers(num_rows)
         may_be_rejected = any(not ahead.are_certain for step in rows.steps for ahead in step.ahead.values())

@@ -141,7 +141,12 @@ def _advance_rows(num_computed, stride, rows, seq_lens, n, BLOCK: tl.constexpr):
 
 
 def prepare_decode(
-    token_ids: Tensor, scalars: Tensor, columns: ScalarColumns, rows: Tensor, places: Tensor | None
+    token_ids: Tensor,
+    scalars: Tensor,
+    columns: ScalarColumns,
+    rows: Tensor,
+    places: Tensor | None,
+    drafts: Tensor | None,
 ) -> DecodeInputs:
     n, device = rows.shape[0], rows.device
     wide = torch.empty((4, n), dtype=torch.int64, device=device)
@@ -156,6 +161,7 @@ def prepare_decode(
         scalars.view(torch.float32),
         rows,
         places,
+        drafts,
         *out,
         n,
         token_ids.stride(0),
@@ -170,7 +176,7 @@ def prepare_decode(
     return out
 
 
-_WIDE = ["rows", "places", "input_ids", "positions", "seeds", "sample_positions"]
+_WIDE = ["rows", "places", "drafts", "input_ids", "positions", "seeds", "sample_positions"]
 
 
 @triton.jit(do_not_specialize=["n"], do_not_specialize_on_alignment=_WIDE)
@@ -180,6 +186,7 @@ def _prepare_decode(
     numbers,
     rows,
     places,
+    drafts,
     input_ids,
     positions,
     seq_lens,
@@ -208,7 +215,12 @@ def _prepare_decode(
         place = tl.load(places + i, mask=real, other=0)
         position += place.to(tl.int32)
         tokens += place
-    ids = tl.load(token_ids + row * stride_ids + position, mask=real, other=0)
+    at = token_ids + row * stride_ids + position
+    ids = tl.load(at, mask=real, other=0)
+    if drafts is not None:
+        draft = tl.load(drafts + i, mask=real, other=-1).to(tl.int32)
+        ids = tl.where(draft < 0, ids, draft)
+        tl.store(at, ids, mask=real)
     low = tl.load(scalars + begin + SEED, mask=real, other=0).to(tl.int64) & 0xFFFFFFFF
     high = tl.load(scalars + begin + SEED + 1, mask=real, other=0).to(tl.int64)
     tl.store(input_ids + i, ids.to(tl.int64), mask=inside)

@@ -21,6 +21,8 @@ from .positions import Verification, places_in
 from .proposer import Proposer
 from .speculation import Verifier
 
+_NOTHING: tuple[Rows, Rows] = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+
 
 class DraftVerifier(Verifier):
     """A request with drafts gets those that are what is sampled, and one token more."""
@@ -42,11 +44,13 @@ class DraftVerifier(Verifier):
         super().__init__(requests)
         self._proposer = proposer
         self._has_tokens = has_tokens
+        self._step: DraftStep | None = None  # what its graphs run
         if sizes:
-            step = DraftStep(*parts[:3], max(sizes), *parts[3:])
+            step = self._step = DraftStep(*parts[:3], max(sizes), *parts[3:])
             how = {"enforce_eager": enforce_eager, "has_ends": False}
             self.graphs = CudaGraphManager(step, list(sizes), step.platform, step_rows=step_rows, **how)
         self._columns: DraftColumns | None = None  # drafts of the step being run
+        self._unwritten = _NOTHING  # how many of its drafts each row has that a graph would write, and these drafts
         self._rows: Rows = np.empty(0, dtype=np.int64)  # its rows, in the order of the columns
 
     def update(self, out: SchedulerOutput) -> None:
@@ -70,8 +74,9 @@ class DraftVerifier(Verifier):
         return np.array(out.drafts.counts, dtype=np.int64)
 
     def begin(self, plan: BatchPlan) -> None:
-        """Write the drafts behind the tokens of their rows. Those that are certain become tokens of the row, and need
-        no logits of their own."""
+        """Prepare the drafts of the step. Those that are certain become tokens of the row, and need no logits of their
+        own."""
+        self._unwritten = _NOTHING
         self._proposer.catch_up(plan)
         if self._columns is not None:
             self._put(self._columns, plan)
@@ -83,12 +88,23 @@ class DraftVerifier(Verifier):
             is_found = np.array(columns.is_found, dtype=bool)
             self._proposer.propose(self._rows[is_found], counts[is_found])
         if self._has_tokens and columns.token_ids:
-            self._write(np.array(columns.num_known()), np.array(columns.token_ids, dtype=np.int64), is_certain)
+            known = np.array(columns.num_known()), np.array(columns.token_ids, dtype=np.int64)
+            if is_certain.any():
+                self._write(*known, is_certain)
+            else:
+                self._unwritten = known
         if is_certain.any():
             self._requests.append(self._rows, np.where(is_certain, counts, 0))
         counts = np.where(is_certain, 0, counts)
         if counts.any():
             plan.num_samples = counts[plan.batch_idx] + 1
+            if self._step is not None:
+                self._step.positions = _positions(plan, *self._unwritten)
+
+    def begin_batch(self) -> None:
+        """Write the drafts behind the tokens of their rows."""
+        if len(self._unwritten[1]):
+            self._write(*self._unwritten, np.zeros(len(self._rows), dtype=bool))
 
     def _write(self, counts: Rows, token_ids: Rows, is_certain: np.ndarray) -> None:
         requests = self._requests
@@ -126,6 +142,18 @@ class DraftVerifier(Verifier):
         return RaggedOutput(self._columns, places, *answer, side=side)
 
 
+def _positions(plan: BatchPlan, counts: Rows, token_ids: Rows) -> Rows:
+    """Return `DraftStep.positions` of a step. ``counts``, ``token_ids``: see `DraftVerifier`; without drafts empty."""
+    assert plan.num_samples is not None
+    owner, places = places_in(plan.num_samples)
+    drafts = np.full(len(places), -1, dtype=np.int64)
+    if len(token_ids):
+        owner = plan.batch_idx[owner]
+        is_known = (places > 0) & (places <= counts[owner])
+        drafts[is_known] = token_ids[((np.cumsum(counts) - counts)[owner] + places - 1)[is_known]]
+    return np.stack((places, drafts))
+
+
 class RaggedOutput(AsyncOutput):
     """The answer of a step with drafts."""
 
@@ -157,12 +185,13 @@ class RaggedOutput(AsyncOutput):
         counts = np.bincount(self._sampling[kept], minlength=self._num_reqs).astype(np.int32)
         token_ids = np.empty(0, dtype=np.int32) if host.token_ids is None else host.token_ids[kept].astype(np.int32)
         # Drafts that are certain come before the token sampled after them.
-        columns = self._columns
-        num_drafts, is_certain = np.array(columns.counts), np.array(columns.is_certain, dtype=bool)
-        certain = np.where(is_certain & (counts > 0), num_drafts, 0)
-        certain_ids = np.array(columns.token_ids)[np.repeat(certain > 0, columns.num_known())]
-        token_ids = np.insert(token_ids, np.repeat(np.cumsum(counts) - counts, certain), certain_ids)
-        counts += certain.astype(np.int32)
+        certain = np.zeros_like(counts)
+        if any(self._columns.is_certain):
+            num_drafts, is_certain = np.array(self._columns.counts), np.array(self._columns.is_certain, dtype=bool)
+            certain = np.where(is_certain & (counts > 0), num_drafts, 0).astype(np.int32)
+            certain_ids = np.array(self._columns.token_ids)[np.repeat(certain > 0, self._columns.num_known())]
+            token_ids = np.insert(token_ids, np.repeat(np.cumsum(counts) - counts, certain), certain_ids)
+            counts += certain
         logprobs = None
         if self._logprobs is not None:
             token_idx = np.full(len(self._sampling), -1, dtype=np.int64)

@@ -2,8 +2,9 @@
 
     row        3    3    3    5    0    0   -1   -1       a row with k drafts has k + 1 positions, one after the other
     place      0    1    2    0    0    1    0    0       drafts before each; -1: padding, which is written nowhere
-    drafts     a    b    -    -    c    -    -    -       in the rows, behind their tokens: the device reads them
+    draft      -    a    b    -    -    c    -    -       the one that the position computes
 
+The step itself writes the drafts into the rows, behind their tokens, where its end reads them again to verify them.
 So one graph serves any mixture of rows with few, many and no drafts, and nothing is computed for drafts that a row does
 not have: a graph of (batch, k + 1) would compute k + 1 positions of each. Steps without any draft have the graphs that
 there are without speculation.
@@ -39,22 +40,24 @@ class DraftStep(DecodeStep):
     def __init__(self, *args: Any, **how: Any) -> None:
         """Take the arguments of `DecodeStep`; its sizes count positions."""
         super().__init__(*args, **how)
-        self._columns = torch.zeros((2, self._max_size), dtype=torch.int64, device=self._device)
-        self._rows, self._places = self._columns.unbind()
+        self._columns = torch.zeros((3, self._max_size), dtype=torch.int64, device=self._device)
+        self._rows, self._places, self._drafts = self._columns.unbind()
+        self.positions = np.empty((2, 0), dtype=np.int64)
+        """Of each position of the next step its place, and the draft that the step writes there; -1: none."""
 
     def set_rows(self, rows: Rows, size: int) -> Tensor:
-        """Put the positions' rows, and their places, where the step of ``size`` reads them."""
-        columns = np.zeros((2, self._max_size), dtype=np.int64)  # all of it, so that it is one copy
+        """Put the positions' rows, with their places and drafts, where the step of ``size`` reads them."""
+        columns = np.zeros((3, self._max_size), dtype=np.int64)  # all of it, so that it is one copy
         columns[0, len(rows) :] = -1
         columns[0, : len(rows)] = rows
-        columns[1, : len(rows)] = places_of(rows)
+        columns[1:, : len(rows)] = self.positions[:, : len(rows)]
         send(columns, self._columns)
         return self._rows[:size]
 
     def prepare(self, size: int) -> DecodeInputs:
         requests = self._requests
         where = (requests.token_ids, requests.scalars.words, COLUMNS)
-        return prepare_decode(*where, self._rows[:size], self._places[:size])
+        return prepare_decode(*where, *(column[:size] for column in self._columns))
 
     def forward(self, inputs: DecodeInputs, size: int) -> Tensor:
         return self._model.decode(inputs, self._rows[:size], has_several=True)
@@ -71,10 +74,3 @@ class DraftStep(DecodeStep):
         requests = self._requests
         where = (requests.token_ids, requests.scalars.words, COLUMNS, rows, self._places[: len(rows)])
         commit_drafts(*where, ids, checks, self._published, self._cursor)
-
-
-def places_of(rows: Rows) -> Rows:
-    """For each position how many of the same row are before it: those of a row follow each other."""
-    is_first = np.diff(rows, prepend=-2) != 0
-    index = np.arange(len(rows))
-    return index - np.maximum.accumulate(np.where(is_first, index, 0))

@@ -40,6 +40,9 @@ class Verifier:
     def begin(self, plan: BatchPlan) -> None:
         """Prepare the rows of a planned step, before its inputs are read; set at how many positions each samples."""
 
+    def begin_batch(self) -> None:
+        """Prepare the rows of a step, begun, that no graph of several positions runs."""
+
     def gather(self, plan: BatchPlan, idx_mapping: Tensor, grammar: GrammarOutput | None) -> SampleBatch:
         """Return the step's rows of logits. ``idx_mapping``: int64 [num_reqs], the plan's rows on the device."""
         return SampleBatch.gather(plan, idx_mapping, self._requests, grammar)
