@@ -5,8 +5,8 @@
 
 What a step takes is learned from the steps: of plain ones by rows, of those with drafts by positions. It is the time
 from one answer to the next, so it has what the worker waits for the host in it: a small model's steps are given ahead
-without drafts, and wait for each other with them; what a plain step behind drafts takes longer than others is theirs,
-too. What no step of a size has measured is taken to be what others with drafts take longer than plain ones, and to grow
+without drafts, and wait for each other with them; what the plain steps behind drafts take longer than others is theirs,
+too, as it takes some until steps are given ahead again. What no step of a size has measured is taken to be what others with drafts take longer than plain ones, and to grow
 by a share of the step with each position; what was measured long ago counts for little, so that it is tried once more.
 """
 
@@ -26,6 +26,7 @@ _LEAST_CHANCE = 0.02  # a draft that is right less often is not considered
 _MOST_WEIGHT = 12.0  # measured steps after which older ones count for ever less
 _LEARNED_TOGETHER = 8  # measured steps after which the weights of all sizes are lowered
 _LITTLE = 0.02  # share of a step's seconds
+_BEHIND = 8  # plain steps behind one with drafts that may take longer for it
 _KEPT, _KEPT_OF_DRAFTED = 0.96, 0.995  # the factors on the weights then: plain steps grow with their contexts
 _DISTURBED = 3.0  # a step that took so many times as long as expected counts as that
 _LONG_STEP = 0.003
@@ -73,21 +74,23 @@ class CostBudget(DraftBudget):
         measured."""
         super().__init__(most_positions)
         self._costs = _Costs(growth), _Costs(growth)  # without bitmasks; of steps that wait for one
-        self._follows_plain = True  # the last step that was measured had no drafts
+        self._num_plain = _BEHIND  # plain steps since the last one with drafts
 
     def learn(self, step: InFlightStep, seconds: float) -> None:
         num_rows = len(step.batch)
         num_positions = num_rows + sum(len(ahead.token_ids) for ahead in step.ahead.values())
         if seconds <= 0 or step.chunks or num_positions != step.num_tokens:
             return  # it has prompts
-        follows_plain, self._follows_plain = self._follows_plain, not step.ahead
         costs = self._costs[step.is_gated]
         if step.ahead:
+            self._num_plain = 0
             costs.learn_drafted(num_rows, num_positions, seconds)
-        elif follows_plain or step.is_gated:  # all that wait for a bitmask wait for the answer of the one before
+            return
+        self._num_plain += 1
+        if self._num_plain > _BEHIND or step.is_gated:  # all that wait for a bitmask wait for the answer before
             costs.learn_plain(num_rows, seconds)
         else:
-            costs.add_to_drafted(num_rows, seconds)
+            costs.add_to_drafted(num_rows, seconds, is_next=self._num_plain == 1)
 
     def waits_for_answers(self, num_rows: int) -> bool:
         return self._costs[False].known_seconds(num_rows) >= _LONG_STEP
@@ -114,13 +117,12 @@ class _Costs:
         self._drafted = _Measured(_KEPT_OF_DRAFTED)
         self._longer = _Measured(_KEPT_OF_DRAFTED)  # shares of a plain step by which those with drafts take longer
         self._begun: set[int] = set()  # sizes of steps with drafts; the first of a size may have captured a graph
-        self._newest = 0  # positions of the last step with drafts that was measured; 0: none was since a plain one
+        self._newest = 0  # positions of the last step with drafts that was measured
         self._num_learned = 0
         # seconds of a step without drafts, and of those with 1, 2 and so on, by rows
         self._known: dict[int, tuple[float, list[float]]] = {}
 
     def learn_plain(self, num_rows: int, seconds: float) -> None:
-        self._newest = 0
         self._note(self._plain.learn(num_rows, seconds))
 
     def learn_drafted(self, num_rows: int, num_positions: int, seconds: float) -> None:
@@ -134,13 +136,17 @@ class _Costs:
             self._longer.learn(1, max(0.0, min(seconds, _DISTURBED * expected) - expected) / plain)
         self._note(self._drafted.learn(num_positions, seconds))
 
-    def add_to_drafted(self, num_rows: int, seconds: float) -> None:
-        """Add to the last step with drafts what the plain one behind it took longer than others do."""
-        more = max(0.0, seconds - (plain := self.known_seconds(num_rows)))
-        if self._newest and more and plain:
+    def add_to_drafted(self, num_rows: int, seconds: float, *, is_next: bool) -> None:
+        """Add to the last step with drafts what a plain one behind it, perhaps the next, takes longer than others."""
+        if not self._plain.is_known:
+            if not is_next:
+                self.learn_plain(num_rows, seconds)
+            return
+        plain = self.known_seconds(num_rows)
+        more = min(seconds, _DISTURBED * plain) - plain
+        if self._newest:
             self._longer.add(1, more / plain)
             self._note(self._drafted.add(self._newest, more))
-        self._newest = 0
 
     def _note(self, is_change: bool) -> None:
         self._num_learned += 1
@@ -212,9 +218,9 @@ class _Measured:
     def add(self, num_positions: int, seconds: float) -> bool:
         """Add seconds to the last step of this size. Returns as `learn` does."""
         place = _place(num_positions)
-        change = min(seconds, _DISTURBED * self._means[place] or seconds) / max(1.0, self._weights[place])
-        self._means[place] += change
-        return change > _LITTLE * self._means[place]
+        change = seconds / max(1.0, self._weights[place])
+        self._means[place] = max(0.0, self._means[place] + change)
+        return abs(change) > _LITTLE * self._means[place]
 
     def nearest(self, num_positions: int) -> tuple[int, float]:
         """Return the measured size that is nearest, and its seconds; (1, 1.0): none is."""
