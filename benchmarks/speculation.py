@@ -2,7 +2,7 @@
 JSON to stdout, a line a task, number of streams and way.
 
     python benchmarks/speculation.py [--model smollm2-135m] [--tasks edit json free tools] [--streams 1 16]
-        [--ways suffix ngram_worker] [--tokens 200] [--rounds 3]
+        [--ways suffix ngram_worker] [--tokens 200] [--rounds 3] [--set KEY=JSON]
 
 ``edit``: a file of the prompt once more, with a name changed, after an example of the same; ``json``: an object of a
 bounded schema whose keys are long, after an example; ``free``: a story; ``tools``: as many sessions as streams, of 20
@@ -214,6 +214,7 @@ async def main() -> None:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--set", action="append", default=[], help="a setting of all engines, KEY=JSON")
     args = parser.parse_args()
     settings: dict[str, Any] = {
         "dtype": args.dtype,
@@ -221,6 +222,7 @@ async def main() -> None:
         "kv_cache_memory_bytes": 2 << 30,
     }  # they share a device
     settings |= {"num_threads": args.threads} if args.threads else {}
+    settings |= {key: json.loads(value) for key, value in (item.split("=", 1) for item in args.set)}
     async with AsyncExitStack() as stack:
         names = (*(["bare"] if "json" in args.tasks else []), "none", *args.ways)
         engines = {name: await start(stack, args.model, name, settings) for name in names}
