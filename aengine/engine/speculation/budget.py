@@ -5,9 +5,10 @@
 
 What a step takes is learned from the steps: of plain ones by rows, of those with drafts by positions. It is the time
 from one answer to the next, so it has what the worker waits for the host in it: a small model's steps are given ahead
-without drafts, and wait for each other with them; what the plain steps behind drafts take longer than others is theirs,
-too, as it takes some until steps are given ahead again. What no step of a size has measured is taken to be what others with drafts take longer than plain ones, and to grow
-by a share of the step with each position; what was measured long ago counts for little, so that it is tried once more.
+without drafts, and wait for each other with them. What the plain steps behind drafts take longer than others is theirs,
+too, as it takes some until steps are given ahead again. What no step of a size has measured is taken to be what others
+with drafts take longer than plain ones, and to grow by a share of the step with each position; what was measured long
+ago counts for little, so that it is tried once more.
 """
 
 from __future__ import annotations

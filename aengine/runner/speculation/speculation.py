@@ -1,7 +1,7 @@
 """`Verifier`: how many tokens the requests of a step get.
 
-    update ─> ahead ─> begin ─> the layers ─┬─> gather, sampling, note_sampled, append ─┬─> answer
-                                            └─> a graph, note_sampled ──────────────────┘
+    update ─> ahead ─> begin ─┬─> begin_batch, the layers ─┬─> gather, sampling, note_sampled, append ─┬─> answer
+                              └─> a graph's first half ────┴─> its second half, note_sampled ──────────┘
 
 Here each gets one, if it samples. `DraftVerifier` verifies guesses of several.
 """
