@@ -296,6 +296,32 @@ async def test_wrong_turns() -> None:
         assert (await session.chat("short")).message.content == "x"
 
 
+async def test_reasoning_and_several_answers() -> None:
+    """The first answer is history, with its reasoning, of which the chat template shows what it likes."""
+    replies = ["Hello", Reply("Paris", reasoning="Hm."), "Rome"]
+    async with FakeAsyncLLM(lambda request: replies[len(engine.requests) % 3], reasoning=True) as engine:
+        session = engine.session()
+        stream = session.stream("Of France?")
+        await _end_of(stream)
+        assert session.messages[-1] == {"role": "assistant", "content": "Paris", "reasoning_content": "Hm."}
+        assert session.usage.reasoning_tokens == stream.completion.usage.reasoning_tokens > 0
+        answer = await session.chat("Of Italy?", SamplingParams(n=2))
+        assert said(session)[-1] == answer.choices[0].message.content and len(session.messages) == 4
+        assert session.usage.turns[1].completion_tokens == answer.usage.completion_tokens
+
+
+async def test_an_engine_that_sleeps() -> None:
+    """A turn is refused or wakes it, as any request; nothing said is lost."""
+    async with FakeAsyncLLM("x", when_asleep="error") as engine, engine.session() as session:
+        await session.chat("1")
+        await engine.sleep()
+        with pytest.raises(EngineClosedError):
+            await session.chat("2")
+        await engine.wake_up()
+        await session.chat("3")
+        assert said(session) == ["1", "x", "3", "x"]
+
+
 async def test_a_full_context_leaves_what_was_said() -> None:
     """The answer ends where the context does; a next turn has no room, and the session can be gone on with in part."""
     async with FakeAsyncLLM("x" * 400, max_model_len=256) as engine:

@@ -86,11 +86,12 @@ class Conversation(Generic[S]):
         return stream
 
     def end(self, request_id: str, answer: ChatMessage | None, usage: Usage | None = None) -> None:
-        """End the turn of this request, if it is under way. ``answer``: None: it is undone."""
+        """End the turn of this request, if it is under way. ``answer``: None: it is undone; ``usage``: None: as far as
+        it is known."""
         turn = self._turn
         if turn is not None and turn.request_id == request_id:
             self._turn = None
-            self._usages.append(turn.record.usage() if usage is None else usage)
+            self._usages.append(turn.record.usage if usage is None else usage)
             if answer is not None:
                 self._messages = _with_answer(turn, self._messages, answer)
 
@@ -101,9 +102,9 @@ class Conversation(Generic[S]):
             return
         if not turn.record.has_ended:
             self._abort(turn.request_id)
-        answer = turn.record.message()
+        answer, usage = turn.record.said()
         is_undone = turn.record.error is not None or (turn.record.is_cut and answer == ChatMessage())
-        self.end(turn.request_id, None if is_undone else answer)
+        self.end(turn.request_id, None if is_undone else answer, usage)
 
     @property
     def messages(self) -> Messages:
@@ -112,13 +113,14 @@ class Conversation(Generic[S]):
         turn = self._turn
         if turn is None:
             return self._messages.copy()
-        answer = turn.record.message()
+        answer, _ = turn.record.said()
         return [*self._messages, *turn.asked] if answer == ChatMessage() else _with_answer(turn, self._messages, answer)
 
     @property
     def usage(self) -> SessionUsage:
+        self.settle()
         turn = self._turn
-        return SessionUsage.of([*self._usages, *([] if turn is None else [turn.record.usage()])])
+        return SessionUsage.of([*self._usages, *([] if turn is None else [turn.record.usage])])
 
     # -- tools
 

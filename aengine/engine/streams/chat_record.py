@@ -41,14 +41,15 @@ class ChatRecord:
         mailbox = self._place[0]
         return not mailbox.choices or mailbox.finish_reason in (None, FinishReason.ABORT)
 
-    def message(self) -> ChatMessage:
-        """Return what the first answer says so far."""
-        return self._said(self._place[0])[0]
-
+    @property
     def usage(self) -> Usage:
-        """Return the tokens so far, of all answers."""
-        mailbox = self._place[0]
-        return replace(mailbox.usage(), reasoning_tokens=self._said(mailbox)[1])
+        """The tokens so far, of all answers; those of reasoning are not counted."""
+        return self._place[0].usage()
+
+    def said(self) -> tuple[ChatMessage, Usage]:
+        """Return what the first answer says so far, and the tokens. All that has come is read anew each time."""
+        message, num_reasoning_tokens = self._said(self._place[0])
+        return message, replace(self.usage, reasoning_tokens=num_reasoning_tokens)
 
 
 def said_by_tokens(mailbox: Mailbox) -> Said:
