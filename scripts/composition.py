@@ -129,6 +129,14 @@ INVARIANT_TESTS = (
 INVARIANT_WITH = ("full attention", "sliding windows", "experts", STATES, FOREIGN, ENCODERS, ADAPTERS, DRAFTS, TENSOR)
 
 
+SESSIONS = "sessions"
+WITH_SESSIONS = (*ASKED, DRAFTS)
+SESSION_TESTS = (
+    "tests/e2e/test_sessions_smollm2.py::test_what_a_turn_asks_for",
+    "tests/e2e/test_sessions_smollm2.py::test_a_turn_finds_all_of_those_before_it",
+)
+
+
 class Cell(NamedTuple):
     row: str
     column: str
@@ -289,6 +297,11 @@ def of_updates(row: str, column: str) -> Cell:
     return Cell(row, column, ("tests/parallel/test_weight_updates.py::test_tokens_are_those_of_a_fresh_engine",))
 
 
+def of_sessions(row: str, column: str) -> Cell:
+    """What a turn of a session asks for, beside the same request of its tokens alone."""
+    return Cell(row, column, SESSION_TESTS)
+
+
 def of_invariance(row: str, column: str) -> Cell:
     """A request's bits, whatever else is computed."""
     if column in (STATES, FOREIGN, ENCODERS, TENSOR):
@@ -324,6 +337,7 @@ TABLES = {
     of_divided_formats: Table("Formats and several devices", FORMATS, DIVISIONS),
     of_sleep: Table("Sleep", (SLEEP,), tuple(SLEEPS)),
     of_updates: Table("Weights from a trainer", (UPDATES,), UPDATED),
+    of_sessions: Table("Sessions", (SESSIONS,), WITH_SESSIONS),
     of_invariance: Table("Batch invariance", (INVARIANT,), INVARIANT_WITH),
     of_two_divisions: Table("Divisions", DIVISIONS, DIVISIONS, is_symmetric=True),
 }
