@@ -372,6 +372,9 @@ class EngineConfig:
             raise InvalidRequestError("batch_invariant=True takes no adapters: leave it out, or loras and max_loras")
         tiers = checked_kv_tiers(self.kv_tiers, caches_prefixes=self.enable_prefix_caching)
         object.__setattr__(self, "kv_tiers", tiers)
+        if tiers and self.executor != "process":
+            message = "kv_tiers takes workers of this machine: leave it out, or executor='ray'"
+            raise InvalidRequestError(message, param="kv_tiers")
         object.__setattr__(self, "tenants", checked_tenants(self.tenants))
         check_processors(self.logits_processors)
         object.__setattr__(self, "logits_processors", tuple(self.logits_processors))

@@ -43,7 +43,8 @@ DIVISIONS = (TENSOR, PIPELINE, REPLICAS, SHARED, RAY)
 SWAPPED = "`swap_space_bytes`"
 LOOKUP, FOUND = '`speculation="suffix"`', '`speculation="ngram_worker"`'
 KV_CODES = '`kv_cache_dtype="fp8"`'
-SETTINGS = (SWAPPED, LOOKUP, FOUND, KV_CODES)
+TIERS = "`kv_tiers`"
+SETTINGS = (SWAPPED, TIERS, LOOKUP, FOUND, KV_CODES)
 WALKED = (*FAMILIES[:-1], *FORMATS[1:], TENSOR)
 """What tests/parallel/test_composition.py walks with requests for each pair of features."""
 WALKED_IN_CODES = (*FAMILIES[:3], FOREIGN, TENSOR)
@@ -213,6 +214,12 @@ def of_settings(row: str, column: str) -> Cell:
         return of_codes(column)
     if column == SHARED:
         return Cell(row, column, (SETTINGS_OF_SHARED,))
+    if row == TIERS and column == RAY:
+        return _refused(row, column, "InvalidRequestError")
+    if row == TIERS:
+        tiers = "test_any_request" if column in DIVISIONS else "test_models"
+        note = APART if column in FORMATS else ""
+        return Cell(row, column, (f"tests/parallel/test_kv_tiers_engine.py::{tiers}",), note=note)
     if column in (PIPELINE, REPLICAS, RAY) and row == SWAPPED:
         return Cell(row, column, ("tests/parallel/test_swapped_workers.py::test_any_request",))
     if column in (PIPELINE, RAY):

@@ -332,6 +332,7 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
             "engine/replicas/replica.py",  # chooses them
             "engine/replicas/start.py",  # has memory made for them
             "runner/tiers/",
+            "telemetry/",
             "runner/startup/load.py",  # has the calls that copy their pages
         },
     ),

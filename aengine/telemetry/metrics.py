@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from itertools import accumulate, zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +98,27 @@ class DraftStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class KVTierStatistics:
+    """What is kept in a tier, see the setting ``kv_tiers``."""
+
+    tier: str  # "host", or the tier as the settings have it
+    num_pages: int  # pages that are there now; a page is a block of the KV cache
+    num_bytes: int  # bytes of these
+    num_saved: int  # pages that were brought there
+    num_fetched: int  # pages that came from there because a request began with them
+    num_lost: int  # pages that should have come, and were computed again
+
+    @classmethod
+    def sums(cls, each: Iterable[KVTierStatistics]) -> tuple[KVTierStatistics, ...]:
+        """Return one for each tier."""
+        found: dict[str, list[int]] = {}
+        for one in each:
+            _, *numbers = astuple(one)
+            found[one.tier] = [a + b for a, b in zip(found.get(one.tier, [0] * len(numbers)), numbers, strict=True)]
+        return tuple(cls(tier, *numbers) for tier, numbers in found.items())
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaStatistics:
     """One replica of the model at one moment. Counts are since the engine's start."""
 
@@ -117,6 +138,7 @@ class ReplicaStatistics:
     drafted_tokens: int  # tokens of these drafts
     accepted_tokens: int  # those of them that the request got
     drafts: tuple[DraftStatistics, ...]  # the same by proposer
+    kv_tiers: tuple[KVTierStatistics, ...]  # nearest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +170,16 @@ class TenantStatistics:
     generated_tokens: int
 
 
-_SUMS = {one.name for one in fields(ReplicaStatistics)} - {"state", "num_waiting", "num_restarts", "drafts"}
+_SUMS = {one.name for one in fields(ReplicaStatistics)} - {"state", "num_waiting", "num_restarts", "drafts", "kv_tiers"}
 
 
 def sums_of(replicas: Sequence[ReplicaStatistics]) -> dict[str, Any]:
     """Return those fields of `Statistics` that are sums of its replicas'."""
     sums: dict[str, Any] = {name: sum(getattr(one, name) for one in replicas) for name in _SUMS}
-    return sums | {"drafts": DraftStatistics.sums(each for one in replicas for each in one.drafts)}
+    return sums | {
+        "drafts": DraftStatistics.sums(each for one in replicas for each in one.drafts),
+        "kv_tiers": KVTierStatistics.sums(each for one in replicas for each in one.kv_tiers),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +211,7 @@ class Statistics:
     drafted_tokens: int  # tokens of these drafts
     accepted_tokens: int  # those of them that the request got
     drafts: tuple[DraftStatistics, ...]  # the same by proposer
+    kv_tiers: tuple[KVTierStatistics, ...]  # KV that is kept beyond the device, nearest first
     adapters: AdapterStatistics
     tenants: tuple[TenantStatistics, ...]  # empty until a request or a setting names a tenant
     loop_lag: float  # seconds by which the host's loop was late lately, at worst; 0.0 when idle

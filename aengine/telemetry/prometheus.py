@@ -183,6 +183,7 @@ class PrometheusCollector(Collector):
         yield _sleep_states(running)
         yield adapters
         yield from _drafts(running)
+        yield from _kv_tiers(running)
         for name, text, histogram_of in _HISTOGRAMS:
             histograms = HistogramMetricFamily(name, text, labels=_LABELS)
             for labels, statistics in running:
@@ -230,6 +231,24 @@ def _drafts(running: list[tuple[_Labels, Statistics]]) -> Iterator[Metric]:
             drafted.add_metric([*labels_of, each.proposer], each.drafted_tokens)
             accepted.add_metric([*labels_of, each.proposer], each.accepted_tokens)
     yield from (places, drafted, accepted)
+
+
+def _kv_tiers(running: list[tuple[_Labels, Statistics]]) -> Iterator[Metric]:
+    labels = [*_LABELS, "tier"]
+    gauges = {
+        "num_pages": GaugeMetricFamily("aengine:kv_tier_pages", "Pages of KV in a tier.", labels=labels),
+        "num_bytes": GaugeMetricFamily("aengine:kv_tier_bytes", "Bytes of these pages.", labels=labels),
+    }
+    texts = {"saved": "Pages brought to a tier.", "fetched": "Pages that came back.", "lost": "Pages that did not."}
+    counters = {
+        f"num_{name}": CounterMetricFamily(f"aengine:kv_tier_pages_{name}", text, labels=labels)
+        for name, text in texts.items()
+    }
+    for name, family in (gauges | counters).items():
+        for labels_of, statistics in running:
+            for each in statistics.kv_tiers:
+                family.add_metric([*labels_of, each.tier], getattr(each, name))
+        yield family
 
 
 def _kv_usage(statistics: Statistics | ReplicaStatistics) -> float:

@@ -424,6 +424,8 @@ def ask(row: str, column: str, tiny_model: TinyModel) -> Any:
         settings["model_impl"] = "transformers"
     for name in pair & sizes.keys():
         settings |= sizes[name]
+    if row == composition.TIERS:
+        settings["kv_tiers"] = "host:1MB"
     is_dense = column == composition.SHARED and row not in ("experts", composition.FOREIGN)
     if row in composition.DRAFTED_BY:
         methods = {composition.DRAFT_MODEL: "draft_model", composition.HEADS: "eagle3", composition.MTP: "mtp"}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from conftest_api import core_of, saved, settled, tiers_of
+from test_hybrids import MODELS
 from test_pipeline_engine import SETTINGS, essence, repeating, tokens, work
 
 from aengine import AsyncLLM, HostTier, ModelLoadError, SamplingParams
@@ -63,13 +64,14 @@ async def test_any_request(model: Path, monkeypatch: pytest.MonkeyPatch) -> None
             assert num_fetched or num_bytes < 1 << 24
 
 
-@pytest.mark.parametrize("name", ["gemma2", "qwen3-next"])
-async def test_windows_and_states(name: str, tiny_model: TinyModel) -> None:
-    from test_hybrids import MODELS
-
+@pytest.mark.parametrize("name", ["gemma2", "qwen3-next", "qwen3_moe", "by transformers"])
+async def test_models(name: str, tiny_model: TinyModel) -> None:
+    """Windows, states, experts, and a model that transformers computes."""
     arch, fields = MODELS.get(name, (name, {"sliding_window": 9} if name == "gemma2" else {}))
-    folder = tiny_model(arch, seed=7, **fields, max_position_embeddings=1024)
     settings = {"device": "cpu", "dtype": "float32", "max_model_len": 1024, "num_threads": 1, "max_num_seqs": 2}
+    if name == "by transformers":
+        arch, settings["model_impl"] = "qwen3", "transformers"
+    folder = tiny_model(arch, seed=7, **fields, max_position_embeddings=1024)
     prompts = [[(i * 7 + j * 3) % 200 + 20 for j in range(600)] for i in range(6)]
     async with AsyncLLM(folder, skip_tokenizer=True, kv_cache_memory_bytes=1 << 25, **settings) as engine:
         expected = [(await engine.generate(prompt, GREEDY)).token_ids for prompt in prompts]
@@ -82,7 +84,8 @@ async def test_windows_and_states(name: str, tiny_model: TinyModel) -> None:
             for prompt, wanted in zip(prompts, expected, strict=True):
                 assert (await engine.generate(prompt, GREEDY)).token_ids == wanted
             await saved(engine)
-        assert tiers_of(engine).num_fetched
+        (tier,) = engine.statistics().kv_tiers
+        assert tier.num_fetched and tier.num_bytes and not tier.num_lost
 
 
 async def test_fp8_and_drafts(model: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from ...config import EngineConfig
 from ...errors import EngineError
 from ...ipc.messages import KVCacheGroup
-from ...telemetry.metrics import Counters, ReplicaStatistics
+from ...telemetry.metrics import Counters, KVTierStatistics, ReplicaStatistics
 from ...telemetry.observer import Observer
 from ..grammar_gate import ALWAYS, BY_GRAPHS, IN_SMALL_BATCHES
 from ..keeping.kept_blocks import KeptBlocks, KeptHits
@@ -139,6 +139,7 @@ class Replica:
             drafted_tokens=sum(each.drafted_tokens for each in drafts),
             accepted_tokens=sum(each.accepted_tokens for each in drafts),
             drafts=drafts,
+            kv_tiers=tuple(KVTierStatistics(*kept) for kept in scheduler.rows.elsewhere.counts()),
         )
 
 

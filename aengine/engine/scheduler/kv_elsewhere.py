@@ -9,10 +9,22 @@ of the pool that are cached, so that it begins with them as with any other prefi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
 
 from .kv_cache_manager import KVCacheManager, Prefix
 from .request import Request
+
+
+class KeptPages(NamedTuple):
+    """Numbers of one place where KV is kept; counts are since the engine's start."""
+
+    where: str
+    num_pages: int
+    num_bytes: int
+    num_saved: int  # pages that were brought there
+    num_fetched: int  # pages that came from there because a request began with them
+    num_lost: int  # pages that should have come, and were computed again
 
 
 class KVElsewhere:
@@ -38,6 +50,10 @@ class KVElsewhere:
 
     def held(self) -> Iterable[list[int]]:
         """Return the blocks of the pool that copies under way hold, as tables."""
+        return ()
+
+    def counts(self) -> Sequence[KeptPages]:
+        """Return how much is kept where, nearest first."""
         return ()
 
     def close(self) -> None:

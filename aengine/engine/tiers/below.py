@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ..scheduler.kv_elsewhere import KeptPages
 from ..scheduler.request import Request
 
 
@@ -27,6 +28,10 @@ class NoStores:
 
     def held(self) -> Iterable[list[int]]:
         """Return the places that calls of stores hold, as tables."""
+        return ()
+
+    def counts(self) -> Sequence[KeptPages]:
+        """See `KVElsewhere`, of each store."""
         return ()
 
     def close(self) -> None:

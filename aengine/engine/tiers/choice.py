@@ -18,7 +18,7 @@ def new_tiers(memory: HostMemory | None, executor: Callable[[], Executor], wake:
     """Return the tiers over ``memory``; None: nothing is kept. ``executor``, ``wake``: see `PageCopies`."""
     if memory is None:
         return KVElsewhere()
-    tiers = KVTiers(memory.num_places)
+    tiers = KVTiers(memory.num_places, page_bytes=memory.page_bytes)
     PageCopies(tiers, memory, executor, wake)
     if memory.stores:
         StoredPages(tiers, memory, [AskedStore(store) for store in memory.stores], partial(wake, True))

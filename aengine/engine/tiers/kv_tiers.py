@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from ..scheduler.block_pool import BlockPool
 from ..scheduler.kv_cache_manager import KVCacheManager, Prefix
-from ..scheduler.kv_elsewhere import KVElsewhere
+from ..scheduler.kv_elsewhere import KeptPages, KVElsewhere
 from ..scheduler.request import Request, RequestStatus
 from .below import NoStores, Search
 
@@ -45,9 +45,10 @@ class PageJob:
 
 
 class KVTiers(KVElsewhere):
-    """A tier of ``num_places`` places in the host's memory."""
+    """A tier of ``num_places`` places in the host's memory, each of a page of ``page_bytes`` on all ranks together."""
 
-    def __init__(self, num_places: int, *, least_tokens: int = LEAST_TOKENS) -> None:
+    def __init__(self, num_places: int, *, page_bytes: int = 1, least_tokens: int = LEAST_TOKENS) -> None:
+        self._page_bytes = page_bytes
         self.places = BlockPool(num_places)
         self._least_tokens = least_tokens
         self.waiting: dict[Request, PageJob | Search] = {}
@@ -60,7 +61,7 @@ class KVTiers(KVElsewhere):
         """Called when there may be a job to take."""
         self.on_close: Callable[[], None] = lambda: None
         self.below = NoStores()
-        self.num_saved = self.num_fetched = self.num_lost = 0  # pages that were copied, and that did not come
+        self.num_saved = self.num_fetched = self.num_lost = 0  # see `KeptPages`
 
     @property
     def num_kept(self) -> int:
@@ -159,6 +160,11 @@ class KVTiers(KVElsewhere):
     def held(self) -> Iterable[list[int]]:
         return [part for job in self.jobs.values() for part in (job.pages, job.held)]
 
+    def counts(self) -> Sequence[KeptPages]:
+        num_bytes = self.num_kept * self._page_bytes
+        host = KeptPages("host", self.num_kept, num_bytes, self.num_saved, self.num_fetched, self.num_lost)
+        return [host, *self.below.counts()]
+
     def close(self) -> None:
         self.below.close()
         self.on_close()
@@ -201,9 +207,9 @@ class KVTiers(KVElsewhere):
         target, ids = (self._pool, job.pages) if job.is_fetch else (self.places, job.places)
         for i in good:
             target.offer(ids[i], job.names[i])
-        self.num_lost += len(lost)
         if job.is_fetch:
             self.num_fetched += len(good)
+            self.num_lost += len(lost)
             for place in job.places:
                 del self._coming[place]
         else:
