@@ -10,14 +10,15 @@ token. Sessions come and go, so that --agents of them are there at any time, wit
   tools      a third of the gaps are 5 times shorter, another third 5 times longer, and keep= says so
   half       every other session does not say what it is
 
-  lru        the last use longest ago goes first
-  touched    as lru, and a request that is queued counts as a use of what it will find
-  kept F     KeptBlocks with keep= of every session, F of the pool at most; a session's last turn has none
-  unsaid F   as kept, but the last turn has it too: what nobody will ask for stays kept for 2 minutes
-  survival   the session whose chance to come back in 10 s, by the time since its last turn, is least goes first
-  soonest    the session whose keep ends first goes first
-  slowest    the session whose last turn, less the seconds of keep, is longest ago goes first
-  oracle     the session whose next turn comes last goes first: it knows when
+  lru          the last use longest ago goes first
+  touched      as lru, and a request that is queued counts as a use of what it will find
+  segmented F  blocks that were found since they were computed go after the others, F of the pool at most
+  kept F       KeptBlocks with keep= of every session, F of the pool at most; a session's last turn has none
+  unsaid F     as kept, but the last turn has it too: what nobody will ask for stays kept for 2 minutes
+  survival     the session whose chance to come back in 10 s, by the time since its last turn, is least goes first
+  soonest      the session whose keep ends first goes first
+  slowest      the session whose last turn, less the seconds of keep, is longest ago goes first
+  oracle       the session whose next turn comes last goes first: it knows when
 
 hit: tokens found of those that earlier turns of the session had computed; hit_silent: of every other session. again:
 tokens computed a second time. first_mean, first_p99: seconds to the first token of a turn that is not the first.
@@ -31,7 +32,8 @@ import json
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -51,7 +53,7 @@ from aengine.params import SamplingParams
 BLOCK_SIZE = 32
 PARAMS = SamplingParams()
 KEEP = 120.0
-POLICIES = "lru,touched,kept 0.5,kept 0.75,kept 0.9,kept 1,unsaid 0.9,survival,soonest,slowest,oracle"
+POLICIES = "lru,touched,segmented 0.5,kept 0.5,kept 0.75,kept 0.9,kept 1,unsaid 0.9,survival,soonest,slowest,oracle"
 
 
 @dataclass
@@ -64,6 +66,44 @@ class Visit:
     arrival: float
     num_known: int  # tokens of its prompt that its session has had computed before
     first: float = 0.0  # when its first token came
+
+
+class Segmented(IdleBlocks):
+    """Blocks that were found by a request since they were computed go after those that never were; the former are a
+    share of the pool at most, beyond which the one whose last use is longest ago counts as never found."""
+
+    __slots__ = ("_found", "_most", "_protected")
+
+    def __init__(self, num_blocks: int, share: float) -> None:
+        super().__init__(num_blocks)
+        self._most = int(num_blocks * share)
+        self._found: set[int] = set()
+        self._protected: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._order) + len(self._protected)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._order
+        yield from self._protected
+
+    def add(self, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
+            (self._protected if block_id in self._found else self._order)[block_id] = None
+            if len(self._protected) > self._most:
+                oldest, _ = self._protected.popitem(last=False)
+                self._found.discard(oldest)
+                self._order[oldest] = None
+
+    def remove(self, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
+            self._found.add(block_id)
+            del (self._protected if block_id in self._protected else self._order)[block_id]
+
+    def pop(self) -> int:
+        block_id, _ = (self._order or self._protected).popitem(last=False)
+        self._found.discard(block_id)
+        return block_id
 
 
 class Ranked(KeptBlocks):
@@ -117,6 +157,8 @@ class Simulation:
         name, _, share = self.policy.partition(" ")
         if name in ("kept", "unsaid"):
             return partial(KeptBlocks, fraction=float(share), hits=KeptHits())
+        if name == "segmented":
+            return partial(Segmented, share=float(share))
         if name == "oracle":
             return partial(Ranked, rank=lambda next_turn: next_turn)
         if name == "survival":

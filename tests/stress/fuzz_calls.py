@@ -74,6 +74,8 @@ OPTIONS: dict[str, list[Any]] = {
     "priority": [0, -3, 10],
     "request_id": [None, "mine"],
     "cache_salt": [None, "tenant"],
+    "keep": [None, 0, 5.5],
+    "session_id": [None, "agent"],
 }
 MESSAGES: list[Any] = [
     [{"role": "user", "content": "Hello"}],

@@ -87,6 +87,7 @@ VALUES: dict[str, Callable[[int], Any]] = {
     "logprobs": lambda size: size,
     "request_id": lambda size: "x" * size,
     "cache_salt": lambda size: "x" * size,
+    "session_id": lambda size: "x" * size,
 }
 """By the name of what grows, a value of a size."""
 SLOW = ("tools", "schema", "enum", "choice", "regex", "chain of $ref", "chain of anyOf", "chain of allOf in a tool")
@@ -127,7 +128,7 @@ def in_process(engine: Any, name: str, value: Any) -> list[Request]:
         return [Request(lambda: engine.generate(value, SMALL)), Request(lambda: engine.async_tokenizer.encode(value))]
     if name == "ids":
         return [Request(lambda: engine.generate(value, SMALL)), Request(lambda: engine.async_tokenizer.decode(value))]
-    if name in ("request_id", "cache_salt"):
+    if name in ("request_id", "cache_salt", "session_id"):
         return [Request(lambda: engine.generate("x", SMALL, **{name: value}))]
     return [Request(lambda: engine.generate("x", SMALL.replace(**{name: value})))]
 
