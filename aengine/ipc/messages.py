@@ -216,6 +216,9 @@ class SchedulerOutput:
     page_copies: array[int] = field(default_factory=int32)
     """[2 * k] pairs of pages, from and to: before anything is computed, the second becomes as the first. Numbers behind
     the pool's are pages in the host's memory; copies to these come first, before blocks have new owners."""
+    kept_states: array[int] = field(default_factory=int32)
+    """[4 * k] row, tokens, KV group, page: when the row has computed so many of its tokens of this step, not all, the
+    page gets a copy of the group's states. Those of a row by ascending tokens."""
     round_sizes: array[int] = field(default_factory=int32)
     """[num_replicas] tokens of each replica in the round that this step is part of; empty: there are no rounds."""
     round_has_prompts: bool = False  # whether a request of any replica in the round computes several tokens
@@ -314,6 +317,7 @@ def pack(message: object) -> bytes:
                 m.is_leased,
                 d and [c.tobytes() for c in (d.counts, d.token_ids, d.is_certain, d.is_found)],
                 m.page_copies.tobytes(),
+                m.kept_states.tobytes(),
                 m.round_sizes.tobytes(),
                 m.round_has_prompts,
             )
@@ -361,7 +365,7 @@ def _new_request(r: NewRequest) -> tuple[Any, ...]:
 
 def _step(data: Any) -> SchedulerOutput:
     step_id, settled_rows, num_rejected, removed, new, block_rows, block_ids, block_groups, req_idx, *rest = data
-    scheduled, sample_now, is_leased, drafts, page_copies, round_sizes, round_has_prompts = rest
+    scheduled, sample_now, is_leased, drafts, page_copies, kept_states, round_sizes, round_has_prompts = rest
     out = SchedulerOutput(
         _int(step_id),
         _ints(settled_rows),
@@ -377,12 +381,14 @@ def _step(data: Any) -> SchedulerOutput:
         bool(is_leased),
         None if drafts is None else DraftColumns(*map(_ints, drafts)),
         _ints(page_copies),
+        _ints(kept_states),
         _ints(round_sizes),
         bool(round_has_prompts),
     )
     batch = out.req_idx, out.num_scheduled_tokens
     pairs = (out.settled_rows, out.num_rejected), (out.block_rows, out.block_ids), batch
     is_odd = len(out.block_groups) not in (0, len(out.block_ids)) or len(out.page_copies) % 2
+    is_odd = is_odd or len(out.kept_states) % 4 > 0
     if is_odd or any(len(a) != len(b) for a, b in pairs):
         raise MessageError(f"step {out.step_id}: columns of unequal length")
     if out.drafts is not None:

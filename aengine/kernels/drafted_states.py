@@ -74,7 +74,12 @@ def settle_drafts(memory: DeltaMemory, pages: Tensor, positions: Tensor, num_tok
         triton_op.settle_pending(memory, pages, positions)
     else:
         memory.states.index_copy_(0, pages, _with_pending(memory, pages, positions))
-    last = (positions + num_tokens - 1) % memory.tags.shape[1]
+    nothing_pends_behind(memory, pages, positions + num_tokens - 1)
+
+
+def nothing_pends_behind(memory: DeltaMemory, pages: Tensor, positions: Tensor) -> None:
+    """Note that the states of ``pages`` have all tokens up to ``positions``, both int64 [m]."""
+    last = positions % memory.tags.shape[1]
     memory.tags.index_put_((pages, last), torch.full_like(pages, -1, dtype=torch.int32))
 
 

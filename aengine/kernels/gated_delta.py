@@ -27,9 +27,8 @@ from torch import Tensor
 
 from ..errors import ModelLoadError
 from .dispatch import uses_triton
-from .sequences import Sequences
+from .sequences import CHUNK, Sequences
 
-_CHUNK = 64
 _EPS = 1e-6
 
 
@@ -109,7 +108,7 @@ def _by_fla(
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
         cu_seqlens=sequences.starts,
-        cu_seqlens_cpu=sequences.starts_host,  # without it the number of chunks would be read from the device
+        chunk_indices=sequences.chunks,  # without them their number would be read from the device
     )
     memory.index_copy_(0, sequences.pages, states)
     result: Tensor = out[0].float()
@@ -120,17 +119,17 @@ def _in_chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, sta
     """Compute the next tokens of one sequence, for float32 q and k of each value head, normalised; ``state``
     [num_heads, key_dim, value_dim] is updated in place."""
     num_tokens = len(v)
-    padding = -num_tokens % _CHUNK
+    padding = -num_tokens % CHUNK
 
     def cut(x: Tensor) -> Tensor:
-        """Return [num_heads, num_chunks, _CHUNK, ...] of [num_tokens, num_heads, ...]: zeros beyond its end change
+        """Return [num_heads, num_chunks, CHUNK, ...] of [num_tokens, num_heads, ...]: zeros beyond its end change
         nothing."""
         x = F.pad(x, (0, 0) * (x.dim() - 1) + (0, padding))
-        return x.unflatten(0, (-1, _CHUNK)).movedim(2, 0)
+        return x.unflatten(0, (-1, CHUNK)).movedim(2, 0)
 
     q, k, v, decay, beta = cut(q), cut(k), cut(v), cut(decay), cut(beta)[..., None]
     total = decay.cumsum(2)
-    future = torch.ones(_CHUNK, _CHUNK, dtype=torch.bool, device=q.device).triu(1)
+    future = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
     between = (total[..., :, None] - total[..., None, :]).masked_fill(future, -torch.inf).exp()
     grown = total.exp()[..., None]
     k_t = k.transpose(2, 3)
@@ -153,10 +152,10 @@ def _in_chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, sta
 
 
 def _inverse(system: Tensor) -> Tensor:
-    """Return the inverse of I + strictly lower(``system``), row by row: [..., _CHUNK, _CHUNK]. With torch's triangular
+    """Return the inverse of I + strictly lower(``system``), row by row: [..., CHUNK, CHUNK]. With torch's triangular
     solver 512 tokens of 16 heads of 128 took 4.1 s on two busy threads, in place of 1.1 s."""
-    inverse = torch.eye(_CHUNK, device=system.device).expand(system.shape).contiguous()
-    for i in range(1, _CHUNK):
+    inverse = torch.eye(CHUNK, device=system.device).expand(system.shape).contiguous()
+    for i in range(1, CHUNK):
         inverse[..., i : i + 1, :i] = -(system[..., i : i + 1, :i] @ inverse[..., :i, :i])
     return inverse
 

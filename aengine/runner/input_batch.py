@@ -43,6 +43,8 @@ class BatchPlan:
     )
     is_exact: bool = True  # False: the seq_len of some request with more than one token is an upper bound
     state_pages: Rows | None = None  # [num_groups, num_reqs]: page of each request's state; None: the model has none
+    # [k, 4] request, tokens, KV group, page: where the states are kept within this step; those of a request ascend
+    kept_states: Rows | None = None
 
     @property
     def num_reqs(self) -> int:
@@ -129,7 +131,8 @@ class BatchPlan:
         num_tokens = int(query_lens.sum())
         is_exact = num_decodes == len(rows) or not requests.num_unsettled[rows].any()
         where = (batch_idx, rows, query_lens, seq_lens, sampling, num_tokens, num_decodes)
-        return cls(*where, None, is_exact, tables.state_pages(rows))
+        kept = _kept_states(out, rows, query_lens, tables) if out.kept_states else None
+        return cls(*where, None, is_exact, tables.state_pages(rows), kept)
 
 
 @dataclass(slots=True)
@@ -196,6 +199,19 @@ class InputBatch:
             plan.num_tokens,
         )
         return cls(plan=plan, idx_mapping=idx_mapping, inputs=inputs, tables=tables)
+
+
+def _kept_states(out: SchedulerOutput, rows: Rows, query_lens: Rows, tables: BlockTables) -> Rows:
+    """Return `BatchPlan.kept_states`. Raises InternalError if they do not fit the batch."""
+    kept = np.array(out.kept_states, dtype=np.int64).reshape(-1, 4)
+    tables.checked(kept[:, 3].tolist())
+    order = np.argsort(rows)
+    place = order[np.searchsorted(rows, kept[:, 0], sorter=order).clip(max=len(rows) - 1)]
+    fits = (rows[place] == kept[:, 0]) & (kept[:, 1] > 0) & (kept[:, 1] < query_lens[place])
+    if not fits.all():
+        raise InternalError(f"step {out.step_id} keeps states within what it does not compute")
+    kept[:, 0] = place
+    return kept
 
 
 def _check(rows: Rows, query_lens: Rows, requests: RequestState) -> None:

@@ -79,7 +79,7 @@ COLUMNS = LogprobColumns(int32([1]), float32([-0.5]), int32([2]), int32([3, 4]),
         (Kind.REVOKED, 0),
         (Kind.REVOKED, 40),
         (Kind.STEP, SchedulerOutput(3, req_idx=int32([1]), num_scheduled_tokens=int32([1]), is_leased=True)),
-        (Kind.STEP, SchedulerOutput(3, page_copies=int32([1, 9, 4, 2]))),
+        (Kind.STEP, SchedulerOutput(3, page_copies=int32([1, 9, 4, 2]), kept_states=int32([1, 40, 0, 7]))),
         (Kind.STEP, SchedulerOutput(3, round_sizes=int32([4, 0]), round_has_prompts=True)),
         (Kind.JOIN, [[4, 0], False]),
         (Kind.OUTPUT, ModelRunnerOutput(3, int32([5]), answered_at=12.25, seconds=0.5)),
@@ -121,6 +121,7 @@ def full_step(rng: random.Random, **changes: Any) -> SchedulerOutput:
         "round_has_prompts": rng.random() < 0.5,
         "drafts": drafts,
         "page_copies": some(4),
+        "kept_states": some(4),
         "round_sizes": some(2),
     }
     return SchedulerOutput(rng.randrange(2**40), **fields | changes)
@@ -155,8 +156,9 @@ def test_every_field_comes_out_as_it_went_in(rng: random.Random) -> None:
 @pytest.mark.parametrize("change", ["shorter", "longer"])
 def test_a_column_that_does_not_fit_the_others_is_refused(rng: random.Random, change: str) -> None:
     """Whichever it is: one entry is missing, or one too many."""
-    of_steps = "settled_rows num_rejected block_rows block_ids block_groups req_idx num_scheduled_tokens page_copies"
-    places: list[tuple[Kind, str, str]] = [(Kind.STEP, "", name) for name in of_steps.split()]
+    of_steps = "settled_rows num_rejected block_rows block_ids block_groups req_idx num_scheduled_tokens"
+    columns = (*of_steps.split(), "page_copies", "kept_states")
+    places: list[tuple[Kind, str, str]] = [(Kind.STEP, "", name) for name in columns]
     places += [(Kind.STEP, "drafts", name) for name in DraftColumns.__slots__]
     places += [(Kind.OUTPUT, "", name) for name in ("token_ids", "counts")]
     places += [(Kind.OUTPUT, "logprobs", name) for name in LogprobColumns.__slots__]

@@ -433,7 +433,7 @@ def states(compiler: Compiler) -> None:
         memory = torch.zeros(2, width - 1, 8192)
         short_conv.conv_of_tokens(x, torch.zeros(width, 8192), bias, memory, pages, begins)
         starts = torch.arange(3)
-        sequences = Sequences((1, 1), starts, starts, torch.arange(2, dtype=torch.int32), pages, begins)
+        sequences = Sequences((1, 1), starts, torch.arange(2, dtype=torch.int32), pages, begins, starts)
         short_conv.conv_of_prompts(x, torch.zeros(width, 8192), bias, memory, sequences)
 
 

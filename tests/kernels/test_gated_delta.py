@@ -14,7 +14,7 @@ from torch import Tensor
 
 from aengine.errors import ModelLoadError
 from aengine.kernels.gated_delta import check_gated_delta, gated_delta_of_prompts, gated_delta_of_tokens
-from aengine.kernels.sequences import Sequences
+from aengine.kernels.sequences import Sequences, chunks_of
 from aengine.kernels.short_conv import conv_of_prompts, conv_of_tokens
 
 CPU = torch.device("cpu")
@@ -44,8 +44,8 @@ def by_definition(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, 
 def sequences_of(lens: list[int], pages: Tensor, begins: list[bool], device: torch.device = CPU) -> Sequences:
     starts = torch.tensor([0, *lens]).cumsum(0)
     owners = torch.arange(len(lens), dtype=torch.int32).repeat_interleave(torch.tensor(lens))
-    moved = [t.to(device) for t in (starts, owners, pages, torch.tensor(begins))]
-    return Sequences(tuple(lens), starts, *moved)
+    where = starts, owners, pages, torch.tensor(begins), torch.from_numpy(chunks_of(lens))
+    return Sequences(tuple(lens), *(t.to(device) for t in where))
 
 
 def deal(rng: random.Random, num_tokens: list[int]) -> Iterator[list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,11 @@ import pytest
 import torch
 from pairs import some
 from safetensors.torch import load_file, save_file
-from scenarios import check_scenarios
+from scenarios import Engine, check_scenarios, settings_of_torch_kept
 from tiny import SIZES, load_reference, randomise, write_tiny_tokenizer
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+from aengine.engine.scheduler.prefixes import kept_states
 
 TinyModel = Callable[..., Path]
 DELTA = {
@@ -89,3 +92,36 @@ def test_the_text_model_of_one_for_images(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     write_tiny_tokenizer(tmp_path)
     check_scenarios(tmp_path, model)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3-next"])
+@pytest.mark.parametrize("budget", [512, 50])
+def test_questions_behind_one_instruction(
+    name: str, budget: int, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, rng: random.Random
+) -> None:
+    """From the second on nearly all of it is found, and the tokens are those that each question has by itself; then all
+    at once, and in chunks."""
+    monkeypatch.setattr(kept_states, "STATE_INTERVAL", 16)
+    arch, overrides = MODELS[name]
+    folder = tiny_model(arch, seed=7, **overrides)
+    with settings_of_torch_kept():
+        engine = Engine(folder, max_model_len=256)
+        instruction = [rng.randrange(3, engine.offer["vocab_size"]) for _ in range(200)]
+        questions = [[rng.randrange(3, 100) for _ in range(rng.randint(3, 40))] for _ in range(12)]
+        prompts = [instruction + question for question in questions]
+        alone = []
+        for prompt in prompts:
+            engine.begin()
+            alone += engine.generate([prompt])
+        engine.begin(max_num_batched_tokens=budget)
+        found = []
+        for prompt, output in zip(prompts, alone, strict=True):
+            (request,) = engine.add([prompt])
+            engine.run()
+            assert request.output_token_ids == output
+            found.append(request.num_cached_tokens)
+        unit = engine.scheduler.rows.kv.prefix_unit
+        assert found[0] == 0 and min(found[1:]) >= 200 - len(questions[0]) - 2 * unit - 16, found
+        engine.begin(max_num_batched_tokens=budget)
+        assert engine.generate(prompts) == alone
+        assert engine.scheduler.prefix_cache_hits >= 11 * 150

@@ -26,6 +26,7 @@ from aengine.runner.layers.states import LayerStates, StateRows, state_rows_of_b
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.models.transformers.mixers import mix_batch
 from aengine.runner.platforms.cpu import CpuPlatform
+from aengine.runner.speculation.states_ahead import RowsAhead
 
 VOCAB, PRIME = 61, 1_000_003
 CPU = torch.device("cpu")
@@ -78,6 +79,7 @@ class StateModel:
             if "count" in state:
                 assert float(state["count"][0, 0]) == float(positions[span.start])
                 state["count"] += span.stop - span.start
+            states.keep(span)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return torch.nn.functional.one_hot((hidden[:, 0] % VOCAB).long(), VOCAB).float()
@@ -243,11 +245,80 @@ def test_padding_writes_no_request_s_state() -> None:
 def test_a_request_that_begins_has_a_zero_state() -> None:
     memory = torch.full((2, 3), torch.nan)
     nobody = StateRows(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool), ())
-    states = LayerStates({"state": memory}, state_rows_of_batch(nobody, [5, 2], [5, 9], [1, 0]))
+    states = LayerStates({"state": memory}, state_rows_of_batch(nobody, [5, 2], [5, 9], [1, 0], {}))
     first, second = states.spans
     assert (first.start, first.stop, second.start, second.stop) == (0, 5, 5, 7)
     states.of(first, "state").add_(1)
     assert memory[1].tolist() == [1, 1, 1] and states.of(second, "state").isnan().all()
+
+
+@pytest.mark.parametrize("most", [0, 4], ids=["plain", "with drafts"])
+def test_states_kept_within_a_step_are_those_of_steps_that_end_there(most: int, rng: random.Random) -> None:
+    """Three requests at once, the first of which begins; then some tokens more from each page."""
+    torch.manual_seed(rng.randrange(1 << 30))
+    lens, pages, positions = [150, 9, 200], [3, 0, 5], [0, 40, 70]
+    kept = {0: [(64, 1), (100, 7)], 2: [(5, 2)]}
+    memory = delta_memory(8, most)
+    pieces = {name: tensor.clone() for name, tensor in memory.items()}
+    inputs = [torch.randn(sum(lens), size) for size in SIZES]
+    weight = torch.randn(3, SIZES[0])
+    got = mix(memory, inputs, weight, lens, pages, positions, most, kept)
+    parts, start = [], 0
+    for i, length in enumerate(lens):
+        begin = 0
+        for end, page in (*kept.get(i, ()), (length, -1)):
+            own = [x[start + begin : start + end] for x in inputs]
+            where = [end - begin], [pages[i]], [positions[i] + begin]
+            parts.append(mix(pieces, own, weight, *where, most, {}))
+            if page >= 0:
+                for tensor in pieces.values():
+                    tensor[page] = tensor[pages[i]]
+            begin = end
+        start += length
+    torch.testing.assert_close(got, torch.cat(parts))
+    more = [torch.randn(6 * 3, size) for size in SIZES]
+    ends = [64, 100, 75, 150, 49, 270]
+    where = [3] * 6, [1, 7, 2, 3, 0, 5], ends
+    after = [mix(states, more, weight, *where, most, {}) for states in (memory, pieces)]
+    torch.testing.assert_close(*after)
+
+
+SIZES = 2 * 2 * 8 + 4 * 6, 4, 4
+"""Of a token: channels of q, k and v (2 heads of 8, 4 of 6), decays, betas."""
+
+
+def delta_memory(num_pages: int, most: int) -> dict[str, Tensor]:
+    """What earlier owners may have left there."""
+    shapes = {"conv": (2 + most, SIZES[0]), "state": (4, 8, 6), "pending": (2 * most, 16 + 24 + 8)}
+    memory = {name: torch.randn(num_pages, *shape) for name, shape in shapes.items()}
+    return memory | {"tags": torch.full((num_pages, 2 * most), -1, dtype=torch.int32)}
+
+
+def mix(
+    memory: dict[str, Tensor],
+    inputs: list[Tensor],
+    weight: Tensor,
+    lens: list[int],
+    pages: list[int],
+    positions: list[int],
+    most: int,
+    kept: dict[int, list[tuple[int, int]]],
+) -> Tensor:
+    """A convolution and a gated delta rule of one step."""
+    rows: StateRows | RowsAhead
+    if most:
+        at = torch.cat([torch.arange(first, first + count) for first, count in zip(positions, lens, strict=True)])
+        of_tokens = torch.tensor(pages).repeat_interleave(torch.tensor(lens))
+        rows = RowsAhead.of_batch(of_tokens, at, lens, pages, most, kept)
+    else:
+        nobody = StateRows(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool), ())
+        seq_lens = [first + count for first, count in zip(positions, lens, strict=True)]
+        rows = state_rows_of_batch(nobody, lens, seq_lens, pages, kept)
+    states = rows.of_layer(memory)
+    x, decay, beta = inputs
+    q, k, v = states.conv("conv", x, weight, None).split([16, 16, 24], 1)
+    q, k = (part.unflatten(1, (2, 8)) for part in (q, k))
+    return states.gated_delta("state", q, k, v.unflatten(1, (4, 6)), -decay.abs(), beta.sigmoid()).flatten(1)
 
 
 def test_tokens_of_nobody_are_computed_by_a_mixer_of_transformers() -> None:

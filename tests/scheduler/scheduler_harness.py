@@ -156,6 +156,11 @@ class Worker:
                 self.lose_next, self.rows[new.req_idx].failed = False, KV_LOST
                 self.num_lost += 1
         assert len(set(out.req_idx)) == len(out.req_idx)
+        kept: dict[int, dict[int, list[tuple[int, int]]]] = {}  # row: {tokens of this step: groups and pages}
+        for row_idx, count, group, page in zip(*(out.kept_states[i::4] for i in range(4)), strict=True):
+            assert self.groups[group].kind == "state"
+            kept.setdefault(row_idx, {}).setdefault(count, []).append((group, page))
+        assert kept.keys() <= set(out.req_idx)
         answer = ModelRunnerOutput(out.step_id, int32(), counts=None if out.drafts is None else int32())
         start = 0
         for batch_idx, (row_idx, count) in enumerate(zip(out.req_idx, out.num_scheduled_tokens, strict=True)):
@@ -171,7 +176,7 @@ class Worker:
                 answer.errors.append(RowError(batch_idx, row.failed, "made to fail"))
                 said = []
             else:
-                said = self._compute(row, count, drafts)
+                said = self._compute(row, count, drafts, kept.get(row_idx, {}))
             if answer.counts is None:
                 answer.token_ids.append(said[0] if said else -1)
             else:
@@ -194,8 +199,9 @@ class Worker:
         media = dict(new.extras.get("media", ()))  # each is two bytes
         self.rows[new.req_idx] = Row(tokens, new.num_computed_tokens, tables, new.seed, is_long, media)
 
-    def _compute(self, row: Row, count: int, drafts: list[int]) -> list[int]:
+    def _compute(self, row: Row, count: int, drafts: list[int], kept: dict[int, list[tuple[int, int]]]) -> list[int]:
         """The tokens that it gets: up to the first that is not its draft."""
+        assert all(0 < num_tokens < count - len(drafts) for num_tokens in kept)
         known = row.num_computed + count - len(drafts)
         assert count > len(drafts) and known <= len(row.tokens), "more tokens scheduled than known"
         assert not drafts or known == len(row.tokens), "drafts, but not all known tokens are computed"
@@ -220,6 +226,8 @@ class Worker:
                 elif not group.window or position > row.num_computed - group.window:
                     slots = self.kv[row.tables[i][index]]
                     assert slots.get(offset) == (i, chain), "attended to a slot that holds something else"
+            for i, page in kept.get(position + 1 - row.num_computed, ()):
+                self.kv[page] = dict(self.kv[row.tables[i][0]])
             if position + 1 == len(row.tokens):
                 said.append(sample(chain, row.seed, position + 1))
         self.num_computed += count
@@ -373,13 +381,14 @@ class Driver:
         for row, i, block in growth_of(out):
             append(self.tables[row][1][i], block)
         given += [(-1, block) for block in out.page_copies[1::2] if block < self.num_blocks]
+        given += [(-1, block) for block in out.kept_states[3::4]]
         for _, used, _ in self.in_flight:
             for _, block in given:
                 assert all(block not in blocks for blocks in used.values()), "reused under a step in flight"
         # What is copied into the host's memory may be given out at once: the device makes the copy first.
         copies = zip(out.page_copies[::2], out.page_copies[1::2])
         copied = {page for pair in copies if pair[1] < self.num_blocks for page in pair}
-        used = {row: self._read_by(row) for row in out.req_idx} | {-1: copied}
+        used = {row: self._read_by(row) for row in out.req_idx} | {-1: copied | set(out.kept_states[3::4])}
         self.in_flight.append((out, used, left))
         for row, count in zip(out.req_idx, out.num_scheduled_tokens):
             computed, tables = self.tables[row]

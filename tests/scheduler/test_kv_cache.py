@@ -332,7 +332,7 @@ def keep(kv: KVCacheManager, request: Request, border: int) -> list[int]:
 def test_states_are_found_where_they_were_kept() -> None:
     kv = manager(40, *STATES)
     first = begun(kv, range(30))
-    assert first.states.planned == [28] and not keep(kv, first, 4)
+    assert first.states.planned == [12, 20, 28] and not keep(kv, first, 4)
     pages = keep(kv, first, 8)
     assert len(pages) == 2 and not keep(kv, first, 12)
     kv.note_written(first, 8)
@@ -350,7 +350,7 @@ def test_states_are_found_where_they_were_kept() -> None:
     hit = kv.match(other)
     assert (hit.length, hit.attended) == (8, 16)
     kv.begin(other, hit)
-    assert other.states.planned == [16, 36]
+    assert other.states.planned == [16, 28, 36] and other.states.guessed == {28}
     assert kv.grow(other, 16) and kv.restore_states(other, hit)[::2] == pages
     kv.check([first, other])
     kv.release(first)

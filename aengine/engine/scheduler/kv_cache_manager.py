@@ -141,7 +141,7 @@ class KVCacheManager:
         # A full group looks up a prefix from its begin, and so tells the windows cheaply how far to look at most.
         self._strictest_last = sorted(attending, key=lambda group: group.window)
         with_states = [own for own, group in zip(self._groups, groups, strict=True) if group.kind == "state"]
-        self._states = KeptStates(self.pool, with_states, self.block_size)
+        self.states = KeptStates(self.pool, with_states, self.block_size, self.most_ahead)
         self._step_tokens = step_tokens
 
     # -- prefixes
@@ -155,7 +155,7 @@ class KVCacheManager:
         tables = self._empty_tables()
         length = attended = self._agree(request, tables, request.num_reusable, find)
         while self.has_states and length:
-            found, kept = self._states.longest(request, length, find)
+            found, kept = self.states.longest(request, length, find)
             if found == length:
                 return Prefix(length, attended, tables, kept)
             length = self._agree(request, tables, found, find)
@@ -182,11 +182,11 @@ class KVCacheManager:
         """Return how many of the first ``most`` tokens of its prompt others will be able to take over; of a model with
         states it will keep them there, if that is worth its while."""
         border = most - most % self.prefix_unit
-        return self._states.plan(request, border) if self.has_states else border
+        return self.states.plan(request, border) if self.has_states else border
 
     def shares_prompt(self, request: Request) -> bool:
         """Return whether another completion of the request's call could reuse blocks of its prompt."""
-        least = max(self.block_size, self._states.interval if self.has_states else 0)
+        least = max(self.block_size, self.states.interval if self.has_states else 0)
         return request.num_prompt_tokens > least and bool(self._strictest_last)
 
     def num_missing(self, prefix: Prefix, num_tokens: int) -> int:
@@ -205,7 +205,7 @@ class KVCacheManager:
         request.block_tables = prefix.tables
         request.num_computed_tokens = request.num_offered_tokens = prefix.length
         if self.has_states:
-            self._states.begin(request, prefix)
+            self.states.begin(request, prefix)
 
     def note_written(self, request: Request, num_tokens: int) -> None:
         """Note that the KV of the first ``num_tokens`` tokens is written, and the next query is at that position.
@@ -220,7 +220,7 @@ class KVCacheManager:
                 group.offer(self.pool, request, first, last)
             request.num_offered_tokens = last
         if self.has_states:
-            self._states.note_written(request, num_tokens)
+            self.states.note_written(request, num_tokens)
         if self.has_windows:
             for group, table in zip(self._groups, request.block_tables, strict=True):
                 num_left = min(group.first_needed(num_tokens) - table.begin, len(table.block_ids))
@@ -231,7 +231,7 @@ class KVCacheManager:
 
     def restore_states(self, request: Request, prefix: Prefix) -> list[int]:
         """Return the copies of pages that its first step begins with, if any were kept: pairs, from and to."""
-        return self._states.pairs(request, prefix.kept, is_kept=False)
+        return self.states.pairs(request, prefix.kept, is_kept=False)
 
     def keep_states(self, request: Request, num_spare: int) -> list[int]:
         """Return the copies of pages, as above, that its next step begins with: of its states as they are now, if it
@@ -239,7 +239,7 @@ class KVCacheManager:
         """
         if request.num_computed_tokens % self.block_size:
             return []
-        return self._states.keep(request, num_spare)
+        return self.states.keep(request, num_spare)
 
     # -- room
 
@@ -285,7 +285,7 @@ class KVCacheManager:
         for table in request.block_tables:
             self.pool.release(table.block_ids)
         if self.has_states:
-            self._states.release(request)
+            self.states.release(request)
 
     def num_held(self, request: Request) -> int:
         num_blocks = sum([len(table.block_ids) for table in request.block_tables])

@@ -24,8 +24,8 @@ class StepPlan:
 
     __slots__ = (
         *("_ahead", "_budget", "_coming", "_counts", "_grown_groups", "_grown_ids", "_grown_rows", "_keeps_states"),
-        *("_new_requests", "_num_ahead", "_num_waiting", "_page_copies", "_prompt_budget", "_rows", "catching_up"),
-        *("newcomers", "num_cache_hits", "num_cache_queries", "num_prompt_tokens"),
+        *("_kept_states", "_new_requests", "_num_ahead", "_num_waiting", "_page_copies", "_prompt_budget", "_rows"),
+        *("catching_up", "newcomers", "num_cache_hits", "num_cache_queries", "num_prompt_tokens"),
     )
 
     def __init__(
@@ -35,6 +35,7 @@ class StepPlan:
         requests that may be admitted. ``can_be_undone``: no state is kept aside, which can't be taken back."""
         self._keeps_states = rows.kv.has_states and not can_be_undone
         self._page_copies: list[int] = []  # pairs of pages: from, to
+        self._kept_states: list[int] = []  # see `SchedulerOutput.kept_states`
         self._rows = rows
         self._budget = budget
         self._prompt_budget = prompt_budget
@@ -98,8 +99,6 @@ class StepPlan:
         if to_go > 1:
             room = min(most, self._prompt_budget - self.num_prompt_tokens)
             num_tokens = min(to_go, room - self._rows.order.room_for_waiting(request, room, self._rows))
-        if self._keeps_states:
-            num_tokens = request.states.to_border(begin, num_tokens)
         lacking = kv.num_lacking(request, begin + num_tokens)
         if lacking:
             granted = self._make_room(request, lacking)
@@ -172,10 +171,8 @@ class StepPlan:
                 continue
             num_scheduled = min(num_tokens - num_cached, self._budget, self._prompt_budget - self.num_prompt_tokens)
             kv.begin(request, prefix)
-            if self._keeps_states and not whole_prompts:
-                if waiting and not quarantine:
-                    rows.prefixes.expect(request, waiting.peek())
-                num_scheduled = request.states.to_border(num_cached, num_scheduled)
+            if self._keeps_states and waiting and not quarantine:
+                rows.prefixes.expect(request, waiting.peek())
             kv.grow(request, num_cached + num_scheduled)
             if prefix.kept:
                 self._page_copies += kv.restore_states(request, prefix)
@@ -197,6 +194,8 @@ class StepPlan:
     def _add(self, request: Request, num_tokens: int, ahead: AheadTokens = NOTHING_AHEAD) -> None:
         if num_tokens > 1:
             self.num_prompt_tokens += num_tokens
+            if self._keeps_states:
+                self._kept_states += self._rows.kv.states.keep_within(request, num_tokens, self._rows.num_spare_blocks)
         if ahead.token_ids:
             self._ahead[len(self.catching_up)] = ahead
             self._num_ahead += len(ahead.token_ids)
@@ -244,6 +243,8 @@ class StepPlan:
         page_copies = self._page_copies + rows.preempted.take_copies()
         copies = int32(page_copies) if page_copies else NOTHING
         output = SchedulerOutput(step_id, *changes, req_idx, num_scheduled, not step.is_gated, page_copies=copies)
+        if self._kept_states:
+            output.kept_states = int32(self._kept_states)
         rows.lookahead.tell(output, ahead)
         return output
 

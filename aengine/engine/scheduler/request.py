@@ -90,11 +90,13 @@ class StateCopy(NamedTuple):
 class RequestStates:
     """Borders at which a request's states are kept, see kv_cache_manager.py."""
 
-    __slots__ = ("begun", "copies", "newest", "offered", "planned")
+    __slots__ = ("begun", "copies", "guessed", "newest", "num_known", "offered", "planned")
 
     def __init__(self) -> None:
-        self.planned: list[int] = []  # borders at which a chunk of its prompt ends, ascending
+        self.planned: list[int] = []  # borders within its prompt at which they are to be kept, ascending
+        self.guessed: set[int] = set()  # those of them at which nobody is known to need them
         self.begun = 0  # the border from which the request has begun, in tokens
+        self.num_known = 0  # tokens that it had when it began
         self.newest = 0  # the last border at which states were kept, or ``begun``
         self.copies: list[StateCopy] = []  # copies that have not been answered, by ascending border
         self.offered: list[int] = []  # borders whose states other requests can find, ascending
@@ -107,11 +109,6 @@ class RequestStates:
     @property
     def num_copied(self) -> int:
         return sum(len(copy.pages) for copy in self.copies)
-
-    def to_border(self, num_computed: int, num_tokens: int) -> int:
-        """Return how many of the next ``num_tokens`` come before a border that is planned."""
-        ahead = (border - num_computed for border in self.planned if border > num_computed)
-        return min(num_tokens, next(ahead, num_tokens))
 
 
 NO_STATES = RequestStates()

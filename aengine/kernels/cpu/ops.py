@@ -194,6 +194,7 @@ def gated_conv(
     positions: Tensor,
     table_rows: Tensor,
     block_table: Tensor,
+    kept_pages: Tensor,
 ) -> Tensor:
     """Return c * convolution(b * x), float32 [num_tokens, channels]; the states of the tokens' requests move on.
 
@@ -204,6 +205,7 @@ def gated_conv(
             kernels/drafted_states.py)
         positions, table_rows: as of `attend`; a request has no state yet at position 0
         block_table: int32 [max_num_seqs, width]: the first of a row is the page of its state
+        kept_pages: int64 [num_tokens]: 1 + the page that gets a copy of the state behind the token; 0: none
     """
     width, channels = weight.shape
     assert gates.is_contiguous() and gates.shape[1] == 3 * channels and weight.is_contiguous()
@@ -213,7 +215,7 @@ def gated_conv(
     out = empty(len(gates), channels, torch.float32)
     state = memory, memory.stride(0) * 4, memory.stride(1) * 4
     where = positions, table_rows, block_table, block_table.stride(0) * 4
-    words: list[Argument] = [gates, out, channels, weight, bias, *state, *where, ring_length]
+    words: list[Argument] = [gates, out, channels, weight, bias, *state, *where, ring_length, kept_pages]
     launch(f"gated_conv.{width}", words, len(gates), -(-channels // CHANNELS), _ENDLESS)
     return out
 

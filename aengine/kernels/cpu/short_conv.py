@@ -18,7 +18,7 @@ def _gated_conv(f: Function, target: Target, width: str) -> None:
     kept = int(width) - 1  # inputs of a state
     masks = [f.lane_mask(channels - begin - i, LANES) for i in range(0, CHANNELS, LANES)]
     states = [[f.variable(_FLOATS, 0.0) for _ in range(kept)] for _ in masks]
-    positions, table_rows, table = (f.address(f.words, i) for i in (8, 9, 10))
+    positions, table_rows, table, kept_pages = (f.address(f.words, i) for i in (8, 9, 10, 13))
     is_ring, length = f.word(f.words, 12) > 0, f.larger(f.word(f.words, 12), 1)
 
     def load(place: Value, part: int) -> Value:
@@ -54,6 +54,15 @@ def _gated_conv(f: Function, target: Target, width: str) -> None:
             with f.when(is_ring):
                 place = state + size * (position % length) + (begin + part * LANES) * 4
                 f.store_lanes(past[-1], place, masks[part])
+        # A ring gets the places that the next token reads, another state all of it.
+        keeper = f.word(kept_pages + token * 8, 0)
+        with f.when(keeper.differs(0)):
+            kept_state = f.address(f.words, 5) + (keeper - 1) * f.word(f.words, 6)
+            for part, inputs in enumerate(states):
+                for i, variable in enumerate(inputs):
+                    ring_place = (position + (length + 1 - kept + i)) % length
+                    place = kept_state + size * f.choose(is_ring, ring_place, f.like(position, i))
+                    f.store_lanes(variable.get(), place + (begin + part * LANES) * 4, masks[part])
         is_last = after.equals(token) | f.word(table_rows + after * 8, 0).differs(own)
         with f.when(is_last & f.word(f.words, 12).equals(0)):
             for part, inputs in enumerate(states):

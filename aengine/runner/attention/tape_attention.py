@@ -31,6 +31,8 @@ class StepMemory:
         self.rows = torch.zeros(max_tokens, dtype=torch.int64)  # row of the block tables, of each token
         self._slots = torch.zeros(len(tables), max_tokens, dtype=torch.int64)
         self.slots = self._slots.unbind()  # one for each KV group
+        self._kept_pages = torch.zeros(len(tables), max_tokens, dtype=torch.int64)
+        self.kept_pages = self._kept_pages.unbind()  # one for each KV group: see `gated_conv`
 
     def fill(self, batch: InputBatch) -> None:
         plan, inputs = batch.plan, batch.inputs
@@ -38,24 +40,29 @@ class StepMemory:
         self.positions[:n] = inputs.positions
         self._slots[:, :n] = inputs.slot_mapping
         self.rows.numpy()[:n] = plan.rows if n == len(plan.rows) else np.repeat(plan.rows, plan.query_lens)
+        self._kept_pages[:, :n] = 0
+        if plan.kept_states is not None:
+            place, count, group, page = plan.kept_states.T
+            begins = plan.query_lens.cumsum() - plan.query_lens
+            self._kept_pages.numpy()[group, begins[place] + count - 1] = 1 + page
 
 
 class TapeStates(LayerStates):
     """A layer's states, which ops find by the rows of the block table. What a step's requests are is not known when an
     op is recorded: who asks has an op that is not."""
 
-    __slots__ = ("_memory", "_table")
+    __slots__ = ("_kept", "_memory", "_table")
 
     def __init__(self, place: LayerStatePlace, memory: StepMemory) -> None:
         self.tensors = place.tensors
-        self._memory, self._table = memory, memory.tables[place.group]
+        self._memory, self._table, self._kept = memory, memory.tables[place.group], memory.kept_pages[place.group]
 
     def __getattr__(self, name: str) -> Any:
         raise NotRecorded("a layer with states")
 
     def gated_conv(self, name: str, gates: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         where = self._memory.positions, self._memory.rows, self._table
-        return gated_conv(gates, weight, bias, self.tensors[name], *where)
+        return gated_conv(gates, weight, bias, self.tensors[name], *where, self._kept)
 
 
 class TapeAttention:

@@ -22,9 +22,9 @@ from ...kernels.kv_write import write_kv
 from ...kernels.paged_attention import decode_attention, prefill_attention
 from ...kernels.policy import FASTEST, KernelPolicy
 from ...kernels.rotary import apply_rotary, rotary_rows
-from ..input_batch import GroupBatch, InputBatch
+from ..input_batch import GroupBatch, InputBatch, Rows
 from ..layers.attention import AttentionLayer
-from ..layers.states import LayerStates, StateRows, state_rows_of_batch
+from ..layers.states import LayerStates, StateRows, kept_within, rows_like, state_rows_of_batch
 from ..rope import RopeConfig
 from ..speculation.states_ahead import RowsAhead
 from .kv_pages import KvCacheSpec
@@ -69,7 +69,8 @@ class KvCache:
             for group, slots in zip(batch.groups(), batch.inputs.slot_mapping.unbind(0), strict=True)
         ]
         query_lens = batch.plan.query_lens.tolist()
-        return Attention(self, AttentionMetadata(query_lens, groups, self._first_lens_of(batch.idx_mapping)))
+        first_lens = self._first_lens_of(batch.idx_mapping)
+        return Attention(self, AttentionMetadata(query_lens, groups, first_lens, batch.plan.kept_states))
 
     def _first_lens_of(self, rows: Tensor) -> Tensor | None:
         if self._first_lens is None or all(rope.long is None for rope in self.ropes):
@@ -155,6 +156,7 @@ class AttentionMetadata:
     first_lens: Tensor | None = (
         None  # int32 [num_reqs]: tokens of each when it got its row; None: nothing depends on it
     )
+    kept_states: Rows | None = None  # see `BatchPlan`
 
     def first_lens_of_tokens(self) -> Tensor | None:
         """`first_lens` of each token's request, [num_tokens]."""
@@ -197,12 +199,16 @@ class Attention:
     def _find_states(self, index: int) -> StateRows | RowsAhead:
         group, n, query_lens = self._groups[index].batch, self._num_decodes, self._query_lens
         pages = group.block_table[:, 0].long()
+        kept = kept_within(self._metadata.kept_states, index)
         num_ahead = self._kv_cache.layout.groups[index].num_ahead
         if num_ahead:
             of_tokens = pages.repeat_interleave(torch.tensor(query_lens))
-            return RowsAhead.of_batch(of_tokens, self._positions, query_lens, pages.tolist(), 1 + num_ahead)
+            where = of_tokens, self._positions, query_lens, pages.tolist(), 1 + num_ahead
+            return RowsAhead.of_batch(*where, kept, rows_like(self._state_rows, RowsAhead))
         decodes = StateRows(pages[:n], torch.tensor(group.seq_lens[:n], dtype=torch.int64) <= 1, ())
-        return state_rows_of_batch(decodes, query_lens, group.seq_lens, pages.tolist())
+        return state_rows_of_batch(
+            decodes, query_lens, group.seq_lens, pages.tolist(), kept, rows_like(self._state_rows, StateRows)
+        )
 
     def forward(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
         """See `AttentionCall`: q and k are normalised and rotated in place, the KV of all tokens is written, then all

@@ -24,7 +24,7 @@ from ...kernels.varlen_attention import plan_prompts, varlen_attention
 from ...kernels.write_qkv import apply_rope_and_write_kv
 from ..input_batch import BatchPlan, InputBatch
 from ..layers.attention import AttentionLayer
-from ..layers.states import LayerStates, StateRows, state_rows_of_batch, state_rows_of_decodes
+from ..layers.states import LayerStates, StateRows, kept_within, rows_like, state_rows_of_batch, state_rows_of_decodes
 from ..rope import rope_tables
 from ..speculation.states_ahead import RowsAhead
 from .kv_pages import AttentionLayerKV, KvCacheSpec
@@ -315,15 +315,18 @@ class BatchAttention:
         if plan is None:
             return decodes
         assert plan.state_pages is not None
+        kept = kept_within(plan.kept_states, group)
         num_ahead = self._cache.layout.groups[group].num_ahead
         if num_ahead:
             of_tokens = self._block_tables[group][:, 0].index_select(0, self._rows_of_tokens()).long()
             where = of_tokens, self._inputs.positions, plan.query_lens.tolist(), plan.state_pages[group].tolist()
-            return RowsAhead.of_batch(*where, 1 + num_ahead)
+            return RowsAhead.of_batch(*where, 1 + num_ahead, kept, rows_like(self._state_rows, RowsAhead))
         if self._decodes is not None:
             rows, n = self._decodes.state_rows(group), plan.num_decodes
             decodes = StateRows(rows.pages[:n], rows.begins[:n], ())
-        return state_rows_of_batch(decodes, plan.query_lens.tolist(), plan.seq_lens.tolist(), plan.state_pages[group])
+        lens = plan.query_lens.tolist(), plan.seq_lens.tolist()
+        like = rows_like(self._state_rows, StateRows)
+        return state_rows_of_batch(decodes, *lens, plan.state_pages[group], kept, like)
 
     def forward(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
         return self._attend(layer, qkv, *self._turned(layer), layer.norms)

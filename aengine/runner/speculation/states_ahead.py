@@ -14,21 +14,57 @@ from ...kernels.drafted_states import (
     conv_of_drafts,
     gated_delta_of_drafts,
     keep_last,
+    nothing_pends_behind,
     settle_drafts,
 )
-from ...kernels.gated_delta import gated_delta_of_prompts
-from ...kernels.sequences import Sequences
-from ..layers.states import LayerStates, StateRows, StateSpan, sequences_of_spans
+from ..layers.states import (
+    KeptWithin,
+    LayerStates,
+    StateRows,
+    StateSpan,
+    Wave,
+    delta_of_prompts,
+    spans_of,
+    waves_of_spans,
+)
 from ..transfer import to_device
 
 
 class LongSpans(NamedTuple):
     """Requests with more tokens than may have been guessed: all of theirs are certain, and follow those of others."""
 
-    sequences: Sequences
+    waves: Sequence[Wave]
+    pages: Tensor  # int64 [m]
     firsts: Tensor  # int64 [m]: the position of each one's first token
     counts: Tensor  # int64 [m]: tokens of each
-    last: Tensor  # int64: the tokens of the batch that are the last ones of each, as many as a filter reads
+    last: Tensor  # int64: the last tokens before the end of each, and before its states are kept: as a filter reads
+    last_pages: Tensor  # int64: the page that gets each of these
+    kept: Tensor  # int64 [2, k]: pages of the states that are kept, and the last token before that
+
+    @classmethod
+    def of(
+        cls, spans: Sequence[StateSpan], begin: int, most: int, positions: Tensor, like: LongSpans | None
+    ) -> LongSpans:
+        """``spans``: those that follow token ``begin``; ``most``: tokens that a filter reads, at most."""
+        device, stops = positions.device, [span.stop for span in spans if span.kept < 0]
+        starts = [begin, *stops[:-1]]
+        own = [span.page for span in spans if span.kept < 0], starts, np.subtract(stops, starts)
+        pages, first_tokens, counts = to_device(np.array(own, dtype=np.int64), device)
+        firsts = positions.index_select(0, first_tokens)
+        first, *others = waves_of_spans(spans, begin, device, like.waves if like else ())
+        first = first._replace(sequences=first.sequences._replace(begins=firsts == 0))
+        filled = [
+            (place, span.page if span.kept < 0 else span.kept)
+            for span in spans
+            for place in range(span.stop - most, span.stop)
+        ]
+        last, last_pages = _columns(filled, device)
+        kept = _columns([(span.kept, span.stop - 1) for span in spans if span.kept >= 0], device)
+        return cls([first, *others], pages, firsts, counts, last, last_pages, kept)
+
+
+def _columns(pairs: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    return to_device(np.array(pairs, dtype=np.int64).reshape(-1, 2).T.copy(), device)
 
 
 class RowsAhead(NamedTuple):
@@ -53,28 +89,24 @@ class RowsAhead(NamedTuple):
 
     @classmethod
     def of_batch(
-        cls, pages: Tensor, positions: Tensor, query_lens: Sequence[int], of_requests: Sequence[int], most: int
+        cls,
+        pages: Tensor,
+        positions: Tensor,
+        query_lens: Sequence[int],
+        of_requests: Sequence[int],
+        most: int,
+        kept: KeptWithin,
+        like: RowsAhead | None = None,
     ) -> RowsAhead:
         """``query_lens``, ``of_requests``: host [num_reqs], tokens and page of each; those of at most ``most`` tokens
-        lead."""
-        lens = np.array(query_lens, dtype=np.int64)
-        num_short = int(np.count_nonzero(lens <= most))
-        ends = lens.cumsum()
-        begin = int(ends[num_short - 1]) if num_short else 0
-        if num_short == len(lens):
-            return cls(pages, positions, begin)
-        own, device = lens[num_short:], positions.device
-        starts = ends[num_short:] - own
-        spans = [
-            StateSpan(int(start - begin), int(start - begin + length), int(page), False)
-            for start, length, page in zip(starts, own, of_requests[num_short:], strict=True)
-        ]
-        sequences = sequences_of_spans(spans, device)
-        firsts = positions.index_select(0, sequences.starts[:-1] + begin)
-        last = np.concatenate([np.arange(end - most, end) for end in ends[num_short:]])
-        long = LongSpans(
-            sequences._replace(begins=firsts == 0), firsts, sequences.starts.diff(), to_device(last, device)
-        )
+        lead. States are kept behind no fewer. ``like``: rows of another KV group in the same step."""
+        num_short = sum(length <= most for length in query_lens)
+        begin = start = sum(query_lens[:num_short])
+        spans: list[StateSpan] = []
+        for i in range(num_short, len(query_lens)):
+            spans += spans_of(start, query_lens[i], of_requests[i], False, kept.get(i, ()))
+            start = spans[-1].stop
+        long = LongSpans.of(spans, begin, most, positions, like.long if like else None) if spans else None
         return cls(pages, positions, begin, long)
 
 
@@ -93,7 +125,7 @@ class StatesAhead(LayerStates):
         y = conv_of_drafts(x, weight, bias, ring, rows.pages, rows.positions, rows.num_short)
         if rows.long is not None:
             last = rows.long.last
-            keep_last(x[last], ring, rows.pages[last], rows.positions[last])
+            keep_last(x[last], ring, rows.long.last_pages, rows.positions[last])
         return y
 
     def gated_delta(self, name: str, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
@@ -105,8 +137,9 @@ class StatesAhead(LayerStates):
             short = DeltaInputs(q[:n], k[:n], v[:n], decay[:n], beta[:n])
             parts.append(gated_delta_of_drafts(short, memory, rows.pages[:n], rows.positions[:n]))
         if rows.long is not None:
-            sequences, firsts, counts, _ = rows.long
-            settle_drafts(memory, sequences.pages, firsts, counts)
-            long = q[n:], k[n:], v[n:], decay[n:], beta[n:]
-            parts.append(gated_delta_of_prompts(*long, memory.states, sequences))
+            long, (pages, last) = rows.long, rows.long.kept
+            settle_drafts(memory, long.pages, long.firsts, long.counts)
+            inputs = q[n:], k[n:], v[n:], decay[n:], beta[n:]
+            parts.append(delta_of_prompts(inputs, memory.states, long.waves))
+            nothing_pends_behind(memory, pages, rows.positions[last])
         return parts[0] if len(parts) == 1 else torch.cat(parts)

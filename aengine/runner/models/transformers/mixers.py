@@ -190,16 +190,24 @@ def mix_batch(
         parts.append(run(0, n, True, cache))
         for tensor in tensors:
             states.write(tensor.name, cache.states[tensor.name])
+    begun = -1  # the first token of a request that begins with the span at hand, or with the one before
     for span in states.spans:
-        kept = {tensor.name: states.of(span, tensor.name) for tensor in tensors}
-        before = {t.name: kept[t.name][None].to(dtype, copy=True) for t, dtype in zip(tensors, dtypes, strict=True)}
-        cache = StepCache(None if span.begins else before)
-        size = span.stop - span.start if takes_chunks or span.begins else 1
-        for begin in range(span.start, span.stop, size):
-            parts.append(run(begin, begin + size, False, cache))
-            cache = StepCache(cache.states)
+        own = {tensor.name: states.of(span, tensor.name) for tensor in tensors}
+        before = {t.name: own[t.name][None].to(dtype, copy=True) for t, dtype in zip(tensors, dtypes, strict=True)}
+        begun = span.start if span.begins else begun
+        if begun >= 0 and not takes_chunks:  # once more from its first token rather than token by token
+            cache = StepCache()
+            parts.append(run(begun, span.stop, False, cache)[:, span.start - begun :])
+        else:
+            cache = StepCache(None if span.begins else before)
+            size = span.stop - span.start if takes_chunks else 1
+            for begin in range(span.start, span.stop, size):
+                parts.append(run(begin, begin + size, False, cache))
+                cache = StepCache(cache.states)
+        begun = begun if span.kept >= 0 else -1
         for tensor in tensors:
-            kept[tensor.name].copy_(cache.states[tensor.name][0])
+            own[tensor.name].copy_(cache.states[tensor.name][0])
+        states.keep(span)
     if not parts:  # The walk that compiles kernels runs tokens that belong to no request.
         return run(0, num_tokens, False, StepCache())
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
