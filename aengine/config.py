@@ -153,9 +153,9 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     """Prompts that begin alike share KV."""
     kv_tiers: Sequence[HostTier | DiskTier | StoreTier] | str = ()
-    """Where the KV of prefixes is kept that the device has no room for, nearest first: HostTier("40GB"),
-    DiskTier("/path", "200GB"), StoreTier("redis", url="redis://..."). In a text: "host:40GB,disk:/path:200GB". (): it
-    is computed again."""
+    """Where the KV of prefixes is kept that the device has no room for, nearest first (docs/kv-tiers.md):
+    HostTier("40GB"), DiskTier("/path", "200GB"), StoreTier("redis", url="redis://..."). In a text:
+    "host:40GB,disk:/path:200GB". (): it is computed again."""
     kept_kv_fraction: float = 0.9
     """Share of the KV blocks that is kept for the next turns of sessions, at most (docs/memory.md). 0: none is."""
     max_in_flight_steps: int = 2

@@ -280,9 +280,9 @@ class Settings(TypedDict, total=False):
     enable_prefix_caching: bool
     """Prompts that begin alike share KV. Default: True."""
     kv_tiers: Sequence[HostTier | DiskTier | StoreTier] | str
-    """Where the KV of prefixes is kept that the device has no room for, nearest first: HostTier("40GB"),
-    DiskTier("/path", "200GB"), StoreTier("redis", url="redis://..."). In a text: "host:40GB,disk:/path:200GB". (): it
-    is computed again. Default: ()."""
+    """Where the KV of prefixes is kept that the device has no room for, nearest first (docs/kv-tiers.md):
+    HostTier("40GB"), DiskTier("/path", "200GB"), StoreTier("redis", url="redis://..."). In a text:
+    "host:40GB,disk:/path:200GB". (): it is computed again. Default: ()."""
     kept_kv_fraction: float
     """Share of the KV blocks that is kept for the next turns of sessions, at most (docs/memory.md). 0: none is.
     Default: 0.9."""

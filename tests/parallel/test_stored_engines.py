@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from callers_stores import MemoryStore, Misbehaving
 from conftest_api import core_of, settled, until
+from redis_server import redis_server
 from test_kv_tiers_engine import GREEDY, HALF, SMALL, tiers_of
 from test_pipeline_engine import SETTINGS, essence, work
 
@@ -31,7 +32,7 @@ def stores_of(engine: AsyncLLM, replica: int = 0) -> StoredPages:
 
 
 def num_loaded(engine: AsyncLLM) -> int:
-    return sum(stores_of(engine, index).num_loaded for index in range(len(core_of(engine).replicas)))
+    return sum(tier.num_fetched for tier in engine.statistics().kv_tiers[1:])
 
 
 async def saved(engine: AsyncLLM) -> None:
@@ -53,6 +54,17 @@ def expected(model: Path) -> list[Any]:
             return [essence(completion) for completion in await asyncio.gather(*work(engine, 1))]
 
     return asyncio.run(answers())
+
+
+@pytest.fixture(scope="module")
+def answer(model: Path) -> Any:
+    """What PROMPT is answered by any engine."""
+
+    async def generated() -> Any:
+        async with AsyncLLM(model, **SMALL) as engine:
+            return (await engine.generate(PROMPT, GREEDY)).token_ids
+
+    return asyncio.run(generated())
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +133,21 @@ async def test_one_engine_computes_prompts_and_another_goes_on(model: Path, rank
         assert other.token_ids == completion.token_ids and not other.usage.cached_tokens
 
 
+async def test_engines_share_a_redis_server(model: Path, tmp_path: Path, answer: Any) -> None:
+    with redis_server(tmp_path) as url:
+        tiers, ranks = f"host:16MB,redis:url={url};prefix=test", {"tensor_parallel_size": 2} | HALF
+        async with (
+            AsyncLLM(model, kv_tiers=tiers, **SMALL | ranks) as prefill,
+            AsyncLLM(model, kv_tiers=tiers, **SMALL | ranks) as decode,
+        ):
+            await prefill.generate(PROMPT, GREEDY.replace(max_tokens=1))
+            await saved(prefill)
+            completion = await decode.generate(PROMPT, GREEDY)
+            assert completion.usage.cached_tokens == 68 and completion.token_ids == answer
+            tier = decode.statistics().kv_tiers[1]
+            assert (tier.tier, tier.num_fetched, tier.num_lost) == ("redis", 17, 0)
+
+
 async def test_many_pages_come_in_parts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored_pages, "_MOST_SOUGHT", 9)
     monkeypatch.setattr(stored_pages, "_MOST_IN_CALL", 4)
@@ -131,7 +158,8 @@ async def test_many_pages_come_in_parts(model: Path, monkeypatch: pytest.MonkeyP
             completions = await asyncio.gather(*(engine.generate(PROMPT + [i], GREEDY) for i in range(30, 33)))
             found.append([completion.token_ids for completion in completions])
             await saved(engine)
-    assert found[0] == found[1] and num_loaded(engine) == 17
+            num_came = num_loaded(engine)
+    assert found[0] == found[1] and num_came == 17
     assert [completion.usage.cached_tokens for completion in completions] == [68] * 3
 
 
@@ -196,17 +224,6 @@ async def test_new_weights_and_a_reset(model: Path, tiny_model: TinyModel) -> No
 # -- stores that misbehave
 
 
-@pytest.fixture(scope="module")
-def answer(model: Path) -> Any:
-    """What PROMPT is answered by any engine."""
-
-    async def generated() -> Any:
-        async with AsyncLLM(model, **SMALL) as engine:
-            return (await engine.generate(PROMPT, GREEDY)).token_ids
-
-    return asyncio.run(generated())
-
-
 @pytest.mark.parametrize(
     ("method", "what"),
     [
@@ -235,7 +252,7 @@ async def test_a_store_that_misbehaves(
         Misbehaving.let_go.set()
         await until(lambda: not stores_of(engine).num_saving)
         await settled(engine)
-        assert stores_of(engine).num_loaded == 0
+        assert num_loaded(engine) == 0
 
 
 async def test_a_store_that_is_gone_beside_one_that_is_there(model: Path, answer: Any) -> None:

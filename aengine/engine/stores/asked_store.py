@@ -29,8 +29,11 @@ _PAUSE = 30.0  # seconds for which a store is left alone
 class AskedStore:
     """One store of one replica. Its methods are for the loop's thread."""
 
-    def __init__(self, store: KVStore) -> None:
+    def __init__(self, name: str, store: KVStore) -> None:
+        """``name``: as the log and the statistics call it."""
+        self.name = name
         self.store = store
+        self.num_saved = self.num_fetched = self.num_lost = 0  # pages, see `KeptPages`
         self._pool = ThreadPool("kv-store", _THREADS)
         self._loop = asyncio.get_running_loop()
         self._again = 0.0  # time from which on it is asked
@@ -66,8 +69,8 @@ class AskedStore:
     def _leave_alone(self, reason: str) -> None:
         if self.is_asked:
             self._again = self._loop.time() + _PAUSE
-            name = type(self.store).__name__
-            logger.warning("%s is left alone for %g s, and KV is computed meanwhile: %s", name, _PAUSE, reason)
+            text = "The KV tier %s is left alone for %g s, and what it may have is computed meanwhile: %s"
+            logger.warning(text, self.name, _PAUSE, reason)
 
     def close(self) -> None:
         """Drop the calls that were not begun, and close the store when the others have returned."""
@@ -89,7 +92,7 @@ class AskedStore:
         if is_last:
             _, error = outcome_of(self.store.close)
             if error is not None:
-                logger.warning("%s could not be closed: %s", type(self.store).__name__, error)
+                logger.warning("The KV tier %s could not be closed: %s", self.name, error)
 
 
 def _note_error(future: asyncio.Future[Any]) -> None:

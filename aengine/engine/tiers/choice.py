@@ -21,5 +21,5 @@ def new_tiers(memory: HostMemory | None, executor: Callable[[], Executor], wake:
     tiers = KVTiers(memory.num_places, page_bytes=memory.page_bytes)
     PageCopies(tiers, memory, executor, wake)
     if memory.stores:
-        StoredPages(tiers, memory, [AskedStore(store) for store in memory.stores], partial(wake, True))
+        StoredPages(tiers, memory, [AskedStore(*one) for one in memory.stores], partial(wake, True))
     return tiers

@@ -31,7 +31,7 @@ class HostMemory:
             raise NotEnoughMemoryError(
                 f"kv_tiers: a HostTier of {num_bytes} bytes, and {free} of the host's memory are free: lower its size"
             )
-        self.stores: list[KVStore] = []  # stores of this replica, nearest first
+        self.stores: list[tuple[str, KVStore]] = []  # stores of this replica by name, nearest first
         self.fingerprints: list[bytes] = []  # what the keys of each rank's pages there begin with
         self.fds: list[int] = []
         self._closing = weakref.finalize(self, _close, self.fds)

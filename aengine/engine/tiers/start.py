@@ -25,13 +25,14 @@ class TiersStart:
         self._config = config
         self._source = source
         self._is_dropped = threading.Event()
-        self._stores: list[list[KVStore]] = []  # stores of the replicas that have no memory yet
+        self._stores: list[list[tuple[str, KVStore]]] = []  # stores of the replicas that have no memory yet
         tiers = [tier for tier in config.kv_tiers if isinstance(tier, DiskTier | StoreTier)]
         try:
             for _ in range(config.data_parallel_size):
                 self._stores.append([])
                 for tier in tiers:
-                    self._stores[-1].append(open_store(tier))
+                    name = f"disk:{tier.path}" if isinstance(tier, DiskTier) else tier.name
+                    self._stores[-1].append((name, open_store(tier)))
         except ModelLoadError:
             self.undo()
             raise
@@ -64,5 +65,5 @@ class TiersStart:
         """Close what was opened: the engine does not start."""
         self._is_dropped.set()
         while self._stores:
-            for store in self._stores.pop():
+            for _, store in self._stores.pop():
                 store.close()

@@ -24,6 +24,7 @@ from itertools import groupby
 from typing import Any
 
 from ..scheduler.block_pool import BlockPool
+from ..scheduler.kv_elsewhere import KeptPages
 from ..scheduler.request import Request
 from ..stores.asked_store import AskedStore
 from ..stores.store import KEY_BYTES, KVStore
@@ -61,7 +62,7 @@ class StoredPages(NoStores):
         self._tasks: set[asyncio.Task[None]] = set()
         self._loads: dict[asyncio.Future[list[bool]], list[int]] = {}  # places of the calls that have not returned
         self._is_arriving = False  # what gets a name was loaded, and is not saved
-        self.num_loaded = 0
+        self._page_bytes = memory.page_bytes
         tier.places.on_offer = self._note_kept
         tier.below = self
 
@@ -159,24 +160,36 @@ class StoredPages(NoStores):
                 keys, places = self._keys.of(part), self._tier.places.allocate(len(part))
                 call = store.begin(_load, store.store, keys, self._pages.of(places))
                 self._loads[call] = places
-                call.add_done_callback(partial(self._arrive, part, self._keys.version))
+                call.add_done_callback(partial(self._arrive, store, part, self._keys.version))
                 answer = store.answer(call, _LOAD_SECONDS)
                 answers.append(answer)
         arrived = await asyncio.gather(*answers)
         return all(filled and all(filled) for filled in arrived)
 
-    def _arrive(self, names: list[bytes], version: bytes, call: asyncio.Future[list[bool]]) -> None:
-        places = self._loads.pop(call)
+    def _arrive(self, store: AskedStore, names: list[bytes], version: bytes, call: asyncio.Future[list[bool]]) -> None:
+        places, num_ranks = self._loads.pop(call), self._keys.num_ranks
         ended_well = not call.cancelled() and call.exception() is None and version == self._keys.version
         filled = call.result() if ended_well else []
         self._is_arriving = True
         for index, (name, place) in enumerate(zip(names, places, strict=True)):
-            own = filled[index * self._keys.num_ranks :][: self._keys.num_ranks]
+            own = filled[index * num_ranks : (index + 1) * num_ranks]
             if own and all(own):
                 self._tier.places.offer(place, name)
-                self.num_loaded += 1
+                store.num_fetched += 1
+            else:
+                store.num_lost += 1
         self._is_arriving = False
         self._tier.places.release(places)
+
+    def counts(self) -> Sequence[KeptPages]:
+        """See `KVElsewhere`. Others may have brought more to a store, and it may have dropped some."""
+        return [
+            KeptPages(
+                *(one.name, one.num_saved, one.num_saved * self._page_bytes),
+                *(one.num_saved, one.num_fetched, one.num_lost),
+            )
+            for one in self._stores
+        ]
 
     # -- the end
 
@@ -225,7 +238,10 @@ class _Saves:
         self._task = None
 
     def _end(self, call: asyncio.Future[None]) -> None:
-        self._places.release(self._calls.pop(call))
+        places = self._calls.pop(call)
+        if not call.cancelled() and call.exception() is None:
+            self._store.num_saved += len(places)
+        self._places.release(places)
 
     def held(self) -> list[list[int]]:
         return [*self._calls.values(), *([place] for place, _ in self._waiting)]
