@@ -84,3 +84,17 @@ async def test_a_failed_turn_keeps_what_the_one_before_kept(make_engine: Make) -
         await waiting
         assert blocks_of(engine) == kept
         assert core_of(engine).admission.keeping.keep("a", 0)
+
+
+async def test_a_next_turn_goes_to_the_replica_that_keeps_its_kv(make_engine: Make) -> None:
+    async with make_engine(data_parallel_size=2) as engine:
+        prompts = {str(number): [number + 1] * 300 for number in range(6)}
+        for _ in range(3):
+            answers = [engine.generate(prompt, TEN, session_id=name, keep=60) for name, prompt in prompts.items()]
+            for prompt, answer in zip(prompts.values(), await asyncio.gather(*answers), strict=True):
+                prompt += [*answer.token_ids, 9]
+        statistics = engine.statistics()
+        assert statistics.prefix_cache_hits > 12 * 250
+        assert all(replica.num_kept_blocks > 0 for replica in statistics.replicas)
+        size = statistics.block_size
+        assert statistics.num_kept_blocks <= sum(len(prompt) // size for prompt in prompts.values())

@@ -3,7 +3,7 @@ worker's. A block is a page of the one pool that all KV groups share.
 
     a block is in one of three places
 
-       empty (a stack)  ── allocate ──>  in use (ref_count >= 1)  ── release, name known ──> idle (LRU order)
+       empty (a stack)  ── allocate ──>  in use (ref_count >= 1)  ── release, name known ──> idle (in order)
        no content       <── release ──   in the tables of        <── acquire (a hit) ─────   ref_count 0, name known
                             no name      ref_count requests      <── allocate: when none is empty the oldest idle
                                                                      block is taken and its name forgotten
