@@ -5,7 +5,7 @@
     python benchmarks/agents.py --device cpu --shape tiny --agents 12 --gap-scale 0.05 --mean 600 --least 300
 
   today       prefix caching alone, as if nobody had said that they are sessions
-  keep        each turn with session_id and keep
+  keep        each turn with session_id, and all but the last with keep
   tiers       as keep, and a host tier of --host-tier
   unlimited   as today, with all KV that fits the device
 
@@ -114,7 +114,8 @@ async def run_agents(
         for number, turn in enumerate(agent.turns):
             if time.perf_counter() - begin > seconds:
                 return
-            own = {"session_id": agent.name} | options if options else {}
+            is_last = number == len(agent.turns) - 1
+            own = {"session_id": agent.name} | ({} if is_last else options) if options else {}
             params = {"max_tokens": turn.num_out, "temperature": 0.6, "ignore_eos": True, "options": own}
             asked = time.perf_counter()
             first = 0.0
@@ -126,7 +127,7 @@ async def run_agents(
             total = time.perf_counter() - asked
             run.turns.append(Seen(first, total, len(context), len(answer), number == 0))
             context += answer + _new_tokens(agent, number, turn.num_new)
-            if number < len(agent.turns) - 1:
+            if not is_last:
                 await asyncio.sleep(min(turn.gap, begin + seconds - time.perf_counter()))
 
     others = asyncio.create_task(_ask_once(engine, singles, agents[0].prefix))
