@@ -78,6 +78,8 @@ async def cost(args: argparse.Namespace, settings: dict[str, Any], prompts: Prom
         AsyncLLM(args.model, **settings | room, gpu_memory_utilization=0.45, kv_tiers=f"host:{args.host}") as tiered,
     ):
         rates: dict[str, list[float]] = {"plain": [], "tiered": []}
+        await rate(tiered, prompts, args)  # it begins to pin the host's memory
+        await asyncio.sleep(args.pinning)
         for turn in range(args.rounds + 1):
             for name, engine in (("plain", plain), ("tiered", tiered)):
                 found = await rate(engine, prompts, args)

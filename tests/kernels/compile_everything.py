@@ -33,6 +33,7 @@ from aengine.kernels import (
     activation,
     bitmask,
     commit_drafts,
+    copy_pages,
     decode_attention,
     expert_gate,
     expert_plan,
@@ -489,6 +490,10 @@ def inputs_and_sampling(compiler: Compiler) -> None:
     starts = torch.zeros(2, dtype=torch.int64)
     nothing = torch.zeros(0, dtype=torch.int32)
     staged_write.apply_staged_writes(torch.zeros(9, dtype=torch.int32), starts, starts, nothing)
+    for dtype in (torch.int64, torch.uint8):
+        slabs = copy_pages.Slabs([torch.zeros(4, 8, dtype=dtype)] * 2)
+        for copy in (copy_pages.gather_pages, copy_pages.scatter_pages):
+            copy(slabs, starts, torch.zeros(len(starts), 2, 8, dtype=dtype))
 
 
 def exchanges(compiler: Compiler) -> None:

@@ -68,6 +68,11 @@ class KVTiers(KVElsewhere):
         """Number of pages that are here."""
         return self.places.num_named
 
+    @property
+    def has_many_unsaved(self) -> bool:
+        """Whether pages should be saved soon: half of a job, or a part of the pool that might be given away."""
+        return len(self.unsaved) >= min(MOST_SAVED // 2, self._pool.num_blocks // 16)
+
     # -- the scheduler's side
 
     def begin_worker(self, kv: KVCacheManager, wake: Callable[[Request], None]) -> None:

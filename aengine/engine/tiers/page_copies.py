@@ -18,8 +18,7 @@ from .kv_tiers import KVTiers, PageJob
 
 logger = logging.getLogger("aengine")
 
-_SAVE_SECONDS = 0.02  # seconds for which pages to save are gathered, unless there are _MANY
-_MANY = 16
+_SAVE_SECONDS = 0.1  # seconds for which pages to save are gathered, unless there are many
 _MOST_SAVING = 2  # jobs that save at a time: one waits for the steps under way, which may be long
 _TIMEOUT = 60.0  # seconds that a copy takes at most; a worker that takes longer is ended
 
@@ -51,7 +50,8 @@ class PageCopies:
         self._memory.close()
 
     def _note_work(self) -> None:
-        is_urgent = bool(self._tiers.fetches) or (len(self._tiers.unsaved) >= _MANY and self._num_saving < _MOST_SAVING)
+        may_save = self._tiers.has_many_unsaved and self._num_saving < _MOST_SAVING
+        is_urgent = may_save or bool(self._tiers.fetches)
         if self._timer is None:
             self._timer = self._loop.call_later(0 if is_urgent else _SAVE_SECONDS, self._send)
         elif is_urgent and self._timer.when() > self._loop.time():

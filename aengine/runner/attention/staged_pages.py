@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...kernels.copy_pages import Slabs, gather_pages, scatter_pages
 from ..platforms.platform import Event, Platform
 from ..transfer import to_device
 from .kv_pages import KVPages
@@ -31,8 +32,8 @@ class StagedPages:
         self._part = part
         width = pages.layout.slab_bytes
         self._word = torch.int64 if width % 8 == 0 else torch.uint8  # nothing is computed with what is copied
-        self._slabs = [slab.view(self._word) for slab in pages.slabs]
-        self.page_shape = len(self._slabs), width // self._word.itemsize
+        self._slabs = Slabs([slab.view(self._word) for slab in pages.slabs])
+        self.page_shape = len(pages.slabs), width // self._word.itemsize
         self.page_bytes = pages.layout.page_bytes
         self._platform = platform
         self._stream = platform.side_stream()
@@ -50,8 +51,7 @@ class StagedPages:
 
         def work() -> None:
             for begin, end, rows in self._parts(pages):
-                for i, slab in enumerate(self._slabs):
-                    torch.index_select(slab, 0, rows, out=self._staged[: end - begin, i])
+                gather_pages(self._slabs, rows, self._staged[: end - begin])
                 for first, last, place in _runs(places[begin:end], self._part):
                     host[place : place + last - first].copy_(self._staged[first:last], non_blocking=True)
 
@@ -64,8 +64,7 @@ class StagedPages:
             for begin, end, rows in self._parts(pages):
                 for first, last, place in _runs(places[begin:end], self._part):
                     self._staged[first:last].copy_(host[place : place + last - first], non_blocking=True)
-                for i, slab in enumerate(self._slabs):
-                    slab.index_copy_(0, rows, self._staged[: end - begin, i])
+                scatter_pages(self._slabs, rows, self._staged[: end - begin])
 
         return self._stream.launch(work, after)
 
