@@ -119,6 +119,8 @@ def _add_access(group: Any) -> None:
         help="clients must show it; may be repeated. Other users see it in the list of processes: rather set "
         "AENGINE_API_KEY in the environment",
     )
+    about = "TOML with keys, each of a tenant, and with the setting tenants"
+    group.add_argument("--api-keys-file", metavar="FILE", default=None, help=about)
     group.add_argument(
         "--admin-key",
         metavar="KEY",
@@ -200,6 +202,8 @@ def _engine(args: argparse.Namespace) -> Served:
     """Make the engine, or the engines, of the command line. Raises InvalidRequestError."""
     from ..server import AwakeModels
 
+    if args.api_keys_file is not None and not hasattr(args, "engine_tenants"):
+        args.engine_tenants = args.api_keys_file
     given = [args.model, *args.other_models]
     if given == [args.model] and not args.model.endswith(".toml"):
         engine = AsyncLLM(engine_config(args))
@@ -327,10 +331,11 @@ async def _serve_engine(
 def app_options(args: argparse.Namespace, listener: socket.socket) -> dict[str, Any]:
     """Return the keyword arguments of `create_app` that the command line gives, for an application at this address."""
     api_keys = args.api_key or [key for key in (server_api_key(),) if key]
-    is_bare = not api_keys and is_loopback(listener)  # only the address keeps other users out
+    is_bare = not (api_keys or args.api_keys_file) and is_loopback(listener)  # only the address keeps other users out
     return {
         "model_names": args.served_model_name,
         "api_keys": api_keys,
+        "api_keys_file": args.api_keys_file,
         "admin_key": args.admin_key or server_admin_key(),
         "lora_dir": args.lora_dir,
         "weights_dir": args.weights_dir,

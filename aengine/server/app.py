@@ -18,6 +18,7 @@ from starlette.routing import Route
 from ..errors import InvalidRequestError
 from ..params import checked_keep
 from ..telemetry.trace_context import trace_of
+from .admin.key_file import KeyFile
 from .admin.keys import AdminKey, ApiKeys, Lock
 from .admin.loras import LoadLoraBody, UnloadLoraBody, load_lora, unload_lora
 from .admin.pauses import NoBody, PauseBody, is_paused, pause, reset_prefix_cache, resume
@@ -133,6 +134,7 @@ def create_app(
     *,
     model_names: str | Sequence[str] | None = None,
     api_keys: str | Sequence[str] | None = None,
+    api_keys_file: str | os.PathLike[str] | None = None,
     admin_key: str | None = None,
     lora_dir: str | os.PathLike[str] | None = None,
     weights_dir: str | os.PathLike[str] | None = None,
@@ -152,12 +154,12 @@ def create_app(
     another application (``app.mount("/llm", create_app(engine))``) it does neither: give that one `engine_lifespan`.
 
     Args:
-        engine: on the event loop that serves the application, or with ``own_thread=True``; or another process'
-            (`aengine.remote.connect`), which is to be started first, unless ``model_names`` are given. Or several by
-            names of their models, each loaded when it is asked for (`AwakeModels`).
+        engine: on the event loop that serves the application, or with ``own_thread=True``; or another process', to be
+            started first, unless ``model_names`` are given; or several by names of their models (`AwakeModels`).
         model_names: under which requests may ask for the one model. None: the name the engine was made with.
         api_keys: one of which a request must show (``Authorization: Bearer KEY``, or ``x-api-key``). None: nobody is
             asked. /health, /livez and /readyz are open, and so is the page itself; what it calls is not.
+        api_keys_file: more keys, each of a tenant (docs/tenants.md#over-http), read anew when it has changed.
         admin_key: what a request that changes the engine must show, as above. None: all such requests are refused.
         lora_dir: the folder whose adapters such requests may load. None: they may load none.
         weights_dir: the folder whose checkpoints such requests may put in place of the weights. None: none.
@@ -177,7 +179,7 @@ def create_app(
     """
     names = [model_names] if isinstance(model_names, str) else model_names
     origins = checked_origins([allow_origins] if isinstance(allow_origins, str) else allow_origins)
-    doors = _Doors.of(api_keys, admin_key, origins, allow_hosts)
+    doors = _Doors.of(api_keys, api_keys_file, admin_key, origins, allow_hosts)
     shared: dict[str, Any] = {
         "max_body_bytes": max_body_bytes,
         "responses": ResponseStore(max_stored_responses),
@@ -195,11 +197,10 @@ def create_app(
         routes, lifespan = _routes_of_several(service, doors, page), engine_lifespan(models)
     else:
         service = Service(engine, model_names=names, **shared)
-        endpoints = [*_ENDPOINTS, *(_PAGE if page else ())]
-        engines = {service.model_name: engine}
+        endpoints, engines = [*_ENDPOINTS, *(_PAGE if page else ())], {service.model_name: engine}
         routes, lifespan = _routes(service, [*endpoints, *_ADMIN], doors), engine_lifespan(engine)
     service.metrics_registry = metrics_registry or new_registry(engines)
-    service.openapi = cache(lambda: openapi_document(endpoints, _ADMIN, has_keys=bool(doors.api.keys)))
+    service.openapi = cache(lambda: openapi_document(endpoints, _ADMIN, has_keys=doors.api.has_keys))
     app = Starlette(
         routes=routes,
         middleware=[Middleware(CloseAfterTwoLengths), *_for_other_origins(origins)],
@@ -221,15 +222,17 @@ class _Doors(NamedTuple):
     def of(
         cls,
         api_keys: str | Sequence[str] | None,
+        api_keys_file: str | os.PathLike[str] | None,
         admin_key: str | None,
         origins: Sequence[str],
         allow_hosts: str | Sequence[str] | None,
     ) -> _Doors:
         """Make them of the arguments of `create_app`."""
-        api = ApiKeys([api_keys] if isinstance(api_keys, str) else api_keys or ())
+        keys = [api_keys] if isinstance(api_keys, str) else api_keys or ()
+        api = ApiKeys(keys) if api_keys_file is None else KeyFile(api_keys_file, keys)
         hosts = [allow_hosts] if isinstance(allow_hosts, str) else allow_hosts
         guard = None if hosts is None else Guard(checked_hosts(hosts), origins)
-        return cls(api, AdminKey(admin_key, api.keys), guard)
+        return cls(api, AdminKey(admin_key, api), guard)
 
     def check(self, path: str, is_admin: bool, request: Request) -> None:
         """Raise HTTPError unless the request may ask for the path of an endpoint."""

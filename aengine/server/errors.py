@@ -19,6 +19,7 @@ from ..errors import (
     GrammarError,
     InternalError,
     InvalidRequestError,
+    QuotaExceededError,
     WorkerDiedError,
 )
 from ..outputs import FinishReason
@@ -75,7 +76,8 @@ def http_error(error: BaseException, body: Body | None = None) -> HTTPError:
             return HTTPError(400, _renamed(text, names), code="invalid_value", param=param)
         case EngineOverloadedError():
             seconds = {"retry-after": str(math.ceil(error.retry_after))}
-            return HTTPError(429, text, kind="rate_limit_error", code="engine_overloaded", headers=seconds)
+            code = "quota_exceeded" if isinstance(error, QuotaExceededError) else "engine_overloaded"
+            return HTTPError(429, text, kind="rate_limit_error", code=code, headers=seconds)
         case DeadlineExceededError():
             return HTTPError(504, text, kind="timeout_error", code="deadline_exceeded", headers=_NO_RETRY)
         case InternalError():

@@ -18,9 +18,9 @@ from ..errors import EngineClosedError
 from .admin.keys import shown_key
 from .health import Health
 from .http import FEW_VALUES, MANY_VALUES, HTTPError, Pace, json_in_pieces, read_json
-from .openai.requests import ModelBody, RequestBody
+from .openai.requests import ModelBody
 from .openai.responses.store import ResponseStore
-from .openai.retention import Caller
+from .openai.retention import ANYBODY, Caller
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -104,8 +104,8 @@ class Service:
             body.take_as_adapter(str(name))
         else:
             self.check_model(name)
-        if isinstance(body, RequestBody):
-            body.take_caller(Caller(shown_key(request), self.max_keep))
+        if isinstance(body, ModelBody):
+            body.take_caller(Caller(shown_key(request), self.max_keep, getattr(request.state, "asker", ANYBODY)))
         return body
 
     async def known_adapters(self) -> Collection[str]:

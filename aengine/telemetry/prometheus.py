@@ -14,7 +14,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import EngineClosedError
-from .metrics import Histogram, Histograms, ReplicaStatistics, Statistics
+from .metrics import Histogram, Histograms, ReplicaStatistics, Statistics, TenantStatistics
 
 try:
     from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -90,6 +90,17 @@ _REPLICA_COUNTERS: tuple[tuple[str, str, Callable[[ReplicaStatistics], float]], 
     ("aengine:replica_prefix_cache_hits", "Prompt tokens found there.", lambda r: r.prefix_cache_hits),
     ("aengine:replica_worker_restarts", "Workers of the replica started anew.", lambda r: r.num_restarts),
 )
+_TENANT_GAUGES: tuple[tuple[str, str, Callable[[TenantStatistics], float]], ...] = (
+    ("aengine:tenant_requests_running", "Requests of the tenant with a row.", lambda t: t.num_running),
+    ("aengine:tenant_requests_open", "Requests of the tenant that have not ended.", lambda t: t.num_open),
+)
+_TENANT_COUNTERS: tuple[tuple[str, str, Callable[[TenantStatistics], float]], ...] = (
+    ("aengine:tenant_requests", "Requests of the tenant accepted.", lambda t: t.num_requests),
+    ("aengine:tenant_rejections", "Requests refused because a quota was used up.", lambda t: t.num_rejected),
+    ("aengine:tenant_prompt_tokens", "Prompt tokens of its requests that have ended.", lambda t: t.prompt_tokens),
+    ("aengine:tenant_cached_tokens", "Those of them found in the prefix cache.", lambda t: t.cached_tokens),
+    ("aengine:tenant_generation_tokens", "Tokens generated for them.", lambda t: t.generated_tokens),
+)
 _HISTOGRAMS: tuple[tuple[str, str, Callable[[Histograms], Histogram]], ...] = (
     ("vllm:time_to_first_token_seconds", "From the call to the first token.", lambda h: h.time_to_first_token),
     ("vllm:inter_token_latency_seconds", "From one token to the next.", lambda h: h.inter_token_latency),
@@ -159,6 +170,9 @@ class PrometheusCollector(Collector):
         yield from _families(CounterMetricFamily, _COUNTERS, _LABELS, running)
         yield from _families(GaugeMetricFamily, _REPLICA_GAUGES, (*_LABELS, "replica"), replicas)
         yield from _families(CounterMetricFamily, _REPLICA_COUNTERS, (*_LABELS, "replica"), replicas)
+        tenants = [((*labels, one.name), one) for labels, statistics in running for one in statistics.tenants]
+        yield from _families(GaugeMetricFamily, _TENANT_GAUGES, (*_LABELS, "tenant"), tenants)
+        yield from _families(CounterMetricFamily, _TENANT_COUNTERS, (*_LABELS, "tenant"), tenants)
         ends = CounterMetricFamily(
             "vllm:request_success", "Requests that have ended.", labels=[*_LABELS, "finished_reason"]
         )

@@ -38,18 +38,27 @@ class ApiKeys:
             message = "an API key begins or ends with white space, which no header keeps"
             raise InvalidRequestError(message, param=param)
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether a request needs to show one."""
+        return bool(self.keys)
+
+    def knows(self, key: str) -> bool:
+        """Whether it opens for this key."""
+        return key in self.keys
+
     def check(self, request: Request) -> None:
         """See `Lock`. The time that it takes says nothing of the keys."""
         if not self.keys:
             return
         shown_bytes = shown_key(request)
         if not any(hmac.compare_digest(shown_bytes, key.encode("utf-8", "surrogateescape")) for key in self.keys):
-            raise HTTPError(
-                401,
-                f"{self._named} is wrong or missing: Authorization: Bearer KEY",
-                code="invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
-            )
+            raise self.refused()
+
+    def refused(self) -> HTTPError:
+        """Return the error of a request without a key that opens."""
+        message = f"{self._named} is wrong or missing: Authorization: Bearer KEY"
+        return HTTPError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
 
 class AdminKey(ApiKeys):
@@ -58,9 +67,9 @@ class AdminKey(ApiKeys):
     Raises InvalidRequestError: the key is one of those that open the model.
     """
 
-    def __init__(self, key: str | None, others: Sequence[str]) -> None:
+    def __init__(self, key: str | None, others: ApiKeys) -> None:
         super().__init__([] if key is None else [key], "admin_key", "the admin key")
-        if key in others:
+        if key is not None and others.knows(key):
             raise InvalidRequestError("admin_key is one of api_keys: it must be another", param="admin_key")
 
     def check(self, request: Request) -> None:

@@ -36,7 +36,7 @@ class PoolingBody(ModelBody):
     def options(self) -> dict[str, Any]:
         truncate = self.truncate or self.truncate_prompt_tokens is not None
         own = {"truncate": truncate, "priority": self.priority, "cache_salt": self.cache_salt}
-        return own | {"lora": self.adapter}
+        return own | {"lora": self.adapter} | self._caller.asker.options(self.cache_salt)
 
 
 class EmbeddingBody(PoolingBody):

@@ -261,6 +261,11 @@ class ModelBody(Body):
     """A body whose model may be an adapter."""
 
     _adapter: str | None = PrivateAttr(None)
+    _caller: Caller = PrivateAttr(Caller())
+
+    def take_caller(self, caller: Caller) -> None:
+        """Note who has sent it."""
+        self._caller = caller
 
     @property
     def adapter(self) -> str | None:
@@ -279,12 +284,6 @@ class RequestBody(ModelBody):
     cache_salt: str | None = None
     deadline: float | None = None
     first_token_deadline: float | None = None
-
-    _caller: Caller = PrivateAttr(Caller())
-
-    def take_caller(self, caller: Caller) -> None:
-        """Note who has sent it."""
-        self._caller = caller
 
     @property
     def session(self) -> str | None:
