@@ -624,7 +624,7 @@ BUDGETS = {
     "remote": 1700,
     "runner": 26450,
     "server": 7400,
-    "telemetry": 1260,
+    "telemetry": 1300,
     "testing": 815,
     "workers": 3150,
 }
