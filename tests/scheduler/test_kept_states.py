@@ -84,6 +84,17 @@ def test_guesses_give_way_to_newer_ones(rng: random.Random) -> None:
         assert ask(scheduler, common + tokens(rng, 30))[0] == 992
 
 
+def test_a_guess_is_not_saved_before_somebody_has_found_it(rng: random.Random) -> None:
+    scheduler = make_scheduler([STATE, KVCacheGroup("full", 512)])
+    saved: list[int] = []
+    scheduler.rows.kv.pool.on_offer = lambda block_id, name: saved.append(block_id)
+    common = tokens(rng, 4000)
+    ask(scheduler, common + tokens(rng, 300))
+    assert len(saved) == 8 + 1, "blocks of 512 tokens, and the states behind the last"
+    ask(scheduler, common + tokens(rng, 30))
+    assert len(saved) == 8 + 2, "and those that were found"
+
+
 def test_a_small_pool_has_few_guesses(rng: random.Random) -> None:
     scheduler = make_scheduler(QWEN3_NEXT, num_blocks=60)
     ask(scheduler, tokens(rng, 6000))

@@ -109,7 +109,7 @@ class BlockPool:
     def __init__(self, num_blocks: int, new_idle: Callable[[int], IdleBlocks] = IdleBlocks) -> None:
         self.num_blocks = self.num_free = num_blocks
         self.on_offer: Callable[[int, bytes], None] = lambda block_id, name: None
-        """Called with each block that gets a name."""
+        """Called with each block that gets a name, but for guesses: with these when somebody has found them."""
         self._ref_counts = [0] * num_blocks
         self._empty = list(range(num_blocks - 1, -1, -1))
         self.idle = new_idle(num_blocks)
@@ -175,12 +175,14 @@ class BlockPool:
         ref_counts = self._ref_counts
         return sum([ref_counts[block_id] == 0 for block_id in block_ids])
 
-    def offer(self, block_id: int, name: bytes) -> None:
-        """Register this block's name for prefix hits. If another block has this content, the older keeps the name."""
+    def offer(self, block_id: int, name: bytes, *, is_guess: bool = False) -> None:
+        """Register this block's name for prefix hits. If another block has this content, the older keeps the name.
+        ``is_guess``: it is not worth a place elsewhere before somebody has found it."""
         if name not in self._by_name and self._name_of[block_id] is None:
             self._by_name[name] = block_id
             self._name_of[block_id] = name
-            self.on_offer(block_id, name)
+            if not is_guess:
+                self.on_offer(block_id, name)
 
     def drop(self, name: bytes) -> None:
         """Make the block of this name empty, if it is idle."""

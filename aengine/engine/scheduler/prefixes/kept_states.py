@@ -88,7 +88,7 @@ class KeptStates:
         if prefix.kept:
             self._pool.acquire(prefix.kept)
             states.copies.append(StateCopy(prefix.length, prefix.kept))
-            self._guesses.pop(self._names(request, prefix.length), None)
+            self._note_found(self._names(request, prefix.length), prefix.kept)
         if request.root_hash is None:
             return
         last = states.num_known - 1  # a hit leaves at least one token to compute
@@ -168,9 +168,17 @@ class KeptStates:
     def _is_kept(self, request: Request, border: int) -> bool:
         """Return whether another request with the same tokens has kept its states at the border. It is a guess no more,
         if it is none of this request's."""
+        pages = self._find(request, border, self._pool.find)
         if border not in request.states.guessed:
-            self._guesses.pop(self._names(request, border), None)
-        return bool(self._find(request, border, self._pool.find))
+            self._note_found(self._names(request, border), pages)
+        return bool(pages)
+
+    def _note_found(self, names: tuple[bytes, ...], pages: Sequence[int]) -> None:
+        """Note that the states of these names, if they were a guess, are one no more."""
+        if names in self._guesses:
+            del self._guesses[names]
+            for page, name in zip(pages, names, strict=False):  # without pages they were evicted
+                self._pool.on_offer(page, name)
 
     def _names(self, request: Request, border: int) -> tuple[bytes, ...]:
         return tuple(group.name_at(request, border) for group in self._groups)
@@ -191,10 +199,11 @@ class KeptStates:
         while states.copies and states.copies[0].border < num_tokens:
             border, pages = states.copies.pop(0)
             names = self._names(request, border)
+            is_guess = border in states.guessed
             for name, page in zip(names, pages, strict=True):
-                self._pool.offer(page, name)
+                self._pool.offer(page, name, is_guess=is_guess)
             self._pool.release(pages)
-            if border in states.guessed:
+            if is_guess:
                 self._guess(names)
             if states.offered and request.num_prompt_tokens < states.offered[-1] < border:
                 self._drop(self._names(request, states.offered.pop()))  # within a completion the latest alone is of use
