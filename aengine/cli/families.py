@@ -163,6 +163,12 @@ FAMILIES = (
         classes=("Glm4ForCausalLM",),
     ),
     Family(
+        name="GLM-4.5, 4.6, 4.7",
+        model_types=("glm4_moe",),
+        classes=("Glm4MoeForCausalLM",),
+        tools=("glm", "glm_inline"),
+    ),
+    Family(
         name="Phi-3, 3.5, 4",
         model_types=("phi3",),
         classes=("Phi3ForCausalLM",),

@@ -112,3 +112,27 @@ def add_mtp_layer(folder: Path) -> None:
     norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
     tensors |= {f"mtp.{norm}.weight": torch.rand(size) - 0.5 for norm in norms}
     save_file(tensors | {"mtp.fc.weight": torch.randn(size, 2 * size) * 0.2}, folder / "model.safetensors")
+
+
+async def test_the_layer_behind_the_last_one_drafts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As GLM-4.5's checkpoints have it, with copies of the embedding and of the head; two ranks divide its experts."""
+    fields = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16}
+    folder = write_tiny_model(tmp_path, "glm4_moe", seed=11, **fields)
+    tensors, at = load_file(folder / "model.safetensors"), "model.layers.3."
+    tensors |= {
+        n.replace("model.layers.2.", at): x.clone() for n, x in tensors.items() if n.startswith("model.layers.2.")
+    }
+    size = SIZES["hidden_size"]
+    tensors |= {f"{at}{norm}.weight": torch.rand(size) + 0.5 for norm in ("enorm", "hnorm", "shared_head.norm")}
+    tensors |= {f"{at}eh_proj.weight": torch.randn(size, 2 * size) * 0.2}
+    copies = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+    tensors |= {f"{at}{own}.weight": tensors[f"{name}.weight"].clone() for own, name in copies.items()}
+    save_file(tensors, folder / "model.safetensors")
+    model: Any = SimpleNamespace(folder=folder)
+    outcomes = []
+    for settings in ({}, {"speculation": {"method": "mtp", "tokens": 3}, "tensor_parallel_size": 2}):
+        async with running(model, **settings) as engine:
+            outcomes.append(await answers(engine, 3, 8))
+            assert not settings or engine.statistics().drafted_tokens > 40
+    assert outcomes[0] == outcomes[1]
+    assert "does not use" not in caplog.text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from aengine.runner.weights.sources.loader import load_weights, stored_shapes
 ANY_LAYERS = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}
 DRAFTED = 100
 STEPS = 3
-NORMS = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
 SIZES = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 48,
@@ -156,36 +155,51 @@ def test_a_head_is_its_reference(
         assert head.token_ids(logits[len(ids) - 1 :].argmax(-1)).tolist() == [int(one[-1]) for one in tokens]
 
 
-@pytest.mark.parametrize("arch", ["qwen3_next", "qwen3_5_text"])
-def test_the_mtp_layer_of_qwen(arch: str, tiny_model: Callable[..., Path], tmp_path: Path, rng: random.Random) -> None:
+QWEN = ("mtp.layers.0.", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
+GLM = ("model.layers.3.", *(f"model.layers.3.{name}" for name in ("eh_proj", "enorm", "hnorm", "shared_head.norm")))
+GLM4_MOE = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "routed_scaling_factor": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("arch", "own", "names"),
+    [
+        ("qwen3_next", {**DELTA, **EXPERTS}, QWEN),
+        ("qwen3_5_text", DELTA, QWEN),
+        ("glm4_moe", GLM4_MOE | {"use_qk_norm": True, "head_dim": 16}, GLM),
+    ],
+)
+def test_the_mtp_layer_of_a_checkpoint(
+    arch: str, own: dict[str, Any], names: Sequence[str], tiny_model: Any, tmp_path: Path, rng: random.Random
+) -> None:
     """The layer is transformers' own, behind a product of the paper; a state is never masked by itself, so that a text
     with its drafts is one longer text."""
-    own = {**DELTA, **EXPERTS} if arch == "qwen3_next" else DELTA
     folder = tiny_model(arch, seed=7, **own, rms_norm_eps=1e-5)
     model, target = load_reference(folder, arch), load(source_of(folder))[0]
     torch.manual_seed(rng.randrange(2**31))
-    layer, size = model.model.layers[1], 48
-    fc, norms = torch.randn(size, 2 * size) * 0.2, {name: torch.rand(size) - 0.5 for name in NORMS}
+    layer, size, plus = model.model.layers[1], 48, arch != "glm4_moe"
+    at, *parts = names
+    fc, norms = torch.randn(size, 2 * size) * 0.2, [torch.rand(size) - 0.5 * plus for _ in range(3)]
     before = "model.layers.1."
     layer_tensors = {name: x for name, x in load_file(folder / "model.safetensors").items() if name.startswith(before)}
-    stored = {name.replace(before, "mtp.layers.0."): tensor for name, tensor in layer_tensors.items()}
-    stored |= {f"mtp.{name}.weight": tensor for name, tensor in norms.items()} | {"mtp.fc.weight": fc}
+    stored = {name.replace(before, at): tensor for name, tensor in layer_tensors.items()}
+    stored |= {f"{name}.weight": tensor for name, tensor in zip(parts, [fc, *norms], strict=True)}
     (tmp_path / "head").mkdir()
     save_file(stored, tmp_path / "head" / "model.safetensors")
     (tmp_path / "head" / "config.json").write_text((folder / "config.json").read_text())
     head = read_head(source_of(tmp_path / "head"), target)
 
-    def norm(name: str, x: Tensor) -> Tensor:
-        return nn.functional.rms_norm(x, (size,), 1 + norms[name], 1e-5)
+    def norm(index: int, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, (size,), plus + norms[index], 1e-5)
 
     @torch.inference_mode()
     def judge(states: Tensor, ids: Tensor) -> Tensor:
-        embedded = norm("pre_fc_norm_embedding", model.get_input_embeddings()(ids))
-        x = (torch.cat((embedded, norm("pre_fc_norm_hidden", states)), 1) @ fc.T)[None]
+        embedded = norm(0, model.get_input_embeddings()(ids))
+        x = (torch.cat((embedded, norm(1, states)), 1) @ fc.T)[None]
         positions = torch.arange(len(ids))[None]
         mask = torch.full((len(ids), len(ids)), -torch.inf).triu(1)[None, None]
         rotary = model.model.rotary_emb(x, positions)
-        return norm("norm", layer(x, position_embeddings=rotary, attention_mask=mask, position_ids=positions)[0])
+        out = layer(x, position_embeddings=rotary, attention_mask=mask, position_ids=positions)
+        return norm(2, out[0] if isinstance(out, tuple) else out.squeeze(0))
 
     streams, ids = torch.randn(9, size), torch.tensor([rng.randrange(VOCAB_SIZE) for _ in range(9)])
     (logits,) = drafts(head, rng, [(streams, ids.tolist())])

@@ -25,6 +25,14 @@ GRANITE = {
     "hidden_act": "gelu",
 }
 OLMO3_ROPES = {"sliding_attention": {"rope_type": "default", "rope_theta": 100.0}, "full_attention": YARN}
+GLM4_MOE = {
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 1.5,
+}
+GLM4_MOE |= {"moe_intermediate_size": 24, "head_dim": 16}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("cohere", {"logit_scale": 0.3, "attention_bias": True, "tie_word_embeddings": False}),
     "cohere-plus": ("cohere", {"use_qk_norm": True, "layer_norm_eps": 0.1}),
@@ -39,6 +47,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4",
         {"head_dim": 24, "attention_bias": False, "tie_word_embeddings": True, "partial_rotary_factor": 0.25},
     ),
+    "glm4-moe": ("glm4_moe", GLM4_MOE | {"n_group": 1, "topk_group": 1, "use_qk_norm": True, "attention_bias": True}),
+    "glm4-moe-groups": ("glm4_moe", GLM4_MOE | {"n_shared_experts": 2, "first_k_dense_replace": 2}),
     "granite": ("granite", GRANITE),
     "llama": ("llama", {"attention_bias": True}),
     "llama-yarn": ("llama", {"head_dim": 64, "rope_parameters": YARN}),
@@ -77,6 +87,8 @@ KEPT = (
     "exaone4-windows",
     "gemma3",
     "glm4",
+    "glm4-moe",
+    "glm4-moe-groups",
     "granite",
     "llama-yarn",
     "olmo2",

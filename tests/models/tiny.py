@@ -29,6 +29,8 @@ from transformers import (
     GemmaForCausalLM,
     Glm4Config,
     Glm4ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     GraniteConfig,
@@ -81,6 +83,7 @@ ARCHITECTURES: dict[str, tuple[type, type]] = {
     "gemma2": (Gemma2Config, Gemma2ForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "glm4": (Glm4Config, Glm4ForCausalLM),
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "granite": (GraniteConfig, GraniteForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
@@ -224,6 +227,9 @@ def randomise(model: PreTrainedModel) -> None:
                 weight.uniform_(-0.5, 0.5)
             else:
                 weight.normal_(0, 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("_bias"):  # of the scores by which experts are chosen
+                buffer.uniform_(-0.2, 0.2)
 
 
 def _quietly(call: Any) -> Any:

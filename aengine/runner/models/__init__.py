@@ -27,6 +27,7 @@ FAMILIES = {
     "gemma3_text": "gemma.Gemma3",
     "granite": "granite.Granite",
     "glm4": "glm4.Glm4",
+    "glm4_moe": "glm4_moe.Glm4Moe",
     "gpt_oss": "gpt_oss.GptOss",
     "lfm2": "lfm2.Lfm2",
     "llama": "llama.Llama",

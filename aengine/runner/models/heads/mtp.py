@@ -19,6 +19,7 @@ from ...layers.linear import Linear
 from ...model_config import ConfigReader, ModelConfig
 from ...weights.gguf_names import GgufNames
 from ...weights.scope import WeightScope
+from ..glm4_moe import Glm4Moe, Glm4MoeConfig
 from ..qwen3_next import Qwen3Next, Qwen3NextConfig, Qwen35
 from .draft_head import DraftHead
 
@@ -29,7 +30,7 @@ class MtpHead(Decoder[Config], DraftHead):
 
     config_class: type[ModelConfig]
     gguf = GgufNames()
-    names: ClassVar[Mapping[str, str]]  # each part's, in the checkpoint
+    names: ClassVar[Mapping[str, str]]  # each part's, in the checkpoint; "{end}": the number of the target's layers
     state_first: ClassVar[bool]  # in the product's input
     masks_first: ClassVar[bool] = False  # nothing is seen of the token behind position 0
     one_layer: ClassVar[Mapping[str, Any]]  # what differs in the head's config.json, which may be the target's
@@ -39,9 +40,10 @@ class MtpHead(Decoder[Config], DraftHead):
         self.config, self.weights, self.vocabulary = config, weights, target.vocabulary
         self.captured: Sequence[int] = (target.config.num_layers,)
         self.embed, self.lm_head, self._target = target.embed, target.lm_head, target
-        at, size = {part: weights.at(name) for part, name in self.names.items()}, config.hidden_size
+        names = {part: name.format(end=target.config.num_layers) for part, name in self.names.items()}
+        at, size = {part: weights.at(name) for part, name in names.items()}, config.hidden_size
         self.embedding_norm, self.state_norm = self.make_norm(at["embedding_norm"]), self.make_norm(at["state_norm"])
-        self.product = Linear(weights, 2 * size, {self.names["product"]: size})
+        self.product = Linear(weights, 2 * size, {names["product"]: size})
         self.layers = [self.make_layer(0, at["layer"])]
         self.norm = self.make_norm(at["norm"])
 
@@ -126,3 +128,19 @@ class Qwen35Mtp(Qwen3NextMtp, Qwen35):
     """That of Qwen3.5's text models."""
 
     num_layers_key = "mtp_num_hidden_layers"
+
+
+class Glm4MoeMtp(MtpHead[Glm4MoeConfig], Glm4Moe):
+    """GLM-4.5's: the layer behind the target's last one. Its copies of the embedding and of the head are not read."""
+
+    config_class = Glm4MoeConfig
+    gguf = GgufNames()
+    names: ClassVar[Mapping[str, str]] = {
+        "embedding_norm": "model.layers.{end}.enorm",
+        "state_norm": "model.layers.{end}.hnorm",
+        "product": "model.layers.{end}.eh_proj",
+        "layer": "model.layers.{end}",
+        "norm": "model.layers.{end}.shared_head.norm",
+    }
+    state_first = False
+    one_layer: ClassVar[Mapping[str, Any]] = {"num_hidden_layers": 1, "first_k_dense_replace": 0}

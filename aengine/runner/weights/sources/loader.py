@@ -120,6 +120,7 @@ def load_weights(
     progress("weights", total, total, "bytes")
     if names is not None:
         names.finish(device)
+    unexpected = [name for name in unexpected if not _predicts_later(name, model.config.num_layers)]
     if unexpected and is_whole and stage.size == 1:  # others may be another stage's
         logger.warning(
             "%s has %d tensors that the model does not use: %s", source.path, len(unexpected), _some(unexpected)
@@ -174,6 +175,12 @@ def _wanted(
         if twin := other_form(text_name(name), model.weights.places):
             problem = f"has both {name} and {twin}, and which of them counts is not known: {UNQUANTISED}"
             raise ModelLoadError(f"{source.path} {problem}")
+
+
+def _predicts_later(name: str, num_layers: int) -> bool:
+    """Whether the tensor is of a layer behind the model's last one, see `check_layers`."""
+    layer = _LAYER.match(name)
+    return layer is not None and int(layer[1]) >= num_layers
 
 
 def check_layers(source: ModelSource, num_layers: int) -> None:
