@@ -622,7 +622,7 @@ BUDGETS = {
     "kernels": 17600,
     "limits": 1100,
     "remote": 1700,
-    "runner": 26450,
+    "runner": 27100,
     "server": 7400,
     "telemetry": 1300,
     "testing": 815,
