@@ -615,7 +615,7 @@ MOST_METHODS = 20
 BUDGETS = {
     "root": 2840,
     "checkpoint": 2850,
-    "cli": 1680,
+    "cli": 1700,
     "engine": 32000,
     "integrations": 2650,
     "ipc": 2200,
