@@ -95,6 +95,15 @@ def test_a_guess_is_not_saved_before_somebody_has_found_it(rng: random.Random) -
     assert len(saved) == 8 + 2, "and those that were found"
 
 
+def test_no_guess_takes_room_that_others_need_soon(rng: random.Random) -> None:
+    """Beside the 18 blocks of the prompt and the states behind its last border an eighth of the pool must be left."""
+    for num_blocks, found in ((21, 0), (40, 768)):
+        scheduler, common = make_scheduler([STATE, KVCacheGroup("full", 64)], num_blocks), tokens(rng, 800)
+        long = common + tokens(rng, 250)
+        assert [ask(scheduler, long)[0] for _ in range(2)] == [0, 1024]
+        assert ask(scheduler, common + tokens(rng, 20))[0] == found
+
+
 def test_a_small_pool_has_few_guesses(rng: random.Random) -> None:
     scheduler = make_scheduler(QWEN3_NEXT, num_blocks=60)
     ask(scheduler, tokens(rng, 6000))

@@ -50,6 +50,7 @@ class KeptStates:
         self._border = border
         self._most_ahead = most_ahead
         self._guesses: OrderedDict[tuple[bytes, ...], None] = OrderedDict()  # their names, the oldest first
+        self._least_spare = pool.num_blocks // GUESSES  # for which no guess takes room
         self._most_guesses = pool.num_blocks // GUESSES // max(1, len(groups))
 
     @property
@@ -155,9 +156,9 @@ class KeptStates:
         for border in states.planned:
             if not begin + self._most_ahead < border < begin + num_tokens or self._is_kept(request, border):
                 continue
+            if num_spare < len(self._groups) + (self._least_spare if border in states.guessed else 0):
+                continue
             num_spare -= len(self._groups)
-            if num_spare < 0:
-                break
             pages = self._pool.allocate(len(self._groups))
             states.copies.append(StateCopy(border, pages))
             states.newest = border
