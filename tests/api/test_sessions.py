@@ -21,6 +21,8 @@ from aengine import (
     FinishReason,
     InternalError,
     InvalidRequestError,
+    RequestListener,
+    RequestStart,
     SamplingParams,
     Usage,
 )
@@ -211,6 +213,33 @@ async def test_tools(kind: str, tmp_path: Path) -> None:
                 session.add_tool_result(call, "again")
             await session.chat()
             assert said(session)[-2:] == ['{"weather":"sunny"}', "Sunny."]
+
+
+async def test_a_fork_within_a_call_has_nothing_of_it() -> None:
+    async with FakeAsyncLLM([Reply(tool_calls=[("get_weather", {"city": "Oslo" * 50})]), "x"], **SLOW) as engine:
+        session = engine.session(tools=[get_weather])
+        stream = session.stream("?")
+        for _ in range(3):
+            await anext(stream)
+        fork = session.fork()
+        assert stream.message.tool_calls and fork.messages == [{"role": "user", "content": "?"}]
+        assert (await fork.chat()).message.content == "x"
+
+
+async def test_a_listener_begins_no_turn_within_another() -> None:
+    async with FakeAsyncLLM("x") as engine:
+        session = engine.session()
+
+        class Meddler(RequestListener):
+            def on_accepted(self, request: RequestStart) -> None:
+                with pytest.raises(InvalidRequestError, match="under way"):
+                    session.stream("me too")
+                heard.append(session.messages)
+
+        heard: list[Any] = []
+        engine.add_listener(Meddler())
+        await session.chat("1")
+        assert said(session) == ["1", "x"] and heard == [[]]
 
 
 async def test_tools_that_fail() -> None:

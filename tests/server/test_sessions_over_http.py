@@ -177,7 +177,10 @@ async def test_responses_that_go_on_are_a_session() -> None:
         second = await respond("Of Italy?", first)
         third = await respond("Of Spain?", second, stream=True)
         usage = [event async for event in third][-1].response.usage
-        assert usage.input_tokens_details.cached_tokens >= second.usage.input_tokens // 16 * 16 > 0
+        found = usage.input_tokens_details
+        assert found.cached_tokens >= second.usage.input_tokens // 16 * 16 > 0
+        assert found.cache_write_tokens == usage.input_tokens - found.cached_tokens > 0
+        assert first.usage.input_tokens_details.cache_write_tokens == 0
         await respond("Of Norway?", first)
         (session,) = {session for session, _ in engine.asked[1:]}
         assert session is not None and {keep for _, keep in engine.asked[1:]} == {300}

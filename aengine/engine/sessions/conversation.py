@@ -73,16 +73,16 @@ class Conversation(Generic[S]):
         """Begin a turn by ``begin(all messages)``, which returns its stream. Raises InvalidRequestError, also while
         another turn runs, and what ``begin`` raises: the conversation is then as before."""
         asked = _messages_of(said)
-        with self._lock:
+        if not self._lock.acquire(blocking=False):  # another thread begins one, or a listener that is told of this one
+            raise _under_way()
+        try:
             self.settle()
             if self._turn is not None:
-                raise InvalidRequestError(
-                    "a turn of this session is under way: read its stream to the end, or close it; fork() the session "
-                    "for turns side by side",
-                    param="message",
-                )
+                raise _under_way()
             stream = begin([*self._messages, *asked])
             self._turn = Turn(asked, continues, weakref.ref(stream), stream.record, stream.request_id)
+        finally:
+            self._lock.release()
         return stream
 
     def end(self, request_id: str, answer: ChatMessage | None, usage: Usage | None = None) -> None:
@@ -103,7 +103,7 @@ class Conversation(Generic[S]):
         if not turn.record.has_ended:
             self._abort(turn.request_id)
         answer, usage = turn.record.said()
-        is_undone = turn.record.error is not None or (turn.record.is_cut and answer == ChatMessage())
+        is_undone = turn.record.error is not None or (turn.record.is_cut and says_nothing(answer))
         self.end(turn.request_id, None if is_undone else answer, usage)
 
     @property
@@ -114,7 +114,7 @@ class Conversation(Generic[S]):
         if turn is None:
             return self._messages.copy()
         answer, _ = turn.record.said()
-        return [*self._messages, *turn.asked] if answer == ChatMessage() else _with_answer(turn, self._messages, answer)
+        return [*self._messages, *turn.asked] if says_nothing(answer) else _with_answer(turn, self._messages, answer)
 
     @property
     def usage(self) -> SessionUsage:
@@ -142,6 +142,19 @@ class Conversation(Generic[S]):
             message = f"there is no call {call_id!r:.100} without a result: the last answer {has}"
             raise InvalidRequestError(message, param="call")
         self._messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+
+
+def says_nothing(answer: ChatMessage) -> bool:
+    """Return whether an answer that is not whole has nothing yet that a message could have."""
+    return not (answer.content or answer.reasoning or any(call.is_complete for call in answer.tool_calls))
+
+
+def _under_way() -> InvalidRequestError:
+    message = (
+        "a turn of this session is under way: read its stream to the end, or close it; fork() the session for turns "
+        "side by side"
+    )
+    return InvalidRequestError(message, param="message")
 
 
 def _messages_of(said: Said) -> Messages:

@@ -9,9 +9,9 @@ from ...errors import AEngineError, EngineClosedError, InvalidRequestError
 from ...limits.values import not_valid
 from ...outputs import FinishReason
 from ...params import ChatOptions, SamplingParams, chat_options, check_options, check_params
-from ..chat.messages import ChatCompletion, ChatMessage, ToolCall
+from ..chat.messages import ChatCompletion, ToolCall
 from ..streams.chat_stream import ChatStream
-from .conversation import Conversation, S, Said, SessionUsage
+from .conversation import Conversation, S, Said, SessionUsage, says_nothing
 from .said_tokens import fork_of, new_id
 from .tool_results import results_of, text_of
 
@@ -123,7 +123,7 @@ class SessionBase(Generic[S]):
         if completion is None:
             self._conversation.end(stream.request_id, None)
             return
-        is_cut = completion.finish_reason is FinishReason.ABORT and completion.message == ChatMessage()
+        is_cut = completion.finish_reason is FinishReason.ABORT and says_nothing(completion.message)
         self._conversation.end(stream.request_id, None if is_cut else completion.message, completion.usage)
 
     def _add(self, calls: Sequence[Mapping[str, Any]], results: Sequence[str | BaseException]) -> int:

@@ -206,7 +206,7 @@ class _Writer:
         reason = completion.finish_reason
         is_complete = reason in (FinishReason.STOP, FinishReason.TOOL_CALLS)
         items.finish(is_complete)
-        self._response["usage"] = _usage_of(completion.usage)
+        self._response["usage"] = _usage_of(completion.usage, is_kept=self._body.keep is not None)
         if warnings := [*self._body.functions.warnings, *completion.warnings]:
             self._response["warnings"] = warnings
         if is_complete:
@@ -229,10 +229,11 @@ def _json(written: bytes, headers: Mapping[str, str] | None = None) -> Response:
     return Response(written, headers=headers, media_type="application/json")
 
 
-def _usage_of(usage: Usage) -> dict[str, Any]:
+def _usage_of(usage: Usage, *, is_kept: bool) -> dict[str, Any]:
+    written = usage.prompt_tokens - usage.cached_tokens if is_kept else 0
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": written},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.total_tokens,
