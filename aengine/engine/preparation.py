@@ -94,11 +94,11 @@ class Preparation:
         assert self._tokenizer is not None and isinstance(chat, plan.ChatRequest)
         request.phase = Phase.PLANNING
         grammars = self._grammar_service()
-        as_said = partial(self._said.as_said, request.session, self._tokenizer)
-        asked = await self.run(plan.plan_chat, self._tokenizer, chat, max_model_len, as_said, is_long=chat.is_long)
+        turn = self._said.turn(request.session)
+        asked = await self.run(plan.plan_chat, self._tokenizer, chat, max_model_len, turn.encode, is_long=chat.is_long)
         grammar = None if asked.spec is None else await grammars.prepare(asked.spec)
         request.mailbox.plan = asked
-        self._said.note(request.session, asked.prompt, request.mailbox.choices[0].token_ids)
+        turn.begin(request.mailbox.choices[0].token_ids)
         begins_text = not chat.continue_final_message
         return Prepared(self.check_ids(asked.prompt, request.params), grammar, asked.marker_ids, begins_text)
 

@@ -57,4 +57,4 @@ HOLDER_VALUES = 4
 MAX_QUEUED_CALLS = 64
 """Calls of the tokenizer that wait for a thread, short and long ones each."""
 MAX_SAID_TOKENS = 1 << 22
-"""Tokens of all sessions' last turns that are remembered: 16 MiB, and the answers that came last."""
+"""Tokens of all sessions' last turns that are remembered: 16 MiB, as much again of texts, and the last answers."""

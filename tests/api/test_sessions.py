@@ -26,7 +26,7 @@ from aengine import (
     SamplingParams,
     Usage,
 )
-from aengine.engine.sessions.said_tokens import SaidTokens, with_tokens_of
+from aengine.engine.sessions.said_tokens import Said, SaidTokens, with_tokens_of
 from aengine.remote import connect, serve_engine
 from aengine.testing import FakeAsyncLLM, FakeLLM, FakeRequest, Reply
 
@@ -474,14 +474,19 @@ def test_the_same_text_gets_the_tokens_that_were_said() -> None:
 def test_tokens_of_the_sessions_of_the_last_time_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aengine.engine.sessions.said_tokens.MAX_SAID_TOKENS", 10)
     known = SaidTokens()
+
+    def tokens_of(salt: bytes, name: str) -> list[int]:
+        before = known.before((salt, name))
+        return [*before.prompt, *before.answer]
+
     answer: list[int] = []
-    known.note((b"", "one"), [1, 2, 3], answer)
+    known.note((b"", "one"), Said([1, 2, 3], answer))
     answer.append(4)
-    assert known.tokens_of((b"", "one")) == known.tokens_of((b"", "one/fork")) == [1, 2, 3, 4]
-    assert known.tokens_of((b"salt", "one")) == known.tokens_of((b"", "two")) == known.tokens_of(None) == []
-    known.note((b"", "one"), [1] * 5, [])
-    known.note((b"", "two"), [2] * 6, [])
-    assert known.tokens_of((b"", "one")) == [] and known.tokens_of((b"", "two")) == [2] * 6
+    assert tokens_of(b"", "one") == tokens_of(b"", "one/fork") == [1, 2, 3, 4]
+    assert tokens_of(b"salt", "one") == tokens_of(b"", "two") == []
+    known.note((b"", "one"), Said([1] * 5))
+    known.note((b"", "two"), Said([2] * 6))
+    assert tokens_of(b"", "one") == [] and tokens_of(b"", "two") == [2] * 6
 
 
 def test_sessions_are_the_public_class() -> None:

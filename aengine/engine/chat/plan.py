@@ -7,7 +7,7 @@ ChatRequest ──Admission.submit──> UserRequest ──plan_chat (a thread)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -23,7 +23,7 @@ from ..tokenizer.tokenizer import Tokenizer
 from .compose import compose
 from .formats import ReasoningFormat, ToolFormat, markers_of
 from .parser import ChatParser
-from .prompt import ChatPrompt, PromptOptions, token_ids_of
+from .prompt import ChatPrompt, Encode, PromptOptions, encode_whole, token_ids_of
 from .tools import Tool, ToolChoice, tools_of
 
 
@@ -146,10 +146,10 @@ def plan_chat(
     tokenizer: Tokenizer,
     asked: ChatRequest,
     max_model_len: int | None = None,
-    as_said: Callable[[list[int]], list[int]] = lambda ids: ids,
+    encode: Encode = encode_whole,
 ) -> ChatPlan:
-    """Plan a chat. Blocking, for a thread: large schemas take their time. ``as_said`` returns the prompt's tokens with
-    those that an earlier turn has had for the same text.
+    """Plan a chat. Blocking, for a thread: large schemas take their time. ``encode`` makes the prompt's
+    tokens of its text.
 
     Raises InvalidRequestError, GrammarError, and ContextLengthError for a prompt that can't be of fewer than
     ``max_model_len`` tokens, before any work that grows with it.
@@ -174,7 +174,7 @@ def plan_chat(
         relax=asked.is_relaxed,
     )
     return ChatPlan(
-        prompt=as_said(prompt.ids(tokenizer, max_model_len)),
+        prompt=prompt.ids(tokenizer, max_model_len, encode),
         spec=spec,
         shape=shape,
         tools=allowed,

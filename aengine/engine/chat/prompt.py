@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,6 +67,14 @@ class PromptOptions:
         )
 
 
+Encode = Callable[[Tokenizer, TracedText], list[int]]
+
+
+def encode_whole(tokenizer: Tokenizer, text: TracedText) -> list[int]:
+    """Return the token ids of a rendered chat."""
+    return tokenizer.encode(text, add_special_tokens=False)  # the template wrote the special tokens
+
+
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """The text, and in which formats the answer to it comes."""
@@ -120,13 +128,13 @@ class ChatPrompt:
                 reasoning = reasoning.after_prompt(text.without_messages())
         return cls(text, tool_format, reasoning)
 
-    def ids(self, tokenizer: Tokenizer, max_model_len: int | None = None) -> list[int]:
-        """Return the token ids. Raises ContextLengthError, before any work, for a text that can't fit into so many, and
-        InvalidRequestError for one that is not Unicode."""
+    def ids(self, tokenizer: Tokenizer, max_model_len: int | None = None, encode: Encode = encode_whole) -> list[int]:
+        """Return the token ids, by ``encode``. Raises ContextLengthError, before any work, for a text that can't fit
+        into so many, and InvalidRequestError for one that is not Unicode."""
         if max_model_len is not None:
             check_num_characters(len(self.text), max_model_len)
         try:
-            return tokenizer.encode(self.text, add_special_tokens=False)  # the template wrote the special tokens
+            return encode(tokenizer, self.text)
         except InvalidRequestError as error:
             if error.param == "prompt":  # a chat has no such argument: messages or a tool's description are at fault
                 error.param = "messages"

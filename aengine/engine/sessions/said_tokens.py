@@ -16,10 +16,13 @@ import uuid
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from ...limits.bounds import MAX_NAME_CHARACTERS, MAX_SAID_TOKENS
 from ...params import CallOptions
+from ..tokenizer.known_text import NOTHING, KnownText
 from ..tokenizer.tokenizer import Tokenizer
+from ..tokenizer.traced_text import TracedText
 
 _CHUNK = 1024
 _FORK = "/"
@@ -34,40 +37,73 @@ def session_of(options: CallOptions) -> Session | None:
     return None if options.session_id is None else ((options.cache_salt or "").encode(), options.session_id)
 
 
+class Turn:
+    """A turn of no session: of what was said before it nothing is known, and nothing is remembered of it."""
+
+    def encode(self, tokenizer: Tokenizer, text: TracedText) -> list[int]:
+        """Return the tokens of the turn's prompt. In a thread."""
+        return NOTHING.encode(tokenizer, text)
+
+    def begin(self, answer: Sequence[int]) -> None:
+        """Remember what `encode` has encoded, and ``answer``, a list that grows with the answer."""
+
+
+class SaidTurn(Turn):
+    """A turn of a session."""
+
+    def __init__(self, said: SaidTokens, session: Session, before: Said) -> None:
+        self._said, self._session, self._before = said, session, before
+        self._known, self._prompt = NOTHING, array("i")
+
+    def encode(self, tokenizer: Tokenizer, text: TracedText) -> list[int]:
+        before = self._before
+        ids = before.known.encode(tokenizer, text)
+        ids = with_tokens_of([*before.prompt, *before.answer], ids, tokenizer.token_bytes, tokenizer.special_ids)
+        self._prompt, self._known = array("i", ids), KnownText.of(tokenizer, text, ids)
+        return ids
+
+    def begin(self, answer: Sequence[int]) -> None:
+        self._said.note(self._session, Said(self._prompt, answer, self._known))
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a session's turn has said."""
+
+    prompt: Sequence[int] = ()
+    answer: Sequence[int] = ()
+    known: KnownText = NOTHING
+
+
 class SaidTokens:
     """Remembers what the sessions have said that had a turn last."""
 
     def __init__(self) -> None:
-        self._turns: OrderedDict[Session, tuple[array[int], Sequence[int]]] = OrderedDict()
+        self._turns: OrderedDict[Session, Said] = OrderedDict()
         self._num_tokens = 0
 
-    def as_said(self, session: Session | None, tokenizer: Tokenizer, ids: list[int]) -> list[int]:
-        """Return a prompt's tokens with those that the session has had for the same text."""
-        said = self.tokens_of(session)
-        return with_tokens_of(said, ids, tokenizer.token_bytes, tokenizer.special_ids) if said else ids
+    def turn(self, session: Session | None) -> Turn:
+        """Return a turn that comes now."""
+        return Turn() if session is None else SaidTurn(self, session, self.before(session))
 
-    def tokens_of(self, session: Session | None) -> list[int]:
-        """Return the tokens of the last turn, those of its answer that have come included; of a fork without a turn
-        those of the session that it was made of. []: they are not known."""
-        if session is None:
-            return []
+    def before(self, session: Session) -> Said:
+        """Return the last turn, as far as it has come; of a fork without a turn that of the session that it was made
+        of."""
         salt, name = session
-        prompt, answer = self._turns.get(session) or self._turns.get((salt, name.rpartition(_FORK)[0])) or ((), ())
-        return [*prompt, *answer]
+        found = self._turns.get(session) or self._turns.get((salt, name.rpartition(_FORK)[0]))
+        return Said() if found is None else found
 
-    def note(self, session: Session | None, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Remember a turn that begins. ``answer``: a list that grows with it."""
-        if session is None:
-            return
+    def note(self, session: Session, said: Said) -> None:
+        """Remember a turn that begins."""
         self._forget(session)
-        self._turns[session] = array("i", prompt), answer
-        self._num_tokens += len(prompt)
+        self._turns[session] = said
+        self._num_tokens += len(said.prompt)
         while self._num_tokens > MAX_SAID_TOKENS:
             self._forget(next(iter(self._turns)))
 
     def _forget(self, session: Session) -> None:
-        if (turn := self._turns.pop(session, None)) is not None:
-            self._num_tokens -= len(turn[0])
+        if (said := self._turns.pop(session, None)) is not None:
+            self._num_tokens -= len(said.prompt)
 
 
 def new_id() -> str:

@@ -67,14 +67,15 @@ class MessageEncoder:
         """Id of what is in no vocabulary; None if there is no such token."""
         self._unknown = self.markers.get(self.unknown_id, "") if self.unknown_id is not None else ""
         self._names = frozenset(self.markers.values())
-        self._counts_tell = _counts_tell(added.values(), self._names)
+        self.counts_tell = _counts_tell(added.values(), self._names)
+        """Whether a message's text can only add to the number of markers, and no marker hangs on what is beside it."""
         self._own_ids = {i for i, name in self.markers.items() if name in OWN_MARKERS} - self._control_ids
         self.has_marker = _finder(self._names)
 
     def encode(self, text: TracedText) -> list[int]:
         """Return the token ids. Lets go of the GIL while the library works, as `Tokenizer.encode`."""
         plain = text.plain()
-        if self._counts_tell and not (self._unknown and self._unknown in plain):
+        if self.counts_tell and not (self._unknown and self._unknown in plain):
             ids = self._ids(plain)
             if self._marker_ids(ids) == self._marker_ids(self._ids(text.without_messages())):
                 return ids

@@ -65,9 +65,9 @@ class Tokenizer:
         self.begin = _Begin(encoder)
         self._table = token_table(encoder, self.special_ids, self.vocab_size)
         templates = chat_templates or {}
-        self._messages = MessageEncoder(encoder, "\n".join(templates.values()))
+        self.messages = MessageEncoder(encoder, "\n".join(templates.values()))
         self._chat_templates = {
-            name: ChatTemplate(source, self._special_tokens, self._messages.has_marker)
+            name: ChatTemplate(source, self._special_tokens, self.messages.has_marker)
             for name, source in templates.items()
         }
 
@@ -126,14 +126,14 @@ class Tokenizer:
         """
         _check_unicode(text)
         if isinstance(text, TracedText) and text.spans:
-            return self._messages.encode(text)
+            return self.messages.encode(text)
         ids = self._encoder.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids[1:] if add_special_tokens and self.begin.is_twice(text, ids) else ids
 
     def encode_plain(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of ``text``, in which names of special tokens stay text."""
         _check_unicode(text)
-        return self._messages.encode_plain(text, add_special_tokens)
+        return self.messages.encode_plain(text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ``ids``; unknown ones are left out, incomplete characters become U+FFFD."""
@@ -186,7 +186,7 @@ class Tokenizer:
     def added_token_id(self, name: str) -> int | None:
         """Return the id of an added token by its name: one that is found in a text as a whole. None for any other."""
         found = self._encoder.token_to_id(name)
-        return found if found in self._messages.added_ids else None
+        return found if found in self.messages.added_ids else None
 
     @property
     def chat_template_source(self) -> str:
