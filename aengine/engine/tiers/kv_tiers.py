@@ -91,6 +91,8 @@ class KVTiers(KVElsewhere):
     def _note_offered(self, block_id: int, name: bytes) -> None:
         if self.places.find(name) is None:
             self.unsaved[name] = block_id
+            if len(self.unsaved) > self._pool.num_blocks:  # the block of one of them has another name by now
+                del self.unsaved[next(iter(self.unsaved))]
             self.on_work()
         else:
             self.places.touch(name)
