@@ -149,7 +149,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if args.shape:
-            shape = SHAPES[args.shape] | {"max_position_embeddings": max(args.long_rows, 4096)}
+            shape = SHAPES[args.shape] | {"max_position_embeddings": max(args.long_rows + 64, 4096)}
             Path(folder, "config.json").write_text(json.dumps(shape))
             args.model, args.load_format = folder, "dummy"
         json.dump(asyncio.run(run(args)), sys.stdout)
