@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from aengine import EngineConfig, InvalidRequestError, QuotaExceededError, SamplingParams, Tenant
+from aengine.engine.adapters.slots import Lora, LoraSlots
 from aengine.engine.admission_queue import AdmissionQueue
 from aengine.engine.tenants.accounts import Accounts, Counts, Payer, TokenBucket, num_expected
 from aengine.engine.threads.pools import ThreadPool
@@ -312,3 +313,27 @@ async def test_a_pool_keeps_all_work_whatever_order_it_comes_in(rng: random.Rand
             await asyncio.sleep(0)
     assert sorted(await asyncio.gather(*results)) == sorted({*await asyncio.gather(*results)})
     await pool.aclose()
+
+
+async def test_adapters_of_one_do_not_hold_up_those_of_another() -> None:
+    """One slot, and one tenant asks for 20 adapters at once: another's is loaded second, not after them."""
+    loaded: list[str] = []
+
+    async def load(index: int, lora: Lora) -> None:
+        loaded.append(lora.name)
+
+    slots = LoraSlots(1, load)
+
+    async def use(name: str, account: Payer) -> None:
+        acting_for.set(account)
+        _, leave = await slots.acquire(Lora(name, None, 0))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        leave()
+
+    flood, other = payer("flood"), payer("other")
+    calls = [asyncio.create_task(use(f"flood{number}", flood)) for number in range(20)]
+    await asyncio.sleep(0)
+    calls.append(asyncio.create_task(use("other", other)))
+    await asyncio.wait_for(asyncio.gather(*calls), 20)
+    assert loaded.index("other") <= 2 and len(loaded) == 21
+    assert [name for name in loaded if name != "other"] == [f"flood{number}" for number in range(20)]

@@ -3,6 +3,7 @@
     acquire(lora) ─┬─ it is in a slot ──────────────────────────────> one user more, when it is loaded
                    ├─ a slot is empty, or no request uses its adapter > loaded into it (the least recently used first)
                    └─ all are in use ─> waits, in order of arrival ───> the slot whose last user leaves
+                                        (of several accounts by their turns, see threads/turns.py)
 
 A slot that is in use is not given to another adapter. If all of them stay in use, the least recently used takes no new
 users after `PATIENCE` seconds: they queue behind whoever waits.
@@ -20,6 +21,7 @@ from typing import NamedTuple
 from ...checkpoint.lora import LoraFiles
 from ...errors import AEngineError, InvalidRequestError
 from ..threads.futures import error_for_waiter
+from ..threads.turns import Turns
 
 PATIENCE = 0.5
 """Seconds that a request waits before a slot in use takes no new users."""
@@ -46,6 +48,13 @@ Load = Callable[[int, Lora], Awaitable[None]]
 """Load an adapter into a slot of all workers. Raises InvalidRequestError: it is none for this model."""
 
 
+class _Waiting(NamedTuple):
+    """Requests that wait for an adapter."""
+
+    turn: float
+    futures: list[asyncio.Future[None]]
+
+
 class _Slot:
     def __init__(self, index: int) -> None:
         self.index = index
@@ -62,7 +71,8 @@ class LoraSlots:
     def __init__(self, num_slots: int, load: Load) -> None:
         self._slots = [_Slot(index) for index in range(num_slots)]
         self._load = load
-        self._waiting: dict[Lora, list[asyncio.Future[None]]] = {}  # in order of arrival
+        self._waiting: dict[Lora, _Waiting] = {}  # in order of arrival
+        self._turns = Turns()
         self._pinned: set[Lora] = set()  # those that keep their slot, or will when they have one
         self.num_loads = 0  # adapters that were brought into a slot
         self._uses = count(1)
@@ -89,7 +99,7 @@ class LoraSlots:
     @property
     def num_waiting(self) -> dict[str, int]:
         """How many requests wait for a slot, by adapter."""
-        return {lora.name: len(waiting) for lora, waiting in self._waiting.items()}
+        return {lora.name: len(waiting.futures) for lora, waiting in self._waiting.items()}
 
     async def acquire(self, lora: Lora) -> tuple[int, Callable[[], None]]:
         """Wait until the adapter is loaded, and use it. Returns its slot, and what ends the use.
@@ -149,7 +159,7 @@ class LoraSlots:
         for slot in self._slots:
             slot.lora = None
         for waiting in self._waiting.values():
-            for future in waiting:
+            for future in waiting.futures:
                 if not future.done():
                     future.set_exception(error_for_waiter(error))
 
@@ -194,17 +204,17 @@ class LoraSlots:
         self._offer(slot)
 
     def _offer(self, slot: _Slot) -> None:
-        """Let who waits longest have the slot, if nobody uses it."""
+        """Let whose turn it is have the slot, if nobody uses it."""
         if not (slot.num_users or slot.loading or self._is_pinned(slot)) and (self._waiting or slot.is_leaving):
             self._hand_over(slot)
 
     def _hand_over(self, slot: _Slot) -> None:
         slot.lora, slot.is_leaving, slot.last_used = None, False, 0
         if self._waiting:
-            lora = next(iter(self._waiting))
-            waiting = self._waiting.pop(lora)
+            lora = min(self._waiting, key=lambda one: self._waiting[one].turn)
+            self._turns.now, futures = self._waiting.pop(lora)
             self._begin(slot, lora)
-            for future in waiting:
+            for future in futures:
                 if not future.done():
                     future.set_result(None)
 
@@ -213,16 +223,18 @@ class LoraSlots:
     async def _wait(self, lora: Lora) -> None:
         """Wait until a slot was given to the adapter."""
         future: asyncio.Future[None] = self._loop.create_future()
-        self._waiting.setdefault(lora, []).append(future)
+        if lora not in self._waiting:
+            self._waiting[lora] = _Waiting(self._turns.next(is_idle=not self._waiting), [])
+        self._waiting[lora].futures.append(future)
         timer = self._loop.call_later(PATIENCE, self._let_one_go)
         try:
             await future
         finally:
             timer.cancel()
-            waiting = self._waiting.get(lora, [])
-            if future in waiting:
-                waiting.remove(future)
-                if not waiting:
+            waiting = self._waiting.get(lora)
+            if waiting is not None and future in waiting.futures:
+                waiting.futures.remove(future)
+                if not waiting.futures:
                     del self._waiting[lora]
 
     def _let_one_go(self) -> None:
