@@ -138,6 +138,10 @@ SESSION_TESTS = (
 )
 
 
+TENANTS = "tenants"
+WITH_TENANTS = (*ASKED, DRAFTS)
+
+
 class Cell(NamedTuple):
     row: str
     column: str
@@ -309,6 +313,11 @@ def of_sessions(row: str, column: str) -> Cell:
     return Cell(row, column, SESSION_TESTS)
 
 
+def of_tenants(row: str, column: str) -> Cell:
+    """What a tenant asks for beside a flood of another's, and the same alone."""
+    return Cell(row, column, ("tests/e2e/test_tenants_smollm2.py::test_what_tenants_ask_for",))
+
+
 def of_invariance(row: str, column: str) -> Cell:
     """A request's bits, whatever else is computed."""
     if column in (STATES, FOREIGN, ENCODERS, TENSOR):
@@ -345,6 +354,7 @@ TABLES = {
     of_sleep: Table("Sleep", (SLEEP,), tuple(SLEEPS)),
     of_updates: Table("Weights from a trainer", (UPDATES,), UPDATED),
     of_sessions: Table("Sessions", (SESSIONS,), WITH_SESSIONS),
+    of_tenants: Table("Tenants", (TENANTS,), WITH_TENANTS),
     of_invariance: Table("Batch invariance", (INVARIANT,), INVARIANT_WITH),
     of_two_divisions: Table("Divisions", DIVISIONS, DIVISIONS, is_symmetric=True),
 }
