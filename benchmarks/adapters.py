@@ -11,7 +11,7 @@ with --adapters 0 the engine is one without the setting. Then an adapter is load
     python benchmarks/adapters.py --first-tokens 8 --streams 64 --adapters 16 --rank 16 --out r.json
 
 The whole engine instead: the first token of requests whose adapter must be loaded first, and of others whose adapter is
-there, beside the streams, and the longest gap between two deltas of one of these.
+there, alone and beside the streams, and the gaps between two deltas of one of these.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -133,51 +133,94 @@ class Streams:
 
 
 async def first_tokens(args: argparse.Namespace, shape: dict) -> dict[str, object]:
-    """Milliseconds from the call to the first token, of each request; and the longest gap of a stream meanwhile."""
+    """Of each number of streams, also of none, what `Watch` says of requests whose adapter must be loaded and of others
+    whose adapter is there."""
     import random
     import shutil
 
     from aengine import AsyncLLM, SamplingParams
 
-    folder = Path(tempfile.gettempdir()) / "bench-models" / args.shape
+    folder, counts = Path(tempfile.gettempdir()) / "bench-models" / args.shape, [0, *sorted(args.streams)]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape))
     own = [write_adapter(folder / f"adapter-{args.rank}", shape, args.rank)]
-    for index in range(1, args.first_tokens + 1):
+    for index in range(1, len(counts) * args.first_tokens + 1):
         own.append(Path(shutil.copytree(own[0], folder / f"adapter-{args.rank}-{index}", dirs_exist_ok=True)))
-    settings = {"load_format": "dummy", "skip_tokenizer": True, "max_num_seqs": max(args.streams) + 8}
+    settings = {"load_format": "dummy", "skip_tokenizer": True, "max_num_seqs": counts[-1] + 8}
     settings |= {"kv_cache_memory_bytes": args.kv_gib << 30, "max_model_len": 8 * ROOM, "max_lora_rank": args.rank}
-    gaps: list[float] = []
+    watch = Watch()
 
     async def stream(engine: AsyncLLM) -> None:
         params, last = SamplingParams(max_tokens=7 * ROOM, ignore_eos=True, detokenize=False), 0.0
         prompt = [random.randrange(shape["vocab_size"]) for _ in range(PROMPT)]
         async for _ in engine.stream(prompt, params, lora="0"):
             now = time.perf_counter()
-            gaps.append(now - last if last else 0.0)
+            if last:
+                watch.gaps.append((last, now))
             last = now
 
-    async def first(engine: AsyncLLM, name: str) -> float:
-        prompt, began = [random.randrange(shape["vocab_size"]) for _ in range(PROMPT)], time.perf_counter()
+    async def first(engine: AsyncLLM, name: str) -> dict[str, object]:
+        prompt = [random.randrange(shape["vocab_size"]) for _ in range(PROMPT)]
+        watch.begin()
         await engine.generate(prompt, SamplingParams(max_tokens=1, detokenize=False), lora=name)
-        return (time.perf_counter() - began) * 1e3
+        return watch.end()
 
+    found, names = {}, iter(range(1, len(own)))
     async with AsyncLLM(str(folder), **settings, max_loras=args.adapters, loras={"0": str(own[0])}) as engine:
-        running = [asyncio.create_task(stream(engine)) for _ in range(max(args.streams))]
-        while len(gaps) < 20 * len(running):
-            await asyncio.sleep(0.01)
-        quiet = gaps[2 * len(running) :]
-        gaps.clear()
-        loading, there = [], []
-        for index in range(1, args.first_tokens + 1):
-            await engine.add_lora(str(index), str(own[index]))
-            loading.append(await first(engine, str(index)))
-            there.append(await first(engine, str(index)))
-        found = {"worst_gap_ms": max(gaps) * 1e3, "worst_gap_before_ms": max(quiet) * 1e3}
+        running: list[asyncio.Task[None]] = []
+        for count in counts:
+            running += [asyncio.create_task(stream(engine)) for _ in range(count - len(running))]
+            watch.gaps.clear()
+            while len(watch.gaps) < 50 * len(running):
+                await asyncio.sleep(0.01)
+            quiet = [(end - begin) * 1e3 for begin, end in watch.gaps[25 * len(running) :]]
+            watch.gaps.clear()
+            loading, there = [], []
+            for name in islice(names, args.first_tokens):
+                await engine.add_lora(str(name), str(own[name]))
+                loading.append(await first(engine, str(name)))
+                there.append(await first(engine, str(name)))
+            worst = max(((end - begin) * 1e3 for begin, end in watch.gaps), default=0.0)
+            found[f"beside_{count}"] = {"worst_gap_ms": worst, "worst_gap_before_ms": max(quiet, default=0.0)}
+            found[f"beside_{count}"] |= {"loading": loading, "loaded": there}
         for task in running:
             task.cancel()
         await asyncio.wait(running)
-    return found | {"first_token_loading_ms": loading, "first_token_loaded_ms": there}
+    return found
+
+
+class Watch:
+    """When the load of a request's adapter began and ended, its first token came, and streams had gaps of more than 20
+    ms: in milliseconds after the call."""
+
+    def __init__(self) -> None:
+        from aengine.engine.adapters import registry
+
+        self.gaps: list[tuple[float, float]] = []  # when each began and ended
+        self.loads: list[float] = []
+        load_into = registry.load_into
+
+        async def timed(*args: object) -> None:
+            self.loads.append(time.perf_counter())
+            await load_into(*args)
+            self.loads.append(time.perf_counter())
+
+        registry.load_into = timed
+
+    def begin(self) -> None:
+        self.called, self.num_gaps = time.perf_counter(), len(self.gaps)
+        self.loads.clear()
+
+    def end(self) -> dict[str, object]:
+        def since(*times: float) -> list[float]:
+            return [round((one - self.called) * 1e3, 1) for one in times]
+
+        long: dict[int, list[float]] = {}  # that of one of the streams which ended at the same time
+        for begin, end in self.gaps[self.num_gaps :]:
+            if end - begin > 0.02:
+                long.setdefault(round(end * 200), since(begin, end))
+        token = since(time.perf_counter())[0]
+        return {"first_token_ms": token, "load_ms": since(*self.loads), "gaps_ms": list(long.values())}
 
 
 def main() -> None:
@@ -211,7 +254,7 @@ def main() -> None:
         write_adapter(adapter, shape, args.rank, args.expert_rank)
         began = time.perf_counter()
         for slot in range(args.adapters):
-            while (state := load(slot, str(adapter))) == "loading":
+            while (state := load(slot, str(adapter)).get()) == "loading":
                 time.sleep(0.001)
             assert state == "ready", state
         note(load_s=(time.perf_counter() - began) / args.adapters)
@@ -233,7 +276,7 @@ def main() -> None:
         quiet = max(streams.decode(9.0, 60))
         load(args.adapters - 1, str(folder / "none"))
         began, gaps = time.perf_counter(), []
-        while load(args.adapters - 1, str(adapter)) != "ready" and time.perf_counter() - began < 9:
+        while load(args.adapters - 1, str(adapter)).get() != "ready" and time.perf_counter() - began < 9:
             gaps += streams.decode(9.0, 4)
         note(load_beside_s=time.perf_counter() - began, worst_ms=max(gaps) * 1e3, worst_without_ms=quiet * 1e3)
 

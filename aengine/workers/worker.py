@@ -170,7 +170,7 @@ class Worker:
         seconds = self._times.seconds_to_sleep(now, may_nap=owes_none) if self._answers else 0.0
         if seconds > 0 and (seconds > _HURRY or owes_none):
             return seconds
-        if now - self._last_event < _EAGER_POLL:
+        if (self._answers or self._awaits_bitmask) and now - self._last_event < _EAGER_POLL:
             return 0
         return _POLL if self._answers or self._later else None
 

@@ -71,7 +71,7 @@ def load(
 
 def fill(rows: LoraRows, slot: int, folder: Path) -> str:
     """Load an adapter, and return what the last call says."""
-    while (state := rows.calls["load_lora"](slot, str(folder))) == "loading":
+    while (state := rows.calls["load_lora"](slot, str(folder)).get()) == "loading":
         time.sleep(0.001)
     return state
 
@@ -181,11 +181,11 @@ def test_a_slot_is_filled_again_while_others_run(tmp_path: Path, rng: random.Ran
     whole = Driver(load(merged(tmp_path / "merged-a", folder, first))[0], rng)
     check_near(got["0"], whole.step({"x": batch})["x"])
     check_near(later["0"], whole.step({"x": batch[:1]})["x"])
-    assert rows.calls["load_lora"](1, str(second)) == "ready"
+    assert rows.calls["load_lora"](1, str(second)).get() == "ready"
     shutil.copytree(first, second, dirs_exist_ok=True)  # the same folder, with other files
     rows.calls["load_lora"](1, str(second))
     rows.settle()
-    assert rows.calls["load_lora"](1, str(second)) == "ready" and take(rows, 1, 1) is None
+    assert rows.calls["load_lora"](1, str(second)).get() == "ready" and take(rows, 1, 1) is None
     begin(rows, {1: 5})
     check_near(driver.step({"3": batch})["3"], got["1"])
 

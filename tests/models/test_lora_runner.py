@@ -32,7 +32,7 @@ def start(folder: Path, adapters: Mapping[int, Path], **settings: Any) -> Any:
     model = load_model(config, resolve_model(config).to_wire(), Rank(), lambda *report: None)
     runner, _ = model.allocate(model.offer)
     for slot, path in adapters.items():
-        while (state := model.calls["load_lora"](slot, str(path))) == "loading":
+        while (state := model.calls["load_lora"](slot, str(path)).get()) == "loading":
             pass
         assert state == "ready", state
     return runner

@@ -228,7 +228,9 @@ class AdaptedEngine(Engine):
     def __init__(self, folder: Path, **settings: Any) -> None:
         super().__init__(folder, max_loras=2, max_lora_rank=4, **settings)
         for slot in range(2):
-            while (state := self.model.calls["load_lora"](slot, str(folder.parent / f"adapter{slot}"))) == "loading":
+            while (
+                state := self.model.calls["load_lora"](slot, str(folder.parent / f"adapter{slot}")).get()
+            ) == "loading":
                 pass
             assert state == "ready"
 

@@ -74,7 +74,7 @@ def test_the_tokens_of_merged_models(
         adapter = write_adapter(tmp_path / f"a{row}", folder, rng, rank)
         plain = make_runner(merged(tmp_path / f"m{row}", folder, adapter), like_gpu=False)
         expected[row] = tokens_of(plain, {row: prompts[row]}, {})[row]
-        while (state := rows.load(slot, str(adapter))) == "loading":
+        while (state := rows.load(slot, str(adapter)).get()) == "loading":
             time.sleep(0.001)
         assert state == "ready"
     kinds = []

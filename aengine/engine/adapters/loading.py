@@ -1,7 +1,7 @@
 """Brings an adapter into a slot of workers, without keeping their steps waiting.
 
-Each call begins the load or goes on with it: the files are read by a thread of each worker, and copied a little at a
-time between two steps.
+Each call begins the load or goes on with it: a thread of each worker reads the files, and copies them beside its steps.
+The reply comes when that is done, or says after a while that it goes on.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ...limits.values import shown
 from .adapters import Workers
 from .slots import Lora
 
-_PERIOD = 0.005  # seconds between two calls
+_PERIOD = 0.005  # seconds between a reply and the next call
 _MOST_SECONDS = 120.0  # seconds that a load may take; files may lie in a network
 _CALL_SECONDS = 60.0  # seconds that a call may take, which waits for the steps before it
 

@@ -29,7 +29,7 @@ from .cuda_graphs import fits
 
 _TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 2304)
 _REQUESTS = (8, 64, 256, 1024)
-_READY_REQUESTS = 64  # shapes up to so many are captured at the start
+_READY_REQUESTS = 127  # shapes up to so many are captured at the start: 8, and 64 or the most if it is less than 128
 
 Forward = Callable[[PreparedInputs, Tensor], Tensor]
 """Hidden states [num_tokens, hidden_size] of prepared inputs and rows (int64 [num_reqs], on the device)."""
@@ -75,7 +75,7 @@ class BatchGraphs:
         self._forward = forward
         # States of prompts are computed one by one.
         self._tokens = [] if tables.has_states else [t for t in _TOKENS if t <= max_tokens]
-        self._reqs = [*(r for r in _REQUESTS if r < max_num_seqs), max_num_seqs]
+        self._reqs = [*(r for r in _REQUESTS if 2 * r <= max_num_seqs), max_num_seqs]
         self._words = torch.empty(2 * max_num_seqs, dtype=torch.int64, device=requests.token_ids.device)
         self._graphs: dict[BatchShape, tuple[Graph, BatchOutputs]] = {}
         self._loaded: set[BatchShape] = set()  # shapes that ran once, and loaded what they need

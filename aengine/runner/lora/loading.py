@@ -1,31 +1,44 @@
 """`LoraLoader`: reads an adapter's files into a slot while steps go on.
 
-The files are read, never mapped; each tensor is checked and copied by itself, in pieces that hold nothing up: on a GPU
-in a queue of their own, on a CPU few numbers at a time.
+    file ──a few MiB at a time──> host memory ──one copy──> device memory ──each tensor to its place──> slot
+                                  (two, in turns)           on a CPU it is the host's
+
+The files are read, never mapped. Whatever is done holds nothing up: on a GPU it is in a queue of its own, on a CPU of
+few numbers at a time, which torch computes without the threads that steps run on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ...checkpoint.lora import LoraFiles, check_matrices, model_name, read_lora
-from ...checkpoint.safetensors_files import TensorPlace, tensor_places
+from ...checkpoint.safetensors_files import tensor_places
 from ...errors import InvalidRequestError, ModelLoadError
-from ..platforms.platform import Platform
-from .matrices import Factors, SlotMatrices, layer_of, row_pieces
+from ..platforms.platform import Event, Platform
+from .matrices import SlotMatrices, Target, layer_of
 
 _DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
-_EXPONENTS = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F800000}
-"""The bits that are all set in what is no finite number."""
+_MOST_ALONE = 1 << 15  # numbers that torch computes without other threads
+_ROOM = 4 << 20  # bytes that are read at a time, if no unit of a tensor has more
+
+
+class _Chunk(NamedTuple):
+    """Some units of a tensor."""
+
+    begin: int  # its first byte in the file, and the one behind its last
+    end: int
+    dtype: torch.dtype
+    first: int  # its first unit
+    targets: Sequence[Target]  # those of the whole tensor
 
 
 class LoraLoader:
@@ -34,6 +47,15 @@ class LoraLoader:
         other ranks."""
         self._platform, self._max_ranks, self._num_layers = platform, max_ranks, num_layers
         self._stream = platform.side_stream()
+        self._most = sys.maxsize if platform.is_accelerator else _MOST_ALONE
+        self._scale = 0.0, torch.zeros(1, device=platform.device)
+        self._reserve(_ROOM)
+
+    def _reserve(self, size: int) -> None:
+        pinned = self._platform.pins_memory
+        self._host = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+        self._events: list[Event | None] = [None, None]  # after what reads each of these
+        self._device = torch.empty(size, dtype=torch.uint8, device=self._platform.device)
 
     @torch.inference_mode()
     def load(self, slot: int, path: str, matrices: Sequence[SlotMatrices]) -> None:
@@ -41,14 +63,19 @@ class LoraLoader:
         matrices may be its own then."""
         try:
             files = self._own(read_lora(Path(path), *self._max_ranks), matrices)
-            with open(files.weights, "rb") as file:
-                reader = _Reader(file, files, tensor_places(files.weights))
-                for own in matrices:
-                    own.fill(slot, reader.factors, self._copy)
+            targets: dict[str, list[Target]] = {}
+            unfilled: list[Tensor] = []
+            for own in matrices:
+                found = list(own.targets(slot, files.matrices.get))
+                for target in found:
+                    targets.setdefault(target.name, []).append(target)
+                if sum(target.to.numel() for target in found) < sum(part.numel() for part in own.of(slot)):
+                    unfilled += own.of(slot)
+            self._stream.launch(partial(self._clear, unfilled), None)
+            self._fill(files.weights, targets)
+            self._stream.launch(partial(self._check, slot, matrices), None)
         except (ModelLoadError, OSError, ValueError) as error:
             raise InvalidRequestError(f"the adapter can't be loaded: {error}") from error
-        if (event := self._stream.launch(lambda: None, None)) is not None:
-            event.synchronize()
 
     def _own(self, files: LoraFiles, matrices: Sequence[SlotMatrices]) -> LoraFiles:
         """Return the part of it that is of this rank's layers, by the model's names. Raises ModelLoadError."""
@@ -64,40 +91,103 @@ class LoraLoader:
         check_matrices(own_files, known)
         return own_files
 
-    def _copy(self, to: Tensor, new: Tensor) -> None:
-        for rows in [slice(None)] if self._platform.is_accelerator else row_pieces(new):
-            self._stream.launch(partial(_put, to[rows], new[rows]), None)
+    def _fill(self, path: Path, targets: Mapping[str, Sequence[Target]]) -> None:
+        """Read the tensors that are wanted, in the order of the file, and queue what puts them into their places."""
+        room = max([_ROOM, *(prod(own[0].unit) * 4 for own in targets.values())])
+        if room > len(self._host[0]):
+            self._reserve(room)
+        with open(path, "rb") as file:
+            for number, group in enumerate(_groups(_chunks(path, targets, room), room)):
+                host, event = self._host[number % 2], self._events[number % 2]
+                if event is not None:
+                    event.synchronize()
+                begin, size = group[0].begin, group[-1].end - group[0].begin
+                file.seek(begin)
+                if file.readinto(host.numpy().data[:size]) != size:
+                    raise ModelLoadError(f"the file ends within {group[-1].targets[0].name:.200}: fetch it again")
+                self._events[number % 2] = self._stream.launch(partial(self._put, host[:size], group), None)
+
+    # -- what is queued
+
+    def _clear(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            for (piece,) in _pieces(self._most, tensor):
+                piece.zero_()
+
+    def _put(self, raw: Tensor, group: Sequence[_Chunk]) -> None:
+        if self._platform.is_accelerator:
+            raw = self._device[: len(raw)].copy_(raw, non_blocking=True)
+        for begin, end, dtype, first, targets in group:
+            new = raw[begin - group[0].begin : end - group[0].begin].view(dtype).view(-1, *targets[0].unit)
+            for own in targets:
+                low, high = max(own.begin, first), min(own.begin + len(own.to), first + len(new))
+                if low < high:
+                    part = new[low - first : high - first, ..., own.last]
+                    self._set(own.to[low - own.begin : high - own.begin], part, own.scale)
+
+    def _set(self, to: Tensor, new: Tensor, scale: float) -> None:
+        for own_to, own_new in _pieces(self._most, to, new):
+            if scale == 1.0:
+                own_to.copy_(own_new)
+            else:  # in float32, rounded once
+                torch.mul(own_new, self._factor(scale), out=own_to)
+
+    def _factor(self, scale: float) -> Tensor:
+        if self._scale[0] != scale:
+            self._scale = scale, torch.full((1,), scale, device=self._platform.device)
+        return self._scale[1]
+
+    def _check(self, slot: int, matrices: Sequence[SlotMatrices]) -> None:
+        """Raise ModelLoadError for numbers that are not finite, once all that was queued is done."""
+        names, extremes = [], list[Tensor]()
+        for own in matrices:
+            for part in own.of(slot):
+                for (piece,) in _pieces(self._most, part):
+                    extremes += torch.aminmax(piece)
+                    names += [own.names] * 2
+        for name, is_finite in zip(names, torch.stack(extremes).float().isfinite().tolist(), strict=True):
+            if not is_finite:
+                raise ModelLoadError(f"the factors of {name:.200} have numbers that are not finite")
 
 
-def _put(to: Tensor, new: Tensor) -> None:
-    to.copy_(new)
+def _pieces(most: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield tensors of one shape in pieces of at most so many numbers."""
+    whole = tensors[0]
+    if whole.numel() <= most:
+        yield tensors
+    elif len(whole) == 1:
+        yield from _pieces(most, *(tensor[0] for tensor in tensors))
+    else:
+        rows = max(1, most * len(whole) // whole.numel())
+        for begin in range(0, len(whole), rows):
+            yield from _pieces(most, *(tensor[begin : begin + rows] for tensor in tensors))
 
 
-class _Reader:
-    def __init__(self, file: BinaryIO, files: LoraFiles, places: dict[str, TensorPlace]) -> None:
-        self._file, self._files, self._places = file, files, places
-
-    def factors(self, name: str) -> Factors | None:
-        own = self._files.matrices.get(name)
-        if own is None:
-            return None
-        a, b = map(self._tensor, own.names)
-        if own.num_experts:  # rows of A are by expert, columns of B by rank
-            a, b = a.unflatten(0, (own.num_experts, -1)), b.unflatten(1, (-1, own.num_experts)).permute(2, 0, 1)
-        return Factors(a, b, own.scale)
-
-    def _tensor(self, name: str) -> Tensor:
-        place = self._places[name]
+def _chunks(path: Path, targets: Mapping[str, Sequence[Target]], room: int) -> Iterator[_Chunk]:
+    """Yield the tensors that are wanted, in the order of the file: of one that is larger than ``room`` several chunks.
+    Raises ModelLoadError."""
+    places = tensor_places(path)
+    for name in sorted(targets, key=lambda name: places[name].begin):
+        own, place = targets[name], places[name]
         dtype = _DTYPES.get(place.dtype)
         if dtype is None:
             raise ModelLoadError(f"{name:.200} is stored as {place.dtype:.20}: an adapter's are F32, F16 or BF16")
         if prod(place.shape) * dtype.itemsize != place.end - place.begin:
             raise ModelLoadError(f"{name:.200} has {place.end - place.begin} bytes, which is not its shape's size")
-        content = bytearray(place.end - place.begin)
-        self._file.seek(place.begin)
-        if self._file.readinto(content) != len(content):  # type: ignore[attr-defined]
-            raise ModelLoadError(f"the file ends within {name:.200}: fetch it again")
-        exponents = np.frombuffer(content, dtype=f"u{dtype.itemsize}") & _EXPONENTS[dtype]
-        if exponents.max(initial=0) == _EXPONENTS[dtype]:
-            raise ModelLoadError(f"{name:.200} has numbers that are not finite")
-        return torch.frombuffer(content, dtype=dtype).view(place.shape)
+        size = prod(own[0].unit) * dtype.itemsize
+        units = room // size
+        for first, begin in enumerate(range(place.begin, place.end, units * size)):
+            yield _Chunk(begin, min(begin + units * size, place.end), dtype, first * units, own)
+
+
+def _groups(chunks: Iterator[_Chunk], room: int) -> Iterator[list[_Chunk]]:
+    """Yield chunks that are read together: they lie one behind the other in the file."""
+    group: list[_Chunk] = []
+    for chunk in chunks:
+        place = chunk.begin - group[0].begin if group else 0
+        is_next = not group or chunk.begin == group[-1].end
+        if not is_next or place % chunk.dtype.itemsize or chunk.end - chunk.begin + place > room:
+            yield group
+            group = []
+        group.append(chunk)
+    yield group

@@ -11,19 +11,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
-from math import prod
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ...checkpoint.lora import DOWN, GATE_UP, name_of_expert
+from ...checkpoint.lora import DOWN, GATE_UP, LoraMatrix, name_of_expert
 from ...kernels.lora import AdapterMatrices
-from ..distributed.shares import Share, part_of, sizes
+from ..distributed.shares import Share, sizes
 
-_MOST_ALONE = 1 << 15  # numbers that torch computes without other threads
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -38,23 +34,20 @@ def in_layer(name: str, index: int) -> str:
     return _LAYER.sub(f".layers.{index}.", name, count=1)
 
 
-class Factors(NamedTuple):
-    """What an adapter has for one matrix of the checkpoint, whole, in any dtype of numbers; or for those of all
-    experts, one behind the other."""
+class Target(NamedTuple):
+    """A place in a slot for a part of a tensor of the adapter's file: of its units from ``begin`` on, as many as ``to``
+    has, what ``last`` says."""
 
-    a: Tensor  # [rank, in_features]
-    b: Tensor  # [out_features, rank]
+    name: str
+    to: Tensor  # [units, ...]
+    begin: int
+    unit: tuple[int, ...]  # shape of a unit, which is a row of the tensor, or several
+    last: slice  # what is wanted of the last dimension
     scale: float
 
-    def of(self, expert: int, rows: slice) -> Factors:
-        """Return those of one expert, for some of its output features."""
-        return Factors(self.a[expert], self.b[expert, rows], self.scale)
 
-
-Read: TypeAlias = Callable[[str], Factors | None]
+Find: TypeAlias = Callable[[str], LoraMatrix | None]
 """Returns what an adapter has of a matrix, by its name."""
-Copy: TypeAlias = Callable[[Tensor, Tensor], None]
-"""Copies to the device: (to, from)."""
 
 
 class SlotMatrices:
@@ -87,27 +80,38 @@ class SlotMatrices:
         """See `Matrices`: of each part, on all ranks together."""
         return {name: (sizes(rows)[1], sizes(self._columns)[1]) for name, rows in self._parts.items()}
 
-    def fill(self, slot: int, read: Read, copy: Copy) -> None:
-        """Set a slot."""
-        own = slice(slot * self._count, (slot + 1) * self._count)
-        a, b, first = self.tensors.a[own], self.tensors.b[own], 0
-        new_a, new_b = _zeros(a.shape, a.dtype), _zeros(b.shape, b.dtype)
-        for i, (rows, found) in enumerate(zip(self._parts.values(), self._factors(read), strict=True)):
-            size = self.tensors.sizes[i]
-            for place, one in enumerate(found):
-                if one is None:
-                    continue
-                of_rows, of_columns = part_of(rows, 0, len(one.b)), part_of(self._columns, 1, one.a.shape[1])
-                to_a, to_b = new_a[place, i * self._rank :], new_b[place, first : first + size]
-                _put(to_a, one.a if of_columns is None else of_columns.of(one.a), 1.0)
-                _put(to_b, one.b if of_rows is None else of_rows.of(one.b), one.scale)
-            first += size
-        copy(a.flatten(0, 1), new_a.flatten(0, 1))
-        copy(b.flatten(0, 1), new_b.flatten(0, 1))
+    @property
+    def names(self) -> str:
+        return ", ".join(self._parts)
 
-    def _factors(self, read: Read) -> list[list[Factors | None]]:
-        """Return what the adapter has for each part, and of that for each expert."""
-        return [[read(name)] for name in self._parts]
+    def of(self, slot: int) -> tuple[Tensor, Tensor]:
+        """Return A and B of a slot: of each of its experts, [experts, rows, columns]."""
+        own = slice(slot * self._count, (slot + 1) * self._count)
+        return self.tensors.a[own], self.tensors.b[own]
+
+    def targets(self, slot: int, find: Find) -> Iterator[Target]:
+        """Yield the places of all that the adapter has for this weight, of which no two have a number in common."""
+        a, b = self.of(slot)
+        for i, name in enumerate(self._parts):
+            if (own := find(name)) is not None:
+                yield from self._of_part(i, own, a, b)
+
+    def _of_part(
+        self, i: int, own: LoraMatrix, a: Tensor, b: Tensor, experts: slice = slice(0, 1), row: int = 0
+    ) -> Iterator[Target]:
+        """Yield the places of what the adapter has for a part. ``a``, ``b``: those of as many of the slot's experts as
+        are in ``experts``, which are numbers of experts in the file; ``row``: the part's first one in the file."""
+        (of_a, of_b), rank, columns = own.names, own.rank, sizes(self._columns)[1]
+        for place, begin, end in _ranges(self._columns):
+            to = a[:, i * self._rank : i * self._rank + rank, place : place + end - begin]
+            if own.num_experts:
+                yield Target(of_a, to, experts.start, (rank, columns), slice(begin, end), 1.0)
+            else:
+                yield Target(of_a, to[0], 0, (columns,), slice(begin, end), 1.0)
+        first = sum(self.tensors.sizes[:i])
+        for place, begin, end in _ranges(list(self._parts.values())[i]):
+            to = b[:, first + place : first + place + end - begin, :rank].permute(1, 2, 0)
+            yield Target(of_b, to, row + begin, (rank, own.num_experts or 1), experts, own.scale)
 
 
 class ExpertMatrices(SlotMatrices):
@@ -141,31 +145,26 @@ class ExpertMatrices(SlotMatrices):
         rows = {name: sizes(own)[1] for name, own in self._parts.items()}
         return {name: (size, columns, count) for name, size in (rows | {self._stack: sum(rows.values())}).items()}
 
-    def _factors(self, read: Read) -> list[list[Factors | None]]:
-        experts = range(*self._experts.range)
-        each = [[read(name_of_expert(name, expert)) for expert in experts] for name in self._parts]
-        whole = read(self._stack)
-        if whole is None:
-            return each
-        ends = list(accumulate(sizes(rows)[1] for rows in self._parts.values()))
-        rows = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
-        return [[whole.of(expert, own) for expert in experts] for own in rows]
+    def targets(self, slot: int, find: Find) -> Iterator[Target]:
+        a, b = self.of(slot)
+        first, end = self._experts.range
+        if (whole := find(self._stack)) is not None:
+            own, row = slice(first, end), 0
+            for i, rows in enumerate(self._parts.values()):
+                yield from self._of_part(i, whole, a[: end - first], b[: end - first], own, row)
+                row += sizes(rows)[1]
+            return
+        for i, name in enumerate(self._parts):
+            for place, expert in enumerate(range(first, end)):
+                if (one := find(name_of_expert(name, expert))) is not None:
+                    yield from self._of_part(i, one, a[place : place + 1], b[place : place + 1])
 
 
-def row_pieces(tensor: Tensor) -> Iterator[slice]:
-    """Yield the rows of a matrix few at a time: of more numbers torch would ask other threads, on which steps run."""
-    rows = max(1, _MOST_ALONE // max(1, tensor.shape[1]))
-    for begin in range(0, len(tensor), rows):
-        yield slice(begin, begin + rows)
-
-
-def _zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    content = np.zeros(prod(shape) * dtype.itemsize, dtype=np.uint8)  # memory of zeros, which nobody has to write
-    return torch.from_numpy(content).view(dtype).view(*shape)
-
-
-def _put(to: Tensor, new: Tensor, scale: float) -> None:
-    """Write ``scale`` times a matrix into the first rows and columns of another."""
-    for rows in row_pieces(new):
-        own = new[rows]
-        to[: len(new), : new.shape[1]][rows] = own if scale == 1.0 else own.float() * scale
+def _ranges(shares: Sequence[Share]) -> Iterator[tuple[int, int, int]]:
+    """Yield of each of the shares, which lie one behind the other, its place among this rank's elements, and its first
+    and last (exclusive) among all ranks'."""
+    place = start = 0
+    for share in shares:
+        first, last = share.range
+        yield place, start + first, start + last
+        place, start = place + last - first, start + share.total

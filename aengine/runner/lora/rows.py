@@ -10,6 +10,7 @@ Steps are of two kinds: in those without an adapter nothing of this is launched.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ from .loading import LoraLoader
 from .matrices import ExpertMatrices, SlotMatrices, in_layer, layer_of
 from .weight import LoraWeight
 
+_PATIENCE = 1.0  # seconds after which a load that goes on is said to
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 """Ends of names of matrices that route tokens, which are not changed."""
 
@@ -107,22 +109,18 @@ class LoraRows(TokenRows):
         there = {in_layer(name, index): shape for name, shape in own.items() for index in others}
         return {"lora_matrices": {name: list(shape) for name, shape in (own | there).items()}}
 
-    def load(self, slot: int, path: str) -> str:
-        """Begin to fill a slot, which no row has, from an adapter's folder, in a thread; called again, tell how far it
-        is: "loading", "ready", or "refused: " and why. What is ready stays so until `drop`, or other files."""
+    def load(self, slot: int, path: str) -> Loading:
+        """Begin to fill a slot, which no row has, from an adapter's folder, in a thread, or go on with it. What is
+        ready stays so until there is another path, or other files."""
         if not 0 <= slot < self._num_slots:
-            return f"refused: there is no slot {slot} for an adapter: max_loras={self._num_slots}"
+            refused: Future[None] = Future()
+            why = f"there is no slot {slot} for an adapter: max_loras={self._num_slots}"
+            refused.set_exception(InvalidRequestError(why))
+            return Loading(refused, lambda: None)
         own, files = self._loads.get(slot), _state_of(path)
         if own is None or own[0] != files:
             own = self._loads[slot] = files, self._thread.submit(self._loader.load, slot, path, self._matrices)
-        if not own[1].done():
-            return "loading"
-        if (error := own[1].exception()) is None:
-            return "ready"
-        del self._loads[slot]
-        if not isinstance(error, InvalidRequestError):
-            raise error
-        return f"refused: {error}"
+        return Loading(own[1], partial(self._loads.pop, slot, None))
 
     def settle(self) -> None:
         """See `StepRows`: of all loads that were begun, also of those that nobody waits for any more."""
@@ -170,6 +168,29 @@ class LoraRows(TokenRows):
         if self.kind:
             super().begin(rows, query_start_loc, num_tokens)
             self.plan = plan_adapters(self._on_device[self.of_tokens], self._num_slots)
+
+
+class Loading:
+    """How far a load is: known when it has ended, or when it has gone on for a while since it was asked for."""
+
+    def __init__(self, future: Future[None], forget: Callable[[], object]) -> None:
+        """``forget``: called if it has failed."""
+        self._future, self._forget = future, forget
+        self._end = time.monotonic() + _PATIENCE
+
+    def ready(self) -> bool:
+        return self._future.done() or time.monotonic() > self._end
+
+    def get(self) -> str:
+        """Return "loading", "ready", or "refused: " and why."""
+        if not self._future.done():
+            return "loading"
+        if (error := self._future.exception()) is None:
+            return "ready"
+        self._forget()
+        if not isinstance(error, InvalidRequestError):
+            raise error
+        return f"refused: {error}"
 
 
 def _state_of(path: str) -> object:
