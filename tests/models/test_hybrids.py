@@ -107,7 +107,7 @@ def test_questions_behind_one_instruction(
     with settings_of_torch_kept():
         engine = Engine(folder, max_model_len=256)
         instruction = [rng.randrange(3, engine.offer["vocab_size"]) for _ in range(200)]
-        questions = [[rng.randrange(3, 100) for _ in range(rng.randint(3, 40))] for _ in range(12)]
+        questions = [[rng.randrange(3, 100) for _ in range(rng.randint(3, 28))] for _ in range(12)]
         prompts = [instruction + question for question in questions]
         alone = []
         for prompt in prompts:

@@ -8,13 +8,13 @@ like any other block's; a hit copies it into the request's own page. A request k
     guessed: at distances before that which double, as the next prompt may begin with the same instruction
     at the latest border within its completion
 
-                     |----------------------- 4d ------------------------|---- 2d ----|- d -|
-    prompt    .......^...................................................^............^.....^...  as far as it is new
+                          |---------- 2d ----------|---- d ----|
+    prompt    ............^........................^...........^...  if it is new
 
-Of a guess that is too long for the next prompt the half is not, so that of what both have in common at most as much is
-computed again as the first one's question is long. All are copied within the steps that compute the prompt, by the
-layers themselves, which takes no step more. Guesses that nobody has begun with yet give way to newer ones, when they
-take more than their share of the pool.
+So of what a prompt has in common with the next one at most as much is computed again as its own question is long, and a
+block, if the question is short. All are copied within the steps that compute the prompt, by the layers themselves,
+which takes no step more. Guesses that nobody has begun with yet give way to newer ones, when they take more than their
+share of the pool.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
 STATE_INTERVAL = 256
 """Least number of tokens from one kept state of a request to the next: a copy takes memory (Qwen3-Next's 75 MiB, as its
-keys and values of 3168 tokens do), and each within a prompt a launch more in all layers with states."""
+keys and values of 3168 tokens do), and each within a prompt one call more in all layers with states."""
+_QUESTION = 8
+"""Part of a prompt, 1 in so many, that may be its own: no further from its end are states kept on a guess, or two
+intervals from there. On an H100 the call of fla-core for each takes the host 2.4 ms a layer."""
 _NEARER = 4
 """Part of that interval, 1 in so many, that is enough where prompts are known to differ: all that follow gain by it."""
 GUESSES = 8
@@ -96,8 +99,8 @@ class KeptStates:
         last -= last % self._border
         self._insert(states, prefix.attended, STATE_INTERVAL // _NEARER)
         self._insert(states, last)
-        distance = STATE_INTERVAL
-        while distance < last and len(states.guessed) < self._most_guesses and not request.has_begun:
+        distance, most = STATE_INTERVAL, max(2 * STATE_INTERVAL, (last - states.begun) // _QUESTION)
+        while distance <= most and len(states.guessed) < self._most_guesses and not request.has_begun:
             border = (last - distance) - (last - distance) % self._border
             if self._insert(states, border):
                 states.guessed.add(border)
