@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import threading
+import time
 from collections.abc import Sequence
 
 
@@ -51,6 +53,36 @@ class Misbehaving(MemoryStore):
         if self._what == "exits":
             raise SystemExit("the store has had enough")
         return {"lies": -3, "has half": [True, False]}.get(self._what)
+
+
+class Flaky(MemoryStore):
+    """Fails now and then, takes its time, and drops pages."""
+
+    rng = random.Random(0)
+
+    def query(self, keys: Sequence[bytes]) -> int:
+        self._stumble()
+        return super().query(keys)
+
+    def load(self, keys: Sequence[bytes], pages: Sequence[memoryview]) -> list[bool]:
+        self._stumble()
+        filled = super().load(keys, pages)
+        for index, page in enumerate(pages):
+            if self.rng.random() < 0.1:
+                page[:] = bytes(len(page))
+                filled[index] = False
+        return filled
+
+    def save(self, keys: Sequence[bytes], pages: Sequence[memoryview]) -> None:
+        self._stumble()
+        super().save(keys, pages)
+        for key in self.rng.sample(sorted(self.pages), len(self.pages) // 50):
+            self.pages.pop(key, None)
+
+    def _stumble(self) -> None:
+        time.sleep(self.rng.random() * 0.01)
+        if self.rng.random() < 0.05:
+            raise OSError("it has stumbled")
 
 
 class NoStore:

@@ -4,6 +4,8 @@ engine, on ranks; and from stores that fail."""
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from test_kv_tiers_engine import GREEDY, HALF, SMALL, tiers_of
 from test_pipeline_engine import SETTINGS, essence, work
 
 from aengine import AsyncLLM, HostTier, ModelLoadError, StoreTier
+from aengine.engine.stores import asked_store
 from aengine.engine.tiers import stored_pages
 from aengine.engine.tiers.stored_pages import StoredPages
 
@@ -163,19 +166,23 @@ async def test_many_pages_come_in_parts(model: Path, monkeypatch: pytest.MonkeyP
     assert [completion.usage.cached_tokens for completion in completions] == [68] * 3
 
 
-@pytest.mark.parametrize("name", ["gemma2"])
-async def test_windows(name: str, tiny_model: TinyModel) -> None:
-    folder = tiny_model(name, seed=7, sliding_window=9, max_position_embeddings=1024)
+@pytest.mark.parametrize("name", ["gemma2", "qwen3-next"])
+async def test_windows_and_states(name: str, tiny_model: TinyModel) -> None:
+    from test_hybrids import MODELS
+
+    arch, fields = MODELS.get(name, (name, {"sliding_window": 9} if name == "gemma2" else {}))
+    folder = tiny_model(arch, seed=7, **fields, max_position_embeddings=1024)
     settings = {"device": "cpu", "dtype": "float32", "max_model_len": 1024, "num_threads": 1, "max_num_seqs": 2}
     tiers = [HostTier("64MB"), StoreTier("callers_stores:MemoryStore")]
     prompt = [(i * 7) % 200 + 20 for i in range(600)]
     found = []
     for _ in range(2):
         async with AsyncLLM(folder, skip_tokenizer=True, kv_tiers=tiers, **settings) as engine:
-            completion = await engine.generate(prompt, GREEDY)
-            found.append(completion.token_ids)
+            completions = [await engine.generate(prompt, GREEDY), await engine.generate([*prompt, *PROMPT], GREEDY)]
+            found.append([completion.token_ids for completion in completions])
             await saved(engine)
-    assert found[0] == found[1] and completion.usage.cached_tokens > 500
+    assert found[0] == found[1]
+    assert all(completion.usage.cached_tokens > 500 for completion in completions)
 
 
 async def test_what_pages_depend_on(model: Path, tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -253,6 +260,25 @@ async def test_a_store_that_misbehaves(
         await until(lambda: not stores_of(engine).num_saving)
         await settled(engine)
         assert num_loaded(engine) == 0
+
+
+async def test_a_store_that_fails_now_and_then(
+    model: Path, expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a small host tier, and a worker that dies."""
+    monkeypatch.setattr(asked_store, "_PAUSE", 0.005)
+    tiers = [HostTier("150kB"), StoreTier("callers_stores:Flaky")]
+    async with AsyncLLM(model, kv_tiers=tiers, **SMALL) as engine:
+        for turn in range(5):
+            asked = work(engine, 1)
+            if turn == 2:
+                os.kill(core_of(engine).replicas[0].worker.executor.workers[0].pid, signal.SIGKILL)
+            assert [essence(completion) for completion in await asyncio.gather(*asked)] == expected
+            if turn == 3:
+                await engine.reset_prefix_cache()
+        await saved(engine)
+        await settled(engine)
+        assert num_loaded(engine)
 
 
 async def test_a_store_that_is_gone_beside_one_that_is_there(model: Path, answer: Any) -> None:

@@ -141,6 +141,9 @@ class KVCacheManager:
         # A full group looks up a prefix from its begin, and so tells the windows cheaply how far to look at most.
         self._strictest_last = sorted(attending, key=lambda group: group.window)
         with_states = [own for own, group in zip(self._groups, groups, strict=True) if group.kind == "state"]
+        suffixes = {own.suffix for own in with_states}
+        self.is_state: Callable[[bytes], bool] = lambda name: name[_DIGEST_SIZE:] in suffixes
+        """Returns whether it is the name of a kept state, not of a block."""
         self.states = KeptStates(self.pool, with_states, self.block_size, self.most_ahead)
         self._step_tokens = step_tokens
 
@@ -317,7 +320,7 @@ class KVGroup:
         self.first_needed = partial(first_needed, group)  # index of the first block that queries read from there on
         self._hash_size = hash_size
         self._hashes_per_block = group.block_size // hash_size
-        self._suffix = bytes([index]) if index else b""  # tells this group's names of blocks from the others'
+        self.suffix = bytes([index]) if index else b""  # tells this group's names of blocks from the others'
 
     def longest_hit(self, find: Find, request: Request, length: int) -> BlockTable:
         """Return the blocks of the longest prefix of at most ``length`` tokens with which this group can begin.
@@ -325,7 +328,7 @@ class KVGroup:
         A full group hashes no further than twice the hits: a long prompt that is new here costs one hash now, the
         others as its chunks are offered. A window must know all hashes up to the length.
         """
-        hashes, step, suffix = request.block_hashes, self._hashes_per_block, self._suffix
+        hashes, step, suffix = request.block_hashes, self._hashes_per_block, self.suffix
         end = length // self.block_size
         hits: list[int] = []
         if not self.window:
@@ -351,13 +354,13 @@ class KVGroup:
     def name_at(self, request: Request, border: int) -> bytes:
         """Return the name of this group's block, or kept state, that ends at token ``border``."""
         extend_hashes(request, border // self._hash_size, self._hash_size)
-        return request.block_hashes[border // self._hash_size - 1] + self._suffix
+        return request.block_hashes[border // self._hash_size - 1] + self.suffix
 
     def offer(self, pool: BlockPool, request: Request, first: int, last: int) -> None:
         """Offer the blocks that have become full with the tokens ``first`` to ``last`` - 1."""
         table, step, size = request.block_tables[self.index], self._hashes_per_block, self.block_size
         for i in range(first // size, last // size):
-            pool.offer(table.block_ids[i - table.begin], request.block_hashes[(i + 1) * step - 1] + self._suffix)
+            pool.offer(table.block_ids[i - table.begin], request.block_hashes[(i + 1) * step - 1] + self.suffix)
 
 
 def extend_hashes(request: Request, num_hashes: int, size: int) -> None:

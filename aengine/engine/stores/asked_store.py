@@ -22,7 +22,8 @@ T = TypeVar("T")
 
 logger = logging.getLogger("aengine")
 
-_THREADS = 4
+NUM_THREADS = 8
+"""Calls of a store that run at a time: each has its own part of a checksum's work and of a disk's waiting."""
 _PAUSE = 30.0  # seconds for which a store is left alone
 
 
@@ -34,7 +35,7 @@ class AskedStore:
         self.name = name
         self.store = store
         self.num_saved = self.num_fetched = self.num_lost = 0  # pages, see `KeptPages`
-        self._pool = ThreadPool("kv-store", _THREADS)
+        self._pool = ThreadPool("kv-store", NUM_THREADS)
         self._loop = asyncio.get_running_loop()
         self._again = 0.0  # time from which on it is asked
         self._lock = threading.Lock()

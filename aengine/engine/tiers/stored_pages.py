@@ -17,31 +17,39 @@ import asyncio
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..scheduler.block_pool import BlockPool
 from ..scheduler.kv_elsewhere import KeptPages
 from ..scheduler.request import Request
-from ..stores.asked_store import AskedStore
+from ..stores.asked_store import NUM_THREADS, AskedStore
 from ..stores.store import KEY_BYTES, KVStore
 from .below import NoStores, Search
 from .host_memory import HostMemory
 from .kv_tiers import KVTiers
 
-_MOST_SOUGHT = 256
+_MOST_SOUGHT = 512
 """Pages that are sought for a request at a time."""
 _MOST_IN_CALL = 64
-_MOST_BYTES = 256 << 20
+_MOST_BYTES = 1 << 30
 """Bytes of what is sought at a time."""
-_MOST_ROUNDS = 4
-"""Questions for a request at a time: a group with a window is asked for where the one with all tokens ends."""
+_MOST_STATES = 128
+"""Borders, from the end of a prefix on, at which a state is sought."""
+_MOST_ROUNDS = 8
+"""Questions for a request at a time: windows and states are asked for where the group with all tokens ends."""
 _QUERY_SECONDS = 2.0
 _LOAD_SECONDS = 5.0
 _SAVE_SECONDS = 30.0  # nobody waits for that
+
+
+class _Missing(NamedTuple):
+    sought: list[bytes]  # names of the next blocks, of the group that has all tokens first
+    needed: list[bytes]  # those of them, and of known states, that the longest prefix consists of
+    states: list[bytes]  # names of states that may be there, of the longest prefix first
 
 
 class StoredPages(NoStores):
@@ -87,7 +95,7 @@ class StoredPages(NoStores):
     def seek(self, request: Request, least_tokens: int) -> Search | None:
         if request.was_sought or not any(store.is_asked for store in self._stores):
             return None
-        names = self._missing(request)
+        names = self._missing(request, {}, ()).sought
         if len(names) * self._tier.kv.block_size < least_tokens:
             request.was_sought = True
             return None
@@ -101,19 +109,26 @@ class StoredPages(NoStores):
             task.add_done_callback(self._tasks.discard)
         return search
 
-    def _missing(self, request: Request, absent: Collection[bytes] = ()) -> list[bytes]:
-        """Return the next names that a request lacks of its longest prefix, if stores have all but the ``absent``."""
-        missing: dict[bytes, None] = {}
+    def _missing(self, request: Request, where: Mapping[bytes, AskedStore], absent: Collection[bytes]) -> _Missing:
+        """Return what a request lacks of its longest prefix, if stores have all blocks but the ``absent``, and of
+        states those of ``where`` alone."""
+        blocks: dict[bytes, int] = {}  # names with numbers below 0, by which they are known in the prefix
+        states: dict[bytes, None] = {}
 
         def find(name: bytes) -> int | None:
             found = self._tier.find(name)
-            if found is None and (name in missing or (name not in absent and len(missing) < self._most)):
-                missing[name] = None
-                return -1
-            return found
+            if found is not None or name in absent:
+                return found
+            if name not in where and self._tier.kv.is_state(name):
+                states[name] = None
+                return None
+            if name in blocks or len(blocks) < self._most:
+                return blocks.setdefault(name, -1 - len(blocks))
+            return None
 
-        self._tier.kv.match(request, find)
-        return list(missing)
+        prefix = self._tier.kv.match(request, find)
+        sought, ids = list(blocks), [i for part in (*(t.block_ids for t in prefix.tables), prefix.kept) for i in part]
+        return _Missing(sought, [sought[-1 - i] for i in ids if i < 0], list(states)[:_MOST_STATES])
 
     async def _find(self, search: Search, request: Request, first: bytes) -> None:
         try:
@@ -129,14 +144,20 @@ class StoredPages(NoStores):
         sought."""
         where: dict[bytes, AskedStore] = {}
         absent: set[bytes] = set()
+        passed: set[bytes] = set()  # states that are not there, or of a longer prefix
         for _ in range(_MOST_ROUNDS):
-            names = self._missing(request, absent)
-            unknown = [name for name in names if name not in where]
-            if not unknown:
-                return bool(names) and await self._load(names, where) and not absent
-            found = await self._query(unknown)
+            sought, needed, states = self._missing(request, where, absent | passed)
+            unknown = [name for name in sought if name not in where]
+            if unknown:
+                found = await self._query(unknown)
+                absent.update(unknown[len(found) : len(found) + 1])
+            else:
+                found = await self._query_any(states)
+                if not found:
+                    return bool(needed) and await self._load(needed, where) and not absent
+                passed.update(states)
+                passed.difference_update(found)
             where.update(found)
-            absent.update(unknown[len(found) : len(found) + 1])
         return False
 
     async def _query(self, names: Sequence[bytes]) -> dict[bytes, AskedStore]:
@@ -149,14 +170,25 @@ class StoredPages(NoStores):
                 where.update(dict.fromkeys(rest[: (found or 0) // self._keys.num_ranks], store))
         return where
 
+    async def _query_any(self, names: Sequence[bytes]) -> dict[bytes, AskedStore]:
+        """Return which store has the first of the names that any has."""
+        for store in self._stores:
+            if store.is_asked and names:
+                keys = [self._keys.of([name]) for name in names]
+                index = await store.answer(store.begin(_first, store.store, keys), _QUERY_SECONDS)
+                if index is not None and index < len(names):
+                    return {names[index]: store}
+        return {}
+
     async def _load(self, names: Sequence[bytes], where: dict[bytes, AskedStore]) -> bool:
         """Load pages into places. Returns whether all have come in time."""
         names = names[: self._tier.places.num_free]
         answers: list[Coroutine[Any, Any, list[bool] | None]] = []
         for store, group in groupby(names, where.__getitem__):
             own = list(group)
-            for begin in range(0, len(own), _MOST_IN_CALL):
-                part = own[begin : begin + _MOST_IN_CALL]
+            size = min(_MOST_IN_CALL, -(-len(own) // NUM_THREADS))
+            for begin in range(0, len(own), size):
+                part = own[begin : begin + size]
                 keys, places = self._keys.of(part), self._tier.places.allocate(len(part))
                 call = store.begin(_load, store.store, keys, self._pages.of(places))
                 self._loads[call] = places
@@ -212,7 +244,7 @@ class _Saves:
         self._store = store
         self._places = places
         self._pages = pages
-        self._most = max(1, places.num_blocks // 8)
+        self._most = min(max(64, places.num_blocks // 8), max(1, places.num_blocks // 2))
         self._waiting: deque[tuple[int, list[bytes]]] = deque()  # places, and the keys of their pages
         self._calls: dict[asyncio.Future[None], list[int]] = {}  # places of the calls that have not returned
         self._task: asyncio.Task[None] | None = None
@@ -289,6 +321,11 @@ def _query(store: KVStore, keys: Sequence[bytes]) -> int:
     if not isinstance(number, int) or not 0 <= number <= len(keys):
         raise TypeError(f"query returned {number!r:.80}, which is no number of {len(keys)} keys")
     return number
+
+
+def _first(store: KVStore, choices: Sequence[Sequence[bytes]]) -> int:
+    """Return the index of the first choice of which the store has all; behind the last: there is none."""
+    return next((i for i, keys in enumerate(choices) if _query(store, keys) == len(keys)), len(choices))
 
 
 def _load(store: KVStore, keys: Sequence[bytes], pages: Sequence[memoryview]) -> list[bool]:
