@@ -52,6 +52,7 @@ class Keeping:
         self._loop = loop
         self._replicas = replicas
         self._timer: asyncio.TimerHandle | None = None
+        self._looks_at = math.inf  # when the timer goes off
 
     def begin(self, options: CallOptions, request_id: str) -> Turn:
         """Note that a request begins. Returns what is to be called at its end."""
@@ -91,14 +92,14 @@ class Keeping:
 
     def _wake_at(self, time: float) -> None:
         """Look at all sessions at that time, if not before."""
-        if self._timer is not None and time < self._timer.when():
-            self._timer.cancel()
-            self._timer = None
-        if self._timer is None and time < math.inf:
-            self._timer = self._loop.call_at(max(time, self._loop.time() + _TICK), self._expire)
+        time = max(time, self._loop.time() + _TICK)
+        if time < self._looks_at:
+            self.close()
+            self._looks_at = time
+            self._timer = self._loop.call_at(time, self._expire)
 
     def _expire(self) -> None:
-        self._timer = None
+        self._timer, self._looks_at = None, math.inf
         now = self._loop.time()
         self._wake_at(min(blocks.expire(now) for blocks in self._pools()))
 
@@ -106,7 +107,7 @@ class Keeping:
         """Stop the timer."""
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+            self._timer, self._looks_at = None, math.inf
 
 
 def blocks_to_keep(scheduler: Scheduler, requests: Iterable[Request]) -> list[int]:
