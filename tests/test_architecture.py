@@ -619,7 +619,7 @@ BUDGETS = {
     "engine": 32000,
     "integrations": 2650,
     "ipc": 2200,
-    "kernels": 17600,
+    "kernels": 18000,
     "limits": 1100,
     "remote": 1700,
     "runner": 27100,
