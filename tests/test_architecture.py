@@ -365,6 +365,13 @@ FEATURES: dict[str, tuple[set[str], set[str]]] = {
             "runner/startup/",  # chooses it
         },
     ),
+    "shared prefixes": (
+        {"SharedPrefixes", "SharedKeys", "PrefixSizes", "find_groups", "LEAST_SAVED"},
+        {
+            "kernels/",
+            "runner/attention/",
+        },
+    ),
     "drafts by lookup": (
         {"ngram", "SuffixHistory", "PastTexts", "TokenIndex"},
         {

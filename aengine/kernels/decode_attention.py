@@ -19,25 +19,35 @@ from .dispatch import uses_triton
 from .paged_attention import Scores
 from .paged_attention import decode_attention as attend_on_cpu
 from .rotary import HeadNorms, Rope
+from .shared_prefix import SharedKeys
 
 
-def plan_decode(rows: Tensor, seq_lens: Tensor, workspace: DecodeWorkspace, window: int | None = None) -> Tensor:
+def plan_decode(
+    rows: Tensor,
+    seq_lens: Tensor,
+    workspace: DecodeWorkspace,
+    window: int | None = None,
+    shared: SharedKeys | None = None,
+) -> Tensor:
     """Plan how the keys of n sequences are split among programs: int32 [n + max_extra, PLAN_COLUMNS].
 
     rows: int64 [n]; seq_lens: int32 [n], those of length 0 get one item, which does nothing. With a ``window`` only the
-    last so many keys of a sequence are shared out: no program looks at what is before. Between it and the attention
+    last so many keys of a sequence are shared out: no program looks at what is before. With ``shared``, which takes no
+    window, the keys behind those that are read together with other sequences'. Between it and the attention
     there must be a kernel that is not launched ahead of its predecessor's end (in a step: the lookup of the
     embeddings), as the attention reads the plan before it waits (triton/launch.py).
     """
     assert seq_lens.dtype == torch.int32 and seq_lens.dim() == 1 and rows.shape == seq_lens.shape
-    sharing = workspace.sharing(len(seq_lens))
+    assert shared is None or (window is None and len(shared.of_seqs) == len(rows))
     if uses_triton(seq_lens):
         from .triton import decode_plan as triton_op
 
-        return triton_op.plan_decode(rows, seq_lens, sharing, window)
-    least, extra, is_lenient = sharing
+        return triton_op.plan_decode(rows, seq_lens, workspace, window, shared)
+    least, extra, is_lenient = workspace.sharing(len(seq_lens))
     lens = seq_lens.long()
     num_keys = lens if window is None else lens.clamp(max=window)
+    if shared is not None:
+        num_keys = (lens - shared.of_seqs[:, 0]).clamp(min=0)
     share = max(least, -(-int(num_keys.sum()) // extra))
     counts = (-(((share // 4 if is_lenient else 0) - num_keys) // share)).clamp(min=1)
     chunks = -(-num_keys.clamp(min=1) // (counts * GRAIN)) * GRAIN  # equal parts, so that none is the last to end
@@ -65,6 +75,7 @@ def decode_step_attention(
     is_raw: bool = True,
     out: Tensor | None = None,
     kv_scales: Tensor | None = None,
+    shared: SharedKeys | None = None,
 ) -> Tensor:
     """[n, num_heads * head_dim], in qkv's dtype.
 
@@ -79,6 +90,7 @@ def decode_step_attention(
         is_raw: False if q and k are rotated, and k and v in the cache, already.
         out: where to put the rows that are not padding, [>= n, num_heads * head_dim]; None: a new tensor.
         kv_scales: of a cache in FP8, see kv_codes.py.
+        shared: which sequences read keys together, as the plan was made with; on a GPU that is another launch ahead.
     """
     n, width = qkv.shape
     num_kv_heads, head_dim = kv_cache.shape[3:]
@@ -88,7 +100,19 @@ def decode_step_attention(
         from .triton import decode_attention as triton_op
 
         return triton_op.decode_step_attention(
-            qkv, kv_cache, block_table, rope, norms, num_heads, how, plan, workspace, is_raw, out, kv_scales
+            qkv,
+            kv_cache,
+            block_table,
+            rope,
+            norms,
+            num_heads,
+            how,
+            plan,
+            workspace,
+            is_raw,
+            out,
+            kv_scales,
+            shared,
         )
     from .write_qkv import apply_rope_and_write_kv
 

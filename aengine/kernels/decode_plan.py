@@ -47,7 +47,10 @@ GRAIN = 64
 
 PLAN_COLUMNS = 8
 """An item's sequence (-1: none), its row and length, begin and end of the item's keys, the sequence's first item and
-how many it has. A sector of memory, so that a program gets all of it in one read."""
+how many it has, and its parts of keys that it reads with others (shared_prefix.py): the place of the first among all
+parts, times `MOST_SHARED_PARTS`, plus how many there are. A sector of memory, so that a program gets it in one read."""
+
+MOST_SHARED_PARTS = 256
 
 
 class DecodeWorkspace:
@@ -58,9 +61,14 @@ class DecodeWorkspace:
         self.is_narrow = num_heads * head_dim < 4096
         """Whether the products around are so quick that putting parts together takes longer than a few more keys."""
         self._num_kv_heads = num_kv_heads
-        num_items = max_num_seqs + max(-(-programs // num_kv_heads) for _, programs in _SHARING.values())
-        self.parts = torch.empty(num_items * num_heads * (padded + 2), dtype=torch.float32, device=device)
+        self._part_size = num_heads * (padded + 2)
+        self.num_items = max_num_seqs + max(-(-programs // num_kv_heads) for _, programs in _SHARING.values())
+        self.parts = torch.empty(self.num_items * self._part_size, dtype=torch.float32, device=device)
         self.counters = torch.zeros(max_num_seqs * num_kv_heads, dtype=torch.int32, device=device)  # left at zero
+
+    def reserve(self, num_shared: int) -> None:
+        """Have room for parts of keys that sequences read together, too, behind the others."""
+        self.parts = self.parts.new_empty((self.num_items + num_shared) * self._part_size)
 
     def batch_size(self, num_seqs: int) -> BatchSize:
         return next(size for size in BatchSize if num_seqs * self._num_kv_heads <= size.value)

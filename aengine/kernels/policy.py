@@ -4,7 +4,8 @@
                       there are, so that its last bits may differ from one batch to another
     batch_invariant   a row's bits are the same whatever else is in the batch, and however a prompt is cut into steps
 
-The second has attention of a query in an order that follows from its position alone (invariant_attention.py), and
+The second has attention of a query in an order that follows from its position alone (invariant_attention.py), whatever
+others begin with the same keys (of the first, see shared_prefix.py), and
 products of rows in tiles of one size on a CPU (`KernelPolicy.by_rows`), in one order of sums on a GPU
 (ordered_linear.py).
 """

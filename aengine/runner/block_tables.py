@@ -40,6 +40,8 @@ class BlockTables:
         sizes = [group.block_size for group in groups]
         self.block_sizes = torch.tensor(sizes, dtype=torch.int32, device=part.device)  # [num_groups]
         self._num_rows = self.table.shape[1]
+        self.on_host = np.zeros(self.table.shape, dtype=np.int32)  # the tables once all is applied that is staged
+        self.num_replaced = 0  # how often a row got a new request
         # Blocks of each row, for each group: up to the row's last one.
         self._lengths = [np.zeros(self._num_rows, dtype=np.int64) for _ in groups]
         self.has_states = any(group.kind == "state" for group in groups)
@@ -51,6 +53,7 @@ class BlockTables:
     def replace(self, request: NewRequest) -> None:
         """Write the blocks of a new request, which may hold computed tokens already."""
         row, block_ids = request.req_idx, request.block_ids
+        self.num_replaced += 1
         spans = request.block_spans or (0, len(block_ids))
         if len(spans) != 2 * len(self.groups):
             raise InternalError(f"row {row} was given blocks of {len(spans) // 2} groups, not {len(self.groups)}")
@@ -110,4 +113,5 @@ class BlockTables:
         if len(block_ids) and self.groups[group].kind == "state":
             self._state_pages[group, row] = block_ids[0]
         self._arena.stage("block_table", group * self._num_rows + row, end - len(block_ids), block_ids)
+        self.on_host[group, row, end - len(block_ids) : end] = block_ids
         self._lengths[group][row] = end

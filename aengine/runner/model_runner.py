@@ -80,6 +80,10 @@ class KvMemory(Protocol):
         """Take int32 [max_num_seqs], before all other calls: the tokens that the request of each row had when it got
         the row. The tensor's memory stays the same."""
 
+    def decode_kinds(self, requests: RequestState, tables: BlockTables, step_rows: StepRows) -> StepRows:
+        """Return what has the kinds of decode steps that run as graphs: those of ``step_rows``, and more if attention
+        has some of its own."""
+
     def bind(self, batch: InputBatch) -> Any:
         """Return the attention of one step: the cache together with the batch's metadata."""
 
@@ -203,15 +207,14 @@ class ModelRunner:
         self._row_faults: dict[int, tuple[str, str]] = {}  # type and message of the fault of a row's request, by row
         self._copy_out = OutputCopier(platform)
         self._memory = OutOfMemory(platform, is_alone=self._exchange.is_alone, may_repeat=not self.tables.has_states)
+        self.decode_kinds = kinds = kv_memory.decode_kinds(self.requests, self.tables, self.step_rows)
         parts = (self.requests, self, self.sampler, max_in_flight_steps, self._bitmasks, platform)
         if graph_sizes:
             if self.samples:
                 self.sampler.reserve()
             sized = *parts[:3], max(graph_sizes), *parts[3:]
             step = DecodeStep(*sized, samples=self.samples, sampled=self._exchange.sampled_ids)
-            self.graphs = CudaGraphManager(
-                step, graph_sizes, platform, enforce_eager=enforce_eager, step_rows=self.step_rows
-            )
+            self.graphs = CudaGraphManager(step, graph_sizes, platform, enforce_eager=enforce_eager, step_rows=kinds)
         self.proposer = proposer.make(RunnerParts(self.requests, self.tables, kv_memory, platform, enforce_eager))
         verified = (position_sizes, parts, enforce_eager, self._exchange.has_tokens, self.proposer, self.step_rows)
         self.speculation: Verifier = DraftVerifier(self.requests, *verified)

@@ -71,6 +71,7 @@ from aengine.kernels.matrix import Matrix
 from aengine.kernels.paged_attention import Scores
 from aengine.kernels.rotary import HeadNorms, Rope
 from aengine.kernels.sequences import Sequences
+from aengine.kernels.shared_prefix import ITEM_COLUMNS, SEQ_COLUMNS, PrefixSizes, SharedKeys
 from aengine.kernels.triton import exchange_bulk, exchange_words, linear_fp8, linear_streamed
 from aengine.kernels.triton import launch as launching
 
@@ -276,11 +277,13 @@ def decodes(
     with_norm: bool = False,
     extras: bool = False,
     fp8: bool = False,
+    shares: bool = False,
 ) -> None:
-    """``extras``: all that a layer may have beside the usual; ``fp8``: keys and values are codes with scales."""
+    """``extras``: all that a layer may have beside the usual; ``fp8``: keys and values are codes with scales;
+    ``shares``: some are read by several sequences together."""
     num_heads, num_kv_heads, dim = heads
     compiler.note = f"{dtype} {heads} {size.name} {'raw' if is_raw else 'turned'}{' extras' if extras else ''}"
-    compiler.note += " fp8" if fp8 else ""
+    compiler.note += f"{' fp8' if fp8 else ''}{' shared' if shares else ''}"
     fewest = {BatchSize.FEW: 0, BatchSize.SMALL: 16, BatchSize.MIDDLING: 64, BatchSize.LARGE: 512}
     n = fewest[size] // num_kv_heads + 1
     qkv, cache, table, scales = kv_of(dtype, heads, n, fp8)
@@ -289,11 +292,23 @@ def decodes(
         rope = Rope(torch.zeros(99, dim // 2), True, torch.zeros(99), lens)
     workspace = decode_attention.DecodeWorkspace(n, *heads, torch.device("cpu"))
     assert workspace.batch_size(n) is size
-    plan = decode_attention.plan_decode(rows, lens, workspace, window)
+    shared = shared_keys(dtype, heads, rows, lens) if shares else None
+    plan = decode_attention.plan_decode(rows, lens, workspace, window, shared)
     norms = HeadNorms(*torch.zeros(2, dim, dtype=dtype), 1e-6) if with_norm else None
     scores = Scores(0.1, window, 30.0, torch.zeros(num_heads, dtype=dtype)) if extras else Scores(0.1, window)
     decode_attention.decode_step_attention(
-        qkv, cache, table, rope, norms, num_heads, scores, plan, workspace, is_raw=is_raw, kv_scales=scales
+        qkv,
+        cache,
+        table,
+        rope,
+        norms,
+        num_heads,
+        scores,
+        plan,
+        workspace,
+        is_raw=is_raw,
+        kv_scales=scales,
+        shared=shared,
     )
     if extras:  # neither rotated nor normalised
         bare = (cache, table, None, None, num_heads, Scores(0.1, window), plan, workspace)
@@ -302,6 +317,12 @@ def decodes(
         halves = Rope(rope.table)
         write_qkv.apply_rope_and_write_kv(qkv, rows, rows, halves, None, num_heads, cache, scales)
     write_qkv.apply_rope_and_write_kv(qkv, rows, rows, rope, norms, num_heads, cache, scales)
+
+
+def shared_keys(dtype: torch.dtype, heads: Heads, rows: torch.Tensor, lens: torch.Tensor) -> SharedKeys:
+    sizes = PrefixSizes.of(len(rows), heads[0] // heads[1], heads[1], dtype)
+    columns = (sizes.num_items, ITEM_COLUMNS), (sizes.num_tiles, sizes.tile_seqs), (len(rows), SEQ_COLUMNS)
+    return SharedKeys(*(torch.zeros(shape, dtype=torch.int32) for shape in columns), rows, lens)
 
 
 def prompts(
@@ -530,6 +551,8 @@ def largest(compiler: Compiler) -> None:
     decodes(compiler, half, (32, 8, 128), BatchSize.SMALL, is_raw=False)
     decodes(compiler, half, (16, 8, 256), BatchSize.MIDDLING)
     decodes(compiler, full, (16, 8, 128), BatchSize.SMALL)
+    for heads, fp8 in itertools.product(((32, 8, 128), (8, 8, 64)), (False, True)):
+        decodes(compiler, half, heads, BatchSize.MIDDLING, shares=True, fp8=fp8)
     for dim, fp8 in itertools.product((64, 128, 256), (False, True)):
         prompts(compiler, half, (16, 8, dim), 4096, fp8=fp8)
     for heads, size in (
@@ -578,6 +601,8 @@ def every_kernel(compiler: Compiler) -> None:
     for size in BatchSize:
         decodes(compiler, dtype, (9, 3, 64), size, window=40, with_norm=True)
         decodes(compiler, dtype, (9, 3, 64), size, is_raw=False)
+        decodes(compiler, dtype, (9, 3, 64), size, is_raw=False, shares=True)
+        decodes(compiler, dtype, (8, 1, 64), size, with_norm=True, extras=True, shares=True)
         decodes(compiler, dtype, (8, 1, 64), size, window=40, with_norm=True, extras=True)
         decodes(compiler, dtype, (8, 1, 64), size, window=40, with_norm=True, extras=True, fp8=True)
     for num_tokens, n in ((16, 1), (300, 300), (3072, 1)):

@@ -62,6 +62,9 @@ class Chain:
 
     bind_decode = bind_batch = watch_rows = bind
 
+    def decode_kinds(self, requests: Any, tables: Any, step_rows: Any) -> Any:
+        return step_rows
+
     def preparations(self) -> list[Any]:
         return []
 
@@ -228,6 +231,9 @@ class ChainOfExperts:
         return None
 
     bind_decode = bind_batch = watch_rows = bind
+
+    def decode_kinds(self, requests: Any, tables: Any, step_rows: Any) -> Any:
+        return step_rows
 
     def preparations(self) -> list[Any]:
         return []

@@ -11,9 +11,12 @@ from torch import Tensor
 from aengine.engine.sampling_extras import extras_of
 from aengine.ipc.messages import KVCacheGroup, ModelRunnerOutput, NewRequest, SchedulerOutput, int32
 from aengine.params import SamplingParams
+from aengine.runner.block_tables import BlockTables
 from aengine.runner.input_batch import InputBatch
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.platforms.cpu import CpuPlatform
+from aengine.runner.request_state import RequestState
+from aengine.runner.weights.step_rows import StepRows
 
 PRIME = 1_000_003
 
@@ -30,6 +33,9 @@ class FakeModel:
 
     def watch_rows(self, first_lens: Tensor) -> None:
         pass
+
+    def decode_kinds(self, requests: RequestState, tables: BlockTables, step_rows: StepRows) -> StepRows:
+        return step_rows
 
     def bind(self, batch: InputBatch) -> InputBatch:
         return batch
@@ -109,6 +115,9 @@ class ConstantModel:
 
     def watch_rows(self, first_lens: Tensor) -> None:
         pass
+
+    def decode_kinds(self, requests: RequestState, tables: BlockTables, step_rows: StepRows) -> StepRows:
+        return step_rows
 
     def bind(self, batch: InputBatch) -> None:
         return None

@@ -16,11 +16,15 @@ from torch import Tensor
 from ..decode_plan import PLAN_COLUMNS, BatchSize, DecodeWorkspace
 from ..paged_attention import Scores
 from ..rotary import HeadNorms, Rope
+from ..shared_prefix import SharedKeys
 from .decode_parts import (
     apply_rope,
+    attend,
+    blocks_of,
     capped,
+    empty_softmax,
     finish,
-    load_kv,
+    load_stretch,
     norm_weights,
     own_key_value,
     plan_item,
@@ -28,8 +32,9 @@ from .decode_parts import (
     score_scale,
     write_own_kv,
 )
-from .kv_codes import as_known, beside_codes, kept_number, numbers_of, times_scale, values_of
+from .kv_codes import as_known, beside_codes, kept_number, numbers_of, times_scale
 from .launch import has_pdl, launch, launch_next, max_shared_memory, wait_for_previous
+from .shared_prefix import attend_to_shared
 
 
 class _Tiling(NamedTuple):
@@ -79,6 +84,7 @@ def decode_step_attention(
     is_raw: bool,
     given: Tensor | None,
     kv_scales: Tensor | None,
+    shared: SharedKeys | None,
 ) -> Tensor:
     n = qkv.shape[0]
     block_size, _, num_kv_heads, head_dim = kv_cache.shape[1:]
@@ -88,6 +94,9 @@ def decode_step_attention(
     tiling = _tiling(size, max(16, group), padded * qkv.itemsize, workspace.is_narrow, is_fp8)
     out = torch.empty((n, num_heads * head_dim), dtype=qkv.dtype, device=qkv.device) if given is None else given
     turn = rope if is_raw else None
+    if shared is not None:
+        turned_by = turn, norms if is_raw else None
+        attend_to_shared(qkv, kv_cache, block_table, *turned_by, num_heads, how, shared, workspace, kv_scales)
     launch(
         _decode_attention,
         (num_kv_heads, plan.shape[0]),
@@ -120,6 +129,7 @@ def decode_step_attention(
         DP=padded,
         BLOCK_SIZE=block_size,
         COLUMNS=PLAN_COLUMNS,
+        SHARED=0 if shared is None else shared.members.shape[1],
         BN=tiling.block_n,
         ROTARY=0 if turn is None else turn.table.shape[1],
         INTERLEAVED=turn is not None and turn.interleaved,
@@ -187,6 +197,7 @@ def _load_query(
     rotation,
     query_scale,
     eps,
+    kv_scales,
     D: tl.constexpr,
     NORM: tl.constexpr,
     ROTARY: tl.constexpr,
@@ -200,14 +211,7 @@ def _load_query(
         q = apply_rope(q, partner, weights, rotary, eps, D, NORM, ROTARY)
     if query_scale is not None:
         q = q * tl.load(query_scale + place)
-    return q.to(token.dtype.element_ty)
-
-
-@triton.jit
-def _empty_softmax(ROWS: tl.constexpr, DP: tl.constexpr):
-    """Maximum and sum [ROWS] and weighted values [ROWS, DP] of a running softmax before the first key."""
-    top = tl.full((ROWS,), -float("inf"), tl.float32)
-    return top, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, DP), tl.float32)
+    return beside_codes(q.to(token.dtype.element_ty), kv_scales)
 
 
 @triton.jit
@@ -262,42 +266,6 @@ def _add_sinks(sinks, kv_head, is_first, top, total, acc, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _blocks(kv, begin, end, BLOCK_SIZE: tl.constexpr, BN: tl.constexpr):
-    """Return the blocks [BN] of a stretch of keys from ``begin`` on, as far as they are before ``end``."""
-    t = begin + tl.arange(0, BN)
-    return tl.load(kv[1] + t // BLOCK_SIZE, mask=t < end, other=0)
-
-
-@triton.jit
-def _load_keys(kv, block, begin, end, D: tl.constexpr, DP: tl.constexpr, BLOCK_SIZE: tl.constexpr, BN: tl.constexpr):
-    """A stretch of keys and values [BN, DP] from ``begin`` on, which are in these blocks, and which of them [BN] are
-    before ``end``."""
-    keys, _, strides = kv
-    t = begin + tl.arange(0, BN)
-    known = t < end
-    k, v = load_kv(keys, block, t, known, tl.arange(0, DP) < D, strides, BLOCK_SIZE, DP)
-    return k, v, known
-
-
-@triton.jit
-def _attend(q, stretch, scale, top, total, acc, SOFTCAP: tl.constexpr):
-    """Add one stretch of keys to the running softmax: maximum and sum [rows], weighted values [rows, DP]."""
-    k, v, known = stretch
-    k, v = numbers_of(k, q), values_of(v, q)
-    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    if SOFTCAP > 0:
-        s = capped(s, SOFTCAP)
-    s = tl.where(known[None, :], s, -float("inf"))
-    higher = tl.maximum(top, tl.max(s, 1))
-    safe = tl.where(higher == -float("inf"), 0.0, higher)  # no key has been seen until now
-    p = tl.exp2(s - safe[:, None])
-    shrink = tl.exp2(top - safe)
-    total = total * shrink + tl.sum(p, 1)
-    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-    return higher, total, acc
-
-
-@triton.jit
 def _decode_attention(
     qkv,
     cache,
@@ -328,6 +296,7 @@ def _decode_attention(
     DP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
+    SHARED: tl.constexpr,
     BN: tl.constexpr,
     ROTARY: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -341,7 +310,7 @@ def _decode_attention(
 ):
     launch_next(PDL)
     kv_head, item = tl.program_id(0), tl.program_id(1)  # neighbours read the same blocks
-    seq, row, seq_len, begin, end, first_item, num_splits = plan_item(plan, item, COLUMNS)
+    seq, row, seq_len, begin, end, first_item, num_splits, shared = plan_item(plan, item, COLUMNS)
     if seq < 0:  # no item is left; waiting for the kernel before is left to the programs of the first item
         return
     GROUP: tl.constexpr = H // KV
@@ -358,23 +327,22 @@ def _decode_attention(
     rotation = _rotation(rope, shifts, q_norm, k_norm, row, position, D, DP, ROTARY, INTERLEAVED, NORM)
     qkv += seq.to(tl.int64) * stride_qkv
     q = beside_codes(tl.zeros((ROWS, DP), qkv.dtype.element_ty), kv_scales)
-    top, total, acc = _empty_softmax(ROWS, DP)
+    top, total, acc = empty_softmax(ROWS, DP)
     if not RAW:  # the launch before has only just written the last key
         wait_for_previous(PDL)
-    block = _blocks(kv, begin, old, BLOCK_SIZE, BN)
+    block = blocks_of(kv, begin, old, BLOCK_SIZE, BN)
     for j in tl.range(begin, tl.maximum(old, begin + 1), BN, num_stages=STAGES):
-        stretch = _load_keys(kv, block, j, old, D, DP, BLOCK_SIZE, BN)
-        block = _blocks(kv, j + BN, old, BLOCK_SIZE, BN)
+        stretch = load_stretch(kv, block, j, old, D, DP, BLOCK_SIZE, BN)
+        block = blocks_of(kv, j + BN, old, BLOCK_SIZE, BN)
         if j == begin:  # the first keys are old: they are on their way while the product before still runs
             if RAW:
                 wait_for_previous(PDL)
-            q = _load_query(qkv, heads, at_head, is_query, rotation, query_scale, eps, D, NORM, ROTARY)
-            q = beside_codes(q, kv_scales)
+            q = _load_query(qkv, heads, at_head, is_query, rotation, query_scale, eps, kv_scales, D, NORM, ROTARY)
             if RAW:
                 if end == seq_len:
                     own = (q, qkv + (H + kv_head) * D, kv, position, rotation, eps, scale, kv_scales, kv_head)
                     top, total, acc = _begin_with_own_key(*own, KV, D, DP, BLOCK_SIZE, SOFTCAP, NORM, ROTARY)
             top, total, acc = _add_sinks(sinks, kv_head, item == first_item, top, total, acc, GROUP)
-        top, total, acc = _attend(q, stretch, scale, top, total, acc, SOFTCAP)
-    where = (seq * KV + kv_head, item, kv_head, first_item, num_splits)
-    finish(acc, top, total, out + first, parts, counters, kv_scales, where, KV, GROUP, PADDED, ROWS, D, DP, FEW)
+        top, total, acc = attend(q, stretch, scale, top, total, acc, SOFTCAP)
+    where = (seq * KV + kv_head, item, kv_head, first_item, num_splits, shared)
+    finish(acc, top, total, out + first, parts, counters, kv_scales, where, SHARED, KV, GROUP, PADDED, ROWS, D, DP, FEW)

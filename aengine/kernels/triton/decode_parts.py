@@ -1,12 +1,14 @@
-"""Parts of decode attention: norm and rotary, scores, keys and values, the token's own, and the end."""
+"""Parts of decode attention: norm and rotary, keys and values, the running softmax, the token's own, and the end."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .kv_codes import store_kept, times_scale
+from ..decode_plan import MOST_SHARED_PARTS
+from .kv_codes import numbers_of, store_kept, times_scale, values_of
 
+MOST_SHARED = tl.constexpr(MOST_SHARED_PARTS)
 _LOG2_E = 1.4426950408889634  # scores are scaled by it, since the hardware computes exp2
 
 
@@ -23,7 +25,7 @@ def capped(s, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def plan_item(plan, item, COLUMNS: tl.constexpr):
-    """Load all columns of a decode plan's item but the last, see PLAN_COLUMNS."""
+    """Load all columns of a decode plan's item, see PLAN_COLUMNS."""
     at = plan + item * COLUMNS
     seq = tl.load(at)
     row = tl.load(at + 1)
@@ -32,7 +34,8 @@ def plan_item(plan, item, COLUMNS: tl.constexpr):
     end = tl.load(at + 4)
     first_item = tl.load(at + 5)
     num_splits = tl.load(at + 6)
-    return seq, row, seq_len, begin, end, first_item, num_splits
+    shared = tl.load(at + 7)
+    return seq, row, seq_len, begin, end, first_item, num_splits, shared
 
 
 @triton.jit
@@ -127,6 +130,49 @@ def own_key_value(
 
 
 @triton.jit
+def empty_softmax(ROWS: tl.constexpr, DP: tl.constexpr):
+    """Maximum and sum [ROWS] and weighted values [ROWS, DP] of a running softmax before the first key."""
+    top = tl.full((ROWS,), -float("inf"), tl.float32)
+    return top, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, DP), tl.float32)
+
+
+@triton.jit
+def blocks_of(kv, begin, end, BLOCK_SIZE: tl.constexpr, BN: tl.constexpr):
+    """Return the blocks [BN] of a stretch of keys from ``begin`` on, as far as they are before ``end``."""
+    t = begin + tl.arange(0, BN)
+    return tl.load(kv[1] + t // BLOCK_SIZE, mask=t < end, other=0)
+
+
+@triton.jit
+def load_stretch(kv, block, begin, end, D: tl.constexpr, DP: tl.constexpr, BLOCK_SIZE: tl.constexpr, BN: tl.constexpr):
+    """A stretch of keys and values [BN, DP] from ``begin`` on, which are in these blocks, and which of them [BN] are
+    before ``end``."""
+    keys, _, strides = kv
+    t = begin + tl.arange(0, BN)
+    known = t < end
+    k, v = load_kv(keys, block, t, known, tl.arange(0, DP) < D, strides, BLOCK_SIZE, DP)
+    return k, v, known
+
+
+@triton.jit
+def attend(q, stretch, scale, top, total, acc, SOFTCAP: tl.constexpr):
+    """Add one stretch of keys to the running softmax: maximum and sum [rows], weighted values [rows, DP]."""
+    k, v, known = stretch
+    k, v = numbers_of(k, q), values_of(v, q)
+    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if SOFTCAP > 0:
+        s = capped(s, SOFTCAP)
+    s = tl.where(known[None, :], s, -float("inf"))
+    higher = tl.maximum(top, tl.max(s, 1))
+    safe = tl.where(higher == -float("inf"), 0.0, higher)  # no key has been seen until now
+    p = tl.exp2(s - safe[:, None])
+    shrink = tl.exp2(top - safe)
+    total = total * shrink + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return higher, total, acc
+
+
+@triton.jit
 def write_own_kv(keys, blocks, position, k, v, strides, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
     """Write a key and a value [1, DP], as the cache keeps them."""
     stride_block, stride_token, stride_kv = strides
@@ -147,6 +193,7 @@ def finish(
     counters,
     kv_scales,
     where,
+    SHARED: tl.constexpr,
     LANES: tl.constexpr,
     GROUP: tl.constexpr,
     PADDED: tl.constexpr,
@@ -157,37 +204,41 @@ def finish(
 ):
     """Put the output of GROUP heads, the first of the ROWS rows, where ``out`` points.
 
-    If the sequence has other items, this one's part of the softmax goes to ``parts``, where the last of them, by their
-    counter, puts them together. ``where``: the counter, the item, which group of heads (of LANES), the sequence's
-    first item, how many it has. ``kv_scales``: of LANES heads; None: values are plain numbers.
+    If the sequence has other parts, this one goes to ``parts``, where the sequence's last item to end, by their
+    counter, puts them together. ``where``: the counter, the item, which group of heads (of LANES), the sequence's first
+    item, how many it has, and the plan's column of its parts that are shared, SHARED places from one to the next (0:
+    there are none in this step). ``kv_scales``: of LANES heads; None: values are plain numbers.
     """
-    counter, item, lane, first_item, num_splits = where
+    counter, item, lane, first_item, num_splits, shared = where
     acc = times_scale(acc, kv_scales, LANES + lane)
     g = tl.arange(0, ROWS)
     d = tl.arange(0, DP)
     is_head = (g < GROUP)[:, None]
-    if num_splits == 1:
+    num_shared = shared % MOST_SHARED if SHARED > 0 else 0
+    if num_splits + num_shared == 1:
         place = out + g[:, None] * D + d[None, :]
         tl.store(place, (acc / total[:, None]).to(out.dtype.element_ty), mask=is_head & (d < D)[None, :])
     else:
-        PART: tl.constexpr = DP + 2
-        mine = parts + ((item * LANES + lane) * (GROUP * PART)).to(tl.int64)
-        tl.store(mine + g[:, None] * PART + d[None, :], acc, mask=is_head)
-        tl.store(mine + g * PART + DP, top, mask=g < GROUP)
-        tl.store(mine + g * PART + DP + 1, total, mask=g < GROUP)
+        PART: tl.constexpr = GROUP * (DP + 2)
+        mine = parts + ((item * LANES + lane) * PART).to(tl.int64)
+        tl.store(mine + g[:, None] * (DP + 2) + d[None, :], acc, mask=is_head)
+        tl.store(mine + g * (DP + 2) + DP, top, mask=g < GROUP)
+        tl.store(mine + g * (DP + 2) + DP + 1, total, mask=g < GROUP)
         tl.debug_barrier()  # all threads' parts are written before one of them counts
         num_done = tl.atomic_add(counters + counter, 1, sem="acq_rel", scope="gpu")
         if num_done == num_splits - 1:
             tl.store(counters + counter, 0)
-            first_part = parts + ((first_item * LANES + lane) * (GROUP * PART)).to(tl.int64)
-            _combine(first_part, num_splits, LANES * GROUP * PART, out, GROUP, PADDED, D, DP, FEW)
+            own = parts + (first_item * LANES + lane).to(tl.int64) * PART
+            others = parts + (shared // MOST_SHARED * LANES + lane).to(tl.int64) * PART
+            of_parts = (own, num_splits, others, num_shared)
+            _combine(of_parts, LANES * PART, SHARED, out, GROUP, PADDED, D, DP, FEW)
 
 
 @triton.jit
 def _combine(
-    first,
-    num_parts,
+    of_parts,
     STRIDE: tl.constexpr,
+    SHARED: tl.constexpr,
     out,
     GROUP: tl.constexpr,
     PADDED: tl.constexpr,
@@ -195,13 +246,37 @@ def _combine(
     DP: tl.constexpr,
     FEW: tl.constexpr,
 ):
-    """Return the output of GROUP heads from their parts, FEW parts at a time, so that their loads overlap."""
+    """Store the output of GROUP heads. ``of_parts``: the first of the parts of own keys, how many there are, and the
+    same of those that are shared."""
+    own, num_splits, others, num_shared = of_parts
+    g = tl.arange(0, PADDED)
+    d = tl.arange(0, DP)
+    top, total, acc = empty_softmax(PADDED, DP)
+    top, total, acc = _add_parts(own, num_splits, STRIDE, top, total, acc, GROUP, PADDED, DP, FEW)
+    if SHARED > 0:
+        top, total, acc = _add_parts(others, num_shared, SHARED * STRIDE, top, total, acc, GROUP, PADDED, DP, FEW)
+    total = tl.where(g < GROUP, total, 1.0)
+    place = out + g[:, None] * D + d[None, :]
+    tl.store(place, (acc / total[:, None]).to(out.dtype.element_ty), mask=(g < GROUP)[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def _add_parts(
+    first,
+    num_parts,
+    STRIDE: tl.constexpr,
+    top,
+    total,
+    acc,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    DP: tl.constexpr,
+    FEW: tl.constexpr,
+):
+    """Add parts of GROUP heads to their running softmax, FEW at a time, so that their loads overlap."""
     g = tl.arange(0, PADDED)
     d = tl.arange(0, DP)
     is_head = g < GROUP
-    top = tl.full((PADDED,), -float("inf"), tl.float32)
-    total = tl.zeros((PADDED,), tl.float32)
-    acc = tl.zeros((PADDED, DP), tl.float32)
     begin = num_parts * 0
     while begin < num_parts:
         i = begin + tl.arange(0, FEW)
@@ -219,6 +294,4 @@ def _combine(
         acc = acc * shrink[:, None] + tl.sum(accs * share[:, :, None], 0)
         top = higher
         begin += FEW
-    total = tl.where(is_head, total, 1.0)
-    place = out + g[:, None] * D + d[None, :]
-    tl.store(place, (acc / total[:, None]).to(out.dtype.element_ty), mask=is_head[:, None] & (d < D)[None, :])
+    return top, total, acc

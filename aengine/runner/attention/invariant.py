@@ -14,9 +14,13 @@ from torch import Tensor
 from ...kernels.decode_plan import PartsWorkspace
 from ...kernels.input_prep import PreparedInputs
 from ...kernels.invariant_attention import attend_alone, attend_to_prompts, plan_prompts
+from ..block_tables import BlockTables
 from ..layers.attention import AttentionLayer
+from ..request_state import RequestState
+from ..weights.step_rows import StepRows
 from .kv_pages import KvCacheSpec
 from .prefill import TritonPrefill
+from .shared_prefixes import NoPrefixes
 from .triton_attention import DecodeAttention, GpuKvCache, Heads, PositionsAttention
 
 
@@ -40,7 +44,13 @@ class InvariantKvCache(GpuKvCache):
     def bind_decode(self, rows: Tensor, seq_lens: Tensor, block_table: Tensor) -> DecodeAttention:
         return PositionsAttention(self, rows, (seq_lens - 1).clamp(min=0).long(), seq_lens, block_table)
 
-    def plan_decodes(self, rows: Tensor, seq_lens: Tensor) -> Mapping[tuple[Heads, int | None], Any]:
+    def decode_kinds(self, requests: RequestState, tables: BlockTables, step_rows: StepRows) -> StepRows:
+        """See `KvMemory`: no row's keys are read together with others', as its parts would follow from theirs."""
+        return step_rows
+
+    def plan_decodes(
+        self, rows: Tensor, seq_lens: Tensor, prefixes: NoPrefixes
+    ) -> Mapping[tuple[Heads, int | None], Any]:
         """Nothing is planned: each query has the same number of programs."""
         return dict.fromkeys(self.kinds, (rows, seq_lens))
 

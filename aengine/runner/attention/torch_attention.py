@@ -22,11 +22,14 @@ from ...kernels.kv_write import write_kv
 from ...kernels.paged_attention import decode_attention, prefill_attention
 from ...kernels.policy import FASTEST, KernelPolicy
 from ...kernels.rotary import apply_rotary, rotary_rows
+from ..block_tables import BlockTables
 from ..input_batch import GroupBatch, InputBatch, Rows
 from ..layers.attention import AttentionLayer
 from ..layers.states import LayerStates, StateRows, kept_within, rows_like, state_rows_of_batch
+from ..request_state import RequestState
 from ..rope import RopeConfig
 from ..speculation.states_ahead import RowsAhead
+from ..weights.step_rows import StepRows
 from .kv_pages import KvCacheSpec
 
 DEFAULT_BLOCK_SIZE = 16
@@ -54,6 +57,10 @@ class KvCache:
     def watch_rows(self, first_lens: Tensor) -> None:
         """See `KvMemory`."""
         self._first_lens = first_lens
+
+    def decode_kinds(self, requests: RequestState, tables: BlockTables, step_rows: StepRows) -> StepRows:
+        """See `KvMemory`: attention has none."""
+        return step_rows
 
     def bind(self, batch: InputBatch) -> Any:
         """Return the attention of one step; the batch itself for a tape, which has its attention."""

@@ -20,15 +20,20 @@ from torch import Tensor
 from ...kernels.decode_attention import DecodeWorkspace, decode_step_attention, plan_decode
 from ...kernels.input_prep import PreparedInputs
 from ...kernels.rotary import HeadNorms, Rope
+from ...kernels.shared_prefix import SharedKeys
 from ...kernels.varlen_attention import plan_prompts, varlen_attention
 from ...kernels.write_qkv import apply_rope_and_write_kv
+from ..block_tables import BlockTables
 from ..input_batch import BatchPlan, InputBatch
 from ..layers.attention import AttentionLayer
 from ..layers.states import LayerStates, StateRows, kept_within, rows_like, state_rows_of_batch, state_rows_of_decodes
+from ..request_state import RequestState
 from ..rope import rope_tables
 from ..speculation.states_ahead import RowsAhead
+from ..weights.step_rows import StepRows
 from .kv_pages import AttentionLayerKV, KvCacheSpec
 from .prefill import PrefillBackend, PrefillMetadata
+from .shared_prefixes import NO_PREFIXES, NoPrefixes, SharedPrefixes
 
 
 class Heads(NamedTuple):
@@ -37,6 +42,13 @@ class Heads(NamedTuple):
     num_heads: int
     num_kv_heads: int
     head_dim: int
+
+
+class DecodePlan(NamedTuple):
+    """Of one token each, for layers of a kind."""
+
+    items: Tensor  # see `plan_decode`
+    shared: SharedKeys | None  # sequences that read keys together; None: none do
 
 
 class GpuKvCache:
@@ -62,11 +74,24 @@ class GpuKvCache:
             heads: self.make_workspace(max(spec.max_num_seqs, spec.max_positions), *heads, spec.device)
             for heads in dict.fromkeys(self.heads.values())
         }
+        self._prefixes = NO_PREFIXES
         self.kinds = dict.fromkeys((self.heads[index], kept.window) for index, kept in self.layers.items())
 
     def watch_rows(self, first_lens: Tensor) -> None:
         """See `KvMemory`."""
         self._first_lens = first_lens
+
+    def decode_kinds(self, requests: RequestState, tables: BlockTables, step_rows: StepRows) -> StepRows:
+        """See `KvMemory`: without and with keys that rows read together."""
+        heads = [heads for heads, window in self.kinds if window is None]
+        groups = {kept.group for kept in self.layers.values() if kept.window is None}
+        prefixes = SharedPrefixes.of(heads, self.dtype, groups, requests, tables, step_rows)
+        if prefixes is None:
+            return step_rows
+        self._prefixes = prefixes
+        for own in heads:
+            self.workspaces[own].reserve(prefixes.sizes.num_parts)
+        return prefixes
 
     def first_lens_of(self, rows: Tensor) -> Tensor | None:
         """int32 [n], of rows int64 [n], -1 for padding; None: no rope depends on it."""
@@ -95,7 +120,7 @@ class GpuKvCache:
         return BatchAttention(self, inputs, rows, block_table, None)
 
     def bind_decode(self, rows: Tensor, seq_lens: Tensor, block_table: Tensor) -> DecodeAttention:
-        return DecodeAttention(self, rows, seq_lens, block_table)
+        return DecodeAttention(self, rows, seq_lens, block_table, self._prefixes)
 
     def bind_positions(
         self, rows: Tensor, positions: Tensor, seq_lens: Tensor, block_table: Tensor
@@ -104,12 +129,18 @@ class GpuKvCache:
 
     # -- how the kernels attend
 
-    def plan_decodes(self, rows: Tensor, seq_lens: Tensor) -> Mapping[tuple[Heads, int | None], Any]:
+    def plan_decodes(
+        self, rows: Tensor, seq_lens: Tensor, prefixes: NoPrefixes
+    ) -> Mapping[tuple[Heads, int | None], Any]:
         """Plan the attention of sequences with one new token each, for each kind of layer: which keys there are depends
-        on the window, how they are cut on the heads."""
-        return {
-            (heads, window): plan_decode(rows, seq_lens, self.workspaces[heads], window) for heads, window in self.kinds
-        }
+        on the window, how they are cut on the heads. ``prefixes``: has those that are read together."""
+        plans = {}
+        for heads, window in self.kinds:
+            shared = prefixes.of_step(rows, seq_lens, window)
+            plans[heads, window] = DecodePlan(
+                plan_decode(rows, seq_lens, self.workspaces[heads], window, shared), shared
+            )
+        return plans
 
     def attend_to_decodes(
         self,
@@ -124,6 +155,7 @@ class GpuKvCache:
         """Return [n, num_heads * head_dim]. ``out``: where to put it, of q and k that are rotated, and k and v that are
         written, already."""
         kept, heads = self.layers[layer.index], self.heads[layer.index]
+        items, shared = plans[heads, kept.window]
         return decode_step_attention(
             qkv,
             kept.cache,
@@ -132,11 +164,12 @@ class GpuKvCache:
             norms,
             layer.num_heads,
             layer.scores(kept.window),
-            plans[heads, kept.window],
+            items,
             self.workspaces[heads],
             is_raw=out is None,
             out=out,
             kv_scales=kept.scales,
+            shared=shared,
         )
 
     def plan_prompts(self, rows: Tensor, inputs: PreparedInputs) -> dict[Heads, Tensor]:
@@ -172,14 +205,22 @@ class GpuKvCache:
 class DecodeAttention:
     """Attention of a step, or a part of one, whose every request has one token; all in memory that a graph may replay.
 
-    rows: int64 [n], -1 for padding; seq_lens: int32 [n]; block_table: int32 [num_groups, max_num_seqs, width].
+    rows: int64 [n], -1 for padding; seq_lens: int32 [n]; block_table: int32 [num_groups, max_num_seqs, width];
+    ``prefixes``: has the keys that sequences of the step read together.
     """
 
-    def __init__(self, cache: GpuKvCache, rows: Tensor, seq_lens: Tensor, block_table: Tensor) -> None:
+    def __init__(
+        self,
+        cache: GpuKvCache,
+        rows: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        prefixes: NoPrefixes = NO_PREFIXES,
+    ) -> None:
         self._cache = cache
         self._block_tables = block_table.unbind()  # one for each KV group
         self._ropes = cache.step_ropes()
-        self._plans = cache.plan_decodes(rows, seq_lens)
+        self._plans = cache.plan_decodes(rows, seq_lens, prefixes)
         self.size = len(rows)
         self._rows, self._seq_lens = rows, seq_lens
         self._state_rows: dict[int, StateRows | RowsAhead] = {}  # the rows of each KV group with states

@@ -363,7 +363,7 @@ class CudaGraphManager:
         Returns the hidden states to be passed on, [len(rows), hidden_size], on a rank that does not sample.
         """
         self.step.set_rows(rows, size)
-        half = self._run_first(size)
+        half = self._run_first(rows, size)
         if isinstance(half, PassedOn):
             return half.hidden[: len(rows)]
         self._half = (size, half)
@@ -373,16 +373,17 @@ class CudaGraphManager:
         """Queue the first half of a step as `run` does, on a rank that samples, for another end than `sample`: it is to
         be queued before another graph. Returns the rows, int64 [len(rows)] on the device, too."""
         places = self.step.set_rows(rows, size)
-        half = self._run_first(size)
+        half = self._run_first(rows, size)
         assert isinstance(half, HalfDone)
         return places[: len(rows)], half
 
     def run_empty(self, size: int) -> None:
         """Queue the first half of a step of no requests, which nothing follows: for what ranks exchange in it."""
         self.step.set_rows(NO_ROWS, size)
-        self._run_first(size)
+        self._run_first(NO_ROWS, size)
 
-    def _run_first(self, size: int) -> HalfDone | PassedOn:
+    def _run_first(self, rows: Rows, size: int) -> HalfDone | PassedOn:
+        self._step_rows.choose(rows)
         if size not in self._graphs:
             return self.step.run(size)
         self._graphs[size].first.replay()

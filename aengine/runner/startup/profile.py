@@ -75,7 +75,7 @@ def _accelerator_budget(setup: RunnerSetup, wanted_len: int, progress: Progress)
     setup.attention.join()  # must have ended before anything is captured
     compiled = time.monotonic()
     progress("profile", 0, 0, "")
-    with runner.step_rows.only(runner.step_rows.kinds[-1]):  # the one that takes the most memory
+    with runner.decode_kinds.only(runner.decode_kinds.kinds[-1]):  # the one that takes the most memory
         peak = _peak(setup, runner, wanted_len) - num_blocks * setup.kv_layout.page_bytes
     del runner
     gc.collect()  # the runner and its graphs reference each other

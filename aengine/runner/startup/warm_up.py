@@ -45,8 +45,8 @@ def compile_kernels(
 
     max_num_seqs = len(runner.requests.in_use)
     with torch.inference_mode(), compiling(num_threads):
-        for kind in runner.step_rows.kinds:
-            with runner.step_rows.only(kind):
+        for kind in runner.decode_kinds.kinds:
+            with runner.decode_kinds.only(kind):
                 _decodes(runner)
         runner.proposer.rehearse()
         shapes = {shape for heads in kv_heads for shape in _prompt_shapes(max_num_seqs, max_batched, heads)}
