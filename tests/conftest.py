@@ -69,6 +69,7 @@ SLOW_FILES = {
     "test_linear_time.py",
     "test_model_command.py",
     "test_own_thread_life.py",
+    "test_page_copies.py",
     "test_scheduler_properties.py",
     "test_text_bound.py",
     "test_trial.py",
@@ -86,6 +87,7 @@ WITH_IO_FILES = {
     "test_loop_ownership.py",
     "test_own_thread.py",
     "test_own_thread_life.py",
+    "test_page_copies.py",
     "test_replicas.py",
 }
 

@@ -13,7 +13,7 @@ PROMPT = list(range(1, 33))
 
 def driver_of(**changes: int) -> Driver:
     limits = {"num_blocks": 12, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64} | changes
-    return Driver(num_tier_places=32, **limits)
+    return Driver(num_tier_places=64, **limits)
 
 
 def evicted(num_others: int = 1, **changes: int) -> Driver:

@@ -37,6 +37,7 @@ class PageCopies:
         self._wake = wake
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
+        self._is_urgent = False  # the timer is due at once
         self._num_saving = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._mapped: Executor | None = None  # the workers that have mapped the memory, or are told to
@@ -52,14 +53,15 @@ class PageCopies:
     def _note_work(self) -> None:
         may_save = self._tiers.has_many_unsaved and self._num_saving < _MOST_SAVING
         is_urgent = may_save or bool(self._tiers.fetches)
-        if self._timer is None:
-            self._timer = self._loop.call_later(0 if is_urgent else _SAVE_SECONDS, self._send)
-        elif is_urgent and self._timer.when() > self._loop.time():
-            self._timer.cancel()
-            self._timer = self._loop.call_later(0, self._send)
+        if is_urgent and not self._is_urgent:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._is_urgent, self._timer = True, self._loop.call_later(0, self._send)
+        elif self._timer is None:
+            self._timer = self._loop.call_later(_SAVE_SECONDS, self._send)
 
     def _send(self) -> None:
-        self._timer = None
+        self._is_urgent, self._timer = False, None
         jobs = self._tiers.take_fetches()
         if self._num_saving < _MOST_SAVING and (saves := self._tiers.take_saves()) is not None:
             self._num_saving += 1
