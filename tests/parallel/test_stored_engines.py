@@ -252,10 +252,12 @@ async def test_a_store_that_misbehaves(
     monkeypatch.setattr(MemoryStore, "query", lambda self, keys: len(keys))  # it has all, as it says
     bad = StoreTier("callers_stores:Misbehaving", name="", method=method, what=what)
     async with AsyncLLM(model, kv_tiers=[HostTier("16MB"), bad], **SMALL) as engine:
+        num_calls = 0  # of the first request
         for salt in (None, "a", "b"):
             assert (await engine.generate(PROMPT, GREEDY, cache_salt=salt)).token_ids == answer
             await until(lambda: "is left alone" in caplog.text)
-        assert Misbehaving.num_calls == 1
+            num_calls = num_calls or Misbehaving.num_calls
+        assert num_calls == Misbehaving.num_calls > 0
         Misbehaving.let_go.set()
         await until(lambda: not stores_of(engine).num_saving)
         await settled(engine)
