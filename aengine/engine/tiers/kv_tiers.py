@@ -15,6 +15,7 @@ computed.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -26,8 +27,8 @@ from .below import NoStores, Search
 
 LEAST_TOKENS = 32
 """Fewer are computed in no more time than it takes to send for them."""
-MOST_SAVED = 512
-"""Pages of one job that saves, as many as a large step of prompts fills."""
+MOST_SAVED = 128
+"""Pages of one job that saves: they hold up the host's loop for less time than a short step takes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +55,8 @@ class KVTiers(KVElsewhere):
         self.waiting: dict[Request, PageJob | Search] = {}
         self.jobs: dict[int, PageJob] = {}  # jobs under way, by id
         self.fetches: list[PageJob] = []  # those of them that nobody has taken
-        self.unsaved: dict[bytes, int] = {}  # blocks of the pool that are not here, by name, oldest first
+        # blocks of the pool that are not here, by name, oldest first
+        self.unsaved: OrderedDict[bytes, int] = OrderedDict()
         self._coming: dict[int, PageJob] = {}  # job that brings the page in a place back
         self._next_job = 0
         self.on_work: Callable[[], None] = lambda: None
@@ -70,8 +72,8 @@ class KVTiers(KVElsewhere):
 
     @property
     def has_many_unsaved(self) -> bool:
-        """Whether pages should be saved soon: half of a job, or a part of the pool that might be given away."""
-        return len(self.unsaved) >= min(MOST_SAVED // 2, self._pool.num_blocks // 16)
+        """Whether pages should be saved soon: a job's, or a part of the pool that might be given away."""
+        return len(self.unsaved) >= self._many
 
     # -- the scheduler's side
 
@@ -87,13 +89,15 @@ class KVTiers(KVElsewhere):
         self._coming.clear()
         self.kv, self._pool, self._wake = kv, kv.pool, wake
         kv.pool.on_offer = self._note_offered
+        self._many = min(MOST_SAVED, kv.pool.num_blocks // 16)
 
     def _note_offered(self, block_id: int, name: bytes) -> None:
         if self.places.find(name) is None:
             self.unsaved[name] = block_id
             if len(self.unsaved) > self._pool.num_blocks:  # the block of one of them has another name by now
-                del self.unsaved[next(iter(self.unsaved))]
-            self.on_work()
+                self.unsaved.popitem(last=False)
+            if len(self.unsaved) == 1 or self.has_many_unsaved:
+                self.on_work()
         else:
             self.places.touch(name)
 
@@ -189,8 +193,7 @@ class KVTiers(KVElsewhere):
         pages: list[int] = []
         most = min(MOST_SAVED, self.places.num_free, max(1, self._pool.num_blocks // 2))
         while self.unsaved and len(names) < most:
-            name, block_id = next(iter(self.unsaved.items()))
-            del self.unsaved[name]
+            name, block_id = self.unsaved.popitem(last=False)
             if self._pool.find(name) == block_id and self.places.find(name) is None:
                 names.append(name)
                 pages.append(block_id)
@@ -227,8 +230,6 @@ class KVTiers(KVElsewhere):
         for i in lost if job.is_fetch else ():
             self.places.drop(job.names[i])
         self.end_wait(job)
-        if self.unsaved:
-            self.on_work()
 
     def check(self) -> None:
         """Assert that jobs, waiting requests and places agree."""

@@ -91,4 +91,6 @@ class PageCopies:
         finally:
             self._num_saving -= not job.is_fetch
             self._tiers.end(job, lost)
+            if self._tiers.unsaved:
+                self._note_work()
         self._wake(bool(job.requests))
