@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from ..errors import ModelLoadError
 from . import hub
 from .name_patterns import NamePatterns
-from .safetensors_files import json_of_metadata, tensor_shapes, text_name
+from .safetensors_files import json_of_metadata, tensor_places, text_name
 from .value_reader import ValueReader, read_json
 
 MOST_RANK = 512  # the most that max_lora_rank may be
@@ -115,7 +115,7 @@ def read_lora(place: Path, max_rank: int = MOST_RANK, max_expert_rank: int = MOS
     config = ValueReader(json_of_metadata(place, CONFIG_IN_HEADER) if place.is_file() else _config_of(place), where)
     _check_kind(config)
     reader = _MatrixReader(config, where, weights)
-    shapes = tensor_shapes(weights)
+    shapes = {name: place.shape for name, place in tensor_places(weights).items()}
     if len(shapes) > MOST_TENSORS:
         raise ModelLoadError(f"{weights} has {len(shapes)} tensors: {MOST_TENSORS} at most are possible")
     factors: dict[str, dict[str, str]] = {}

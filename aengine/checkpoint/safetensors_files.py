@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import ModelLoadError
 from .value_reader import inner_path, read_json
@@ -56,36 +56,26 @@ class TensorPlace(NamedTuple):
 
 
 def tensor_places(path: Path) -> dict[str, TensorPlace]:
-    """Return the places of a file's tensors, by name. Raises ModelLoadError as `tensor_shapes`."""
-    shapes, (header, start) = tensor_shapes(path), _header_of(path)
-    places = {}
-    for name, entry in header.items():
-        own = entry if isinstance(entry, dict) else {}
-        dtype, offsets = own.get("dtype"), own.get("data_offsets")
-        if not (isinstance(offsets, list) and [type(place) for place in offsets] == [int, int]):
-            raise ModelLoadError(f"{path} is truncated or corrupt: {name:.200} has no place; fetch it again")
-        begin, end = offsets
-        if not 0 <= begin <= end or not isinstance(dtype, str):
-            raise ModelLoadError(f"{path} is truncated or corrupt: {name:.200} has no place; fetch it again")
-        places[name] = TensorPlace(dtype, shapes[name], start + begin, start + end)
-    return places
-
-
-def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a file's tensors, by name. Raises ModelLoadError for a file that is none, or ends before its
+    """Return the places of a file's tensors, by name. Raises ModelLoadError for a file that is none, or ends before its
     last tensor does."""
-    shapes, needed = {}, 0
-    for entries, begin in _pieces_of(path):  # all entries at once would be a lot of garbage to collect
+    places, needed = {}, 0
+    for entries, start in _pieces_of(path):  # all entries at once would be a lot of garbage to collect
         for name, entry in entries.items():
             if name == "__metadata__":
                 continue
-            shape = entry.get("shape") if isinstance(entry, dict) else None
+            own: dict[str, Any] = entry if isinstance(entry, dict) else {}
+            dtype, shape, offsets = own.get("dtype"), own.get("shape"), own.get("data_offsets")
             if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
                 raise ModelLoadError(f"{path} is truncated or corrupt: {name:.200} has no shape; fetch it again")
-            shapes[name] = tuple(shape)
-        needed = max(needed, begin + _end_of(entries))
+            if not (isinstance(offsets, list) and [type(place) for place in offsets] == [int, int]):
+                offsets = [-1, 0]
+            begin, end = offsets
+            if not 0 <= begin <= end or not isinstance(dtype, str):
+                raise ModelLoadError(f"{path} is truncated or corrupt: {name:.200} has no place; fetch it again")
+            places[name] = TensorPlace(dtype, tuple(shape), start + begin, start + end)
+            needed = max(needed, start + end)
     _check_size(path, needed)
-    return shapes
+    return places
 
 
 def _whole_header(path: Path) -> dict[str, object]:
