@@ -52,7 +52,7 @@ class Misbehaving(MemoryStore):
             raise ConnectionError("the store is gone")
         if self._what == "exits":
             raise SystemExit("the store has had enough")
-        return {"lies": -3, "has half": [True, False]}.get(self._what)
+        return {"lies": -3, "has more": [True] * 1000}.get(self._what)
 
 
 class Flaky(MemoryStore):

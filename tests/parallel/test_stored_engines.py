@@ -235,7 +235,7 @@ async def test_new_weights_and_a_reset(model: Path, tiny_model: TinyModel) -> No
     ("method", "what"),
     [
         *(("query", "hangs"), ("load", "hangs"), ("save", "hangs"), ("query", "raises"), ("load", "exits")),
-        *(("query", "lies"), ("load", "has half"), ("load", "lies")),
+        *(("query", "lies"), ("load", "has more"), ("load", "lies")),
     ],
 )
 async def test_a_store_that_misbehaves(
@@ -252,12 +252,10 @@ async def test_a_store_that_misbehaves(
     monkeypatch.setattr(MemoryStore, "query", lambda self, keys: len(keys))  # it has all, as it says
     bad = StoreTier("callers_stores:Misbehaving", name="", method=method, what=what)
     async with AsyncLLM(model, kv_tiers=[HostTier("16MB"), bad], **SMALL) as engine:
-        num_calls = 0  # of the first request
         for salt in (None, "a", "b"):
             assert (await engine.generate(PROMPT, GREEDY, cache_salt=salt)).token_ids == answer
             await until(lambda: "is left alone" in caplog.text)
-            num_calls = num_calls or Misbehaving.num_calls
-        assert num_calls == Misbehaving.num_calls > 0
+        assert 0 < Misbehaving.num_calls <= asked_store.NUM_THREADS, "those of the first request"
         Misbehaving.let_go.set()
         await until(lambda: not stores_of(engine).num_saving)
         await settled(engine)
