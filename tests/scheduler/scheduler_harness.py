@@ -507,7 +507,9 @@ class Driver:
             elif self.in_flight:
                 self.answer()
             elif self.unfinished:
-                assert self.schedule(), f"stuck with {self.unfinished}"
+                is_scheduled = self.schedule()
+                self.take_jobs()  # it may have sent for pages, and nothing else has room beside them
+                assert is_scheduled or self.jobs, f"stuck with {self.unfinished}"
             else:
                 break
         self.verify()

@@ -221,7 +221,7 @@ class Scheduler:
     def is_steady(self) -> bool:
         """Whether the next step would only continue requests that decode: such a step can be undone."""
         rows = self.rows
-        waiting = self.waiting or rows.prefixes.waiting or self.parallel_sampling.waiting
+        waiting = len(self.waiting) or rows.prefixes.waiting or self.parallel_sampling.waiting
         others = waiting or rows.elsewhere.waiting or rows.num_catching_up or rows.num_held or self.num_constrained
         return not others and rows.num_spare_blocks >= 0
 

@@ -36,6 +36,8 @@ CONTEXT_COST = 1 / 4096
 """Cost of a token of the context for each token of the output: it is read from the KV, and holds it for a step."""
 KEPT_COST = 0.01
 """Cost of a token whose KV is kept for a second after the request's end."""
+_STEPS = 8
+"""Steps after which all that decode are charged for."""
 
 
 class Account:
@@ -120,7 +122,8 @@ class FairOrder(ServingOrder):
     def __init__(self, share: FairShare) -> None:
         self.share = share
         self._running: set[Request] = set()
-        self._is_stale = True  # requests may have tokens that are not charged for
+        self._counters: dict[Account, float] = {}  # counters of those with rows, in this plan
+        self._num_steps = 0
         self._newest: list[Request] = []  # requests that have got a row since counters were read last
         self._queue = FairQueue(self)
 
@@ -129,16 +132,14 @@ class FairOrder(ServingOrder):
         return self._queue
 
     def begin_step(self) -> None:
-        """See `ServingOrder`. Counters are brought up to date when they are asked for: most steps only decode."""
-        self._is_stale = True
+        """See `ServingOrder`. Decodes are charged for now and then, prompts in each step (`sort`)."""
+        self._num_steps += 1
+        if not self._num_steps % _STEPS:
+            _charge(self._running)
 
-    def bring_up_to_date(self) -> None:
-        """Charge for all tokens of steps made so far."""
-        uncharged: Iterable[Request] = self._running if self._is_stale else self._newest
-        for request in uncharged:
-            if request.num_computed_tokens > request.num_charged:
-                request.account.charge(request, request.num_computed_tokens)
-        self._is_stale = False
+    def charge_newest(self) -> None:
+        """Charge those that have just got a row for what the step being planned computes of them."""
+        _charge(self._newest)
         self._newest.clear()
 
     def note_row(self, request: Request) -> None:
@@ -154,7 +155,8 @@ class FairOrder(ServingOrder):
         """See `ServingOrder`."""
         account = request.account
         self._running.discard(request)
-        account.charge(request, request.num_computed_tokens)
+        if request.finish_reason is not None:  # one that is preempted is charged when computed again
+            account.charge(request, request.num_computed_tokens)
         had_room = account.has_room
         account.num_running -= 1
         self.share.note(account)
@@ -164,23 +166,23 @@ class FairOrder(ServingOrder):
 
     def sort(self, requests: list[Request]) -> None:
         """See `ServingOrder`."""
-        if len(requests) > 1:
-            self.bring_up_to_date()
-            requests.sort(key=_place)
+        _charge(requests)
+        # A counter may be lifted within the plan, when a request is preempted and waits: that counts from the next on.
+        self._counters = {request.account: request.account.counter for request in self._running}
+        requests.sort(key=self._place)
 
     def last(self, requests: Iterable[Request]) -> Request:
         """See `ServingOrder`."""
-        if self._is_stale:
-            self.bring_up_to_date()
-        return max(requests, key=_place)
+        return max(requests, key=self._place)
+
+    def _place(self, request: Request) -> tuple[float, tuple[int, float, int]]:
+        return self._counters[request.account], request.sort_key
 
     def room_for_waiting(self, request: Request, room: int, rows: Rows) -> int:
         """See `ServingOrder`. It leaves no room to a request that could not have a row, or that need not be computed
         as far as it is known."""
         if room < 2 or not rows.num_free:
             return 0
-        if self._is_stale:
-            self.bring_up_to_date()
         first = self._queue.first(request.account)
         if first is None:
             return 0
@@ -191,8 +193,10 @@ class FairOrder(ServingOrder):
         return min(room // 2, len(first.token_ids) - prefix.length)
 
 
-def _place(request: Request) -> tuple[float, tuple[int, float, int]]:
-    return request.account.counter, request.sort_key
+def _charge(requests: Iterable[Request]) -> None:
+    for request in requests:
+        if request.num_computed_tokens > request.num_charged:
+            request.account.charge(request, request.num_computed_tokens)
 
 
 class FairQueue(WaitingQueue):
@@ -229,7 +233,7 @@ class FairQueue(WaitingQueue):
 
     def peek(self) -> Request:
         """Return the next request that may have a row. There must be one."""
-        self._order.bring_up_to_date()
+        self._order.charge_newest()
         allowed = (account for account in self._by_account if account.has_room)
         return self._by_account[min(allowed, key=self._turn)][0]
 
