@@ -332,6 +332,7 @@ def test_the_models_name_is_that_of_the_hub_or_the_end_of_a_path(tmp_path: Path)
         ("smollm2-135m", "smollm2-135m"),
     ):
         limits = {"max_body_bytes": 1, "responses": ResponseStore(0), "folders": Folders(), "pace": Pace(1)}
+        limits |= {"max_keep": 60.0}
         service = Service(AsyncLLM(model), model_names=None, **limits)
         assert service.model_names == (name,)
 

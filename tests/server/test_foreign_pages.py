@@ -126,6 +126,7 @@ def test_other_addresses_are_not() -> None:
 def options_of(listener: socket.socket, **given: Any) -> dict[str, Any]:
     args: dict[str, Any] = {"served_model_name": None, "api_key": [], "max_body_bytes": 1, "workers": 0}
     args |= {"allow_origin": [], "allow_host": [], "admin_key": None, "lora_dir": None, "weights_dir": None}
+    args |= {"api_keys_file": None, "max_keep": 60.0}
     return app_options(argparse.Namespace(**args | given), listener)
 
 
