@@ -37,6 +37,7 @@ from aengine.limits.bounds import (  # noqa: E402
     MAX_PROMPT_LOGPROBS,
     MAX_PROMPTS,
     MAX_QUEUED_CALLS,
+    MAX_SAID_SESSIONS,
     MAX_SAID_TOKENS,
     MAX_SCORED_COMPLETIONS,
     MAX_STOP_CHARACTERS,
@@ -174,7 +175,7 @@ BOUNDS = (
     ),
     Bound(
         "tokens of sessions that are remembered, so that the next turn begins with the same",
-        f"{MAX_SAID_TOKENS:,}",
+        f"{MAX_SAID_TOKENS:,}, of {MAX_SAID_SESSIONS:,} sessions",
         "the sessions whose last turn is longest ago are forgotten",
     ),
     Bound(

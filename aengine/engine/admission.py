@@ -416,6 +416,7 @@ class Admission:
             timer.cancel()
         request.timers = ()
         request.turn(request)
+        self.preparation.end_turn(request)
         self._replicas.drop(request, reason)
         request.share.give_back()
         usage = mailbox.usage()

@@ -102,6 +102,14 @@ class Preparation:
         begins_text = not chat.continue_final_message
         return Prepared(self.check_ids(asked.prompt, request.params), grammar, asked.marker_ids, begins_text)
 
+    def end_turn(self, request: UserRequest) -> None:
+        """Remember what a request has generated that has ended, if a session's next turn may begin with it."""
+        self._said.end(request.session, request.mailbox.choices[0].token_ids)
+
+    def end_session(self, session_id: str, cache_salt: str | None) -> None:
+        """Forget what a session has said."""
+        self._said.forget(((cache_salt or "").encode(), session_id))
+
     def check_ids(self, ids: Sequence[int], params: SamplingParams) -> list[int]:
         """Return the ids of a prompt, checked to be the model's and to leave room for what the parameters ask for.
         Raises as `check_num_results` and `check_token_ids`."""

@@ -57,4 +57,7 @@ HOLDER_VALUES = 4
 MAX_QUEUED_CALLS = 64
 """Calls of the tokenizer that wait for a thread, short and long ones each."""
 MAX_SAID_TOKENS = 1 << 22
-"""Tokens of all sessions' last turns that are remembered: 16 MiB, as much again of texts, and the last answers."""
+"""Tokens of all sessions' last turns that are remembered, answers included: 16 MiB, of prompts twice as much, and the
+prompts' texts. Answers under way are not counted."""
+MAX_SAID_SESSIONS = 16_384
+"""Sessions of which tokens are remembered."""

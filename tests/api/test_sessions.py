@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -487,6 +488,36 @@ def test_tokens_of_the_sessions_of_the_last_time_are_remembered(monkeypatch: pyt
     known.note((b"", "one"), Said([1] * 5))
     known.note((b"", "two"), Said([2] * 6))
     assert tokens_of(b"", "one") == [] and tokens_of(b"", "two") == [2] * 6
+    answer = [3] * 2
+    known.note((b"", "three"), Said([3] * 2, answer))
+    answer += [3] * 3
+    known.end((b"", "three"), [3] * 5)  # of an earlier turn
+    assert tokens_of(b"", "two") == [2] * 6
+    known.end((b"", "three"), answer)
+    assert tokens_of(b"", "two") == [] and tokens_of(b"", "three") == [3] * 7
+    assert isinstance(known.before((b"", "three")).answer, array)
+    known.forget((b"", "three"))
+    known.note((b"", "four"), Said([4] * 10))
+    assert tokens_of(b"", "three") == [] and tokens_of(b"", "four") == [4] * 10
+    monkeypatch.setattr("aengine.engine.sessions.said_tokens.MAX_SAID_SESSIONS", 2)
+    for name in ("five", "six", "seven"):
+        known.note((b"", name), Said([5]))
+    assert tokens_of(b"", "five") == [] and tokens_of(b"", "six") == tokens_of(b"", "seven") == [5]
+
+
+async def test_what_was_said_is_counted_and_forgotten_with_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = SaidTokens()
+    monkeypatch.setattr("aengine.engine.preparation.SaidTokens", lambda: known)
+    async with FakeAsyncLLM("a long answer", max_num_seqs=4) as engine:
+        async with engine.session(cache_salt="salt") as session:
+            answer = await session.chat("1")
+            before = known.before((b"salt", session.session_id))
+            assert before.num_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+        assert known.before((b"salt", session.session_id)) == Said()
+        async with engine.session(params=SamplingParams(max_tokens=50)) as session:
+            stream = session.stream("1")
+            await anext(stream)
+        assert known.before((b"", session.session_id)) == Said()
 
 
 def test_sessions_are_the_public_class() -> None:

@@ -78,6 +78,8 @@ async def collective_rpc(core: EngineCore, method: object, args: tuple[Any, ...]
 
 async def keep_session(core: EngineCore, session_id: str, seconds: float, cache_salt: str | None) -> bool:
     """See `AsyncLLM.keep_session`."""
+    if not seconds:
+        core.admission.preparation.end_session(session_id, cache_salt)
     return core.admission.keeping.keep(session_id, seconds, cache_salt=cache_salt)
 
 

@@ -16,9 +16,9 @@ import uuid
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ...limits.bounds import MAX_NAME_CHARACTERS, MAX_SAID_TOKENS
+from ...limits.bounds import MAX_NAME_CHARACTERS, MAX_SAID_SESSIONS, MAX_SAID_TOKENS
 from ...params import CallOptions
 from ..tokenizer.known_text import NOTHING, KnownText
 from ..tokenizer.tokenizer import Tokenizer
@@ -73,6 +73,15 @@ class Said:
     prompt: Sequence[int] = ()
     answer: Sequence[int] = ()
     known: KnownText = NOTHING
+    has_ended: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Those that are counted: an answer under way is also the request's own."""
+        return len(self.prompt) + (len(self.answer) if self.has_ended else 0)
+
+
+_NOTHING = Said()
 
 
 class SaidTokens:
@@ -91,19 +100,25 @@ class SaidTokens:
         of."""
         salt, name = session
         found = self._turns.get(session) or self._turns.get((salt, name.rpartition(_FORK)[0]))
-        return Said() if found is None else found
+        return _NOTHING if found is None else found
 
     def note(self, session: Session, said: Said) -> None:
-        """Remember a turn that begins."""
-        self._forget(session)
+        """Remember a turn that begins or has ended."""
+        self.forget(session)
         self._turns[session] = said
-        self._num_tokens += len(said.prompt)
-        while self._num_tokens > MAX_SAID_TOKENS:
-            self._forget(next(iter(self._turns)))
+        self._num_tokens += said.num_tokens
+        while self._num_tokens > MAX_SAID_TOKENS or len(self._turns) > MAX_SAID_SESSIONS:
+            self.forget(next(iter(self._turns)))
 
-    def _forget(self, session: Session) -> None:
+    def end(self, session: Session | None, answer: Sequence[int]) -> None:
+        """Count the ``answer`` of a request that has ended, and keep it compactly, if it is of the last turn."""
+        if session is not None and (said := self._turns.get(session, _NOTHING)).answer is answer:
+            self.note(session, replace(said, answer=array("i", answer), has_ended=True))
+
+    def forget(self, session: Session) -> None:
+        """Forget what a session has said."""
         if (said := self._turns.pop(session, None)) is not None:
-            self._num_tokens -= len(said.prompt)
+            self._num_tokens -= said.num_tokens
 
 
 def new_id() -> str:
