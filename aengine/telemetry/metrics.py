@@ -153,14 +153,14 @@ class AdapterStatistics:
 
 
 MAX_SHOWN_TENANTS = 32
-"""Tenants that are shown by name: those of the settings, then those who came first. All others are "other"."""
+"""Tenants that are shown by name: those of the settings, then those who came first. All others are "*"."""
 
 
 @dataclass(frozen=True, slots=True)
 class TenantStatistics:
     """What one tenant has had since the engine's start. Tokens count when a request ends."""
 
-    name: str  # "": requests that name none; "other": all tenants that are not shown by name
+    name: str  # "": requests that name none; "*": all tenants that are not shown by name
     num_running: int  # requests with a row now
     num_open: int  # requests that have not ended
     num_requests: int  # accepted so far

@@ -150,6 +150,8 @@ async def test_metrics_of_all_are_not_for_one_tenant(tmp_path: Path) -> None:
     async with serving(written(tmp_path)) as (client, _):
         await ask(client, "sk-acme")
         assert (await client.get("/metrics", headers=bearer("sk-acme"))).status_code == 403
+        assert (await client.get("/stats", headers=bearer("sk-acme"))).status_code == 403
+        assert (await client.get("/stats", headers=bearer("sk-operator"))).status_code == 200
         assert (await client.get("/metrics/", headers=bearer("sk-acme"))).status_code == 403
         shown = (await client.get("/metrics", headers=bearer("sk-operator"))).text
         assert re.search(r'aengine:tenant_requests_total\{.*tenant="acme"\} 1', shown)

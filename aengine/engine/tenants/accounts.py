@@ -153,7 +153,7 @@ class Accounts:
 
     def _new(self, name: str) -> Payer:
         counts = self._shown.get(name)
-        if counts is None and len(self._shown) < MAX_SHOWN_TENANTS:
+        if counts is None and name != OTHERS and len(self._shown) < MAX_SHOWN_TENANTS:
             counts = self._shown[name] = Counts()
         terms = self._tenants.get(name) or self._tenants.get(OTHERS) or Tenant()
         return Payer(name, terms, counts or self._others, self._clock)
@@ -195,7 +195,7 @@ class Accounts:
         rows: dict[int, list[Payer]] = {}
         for account in live:
             rows.setdefault(id(account.counts), []).append(account)
-        shown = [(name, counts) for name, counts in self._shown.items() if live] + [("other", self._others)] * bool(
+        shown = [(name, counts) for name, counts in self._shown.items() if live] + [(OTHERS, self._others)] * bool(
             self._others.num_requests
         )
         return tuple(

@@ -84,8 +84,8 @@ class KeyFile(ApiKeys):
                 raise self.refused()
             super().check(request)
             asker = Asker("")
-        elif asker.tenant is not None and request.scope["path"].rstrip("/").endswith("/metrics"):
-            message = "this key is a tenant's, and /metrics tells of all of them: show one without a tenant"
+        elif asker.tenant is not None and request.scope["path"].rstrip("/").endswith(("/metrics", "/stats")):
+            message = "this key is a tenant's, and that tells of all of them: show one without a tenant"
             raise HTTPError(403, message, kind="permission_error", code="not_for_tenants")
         request.state.asker = asker
 
