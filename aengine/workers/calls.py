@@ -51,7 +51,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 
 
-AT_ONCE = frozenset({"map_pages", "copy_pages"})
+AT_ONCE = frozenset({"map_pages", "pinned_pages", "copy_pages"})
 """Calls that need no order among steps: they are made when they come, not behind the steps that wait."""
 
 

@@ -25,7 +25,7 @@ class Workers:
         self.calls.append(method)
         if self.failure is not None:
             raise self.failure
-        return [[]]
+        return [8] if method == "pinned_pages" else [[]]
 
 
 async def test_pages_are_saved_soon_if_they_are_many() -> None:
@@ -36,10 +36,10 @@ async def test_pages_are_saved_soon_if_they_are_many() -> None:
     for number, block_id in enumerate(kv.pool.allocate(3)):
         kv.pool.offer(block_id, bytes([number]))
     await until(lambda: tiers.num_saved == 3)
-    assert workers.calls == ["map_pages", "copy_pages"] and woken == [False]
+    assert workers.calls == ["map_pages", "pinned_pages", "copy_pages"] and woken == [False]
     workers.failure = WorkerDiedError("gone")
     kv.pool.offer(kv.pool.allocate(1)[0], b"other")
-    await until(lambda: len(workers.calls) == 3)
+    await until(lambda: len(workers.calls) == 4)
     await until(lambda: not tiers.jobs)
     assert tiers.num_kept == 3 and woken == [False, False]
     copies.close()

@@ -51,6 +51,8 @@ class KVTiers(KVElsewhere):
     def __init__(self, num_places: int, *, page_bytes: int = 1, least_tokens: int = LEAST_TOKENS) -> None:
         self._page_bytes = page_bytes
         self.places = BlockPool(num_places)
+        # places that are not used before `use_places` says so: a copy to memory that is not pinned holds up steps
+        self.unusable: list[int] = []
         self._least_tokens = least_tokens
         self.waiting: dict[Request, PageJob | Search] = {}
         self.jobs: dict[int, PageJob] = {}  # jobs under way, by id
@@ -180,6 +182,17 @@ class KVTiers(KVElsewhere):
         self.below.close()
         self.on_close()
 
+    # -- places
+
+    def use_places(self, count: int) -> None:
+        """Use the first ``count`` places from now on."""
+        num_new = count - (self.places.num_blocks - len(self.unusable))
+        if num_new > 0:
+            self.places.release(self.unusable[:num_new])
+            del self.unusable[:num_new]
+        if self.unsaved:
+            self.on_work()
+
     # -- jobs
 
     def take_fetches(self) -> list[PageJob]:
@@ -233,7 +246,7 @@ class KVTiers(KVElsewhere):
 
     def check(self) -> None:
         """Assert that jobs, waiting requests and places agree."""
-        self.places.check([*(job.places for job in self.jobs.values()), *self.below.held()])
+        self.places.check([self.unusable, *(job.places for job in self.jobs.values()), *self.below.held()])
         waiting = [request for awaited in set(self.waiting.values()) for request in awaited.requests]
         assert len(waiting) == len(self.waiting) and set(waiting) == self.waiting.keys()
         assert all(request.status is RequestStatus.WAITING_FOR_PAGES for request in waiting)

@@ -9,7 +9,8 @@ import asyncio
 import logging
 import os
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from ...errors import EngineError
 from ..executor import Executor
@@ -19,6 +20,7 @@ from .kv_tiers import KVTiers, PageJob
 logger = logging.getLogger("aengine")
 
 _SAVE_SECONDS = 0.1  # seconds for which pages to save are gathered, unless there are many
+_PINNING_SECONDS = 0.1  # seconds between two looks at how much is pinned
 _MOST_SAVING = 2  # jobs that save at a time: one waits for the steps under way, which may be long
 _TIMEOUT = 60.0  # seconds that a copy takes at most; a worker that takes longer is ended
 
@@ -42,13 +44,34 @@ class PageCopies:
         self._tasks: set[asyncio.Task[None]] = set()
         self._mapped: Executor | None = None  # the workers that have mapped the memory, or are told to
         tiers.on_work, tiers.on_close = self._note_work, self.close
+        tiers.unusable = tiers.places.allocate(tiers.places.num_free)
+        self._start(self._prepare())
 
     def close(self) -> None:
         """End, and let go of the memory."""
         self._tiers.on_work = lambda: None
         if self._timer is not None:
             self._timer.cancel()
+        for task in self._tasks:
+            task.cancel()
         self._memory.close()
+
+    async def _prepare(self) -> None:
+        """Have the memory mapped, and use what the workers have pinned of it."""
+        while self._tiers.unusable:
+            try:
+                executor = self._executor()
+                await self._map(executor)
+                self._tiers.use_places(min(await executor.call("pinned_pages", timeout=_TIMEOUT)))
+            except (EngineError, TimeoutError) as error:  # they are being started again, say
+                logger.debug("the host's memory for KV is not ready: %s", error)
+            await asyncio.sleep(_PINNING_SECONDS)
+
+    async def _map(self, executor: Executor) -> None:
+        if self._mapped is not executor:
+            self._mapped = executor
+            where = os.getpid(), list(self._memory.fds), self._memory.num_places
+            await executor.call("map_pages", *where, timeout=_TIMEOUT)
 
     def _note_work(self) -> None:
         may_save = self._tiers.has_many_unsaved and self._num_saving < _MOST_SAVING
@@ -67,10 +90,10 @@ class PageCopies:
             self._num_saving += 1
             jobs.append(saves)
         for job in jobs:
-            self._begin(job)
+            self._start(self._copy(job))
 
-    def _begin(self, job: PageJob) -> None:
-        task = self._loop.create_task(self._copy(job), name="aengine-page-copies")
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work, name="aengine-page-copies")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -78,10 +101,7 @@ class PageCopies:
         executor, lost = self._executor(), set(range(len(job.names)))
         columns = array("i", job.pages).tobytes(), array("i", job.places).tobytes()
         try:
-            if self._mapped is not executor:
-                self._mapped = executor
-                where = os.getpid(), list(self._memory.fds), self._memory.num_places
-                await executor.call("map_pages", *where, timeout=_TIMEOUT)
+            await self._map(executor)
             lost = set().union(*await executor.call("copy_pages", job.is_fetch, *columns, timeout=_TIMEOUT))
         except TimeoutError:
             executor.fail(EngineError(f"a copy of {len(job.pages)} pages of KV took more than {_TIMEOUT:g} s"))

@@ -3,8 +3,8 @@
     call "copy_pages" ──> a side stream each way: pages <─> places ──> the reply, when the device has made the copies
     steps go on meanwhile: the host gives no step a page that is being copied to, and keeps one that is copied from
 
-The memory is the host process'. While it is being pinned, which takes seconds for each ten gigabytes, it is used as it
-is: such a copy takes longer.
+The memory is the host process'. It is pinned in parts, which takes seconds for each ten gigabytes, and the host uses
+those that are: a copy to or from others would hold up the thread that launches steps.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import math
 import mmap
 import os
 import threading
+import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,7 +28,8 @@ from ..platforms.platform import Event, Platform
 logger = logging.getLogger("aengine.runner")
 
 _STAGED_BYTES = 64 << 20
-_PINNED_BYTES = 128 << 20  # bytes that are pinned at a time: other calls of the driver may wait meanwhile
+_PINNED_BYTES = 32 << 20  # bytes that are pinned at a time: other calls of the driver may wait meanwhile
+_PAUSE = 0.005  # seconds between two times, in which steps are launched
 
 
 class Copied(NamedTuple):
@@ -52,8 +54,13 @@ class TierPages:
         self._platform = platform
         self._rank = rank
         self._host = torch.empty(0)
+        self._num_pinned = 0  # places that can be used
         self._part = 1  # places that are pinned at a time
-        self.calls: Mapping[str, Callable[..., Any]] = {"map_pages": self.map, "copy_pages": self.copy}
+        self.calls: Mapping[str, Callable[..., Any]] = {
+            "map_pages": self.map,
+            "pinned_pages": lambda: self._num_pinned,
+            "copy_pages": self.copy,
+        }
 
     def map(self, pid: int, fds: Sequence[int], num_places: int) -> None:
         """Map the memory that process ``pid`` has open as ``fds``, one of each rank, with so many places."""
@@ -74,6 +81,7 @@ class TierPages:
             self.pinning = threading.Thread(target=self._pin, args=(fd,), name="aengine-pinning", daemon=True)
             self.pinning.start()
         else:
+            self._num_pinned = num_places
             os.close(fd)
 
     def _pin(self, fd: int) -> None:
@@ -84,6 +92,8 @@ class TierPages:
                 os.posix_fallocate(fd, begin * self._kv.layout.page_bytes, own.nbytes)
                 if not self._platform.share(own):
                     raise OSError("the driver refuses it")
+                self._num_pinned = begin + len(own)
+                time.sleep(_PAUSE)
         except OSError as error:
             logger.warning(
                 "kv_tiers: the host's memory can't be pinned, so that pages are copied slowly (%s): lower its size, or "
@@ -91,6 +101,7 @@ class TierPages:
                 error,
             )
         finally:
+            self._num_pinned = len(self._host)
             os.close(fd)
 
     @torch.inference_mode()
