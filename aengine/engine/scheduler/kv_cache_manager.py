@@ -90,6 +90,9 @@ class PreemptedKV:
     num_kept = 0
     """Number of pages that are kept."""
 
+    has_copies = False
+    """Whether there are copies of pages that no step has been told."""
+
     def begin_worker(self, num_blocks: int) -> None:
         """Forget all: the worker is a new one, with so many pages."""
 

@@ -66,7 +66,7 @@ class InFlightStep:
 
     __slots__ = (
         *("ahead", "batch", "chunks", "grown_groups", "grown_rows", "is_gated"),
-        *("leavers", "newcomers", "num_prompt_tokens", "num_tokens", "removed", "settled", "step_id"),
+        *("leavers", "newcomers", "num_prompt_tokens", "num_tokens", "removed", "settled", "step_id", "swaps"),
     )
 
     def __init__(
@@ -91,6 +91,7 @@ class InFlightStep:
         self.settled = _NOT_SETTLED  # rows that the step has told as settled, and how many tokens fewer each has
         self.grown_rows: list[int] = []  # row of each block that the step has given out
         self.grown_groups: list[int] = []  # KV group of each block that the step has given out
+        self.swaps = False  # the step begins with copies of pages that may be free already
 
     def check(self, answer: ModelRunnerOutput, token_ids: list[int], vocab_size: int) -> None:
         """Raise InternalError unless ``answer``, with these ids, has the form that an answer to this step must have."""

@@ -49,6 +49,10 @@ class SwappedRequests(PreemptedKV):
     def num_kept(self) -> int:  # type: ignore[override]
         return self._num_places - len(self._free)
 
+    @property
+    def has_copies(self) -> bool:  # type: ignore[override]
+        return bool(self._copies)
+
     def keep(self, request: Request) -> None:
         """See `PreemptedKV`. A request that gets a result is computed again, for which all of its hidden states are
         needed."""
