@@ -169,7 +169,7 @@ class Admission:
             adapter=options.adapter,
             turn=self.keeping.begin(options, request_id),
             session=session_of(options),
-            num_expected=num_expected(part, params),
+            num_expected=num_expected(part, params, self._limits.max_model_len),
             keep=options.keep or 0.0,
         )
         # The second timer checks for a token only when it is due, so that delivering tokens costs nothing more.

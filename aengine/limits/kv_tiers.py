@@ -76,9 +76,11 @@ class StoreTier:
 
     def __repr__(self) -> str:
         """Return it without passwords: settings are logged, and shown in messages."""
-        said = [
-            f"{key}={'...' if 'pass' in key else _without_password(repr(own))}" for key, own in self.options.items()
-        ]
+        shown = {
+            key: _without_password(repr(own)) if key == "url" or not isinstance(own, str) else "..."
+            for key, own in self.options.items()
+        }
+        said = [f"{key}={own}" for key, own in shown.items()]
         return f"StoreTier({', '.join([repr(self.name), *said])})"
 
 
@@ -170,7 +172,7 @@ def _checked_size(size: object, tier: str) -> int:
 
 
 def _without_password(text: str) -> str:
-    return re.sub(r"//[^/@]*@", "//...@", text)
+    return re.sub(r"\?[^\s,;'\"]+=[^\s,;'\"]*", "?...", re.sub(r"//[^/\s]*@", "//...@", text))
 
 
 def _wrong(given: object, wanted: str) -> InvalidRequestError:

@@ -104,6 +104,9 @@ def test_no_password_is_shown() -> None:
     tier = StoreTier("redis", url="redis://me:secret@host/0", password="secret")
     config = EngineConfig(model="m", kv_tiers=[HostTier(1), tier])
     assert "secret" not in f"{tier} {config!r} {config}" and "host/0" in repr(tier)
+    for url in ("redis://me:p@secret@host/0", "redis://host/0?password=secret"):
+        assert "secret" not in repr(StoreTier("redis", url=url))
+    assert "secret" not in repr(StoreTier("mine", token="secret", endpoint="https://host/?key=secret"))
     for wrong in ([HostTier(1), tier, tier], [tier], "host:1,redis:url=redis://:secret@h;=1"):
         with pytest.raises(InvalidRequestError) as caught:
             tiers_of(wrong)

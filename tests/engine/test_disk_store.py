@@ -134,6 +134,22 @@ def test_what_is_no_file_is_no_page(open_disk: Open, folder: Path) -> None:
     path.unlink(missing_ok=True)
     path.mkdir()
     assert found(store, 0) == [False]
+    path.rmdir()
+    os.mkfifo(path)
+    assert found(store, 0) == [False]
+
+
+def test_what_is_no_page_stays_when_room_is_made(open_disk: Open, folder: Path) -> None:
+    store = open_disk(3 * FILE)
+    save(store, 0)
+    others = [folder / "00" / name for name in ("notes", "mine.new")]
+    for path in others:
+        path.write_text("mine")
+    (folder / "00" / "a folder").mkdir()
+    for number in range(1, 9):
+        save(store, number)
+    assert all(path.read_text() == "mine" for path in others)
+    assert found(store, 8) == [True] and len(files_of(folder)) <= 3 + len(others) + 1
 
 
 def age(folder: Path, number: int, seconds: float) -> None:

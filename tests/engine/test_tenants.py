@@ -152,8 +152,9 @@ def test_a_quota_is_an_error_that_says_when_to_come_again() -> None:
 
 
 def test_a_request_takes_what_it_may_need() -> None:
-    assert num_expected(TokensPart([1, 2, 3]), SamplingParams(max_tokens=10, n=2)) == 23
-    assert num_expected(TextPart("x" * 400), SamplingParams()) == 100 + 256
+    assert num_expected(TokensPart([1, 2, 3]), SamplingParams(max_tokens=10, n=2), 1000) == 23
+    assert num_expected(TextPart("x" * 400), SamplingParams(), 1000) == 100 + 256
+    assert num_expected(TokensPart([1, 2, 3]), SamplingParams(max_tokens=10**9), 1000) == 1000, "more has no room"
 
 
 # -- the queue

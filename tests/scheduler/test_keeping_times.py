@@ -93,6 +93,7 @@ def test_what_is_kept_waits_for_the_turn_under_way() -> None:
     house = House()
     house.begin(0, session_id="a", keep=1.0)()
     end = house.begin(0, session_id="a", keep=1.0)
+    assert house.keeping.keep("a", 0.5)
     house.loop.run_until(100.0)
     assert house.kept == [10]
     end()

@@ -72,7 +72,7 @@ class Keeping:
         if not seconds:
             return any(blocks.end(session) for blocks in self._pools())
         self._wake_at(until)
-        return any(blocks.keep_until(session, until) for blocks in self._pools())
+        return any(blocks.change(session, until) for blocks in self._pools())
 
     def _end_turn(self, session: Session, seconds: float, request: UserRequest) -> None:
         until = self._loop.time() + seconds

@@ -93,6 +93,11 @@ class KeptBlocks(IdleBlocks):
         kept.until = until
         return True
 
+    def change(self, session: Session, until: float) -> bool:
+        """Do as `keep_until`, unless a turn of the session has yet to end, which says for how long."""
+        kept = self._sessions.get(session)
+        return kept is not None and (kept.until == math.inf or self.keep_until(session, until))
+
     def end(self, session: Session) -> bool:
         """Keep nothing for the session any more. Returns whether anything was kept."""
         was_kept = session in self._sessions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Generic, Protocol, overload
 
 from ...errors import AEngineError, EngineClosedError, InvalidRequestError
@@ -50,6 +51,8 @@ class SessionBase(Generic[S]):
         if params is not None:
             check_params(params)
         check_options(chat_options(options)[1])
+        if options.get("request_id") is not None:
+            raise not_valid("request_id", options["request_id"], "left out: each turn has an id of its own")
         given: dict[str, Any] = {"keep": KEEP, "session_id": new_id(), **options}
         self._engine = engine
         self._params = params
@@ -72,7 +75,7 @@ class SessionBase(Generic[S]):
     def messages(self) -> list[dict[str, Any]]:
         """All that was said, as OpenAI writes it: a copy. While a turn is under way, with what it has said so far, its
         reader may not have read all of which."""
-        return self._conversation.messages
+        return deepcopy(self._conversation.messages)
 
     @property
     def usage(self) -> SessionUsage:

@@ -19,6 +19,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import stat
 import struct
 import threading
@@ -27,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from ...errors import ModelLoadError
-from .store import checksum
+from .store import KEY_BYTES, checksum
 
 logger = logging.getLogger("aengine")
 
@@ -111,7 +112,7 @@ class DiskStore:
 
     def _read(self, name: str, key: bytes, page: memoryview) -> None:
         """Fill the page. Raises OSError: the file can't be read, or is not as it was written."""
-        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=self._folder)
+        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self._folder)  # it may be a pipe
         try:
             header = bytearray(_HEADER.size)
             size = os.readv(file, [header, page])
@@ -178,7 +179,7 @@ class DiskStore:
         for _, size, name in files:
             if total <= most:
                 break
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):  # another process has removed it
                 os.unlink(name, dir_fd=self._folder)
             total -= size
         return total
@@ -193,6 +194,8 @@ class DiskStore:
                 with os.scandir(place) as entries:
                     for entry in entries:
                         name = f"{first:02x}/{entry.name}"
+                        if not (_OWN.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)):
+                            continue
                         with suppress(FileNotFoundError):  # a damaged one, which another process has removed
                             if name.endswith(_NEW):
                                 os.unlink(name, dir_fd=self._folder)
@@ -202,6 +205,10 @@ class DiskStore:
             finally:
                 os.close(place)
         return found
+
+
+_OWN = re.compile(rf"[0-9a-f]{{{2 * KEY_BYTES}}}({re.escape(_NEW)})?")
+"""The name of a page's file, or of one that is being written."""
 
 
 def _close(handles: list[int]) -> None:

@@ -121,14 +121,15 @@ class Payer(Account):
         self.charge_kept(total, keep)
 
 
-def num_expected(prompt: PromptPart, params: SamplingParams) -> int:
+def num_expected(prompt: PromptPart, params: SamplingParams, max_model_len: int) -> int:
     """Return how many tokens a request takes from its quota, as far as can be said before it is prepared."""
     num_prompt = 0
     if isinstance(prompt, TokensPart):
         num_prompt = len(prompt.token_ids)
     elif isinstance(prompt, TextPart):
         num_prompt = len(prompt.text) // _CHARACTERS_PER_TOKEN
-    return num_prompt + params.n * (_UNKNOWN_OUTPUT if params.max_tokens is None else params.max_tokens)
+    most = max(0, max_model_len - num_prompt)
+    return num_prompt + params.n * min(most, _UNKNOWN_OUTPUT if params.max_tokens is None else params.max_tokens)
 
 
 class Accounts:
