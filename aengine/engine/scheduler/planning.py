@@ -165,7 +165,8 @@ class StepPlan:
             if spare < kv.num_missing(prefix, num_tokens):
                 return
             waiting.discard(request)
-            if not quarantine and not rows.is_swapping and rows.elsewhere.fetch(request, prefix, spare):
+            is_copying = rows.preempted.has_copies or rows.steps.copy_aside
+            if not quarantine and not is_copying and rows.elsewhere.fetch(request, prefix, spare):
                 continue
             if not quarantine and rows.prefixes.follow(request, num_cached):
                 continue
@@ -240,9 +241,9 @@ class StepPlan:
             grown = int32(self._grown_rows), int32(self._grown_ids), groups
         step.grown_rows, step.grown_groups = self._grown_rows, self._grown_groups
         changes = (*step.settled, step.removed, self._new_requests, *grown)
-        swapped = rows.preempted.take_copies()
-        step.swaps = bool(swapped)
-        page_copies = self._page_copies + swapped
+        aside = rows.preempted.take_copies()
+        step.copies_aside = bool(aside)
+        page_copies = self._page_copies + aside
         copies = int32(page_copies) if page_copies else NOTHING
         output = SchedulerOutput(step_id, *changes, req_idx, num_scheduled, not step.is_gated, page_copies=copies)
         if self._kept_states:

@@ -124,12 +124,6 @@ class Rows:
         """Number of free blocks beside those that all requests with a row need to grow by one each; perhaps < 0."""
         return self.kv.pool.num_free - len(self.running) * self.kv.num_growing
 
-    @property
-    def is_swapping(self) -> bool:
-        """Whether a page that is free may still be read by a copy that no step has made yet, or one in flight makes.
-        Steps, which come later, may write it; a copy from elsewhere, which waits for no step, may not."""
-        return self.preempted.has_copies or any(step.swaps for step in self.steps)
-
     def catching_up_now(self) -> list[Request]:
         """Return the requests that catch up in the current batch, but for paused and unsettled ones."""
         here = self.batches.here(self.catching_up)

@@ -65,8 +65,8 @@ class InFlightStep:
     """A step that was made and has not been answered."""
 
     __slots__ = (
-        *("ahead", "batch", "chunks", "grown_groups", "grown_rows", "is_gated"),
-        *("leavers", "newcomers", "num_prompt_tokens", "num_tokens", "removed", "settled", "step_id", "swaps"),
+        *("ahead", "batch", "chunks", "copies_aside", "grown_groups", "grown_rows", "is_gated"),
+        *("leavers", "newcomers", "num_prompt_tokens", "num_tokens", "removed", "settled", "step_id"),
     )
 
     def __init__(
@@ -91,7 +91,7 @@ class InFlightStep:
         self.settled = _NOT_SETTLED  # rows that the step has told as settled, and how many tokens fewer each has
         self.grown_rows: list[int] = []  # row of each block that the step has given out
         self.grown_groups: list[int] = []  # KV group of each block that the step has given out
-        self.swaps = False  # the step begins with copies of pages that may be free already
+        self.copies_aside = False  # the step begins with copies of pages that may be free already
 
     def check(self, answer: ModelRunnerOutput, token_ids: list[int], vocab_size: int) -> None:
         """Raise InternalError unless ``answer``, with these ids, has the form that an answer to this step must have."""
@@ -135,6 +135,12 @@ class UnansweredSteps(deque[InFlightStep]):
         self._removed: list[int] = []  # rows that the worker is to remove
         self._settled: list[int] = []  # rows that have fewer tokens than was counted
         self._num_rejected: list[int] = []  # how many fewer each of these has
+
+    @property
+    def copy_aside(self) -> bool:
+        """Whether a page that is free may yet be read by a copy that a step in flight makes. Steps, which come later,
+        may write it; a copy from elsewhere, which waits for no step, may not."""
+        return any(step.copies_aside for step in self)
 
     def remove_row(self, row: int) -> None:
         self._removed.append(row)
