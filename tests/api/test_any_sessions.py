@@ -100,7 +100,10 @@ class Agent:
         self.session, self.known = fork, []
 
     async def keep(self) -> None:
-        await self.session.keep(self.rng.choice((0, 0.001, 50)))
+        """For no time: what was said is forgotten too, and encoded anew."""
+        seconds = self.rng.choice((0, 0.001, 50))
+        await self.session.keep(seconds)
+        self.known = self.known if seconds else []
 
 
 def message(role: str, content: str) -> dict[str, Any]:
