@@ -111,8 +111,8 @@ def attend_to_shared(
 
 @triton.jit
 def _partners(D: tl.constexpr, DP: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Of each element of a head [DP]: its partner, the number of the pair, and whether it is the first of it. What is
-    past ROTARY is its own partner."""
+    """Return of each element of a head [DP] its partner, the number of the pair, and whether it is the first of it.
+    What is past ROTARY is its own partner."""
     HALF: tl.constexpr = ROTARY // 2
     d = tl.arange(0, DP)
     if INTERLEAVED:

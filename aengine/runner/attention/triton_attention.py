@@ -45,7 +45,7 @@ class Heads(NamedTuple):
 
 
 class DecodePlan(NamedTuple):
-    """Of one token each, for layers of a kind."""
+    """Plan of decodes of one token each, for layers of a kind."""
 
     items: Tensor  # see `plan_decode`
     shared: SharedKeys | None  # sequences that read keys together; None: none do

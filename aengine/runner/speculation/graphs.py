@@ -43,7 +43,7 @@ class DraftStep(DecodeStep):
         self._columns = torch.zeros((3, self._max_size), dtype=torch.int64, device=self._device)
         self._rows, self._places, self._drafts = self._columns.unbind()
         self.positions = np.empty((2, 0), dtype=np.int64)
-        """Of each position of the next step its place, and the draft that the step writes there; -1: none."""
+        """Place of each position of the next step, and the draft that the step writes there; -1: none."""
 
     def set_rows(self, rows: Rows, size: int) -> Tensor:
         """Put the positions' rows, with their places and drafts, where the step of ``size`` reads them."""

@@ -46,7 +46,7 @@ class Copied(NamedTuple):
 
 
 class TierPages:
-    """Of one rank of a replica. Its calls come between two steps."""
+    """Copies pages of one rank of a replica. Its calls come between two steps."""
 
     def __init__(self, pages: KVPages, platform: Platform, rank: int) -> None:
         """``rank``: among those of its replica."""
