@@ -25,7 +25,11 @@ def _always_shares(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Sharing(Batch):
-    """Rows whose first prompts were computed by one of them."""
+    """Rows whose first prompts were computed by one of them. ``first_tokens``: what each one's prompt gave."""
+
+    def __init__(self, runner: ModelRunner, max_len: int = 96) -> None:
+        super().__init__(runner, max_len)
+        self.first_tokens: list[int] = []
 
     def begin(self, prefixes: list[list[int]], rests: list[list[list[int]]], *, shares: bool) -> list[int]:
         """Start rows of several groups, of a prefix each; without ``shares`` each has blocks of its own."""
@@ -45,7 +49,8 @@ class Sharing(Batch):
                         blocks[at : at + known // size] = range(first + at, first + at + known // size)
                 spans = tuple(number for width in self._widths for number in (0, width))
                 new = request(row, [*prefix, *rest], blocks, num_computed_tokens=known, block_spans=spans, **fields)
-                self._step([row], [len(prefix) + len(rest) - known], new_requests=[new])
+                answer, _ = self._step([row], [len(prefix) + len(rest) - known], new_requests=[new])
+                self.first_tokens += answer.token_ids
                 rows.append(row)
                 row += 1
         return rows
@@ -91,9 +96,10 @@ def test_the_same_tokens(checkpoint: MakeCheckpoint, arch: str, dtype: str, rng:
 
 
 def test_logits_are_near(checkpoint: MakeCheckpoint, rng: random.Random) -> None:
-    """In bfloat16, of a model of a real size, they differ by no more than other orders of a sum make."""
+    """In bfloat16, of a model of a real size, they differ by no more than other orders of a sum make. Rows whose first
+    tokens were near-ties that fell apart in the prompts' steps go on with other tokens, and are left out."""
     prefix, rest = [rng.randrange(3, 4000) for _ in range(600)], [[rng.randrange(3, 4000)] for _ in range(40)]
-    logits = []
+    logits, first_tokens = [], []
     for shares in (True, False):
         runner = make_runner(
             checkpoint("llama", "bfloat16", "medium").folder,
@@ -107,8 +113,11 @@ def test_logits_are_near(checkpoint: MakeCheckpoint, rng: random.Random) -> None
         found = batch.decode(rows)[1]
         assert found is not None and kind_of(runner) == (shares and DEVICE != "cpu")
         logits.append(found.double().cpu())
+        first_tokens.append(batch.first_tokens)
         del runner, batch
-    together, apart = logits
+    alike = [row for row, (one, other) in enumerate(zip(*first_tokens, strict=True)) if one == other]
+    assert len(alike) >= 36
+    together, apart = (found[alike] for found in logits)
     off = float((together - apart).norm() / apart.norm())
-    print(f"relative difference {off:.2e}")
+    print(f"relative difference {off:.2e} of {len(alike)} rows")
     assert off < 0.02 and not torch.isnan(together).any()
