@@ -18,9 +18,12 @@ class Adapter(VllmAsync):
         self._num_prompt_tokens = self._num_cached_tokens = 0
 
     async def stream_ids(self, prompt: list[int], p: dict[str, Any], request_id: str) -> AsyncIterator[list[int]]:
-        """The ids of new tokens."""
+        """The ids of new tokens. ``p["lora"]``: the name, number and folder of an adapter."""
         from vllm import SamplingParams, TokensPrompt
+        from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind
+
+        lora = LoRARequest(*p["lora"]) if "lora" in p else None
 
         params = SamplingParams(
             temperature=p["temperature"],
@@ -31,7 +34,9 @@ class Adapter(VllmAsync):
             **(p.get("sampling") or {}),
         )
         is_first = True
-        async for output in self.llm.generate(TokensPrompt(prompt_token_ids=prompt), params, request_id):
+        async for output in self.llm.generate(
+            TokensPrompt(prompt_token_ids=prompt), params, request_id, lora_request=lora
+        ):
             if is_first:
                 is_first = False
                 self._num_prompt_tokens += len(prompt)
