@@ -102,8 +102,8 @@ def check_division(config: EngineConfig, hf_config: Mapping[str, Any]) -> None:
         )
     if config.enable_expert_parallel and not has_experts(hf_config):
         raise ModelLoadError(
-            "enable_expert_parallel=True: the model has no mixtures of experts (its config has no num_experts or "
-            "num_local_experts above 0), and nothing else is divided by it: leave it out"
+            "enable_expert_parallel=True: the model has no mixtures of experts (its config has no "
+            f"{' or '.join(_NUMBERS_OF_EXPERTS)} above 0), and nothing else is divided by it: leave it out"
         )
     if stages > 1 and config.data_parallel_size > 1:  # only ranks that share experts know of their replicas
         raise ModelLoadError(
@@ -155,12 +155,13 @@ def _size(value: object) -> int:
     return value if isinstance(value, int) and value > 0 else 0
 
 
+_NUMBERS_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
 def has_experts(hf_config: Mapping[str, Any]) -> bool:
     """Return whether config.json says that layers are mixtures of experts."""
     texts = [hf_config, hf_config.get("text_config")]
-    return any(
-        text.get(key) for text in texts if isinstance(text, dict) for key in ("num_local_experts", "num_experts")
-    )
+    return any(text.get(key) for text in texts if isinstance(text, dict) for key in _NUMBERS_OF_EXPERTS)
 
 
 def sizes_that(fits: Callable[[int], bool], most: int) -> str:

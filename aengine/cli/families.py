@@ -163,6 +163,18 @@ FAMILIES = (
         classes=("Glm4ForCausalLM",),
     ),
     Family(
+        name="DeepSeek-V2, V3, R1, V3.1; Kimi K2",
+        model_types=("deepseek_v2", "deepseek_v3", "kimi_k2"),
+        classes=("DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM"),
+        tools=("deepseek_v3", "deepseek_v31", "kimi_k2"),
+    ),
+    Family(
+        name="GLM-4.7-Flash",
+        model_types=("glm4_moe_lite",),
+        classes=("Glm4MoeLiteForCausalLM",),
+        tools=("glm", "glm_inline"),
+    ),
+    Family(
         name="GLM-4.5, 4.6, 4.7",
         model_types=("glm4_moe",),
         classes=("Glm4MoeForCausalLM",),

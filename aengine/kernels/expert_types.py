@@ -26,6 +26,11 @@ class RoutingRule:
     num_groups: int = 1
     top_groups: int = 1  # number of groups that a token chooses from
 
+    @property
+    def group_best(self) -> int:
+        """Number of a group's best experts whose scores say how good it is."""
+        return 2 if self.scoring == "sigmoid" else 1
+
 
 class Routing(NamedTuple):
     expert_ids: Tensor  # int32 [n, top_k], the best first; those of a token differ; num_experts: one that is not here

@@ -1,7 +1,8 @@
 """Routing: which experts each token takes, and with what weight.
 
 softmax   softmax over all experts, the top_k largest. Renormalised, it is the softmax over the chosen logits.
-          Shazeer et al. 2017, https://arxiv.org/abs/1701.06538
+          Shazeer et al. 2017, https://arxiv.org/abs/1701.06538; with groups, only experts of the groups whose best
+          ones are best. DeepSeek-V2, 2024, https://arxiv.org/abs/2405.04434
 sigmoid   each expert's own score; chosen by score + correction, weighted by the score; with groups, only experts of
           the groups whose two best add up to most. DeepSeek-V3, 2024, https://arxiv.org/abs/2412.19437
 """
@@ -80,7 +81,7 @@ def route(
 def _best_groups(choice: Tensor, rule: RoutingRule) -> Tensor:
     """Return ``choice`` with -inf for the experts of all but the best groups."""
     groups = choice.view(len(choice), rule.num_groups, -1)
-    sums = groups.topk(2, -1).values.sum(-1)
+    sums = groups.topk(rule.group_best, -1).values.sum(-1)
     best = sums.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_groups]
     is_best = torch.zeros_like(sums, dtype=torch.bool).scatter_(1, best, True)
     return groups.masked_fill(~is_best[:, :, None], float("-inf")).view_as(choice)

@@ -27,6 +27,7 @@ sys.path.append(str(Path(__file__).parents[1] / "models"))  # behind all else: t
 from draft_heads import Eagle3
 from test_draft_heads import EAGLE3, SIZES, write_head
 from test_hybrids import MODELS
+from test_scenarios import MODELS as FAMILIES
 from tiny import VOCAB_SIZE, write_tiny_model
 
 __all__ = ["any_cost", "one_thread"]  # fixtures
@@ -114,10 +115,14 @@ def add_mtp_layer(folder: Path) -> None:
     save_file(tensors | {"mtp.fc.weight": torch.randn(size, 2 * size) * 0.2}, folder / "model.safetensors")
 
 
-async def test_the_layer_behind_the_last_one_drafts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As GLM-4.5's checkpoints have it, with copies of the embedding and of the head; two ranks divide its experts."""
-    fields = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 16}
-    folder = write_tiny_model(tmp_path, "glm4_moe", seed=11, **fields)
+@pytest.mark.parametrize("name", ["glm4-moe", "deepseek-v3"])
+async def test_the_layer_behind_the_last_one_drafts(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As checkpoints have it, with copies of the embedding and of the head; two ranks divide its experts, or have half
+    of them each."""
+    arch, fields = FAMILIES[name]
+    folder = write_tiny_model(tmp_path, arch, seed=11, **fields)
     tensors, at = load_file(folder / "model.safetensors"), "model.layers.3."
     tensors |= {
         n.replace("model.layers.2.", at): x.clone() for n, x in tensors.items() if n.startswith("model.layers.2.")
@@ -130,7 +135,8 @@ async def test_the_layer_behind_the_last_one_drafts(tmp_path: Path, caplog: pyte
     save_file(tensors, folder / "model.safetensors")
     model: Any = SimpleNamespace(folder=folder)
     outcomes = []
-    for settings in ({}, {"speculation": {"method": "mtp", "tokens": 3}, "tensor_parallel_size": 2}):
+    drafts = {"speculation": {"method": "mtp", "tokens": 3}, "tensor_parallel_size": 2}
+    for settings in ({}, drafts | {"enable_expert_parallel": name == "deepseek-v3"}):
         async with running(model, **settings) as engine:
             outcomes.append(await answers(engine, 3, 8))
             assert not settings or engine.statistics().drafted_tokens > 40

@@ -629,6 +629,7 @@ def every_kernel(compiler: Compiler) -> None:
     mixtures_of_groups(compiler, 8, ExpertShape(4, 576, 384, 2), silu, "uint4", 32, offset=True)
     grouped = RoutingRule(8, "sigmoid", num_groups=8, top_groups=4)
     routing.route(torch.zeros(4, 256), grouped, torch.zeros(256))
+    routing.route(torch.zeros(4, 160), RoutingRule(6, num_groups=8, top_groups=3))
     for n, size, bias in ((8, 2048, None), (64, 2880, torch.zeros(32, dtype=dtype))):
         x, norm = torch.zeros(n, size, dtype=dtype), InputNorm(torch.zeros(size, dtype=dtype), 1e-6)
         routing.route_after_norm(x, norm, Matrix(torch.zeros(32, size, dtype=dtype), bias), RoutingRule(4))

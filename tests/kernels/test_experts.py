@@ -283,6 +283,7 @@ RULES = [
     RoutingRule(1, renormalise=True),
     RoutingRule(2, "sigmoid", scale=2.5),
     RoutingRule(4, "sigmoid", renormalise=False, num_groups=4, top_groups=2),
+    RoutingRule(5, renormalise=False, scale=16.0, num_groups=6, top_groups=3),
 ]
 
 
@@ -303,7 +304,7 @@ def test_routing(rule: RoutingRule, rng: random.Random, gen: torch.Generator, tr
             scores = row.softmax(0) if rule.scoring == "softmax" else 1 / (1 + (-row).exp())
             choice = scores if correction is None else scores + correction.double()
             if rule.num_groups > 1:
-                sums = [sum(sorted(group.tolist())[-2:]) for group in choice.chunk(rule.num_groups)]
+                sums = [sum(sorted(group.tolist())[-rule.group_best :]) for group in choice.chunk(rule.num_groups)]
                 bound = sorted(sums)[-rule.top_groups]
                 size = num_experts // rule.num_groups
                 choice = torch.stack([c if sums[e // size] >= bound else c - 1e9 for e, c in enumerate(choice)])

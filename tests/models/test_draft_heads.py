@@ -14,6 +14,7 @@ from draft_heads import DFlash, DraftHead, Eagle3, Mtp, PEagle
 from driver import Driver, check_near, load, no_progress, source_of
 from safetensors.torch import load_file, save_file
 from test_hybrids import DELTA, EXPERTS
+from test_scenarios import DEEPSEEK_V3, LATENT, LATENT_YARN
 from tiny import VOCAB_SIZE, load_reference
 from torch import Tensor, nn
 
@@ -166,6 +167,8 @@ GLM4_MOE = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_s
         ("qwen3_next", {**DELTA, **EXPERTS}, QWEN),
         ("qwen3_5_text", DELTA, QWEN),
         ("glm4_moe", GLM4_MOE | {"use_qk_norm": True, "head_dim": 16}, GLM),
+        ("glm4_moe_lite", LATENT | {"q_lora_rank": 24}, GLM),
+        ("deepseek_v3", DEEPSEEK_V3 | {"rope_parameters": LATENT_YARN}, GLM),
     ],
 )
 def test_the_mtp_layer_of_a_checkpoint(
@@ -176,7 +179,7 @@ def test_the_mtp_layer_of_a_checkpoint(
     folder = tiny_model(arch, seed=7, **own, rms_norm_eps=1e-5)
     model, target = load_reference(folder, arch), load(source_of(folder))[0]
     torch.manual_seed(rng.randrange(2**31))
-    layer, size, plus = model.model.layers[1], 48, arch != "glm4_moe"
+    layer, size, plus = model.model.layers[1], 48, names == QWEN
     at, *parts = names
     fc, norms = torch.randn(size, 2 * size) * 0.2, [torch.rand(size) - 0.5 * plus for _ in range(3)]
     before = "model.layers.1."

@@ -63,6 +63,7 @@ def test_every_scenario_is_every_scenario() -> None:
     """Each native decoder has a test that compares all of its tokens with transformers'."""
     kinds = {kind for kind, _ in (*test_scenarios.MODELS.values(), *test_hybrids.MODELS.values())}
     kinds |= {"phi3", *test_text_models.MISTRAL3, "mimo"}  # tests/e2e/test_trained_heads.py compares it with Qwen 2
+    kinds |= {"kimi_k2"}  # test_model_config.py compares it with deepseek_v3
     for family in DECODERS:
         assert ("every scenario" in family.tested) == (not kinds.isdisjoint(family.model_types)), family.name
         assert len(set(family.model_types) - kinds) == 0 or family.name == "Gemma 3"  # of which one is the other's

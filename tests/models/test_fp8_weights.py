@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from driver import CPU, Driver, check_near, load, source_of
 from safetensors.torch import load_file, save_file
+from test_scenarios import DEEPSEEK_V3
 
 from aengine.checkpoint.early_checks import check_cpu
 from aengine.config import EngineConfig
@@ -115,9 +116,13 @@ def copied(tiny_model: Callable[..., Path], tmp_path: Path) -> Callable[..., Pat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("arch", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("arch", ["llama", "qwen3_moe", "deepseek_v3"])
 def test_fp8_is_the_dequantised_model(arch: str, kind: str, copied: Callable[..., Path]) -> None:
-    fields = {"attention_bias": True, "mlp_bias": True} if arch == "llama" else {"moe_intermediate_size": 64}
+    fields = {
+        "llama": {"attention_bias": True, "mlp_bias": True},
+        "qwen3_moe": {"moe_intermediate_size": 64},
+        "deepseek_v3": DEEPSEEK_V3 | {"moe_intermediate_size": 64},  # its latent rows end within a block
+    }[arch]
     folder, plain = copied(arch, **fields), copied(arch, **fields)
     save_file(write_quantised(folder, kind), plain / "model.safetensors")
     check_near(logits(folder), logits(plain))

@@ -19,6 +19,7 @@ from driver import CPU, Driver, check_near, no_progress, source_of
 from lora_files import merged, write_adapter
 from pairs import some
 from safetensors.torch import load_file
+from test_scenarios import DEEPSEEK_V3
 from tiny import write_tiny_model
 from torch import Tensor
 
@@ -47,6 +48,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "mixtral": {},
     "gpt_oss": {},
+    "deepseek_v3": DEEPSEEK_V3,
     "qwen3_next": {},
     "qwen3_5_moe_text": {},
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from functools import partial
 from typing import Any
 
@@ -164,7 +164,7 @@ ODD = (
 )
 
 
-_NAMED_ELSEWHERE = {"mimo": "qwen2"}
+_NAMED_ELSEWHERE = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
 """Types whose class is no part of transformers, and the one that it is made of."""
 
 
@@ -172,9 +172,15 @@ def full_config(model_type: str) -> dict[str, Any]:
     """All that transformers writes of a model of this type, by the defaults of its class, some of which fit together
     in no model."""
     auto = pytest.importorskip("transformers.models.auto.configuration_auto")
-    own = {"head_dim": 128} if model_type == "glm4_moe" else {}
+    own = {"glm4_moe": {"head_dim": 128}, "deepseek_v2": {"num_experts_per_tok": 6}}.get(model_type, {})
     config = auto.CONFIG_MAPPING[_NAMED_ELSEWHERE.get(model_type, model_type)](**own)
     return {**json.loads(config.to_json_string(use_diff=False)), "model_type": model_type}
+
+
+def test_kimi_k2_is_deepseek_v3_by_another_name() -> None:
+    full = full_config("deepseek_v3")
+    configs = [read_config({**full, "model_type": kind}, model_impl="native") for kind in ("kimi_k2", "deepseek_v3")]
+    assert replace(configs[0], model_type="deepseek_v3") == configs[1]
 
 
 TYPES = sorted(FAMILIES.keys() - {"gemma3"})  # of gemma3 the text part is gemma3_text

@@ -33,10 +33,32 @@ GLM4_MOE = {
     "routed_scaling_factor": 1.5,
 }
 GLM4_MOE |= {"moe_intermediate_size": 24, "head_dim": 16}
+LATENT = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 20,
+}
+LATENT |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
+LATENT_YARN = YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}
+DEEPSEEK_V3 = LATENT | {"q_lora_rank": 24, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 1}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("cohere", {"logit_scale": 0.3, "attention_bias": True, "tie_word_embeddings": False}),
     "cohere-plus": ("cohere", {"use_qk_norm": True, "layer_norm_eps": 0.1}),
     "cohere2": ("cohere2", {"sliding_window": 9, "sliding_window_pattern": 2, "hidden_act": "gelu"}),
+    "deepseek-v2": (
+        "deepseek_v2",
+        LATENT
+        | {"q_lora_rank": 24, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+        | {"attention_bias": True, "mlp_bias": True, "routed_scaling_factor": 2.0},
+    ),
+    "deepseek-v2-lite": ("deepseek_v2", LATENT | {"q_lora_rank": None, "rope_parameters": LATENT_YARN}),
+    "deepseek-v3": ("deepseek_v3", DEEPSEEK_V3 | {"rope_parameters": LATENT_YARN}),
+    "deepseek-v3-plain": (
+        "deepseek_v3",
+        DEEPSEEK_V3 | {"rope_interleave": False, "norm_topk_prob": False, "v_head_dim": 36, "n_shared_experts": 2},
+    ),
     "exaone4": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3, "hidden_act": "gelu"}),
     "exaone4-windows": ("exaone4", {"sliding_window": 9, "sliding_window_pattern": 2, "head_dim": 12}),
     "gemma": ("gemma", {"head_dim": 16}),
@@ -49,6 +71,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4-moe": ("glm4_moe", GLM4_MOE | {"n_group": 1, "topk_group": 1, "use_qk_norm": True, "attention_bias": True}),
     "glm4-moe-groups": ("glm4_moe", GLM4_MOE | {"n_shared_experts": 2, "first_k_dense_replace": 2}),
+    "glm4-moe-lite": (
+        "glm4_moe_lite",
+        LATENT | {"q_lora_rank": 24, "attention_bias": True, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    ),
     "granite": ("granite", GRANITE),
     "llama": ("llama", {"attention_bias": True}),
     "llama-yarn": ("llama", {"head_dim": 64, "rope_parameters": YARN}),
@@ -84,11 +110,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 KEPT = (
     "cohere",
     "cohere2",
+    "deepseek-v2",
+    "deepseek-v2-lite",
+    "deepseek-v3",
     "exaone4-windows",
     "gemma3",
     "glm4",
     "glm4-moe",
     "glm4-moe-groups",
+    "glm4-moe-lite",
     "granite",
     "llama-yarn",
     "olmo2",

@@ -129,6 +129,7 @@ def route(
         GROUPS=rule.num_groups,
         TOP_GROUPS=rule.top_groups,
         G_BLOCK=triton.next_power_of_2(rule.num_groups),
+        GROUP_BEST=rule.group_best,
         SIGMOID=rule.scoring == "sigmoid",
         RENORMALISE=rule.renormalise,
         CORRECTED=correction is not None,
@@ -141,14 +142,18 @@ def route(
 
 
 @triton.jit
-def _best_groups(choice, e, SIZE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, G_BLOCK: tl.constexpr):
+def _best_groups(
+    choice, e, SIZE: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, G_BLOCK: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
+):  # fmt: skip
     g = tl.arange(0, G_BLOCK)
     sums = tl.full((G_BLOCK,), float("-inf"), tl.float32)
     for group in range(GROUPS):
         own = tl.where(e // SIZE == group, choice, float("-inf"))
         first = tl.max(own, 0)
-        second = tl.max(tl.where(e == tl.argmax(own, 0), float("-inf"), own), 0)
-        sums = tl.where(g == group, first + second, sums)
+        if GROUP_BEST == 2:
+            first += tl.max(tl.where(e == tl.argmax(own, 0), float("-inf"), own), 0)
+        sums = tl.where(g == group, first, sums)
     is_best = tl.zeros_like(e)
     for _ in range(TOP_GROUPS):
         best = tl.argmax(sums, 0)
@@ -177,8 +182,8 @@ def _route(
     logits_ptr, correction_ptr, squares_ptr, bias_ptr, ids_ptr, weights_ptr, scale, eps, n, SIZE: tl.constexpr,
     PARTS: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,
     E_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    G_BLOCK: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr, CORRECTED: tl.constexpr,
-    FIRST: tl.constexpr, OWN: tl.constexpr, PDL: tl.constexpr,
+    G_BLOCK: tl.constexpr, GROUP_BEST: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr,
+    CORRECTED: tl.constexpr, FIRST: tl.constexpr, OWN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -196,12 +201,12 @@ def _route(
         if CORRECTED:
             choice += tl.load(correction_ptr + e, mask=e < E, other=0.0)
         choice = tl.where(e < E, choice, float("-inf"))
-        if GROUPS > 1:
-            choice = _best_groups(choice, e, E // GROUPS, GROUPS, TOP_GROUPS, G_BLOCK)
     else:
         score = tl.exp(x - tl.maximum(tl.max(x, 0), -1e38))
         score = score / tl.sum(score, 0)
         choice = x
+    if GROUPS > 1:
+        choice = _best_groups(choice, e, E // GROUPS, GROUPS, TOP_GROUPS, G_BLOCK, GROUP_BEST)
     j = tl.arange(0, K_BLOCK)
     ids = tl.zeros((K_BLOCK,), tl.int32)
     weights = tl.zeros((K_BLOCK,), tl.float32)

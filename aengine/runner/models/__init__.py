@@ -20,6 +20,8 @@ from .causal_lm import CausalLM
 FAMILIES = {
     "cohere": "cohere.Cohere",
     "cohere2": "cohere.Cohere",
+    "deepseek_v2": "deepseek.Deepseek",
+    "deepseek_v3": "deepseek.Deepseek",
     "exaone4": "exaone4.Exaone4",
     "gemma": "gemma.Gemma",
     "gemma2": "gemma.Gemma2",
@@ -28,7 +30,9 @@ FAMILIES = {
     "granite": "granite.Granite",
     "glm4": "glm4.Glm4",
     "glm4_moe": "glm4_moe.Glm4Moe",
+    "glm4_moe_lite": "deepseek.Deepseek",
     "gpt_oss": "gpt_oss.GptOss",
+    "kimi_k2": "deepseek.Deepseek",
     "lfm2": "lfm2.Lfm2",
     "llama": "llama.Llama",
     "mimo": "qwen2.Qwen2",

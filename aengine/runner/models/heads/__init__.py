@@ -14,14 +14,16 @@ from ..causal_lm import CausalLM
 from .dflash import DFlash, DFlashConfig
 from .draft_head import DraftHead, OnePassHead, WholeModel
 from .eagle3 import Eagle3, Eagle3Config
-from .mtp import Glm4MoeMtp, MimoMtp, Qwen3NextMtp, Qwen35Mtp
+from .mtp import DeepseekMtp, Glm4MoeMtp, MimoMtp, Qwen3NextMtp, Qwen35Mtp
 from .parts import Stored
 from .peagle import MASK_KEYS, PEagle, PEagleConfig
 
 __all__ = ["DraftHead", "OnePassHead", "WholeModel", "build_head", "method_of"]
 
 _MTP: Mapping[str, Any] = {
+    "deepseek_v3": DeepseekMtp,
     "glm4_moe": Glm4MoeMtp,
+    "glm4_moe_lite": DeepseekMtp,
     "mimo": MimoMtp,
     "mimo_mtp": MimoMtp,
     "qwen3_5_moe_text": Qwen35Mtp,

@@ -19,6 +19,7 @@ from ...layers.linear import Linear
 from ...model_config import ConfigReader, ModelConfig
 from ...weights.gguf_names import GgufNames
 from ...weights.scope import WeightScope
+from ..deepseek import Deepseek, DeepseekConfig
 from ..glm4_moe import Glm4Moe, Glm4MoeConfig
 from ..qwen3_next import Qwen3Next, Qwen3NextConfig, Qwen35
 from .draft_head import DraftHead
@@ -130,10 +131,9 @@ class Qwen35Mtp(Qwen3NextMtp, Qwen35):
     num_layers_key = "mtp_num_hidden_layers"
 
 
-class Glm4MoeMtp(MtpHead[Glm4MoeConfig], Glm4Moe):
-    """GLM-4.5's: the layer behind the target's last one. Its copies of the embedding and of the head are not read."""
+class LaterLayerMtp(MtpHead[Config]):
+    """DeepSeek's: the layer behind the target's last one. Its copies of the embedding and of the head are not read."""
 
-    config_class = Glm4MoeConfig
     gguf = GgufNames()
     names: ClassVar[Mapping[str, str]] = {
         "embedding_norm": "model.layers.{end}.enorm",
@@ -143,4 +143,20 @@ class Glm4MoeMtp(MtpHead[Glm4MoeConfig], Glm4Moe):
         "norm": "model.layers.{end}.shared_head.norm",
     }
     state_first = False
-    one_layer: ClassVar[Mapping[str, Any]] = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+    one_layer: ClassVar[Mapping[str, Any]] = {
+        "num_hidden_layers": 1,
+        "first_k_dense_replace": 0,
+        "mlp_layer_types": ["sparse"],
+    }
+
+
+class DeepseekMtp(LaterLayerMtp[DeepseekConfig], Deepseek):
+    """That of V3 and R1, and GLM-4.7-Flash's."""
+
+    config_class = DeepseekConfig
+
+
+class Glm4MoeMtp(LaterLayerMtp[Glm4MoeConfig], Glm4Moe):
+    """GLM-4.5's."""
+
+    config_class = Glm4MoeConfig
