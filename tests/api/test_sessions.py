@@ -301,6 +301,9 @@ async def test_types_adapters_and_salts() -> None:
         ({"bogus": 1}, "bogus"),
         ({"temperature": 1}, "temperature"),
         ({"deadline": -1}, "deadline"),
+        ({"tools": [3]}, "tools"),
+        ({"tools": get_weather}, "tools"),
+        ({"tools": [get_weather, get_weather]}, "tools"),
     ],
 )
 async def test_wrong_sessions(wrong: dict[str, Any], param: str) -> None:
@@ -503,6 +506,18 @@ def test_tokens_of_the_sessions_of_the_last_time_are_remembered(monkeypatch: pyt
     for name in ("five", "six", "seven"):
         known.note((b"", name), Said([5]))
     assert tokens_of(b"", "five") == [] and tokens_of(b"", "six") == tokens_of(b"", "seven") == [5]
+
+
+def test_what_was_said_is_forgotten_when_its_kv_can_be_kept_no_more() -> None:
+    now = 0.0
+    known = SaidTokens(clock=lambda: now)
+    for name in ("one", "two"):
+        known.note((b"", name), Said([1]))
+    now = 80_000.0
+    known.note((b"", "two"), Said([2]))
+    now = 90_000.0
+    known.note((b"", "three"), Said([3]))
+    assert [list(known.before((b"", name)).prompt) for name in ("one", "two", "three")] == [[], [2], [3]]
 
 
 async def test_what_was_said_is_counted_and_forgotten_with_the_session(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,13 +12,15 @@ taken over. So where both say the same, the prompt gets the tokens of the turn b
 from __future__ import annotations
 
 import secrets
+import time
 import uuid
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
-from ...limits.bounds import MAX_NAME_CHARACTERS, MAX_SAID_SESSIONS, MAX_SAID_TOKENS
+from ...limits.bounds import MAX_KEEP, MAX_NAME_CHARACTERS, MAX_SAID_SESSIONS, MAX_SAID_TOKENS
 from ...params import CallOptions
 from ..tokenizer.known_text import NOTHING, KnownText
 from ..tokenizer.tokenizer import Tokenizer
@@ -74,6 +76,7 @@ class Said:
     answer: Sequence[int] = ()
     known: KnownText = NOTHING
     has_ended: bool = False
+    noted_at: float = 0.0  # seconds of the clock
 
     @property
     def num_tokens(self) -> int:
@@ -85,9 +88,10 @@ _NOTHING = Said()
 
 
 class SaidTokens:
-    """Remembers what the sessions have said that had a turn last."""
+    """Remembers what the sessions have said that had a turn last, for no longer than KV can be kept for."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._turns: OrderedDict[Session, Said] = OrderedDict()
         self._num_tokens = 0
 
@@ -103,12 +107,15 @@ class SaidTokens:
         return _NOTHING if found is None else found
 
     def note(self, session: Session, said: Said) -> None:
-        """Remember a turn that begins or has ended."""
+        """Remember a turn that begins or has ended, and forget those that nobody comes back to."""
         self.forget(session)
-        self._turns[session] = said
+        now = self._clock()
+        self._turns[session] = replace(said, noted_at=now)
         self._num_tokens += said.num_tokens
         while self._num_tokens > MAX_SAID_TOKENS or len(self._turns) > MAX_SAID_SESSIONS:
             self.forget(next(iter(self._turns)))
+        for oldest in list(takewhile(lambda one: self._turns[one].noted_at < now - MAX_KEEP, self._turns)):
+            self.forget(oldest)
 
     def end(self, session: Session | None, answer: Sequence[int]) -> None:
         """Count the ``answer`` of a request that has ended, and keep it compactly, if it is of the last turn."""

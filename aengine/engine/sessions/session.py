@@ -11,6 +11,7 @@ from ...limits.values import not_valid
 from ...outputs import FinishReason
 from ...params import ChatOptions, SamplingParams, chat_options, check_options, check_params
 from ..chat.messages import ChatCompletion, ToolCall
+from ..chat.tools import tools_of
 from ..streams.chat_stream import ChatStream
 from .conversation import Conversation, S, Said, SessionUsage, says_nothing
 from .said_tokens import fork_of, new_id
@@ -53,6 +54,7 @@ class SessionBase(Generic[S]):
         check_options(chat_options(options)[1])
         if options.get("request_id") is not None:
             raise not_valid("request_id", options["request_id"], "left out: each turn has an id of its own")
+        tools_of(options.get("tools"))
         given: dict[str, Any] = {"keep": KEEP, "session_id": new_id(), **options}
         self._engine = engine
         self._params = params
