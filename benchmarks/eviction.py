@@ -116,8 +116,7 @@ class Ranked(KeptBlocks):
         self.rank = rank
 
     def _let_one_go(self) -> int:
-        worst = max(self._sessions, key=lambda session: self.rank(self._sessions[session].until))
-        self._sessions.move_to_end(worst, last=False)
+        self._giving = max(self._sessions, key=lambda session: self.rank(self._sessions[session].until))
         return super()._let_one_go()
 
 

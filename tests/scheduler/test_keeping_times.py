@@ -8,6 +8,7 @@ from typing import Any
 
 from scheduler_harness import Driver
 
+from aengine.engine.keeping.kept_blocks import ANYBODY
 from aengine.engine.keeping.keeping import Keeping
 from aengine.params import CallOptions
 
@@ -54,7 +55,7 @@ class House:
 
         def end() -> None:
             driver.drain()
-            turn(SimpleNamespace(requests=made, replica=driver))  # type: ignore[arg-type]
+            turn(SimpleNamespace(requests=made, replica=driver, account=ANYBODY))  # type: ignore[arg-type]
 
         return end
 

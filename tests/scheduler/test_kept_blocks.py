@@ -7,8 +7,10 @@ import random
 
 import pytest
 
-from aengine.engine.keeping.kept_blocks import KeptBlocks, KeptHits, Session
+from aengine.engine.keeping.kept_blocks import ANYBODY, KeptBlocks, KeptHits, Session
 from aengine.engine.scheduler.block_pool import BlockPool
+from aengine.engine.tenants.fair_share import Account
+from aengine.limits.tenants import Tenant
 
 A, B, C = (b"", "a", ""), (b"", "b", ""), (b"", "c", "")
 
@@ -54,6 +56,21 @@ def test_the_session_whose_turn_is_longest_ago_gives_way_first() -> None:
     idle.keep(A, first, math.inf)  # another turn of it has ended
     idle.keep_until(B, 1000.0)  # this says for how long, not that it came back
     assert taken(pool, 5) == [second[1], second[0], third[1], third[0], first[1]]
+
+
+def test_a_keeper_has_its_part_by_weight_beside_others_and_all_alone() -> None:
+    pool, idle, _ = make(12, 0.75)
+    flood, other = Account("flood", Tenant()), Account("other", Tenant(weight=2))
+    tables = [computed(pool, 3) for _ in range(4)]
+    for number, table in enumerate(tables[:3]):
+        idle.keep((b"", str(number), ""), table, math.inf, flood)
+    assert idle.num_kept == 9
+    idle.keep(B, tables[3], math.inf, other)
+    pool.check([])
+    assert idle.num_kept == 9 and not idle.end((b"", "0", "")) and idle.end((b"", "1", ""))
+    assert taken(pool, 6) == [*tables[0][::-1], *tables[1][::-1]]  # kept by nobody
+    assert taken(pool, 3) == tables[2][::-1]  # three blocks are more than three for twice the weight
+    assert idle.end(B)
 
 
 def test_what_several_sessions_keep_goes_with_the_last_of_them() -> None:
@@ -167,6 +184,7 @@ def test_random_lives(rng: random.Random, fraction: float) -> None:
     pool, idle, _ = make(24, fraction)
     tables: list[list[int]] = []
     sessions: list[Session] = [(b"", str(number), "") for number in range(5)]
+    keepers = [ANYBODY, *(Account(str(weight), Tenant(weight=weight)) for weight in (0.5, 3.0))]
     for _ in range(600):
         do = rng.randrange(9)
         named = [block_id for block_id in range(24) if pool.find(b"%d" % block_id) is not None]
@@ -186,7 +204,7 @@ def test_random_lives(rng: random.Random, fraction: float) -> None:
             tables.append(table)
         elif do == 5 and named:
             found = rng.sample(named, rng.randint(1, len(named)))
-            idle.keep(rng.choice(sessions), found, rng.choice([5.0, 9.0, math.inf]))
+            idle.keep(rng.choice(sessions), found, rng.choice([5.0, 9.0, math.inf]), rng.choice(keepers))
         elif do == 6:
             idle.end(rng.choice(sessions))
         elif do == 7:

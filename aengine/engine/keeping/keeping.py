@@ -84,7 +84,8 @@ class Keeping:
                 blocks.end(session)
             replica = request.replica
             if seconds and replica is not None:
-                _blocks_of(replica).keep(session, blocks_to_keep(replica.scheduler, request.requests), until)
+                kept = blocks_to_keep(replica.scheduler, request.requests)
+                _blocks_of(replica).keep(session, kept, until, request.account)
         self._wake_at(until)
 
     def _pools(self) -> Sequence[KeptBlocks]:

@@ -3,15 +3,16 @@
     order     idle blocks by last use: the oldest is looked at first when a block is wanted
                 nobody keeps it ──> it is given away
                 it is kept ───────> passed over: it is looked at no more while it is kept
-    passed    blocks that were passed over: only these are left once the order is empty. The session whose last turn is
-              longest ago gives way then, its last tokens first
+    passed    blocks that were passed over: only these are left once the order is empty. Of the keeper that has most for
+              its weight the session whose last turn is longest ago gives way then, its last tokens first
 
 Keeping is no reference: `BlockPool.num_free` counts kept blocks as free, and whoever runs may have them. Blocks that
 are kept no more are the oldest again if they were passed over; those that others have used since have their place by
 that.
 
-Sessions together keep a share of the pool at most, beyond which the one whose last turn is longest ago gives way. There
-is no clock here: the times are given.
+Sessions together keep a share of the pool at most, beyond which one gives way in the same order. So a keeper (a tenant)
+that is alone may have all of the share, and beside others that fill it their part by weight. There is no clock here:
+the times are given.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from operator import attrgetter
+from typing import Protocol
 
 from ..scheduler.block_pool import IdleBlocks
 
@@ -38,20 +41,57 @@ class KeptHits:
         self.num_blocks = 0
 
 
+class Keeper(Protocol):
+    """Who asks to keep, known by identity."""
+
+    @property
+    def weight(self) -> float:
+        """Its share beside others'."""
+
+
+class Anybody:
+    """Who keeps where all are alike."""
+
+    weight = 1.0
+
+
+ANYBODY = Anybody()
+
+
 class _Kept:
-    """The blocks of one session in the order of its tokens, and until when they are kept."""
+    """The blocks of one session in the order of its tokens, until when they are kept, and for whom."""
 
-    __slots__ = ("block_ids", "until")
+    __slots__ = ("block_ids", "part", "until")
 
-    def __init__(self, block_ids: list[int], until: float) -> None:
+    def __init__(self, block_ids: list[int], until: float, part: _Part) -> None:
         self.block_ids = block_ids
         self.until = until
+        self.part = part
+
+
+class _Part:
+    """What one keeper has."""
+
+    __slots__ = ("keeper", "num_entries", "sessions")
+
+    def __init__(self, keeper: Keeper) -> None:
+        self.keeper = keeper
+        self.num_entries = 0  # length of its sessions' lists
+        self.sessions: OrderedDict[Session, None] = OrderedDict()  # the one that gives way first is first
+
+    @property
+    def size(self) -> float:
+        """Its entries by its weight."""
+        return self.num_entries / self.keeper.weight
 
 
 class KeptBlocks(IdleBlocks):
     """Idle blocks, of which sessions keep the share ``fraction`` of the pool at most."""
 
-    __slots__ = ("_entries", "_hits", "_most", "_most_entries", "_num_keepers", "_passed", "_sessions")
+    __slots__ = (
+        *("_entries", "_giving", "_hits", "_most", "_most_entries", "_num_keepers", "_parts", "_passed"),
+        "_sessions",
+    )
 
     def __init__(self, num_blocks: int, fraction: float, hits: KeptHits) -> None:
         """``hits`` counts the kept idle blocks that come to use again."""
@@ -60,7 +100,9 @@ class KeptBlocks(IdleBlocks):
         self._most = int(num_blocks * fraction)
         self._most_entries = num_blocks * _MOST_ENTRIES
         self._entries = 0  # length of all sessions' lists
-        self._sessions: OrderedDict[Session, _Kept] = OrderedDict()  # the one that gives way first is first
+        self._sessions: dict[Session, _Kept] = {}
+        self._parts: dict[Keeper, _Part] = {}  # those of keepers with sessions
+        self._giving: Session | None = None  # the session that gives way
         self._num_keepers: dict[int, int] = {}  # sessions that keep the block, for each kept one, idle or in use
         self._passed: dict[int, None] = {}
 
@@ -70,12 +112,15 @@ class KeptBlocks(IdleBlocks):
 
     # -- sessions
 
-    def keep(self, session: Session, block_ids: Sequence[int], until: float) -> None:
+    def keep(self, session: Session, block_ids: Sequence[int], until: float, keeper: Keeper = ANYBODY) -> None:
         """Keep these blocks, whose content is known, for the session, in place of those that it kept so far."""
         self._release(session)
         if not block_ids:
             return
-        self._sessions[session] = _Kept(list(block_ids), until)
+        part = self._parts.setdefault(keeper, _Part(keeper))
+        part.sessions[session] = None
+        part.num_entries += len(block_ids)
+        self._sessions[session] = _Kept(list(block_ids), until, part)
         self._entries += len(block_ids)
         num_keepers = self._num_keepers
         for block_id in block_ids:
@@ -111,10 +156,12 @@ class KeptBlocks(IdleBlocks):
         return min((kept.until for kept in self._sessions.values()), default=math.inf)
 
     def _release(self, session: Session) -> None:
-        kept = self._sessions.pop(session, None)
+        kept = self._sessions.get(session)
         if kept is None:
             return
         self._entries -= len(kept.block_ids)
+        kept.part.num_entries -= len(kept.block_ids)
+        self._forget(session, kept.part)
         self._age(filter(self._is_last_keeper, kept.block_ids))
 
     def _is_last_keeper(self, block_id: int) -> bool:
@@ -133,14 +180,24 @@ class KeptBlocks(IdleBlocks):
                 self._order[block_id] = None
                 self._order.move_to_end(block_id, last=False)
 
+    def _forget(self, session: Session, part: _Part) -> None:
+        del self._sessions[session], part.sessions[session]
+        if not part.sessions:
+            del self._parts[part.keeper]
+        if session == self._giving:
+            self._giving = None
+
     def _let_one_go(self) -> int:
         """Make one block a kept one no more. Returns which."""
         while True:
-            session, kept = next(iter(self._sessions.items()))
+            if self._giving is None:
+                self._giving = next(iter(max(self._parts.values(), key=attrgetter("size")).sessions))
+            kept = self._sessions[self._giving]
             block_id = kept.block_ids.pop()
             self._entries -= 1
+            kept.part.num_entries -= 1
             if not kept.block_ids:
-                del self._sessions[session]
+                self._forget(self._giving, kept.part)
             if self._is_last_keeper(block_id):
                 return block_id
 
@@ -186,6 +243,8 @@ class KeptBlocks(IdleBlocks):
         block_ids = super().clear() + list(self._passed)
         self._passed.clear()
         self._sessions.clear()
+        self._parts.clear()
+        self._giving = None
         self._num_keepers.clear()
         self._entries = 0
         return block_ids
@@ -196,6 +255,10 @@ class KeptBlocks(IdleBlocks):
         lists = [kept.block_ids for kept in self._sessions.values()]
         assert num_keepers == Counter(block_id for block_ids in lists for block_id in block_ids)
         assert self._entries == sum(map(len, lists)) <= self._most_entries and all(lists)
+        for part in self._parts.values():
+            own = [kept.block_ids for kept in self._sessions.values() if kept.part is part]
+            assert len(own) == len(part.sessions) > 0 and part.num_entries == sum(map(len, own))
+        assert self._giving is None or self._giving in self._sessions
         assert len(num_keepers) <= self._most, "more blocks are kept than the bound allows"
         assert num_keepers.keys() <= set(named), "a block without a name is kept"
         assert self._passed.keys() <= num_keepers.keys() - self._order.keys(), "a block was passed over wrongly"
