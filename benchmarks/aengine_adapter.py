@@ -64,7 +64,11 @@ class Adapter:
         """Counters that only grow."""
         now = self._engine.statistics()
         names = ("prefix_cache_queries", "prefix_cache_hits", "num_steps", "num_preemptions", "num_restarts")
-        return {name: getattr(now, name) for name in names}
+        tiers = {
+            "pages_saved": sum(tier.num_saved for tier in now.kv_tiers),
+            "pages_fetched": sum(tier.num_fetched for tier in now.kv_tiers),
+        }
+        return {name: getattr(now, name) for name in names} | tiers
 
     async def stream(self, prompt: list[int], p: dict[str, Any], request_id: str) -> AsyncIterator[int]:
         """Numbers of new tokens."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from scheduler_harness import Driver
 
-from aengine.engine.keeping.kept_blocks import ANYBODY
 from aengine.engine.keeping.keeping import Keeping
+from aengine.engine.keeping.kept_blocks import ANYBODY
 from aengine.params import CallOptions
 
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from aengine.engine.keeping.kept_blocks import ANYBODY, KeptBlocks, KeptHits, Session
+from aengine.engine.keeping.kept_blocks import ANYBODY, Keeper, KeptBlocks, KeptHits, Session
 from aengine.engine.scheduler.block_pool import BlockPool
 from aengine.engine.tenants.fair_share import Account
 from aengine.limits.tenants import Tenant
@@ -184,7 +184,7 @@ def test_random_lives(rng: random.Random, fraction: float) -> None:
     pool, idle, _ = make(24, fraction)
     tables: list[list[int]] = []
     sessions: list[Session] = [(b"", str(number), "") for number in range(5)]
-    keepers = [ANYBODY, *(Account(str(weight), Tenant(weight=weight)) for weight in (0.5, 3.0))]
+    keepers: list[Keeper] = [ANYBODY, *(Account(str(weight), Tenant(weight=weight)) for weight in (0.5, 3.0))]
     for _ in range(600):
         do = rng.randrange(9)
         named = [block_id for block_id in range(24) if pool.find(b"%d" % block_id) is not None]
