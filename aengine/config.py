@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import InvalidRequestError
 from .limits.cgroups import num_usable_cpus
+from .limits.graphs import GraphMode, checked_graphs
 from .limits.kv_tiers import DiskTier, HostTier, StoreTier, checked_kv_tiers
 from .limits.loras import checked_loras
 from .limits.registry import (
@@ -206,6 +207,14 @@ class EngineConfig:
     largest of loras. 0: they change none."""
     enforce_eager: bool = False
     """No CUDA graphs: each step's kernels are launched one by one."""
+    cudagraph_mode: Literal["auto", "FULL", "PIECEWISE", "NONE"] = "auto"
+    """What of a step on a GPU is launched as CUDA graphs (docs/gpu.md#cuda-graphs). "FULL": layers, head and sampling.
+    "PIECEWISE": head and sampling, for models with an op in their layers that can't be captured. "NONE": nothing.
+    "auto": "FULL", unless enforce_eager says otherwise."""
+    cudagraph_capture_sizes: Sequence[int] | None = None
+    """Numbers of requests of the decodes that are CUDA graphs, at most 512; a smaller batch is padded to the next one,
+    a larger one than all runs as steps with prompts do. None: 1, 2, 4, 8, then with a growing distance up to
+    max_num_seqs or 512."""
     batch_invariant: bool = False
     """A request's logits have the same bits whatever else is in the batch and however its prompt is cut into steps, as
     training against an engine needs. On a CPU, slower without compiled kernels, or in 16 bits on a GPU of compute
@@ -380,6 +389,14 @@ class EngineConfig:
         object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
         if self.worker_extension is not None and not is_in_module(self.worker_extension):
             raise not_valid("worker_extension", self.worker_extension, "'module:Class', or None")
+        sizes = checked_graphs(
+            self.cudagraph_mode,
+            self.cudagraph_capture_sizes,
+            enforce_eager=self.enforce_eager,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+        )
+        object.__setattr__(self, "cudagraph_capture_sizes", sizes)
         for name in ("progress", "on_request_end"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise not_valid(name, getattr(self, name), "a callable, or None")
@@ -395,6 +412,13 @@ class EngineConfig:
     def num_ranks(self) -> int:
         """Number of worker processes of each replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def graph_mode(self) -> GraphMode:
+        """What of a step is launched as graphs, on a GPU."""
+        if self.enforce_eager or self.cudagraph_mode == "NONE":
+            return "NONE"
+        return "PIECEWISE" if self.cudagraph_mode == "PIECEWISE" else "FULL"
 
     @property
     def num_lora_slots(self) -> int:

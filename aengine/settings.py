@@ -180,6 +180,9 @@ def value_of(variable: str, name: str, type_name: str, text: str) -> Any:
             return int(text)
         if kind == "Sequence[str]":
             return tuple(name for part in text.split(",") if (name := part.strip()))
+        if kind == "Sequence[int]":
+            wanted = "integers with commas between them"
+            return tuple(map(int, text.split(",")))
         if kind == "Mapping[str, str]":
             wanted = "name=value, or several with commas between them"
             return {name.strip(): own.strip() for name, own in (part.split("=", 1) for part in text.split(","))}
@@ -339,6 +342,14 @@ class Settings(TypedDict, total=False):
     largest of loras. 0: they change none. Default: None."""
     enforce_eager: bool
     """No CUDA graphs: each step's kernels are launched one by one. Default: False."""
+    cudagraph_mode: Literal["auto", "FULL", "PIECEWISE", "NONE"]
+    """What of a step on a GPU is launched as CUDA graphs (docs/gpu.md#cuda-graphs). "FULL": layers, head and sampling.
+    "PIECEWISE": head and sampling, for models with an op in their layers that can't be captured. "NONE": nothing.
+    "auto": "FULL", unless enforce_eager says otherwise. Default: "auto"."""
+    cudagraph_capture_sizes: Sequence[int] | None
+    """Numbers of requests of the decodes that are CUDA graphs, at most 512; a smaller batch is padded to the next one,
+    a larger one than all runs as steps with prompts do. None: 1, 2, 4, 8, then with a growing distance up to
+    max_num_seqs or 512. Default: None."""
     batch_invariant: bool
     """A request's logits have the same bits whatever else is in the batch and however its prompt is cut into steps, as
     training against an engine needs. On a CPU, slower without compiled kernels, or in 16 bits on a GPU of compute

@@ -49,10 +49,10 @@ def check_start(config: EngineConfig, hf_config: Mapping[str, Any]) -> None:
 
 def check_cpu(config: EngineConfig) -> None:
     """Raise ModelLoadError for settings that only a GPU can follow."""
-    for name in ("quantization", "attention_backend"):
+    for name in ("quantization", "attention_backend", "cudagraph_mode", "cudagraph_capture_sizes"):
         value = getattr(config, name)
-        if value not in ("auto", "gguf"):
-            raise ModelLoadError(f"{name}={value!r} is for GPUs: leave it at 'auto' on a CPU")
+        if value not in ("auto", "gguf", None):
+            raise ModelLoadError(f"{name}={value!r} is for GPUs: leave it out on a CPU")
 
 
 def check_invariance(config: EngineConfig) -> None:

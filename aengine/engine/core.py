@@ -24,7 +24,7 @@ from ..config import EngineConfig
 from ..errors import EngineClosedError, EngineError, InternalError, InvalidRequestError
 from ..limits.tenants import checked_tenants
 from ..telemetry.listeners import Listeners
-from ..telemetry.metrics import Counters, Statistics, sums_of
+from ..telemetry.metrics import Counters, GraphStatistics, Statistics, sums_of
 from ..telemetry.observer import Observer
 from .adapters.adapters import NewAdapters
 from .admission import Admission
@@ -196,6 +196,7 @@ class EngineCore:
             num_waiting=len(self.queue) + self.admission.num_preempted,
             sleep_level=self.sleeping.level,
             block_size=self.ready["block_size"],
+            graphs=GraphStatistics.sums(replica.steps.launched for replica in replicas),
             num_preemptions=sum(replica.scheduler.rows.num_preemptions for replica in replicas),
             adapters=self.adapters.statistics(),
             tenants=self.accounts.statistics(),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable
 from time import perf_counter
 
@@ -91,6 +92,7 @@ class StepLoop:
         self._gate = GrammarGate(scheduler, grammars, jump_forward, self.watchdog, self._peers.note_idle)
         self._speculation = speculation
         self._delivery = Delivery(scheduler)
+        self.launched: Counter[tuple[int, bool, str]] = Counter()  # see `GraphStatistics.sums`
 
     def add(self, request: Request) -> None:
         """Start to compute a request. Its tokens, its end and its failure go to its sink."""
@@ -288,6 +290,9 @@ class StepLoop:
         if output.seconds and step.num_prompt_tokens and not step.is_gated:
             self._step_time.learn(step.num_tokens, output.seconds)
         self._speculation.note_answer(step, output.answered_at, sampled)
+        kind = output.graph_mode, step.num_prompt_tokens > 0
+        counts = {"num_steps": 1, "num_tokens": step.num_tokens, "num_paddings": output.num_paddings}
+        self.launched.update({(*kind, name): count for name, count in counts.items()})
         self._counters.generated_tokens += len(sampled)
         self._answered = self._observer.note_answer(begun, num_rows, self._answered)
         begun.clear()  # an idle engine must hold no request

@@ -288,6 +288,8 @@ class ModelRunnerOutput:
     seconds: float = 0.0  # seconds that the device took for the step; 0: not measured
     counts: array[int] | None = None  # [num_reqs] tokens of each request in a step with drafts; None: one, or -1
     results: ResultColumns | None = None
+    graph_mode: int = field(default=0, compare=False)  # 0: launched op by op; 1: in part as graphs; 2: as graphs
+    num_paddings: int = field(default=0, compare=False)  # rows or tokens that its graphs computed beyond its own
 
     def num_tokens(self) -> Sequence[int]:
         """Return how many tokens each request of the batch got, [num_reqs]."""
@@ -330,6 +332,7 @@ def pack(message: object) -> bytes:
         results = r and [c.tobytes() for c in (r.batch_idx, r.sizes, r.values)]
         return _packer.pack(
             (o.step_id, o.token_ids.tobytes(), logprobs, errors, o.answered_at, o.seconds, counts, results)
+            + (o.graph_mode, o.num_paddings)
         )
     if type(message) is GrammarOutput:
         return _packer.pack((message.step_id, message.batch_idx.tobytes(), message.bitmask))
@@ -417,7 +420,7 @@ def _request(data: Any) -> NewRequest:
 
 
 def _output(data: Any) -> ModelRunnerOutput:
-    step_id, ids, logprobs, errors, answered_at, seconds, counts, results = data
+    step_id, ids, logprobs, errors, answered_at, seconds, counts, results, mode, num_paddings = data
     if not math.isfinite(_float(answered_at)):
         raise MessageError(f"answered_at={answered_at}")
     if not 0 <= _float(seconds) < math.inf:
@@ -426,6 +429,9 @@ def _output(data: Any) -> ModelRunnerOutput:
     columns = None if logprobs is None else _logprobs(step_id, len(token_ids), logprobs)
     rows = [RowError(_int(i), _text(kind), _text(message)) for i, kind, message in errors]
     output = ModelRunnerOutput(step_id, token_ids, columns, rows, answered_at, seconds)
+    output.graph_mode, output.num_paddings = _int(mode), _int(num_paddings)
+    if not 0 <= output.graph_mode <= 2 or output.num_paddings < 0:
+        raise MessageError(f"step {step_id}: graph_mode={mode}, num_paddings={num_paddings}")
     if counts is not None:
         output.counts = _ints(counts)
         if min(output.counts, default=0) < 0 or sum(output.counts) != len(token_ids):

@@ -26,6 +26,7 @@ from ..engine.threads.pools import run_in_thread
 from ..engine.tokenizer_view import TokenizerView
 from ..errors import ContextLengthError, EngineClosedError, EngineError, InvalidRequestError
 from ..limits.checks import check_num_characters, check_num_messages, check_num_values
+from ..limits.graphs import PROFILER_RANGE
 from ..limits.values import not_valid
 from ..params import ChatOptions, SamplingParams, chat_options, check_options, check_params
 from ..telemetry.listeners import Listeners, RequestListener
@@ -223,7 +224,7 @@ class RemoteHandle(_Life):
         return pooled_from_wire(await connection.call("pool", to_wire(request)))
 
     async def _start_profile(self, folder: Any) -> str:
-        if isinstance(folder, str | os.PathLike):  # this process' directory may be another
+        if isinstance(folder, str | os.PathLike) and folder != PROFILER_RANGE:  # this process' directory may be another
             folder = await run_in_thread("abspath", os.path.abspath, folder)
         path: str = await self._connected().call("start_profile", folder)
         return path

@@ -80,6 +80,7 @@ class AsyncOutput:
         self._row_errors = row_errors
         self._logprobs = logprobs
         self._side = side
+        self.launches = (0, 0)  # see `Launches.take`
 
     def ready(self) -> bool:
         """Return whether `get` returns without waiting."""
@@ -91,6 +92,7 @@ class AsyncOutput:
         output, errors = self._read(host)
         self._side.add_to(output, host, errors)
         output.errors = [errors[i] for i in sorted(errors)]
+        output.graph_mode, output.num_paddings = self.launches
         return output
 
     def _read(self, host: HostOutput) -> tuple[ModelRunnerOutput, dict[int, RowError]]:

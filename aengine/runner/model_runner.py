@@ -31,11 +31,13 @@ from .distributed.shares import VocabularyShare
 from .exchange.step_exchange import StepExchange
 from .graphs.batch_graphs import BatchGraphs
 from .graphs.cuda_graphs import CudaGraphManager, DecodeStep
+from .graphs.launches import Launches
 from .input_batch import NO_ROWS, BatchPlan, InputBatch, Rows
 from .out_of_memory import OutOfMemory
 from .platforms.platform import Platform
 from .pooling.decoder import DecoderPooling
 from .pooling.vectors import VectorLayers
+from .profiler import phase
 from .request_state import SCALAR_WORDS, RequestState
 from .results.prompt_logprobs import PromptLogprobs
 from .results.results import Results
@@ -159,6 +161,7 @@ class ModelRunner:
         position_sizes: Sequence[int] = (),
         max_in_flight_steps: int = 2,
         enforce_eager: bool = False,
+        captures_ends: bool = False,
         vectors: VectorLayers | None = None,
         vocabulary: Vocabulary | None = None,
         exchange: StepExchange | None = None,
@@ -172,6 +175,7 @@ class ModelRunner:
         """``graph_sizes``: batch sizes of decode steps that run as one launch; None: all run op by op.
         ``position_sizes``: as these, of rows with several positions, by the positions; empty: they run as steps with
         prompts do. ``max_graph_tokens``: most tokens of a step with prompts whose layers run as one launch.
+        ``enforce_eager``, ``captures_ends``: see `CudaGraphManager`.
         ``vectors``: how a pooled request gets its vector; None: as its last hidden state. ``vocabulary``: tokens whose
         logits this rank has; None: all. ``processors``, ``logprobs_mode``: see `Sampler`. ``exchange``: what this rank
         exchanges of each step with others; None: there are none, and it decides by itself what to leave out of a step
@@ -210,11 +214,8 @@ class ModelRunner:
         self.decode_kinds = kinds = kv_memory.decode_kinds(self.requests, self.tables, self.step_rows)
         parts = (self.requests, self, self.sampler, max_in_flight_steps, self._bitmasks, platform)
         if graph_sizes:
-            if self.samples:
-                self.sampler.reserve()
-            sized = *parts[:3], max(graph_sizes), *parts[3:]
-            step = DecodeStep(*sized, samples=self.samples, sampled=self._exchange.sampled_ids)
-            self.graphs = CudaGraphManager(step, graph_sizes, platform, enforce_eager=enforce_eager, step_rows=kinds)
+            how: dict[str, Any] = {"enforce_eager": enforce_eager, "captures_ends": captures_ends, "step_rows": kinds}
+            self.graphs = CudaGraphManager(self._decode_step(parts, max(graph_sizes)), graph_sizes, platform, **how)
         self.proposer = proposer.make(RunnerParts(self.requests, self.tables, kv_memory, platform, enforce_eager))
         verified = (position_sizes, parts, enforce_eager, self._exchange.has_tokens, self.proposer, self.step_rows)
         self.speculation: Verifier = DraftVerifier(self.requests, *verified)
@@ -222,6 +223,13 @@ class ModelRunner:
             most, ranks = (max_num_seqs, max_graph_tokens), (self._exchange.group, self.step_rows)
             self.batch_graphs = BatchGraphs(self.requests, self.tables, self.forward_batch, *most, platform, *ranks)
         self._exchange.use_graphs(self.graphs, self.batch_graphs)
+        self._launches = Launches.of(self.graphs, self.speculation.graphs, self.batch_graphs)
+
+    def _decode_step(self, parts: Sequence[Any], max_size: int) -> DecodeStep:
+        if self.samples:
+            self.sampler.reserve()
+        sized = *parts[:3], max_size, *parts[3:]
+        return DecodeStep(*sized, samples=self.samples, sampled=self._exchange.sampled_ids)
 
     @cached_property
     def _extras(self) -> frozenset[str]:
@@ -235,6 +243,7 @@ class ModelRunner:
             parts = [Preparation(_IDLE_FOR_GRAPHS, partial(self.batch_graphs.prepare, shape)) for shape in shapes]
         return [*parts, *(Preparation(_IDLE_FOR_LONG_PARTS, part) for part in self.kv_memory.preparations())]
 
+    @phase("execute_model")
     @torch.inference_mode()
     def execute_model(self, out: SchedulerOutput) -> None:
         """Apply the step's row changes and run the model; logits stay on the device.
@@ -298,6 +307,7 @@ class ModelRunner:
             self._exchange.receive_for_graph(plan.num_tokens)
             hidden, rows, seq_lens, last = self.batch_graphs.run(plan, shape)
         else:
+            self._launches.note(is_graph=False)
             batch = InputBatch.gather(plan, self.requests, self.tables)
             inputs, attn = batch.inputs, self.kv_memory.bind(batch)
             self.step_rows.begin(batch.idx_mapping, inputs.query_start_loc, plan.num_tokens)
@@ -359,6 +369,7 @@ class ModelRunner:
         """See `StepExchange`."""
         self._exchange.join(sizes, has_prompts)
 
+    @phase("sample_tokens")
     @torch.inference_mode()
     def sample_tokens(self, grammar: GrammarOutput | None) -> AsyncOutput:
         """Sample the step that `execute_model` ran last, under its bitmask if it has one.
@@ -401,6 +412,7 @@ class ModelRunner:
         sampling, logprobs = NO_ROWS, None
         tensors = dict(state.side.tensors)
         if state.logits is not None and state.idx_mapping is not None:
+            self._launches.note(is_graph=False)
             batch = self.speculation.gather(plan, state.idx_mapping, grammar)
             sampling = batch.batch_idx
             sampled, errors = self._memory.sample(self.sampler, state.logits, batch)
@@ -423,7 +435,9 @@ class ModelRunner:
     ) -> AsyncOutput:
         """See `AsyncOutput`."""
         columns = state.step_id, state.num_reqs, sampling, source, state.row_errors, logprobs
-        return self.speculation.answer(state.plan, *columns, side=state.side)
+        answer = self.speculation.answer(state.plan, *columns, side=state.side)
+        answer.launches = self._launches.take()
+        return answer
 
     @property
     def prepares_after(self) -> float | None:

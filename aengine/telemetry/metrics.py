@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
 from itertools import accumulate, zip_longest
 from typing import TYPE_CHECKING, Any
+
+from ..limits.graphs import GRAPH_MODES
 
 if TYPE_CHECKING:
     from ..outputs import RequestEnd
@@ -119,6 +122,26 @@ class KVTierStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class GraphStatistics:
+    """How steps of one kind were launched."""
+
+    mode: str  # "FULL": as CUDA graphs; "PIECEWISE": in part; "NONE": op by op, as all on a CPU
+    has_prompts: bool  # steps in which a prompt was computed; else decodes, with or without drafts
+    num_steps: int
+    num_tokens: int  # tokens that these steps computed
+    num_paddings: int  # tokens beside them that graphs computed for nothing
+
+    @classmethod
+    def sums(cls, each: Iterable[Counter[tuple[int, bool, str]]]) -> tuple[GraphStatistics, ...]:
+        """Return one for each kind of step. ``each``: the counts of a replica, by the mode's place in `GRAPH_MODES`,
+        ``has_prompts`` and the name of the count."""
+        total = sum(map(Counter, each), Counter())  # copies: other threads count on
+        kinds = sorted({(mode, has_prompts) for mode, has_prompts, _ in total})
+        names = [field.name for field in fields(cls)][2:]
+        return tuple(cls(GRAPH_MODES[mode], has, *(total[mode, has, name] for name in names)) for mode, has in kinds)
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaStatistics:
     """One replica of the model at one moment. Counts are since the engine's start."""
 
@@ -201,6 +224,7 @@ class Statistics:
     num_aborted: int  # requests that their callers ended
     num_failed: int  # requests that ended by an error
     num_steps: int
+    graphs: tuple[GraphStatistics, ...]  # how these were launched
     prompt_tokens: int  # prompt tokens of accepted requests
     generated_tokens: int
     prefix_cache_queries: int  # prompt tokens looked up

@@ -197,6 +197,7 @@ class PrometheusCollector(Collector):
         yield _sleep_states(running)
         yield adapters
         yield from _drafts(running)
+        yield from _graphs(running)
         yield from _kv_tiers(running)
         for name, text, histogram_of in _HISTOGRAMS:
             histograms = HistogramMetricFamily(name, text, labels=_LABELS)
@@ -245,6 +246,22 @@ def _drafts(running: list[tuple[_Labels, Statistics]]) -> Iterator[Metric]:
             drafted.add_metric([*labels_of, each.proposer], each.drafted_tokens)
             accepted.add_metric([*labels_of, each.proposer], each.accepted_tokens)
     yield from (places, drafted, accepted)
+
+
+def _graphs(running: list[tuple[_Labels, Statistics]]) -> Iterator[Metric]:
+    labels = [*_LABELS, "mode", "step"]
+    texts = {
+        "num_steps": ("aengine:graph_steps", "Steps by how they were launched: as CUDA graphs, in part, or op by op."),
+        "num_tokens": ("aengine:graph_tokens", "Tokens of these steps."),
+        "num_paddings": ("aengine:graph_paddings", "Tokens that graphs computed to fill their size."),
+    }
+    for field, (name, text) in texts.items():
+        family = CounterMetricFamily(name, text, labels=labels)
+        for labels_of, statistics in running:
+            for each in statistics.graphs:
+                step = "prompt" if each.has_prompts else "decode"
+                family.add_metric([*labels_of, each.mode, step], getattr(each, field))
+        yield family
 
 
 def _kv_tiers(running: list[tuple[_Labels, Statistics]]) -> Iterator[Metric]:

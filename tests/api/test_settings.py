@@ -172,6 +172,7 @@ def test_settings_of_every_type(env: Callable[..., None]) -> None:
         AENGINE_NUM_THREADS="",
         AENGINE_GPU_MEMORY_UTILIZATION="5e-1",
         AENGINE_ENFORCE_EAGER="Yes",
+        AENGINE_CUDAGRAPH_MODE="NONE",
         AENGINE_ENABLE_PREFIX_CACHING="0",
         AENGINE_DTYPE="float32",
     )
@@ -183,12 +184,59 @@ def test_settings_of_every_type(env: Callable[..., None]) -> None:
         max_model_len=2048,
         gpu_memory_utilization=0.5,
         enforce_eager=True,
+        cudagraph_mode="NONE",
         enable_prefix_caching=False,
         dtype="float32",
     )
     assert EngineConfig.from_env() == expected
     assert EngineConfig.from_env(model="other", dtype="auto") == expected.replace(model="other", dtype="auto")
     assert AsyncLLM(EngineConfig.from_env(), block_size=3).config.block_size == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"cudagraph_mode": "full"},
+            "cudagraph_mode='full' is not valid: it must be one of 'auto', 'FULL', 'PIECEWISE'",
+        ),
+        ({"cudagraph_mode": None}, "cudagraph_mode=None is not valid"),
+        ({"cudagraph_mode": "PIECEWISE", "enforce_eager": True}, "goes against enforce_eager=True: leave one of them"),
+        *(
+            ({"cudagraph_capture_sizes": wrong}, "cudagraph_capture_sizes=.* a list of 1 to 512 sizes, or None")
+            for wrong in ([], "1,2", 8, {1, 2}, list(range(1, 600)))
+        ),
+        *(
+            (
+                {"cudagraph_capture_sizes": [4, wrong]},
+                f"cudagraph_capture_sizes={wrong!r} .* numbers of requests, each 1",
+            )
+            for wrong in (0, -1, 2.0, True, None, "8")
+        ),
+        ({"cudagraph_capture_sizes": [4, 2, 4]}, "cudagraph_capture_sizes=4 is not valid: it must be named once"),
+        ({"cudagraph_capture_sizes": [8, 300]}, "sizes=300 .* at most 256, as max_num_seqs is: leave larger ones out"),
+        ({"cudagraph_capture_sizes": [513], "max_num_seqs": 1024}, "sizes=513 .* at most 512: larger decodes"),
+        (
+            {"cudagraph_capture_sizes": [64], "max_num_batched_tokens": 32},
+            "sizes=64 .* 32, as max_num_batched_tokens is",
+        ),
+        ({"cudagraph_capture_sizes": [1], "cudagraph_mode": "NONE"}, "no effect with cudagraph_mode='NONE'"),
+        ({"cudagraph_capture_sizes": [1], "enforce_eager": True}, "no effect with enforce_eager=True"),
+    ],
+)
+def test_wrong_settings_of_graphs(settings: dict[str, Any], message: str) -> None:
+    """One error, which names the setting and what helps."""
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        EngineConfig(model="m", **settings)
+    assert caught.value.param in settings
+
+
+def test_settings_of_graphs() -> None:
+    config = EngineConfig(model="m", cudagraph_capture_sizes=[8, 1, 2], cudagraph_mode="PIECEWISE")
+    assert (config.cudagraph_capture_sizes, config.graph_mode) == ((1, 2, 8), "PIECEWISE")
+    assert EngineConfig.from_wire(config.to_wire()) == config
+    assert EngineConfig(model="m").graph_mode == "FULL"
+    assert EngineConfig(model="m", enforce_eager=True, cudagraph_mode="NONE").graph_mode == "NONE"
 
 
 def test_another_prefix(env: Callable[..., None]) -> None:
@@ -222,6 +270,7 @@ def test_a_model_must_be_named_somewhere() -> None:
         ("AENGINE_MAX_NUM_SEQS", "0", "AENGINE_MAX_NUM_SEQS: max_num_seqs=0 is not valid", "max_num_seqs"),
         ("AENGINE_HANG_TIMEOUT", "5 s", "must be a number", "hang_timeout"),
         ("AENGINE_HANG_TIMEOUT", "nan", "AENGINE_HANG_TIMEOUT: ", "hang_timeout"),
+        ("AENGINE_CUDAGRAPH_CAPTURE_SIZES", "1,2,many", "integers with commas", "cudagraph_capture_sizes"),
         ("AENGINE_ENFORCE_EAGER", "maybe", "true or false", "enforce_eager"),
         ("AENGINE_DTYPE", "float64", "AENGINE_DTYPE: dtype='float64' is not valid", "dtype"),
         ("AENGINE_SEED", "none", "an integer", "seed"),

@@ -21,7 +21,9 @@ LABELS = {"architectures": ["XForSequenceClassification"], "id2label": {"0": "no
     ("settings", "hf", "message"),
     [
         ({"max_model_len": 65}, {}, "max_model_len=65, but the model's context is 64 tokens: give at most that"),
-        ({"quantization": "fp8"}, {}, "quantization='fp8' is for GPUs: leave it at 'auto'"),
+        ({"quantization": "fp8"}, {}, "quantization='fp8' is for GPUs: leave it out"),
+        ({"cudagraph_mode": "FULL"}, {}, "cudagraph_mode='FULL' is for GPUs: leave it out on a CPU"),
+        ({"cudagraph_capture_sizes": [1, 2]}, {}, r"cudagraph_capture_sizes=\(1, 2\) is for GPUs: leave it out"),
         ({"attention_backend": "flash-attn-3", "device": "cpu"}, {}, "attention_backend='flash-attn-3' is for GPUs"),
         ({"device": "cuda:0"}, {}, "device='cuda:0': there is no NVIDIA driver: install one, .* or use device='cpu'"),
         (

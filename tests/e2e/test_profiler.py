@@ -55,6 +55,7 @@ async def test_a_trace(engine: AsyncLLM, tmp_path: Path, no_blocking: None) -> N
     await settled(engine)
     assert Path(path).parent == wanted and Path(path).name.startswith("aengine-rank0-") and path.endswith(".json.gz")
     names = {event.get("name", "") for event in events_of(path)}
+    assert names >= {"execute_model", "sample_tokens"}
     assert any("mm" in name or "linear" in name or "product" in name for name in names), names
     assert Path(second).parent == Path(again) and Path(again).name.startswith("aengine-profile-")
     assert [path] == [str(p) for p in wanted.iterdir()]
@@ -78,6 +79,17 @@ async def test_a_relative_folder_is_the_hosts(
     assert await engine.start_profile("here") == str(tmp_path / "here")
     assert (await engine.stop_profile()).startswith(str(tmp_path / "here"))
     await settled(engine)
+
+
+async def test_a_cpu_has_no_range_of_a_profiler(engine: AsyncLLM, tmp_path: Path, monkeypatch: Any) -> None:
+    """A folder of that name is another matter."""
+    with pytest.raises(InvalidRequestError, match='folder="cuda": a cpu has no .* "./cuda" for one of that name'):
+        await engine.start_profile("cuda")
+    monkeypatch.chdir(tmp_path)
+    assert await engine.start_profile("./cuda") == str(tmp_path / "cuda")
+    assert (await engine.stop_profile()).startswith(str(tmp_path / "cuda"))
+    assert engine.describe()["cudagraph_mode"] == "NONE" and not engine.describe()["cudagraph_capture_sizes"]
+    assert {each.mode for each in engine.statistics().graphs} <= {"NONE"}
 
 
 async def test_wrong_folders(engine: AsyncLLM, tmp_path: Path) -> None:

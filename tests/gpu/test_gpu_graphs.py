@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import mmap
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
-from gpu_models import DEVICE, MIB, Batch, Checkpoint, make_runner
+from gpu_models import DEVICE, MIB, SETTINGS, Batch, Checkpoint, make_runner
 from tiny import VOCAB_SIZE
 
-from aengine import SamplingParams
+from aengine import LLM, InvalidRequestError, ModelLoadError, SamplingParams
 from aengine.engine.sampling_extras import extras_of
 from aengine.ipc.messages import ModelRunnerOutput, float32, int32
+from aengine.limits.graphs import GRAPH_MODES
 
 pytestmark = pytest.mark.gpu
 
@@ -31,6 +35,8 @@ EVERYTHING: dict[str, Any] = {
     "min_tokens": 4,
     "stop_token_ids": int32(range(0, VOCAB_SIZE, 5)),
 }
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+needs_a_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="the settings of graphs are refused on a CPU")
 SHARED: list[memoryview] = []
 """Memory that CUDA knows is that for as long as the process lives."""
 
@@ -192,3 +198,65 @@ def test_a_nan_stays_in_its_row(checkpoint: MakeCheckpoint, eager: bool, logprob
             assert list(answer.logprobs.sampled) == kept
     assert spoilt[6:] == clean[6:]
     assert not any(answer.errors for answer in clean)
+
+
+@needs_a_gpu
+def test_modes_give_the_same_tokens(checkpoint: MakeCheckpoint, rng: random.Random) -> None:
+    """As the answers count them, steps are launched as the mode says, padded to the sizes that were asked for."""
+    prompts, seeds = random_prompts(rng, 7), [rng.getrandbits(60) for _ in range(7)]
+    how: dict[str, Any] = {"seed": seeds, "temperature": [0.0, 1.0] * 3 + [0.0], "top_p": [1.0] * 5 + [0.9, 0.9]}
+    batches = [(list(range(count)), size) for count, size in ((7, 20), (5, 5), (3, 5), (2, 2), (1, 2))]
+    given: dict[str, list[list[int]]] = {}
+    for place, mode in enumerate(GRAPH_MODES):
+        sizes = None if mode == "NONE" else [5, 2, 20]
+        runner = make_runner(checkpoint("llama").folder, cudagraph_mode=mode, cudagraph_capture_sizes=sizes)
+        assert runner.graphs is not None
+        assert runner.graphs.num_captured == [0, 1, 3][place] and (runner.batch_graphs is None) == (mode != "FULL")
+        batch = Batch(runner)
+        answers = [batch.start(prompts, **how)[0], *(batch.decode(rows)[0] for rows, _ in batches)]
+        given[mode] = [list(answer.token_ids) for answer in answers]
+        assert [answer.graph_mode for answer in answers[1:]] == [place] * len(batches)
+        if sizes:
+            assert [answer.num_paddings for answer in answers[1:]] == [size - len(rows) for rows, size in batches]
+        assert not any(answer.errors for answer in answers)
+        del runner, batch
+    assert given["FULL"] == given["PIECEWISE"] == given["NONE"]
+
+
+@needs_a_gpu
+def test_an_op_that_no_graph_may_hold(checkpoint: MakeCheckpoint, rng: random.Random) -> None:
+    """Ends the start, with the mode that runs it."""
+    settings: dict[str, Any] = {**SETTINGS, "worker": "uncapturable:load_model", "skip_tokenizer": True}
+    folder, prompts = str(checkpoint("llama").folder), random_prompts(rng, 5)
+    with pytest.raises(ModelLoadError, match="^cudagraph_mode='FULL': a graph .* 'PIECEWISE' launches the layers"):
+        LLM(folder, **settings).start()
+    outcomes = []
+    for mode in ("PIECEWISE", "NONE"):
+        with LLM(folder, cudagraph_mode=mode, **settings) as llm:
+            outcomes.append([completion.token_ids for completion in llm.generate(prompts, GREEDY)])
+            told = llm.describe()
+            assert told["cudagraph_mode"] == mode and bool(told["num_graphs"]) == (mode == "PIECEWISE")
+            assert {each.mode for each in llm.statistics().graphs if not each.has_prompts} == {mode}
+    assert outcomes[0] == outcomes[1]
+
+
+@needs_a_gpu
+def test_the_profilers_range(checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
+    """One at a time, a trace or the range; phases have names in a trace."""
+    with LLM(str(checkpoint("llama").folder), skip_tokenizer=True, **SETTINGS) as llm:
+        wanted = llm.generate([3, 4, 5], GREEDY).token_ids
+        assert llm.start_profile("cuda") == "cuda"
+        for folder in ("cuda", str(tmp_path), None):
+            with pytest.raises(InvalidRequestError, match="already, for cuda: stop_profile"):
+                llm.start_profile(folder)
+        assert llm.generate([3, 4, 5], GREEDY).token_ids == wanted
+        assert llm.stop_profile() == "cuda"
+        with pytest.raises(InvalidRequestError, match="no profile is being recorded"):
+            llm.stop_profile()
+        llm.start_profile(str(tmp_path))
+        assert llm.generate([3, 4, 5], GREEDY).token_ids == wanted
+        with gzip.open(llm.stop_profile(), "rt") as file:
+            names = {event.get("name") for event in json.load(file)["traceEvents"]}
+        assert names >= {"execute_model", "sample_tokens"}
+        sizes = llm.describe()["cudagraph_capture_sizes"]
+        assert sizes[:4] == [1, 2, 4, 8] and sizes[-1] == SETTINGS["max_num_seqs"]

@@ -211,7 +211,9 @@ def columns(**changes: Any) -> ModelRunnerOutput:
         (Kind.OUTPUT, columns(counts=int32([-1]), token_ids=int32(), values=float32()), "unequal length"),
         (Kind.OUTPUT, columns(token_idx=int32([2])), "not in the answer"),
         (Kind.OUTPUT, columns(token_idx=int32([-1])), "not in the answer"),
-        (Kind.OUTPUT, [3, b"", None, [[0, "kind", 5]], 1.0, 0.0, None, None], "expected a text"),
+        (Kind.OUTPUT, [3, b"", None, [[0, "kind", 5]], 1.0, 0.0, None, None, 0, 0], "expected a text"),
+        (Kind.OUTPUT, [3, b"", None, [], 1.0, 0.0, None, None, 3, 0], "graph_mode=3"),
+        (Kind.OUTPUT, [3, b"", None, [], 1.0, 0.0, None, None, 2, -1], "num_paddings=-1"),
         (Kind.OUTPUT, [3, b"123", None, [], 1.0, 0.0, None, None], "ValueError"),
         (Kind.OUTPUT, ModelRunnerOutput(3, int32(), answered_at=float("nan")), "answered_at=nan"),
         (Kind.OUTPUT, ModelRunnerOutput(3, int32(), answered_at="1"), "expected a number"),  # type: ignore[arg-type]

@@ -92,6 +92,7 @@ def make_runner(
     *,
     like_gpu: bool,
     enforce_eager: bool = True,
+    captures_ends: bool = False,
     position_sizes: tuple[int, ...] = (),
     step_rows: StepRows | None = None,
 ) -> ModelRunner:
@@ -117,6 +118,7 @@ def make_runner(
         max_graph_tokens=64,
         position_sizes=position_sizes,
         enforce_eager=enforce_eager,
+        captures_ends=captures_ends,
         step_rows=step_rows,
     )
 
@@ -165,6 +167,12 @@ def test_the_same_tokens(tmp_path: Path, rng: random.Random, monkeypatch: pytest
     folder = write_model(tmp_path, arch)
     plain, like_gpu = make_runner(folder, like_gpu=False), make_runner(folder, like_gpu=True)
     monkeypatch.setattr(like_gpu, "_sample_op_by_op", lambda *args: pytest.fail("sampled op by op"))
+    check_tokens(plain, like_gpu, rng)
+
+
+def test_the_same_tokens_where_ends_alone_are_graphs(tmp_path: Path, rng: random.Random) -> None:
+    folder = write_model(tmp_path, "llama")
+    plain, like_gpu = make_runner(folder, like_gpu=False), make_runner(folder, like_gpu=True, captures_ends=True)
     check_tokens(plain, like_gpu, rng)
 
 

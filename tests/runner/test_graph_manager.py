@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from aengine.limits.graphs import GRAPH_MODES
 from aengine.runner.graphs.batch_graphs import BatchGraphs, BatchOutputs, BatchShape
 from aengine.runner.graphs.cuda_graphs import CudaGraphManager, HalfDone
 from aengine.runner.sampling.sampler import Sampling
@@ -27,6 +28,8 @@ class Logits(str):
 class Log:
     """A step, a platform and graphs that tell what was done."""
 
+    samples = True
+
     def __init__(self) -> None:
         self.done: list[str] = []
         self.has_memory = True
@@ -41,6 +44,13 @@ class Log:
     def run(self, size: int) -> Any:
         self._note(f"run {size}")
         return HalfDone(Logits(f"half {size}"), None)  # type: ignore[arg-type]
+
+    def prepare(self, size: int) -> int:
+        return size
+
+    def forward(self, inputs: int, size: int) -> np.ndarray:
+        self._note(f"layers of {size}")
+        return np.zeros(size)
 
     def sample(self, half: Any, sampling: Sampling) -> None:
         self._note(f"{half.logits} {sampling.name}")
@@ -75,7 +85,7 @@ class Log:
 
 def make(**how: bool) -> tuple[Log, CudaGraphManager]:
     log = Log()
-    return log, CudaGraphManager(log, [1, 2, 4], log, enforce_eager=how.get("enforce_eager", False))  # type: ignore[arg-type]
+    return log, CudaGraphManager(log, [1, 2, 4], log, **{"enforce_eager": False} | how)  # type: ignore[arg-type]
 
 
 def test_the_second_half_is_the_one_that_the_batch_asks_for() -> None:
@@ -129,6 +139,43 @@ def test_an_eager_manager_captures_nothing() -> None:
     manager.hold("hidden", None, ROWS[:2])  # type: ignore[arg-type]
     manager.end(ROWS[:0], None, Sampling.PLAIN)
     assert log.done == ["run 4", "bitmasks", "half 4 CUT", "hold 4", "end 4 PLAIN"] and manager.num_captured == 0
+
+
+def test_ends_alone_are_graphs_where_layers_can_not_be() -> None:
+    """Of decodes and of steps with prompts, in any size that holds the batch; layers run op by op, padded."""
+    log, manager = make(enforce_eager=True, captures_ends=True)
+    manager.capture_all(lambda done, total: None)
+    assert [what for what in log.done if what.startswith("capture")] == [
+        f"capture end {size} {sampling.name}" for size in (4, 1) for sampling in Sampling
+    ]
+    log.done.clear()
+    for rows, size in (ROWS[:2], 2), (ROWS[:1], 1):
+        assert manager.run(rows, size) is None
+        manager.sample(rows, None, Sampling.CUT)
+    manager.hold("hidden", None, ROWS)  # type: ignore[arg-type]
+    manager.end(ROWS[:0], None, Sampling.PLAIN)
+    assert log.done == [
+        *["layers of 2", "hold 4", "bitmasks", "replay end 4 CUT"],
+        *["layers of 1", "hold 1", "bitmasks", "replay end 1 CUT"],
+        *["hold 4", "replay end 4 PLAIN"],
+    ]
+    assert manager.num_captured == 2
+
+
+def test_launches_are_told_by_their_parts() -> None:
+    """And what pads them: rows of the layers, whatever their end is padded to."""
+    for how, mode in ({}, "FULL"), ({"captures_ends": True}, "PIECEWISE"), ({"enforce_eager": True}, "NONE"):
+        _, manager = make(**{"enforce_eager": mode != "FULL"} | how)
+        manager.capture_all(lambda done, total: None)
+        manager.run(ROWS, 4)
+        manager.sample(ROWS, None, Sampling.PLAIN)
+        assert manager.launches.take() == (GRAPH_MODES.index(mode), 1)  # type: ignore[arg-type]
+        assert manager.launches.take() == (0, 0)
+    log, graphs = make_for_prompts()
+    run_three(graphs)
+    assert graphs.launches.take() == (GRAPH_MODES.index("PIECEWISE"), 30), "three steps of 6 tokens in 16"
+    run_three(graphs)
+    assert graphs.launches.take() == (GRAPH_MODES.index("FULL"), 30)
 
 
 def test_the_graphs_of_a_start_find_what_loading_took_given_back() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from aengine.outputs import FinishReason, RequestEnd, Timings, Usage
-from aengine.telemetry.metrics import HistogramCount, HistogramCounts, LoopLag
+from aengine.telemetry.metrics import GraphStatistics, HistogramCount, HistogramCounts, LoopLag
 
 
 def test_a_value_on_a_bound_counts_below_it() -> None:
@@ -70,3 +71,11 @@ def test_the_loops_lag_is_that_of_busy_times() -> None:
         assert 0.4 < lag.worst < 0.5  # it fades
         lag.pause()
         assert lag.worst == 0.0 and not loop.timers
+
+
+def test_how_steps_were_launched_is_summed_over_replicas() -> None:
+    first = Counter({(2, False, "num_steps"): 3, (2, False, "num_tokens"): 9, (2, False, "num_paddings"): 3})
+    second = Counter({(2, False, "num_steps"): 1, (2, False, "num_tokens"): 4, (0, True, "num_steps"): 1})
+    wanted = (GraphStatistics("NONE", True, 1, 0, 0), GraphStatistics("FULL", False, 4, 13, 3))
+    assert GraphStatistics.sums([first, second]) == wanted and first[2, False, "num_steps"] == 3
+    assert GraphStatistics.sums([Counter()]) == ()

@@ -76,6 +76,8 @@ async def test_the_names_that_dashboards_read() -> None:
         assert found["vllm:request_generation_tokens_bucket", "le=10.0"] == 1
         assert found["vllm:request_generation_tokens_sum", ""] == 7 + 2 * 21
         assert found["vllm:e2e_request_latency_seconds_sum", ""] == statistics.histograms.request_latency.sum
+        launched = {kind: found[f"aengine:graph_{kind}_total", "mode=NONE,step=decode"] for kind in ("steps", "tokens")}
+        assert 0 < launched["steps"] <= launched["tokens"]
         assert found["aengine:running", ""] == 1 and found["aengine:worker_restarts_total", ""] == 0
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ...errors import InvalidRequestError
+from ...limits.graphs import PROFILER_RANGE
 from ..threads.pools import run_in_thread
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ async def start_profile(core: EngineCore, folder: str | os.PathLike[str] | None)
     if folder is not None:
         if not isinstance(folder, str | os.PathLike) or not _is_text(os.fspath(folder)):
             raise InvalidRequestError(f"folder={folder!r} is not valid: it must be a path, or None", param="folder")
-        folder = await run_in_thread("abspath", os.path.abspath, folder)  # the worker's own directory may differ
+        if folder != PROFILER_RANGE:
+            folder = await run_in_thread("abspath", os.path.abspath, folder)  # the worker's own directory may differ
     elif len(core.replicas) > 1:  # several replicas write into one folder
         folder = await run_in_thread("mkdtemp", partial(tempfile.mkdtemp, prefix="aengine-profile-"))
     replies = await core.replicas.call("start_profile", folder, timeout=_START_PROFILE_SECONDS)

@@ -70,18 +70,20 @@ class CoreCalls(PoolingCalls, LoraCalls, WeightCalls, SleepCalls):
         """Record what the worker and its GPU do, until `stop_profile`. For seconds, not minutes: all is kept in memory.
 
         Args:
-            folder: where the trace will be; made if need be. None: a new temporary folder.
+            folder: where the trace will be; made if need be. None: a new temporary folder. "cuda": no trace is made;
+                the range opens that Nsight Systems and Nsight Compute record of the worker (docs/gpu.md#traces).
 
-        Returns the folder's path. With several replicas each writes a trace there.
+        Returns the folder's path, or "cuda". With several replicas each writes a trace there.
 
         Raises:
-            InvalidRequestError: a profile is being recorded already, or the folder can't be written to.
+            InvalidRequestError: a profile is being recorded already, or the range is open; the folder can't be written
+                to; the worker has no GPU whose range could be opened.
         """
         return await self._handle.run(calls.start_profile, folder)
 
     async def stop_profile(self) -> str:
         """End the recording and write it: a gzipped Chrome trace, for ui.perfetto.dev. Returns the file's path;
-        with several replicas that of the first one's.
+        with several replicas that of the first one's. Of a range it returns "cuda".
 
         The worker does nothing else meanwhile, for up to a minute after a long recording: requests wait.
 

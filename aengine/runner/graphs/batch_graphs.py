@@ -22,10 +22,12 @@ from ..block_tables import BlockTables
 from ..distributed.group import ALONE, Peers
 from ..input_batch import NO_ROWS, BatchPlan, Rows
 from ..platforms.platform import Graph, Platform
+from ..profiler import phase
 from ..request_state import RequestState
 from ..transfer import send
 from ..weights.step_rows import ROWS_UNSEEN, StepRows
 from .cuda_graphs import fits
+from .launches import Launches
 
 _TOKENS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 2304)
 _REQUESTS = (8, 64, 256, 1024)
@@ -81,6 +83,7 @@ class BatchGraphs:
         self._loaded: set[BatchShape] = set()  # shapes that ran once, and loaded what they need
         self._too_large: set[BatchShape] = set()  # shapes for which there was no memory
         self._pool: Any = None
+        self.launches = Launches()
 
     @property
     def num_tokens(self) -> list[int]:
@@ -118,6 +121,7 @@ class BatchGraphs:
 
     def run(self, plan: BatchPlan, shape: BatchShape) -> BatchOutputs:
         """Queue the step, in the shape that `shape_for` gave. What it returns is valid until the next step."""
+        self.launches.note(is_graph=shape in self._graphs, num_paddings=shape.num_tokens - plan.num_tokens)
         outputs = self._run(plan.rows, plan.query_lens, shape)
         return BatchOutputs(outputs.hidden, *(column[: plan.num_reqs] for column in outputs[1:]))
 
@@ -159,6 +163,7 @@ class BatchGraphs:
             self._step(shape)
         self._loaded.add(shape)
 
+    @phase("capture")
     def capture(self, shape: BatchShape) -> None:
         """Capture one graph, of a step that has run before. Others may be under way."""
         if self._pool is None:

@@ -40,11 +40,13 @@ from ...limits.bounds import MAX_LOGPROBS
 from ..async_output import Published
 from ..input_batch import NO_ROWS, Rows
 from ..platforms.platform import Graph, Platform
+from ..profiler import phase
 from ..request_state import COLUMNS, RequestState
 from ..sampling.bitmask_memory import HostBitmasks, MaskMemory
 from ..sampling.sampler import Sampler, Sampling
 from ..transfer import to_device
 from ..weights.step_rows import ROWS_UNSEEN, StepRows
+from .launches import Launches
 
 logger = logging.getLogger("aengine.runner")
 
@@ -70,7 +72,7 @@ def fits(capture: Callable[[], None], what: str, platform: Platform) -> bool:
         try:
             capture()
         except RuntimeError as error:
-            reason = _out_of_memory(error)
+            reason = out_of_memory(error)
             if reason is None:
                 raise
         else:
@@ -81,14 +83,24 @@ def fits(capture: Callable[[], None], what: str, platform: Platform) -> bool:
     return False
 
 
-def _out_of_memory(error: BaseException | None) -> str | None:
+def out_of_memory(error: BaseException) -> str | None:
     """Return the message of an out-of-memory error of torch, or of CUDA in making a graph, also if it is the cause of
     ``error``; None for other errors."""
+    return _message_with("out of memory", error)
+
+
+def not_captured(error: BaseException) -> str | None:
+    """Return the message of the first error of an op that no graph may hold; None for other errors."""
+    return _message_with("captur", error)
+
+
+def _message_with(text: str, error: BaseException | None) -> str | None:
+    found = None
     while error is not None:
-        if "out of memory" in str(error):
-            return str(error).partition(". ")[0].partition("\n")[0]
+        if text in str(error):
+            found = str(error).partition(". ")[0].partition("\n")[0]
         error = error.__context__
-    return None
+    return found
 
 
 class DecodeModel(Protocol):
@@ -291,7 +303,8 @@ def _unowned(tensor: Tensor) -> Tensor:
 class CudaGraphManager:
     """Captures `DecodeStep` for batches of the given sizes, and replays it.
 
-    With ``enforce_eager`` it runs the step as it is, padded alike, so that both give the same bits.
+    With ``enforce_eager`` it runs the step as it is, padded alike, so that both give the same bits; with
+    ``captures_ends`` beside it the end of every step is a graph, that of steps with prompts.
     """
 
     def __init__(
@@ -301,6 +314,7 @@ class CudaGraphManager:
         platform: Platform,
         *,
         enforce_eager: bool,
+        captures_ends: bool = False,
         has_ends: bool = True,
         step_rows: StepRows = ROWS_UNSEEN,
     ) -> None:
@@ -309,6 +323,8 @@ class CudaGraphManager:
         self.step = step
         self._sizes = sorted(sizes)
         self._is_eager = enforce_eager
+        self._has_ends_alone = captures_ends and step.samples
+        self.launches = Launches()
         self._step_rows = step_rows
         self._of_kinds: dict[int, dict[int, _Graphs]] = {kind: {} for kind in step_rows.kinds}  # those of decode steps
         self._ends: dict[int, dict[Sampling, Graph]] = {}  # graphs of the ends of steps with prompts, by size
@@ -334,7 +350,7 @@ class CudaGraphManager:
 
     @property
     def num_captured(self) -> int:
-        return len(self._graphs)
+        return len(self._graphs or self._ends)
 
     def size_for(self, num_reqs: int) -> int | None:
         """Return the smallest size that holds ``num_reqs``; None if there is none."""
@@ -343,9 +359,11 @@ class CudaGraphManager:
 
     def capture_all(self, progress: Callable[[int, int], None]) -> None:
         """Capture every size. ``progress(done, total)``. Nothing may be in flight."""
-        if self._is_eager:
-            return
         captured = [(kind, size) for size in self._sizes[::-1] for kind in self._step_rows.kinds]
+        if self._is_eager:
+            captured = [(self._step_rows.kinds[0], size) for size in self._end_sizes[::-1] if self._has_ends_alone]
+        if not captured:
+            return
         for kind, size in captured:
             # What a first run does (loading a kernel) must not be captured.
             with self._step_rows.only(kind):
@@ -363,6 +381,11 @@ class CudaGraphManager:
         Returns the hidden states to be passed on, [len(rows), hidden_size], on a rank that does not sample.
         """
         self.step.set_rows(rows, size)
+        if self._has_ends_alone:
+            self._step_rows.choose(rows)
+            self.launches.note(is_graph=False, num_paddings=size - len(rows))
+            self.hold(self.step.forward(self.step.prepare(size), size)[: len(rows)], None, rows)
+            return None
         half = self._run_first(rows, size)
         if isinstance(half, PassedOn):
             return half.hidden[: len(rows)]
@@ -384,6 +407,7 @@ class CudaGraphManager:
 
     def _run_first(self, rows: Rows, size: int) -> HalfDone | PassedOn:
         self._step_rows.choose(rows)
+        self.launches.note(is_graph=size in self._graphs, num_paddings=size - len(rows))
         if size not in self._graphs:
             return self.step.run(size)
         self._graphs[size].first.replay()
@@ -392,10 +416,13 @@ class CudaGraphManager:
     def sample(self, rows: Rows, bits: npt.NDArray[np.uint8] | None, sampling: Sampling) -> None:
         """Queue the second half of the step: ``bits`` [n, row_bytes] are of the batch's ``rows`` [n]; ``sampling``: of
         the whole batch."""
-        assert self._half is not None, "there is no first half"
+        if self._half is None:
+            self.end(rows, bits, sampling)
+            return
         (size, half), self._half = self._half, None
         if sampling >= Sampling.MASKED:
             self.step.set_bitmasks(rows, bits, size)
+        self.launches.note(is_graph=size in self._graphs)
         if size in self._graphs:
             self._graphs[size].second[sampling].replay()
         else:
@@ -411,15 +438,29 @@ class CudaGraphManager:
         size = self._held
         if sampling >= Sampling.MASKED:
             self.step.set_bitmasks(rows, bits, size)
+        self.launches.note(is_graph=size in self._ends)
         if size in self._ends:
             self._ends[size][sampling].replay()
         else:
             self.step.end(size, sampling)
 
+    @phase("capture")
     def capture(self, size: int) -> None:
         """Capture the graphs of a size, whose step has run before."""
         if self._pool is None:
             self._pool = self._platform.graph_pool()
+        if not self._is_eager:
+            self._capture_decode(size)
+        # Ends are the same for all kinds of steps.
+        if size not in self._end_sizes or size in self._ends or not self.step.samples:
+            return
+        ends = {}
+        for sampling in Sampling:
+            with self._platform.capture(self._pool) as ends[sampling]:
+                self.step.end(size, sampling)
+        self._ends[size] = ends
+
+    def _capture_decode(self, size: int) -> None:
         with self._platform.capture(self._pool) as first:
             half = self.step.run(size)
         if isinstance(half, PassedOn):
@@ -430,10 +471,3 @@ class CudaGraphManager:
             with self._platform.capture(self._pool) as second[sampling]:
                 self.step.sample(half, sampling)
         self._graphs[size] = _Graphs(first, second, half._replace(logits=_unowned(half.logits)))
-        if size not in self._end_sizes or size in self._ends:  # ends are the same for all kinds of steps
-            return
-        ends = {}
-        for sampling in Sampling:
-            with self._platform.capture(self._pool) as ends[sampling]:
-                self.step.end(size, sampling)
-        self._ends[size] = ends

@@ -35,6 +35,7 @@ class CpuPlatform:
     default_batched_tokens = 512
     virtual_memory = CpuMemory()
     profiler_activities: ClassVar[Sequence[Any]] = ()
+    profiler_range = None
 
     @classmethod
     def find(cls, setting: str) -> CpuPlatform | Unavailable:

@@ -38,6 +38,13 @@ _LEAST_CAPABILITY = (7, 5)  # Turing: what CUDA 13 and Triton still compile for
 _DRIVER_VERSION = Path("/proc/driver/nvidia/version")
 
 
+@contextlib.contextmanager
+def _profiler_range() -> Iterator[Callable[[str], contextlib.AbstractContextManager[object]]]:
+    """See `Platform`: between cudaProfilerStart and cudaProfilerStop, where phases are ranges of NVTX."""
+    with torch.cuda.profiler.profile():
+        yield torch.cuda.nvtx.range
+
+
 @dataclass
 class CudaPlatform:
     """CUDA: one GPU."""
@@ -50,6 +57,7 @@ class CudaPlatform:
     compiled_types = ()
     default_batched_tokens = 8192
     profiler_activities: ClassVar[Sequence[Any]] = (ProfilerActivity.CUDA,)
+    profiler_range = staticmethod(_profiler_range)
 
     def __post_init__(self) -> None:
         self.virtual_memory = CudaMemory(self.device)

@@ -52,6 +52,10 @@ class SideStream(Protocol):
         is done. Returns the event that is done when the work is; None: it is."""
 
 
+ProfilerRange = Callable[[], AbstractContextManager[Callable[[str], AbstractContextManager[object]]]]
+"""Yields what names phases in the range."""
+
+
 class DeviceMemory(NamedTuple):
     """Memory of a device, in bytes."""
 
@@ -86,6 +90,10 @@ class Platform(Protocol):
     """Most tokens computed in one step where max_num_batched_tokens is not set."""
     profiler_activities: ClassVar[Sequence[Any]]
     """Those of `torch.profiler` that record it, the CPU's aside."""
+
+    @property
+    def profiler_range(self) -> ProfilerRange | None:
+        """What opens the range that profilers outside of this process record; None: the device has none."""
 
     @classmethod
     def find(cls, setting: str) -> Platform | Unavailable:

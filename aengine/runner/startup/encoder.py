@@ -41,9 +41,9 @@ def load_encoder(config: EngineConfig, source: Mapping[str, Any], rank: Rank, pr
             f"tensor_parallel_size={rank.tp_size}: an encoder is not divided: leave it at 1; "
             f"data_parallel_size is for several GPUs"
         )
-    for name in ("quantization", "model_impl", "attention_backend"):
-        if (value := getattr(config, name)) not in ("auto", "native"):
-            raise ModelLoadError(f"{name}={value!r}: it is for decoders: leave it at 'auto'")
+    for name in ("quantization", "model_impl", "attention_backend", "cudagraph_mode", "cudagraph_capture_sizes"):
+        if (value := getattr(config, name)) not in ("auto", "native", None):
+            raise ModelLoadError(f"{name}={value!r}: it is for decoders: leave it out")
     if config.batch_invariant:
         raise ModelLoadError(
             "batch_invariant=True: an encoder attends to whole batches at once: leave it at False here"

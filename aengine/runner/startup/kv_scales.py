@@ -124,7 +124,8 @@ def measured(setup: RunnerSetup) -> RunnerSetup:
     layers: tuple[LayerKV, ...] = setup.model_config.kv_layers
     if not any(isinstance(kv, FullKV | WindowKV) for kv in layers):
         return setup
-    config = setup.config.replace(swap_space_bytes=0, speculation="none", enforce_eager=True, max_num_seqs=1)
+    how: dict[str, Any] = {"enforce_eager": True, "cudagraph_mode": "auto", "cudagraph_capture_sizes": None}
+    config = setup.config.replace(swap_space_bytes=0, speculation="none", max_num_seqs=1, **how)
     plain = replace(setup, config=config, kv_format=KVFormat(setup.model.weights.formats.dtype))
     return replace(setup, kv_format=ScaledKV(by_layer=_measure(plain), source="calibrated"))
 

@@ -253,6 +253,8 @@ class LocalModel:
             "device": str(platform.device),
             "is_accelerator": platform.is_accelerator,
             "attention_backend": setup.attention.name,
+            "cudagraph_mode": setup.graph_mode,
+            "cudagraph_capture_sizes": setup.graph_sizes if setup.graph_mode != "NONE" else [],
             "num_graphs": 0 if runner.graphs is None else runner.graphs.num_captured,
             "num_draft_graphs": 0 if drafts is None else drafts.num_captured,
             "prompt_step_sizes": [] if runner.batch_graphs is None else runner.batch_graphs.num_tokens,

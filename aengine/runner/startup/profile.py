@@ -107,7 +107,7 @@ def _peak(setup: RunnerSetup, runner: ModelRunner, max_model_len: int) -> int:
             max_model_len=max_model_len,
         )
     )
-    if runner.graphs is None or setup.config.enforce_eager:
+    if runner.graphs is None or setup.graph_mode == "NONE":
         return peak
     batch = None if runner.batch_graphs is None else runner.batch_graphs.largest
     runner.graphs.step.run_padded(runner.graphs.max_size, has_end=True)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...config import EngineConfig
 from ...errors import ModelLoadError, NotEnoughMemoryError
 from ...ipc.messages import most_ahead
+from ...limits.graphs import GraphMode
 from ..attention.backend import AttentionBackend
 from ..attention.kv_format import KVFormat
 from ..attention.kv_pages import KvCacheSpec
@@ -25,7 +25,7 @@ from ..distributed.stage import PipelineStage
 from ..exchange.expert_rounds import ExpertRounds
 from ..exchange.relay import Relay
 from ..exchange.step_exchange import StepExchange
-from ..graphs.cuda_graphs import graph_sizes
+from ..graphs.cuda_graphs import graph_sizes, not_captured, out_of_memory
 from ..kv_spec import KVLayout, lay_out_kv
 from ..layers.decoder import Decoder
 from ..lazy_zeros import NewZeros, lazy_zeros
@@ -112,6 +112,19 @@ class RunnerSetup:
         return load_processors(self.config.logits_processors)
 
     @property
+    def graph_mode(self) -> GraphMode:
+        """What of a step is launched as graphs."""
+        return self.config.graph_mode if self.platform.is_accelerator else "NONE"
+
+    @property
+    def graph_sizes(self) -> list[int]:
+        """Numbers of requests to which decodes are padded; empty: they are not."""
+        if not self.platform.is_accelerator:
+            return []
+        chosen = self.config.cudagraph_capture_sizes
+        return list(chosen or graph_sizes(min(self.config.max_num_seqs, self.max_batched)))
+
+    @property
     def draft_sizes(self) -> list[int]:
         """Numbers of positions of decodes with drafts that have graphs; pipelines run them as steps with prompts."""
         if self.config.speculation == "none" or not self.platform.is_accelerator or self.link is not None:
@@ -162,11 +175,12 @@ class RunnerSetup:
             num_blocks=num_blocks,
             kv_groups=self.kv_layout.groups,
             platform=platform,
-            graph_sizes=graph_sizes(min(config.max_num_seqs, self.max_batched)) if platform.is_accelerator else None,
+            graph_sizes=self.graph_sizes or None,
             max_graph_tokens=min(MAX_GRAPH_TOKENS, self.max_batched),
             position_sizes=self.draft_sizes,
             max_in_flight_steps=config.steps_in_flight,  # steps beyond these wait in the worker's queue
-            enforce_eager=config.enforce_eager,
+            enforce_eager=self.graph_mode != "FULL",
+            captures_ends=self.graph_mode == "PIECEWISE",
             vectors=self.vectors,
             vocabulary=Vocabulary(self.model.vocabulary, self.group),
             exchange=exchange,
@@ -199,17 +213,27 @@ class RunnerSetup:
         """Convert a lack of memory, of the device or of a multiprocessor, to a ModelLoadError with its use and cure."""
         try:
             yield
-        except torch.OutOfMemoryError as error:
-            memory = self.platform.memory()
-            raise NotEnoughMemoryError(
-                f"the GPU ran out of memory while the engine started: {_gib(memory.total)} in all, {_gib(memory.free)} "
-                f"free, weights {_gib(self.weight_bytes)}: lower gpu_memory_utilization, max_num_batched_tokens or "
-                f"max_num_seqs, or end other processes on the GPU ({str(error).partition('. ')[0]})"
-            ) from error
         except Exception as error:
-            if type(error).__name__ != "OutOfResources":  # Triton's, which need not be installed
+            if self.platform.is_accelerator and (reason := out_of_memory(error)):
+                raise self._too_large(reason) from error
+            if type(error).__name__ == "OutOfResources":  # Triton's, which need not be installed
+                raise self._too_small(error) from error
+            if self.graph_mode == "NONE" or (reason := not_captured(error)) is None:
                 raise
-            raise self._too_small(error) from error
+            cures = {"FULL": "'PIECEWISE' launches the layers op by op, 'NONE' all", "PIECEWISE": "use 'NONE'"}
+            mode = f"cudagraph_mode={self.graph_mode!r}"
+            raise ModelLoadError(
+                f"{mode}: a graph of a step could not be captured ({reason}): {cures[self.graph_mode]}"
+            ) from error
+
+    def _too_large(self, reason: str) -> NotEnoughMemoryError:
+        memory = self.platform.memory()
+        graphs = "give fewer cudagraph_capture_sizes, " if self.config.cudagraph_capture_sizes else ""
+        return NotEnoughMemoryError(
+            f"the GPU ran out of memory while the engine started: {_gib(memory.total)} in all, {_gib(memory.free)} "
+            f"free, weights {_gib(self.weight_bytes)}: {graphs}lower gpu_memory_utilization, max_num_batched_tokens or "
+            f"max_num_seqs, or end other processes on the GPU ({reason})"
+        )
 
     def _too_small(self, error: Any) -> ModelLoadError:
         model, formats = self.model_config, self.model.weights.formats
