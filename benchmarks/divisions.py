@@ -3,6 +3,7 @@
     python benchmarks/divisions.py --shape llama-3.1-8b --divisions one tp2 pp2 dp2 --out two-gpus.json
     python benchmarks/divisions.py --shape qwen3-30b-a3b --divisions one tp2 tp2ep dp2ep
     python benchmarks/divisions.py --shape tiny --divisions one tp2 tp2pp2 --set device=cpu --tasks single
+    python benchmarks/divisions.py --tasks offline --in-proportion     so many requests a GPU, not 256 in all
 
 A division names sizes: tp (tensor parallel), pp (pipeline), dp (data), and ep where experts are divided whole. JSON to
 stdout, or to --out: the medians of each, and how many times those of the first division they are.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import subprocess
@@ -41,6 +43,9 @@ def run(args: argparse.Namespace, division: str, out: Path) -> dict[str, Any]:
     """What engine_bench.py finds: {"start": {...}, scenario: {figure: median}}; or {"failed": its exit status}."""
     command = [sys.executable, str(HERE / "engine_bench.py"), "--engine", "aengine_adapter:Adapter"]
     command += ["--shape", args.shape, "--tasks", args.tasks, "--reps", str(args.reps), "--out", str(out)]
+    if args.in_proportion:
+        num_devices = math.prod(size for size in settings_of(division).values() if size is not True)
+        command += ["--offline-requests", str(256 * num_devices)]
     given = [f"{name}={json.dumps(value)}" for name, value in settings_of(division).items()]
     command += [word for setting in [*args.set, *given] for word in ("--set", setting)]
     environment = os.environ | {"BENCH_T0": str(time.time())}
@@ -51,6 +56,7 @@ def run(args: argparse.Namespace, division: str, out: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"start": {"first_token_s": result["startup"]["first_token_s"]}}
     for scenario, figures in result.items():
         if isinstance(figures, dict) and "median" in figures:
+            scenario = re.sub(r"^offline\d+_a", "offline_a", scenario)  # with whatever number of requests
             found[scenario] = {name: figures["median"][name] for name in SHOWN if name in figures["median"]}
     if "errors" in result:
         found["failed"] = sorted(result["errors"])
@@ -72,6 +78,7 @@ def main() -> int:
     parser.add_argument("--divisions", nargs="+", default=["one", "tp2", "pp2", "dp2"], metavar="DIVISION")
     parser.add_argument("--tasks", default="single,burst,offline", help="of engine_bench.py")
     parser.add_argument("--reps", type=int, default=3)
+    parser.add_argument("--in-proportion", action="store_true", help="256 requests offline a device, not in all")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=JSON", help="a setting of all engines")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()

@@ -133,10 +133,9 @@ class WeightReceiver:
             raise ModelLoadError("this worker has joined no group: the update's first call says which")
         unknown = self._check(entries)
         problem: dict[str, Any] = {}
-        for name, dtype, shape in entries:
-            tensor = self._broadcast.receive(name, getattr(torch, dtype), shape)
+        for tensors in self._broadcast.receive(entries):
             # An error would leave the others of the group waiting: all are received, and the first error is told.
-            problem = problem or answered(self._put_all, [(name, tensor)], allow_nan)
+            problem = problem or answered(self._put_all, tensors, allow_nan)
         return problem or {"unknown": unknown}
 
     def _check(self, entries: Sequence[Sequence[Any]]) -> list[str]:
