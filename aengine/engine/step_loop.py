@@ -238,11 +238,12 @@ class StepLoop:
         if masks is not None:
             await self._gate.send(masks, self._executor)
 
-    async def _send_and_publish(self, masks: Masks) -> EngineError | None:
-        """Send a bitmask and publish the next step: the worker waits for both. Returns an EngineError instead of
-        raising it."""
+    async def _send_and_publish(self, masks: Masks | None) -> EngineError | None:
+        """Send a bitmask, if there is one, and publish the next step: the worker waits for both. Returns an EngineError
+        instead of raising it."""
         try:
-            await self._gate.send(masks, self._executor)
+            if masks is not None:
+                await self._gate.send(masks, self._executor)
             await self._publish_next()
         except EngineError as error:
             return error
@@ -310,14 +311,13 @@ class StepLoop:
             except EngineError as error:
                 failure = error
         logprobs = logprobs_by_token(output.logprobs) if output.logprobs is not None else {}
-        if masks is None:
-            await self._delivery.deliver_all(sampled, logprobs)
-        elif isinstance(masks.filled, Filled):
-            failure = await self._send_and_publish(masks)
-            await self._delivery.deliver_all(sampled, logprobs)
-        else:
+        if masks is not None and not isinstance(masks.filled, Filled):
             failure = await self._delivery.deliver_beside(
                 masks.filled, self._send_and_publish(masks), sampled, logprobs
             )
+        else:
+            if failure is None and (masks is not None or not self.in_flight.answers):
+                failure = await self._send_and_publish(masks)
+            await self._delivery.deliver_all(sampled, logprobs)
         if failure is not None:
             raise failure
