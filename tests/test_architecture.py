@@ -627,7 +627,7 @@ BUDGETS = {
     "engine": 32000,
     "integrations": 2650,
     "ipc": 2200,
-    "kernels": 18000,
+    "kernels": 18250,
     "limits": 1100,
     "remote": 1700,
     "runner": 27550,
