@@ -24,6 +24,7 @@ from torch import Tensor
 from .delta_memory import DeltaInputs, DeltaMemory
 from .dispatch import uses_triton
 from .gated_delta import normalised
+from .short_conv import ungated
 
 
 def gated_delta_of_drafts(inputs: DeltaInputs, memory: DeltaMemory, pages: Tensor, positions: Tensor) -> Tensor:
@@ -99,7 +100,7 @@ def conv_of_drafts(
         from .triton import drafted_states as triton_op
 
         return triton_op.conv_of_drafts(x, weight, bias, ring, pages, positions, num_kept)
-    n, width, own = len(x), len(weight), x.float()
+    n, width, (own, gate) = len(x), len(weight), ungated(x, weight)
     y = own * weight[-1]
     if bias is not None:
         y += bias
@@ -111,12 +112,12 @@ def conv_of_drafts(
         kept = ring[pages, place % ring.shape[1]].masked_fill_((place < 0)[:, None], 0)
         y.addcmul_(torch.where(is_new[:, None], own[source], kept), weight[tap])
     ring[pages[:num_kept], positions[:num_kept] % ring.shape[1]] = own[:num_kept]
-    return y.to(x.dtype)
+    return (y * gate).to(x.dtype)
 
 
 def keep_last(x: Tensor, ring: Tensor, pages: Tensor, positions: Tensor) -> None:
-    """Put x [n, channels] into the rings of ``pages`` at ``positions``, int64 [n]."""
-    ring.index_put_((pages, positions % ring.shape[1]), x.to(ring.dtype))
+    """Put x [n, channels], or b, c and x, into the rings of ``pages`` at ``positions``, int64 [n]."""
+    ring.index_put_((pages, positions % ring.shape[1]), ungated(x, ring[0])[0])
 
 
 def _with_pending(memory: DeltaMemory, pages: Tensor, positions: Tensor) -> Tensor:

@@ -88,6 +88,24 @@ def gather_block_table(
     return torch.where(begins < seq_lens[:, None], blocks, blocks[:, :1])
 
 
+def state_pages(block_table: Tensor, rows: Tensor, seq_lens: Tensor, spare_page: int) -> tuple[Tensor, Tensor]:
+    """Return where each row keeps its states, int64 [n], and whether it has none yet, bool [n], of a step of one token
+    each.
+
+    Args:
+        block_table: int32 [max_num_seqs, width], of the states' KV group
+        rows: int64 [n]; -1: padding, which has ``spare_page``
+        seq_lens: int32 [n], this step's token included
+    """
+    assert rows.dtype == torch.int64 and seq_lens.shape == rows.shape
+    if uses_triton(rows):
+        from .triton import input_prep as triton_op
+
+        return triton_op.state_pages(block_table, rows, seq_lens, spare_page)
+    pages = block_table[:, 0].index_select(0, rows.clamp(min=0)).long()
+    return torch.where(rows >= 0, pages, spare_page), seq_lens <= 1
+
+
 def append_tokens(token_ids: Tensor, num_tokens: Tensor, rows: Tensor, sampled: Tensor) -> None:
     """Append ``sampled`` to the rows: ``token_ids[row, num_tokens[row]++] = sampled``. Rows are distinct.
 

@@ -3,6 +3,7 @@
     plain_linear         y = x W^T + b
     norm_linear          y = rms_norm(x) W^T + b
     norm_gated_linear    y = act(g) * u,  (g, u) = rms_norm(x) W^T + b
+    norm_conv_linear     y = c * convolution(b * z),  (b, c, z) = rms_norm(x) W^T + b
     add_linear           residual += x W^T + b
 
 W is of x's dtype, or of codes, which become numbers as they are multiplied: see `Matrix`. Where that says that x may be
@@ -24,6 +25,7 @@ from .dispatch import uses_triton
 from .matrix import Matrix
 from .rms_norm import Norm, rms_norm
 from .scaled_product import product
+from .short_conv import TokenConv, conv_of_tokens
 
 
 def plain_linear(x: Tensor, matrix: Matrix) -> Tensor:
@@ -54,6 +56,17 @@ def norm_gated_linear(x: Tensor, norm: Norm, matrix: Matrix, activation: Activat
 
         return triton_op.gated_linear(x, norm, matrix, activation)
     return act_and_mul(product(rms_norm(x, norm.weight, norm.eps), matrix), activation)
+
+
+def norm_conv_linear(x: Tensor, norm: Norm, matrix: Matrix, conv: TokenConv) -> Tensor:
+    """Return [n, channels], one token of each sequence, for a matrix [3 * channels, in_features]."""
+    matrix.check(x.shape)
+    if uses_triton(x):
+        from .triton import linear_conv as triton_op
+
+        if triton_op.fits(x, matrix):
+            return triton_op.conv_gemv(x, norm, matrix, conv)
+    return conv_of_tokens(norm_linear(x, norm, matrix), *conv)
 
 
 def add_linear(residual: Tensor, x: Tensor | Gated, matrix: Matrix) -> None:

@@ -2,16 +2,29 @@
 
     y[t] = bias + sum over i < width of weight[i] * x[t - width + 1 + i]
 
-What a sequence keeps for its next token are the last width - 1 inputs.
+What a sequence keeps for its next token are the last width - 1 inputs. With gates b and c it is c * convolution of
+b * x, of which b, c and x are given side by side.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .dispatch import uses_triton
 from .sequences import Sequences
+
+
+class TokenConv(NamedTuple):
+    """A convolution of one token of each of n sequences: what `conv_of_tokens` takes beside x."""
+
+    weight: Tensor
+    bias: Tensor | None
+    memory: Tensor
+    pages: Tensor
+    begins: Tensor
 
 
 def conv_of_tokens(
@@ -21,7 +34,7 @@ def conv_of_tokens(
     dtype.
 
     Args:
-        x: [n, channels], any stride from token to token
+        x: [n, channels], or [n, 3 * channels]: b, c and x; any stride from token to token
         weight: float32 [width, channels]
         bias: float32 [channels]
         memory: float32 [num_pages, width - 1, channels], the inputs before; any stride from page to page
@@ -34,12 +47,13 @@ def conv_of_tokens(
 
         return triton_op.conv_of_tokens(x, weight, bias, memory, pages, begins)
     state = memory.index_select(0, pages).masked_fill_(begins[:, None, None], 0)
-    inputs = torch.cat((state, x[:, None].float()), 1)
+    own, gate = ungated(x, weight)
+    inputs = torch.cat((state, own[:, None]), 1)
     y = (inputs * weight).sum(1)
     if bias is not None:
         y += bias
     memory.index_copy_(0, pages, inputs[:, 1:])
-    return y.to(x.dtype)
+    return (y * gate).to(x.dtype)
 
 
 def conv_of_prompts(x: Tensor, weight: Tensor, bias: Tensor | None, memory: Tensor, sequences: Sequences) -> Tensor:
@@ -51,9 +65,10 @@ def conv_of_prompts(x: Tensor, weight: Tensor, bias: Tensor | None, memory: Tens
 
         return triton_op.conv_of_prompts(x, weight, bias, memory, sequences)
     states = memory.index_select(0, sequences.pages).masked_fill_(sequences.begins[:, None, None], 0)
-    out, begin = torch.empty_like(x), 0
+    own, gate = ungated(x, weight)
+    out, begin = torch.empty_like(own), 0
     for state, length in zip(states, sequences.lens, strict=True):
-        inputs = torch.cat((state, x[begin : begin + length].float()))
+        inputs = torch.cat((state, own[begin : begin + length]))
         y = inputs[:length] * weight[0]
         for i in range(1, len(weight)):
             y.addcmul_(inputs[i : i + length], weight[i])
@@ -63,4 +78,12 @@ def conv_of_prompts(x: Tensor, weight: Tensor, bias: Tensor | None, memory: Tens
         state.copy_(inputs[length:])
         begin += length
     memory.index_copy_(0, sequences.pages, states)
-    return out
+    return (out * gate).to(x.dtype)
+
+
+def ungated(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | float]:
+    """Return float32 [n, channels] that is convolved of x, and the gate of what comes of it."""
+    if x.shape[1] == weight.shape[1]:
+        return x.float(), 1.0
+    b, c, inputs = x.float().chunk(3, 1)
+    return b * inputs, c

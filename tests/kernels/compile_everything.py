@@ -457,6 +457,14 @@ def states(compiler: Compiler) -> None:
         starts = torch.arange(3)
         sequences = Sequences((1, 1), starts, torch.arange(2, dtype=torch.int32), pages, begins, starts)
         short_conv.conv_of_prompts(x, torch.zeros(width, 8192), bias, memory, sequences)
+    memory, filters = torch.zeros(2, 2, 1024), torch.zeros(3, 1024)
+    conv = short_conv.TokenConv(filters, None, memory, pages[:1], begins[:1])
+    short_conv.conv_of_tokens(x[:, :3072], filters, None, memory, pages, begins)
+    for k in (1024, 2048):
+        own = torch.zeros(1, k, dtype=compiler.half)
+        matrix = Matrix(torch.zeros(3072, k, dtype=compiler.half))
+        linear.norm_conv_linear(own, InputNorm(torch.zeros(k, dtype=compiler.half), 1e-6), matrix, conv)
+    input_prep.state_pages(torch.zeros(4, 3, dtype=torch.int32), pages, torch.zeros(2, dtype=torch.int32), 3)
 
 
 def adapters(compiler: Compiler) -> None:

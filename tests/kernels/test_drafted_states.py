@@ -17,6 +17,7 @@ from aengine.kernels.drafted_states import (
     keep_last,
     settle_drafts,
 )
+from aengine.kernels.short_conv import ungated
 
 CPU = torch.device("cpu")
 NUM_TOKENS, NUM_PAGES, MOST = 30, 6, 4  # tokens of a sequence, of which a step has at most MOST
@@ -96,10 +97,11 @@ def test_a_convolution_forgets_what_is_rejected(
     """Long spans of prompts stand behind those that may have drafts."""
     torch.manual_seed(rng.getrandbits(30))
     device = request.getfixturevalue("triton_device") if runs == "triton" else CPU
-    channels, texts = 150, torch.randn(3, NUM_TOKENS, 157)[..., 7:]
+    channels, given = 150, torch.randn(3, NUM_TOKENS, 7 + 150 * rng.choice([1, 3]))[..., 7:]
     weight, bias = torch.randn(width, channels), torch.randn(channels)
+    texts, c = (t if isinstance(t, float) else t.unflatten(0, (3, -1)) for t in ungated(given.flatten(0, 1), weight))
     filters, padded = weight.t().unsqueeze(1), F.pad(texts, (0, 0, width - 1, 0))
-    wanted = F.conv1d(padded.transpose(1, 2), filters, bias, groups=channels).transpose(1, 2)
+    wanted = F.conv1d(padded.transpose(1, 2), filters, bias, groups=channels).transpose(1, 2) * c
     ring = dirty(in_pages(NUM_PAGES, width - 1 + MOST, channels)).to(device)
     pages, at = torch.randperm(NUM_PAGES)[:3].tolist(), [0] * 3
     for _ in range(30):
@@ -109,7 +111,7 @@ def test_a_convolution_forgets_what_is_rejected(
         if not step:
             continue
         accepted = [rng.randint(1, count) if (i, count) in short else count for i, count in step]
-        x = [texts[i, at[i] : at[i] + count].clone() for i, count in step]
+        x = [given[i, at[i] : at[i] + count].clone() for i, count in step]
         for own, right in zip(x, accepted, strict=True):
             own[right:] = rng.random()
         lens = [count for _, count in step]

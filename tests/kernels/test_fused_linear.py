@@ -13,12 +13,14 @@ import torch.nn.functional as F
 from pairs import some
 
 from aengine.kernels.activation import Activation, Gated, act_and_mul, computed
+from aengine.kernels.dispatch import torch_reference
 from aengine.kernels.expert_types import InputNorm
 from aengine.kernels.grouped_codes import GroupedCodes
-from aengine.kernels.linear import add_linear, norm_gated_linear, norm_linear, plain_linear
+from aengine.kernels.linear import add_linear, norm_conv_linear, norm_gated_linear, norm_linear, plain_linear
 from aengine.kernels.linear_tilings import StreamedTiling
 from aengine.kernels.matrix import Matrix
 from aengine.kernels.rms_norm import add_rms_norm, rms_norm
+from aengine.kernels.short_conv import TokenConv, conv_of_tokens
 from aengine.kernels.triton import linear_fp8, linear_streamed
 
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
@@ -123,6 +125,32 @@ def test_add_linear(
         on = moved(triton_device, residual, x, *matrix)
         add_linear(on[0], on[1], Matrix(*on[2:]))
         assert relative_error(on[0], reference) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_norm_conv_linear(
+    rng: random.Random, gen: torch.Generator, triton_device: torch.device, dtype: torch.dtype, rows: int
+) -> None:
+    """The states become those of the same convolution behind the product."""
+    for k, n, width in ((576, 45, 3), (1024, 32, 4), (72, 50, 2)):
+        x, *matrix = draw(gen, rng, rows, k, 3 * n, dtype, rng.random() < 0.5)
+        norm, filters = (torch.rand(k, generator=gen) + 0.5).to(dtype), torch.randn(width, n, generator=gen)
+        memory = torch.full((5, 8 + (width - 1) * n), torch.nan)[:, 8:].unflatten(1, (width - 1, n))
+        pages, begins = torch.randperm(5, generator=gen)[:rows], torch.rand(rows, generator=gen) < 0.3
+        memory[pages[~begins]] = torch.randn(int((~begins).sum()), width - 1, n, generator=gen)
+        bias = torch.randn(n, generator=gen) if rng.random() < 0.5 else None
+        states, own = memory.clone(), memory.to(triton_device, copy=True)
+        with torch_reference():
+            gates = product(normed(x, norm, 1e-5), *matrix).float()
+            wanted = conv_of_tokens(gates, filters, bias, states, pages, begins)
+        on = moved(triton_device, x, norm, *matrix)
+        conv = TokenConv(*moved(triton_device, filters, bias), own, *moved(triton_device, pages, begins))
+        out = norm_conv_linear(on[0], InputNorm(on[1], 1e-5), Matrix(*on[2:]), conv)
+        assert out.shape == (rows, n) and out.dtype == dtype
+        assert relative_error(out, wanted.double()) < 4 * TOLERANCE[dtype]
+        close = 4 * TOLERANCE[dtype]
+        torch.testing.assert_close(own.cpu(), states, rtol=close, atol=close, equal_nan=True)
 
 
 def tiling_of(rng: random.Random) -> StreamedTiling:

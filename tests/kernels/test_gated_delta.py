@@ -15,7 +15,7 @@ from torch import Tensor
 from aengine.errors import ModelLoadError
 from aengine.kernels.gated_delta import check_gated_delta, gated_delta_of_prompts, gated_delta_of_tokens
 from aengine.kernels.sequences import Sequences, chunks_of
-from aengine.kernels.short_conv import conv_of_prompts, conv_of_tokens
+from aengine.kernels.short_conv import conv_of_prompts, conv_of_tokens, ungated
 
 CPU = torch.device("cpu")
 NUM_TOKENS, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 150, 2, 4, 8, 12
@@ -136,18 +136,20 @@ def test_tokens_of_several_sequences(runs: str, request: pytest.FixtureRequest) 
 
 
 @pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("runs", ["torch", "triton"])
-def test_a_convolution_of_one_token_each(runs: str, width: int, request: pytest.FixtureRequest) -> None:
+def test_a_convolution_of_one_token_each(runs: str, width: int, gated: bool, request: pytest.FixtureRequest) -> None:
     torch.manual_seed(2)
-    x, weight, bias = torch.randn(20, 6), torch.randn(width, 6), torch.randn(6)
+    given, weight, bias = torch.randn(20, 18 if gated else 6), torch.randn(width, 6), torch.randn(6)
+    x, c = ungated(given, weight)
     filters = weight.t().unsqueeze(1)
-    wanted = torch.nn.functional.conv1d(x.t()[None], filters, bias, padding=width - 1, groups=6)[0, :, :20].t()
+    wanted = torch.nn.functional.conv1d(x.t()[None], filters, bias, padding=width - 1, groups=6)[0, :, :20].t() * c
     memory, pages, begins = some_pages(in_pages(6, width - 1, 6), 4)
     places = [9, 0, 13, 0]
     for i in (0, 2):
         memory[pages[i]] = x[places[i] - width + 1 : places[i]]
     device = request.getfixturevalue("triton_device") if runs == "triton" else torch.device("cpu")
-    sent = [t.to(device) for t in (x[places], weight, bias, memory, pages, begins)]
+    sent = [t.to(device) for t in (given[places], weight, bias, memory, pages, begins)]
     torch.testing.assert_close(conv_of_tokens(*sent).cpu(), wanted[places])
     kept = sent[3][sent[4]].cpu()
     torch.testing.assert_close(kept[0], x[11 - width : 10])
@@ -162,24 +164,26 @@ def test_a_convolution_goes_on_where_it_was(
     torch.manual_seed(rng.getrandbits(30))
     device = request.getfixturevalue("triton_device") if runs == "triton" else CPU
     num_tokens, channels = [70, 1, 35, 2], 150
-    x, weight = torch.randn(sum(num_tokens), 7 + channels)[:, 7:], torch.randn(width, channels)
+    given = torch.randn(sum(num_tokens), 7 + channels * rng.choice([1, 3]))[:, 7:]
+    weight = torch.randn(width, channels)
+    x, c = ungated(given, weight)
     bias = torch.randn(channels) if rng.random() < 0.5 else None
     memory, pages, _ = some_pages(in_pages(9, width - 1, channels), 4)
     before = [torch.zeros(width - 1, channels) if i < 2 else memory[pages[i]].nan_to_num() for i in range(4)]
     whole = [torch.cat(pair) for pair in zip(before, x.split(num_tokens), strict=True)]
     filters = weight.t().unsqueeze(1)
-    wanted = torch.cat([F.conv1d(own.t()[None], filters, bias, groups=channels)[0].t() for own in whole])
+    wanted = torch.cat([F.conv1d(own.t()[None], filters, bias, groups=channels)[0].t() for own in whole]) * c
     memory[pages[:2]], memory[pages[2:]] = torch.nan, torch.stack(before[2:])
     others = [page for page in range(9) if page not in pages.tolist()]
     untouched, memory = memory[others].clone(), memory.to(device)
     sent = [t if t is None else t.to(device) for t in (weight, bias)]
-    done, out = [0] * 4, torch.empty(len(x), channels)
+    done, out = [0] * 4, torch.empty(len(given), channels)
     for step in deal(rng, num_tokens):
         at, those = places_of(num_tokens, done, step), [i for i in range(4) if step[i]]
         sequences = sequences_of(
             [step[i] for i in those], pages[those], [i < 2 and done[i] == 0 for i in those], device
         )
-        out[at] = conv_of_prompts(x[at].to(device), *sent, memory, sequences).cpu()
+        out[at] = conv_of_prompts(given[at].to(device), *sent, memory, sequences).cpu()
         done = [n + now for n, now in zip(done, step, strict=True)]
     torch.testing.assert_close(out, wanted)
     torch.testing.assert_close(memory[pages.to(device)].cpu(), torch.stack([own[1 - width :] for own in whole]))

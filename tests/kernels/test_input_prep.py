@@ -15,6 +15,7 @@ from aengine.kernels.input_prep import (
     gather_block_table,
     prepare_decode,
     prepare_inputs,
+    state_pages,
 )
 
 COLUMNS = ScalarColumns(seed=0, temperature=2, num_tokens=10, num_computed_tokens=11)
@@ -188,3 +189,13 @@ def test_advance_rows(gen: torch.Generator, triton_device: torch.device) -> None
     with plain():
         advance_rows(scalars[:, 11], rows, seq_lens)
     assert torch.equal(on.cpu(), wanted) and torch.equal(scalars, wanted)
+
+
+def test_state_pages(rng: random.Random, gen: torch.Generator, triton_device: torch.device) -> None:
+    table = torch.randint(0, 500, (40, 3), generator=gen, dtype=torch.int32)
+    for n in (1, 17):
+        rows = torch.tensor(rng.sample(range(40), n - 1) + [-1])
+        lens = torch.randint(0, 4, (n,), generator=gen, dtype=torch.int32)
+        pages, begins = state_pages(table.to(triton_device), rows.to(triton_device), lens.to(triton_device), 777)
+        assert pages.tolist() == [777 if row < 0 else int(table[row, 0]) for row in rows]
+        assert begins.tolist() == (lens <= 1).tolist() and begins.dtype == torch.bool

@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..delta_memory import DeltaInputs, DeltaMemory
-from .launch import launch
+from .launch import has_pdl, launch, launch_next_and_wait
+from .short_conv import conv_input, conv_output
 
 _COLUMNS = 32
 
@@ -194,7 +195,7 @@ def _gated_delta(
 def conv_of_drafts(
     x: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, pages: Tensor, positions: Tensor, num_kept: int
 ) -> Tensor:
-    n, channels = x.shape
+    n, channels = len(x), weight.shape[1]
     out = torch.empty((n, channels), dtype=x.dtype, device=x.device)
     block = min(1024, triton.next_power_of_2(channels))
     launch(
@@ -213,7 +214,9 @@ def conv_of_drafts(
         channels,
         WIDTH=weight.shape[0],
         LENGTH=ring.shape[1],
+        GATED=x.shape[1] > channels,
         BLOCK=block,
+        PDL=has_pdl(),
         num_warps=4,
     )
     return out
@@ -234,14 +237,17 @@ def _conv(
     channels,
     WIDTH: tl.constexpr,
     LENGTH: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    launch_next_and_wait(PDL)
     i = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < channels
     page, position = tl.load(pages_ptr + i), tl.load(positions_ptr + i)
     ring = ring_ptr + page * stride_page + at
-    x = tl.load(x_ptr + i * stride_x + at, mask=inside, other=0.0).to(tl.float32)
+    x = conv_input(x_ptr + i * stride_x, at, channels, inside, GATED)
     y = x * tl.load(weight_ptr + (WIDTH - 1) * channels + at, mask=inside, other=0.0)
     if bias_ptr is not None:
         y += tl.load(bias_ptr + at, mask=inside, other=0.0)
@@ -250,9 +256,10 @@ def _conv(
         is_new = tl.load(pages_ptr + source, mask=source >= 0, other=-1) == page
         is_new &= tl.load(positions_ptr + source, mask=source >= 0, other=-1) == wanted
         is_new &= wanted >= 0
-        value = tl.load(x_ptr + source * stride_x + at, mask=inside & is_new, other=0.0).to(tl.float32)
+        value = conv_input(x_ptr + source * stride_x, at, channels, inside & is_new, GATED)
         is_old = inside & (wanted >= 0) & (is_new == 0)
         value += tl.load(ring + wanted % LENGTH * channels, mask=is_old, other=0.0)
         y += value * tl.load(weight_ptr + tap * channels + at, mask=inside, other=0.0)
     tl.store(ring + position % LENGTH * channels, x, mask=inside & (i < num_kept))
+    y = conv_output(y, x_ptr + i * stride_x, at, channels, inside, GATED)
     tl.store(out_ptr + i * channels + at, y.to(out_ptr.dtype.element_ty), mask=inside)

@@ -231,6 +231,26 @@ def _prepare_decode(
     tl.store(sample_positions + i, tokens, mask=inside)
 
 
+def state_pages(block_table: Tensor, rows: Tensor, seq_lens: Tensor, spare_page: int) -> tuple[Tensor, Tensor]:
+    """Launched without overlap: kernels of layers read the pages ahead of their wait."""
+    n = rows.shape[0]
+    pages, begins = torch.empty_like(rows), torch.empty_like(rows, dtype=torch.bool)
+    where = block_table, rows, seq_lens, pages, begins.view(torch.uint8)
+    launch(_state_pages, (1,), *where, n, block_table.stride(0), spare_page, BLOCK=bucket(n))
+    return pages, begins
+
+
+@triton.jit(do_not_specialize=["n", "spare_page"])
+def _state_pages(block_table, rows, seq_lens, pages, begins, n, stride, spare_page, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    inside = i < n
+    row = tl.load(rows + i, mask=inside, other=-1)
+    page = tl.load(block_table + row * stride, mask=row >= 0, other=0)
+    tl.store(pages + i, tl.where(row >= 0, page, spare_page).to(tl.int64), mask=inside)
+    is_first = tl.load(seq_lens + i, mask=inside, other=0) <= 1
+    tl.store(begins + i, is_first.to(tl.uint8), mask=inside)
+
+
 def commit_decode(
     token_ids: Tensor,
     scalars: Tensor,

@@ -17,7 +17,7 @@ from .activation import activate_and_multiply
 from .launch import gdc_wait, has_pdl, known, launch, launch_next, prefetch
 from .linear_parts import numbers
 
-__all__ = ["gemv"]
+__all__ = ["gemv", "load_row", "load_tile"]
 
 
 def gemv(
@@ -102,7 +102,7 @@ def _gemv_blocks_of_codes(n: int, k: int, is_gated: bool) -> tuple[int, int, int
 
 
 @triton.jit
-def _load_tile(row, n, k, N: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr):
+def load_tile(row, n, k, N: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr):
     if EVEN:
         w = tl.load(row + k[None, :])
     else:
@@ -111,7 +111,7 @@ def _load_tile(row, n, k, N: tl.constexpr, K: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _load_row(at, inside, EVEN: tl.constexpr):
+def load_row(at, inside, EVEN: tl.constexpr):
     if EVEN:
         x = tl.load(at)
     else:
@@ -172,12 +172,12 @@ def _gemv(
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     row = w_ptr + n[:, None].to(tl.int64) * K
-    ws = (_load_tile(row, n, k, N, K, EVEN),)  # into registers, before the wait
-    us = (_load_tile(row + N * K, n, k, N, K, EVEN),) if GATED else ws
+    ws = (load_tile(row, n, k, N, K, EVEN),)  # into registers, before the wait
+    us = (load_tile(row + N * K, n, k, N, K, EVEN),) if GATED else ws
     for k0 in tl.static_range(BK, HELD, BK):
-        ws = ws + (_load_tile(row, n, k0 + k, N, K, EVEN),)  # type: ignore[assignment]
+        ws = ws + (load_tile(row, n, k0 + k, N, K, EVEN),)  # type: ignore[assignment]
         if GATED:
-            us = us + (_load_tile(row + N * K, n, k0 + k, N, K, EVEN),)  # type: ignore[assignment]
+            us = us + (load_tile(row + N * K, n, k0 + k, N, K, EVEN),)  # type: ignore[assignment]
     if PDL:
         if HELD < K:
             if tl.program_id(0) * BN + BN <= N:  # the last program's rows may be fewer, and what follows not ours
@@ -192,13 +192,13 @@ def _gemv(
             if GATED:
                 u = us[k0 // BK]
         else:
-            w = _load_tile(row, n, k0 + k, N, K, EVEN)
+            w = load_tile(row, n, k0 + k, N, K, EVEN)
             if GATED:
-                u = _load_tile(row + N * K, n, k0 + k, N, K, EVEN)
-        x = _load_row(x_ptr + k0 + k, k0 + k < K, EVEN)
+                u = load_tile(row + N * K, n, k0 + k, N, K, EVEN)
+        x = load_row(x_ptr + k0 + k, k0 + k < K, EVEN)
         if NORM:
             squares += x * x
-            x = x * _load_row(norm_ptr + k0 + k, k0 + k < K, EVEN)
+            x = x * load_row(norm_ptr + k0 + k, k0 + k < K, EVEN)
             if x_ptr.dtype.element_ty == tl.bfloat16:  # float16 could overflow here, before the norm is applied
                 x = x.to(tl.bfloat16).to(tl.float32)  # rounded as the product of larger batches rounds it
         row0 = tl.program_id(0) * BN

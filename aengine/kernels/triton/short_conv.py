@@ -8,18 +8,19 @@ import triton.language as tl
 from torch import Tensor
 
 from ..sequences import Sequences
-from .launch import launch
+from .launch import has_pdl, launch, launch_next, wait_for_previous
 
 _TOKENS, _CHANNELS = 16, 128
+_MOST_CHANNELS = 256  # a program of one token has no more: with few programs the kernel takes longer
 _WHERE = ["owners_ptr", "starts_ptr", "pages_ptr", "begins_ptr"]  # parts of one buffer: any place in it is one kernel
 
 
 def conv_of_tokens(
     x: Tensor, weight: Tensor, bias: Tensor | None, memory: Tensor, pages: Tensor, begins: Tensor
 ) -> Tensor:
-    n, channels = x.shape
+    n, channels = len(x), weight.shape[1]
     out = torch.empty((n, channels), dtype=x.dtype, device=x.device)
-    block = min(1024, triton.next_power_of_2(channels))
+    block = min(_MOST_CHANNELS, triton.next_power_of_2(channels))
     launch(
         _conv,
         (n, triton.cdiv(channels, block)),
@@ -34,10 +35,29 @@ def conv_of_tokens(
         memory.stride(0),
         channels,
         WIDTH=weight.shape[0],
+        GATED=x.shape[1] > channels,
         BLOCK=block,
+        PDL=has_pdl(),
         num_warps=4,
     )
     return out
+
+
+@triton.jit
+def conv_input(row, at, channels, inside, GATED: tl.constexpr):
+    """The inputs ``at`` of the token whose x begins at ``row``, float32: b * x if x is gated."""
+    x = tl.load(row + at, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        x *= tl.load(row + 2 * channels + at, mask=inside, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def conv_output(y, row, at, channels, inside, GATED: tl.constexpr):
+    """The convolution ``y`` of the token whose x begins at ``row``: c * y if x is gated."""
+    if GATED:
+        y *= tl.load(row + channels + at, mask=inside, other=0.0).to(tl.float32)
+    return y
 
 
 @triton.jit
@@ -53,29 +73,44 @@ def _conv(
     stride_page,
     channels,
     WIDTH: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    launch_next(PDL)
     i = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < channels
-    x = tl.load(x_ptr + i * stride_x + at, mask=inside, other=0.0).to(tl.float32)
-    y = x * tl.load(weight_ptr + (WIDTH - 1) * channels + at, mask=inside, other=0.0)
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + at, mask=inside, other=0.0)
-    state = memory_ptr + tl.load(pages_ptr + i) * stride_page + at
+    state = memory_ptr + tl.load(pages_ptr + i) * stride_page
     goes_on = inside & (tl.load(begins_ptr + i) == 0)
-    for t in tl.static_range(WIDTH - 1):
-        before = tl.load(state + t * channels, mask=goes_on, other=0.0)
-        y += before * tl.load(weight_ptr + t * channels + at, mask=inside, other=0.0)
-        if t > 0:
-            tl.store(state + (t - 1) * channels, before, mask=inside)
+    y = conv_of_state(weight_ptr, bias_ptr, state, at, channels, inside, goes_on, WIDTH)
+    wait_for_previous(PDL)
+    row = x_ptr + i * stride_x
+    x = conv_input(row, at, channels, inside, GATED)
+    y += x * tl.load(weight_ptr + (WIDTH - 1) * channels + at, mask=inside, other=0.0)
     if WIDTH > 1:
-        tl.store(state + (WIDTH - 2) * channels, x, mask=inside)
+        tl.store(state + (WIDTH - 2) * channels + at, x, mask=inside)
+    y = conv_output(y, row, at, channels, inside, GATED)
     tl.store(out_ptr + i * channels + at, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def conv_of_state(weight_ptr, bias_ptr, state, at, channels, inside, goes_on, WIDTH: tl.constexpr):
+    """What the inputs in a state, and the bias, add to the next token's output. They make room for that token's input;
+    no other kernel of a step reads or writes them, so this may be ahead of the wait for those before."""
+    y = tl.zeros(at.shape, tl.float32)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + at, mask=inside, other=0.0)
+    for t in tl.static_range(WIDTH - 1):
+        before = tl.load(state + t * channels + at, mask=goes_on, other=0.0)
+        y += before * tl.load(weight_ptr + t * channels + at, mask=inside, other=0.0)
+        if t > 0:
+            tl.store(state + (t - 1) * channels + at, before, mask=inside)
+    return y
+
+
 def conv_of_prompts(x: Tensor, weight: Tensor, bias: Tensor | None, memory: Tensor, sequences: Sequences) -> Tensor:
-    n, channels = x.shape
+    n, channels, is_gated = len(x), weight.shape[1], x.shape[1] > weight.shape[1]
     out = torch.empty((n, channels), dtype=x.dtype, device=x.device)
     where = sequences.starts, sequences.pages, sequences.begins.view(torch.uint8)
     sizes = x.stride(0), memory.stride(0), channels
@@ -92,13 +127,15 @@ def conv_of_prompts(x: Tensor, weight: Tensor, bias: Tensor | None, memory: Tens
         n,
         *sizes,
         WIDTH=weight.shape[0],
+        GATED=is_gated,
         TOKENS=_TOKENS,
         CHANNELS=_CHANNELS,
         num_warps=4,
     )
     block = min(1024, triton.next_power_of_2(channels))
     grid = (len(sequences.lens), triton.cdiv(channels, block))
-    launch(_keep_last, grid, x, memory, *where, *sizes, WIDTH=weight.shape[0], BLOCK=block, num_warps=4)
+    options = {"WIDTH": weight.shape[0], "GATED": is_gated, "BLOCK": block, "num_warps": 4}
+    launch(_keep_last, grid, x, memory, *where, *sizes, **options)
     return out
 
 
@@ -118,6 +155,7 @@ def _conv_of_prompts(
     stride_page,
     channels,
     WIDTH: tl.constexpr,
+    GATED: tl.constexpr,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
@@ -134,7 +172,7 @@ def _conv_of_prompts(
     for i in tl.static_range(WIDTH):
         source = t.to(tl.int64) - (WIDTH - 1) + i
         is_new = inside & (source >= start)[:, None]
-        value = tl.load(x_ptr + source[:, None] * stride_x + at[None, :], mask=is_new, other=0.0).to(tl.float32)
+        value = conv_input(x_ptr + source[:, None] * stride_x, at[None, :], channels, is_new, GATED)
         if i < WIDTH - 1:
             is_old = inside & ((source < start) & goes_on)[:, None]
             row = source - start + (WIDTH - 1)
@@ -142,6 +180,7 @@ def _conv_of_prompts(
         y += value * tl.load(weight_ptr + i * channels + at, mask=is_channel, other=0.0)[None, :]
     if bias_ptr is not None:
         y += tl.load(bias_ptr + at, mask=is_channel, other=0.0)[None, :]
+    y = conv_output(y, x_ptr + t.to(tl.int64)[:, None] * stride_x, at[None, :], channels, inside, GATED)
     places = out_ptr + t.to(tl.int64)[:, None] * channels + at[None, :]
     tl.store(places, y.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -157,6 +196,7 @@ def _keep_last(
     stride_page,
     channels,
     WIDTH: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The last WIDTH - 1 inputs of a sequence, of which those before this step's are in its state."""
@@ -168,6 +208,6 @@ def _keep_last(
     state = memory_ptr + tl.load(pages_ptr + i) * stride_page + at
     for row in tl.static_range(WIDTH - 1):  # upwards: a row moves down, and is read before it is written
         source = end - (WIDTH - 1) + row
-        new = tl.load(x_ptr + source * stride_x + at, mask=inside & (source >= start), other=0.0).to(tl.float32)
+        new = conv_input(x_ptr + source * stride_x, at, channels, inside & (source >= start), GATED)
         old = tl.load(state + (row + end - start) * channels, mask=goes_on & (source < start), other=0.0)
         tl.store(state + row * channels, new + old, mask=inside)

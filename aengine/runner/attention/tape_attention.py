@@ -11,6 +11,7 @@ from torch import Tensor
 from ...kernels.cpu.ops import attend, gated_conv, write_qkv
 from ...kernels.cpu.tape import NotRecorded
 from ...kernels.rotary import Rope
+from ...kernels.short_conv import TokenConv
 from ..input_batch import InputBatch
 from ..layers.attention import AttentionLayer
 from ..layers.states import LayerStates
@@ -59,6 +60,9 @@ class TapeStates(LayerStates):
 
     def __getattr__(self, name: str) -> Any:
         raise NotRecorded("a layer with states")
+
+    def conv_of_all(self, name: str, weight: Tensor, bias: Tensor | None) -> TokenConv | None:
+        return None
 
     def gated_conv(self, name: str, gates: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         where = self._memory.positions, self._memory.rows, self._table

@@ -9,7 +9,8 @@ from ..distributed.shares import part_of, sizes
 from ..kv_spec import StateTensor
 from ..weights.scope import WeightScope
 from ..weights.weight import put_into
-from .linear import Features, shares_of
+from .linear import Features, Linear, shares_of
+from .norm import RMSNorm
 from .states import LayerStates
 
 _NAME = "convolution"
@@ -43,6 +44,10 @@ class ShortConv:
         """Return [num_tokens, channels] for x of that shape."""
         return states.conv(_NAME, x, self.weight, self.bias)
 
-    def gated(self, gates: Tensor, states: LayerStates) -> Tensor:
-        """Return c * convolution(b * x), [num_tokens, channels], for ``gates`` [num_tokens, 3 * channels]: b, c, x."""
-        return states.gated_conv(_NAME, gates, self.weight, self.bias)
+    def gated_after_norm(self, inputs: Linear, residual: Tensor, norm: RMSNorm, states: LayerStates) -> Tensor:
+        """Return c * convolution(b * x), [num_tokens, channels]: b, c and x are products by ``inputs`` with
+        norm(residual)."""
+        conv = states.conv_of_all(_NAME, self.weight, self.bias)
+        if conv is not None:
+            return inputs.weight.conv_after_norm(residual, norm, conv)
+        return states.gated_conv(_NAME, inputs.after_norm(residual, norm), self.weight, self.bias)

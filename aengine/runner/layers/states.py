@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from ...kernels.gated_delta import gated_delta_of_prompts, gated_delta_of_tokens
+from ...kernels.input_prep import state_pages
 from ...kernels.sequences import Sequences, chunks_of
-from ...kernels.short_conv import conv_of_prompts, conv_of_tokens
+from ...kernels.short_conv import TokenConv, conv_of_prompts, conv_of_tokens
 from ..transfer import to_device
 
 T = TypeVar("T")
@@ -87,8 +88,8 @@ class LayerStates:
         tensor.index_copy_(0, self.pages, states.to(tensor.dtype))
 
     def conv(self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the convolution of x [num_tokens, channels] behind the inputs that a state keeps, which move on. See
-        kernels/short_conv.py."""
+        """Return the convolution of x [num_tokens, channels], or of gates, behind the inputs that a state keeps, which
+        move on. See kernels/short_conv.py."""
         memory, n, parts = self.tensors[name], self.num_decodes, []
         if n:
             parts.append(conv_of_tokens(x[:n], weight, bias, memory, self.pages, self.begins))
@@ -97,12 +98,15 @@ class LayerStates:
             parts.append(
                 wave_by_wave(self.waves, memory, lambda own, seqs: conv_of_prompts(x[own], weight, bias, memory, seqs))
             )
-        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty_like(x)
+        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else x.new_empty((0, weight.shape[1]))
 
     def gated_conv(self, name: str, gates: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return c * `conv` of b * x, for ``gates`` [num_tokens, 3 * channels]: b, c, x."""
-        b, c, x = gates.chunk(3, 1)
-        return c * self.conv(name, b * x, weight, bias)
+        return self.conv(name, gates, weight, bias)
+
+    def conv_of_all(self, name: str, weight: Tensor, bias: Tensor | None) -> TokenConv | None:
+        """Return the convolution, if each request has one token and is certain of it; else None."""
+        return None if self.spans else TokenConv(weight, bias, self.tensors[name], self.pages, self.begins)
 
     def gated_delta(self, name: str, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         """Return what the gated delta rule reads out of a state, float32 [num_tokens, num_value_heads, value_dim]. See
@@ -165,8 +169,7 @@ def state_rows_of_decodes(block_table: Tensor, rows: Tensor, seq_lens: Tensor, s
         seq_lens: int32 [n], this step's token included
         spare_page: a page that no request has; padding writes there
     """
-    pages = block_table[:, 0].index_select(0, rows.clamp(min=0)).long()
-    return StateRows(torch.where(rows >= 0, pages, spare_page), seq_lens <= 1, ())
+    return StateRows(*state_pages(block_table, rows, seq_lens, spare_page), ())
 
 
 def state_rows_of_batch(

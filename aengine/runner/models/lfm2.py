@@ -83,8 +83,8 @@ class Convolution:
 
     def __call__(self, residual: Tensor, norm: RMSNorm, attn: AttentionCall) -> None:
         """Add the output for norm(residual) to ``residual`` [num_tokens, hidden_size], in place."""
-        gates = self.inputs.after_norm(residual, norm)
-        self.out.add_to(residual, self.conv.gated(gates, attn.states(self._index)))
+        states = attn.states(self._index)
+        self.out.add_to(residual, self.conv.gated_after_norm(self.inputs, residual, norm, states))
 
 
 class Lfm2(Decoder[Lfm2Config]):

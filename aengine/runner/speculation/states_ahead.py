@@ -17,6 +17,7 @@ from ...kernels.drafted_states import (
     nothing_pends_behind,
     settle_drafts,
 )
+from ...kernels.short_conv import TokenConv
 from ..layers.states import (
     KeptWithin,
     LayerStates,
@@ -127,6 +128,10 @@ class StatesAhead(LayerStates):
             last = rows.long.last
             keep_last(x[last], ring, rows.long.last_pages, rows.positions[last])
         return y
+
+    def conv_of_all(self, name: str, weight: Tensor, bias: Tensor | None) -> TokenConv | None:
+        """See `LayerStates`."""
+        return None
 
     def gated_delta(self, name: str, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         """See `LayerStates`."""

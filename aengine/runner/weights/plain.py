@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ...kernels.activation import Activation, Gated
-from ...kernels.linear import add_linear, norm_gated_linear, norm_linear, plain_linear
+from ...kernels.linear import add_linear, norm_conv_linear, norm_gated_linear, norm_linear, plain_linear
 from ...kernels.matrix import Matrix
+from ...kernels.short_conv import TokenConv
 from .expert_weights import StackedExperts
 from .weight import ExpertWeights, Norm, StoredTensor, Weight
 
@@ -36,6 +37,9 @@ class MatrixWeight(Weight):
 
     def gated_after_norm(self, x: Tensor, norm: Norm, activation: Activation = "silu") -> Tensor | Gated:
         return norm_gated_linear(x, norm, self.matrix, activation)
+
+    def conv_after_norm(self, x: Tensor, norm: Norm, conv: TokenConv) -> Tensor:
+        return norm_conv_linear(x, norm, self.matrix, conv)
 
     def add_to(self, residual: Tensor, x: Tensor) -> None:
         add_linear(residual, x, self.matrix)

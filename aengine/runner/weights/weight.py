@@ -23,6 +23,7 @@ from ...kernels.activation import Activation, Gated, act_and_mul, activate, comp
 from ...kernels.expert_types import ExpertGate, ExpertPlan
 from ...kernels.grouped_codes import CodeKind
 from ...kernels.rms_norm import Norm, add_rms_norm, rms_norm
+from ...kernels.short_conv import TokenConv, conv_of_tokens
 
 __all__ = [
     "RANDOM_EXPONENTS",
@@ -97,6 +98,10 @@ class Weight(ABC):
     def gated_after_norm(self, x: Tensor, norm: Norm, activation: Activation = "silu") -> Tensor | Gated:
         """activation(gate) * up, [n, out_features / 2]: gate and up are the halves of the product by norm(x)."""
         return self.gated(rms_norm(x, norm.weight, norm.eps), activation)
+
+    def conv_after_norm(self, x: Tensor, norm: Norm, conv: TokenConv) -> Tensor:
+        """c * convolution(b * z), [n, out_features / 3]: b, c and z are the thirds of the product by norm(x)."""
+        return conv_of_tokens(self.after_norm(x, norm), *conv)
 
     def gated(self, x: Tensor, activation: Activation = "silu") -> Tensor:
         """See `gated_after_norm`: of the product by x."""
