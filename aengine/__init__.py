@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from .settings import Settings
     from .telemetry.listeners import RequestListener, RequestStart
     from .telemetry.metrics import Histogram, Histograms, ReplicaStatistics, Statistics, TenantStatistics, WorkerRestart
+    from .workers.host.spares import SpareWorkers
 
 _NAMES = {
     "async_llm": "AsyncLLM",
@@ -102,6 +103,7 @@ _NAMES = {
     "settings": "Settings",
     "telemetry.listeners": "RequestListener RequestStart",
     "telemetry.metrics": "Histogram Histograms ReplicaStatistics Statistics TenantStatistics WorkerRestart",
+    "workers.host.spares": "SpareWorkers",
 }
 """What each module has of the names below, which are imported when they are first used."""
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
@@ -155,6 +157,7 @@ __all__ = [  # noqa: RUF022  # plainly sorted, as a test asks
     "SamplingParams",
     "ScoredCompletion",
     "Settings",
+    "SpareWorkers",
     "StartupProgress",
     "Statistics",
     "StoreTier",

@@ -26,6 +26,7 @@ from .limits.loras import checked_loras
 from .limits.registry import (
     PROPOSERS,
     WORKERS,
+    Spares,
     check_device,
     check_processors,
     check_target,
@@ -273,6 +274,9 @@ class EngineConfig:
     hang_timeout: float = 4.0
     """How long a worker may show no sign of life, or a step take longer than one of its size can, before the workers
     are killed and started again (docs/recovery.md)."""
+    spare_workers: Spares | None = None
+    """A `SpareWorkers`: processes of yours that have imported torch, one of which becomes a worker as it starts or
+    starts again (docs/recovery.md#spare-workers). None: each worker imports it. Only with executor="process"."""
     progress: Callable[[StartupProgress], None] | None = None
     """Called on the loop with each step of the start. None: reports go to the logger "aengine" only."""
     on_request_end: Callable[[RequestEnd], object] | None = None
@@ -323,8 +327,8 @@ class EngineConfig:
 
     def to_wire(self) -> dict[str, Any]:
         """Return what a worker needs of it, as plain data."""
-        wire = asdict(replace(self, progress=None, on_request_end=None))
-        del wire["progress"], wire["on_request_end"]
+        wire = asdict(replace(self, progress=None, on_request_end=None, spare_workers=None))
+        del wire["progress"], wire["on_request_end"], wire["spare_workers"]
         return wire
 
     @classmethod
@@ -397,6 +401,8 @@ class EngineConfig:
             max_num_batched_tokens=self.max_num_batched_tokens,
         )
         object.__setattr__(self, "cudagraph_capture_sizes", sizes)
+        if self.spare_workers is not None and not isinstance(self.spare_workers, Spares):
+            raise not_valid("spare_workers", self.spare_workers, "a SpareWorkers, or None")
         for name in ("progress", "on_request_end"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise not_valid(name, getattr(self, name), "a callable, or None")
@@ -495,6 +501,7 @@ _ONLY_WITH: dict[str, tuple[str, object, str]] = {
     "seed": ("load_format", "dummy", "; a request's seed is SamplingParams.seed"),
     "kv_cache_scales": ("kv_cache_dtype", "fp8", ""),
     "ray_address": ("executor", "ray", ""),
+    "spare_workers": ("executor", "process", ""),
 }
 """Settings that have an effect with that value of another one alone, and what else may have been meant."""
 _DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
@@ -525,6 +532,12 @@ def worker_environment() -> dict[str, str]:
     environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     environment["TORCH_NCCL_ENABLE_MONITORING"] = "0"
     return environment
+
+
+def take_environment(environment: Mapping[str, str]) -> None:
+    """Give this process, which is to be a worker, the environment of one."""
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 def thread_environment(config: EngineConfig) -> dict[str, str]:

@@ -16,6 +16,7 @@ from .limits.values import nearest
 
 if TYPE_CHECKING:
     from .limits.kv_tiers import DiskTier, HostTier, StoreTier
+    from .limits.registry import Spares
     from .limits.tenants import Tenant
     from .outputs import RequestEnd, StartupProgress
 
@@ -411,6 +412,10 @@ class Settings(TypedDict, total=False):
     hang_timeout: float
     """How long a worker may show no sign of life, or a step take longer than one of its size can, before the workers
     are killed and started again (docs/recovery.md). In seconds. Default: 4.0."""
+    spare_workers: Spares | None
+    """A `SpareWorkers`: processes of yours that have imported torch, one of which becomes a worker as it starts or
+    starts again (docs/recovery.md#spare-workers). None: each worker imports it. Only with executor="process". Default:
+    None."""
     progress: Callable[[StartupProgress], None] | None
     """Called on the loop with each step of the start. None: reports go to the logger "aengine" only. Default: None."""
     on_request_end: Callable[[RequestEnd], object] | None

@@ -3,6 +3,7 @@
 
     python benchmarks/startup.py                          warm: Triton's cache as it is, made by a first start
     python benchmarks/startup.py --cold                   cold: an empty TRITON_CACHE_DIR for every start
+    python benchmarks/startup.py --spare                  with a process of `SpareWorkers` that is ready
     python benchmarks/startup.py --shape llama-3.1-8b --starts 5 --set attention_backend='"triton"'
     python benchmarks/startup.py --run smollm2-135m       the time line of `aengine run`, as JSON, seen from outside
     python benchmarks/startup.py --run smollm2-135m --tree . --tree ../before    of two checkouts, in turn
@@ -38,8 +39,12 @@ from engine_bench import SHAPES
 async def start_once(args: argparse.Namespace, folder: str) -> dict[str, float]:
     """Start an engine in this process, which has just begun. Returns seconds by stage, in order."""
     marks: list[tuple[str, float]] = [("python", args.begun), ("import aengine", time.time())]
-    from aengine import AsyncLLM, SamplingParams
+    from aengine import AsyncLLM, SamplingParams, SpareWorkers
 
+    spares = SpareWorkers() if args.spare else None
+    if spares is not None:
+        await asyncio.to_thread(spares.wait)
+        marks.clear()
     marks.append(("engine", time.time()))
 
     def note(report: Any) -> None:
@@ -47,11 +52,14 @@ async def start_once(args: argparse.Namespace, folder: str) -> dict[str, float]:
             marks.append((report.stage, time.time()))
 
     settings = {key: json.loads(value) for key, _, value in (item.partition("=") for item in args.set)}
-    engine = AsyncLLM(folder, load_format="dummy", skip_tokenizer=True, progress=note, **settings)
+    settings |= {"load_format": "dummy", "skip_tokenizer": True, "progress": note, "spare_workers": spares}
+    engine = AsyncLLM(folder, **settings)
     async with engine:
         marks.append(("first token", time.time()))
         await engine.generate(list(range(16)), SamplingParams(max_tokens=1, ignore_eos=True))
         marks.append(("", time.time()))
+    if spares is not None:
+        spares.close()
     seconds = {"total": marks[-1][1] - marks[0][1]}
     for (name, begun), (_, ended) in itertools.pairwise(marks):
         seconds[name] = seconds.get(name, 0.0) + ended - begun
@@ -62,6 +70,7 @@ def start_in_a_process(args: argparse.Namespace, folder: str) -> dict[str, float
     command = [sys.executable, __file__, "--folder", folder, "--begun", str(time.time())]
     for item in args.set:
         command += ["--set", item]
+    command += ["--spare"] * args.spare
     environment = dict(os.environ)
     with tempfile.TemporaryDirectory() as cache:
         if args.cold:
@@ -155,6 +164,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--cold", action="store_true", help="an empty cache of kernels for every start")
+    parser.add_argument("--spare", action="store_true", help="the worker is a spare one; seconds from the engine on")
     parser.add_argument("--set", action="append", default=[], metavar="SETTING=JSON")
     parser.add_argument("--run", metavar="MODEL", help="the time line of `aengine run MODEL`")
     parser.add_argument("--tree", action="append", metavar="FOLDER", help="a checkout, for --run; more are run in turn")

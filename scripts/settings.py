@@ -60,8 +60,8 @@ aengine chat meta-llama/Llama-3.1-8B-Instruct --tensor-parallel-size 2
 * Options are written out: `--max-num-seqs`, not a beginning of it.
 * A wrong option, value or prompt ends a command with exit code 2, what is wrong with the model or the engine with 1.
 * Values are written as in the environment (below), True and False as `--enforce-eager` and `--no-enforce-eager`.
-* No options are the functions (`progress`, `on_request_end`), `own_thread`, `skip_tokenizer`, and of `run` and `chat`
-  the engine's `seed`: their `--seed` is the answer's (`SamplingParams.seed`).
+* No options are functions and objects (`progress`, `on_request_end`, `spare_workers`), `own_thread`, `skip_tokenizer`,
+  and of `run` and `chat` the engine's `seed`: their `--seed` is the answer's (`SamplingParams.seed`).
 
 ## From the environment
 

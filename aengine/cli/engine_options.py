@@ -21,7 +21,7 @@ _FIRST = {
     "trust_remote_code": "run Python code that lies beside the weights",
 }
 """What most users look for, with its help."""
-NOT_HERE = {"model", "progress", "on_request_end", "own_thread", "skip_tokenizer"}
+NOT_HERE = {"model", "progress", "on_request_end", "spare_workers", "own_thread", "skip_tokenizer"}
 """What the commands set themselves, or what is a function."""
 _PREFIX = "engine_"  # prefix of the settings' names in the parsed arguments, since `seed` is also a sampling parameter
 

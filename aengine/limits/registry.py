@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from ..errors import InvalidRequestError
 from .bounds import MAX_PROCESSORS
@@ -89,3 +90,11 @@ def is_in_module(name: object) -> bool:
     """Whether it looks like "module:name"."""
     module, _, own = name.partition(":") if isinstance(name, str) else ("", "", "")
     return own.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
+@runtime_checkable
+class Spares(Protocol):
+    """A `SpareWorkers`, as the setting ``spare_workers`` and the host's side of a worker see it."""
+
+    def take(self, environment: dict[str, str]) -> Any:
+        """Return a process that is ready to become a worker with this environment; None: there is none. Blocking."""

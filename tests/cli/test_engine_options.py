@@ -14,7 +14,7 @@ from aengine.config import EngineConfig
 from aengine.errors import ModelLoadError
 
 COMMANDS = {"run": ["run", "m", "hello"], "chat": ["chat", "m"], "bench": ["bench", "m"], "serve": ["serve", "m"]}
-NO_OPTIONS = {"model", "progress", "on_request_end", "own_thread", "skip_tokenizer"}
+NO_OPTIONS = {"model", "progress", "on_request_end", "spare_workers", "own_thread", "skip_tokenizer"}
 
 
 def settings_of(*words: str) -> dict[str, object]:
@@ -33,6 +33,7 @@ def test_every_setting_is_taken(command: str) -> None:
             wanted[field.name] = not field.default
         else:
             kinds = {"int": int, "float": float, "Sequence[str]": lambda text: (text,)}
+            kinds["Sequence[int]"] = lambda text: (int(text),)
             kinds["Mapping[str, str]"] = lambda text: {"name": text}
             kind = type_name.removesuffix(" | None")
             words += [f"--{flag}", "name=3" if kind.startswith("Mapping") else "3"]

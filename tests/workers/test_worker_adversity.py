@@ -401,7 +401,7 @@ async def test_the_worker_finds_a_package_that_the_host_found_otherwise(monkeypa
     """By a finder, or by a relative folder."""
     package_parent = str(Path(aengine.__file__).parents[1])
     monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder and folder != package_parent])
-    monkeypatch.setattr(supervisor, "_interpreter", lambda: sys._base_executable)  # which has no path to it either
+    monkeypatch.setattr(supervisor, "interpreter", lambda: sys._base_executable)  # which has no path to it either
     async with running():
         pass
 

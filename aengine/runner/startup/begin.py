@@ -30,6 +30,15 @@ def load_model(
     return load(config, source, rank, progress)
 
 
+def import_all() -> None:
+    """Import what `load_model` will need, and touch no device; of a process that is to load a model later."""
+    with _no_collections():
+        from . import load  # noqa: F401
+
+        if _driver() is not None:
+            _hash_triton()
+
+
 @contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
     """Collect no garbage meanwhile, and exempt what is there at the end: modules, half a million objects, of which each
@@ -56,12 +65,17 @@ def _gpu_opening(device: str) -> Iterator[None]:
     thread.join()
 
 
-def _open_gpu(index: int) -> None:
+def _driver() -> ctypes.CDLL | None:
+    """Return the driver of NVIDIA's GPUs, if there is one."""
     try:
-        driver = ctypes.CDLL("libcuda.so.1")
+        return ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return
-    if driver.cuInit(0) != 0:
+        return None
+
+
+def _open_gpu(index: int) -> None:
+    driver = _driver()
+    if driver is None or driver.cuInit(0) != 0:
         return
     hashing = threading.Thread(target=_hash_triton, name="hash triton", daemon=True)
     hashing.start()

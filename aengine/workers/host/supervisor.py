@@ -26,15 +26,22 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 from weakref import WeakMethod
 
 from ...config import PACKAGE_FOLDER, EngineConfig, thread_environment, worker_environment
 from ...errors import EngineError, WorkerDiedError
 from ...ipc.channel import HostChannel
+from ...limits.registry import WORKERS, target_of
 from ...limits.ulimits import limit_hint
+
+if TYPE_CHECKING:
+    from .spares import Spare
 
 logger = logging.getLogger("aengine.workers")
 
+DEFAULT_TARGET = str(target_of(WORKERS, "default"))
+"""What loads the model unless the setting ``worker`` names something else."""
 _ENTRY = PACKAGE_FOLDER / "workers" / "entry.py"
 _STDERR_TAIL = 4096  # bytes of a dead worker's stderr that its error shows
 
@@ -99,7 +106,7 @@ class WorkerProcess:
         package_parent = str(PACKAGE_FOLDER.parent)
         search_path = [package_parent, *(folder for folder in sys.path if os.path.isabs(folder))]
         return [
-            _interpreter(),
+            interpreter(),
             "-P",
             "-Xfaulthandler",
             str(_ENTRY),
@@ -117,7 +124,9 @@ class WorkerProcess:
     def _watch(self, command: list[str], config: EngineConfig, environment: dict[str, str]) -> None:
         code, error = None, None
         try:
-            process = self._spawn(command, environment | thread_environment(config))
+            spares = config.spare_workers
+            spare = spares.take(environment) if spares and DEFAULT_TARGET in command else None
+            process = self._spawn(command, environment | thread_environment(config), spare)
             if process is not None:
                 code = process.wait()
         except Exception as caught:
@@ -128,22 +137,30 @@ class WorkerProcess:
         except RuntimeError:  # the loop was closed
             pass
 
-    def _spawn(self, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes] | None:
-        """Start the process; None when it was killed before it was started."""
+    def _spawn(
+        self, command: list[str], environment: dict[str, str], spare: Spare | None
+    ) -> subprocess.Popen[bytes] | None:
+        """Start the process, or have a spare be it; None when it was killed before it was started."""
         try:
             with self._lock:
                 if self._killed:
                     return None
-                self._process = subprocess.Popen(
-                    command,
-                    cwd=_working_folder(),
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=self._stderr,
-                    stderr=self._stderr,
-                    pass_fds=(*self.channel.inherit_fds, self._death_read, *self._shared_fds),
-                    start_new_session=True,  # a Ctrl-C in the host's terminal is the host's to handle
-                )
+                fds = (*self.channel.inherit_fds, self._death_read, *self._shared_fds)
+                argv, folder = command[command.index(str(_ENTRY)) + 1 :], _working_folder()
+                if spare is not None and spare.begin(argv, environment, folder, [self._stderr, *fds]):
+                    self._process, spare = spare.process, None
+                else:
+                    self._process = subprocess.Popen(
+                        command,
+                        cwd=folder,
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=self._stderr,
+                        stderr=self._stderr,
+                        pass_fds=fds,
+                        start_new_session=True,  # a Ctrl-C in the host's terminal is the host's to handle
+                    )
+                assert self._process is not None
                 self.pid = self._process.pid
                 try:
                     self.channel.offer()  # the process exists now, and will unlink the name
@@ -153,6 +170,8 @@ class WorkerProcess:
                     raise
                 return self._process
         finally:
+            if spare is not None:
+                spare.end()
             self._close_fd("_death_read")
 
     # -- the loop thread
@@ -255,7 +274,7 @@ def _working_folder() -> str:
         return "/"
 
 
-def _interpreter() -> str:
+def interpreter() -> str:
     """Return a Python of the host's own installation: sys.executable, unless the host is a program that embeds
     Python."""
     if os.path.basename(sys.executable or "").startswith("python"):
