@@ -106,7 +106,7 @@ class KVTierStatistics:
 
     tier: str  # "host", "disk:/path", or the name of a store
     num_pages: int  # pages that are there now; of a disk and a store, those that this engine has brought there
-    num_bytes: int  # bytes of these
+    num_bytes: int  # bytes of these; of a disk those of all that is there
     num_saved: int  # pages that were brought there
     num_fetched: int  # pages that came from there because a request began with them
     num_lost: int  # pages that should have come, and were computed again

@@ -150,6 +150,7 @@ def test_what_is_no_page_stays_when_room_is_made(open_disk: Open, folder: Path) 
         save(store, number)
     assert all(path.read_text() == "mine" for path in others)
     assert found(store, 8) == [True] and len(files_of(folder)) <= 3 + len(others) + 1
+    assert isinstance(store, DiskStore) and store.num_bytes == FILE * (len(files_of(folder)) - len(others))
 
 
 def age(folder: Path, number: int, seconds: float) -> None:

@@ -18,8 +18,9 @@ from test_kv_tiers_engine import GREEDY, HALF, SMALL, tiers_of
 from test_pipeline_engine import SETTINGS, essence, work
 
 from aengine import AsyncLLM, HostTier, ModelLoadError, StoreTier
+from aengine.engine.replicas.replica import Replica
 from aengine.engine.stores import asked_store
-from aengine.engine.tiers import stored_pages
+from aengine.engine.tiers import choice, stored_pages
 from aengine.engine.tiers.stored_pages import StoredPages
 
 TinyModel = Callable[..., Path]
@@ -77,6 +78,45 @@ def nothing_kept() -> Iterator[None]:
     Misbehaving.let_go.clear()
     yield
     Misbehaving.let_go.set()
+
+
+@pytest.fixture(autouse=True)
+def loads_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What computing takes is not known, so that whatever is stored is loaded."""
+    monkeypatch.setattr(Replica, "_seconds_of", lambda self, num_tokens: 0.0)
+
+
+async def test_what_is_computed_sooner_is_not_loaded(model: Path, answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiers = [HostTier("16MB"), StoreTier("callers_stores:MemoryStore")]
+    async with AsyncLLM(model, kv_tiers=tiers, **SMALL) as engine:
+        assert (await engine.generate(PROMPT, GREEDY)).token_ids == answer
+        await saved(engine)
+    asked: list[int] = []
+    stores: list[asked_store.AskedStore] = []
+
+    def seconds_of(replica: Replica, num_tokens: int) -> float:
+        asked.append(num_tokens)
+        return 1.0
+
+    def new_store(*args: Any) -> asked_store.AskedStore:
+        stores.append(asked_store.AskedStore(*args))
+        return stores[-1]
+
+    monkeypatch.setattr(Replica, "_seconds_of", seconds_of)
+    monkeypatch.setattr(choice, "AskedStore", new_store)
+    async with AsyncLLM(model, kv_tiers=tiers, **SMALL) as engine:
+        store = stores[-1]
+        store.page_seconds = 1.05 / (len(PROMPT) // engine.describe()["block_size"])
+        completion = await engine.generate(PROMPT, GREEDY)
+        assert completion.token_ids == answer and not num_loaded(engine) and not completion.usage.cached_tokens
+        assert store.page_seconds < 1.0 / (len(PROMPT) // engine.describe()["block_size"])  # it is tried again
+    async with AsyncLLM(model, kv_tiers=tiers, **SMALL) as engine:
+        store = stores[-1]
+        store.page_seconds = 0.9 / (len(PROMPT) // engine.describe()["block_size"])
+        completion = await engine.generate(PROMPT, GREEDY)
+        assert completion.token_ids == answer and num_loaded(engine) and completion.usage.cached_tokens
+        assert 0 < store.page_seconds < 0.1  # what this load took counts
+    assert asked == [completion.usage.cached_tokens] * 2
 
 
 @pytest.mark.parametrize(

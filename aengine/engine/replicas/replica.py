@@ -24,7 +24,7 @@ from ..pacing.steps_in_flight import StepsInFlight
 from ..recovery import RestartBudget
 from ..scheduler.block_pool import IdleBlocks
 from ..scheduler.kv_elsewhere import KVElsewhere
-from ..scheduler.rows import forget_prefixes, recompute_all
+from ..scheduler.rows import forget_prefixes, num_to_compute, recompute_all
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.swapped_requests import SwappedRequests
 from ..speculation.choice import new_speculation
@@ -56,7 +56,7 @@ class Replica:
         """``on_begun`` is called with the id of each request whose first step was made, perhaps more than once."""
         ready, peers = started.ready, started.peers
         is_gpu = bool(ready.get("is_accelerator"))
-        step_time = StepTime(config.max_step_seconds or math.inf, ready.get("prompt_step_sizes", ()))
+        self._step_time = step_time = StepTime(config.max_step_seconds or math.inf, ready.get("prompt_step_sizes", ()))
         self.index = index
         self.failure: EngineError | None = None  # the error for which the replica was given up
         self.task: asyncio.Task[None] | None = None  # the task that runs the replica
@@ -66,7 +66,7 @@ class Replica:
         in_flight: StepsInFlight = StepsInFlight(config.steps_in_flight)
         if may_lease and config.max_leased_steps > config.steps_in_flight:
             in_flight = MultiStep(config.steps_in_flight, config.max_leased_steps)
-        tiers = new_tiers(started.memory, lambda: self.worker.executor, self._resume)
+        tiers = new_tiers(started.memory, lambda: self.worker.executor, self._resume, self._seconds_of)
         self._kept_hits = KeptHits()
         new_idle = partial(KeptBlocks, fraction=config.kept_kv_fraction, hits=self._kept_hits)
         self.scheduler = _new_scheduler(config, ready, step_time, in_flight.capacity, new_idle, tiers)
@@ -103,6 +103,11 @@ class Replica:
         if self.worker.resting:
             return "asleep"
         return "running" if self.worker.recovering is None else "restarting"
+
+    def _seconds_of(self, num_tokens: int) -> float:
+        """Return how long so many tokens of a prompt are expected to take, behind those that are being computed; 0: no
+        step with prompts was measured yet."""
+        return self._step_time.expected(num_tokens + num_to_compute(self.scheduler.rows))
 
     def _resume(self, may_begin: bool = True) -> None:
         """Have the loop look at what waits in the queue: there are more free blocks; ``may_begin``: and requests."""

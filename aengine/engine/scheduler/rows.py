@@ -266,6 +266,11 @@ class Rows:
             self._on_free(request)
 
 
+def num_to_compute(rows: Rows) -> int:
+    """Return how many known tokens those which catch up have yet to compute."""
+    return sum(len(request.token_ids) - request.num_computed_tokens for request in rows.catching_up)
+
+
 def note_rows(rows: Rows, order: ServingOrder) -> None:
     """Serve those with a row by another order."""
     rows.order = order

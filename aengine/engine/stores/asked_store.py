@@ -24,6 +24,7 @@ logger = logging.getLogger("aengine")
 
 NUM_THREADS = 8
 """Calls of a store that run at a time: each has its own part of a checksum's work and of a disk's waiting."""
+_NEWEST = 0.3  # weight of the newest load among those that say how long a page takes
 _PAUSE = 30.0  # seconds for which a store is left alone
 
 
@@ -35,6 +36,7 @@ class AskedStore:
         self.name = name
         self.store = store
         self.num_saved = self.num_fetched = self.num_lost = 0  # pages, see `KeptPages`
+        self.page_seconds = 0.0  # seconds that a page of late took to come, beside others; 0: none has come yet
         self._pool = ThreadPool("kv-store", NUM_THREADS)
         self._loop = asyncio.get_running_loop()
         self._again = 0.0  # time from which on it is asked
@@ -44,6 +46,11 @@ class AskedStore:
     @property
     def is_asked(self) -> bool:
         return self._loop.time() >= self._again
+
+    def note_loaded(self, num_pages: int, seconds: float) -> None:
+        """Note that so many pages were loaded at a time, in so many seconds."""
+        own = seconds / num_pages
+        self.page_seconds += (own - self.page_seconds) * (_NEWEST if self.page_seconds else 1.0)
 
     def begin(self, call: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         """Begin a call of the store, in a thread."""

@@ -45,7 +45,9 @@ class DiskStore:
 
     def __init__(self, folder: str, num_bytes: int) -> None:
         """Blocking. Raises ModelLoadError: the folder can't be used, or is not this user's alone."""
-        self._num_bytes = num_bytes
+        self._most_bytes = num_bytes
+        self.num_bytes = 0
+        """Bytes of the files, as of the last time when pages were saved here."""
         self._mutex = threading.Lock()  # a lock of the file is one of the process
         self._is_counted = False  # after a crash of the machine the count may be of another time than the files
         self._folder = _open_folder(folder)
@@ -74,7 +76,7 @@ class DiskStore:
     def save(self, keys: Sequence[bytes], pages: Sequence[memoryview]) -> None:
         with self._locked():
             missing = [(key, page) for key, page in zip(keys, pages, strict=True) if not self._has(_name_of(key))]
-            while (needed := sum(_size_of(page) for _, page in missing)) > self._num_bytes:
+            while (needed := sum(_size_of(page) for _, page in missing)) > self._most_bytes:
                 missing.pop()
             total = self._make_room(needed)
             self._set_count(total + needed)  # should the process be killed, more is counted than there is
@@ -160,21 +162,22 @@ class DiskStore:
                 fcntl.flock(self._count, fcntl.LOCK_UN)
 
     def _set_count(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
         os.pwrite(self._count, _COUNT.pack(num_bytes), 0)
 
     def _make_room(self, needed: int) -> int:
         """Remove the longest unused files where the store would have too many with ``needed`` bytes more. Returns the
         bytes of those that stay."""
         read = os.pread(self._count, _COUNT.size, 0)
-        total = _COUNT.unpack(read)[0] if self._is_counted and len(read) == _COUNT.size else self._num_bytes
-        if total + needed <= self._num_bytes:
+        total = _COUNT.unpack(read)[0] if self._is_counted and len(read) == _COUNT.size else self._most_bytes
+        if total + needed <= self._most_bytes:
             return total
         files = self._listed()
         self._is_counted = True
         total = sum(size for _, size, _ in files)
-        if total + needed <= self._num_bytes:
+        if total + needed <= self._most_bytes:
             return total
-        most = self._num_bytes - max(needed, self._num_bytes // _SPARE)
+        most = self._most_bytes - max(needed, self._most_bytes // _SPARE)
         files.sort()
         for _, size, name in files:
             if total <= most:

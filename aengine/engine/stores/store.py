@@ -36,6 +36,8 @@ class KVStore(Protocol):
     def save(self, keys: Sequence[bytes], pages: Sequence[memoryview]) -> None:
         """Keep a copy of each page. The memory is another's when this returns."""
 
+    # A store that knows how many bytes it has may say so by an attribute ``num_bytes``, which statistics show.
+
     def close(self) -> None:
         """Let go of all that the store holds here. No other call runs then, and none follows."""
 

@@ -14,12 +14,19 @@ from .page_copies import PageCopies
 from .stored_pages import StoredPages
 
 
-def new_tiers(memory: HostMemory | None, executor: Callable[[], Executor], wake: Callable[[bool], None]) -> KVElsewhere:
-    """Return the tiers over ``memory``; None: nothing is kept. ``executor``, ``wake``: see `PageCopies`."""
+def new_tiers(
+    memory: HostMemory | None,
+    executor: Callable[[], Executor],
+    wake: Callable[[bool], None],
+    seconds_of: Callable[[int], float],
+) -> KVElsewhere:
+    """Return the tiers over ``memory``; None: nothing is kept. ``executor``, ``wake``: see `PageCopies`;
+    ``seconds_of``: see `StoredPages`."""
     if memory is None:
         return KVElsewhere()
     tiers = KVTiers(memory.num_places, page_bytes=memory.page_bytes)
     PageCopies(tiers, memory, executor, wake)
     if memory.stores:
-        StoredPages(tiers, memory, [AskedStore(*one) for one in memory.stores], partial(wake, True))
+        stores = [AskedStore(*one) for one in memory.stores]
+        StoredPages(tiers, memory, stores, partial(wake, True), seconds_of)
     return tiers

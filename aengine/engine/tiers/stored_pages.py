@@ -7,6 +7,9 @@
 A place is held from the begin of a call to its end, however long that takes, so nothing else lies in it meanwhile. A
 request waits for a limited time. What it does not find in the stores then is computed, and so is what was damaged.
 
+What takes longer to load than to compute is computed: by what the last loads took a page, and by what the replica's
+steps with prompts take a token.
+
 A key is a hash of what a rank's pages depend on (fingerprint.py), of a number that changes with the weights, and of the
 block's name, which chains through all tokens and the salt.
 """
@@ -16,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
@@ -41,6 +44,8 @@ _MOST_STATES = 128
 """Borders, from the end of a prefix on, at which a state is sought."""
 _MOST_ROUNDS = 8
 """Questions for a request at a time: windows and states are asked for where the group with all tokens ends."""
+_FORGOTTEN = 0.95  # factor on the seconds of a page each time that pages are computed because they take too long
+_ROOM_SECONDS = 0.05  # seconds after which what is stored is sought again, if there was no place for it
 _QUERY_SECONDS = 2.0
 _LOAD_SECONDS = 5.0
 _SAVE_SECONDS = 30.0  # nobody waits for that
@@ -50,18 +55,27 @@ class _Missing(NamedTuple):
     sought: list[bytes]  # names of the next blocks, of the group that has all tokens first
     needed: list[bytes]  # those of them, and of known states, that the longest prefix consists of
     states: list[bytes]  # names of states that may be there, of the longest prefix first
+    num_tokens: int  # tokens of that prefix
 
 
 class StoredPages(NoStores):
     """Runs on the engine's loop."""
 
     def __init__(
-        self, tier: KVTiers, memory: HostMemory, stores: Sequence[AskedStore], wake: Callable[[], None]
+        self,
+        tier: KVTiers,
+        memory: HostMemory,
+        stores: Sequence[AskedStore],
+        wake: Callable[[], None],
+        seconds_of: Callable[[int], float],
     ) -> None:
-        """``wake``: called when requests need not wait any longer."""
+        """``wake``: called when requests need not wait any longer. ``seconds_of``: returns how long so many tokens of a
+        prompt take to compute; 0: that is not known yet."""
         self._tier = tier
         self._stores = stores
         self._wake = wake
+        self._seconds_of = seconds_of
+        self._loop = asyncio.get_running_loop()
         self._keys = _Keys(memory.fingerprints)
         self._pages = _Pages(memory)
         self._most = max(1, min(_MOST_SOUGHT, _MOST_BYTES // memory.page_bytes, tier.places.num_blocks // 2))
@@ -102,9 +116,7 @@ class StoredPages(NoStores):
         search = self._searches.get(names[0])
         if search is None:
             search = self._searches[names[0]] = Search()
-            task = asyncio.get_running_loop().create_task(
-                self._find(search, request, names[0]), name="aengine-kv-search"
-            )
+            task = self._loop.create_task(self._find(search, request, names[0]), name="aengine-kv-search")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         return search
@@ -128,7 +140,8 @@ class StoredPages(NoStores):
 
         prefix = self._tier.kv.match(request, find)
         sought, ids = list(blocks), [i for part in (*(t.block_ids for t in prefix.tables), prefix.kept) for i in part]
-        return _Missing(sought, [sought[-1 - i] for i in ids if i < 0], list(states)[:_MOST_STATES])
+        needed = [sought[-1 - i] for i in ids if i < 0]
+        return _Missing(sought, needed, list(states)[:_MOST_STATES], prefix.length)
 
     async def _find(self, search: Search, request: Request, first: bytes) -> None:
         try:
@@ -146,7 +159,7 @@ class StoredPages(NoStores):
         absent: set[bytes] = set()
         passed: set[bytes] = set()  # states that are not there, or of a longer prefix
         for _ in range(_MOST_ROUNDS):
-            sought, needed, states = self._missing(request, where, absent | passed)
+            sought, needed, states, num_tokens = self._missing(request, where, absent | passed)
             unknown = [name for name in sought if name not in where]
             if unknown:
                 found = await self._query(unknown)
@@ -154,7 +167,10 @@ class StoredPages(NoStores):
             else:
                 found = await self._query_any(states)
                 if not found:
-                    return bool(needed) and await self._load(needed, where) and not absent
+                    known = self._tier.kv.match(request, self._tier.find).length
+                    if not needed or not self._is_faster(Counter(where[name] for name in needed), num_tokens - known):
+                        return False
+                    return await self._load(needed, where) and not absent
                 passed.update(states)
                 passed.difference_update(found)
             where.update(found)
@@ -180,9 +196,20 @@ class StoredPages(NoStores):
                     return {names[index]: store}
         return {}
 
+    def _is_faster(self, stores: Counter[AskedStore], num_tokens: int) -> bool:
+        """Return whether to load so many pages of each store takes no longer than to compute so many tokens."""
+        computed = self._seconds_of(num_tokens)
+        if not computed or max(number * store.page_seconds for store, number in stores.items()) <= computed:
+            return True
+        for store in stores:  # what is not loaded is not measured: now and then it is tried again
+            store.page_seconds *= _FORGOTTEN
+        return False
+
     async def _load(self, names: Sequence[bytes], where: dict[bytes, AskedStore]) -> bool:
-        """Load pages into places. Returns whether all have come in time."""
-        names = names[: self._tier.places.num_free]
+        """Load pages into places. Returns whether all have come in time, as far as there are places."""
+        if not self._tier.places.num_free:  # they are being pinned, or others load
+            await asyncio.sleep(_ROOM_SECONDS)
+        names, begun = names[: self._tier.places.num_free], self._loop.time()
         answers: list[Coroutine[Any, Any, list[bool] | None]] = []
         for store, group in groupby(names, where.__getitem__):
             own = list(group)
@@ -196,6 +223,8 @@ class StoredPages(NoStores):
                 answer = store.answer(call, _LOAD_SECONDS)
                 answers.append(answer)
         arrived = await asyncio.gather(*answers)
+        for store, number in Counter(where[name] for name in names).items():
+            store.note_loaded(number, self._loop.time() - begun)
         return all(filled and all(filled) for filled in arrived)
 
     def _arrive(self, store: AskedStore, names: list[bytes], version: bytes, call: asyncio.Future[list[bool]]) -> None:
@@ -217,7 +246,7 @@ class StoredPages(NoStores):
         """See `KVElsewhere`. Others may have brought more to a store, and it may have dropped some."""
         return [
             KeptPages(
-                *(one.name, one.num_saved, one.num_saved * self._page_bytes),
+                *(one.name, one.num_saved, getattr(one.store, "num_bytes", one.num_saved * self._page_bytes)),
                 *(one.num_saved, one.num_fetched, one.num_lost),
             )
             for one in self._stores
