@@ -5,6 +5,7 @@ python engine_bench.py --engine aengine_adapter:Adapter --shape qwen3-0.6b --tas
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
@@ -59,6 +60,15 @@ class Adapter:
             "t_ready_s": self.ready_seconds,
             **self._engine.describe(),
         }
+
+    async def settle(self) -> float:
+        """Wait until all of the host's memory for tiers is in use. Returns the seconds from the start on."""
+        core = self._engine._handle.core  # type: ignore[union-attr]
+        assert core is not None
+        begun = time.perf_counter()
+        while any(replica.scheduler.rows.elsewhere.unusable for replica in core.replicas):  # type: ignore[attr-defined]
+            await asyncio.sleep(0.05)
+        return time.perf_counter() - begun
 
     def statistics(self) -> dict[str, int]:
         """Counters that only grow."""

@@ -211,7 +211,8 @@ async def measure(variant: str, args: argparse.Namespace, folder: str, shape: di
         "pool_tokens": None if variant == "unlimited" else pool_tokens,
     }
     try:
-        await asyncio.sleep(args.rest if variant == "tiers" else 0)
+        if variant == "tiers" and not args.at_once:
+            figures["pinned_s"] = round(await engine.settle(), 1)
         options = options_of(variant, args)
         warm = drawn(args, 2, args.seed + 1000, shape["vocab_size"])
         for agent in warm:
@@ -244,6 +245,7 @@ async def hold(engine: Any, args: argparse.Namespace, shape: dict[str, Any], opt
         runs.append({"agents": count} | run.figures(before, engine.statistics()))
         good = [speed for speed in speeds if run.is_held(speed)]
         held |= dict.fromkeys(good, count)
+        print(json.dumps(runs[-1] | {"held_at": good}), file=sys.stderr, flush=True)
         if not good:
             break
         count = max(count + 1, count * 3 // 2)
@@ -270,7 +272,7 @@ def main() -> None:
     parser.add_argument("--singles", type=float, default=0.0, help="requests a second that never come back")
     parser.add_argument("--keep", type=float, default=None, help="seconds; by default longer than the longest gap")
     parser.add_argument("--host-tier", default="48GB")
-    parser.add_argument("--rest", type=float, default=0.0, help="seconds to wait until a tier's memory is pinned")
+    parser.add_argument("--at-once", action="store_true", help="do not wait until a tier's memory is pinned")
     parser.add_argument("--hold", default="", help="tokens a second, as 20,60: how many agents are held at each")
     parser.add_argument("--hold-from", type=int, default=16)
     parser.add_argument("--hold-most", type=int, default=512)
