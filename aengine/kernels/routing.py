@@ -25,6 +25,7 @@ def route_after_norm(
     rule: RoutingRule,
     correction: Tensor | None = None,
     own: range | None = None,
+    rows: Tensor | None = None,
 ) -> Routing | None:
     """`route` by the logits norm(x) W^T + b; None: their product has to be made first."""
     if not uses_triton(x):
@@ -32,7 +33,7 @@ def route_after_norm(
     from .triton import routing as triton_op
 
     matrix.check(x.shape)
-    return triton_op.route_after_norm(x, norm, matrix, rule, correction, own)
+    return triton_op.route_after_norm(x, norm, matrix, rule, correction, own, rows)
 
 
 def route(
@@ -40,6 +41,7 @@ def route(
     rule: RoutingRule,
     correction: Tensor | None = None,
     own: range | None = None,
+    rows: Tensor | None = None,
     *,
     is_compiled: bool = False,
 ) -> Routing:
@@ -49,6 +51,7 @@ def route(
         logits: float32 [n, num_experts]. A row with a NaN gets valid ids and the weights NaN, or none that matter.
         correction: float32 [num_experts], added to the scores for the choice alone; for "sigmoid"
         own: the experts that are computed here: they count from 0 on, and another's id is their number, its weight 0
+        rows: int64 [n], with ``own``: a token below 0 is padding, which takes no expert here; None: there is none
         is_compiled: a CPU's compiled kernels multiply the experts
     """
     num_experts = logits.shape[1]
@@ -57,7 +60,7 @@ def route(
     if uses_triton(logits):
         from .triton import routing as triton_op
 
-        return triton_op.route(logits, rule, correction, own)
+        return triton_op.route(logits, rule, correction, own, rows)
     if is_compiled and own is None and rule.num_groups == 1:
         from .cpu import expert_ops
 
@@ -73,6 +76,8 @@ def route(
     weights = weights * rule.scale
     if own is not None:
         is_own = (expert_ids >= own.start) & (expert_ids < own.stop)
+        if rows is not None:
+            is_own &= (rows >= 0)[:, None]
         expert_ids = torch.where(is_own, expert_ids - own.start, len(own))
         weights = weights.masked_fill(~is_own, 0.0)
     return Routing(expert_ids.to(torch.int32), weights)

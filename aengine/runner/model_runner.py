@@ -356,7 +356,7 @@ class ModelRunner:
         else:
             attn = self.kv_memory.bind_decode(rows, lens, table)
         self.step_rows.begin(rows)
-        received = self._exchange.received(len(rows))
+        received = self._exchange.received(len(rows), rows)
         hidden = self.model.forward(inputs.input_ids, inputs.positions, attn, *received)
         self.proposer.store_states(rows, inputs.positions, hidden)
         return hidden

@@ -28,7 +28,7 @@ pytestmark = [
 MakeCheckpoint = Callable[..., Checkpoint]
 ENGINE: dict[str, Any] = {"device": "cuda:1" if DEVICE == "cuda" else "cpu", "kv_cache_memory_bytes": 16 * MIB}
 BACKEND = "nccl" if DEVICE == "cuda" else "gloo"
-PATIENCE = 12.0  # seconds
+PATIENCE = 8.0  # seconds
 
 
 @asynccontextmanager

@@ -394,7 +394,8 @@ def mixtures(
     compiler.note = f"{tiling.way} {tiling.block_m} {gate.kind} {shape} {n} tokens"
     rule = RoutingRule(top_k)
     own = range(num_experts) if others else None
-    chosen = routing.route(torch.zeros(n, num_experts + others), rule, None, own)
+    rows = torch.zeros(n, dtype=torch.int64) if others else None
+    chosen = routing.route(torch.zeros(n, num_experts + others), rule, None, own, rows)
     plan = expert_plan.plan_experts(chosen, shape, tiling, is_partial=others > 0)
     x, norm = torch.zeros(n, hidden, dtype=dtype), InputNorm(torch.zeros(hidden, dtype=dtype), 1e-6)
     first, second = (

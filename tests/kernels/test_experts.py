@@ -317,6 +317,24 @@ def test_routing(rule: RoutingRule, rng: random.Random, gen: torch.Generator, tr
             torch.testing.assert_close(own_weights, wanted * rule.scale, rtol=1e-5, atol=1e-7)
 
 
+def test_padding_takes_no_expert(gen: torch.Generator, triton_device: torch.device) -> None:
+    """In either way of routing, and as without padding for the others."""
+    x, weight = torch.randn(4, 32, generator=gen).bfloat16(), torch.randn(12, 32, generator=gen).bfloat16()
+    rows, own, rule = torch.tensor([3, -1, 0, -1]), range(4, 12), RoutingRule(3)
+    norm = InputNorm(torch.ones(32).bfloat16().to(triton_device), 1e-6)
+    matrix, x, rows = Matrix(weight.to(triton_device)), x.to(triton_device), rows.to(triton_device)
+    logits = x.float() @ weight.float().T.to(triton_device)
+    for found, alone in (
+        (route(logits, rule, None, own, rows), route(logits, rule, None, own)),
+        (route(logits.cpu(), rule, None, own, rows.cpu()), route(logits.cpu(), rule, None, own)),
+        (route_after_norm(x, norm, matrix, rule, None, own, rows), route_after_norm(x, norm, matrix, rule, None, own)),
+    ):
+        assert found is not None and alone is not None
+        is_padding = (rows < 0).to(found.weights.device)[:, None]
+        assert torch.equal(found.expert_ids, alone.expert_ids.masked_fill(is_padding, len(own)))
+        assert torch.equal(found.weights, alone.weights.masked_fill(is_padding, 0.0))
+
+
 @pytest.mark.parametrize("n, num_experts, size", [(2, 8, 2064), (17, 40, 48), (70, 130, 272)])
 def test_routing_after_norm(
     n: int, num_experts: int, size: int, gen: torch.Generator, triton_device: torch.device

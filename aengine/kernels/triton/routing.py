@@ -34,7 +34,13 @@ class _Parts(NamedTuple):
 
 
 def route_after_norm(
-    x: Tensor, norm: Norm, matrix: Matrix, rule: RoutingRule, correction: Tensor | None, own: range | None
+    x: Tensor,
+    norm: Norm,
+    matrix: Matrix,
+    rule: RoutingRule,
+    correction: Tensor | None,
+    own: range | None,
+    rows: Tensor | None,
 ) -> Routing | None:
     """Choose experts by the logits norm(x) W^T + b; None: their product is faster, or as exact, in another way."""
     weight, bias, (n, k) = matrix.weight, matrix.bias, x.shape
@@ -66,7 +72,7 @@ def route_after_norm(
         PDL=has_pdl(),
         num_warps=4,
     )
-    return route(sums, rule, correction, own, _Parts(squares, k, norm.eps, bias))
+    return route(sums, rule, correction, own, rows, _Parts(squares, k, norm.eps, bias))
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -102,7 +108,12 @@ def _multiply_part(
 
 
 def route(
-    logits: Tensor, rule: RoutingRule, correction: Tensor | None, own: range | None = None, parts: _Parts | None = None
+    logits: Tensor,
+    rule: RoutingRule,
+    correction: Tensor | None,
+    own: range | None = None,
+    rows: Tensor | None = None,
+    parts: _Parts | None = None,
 ) -> Routing:
     """``logits``: [n, num_experts], or with ``parts`` a such of each."""
     *_, n, num_experts = logits.shape
@@ -115,6 +126,7 @@ def route(
         correction,
         None if parts is None else parts.squares,
         None if parts is None else parts.bias,
+        rows,
         ids,
         weights,
         rule.scale,
@@ -135,6 +147,7 @@ def route(
         CORRECTED=correction is not None,
         FIRST=0 if own is None else own.start,
         OWN=num_experts if own is None else len(own),
+        PADDED=rows is not None,
         PDL=has_pdl(),
         num_warps=1 if num_experts <= 256 else 4,
     )
@@ -179,11 +192,11 @@ def _sum_of_parts(
 
 @triton.jit(do_not_specialize=["n"])
 def _route(
-    logits_ptr, correction_ptr, squares_ptr, bias_ptr, ids_ptr, weights_ptr, scale, eps, n, SIZE: tl.constexpr,
-    PARTS: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,
+    logits_ptr, correction_ptr, squares_ptr, bias_ptr, rows_ptr, ids_ptr, weights_ptr, scale, eps, n,
+    SIZE: tl.constexpr, PARTS: tl.constexpr, E: tl.constexpr, TOP_K: tl.constexpr,
     E_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
     G_BLOCK: tl.constexpr, GROUP_BEST: tl.constexpr, SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr,
-    CORRECTED: tl.constexpr, FIRST: tl.constexpr, OWN: tl.constexpr, PDL: tl.constexpr,
+    CORRECTED: tl.constexpr, FIRST: tl.constexpr, OWN: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -223,6 +236,8 @@ def _route(
         weights = weights / (tl.sum(weights, 0) + 1e-20)
     if OWN < E:
         is_own = (ids >= FIRST) & (ids < FIRST + OWN)
+        if PADDED:
+            is_own &= tl.load(rows_ptr + row) >= 0
         ids = tl.where(is_own, ids - FIRST, OWN)
         weights = tl.where(is_own, weights, 0.0)
     tl.store(ids_ptr + row * TOP_K + j, ids, mask=j < TOP_K)

@@ -33,6 +33,8 @@ class ExpertsGroup:
         self._replica = replica
         self._num_replicas = num_replicas
         self._sizes: Sequence[int] = ()
+        self.rows: Tensor | None = None
+        """Int64 [rows of the round], below 0 for padding, which needs no expert; None: it is not known."""
 
     @property
     def rank(self) -> int:
@@ -47,11 +49,12 @@ class ExpertsGroup:
     def begin(self, sizes: Sequence[int]) -> None:
         """Begin a round with ``sizes`` rows of each replica: its tokens, and padding after them."""
         assert len(sizes) == self._num_replicas, f"{len(sizes)} sizes of {self._num_replicas} replicas"
-        self._sizes = sizes
+        self._sizes, self.rows = sizes, None
 
-    def begin_even(self, size: int) -> None:
-        """Begin a round with ``size`` rows of each replica."""
-        self._sizes = [size] * self._num_replicas
+    def begin_even(self, size: int, rows: Tensor | None = None) -> None:
+        """Begin a round with ``size`` rows of each replica. ``rows``: int64 [size], this replica's part of `rows`."""
+        self.begin([size] * self._num_replicas)
+        self.rows = None if rows is None else self.gather(rows)
 
     def own(self, num_tokens: int) -> slice:
         """Return the slice of the round's rows that are this replica's tokens."""

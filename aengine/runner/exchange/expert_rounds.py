@@ -69,9 +69,9 @@ class ExpertRounds(StepExchange):
     def batch_tokens(self, num_tokens: int) -> int | None:
         return self._shape.tokens
 
-    def received(self, num_tokens: int) -> tuple[Tensor, ...]:
+    def received(self, num_tokens: int, rows: Tensor | None = None) -> tuple[Tensor, ...]:
         """Return None, as there is no stage before; the replicas exchange ``num_tokens`` rows of each."""
-        self.group.begin_even(num_tokens)
+        self.group.begin_even(num_tokens, rows)
         return ()
 
     def end(self) -> None:

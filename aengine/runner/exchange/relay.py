@@ -58,7 +58,7 @@ class Relay(StepExchange):
             assert self._hidden is not None, "there are graphs"
             self._hidden[:num_tokens].copy_(hidden)
 
-    def received(self, num_tokens: int) -> tuple[Tensor, ...]:
+    def received(self, num_tokens: int, rows: Tensor | None = None) -> tuple[Tensor, ...]:
         """Return a copy of the hidden states, for layers change what they get. The copy is also a launch that waits for
         all before it, as layers need one ahead of them (kernels/triton/launch.py); on the first stage that is the
         lookup of the embeddings."""

@@ -80,8 +80,9 @@ class StepExchange:
     def receive_for_graph(self, num_tokens: int) -> None:
         """Receive the same where graphs read it. What pads it there is of earlier steps."""
 
-    def received(self, num_tokens: int) -> tuple[Tensor, ...]:
-        """Return what `receive` does, within a graph, for a step of so many tokens, padding included."""
+    def received(self, num_tokens: int, rows: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Return what `receive` does, within a graph, for a step of so many tokens, padding included. ``rows``: int64
+        [num_tokens], each token's row, -1 for padding; None in a step with prompts."""
         return ()
 
     def send(self, hidden: Tensor) -> None:

@@ -59,15 +59,15 @@ class Router:
     def _put(self, tensor: Tensor) -> None:
         put_into(self, "correction", tensor.float())
 
-    def choose(self, x: Tensor, norm: RMSNorm, own: range | None, is_compiled: bool) -> Routing:
-        """Return the experts of each row of norm(x). ``own``, ``is_compiled``: see `route`."""
+    def choose(self, x: Tensor, norm: RMSNorm, own: range | None, rows: Tensor | None, is_compiled: bool) -> Routing:
+        """Return the experts of each row of norm(x). ``own``, ``rows``, ``is_compiled``: see `route`."""
         weight = self.linear.weight
         if isinstance(weight, PlainWeight):
-            routing = route_after_norm(x, norm, weight.matrix, self.rule, self.correction, own)
+            routing = route_after_norm(x, norm, weight.matrix, self.rule, self.correction, own, rows)
             if routing is not None:
                 return routing
         logits = self.linear.after_norm(x, norm, torch.float32)
-        return route(logits, self.rule, self.correction, own, is_compiled=is_compiled)
+        return route(logits, self.rule, self.correction, own, rows, is_compiled=is_compiled)
 
 
 class Experts:
@@ -168,7 +168,7 @@ class MoE:
 
     def _add_spread(self, residual: Tensor, norm: RMSNorm, spread: ExpertsGroup) -> None:
         rows = spread.gather(residual)
-        hidden, plan = self._hidden(rows, norm)
+        hidden, plan = self._hidden(rows, norm, spread.rows)
         partial = torch.zeros_like(rows)
         self.experts.down.add_to(partial, hidden, plan)
         if self.shared is not None and len(residual):
@@ -176,11 +176,11 @@ class MoE:
             self.shared.mlp.down.add_part_to(own, self.shared.hidden(residual, norm))
         spread.add_sum(residual, rows, partial)
 
-    def _hidden(self, x: Tensor, norm: RMSNorm) -> tuple[Tensor, ExpertPlan]:
-        """Return the inner features of the chosen experts that are this rank's, for norm(x) [num_tokens,
-        hidden_size]."""
+    def _hidden(self, x: Tensor, norm: RMSNorm, rows: Tensor | None = None) -> tuple[Tensor, ExpertPlan]:
+        """Return the inner features of the chosen experts that are this rank's, for norm(x) [num_tokens, hidden_size];
+        ``rows``: see `route`."""
         is_compiled = self.experts.is_compiled
-        routing = self.router.choose(x, norm, self._own, is_compiled)
+        routing = self.router.choose(x, norm, self._own, rows, is_compiled)
         plan = plan_experts(
             routing,
             self.shape,
