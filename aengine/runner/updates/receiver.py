@@ -36,10 +36,10 @@ Entry = Sequence[Any]
 
 
 class _Partial:
-    """A tensor of which some bytes have come."""
+    """A tensor of which some bytes have come. On the device, where its numbers are looked at in no time."""
 
-    def __init__(self, dtype: torch.dtype, shape: Sequence[int]) -> None:
-        self.tensor = torch.empty(tuple(shape), dtype=dtype)
+    def __init__(self, dtype: torch.dtype, shape: Sequence[int], device: torch.device) -> None:
+        self.tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
         self.bytes = self.tensor.reshape(-1).view(torch.uint8)
         self.num_come = 0
 
@@ -105,7 +105,7 @@ class WeightReceiver:
         whole: list[tuple[str, Tensor]] = []
         for name, dtype, shape, begin, place, size in entries:
             if begin == 0:
-                self._begun[name] = _Partial(getattr(torch, dtype), shape)
+                self._begun[name] = _Partial(getattr(torch, dtype), shape, self._platform.device)
             come = self._begun[name]
             if size:
                 come.bytes[begin : begin + size] = torch.frombuffer(self._window, dtype=torch.uint8)[place:][:size]
