@@ -8,8 +8,8 @@ Each rank finds it by the sizes of the round, which the host has told all of the
     more than any graph has,
     or on a device without    as many rows as each replica has tokens, op by op
 
-A replica that has no step replays the graph with padding alone. A rank without that graph, as it had no memory to
-capture it, runs the same shape op by op.
+A replica that has no step replays the graph with padding alone, which in decodes takes no expert. A rank without that
+graph, as it had no memory to capture it, runs the same shape op by op.
 """
 
 from __future__ import annotations
