@@ -24,8 +24,8 @@ _COPIED = 1 << 20  # bytes that are copied at a time, within which no other thre
 
 @dataclass(frozen=True, slots=True)
 class IpcTensors:
-    """Tensors on a GPU whose memory the workers on that GPU read as it is (CUDA IPC): plain data, for another process
-    too. The tensors must stay as they are until `update_weights` has returned."""
+    """Tensors on a GPU whose memory the workers, on that GPU or another, read as it is (CUDA IPC): plain data, for
+    another process too. The tensors must stay as they are until `update_weights` has returned."""
 
     entries: Sequence[Sequence[Any]]  # name, dtype, shape, strides, offset, and the handle of the storage, of each
 
