@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-import mmap
 import os
 import threading
 import time
@@ -20,16 +19,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..attention.kv_pages import KVPages
 from ..attention.staged_pages import StagedPages
 from ..platforms.platform import Event, Platform
+from .large_pages import SIZE as PAGE_BYTES
+from .large_pages import make_pages, map_file
 
 logger = logging.getLogger("aengine.runner")
 
 _STAGED_BYTES = 64 << 20
-_PINNED_BYTES = 32 << 20  # bytes that are pinned at a time: other calls of the driver may wait meanwhile
-_PAUSE = 0.005  # seconds between two times, in which steps are launched
+_PINNED_BYTES = 64 << 20  # bytes that are pinned at a time: other calls of the driver wait meanwhile
+_PAUSE = 0.002  # seconds between two times, in which steps are launched
 
 
 class Copied(NamedTuple):
@@ -66,33 +68,34 @@ class TierPages:
         """Map the memory that process ``pid`` has open as ``fds``, one of each rank, with so many places."""
         fd = os.open(f"/proc/{pid}/fd/{fds[self._rank]}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            memory = mmap.mmap(fd, num_places * self._kv.layout.page_bytes)
+            memory = map_file(fd, num_places * self._kv.layout.page_bytes)
         except BaseException:
             os.close(fd)
             raise
         size = self._kv.layout.page_bytes
-        whole = mmap.PAGESIZE // math.gcd(size, mmap.PAGESIZE)  # places that are whole pages of the system
+        whole = PAGE_BYTES // math.gcd(size, PAGE_BYTES)  # places that are whole pages of the system
         self._part = max(1, _PINNED_BYTES // (size * whole)) * whole
         staged = self._kv, self._platform, min(_STAGED_BYTES, len(memory)), self._part
         # Pages that somebody waits for are not queued behind others.
         self._leaving, self._coming = StagedPages(*staged), StagedPages(*staged)
-        self._host = self._coming.places_of(torch.frombuffer(memory, dtype=torch.uint8))
+        self._host = self._coming.places_of(memory)
         if self._platform.pins_memory:
-            self.pinning = threading.Thread(target=self._pin, args=(fd,), name="aengine-pinning", daemon=True)
+            self.pinning = threading.Thread(target=self._pin, args=(fd, memory), name="aengine-pinning", daemon=True)
             self.pinning.start()
         else:
             self._num_pinned = num_places
             os.close(fd)
 
-    def _pin(self, fd: int) -> None:
-        """Have the kernel make the memory's pages, and pin them, in parts: each is a run of places at most."""
+    def _pin(self, fd: int, memory: Tensor) -> None:
+        """Have the system make the memory's pages, and pin them, in parts: each is a run of places at most."""
+        size = self._kv.layout.page_bytes
         try:
             for begin in range(0, len(self._host), self._part):
-                own = self._host[begin : begin + self._part]
-                os.posix_fallocate(fd, begin * self._kv.layout.page_bytes, own.nbytes)
-                if not self._platform.share(own):
+                end = min(begin + self._part, len(self._host))
+                make_pages(fd, memory, begin * size, end * size)
+                if not self._platform.share(memory[begin * size : end * size]):
                     raise OSError("the driver refuses it")
-                self._num_pinned = begin + len(own)
+                self._num_pinned = end
                 time.sleep(_PAUSE)
         except OSError as error:
             logger.warning(
