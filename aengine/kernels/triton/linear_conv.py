@@ -29,12 +29,10 @@ def fits(x: Tensor, matrix: Matrix) -> bool:
     return len(x) == 1 and isinstance(weight, Tensor) and weight.dtype == x.dtype and weight.shape[1] <= _MOST_HELD
 
 
-def tiling(k: int) -> tuple[int, int, int]:
-    """Return BN, BK, warps."""
-    block_k = min(k & -k, 2048)
-    if block_k < 256:
-        block_k = max(16, triton.next_power_of_2(k))
-    return 2, block_k, 2
+def _tiling(k: int) -> tuple[int, int, int]:
+    """Return BN, BK, warps. Of 1,024 columns measured on an H100."""
+    block_k = min(k & -k, 512)
+    return 1, block_k if block_k >= 128 else max(16, triton.next_power_of_2(k)), 1 if k <= 2048 else 2
 
 
 def conv_gemv(x: Tensor, norm: Norm, matrix: Matrix, conv: TokenConv) -> Tensor:
@@ -42,7 +40,7 @@ def conv_gemv(x: Tensor, norm: Norm, matrix: Matrix, conv: TokenConv) -> Tensor:
     assert isinstance(weight, Tensor)
     width, channels = conv.weight.shape
     out = torch.empty((1, channels), dtype=x.dtype, device=x.device)
-    block_n, block_k, num_warps = tiling(weight.shape[1])
+    block_n, block_k, num_warps = _tiling(weight.shape[1])
     launch(
         _conv_gemv,
         (triton.cdiv(channels, block_n),),
