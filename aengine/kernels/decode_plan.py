@@ -53,6 +53,11 @@ parts, times `MOST_SHARED_PARTS`, plus how many there are. A sector of memory, s
 MOST_SHARED_PARTS = 256
 
 
+def lanes_of(num_heads: int) -> int:
+    """Return into how many parts decodes divide the heads that see one key (latent_attention.py)."""
+    return num_heads // max(size for size in range(1, 17) if num_heads % size == 0)
+
+
 class DecodeWorkspace:
     """Memory for parts of the softmax and for counting them; one for all layers, as they run one after the other."""
 

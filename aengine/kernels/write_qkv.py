@@ -44,7 +44,7 @@ def apply_rope_and_write_kv(
         if norm is not None:
             x = torch.rms_norm(x, norm.shape, norm.float(), eps)
         if rope is not None:
-            x = _turn(x, positions, rope)
+            x = turned(x, positions, rope)
             if begin == 0 and rope.query_scale is not None:
                 x = x * rope.query_scale[positions][:, None, None]
         heads[:, begin : begin + count] = x.to(heads.dtype)
@@ -54,7 +54,7 @@ def apply_rope_and_write_kv(
     kv_cache[slots // block_size, slots % block_size] = kept_kv(kv, kv_cache.dtype, kv_scales)
 
 
-def _turn(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
+def turned(x: Tensor, positions: Tensor, rope: Rope) -> Tensor:
     """Return x in float32 [num_tokens, heads, head_dim], rotated by its tokens' positions."""
     cos, sin = rope.table.index_select(0, positions)[:, None].chunk(2, -1)
     rotary_dim = rope.table.shape[1]

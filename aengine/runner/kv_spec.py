@@ -44,6 +44,13 @@ class FullKV:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentKV(FullKV):
+    """Keys of all tokens, whose last ``value_dim`` elements are the values, too."""
+
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class WindowKV:
     """Keys and values of the last ``window`` tokens: the query at position p sees keys p - window + 1 to p."""
 
@@ -255,7 +262,12 @@ def _share_with_states(
 def _token_bytes(kv: _AnyKV, itemsize: int) -> int:
     if isinstance(kv, StateKV):
         return 0
-    return 2 * kv.num_kv_heads * kv.head_dim * itemsize
+    return num_kept(kv) * kv.num_kv_heads * kv.head_dim * itemsize
+
+
+def num_kept(kv: FullKV | WindowKV) -> int:
+    """Return how much is kept for each head of a token: a key and a value, or one that is both."""
+    return 1 if isinstance(kv, LatentKV) else 2
 
 
 def _group(kv: _AnyKV, block_size: int) -> KVCacheGroup:

@@ -35,6 +35,7 @@ from aengine.kernels import (
     commit_drafts,
     copy_pages,
     decode_attention,
+    decode_plan,
     expert_gate,
     expert_plan,
     experts,
@@ -43,6 +44,7 @@ from aengine.kernels import (
     gumbel,
     input_prep,
     invariant_attention,
+    latent_attention,
     linear,
     linear_tilings,
     logit_bias,
@@ -346,6 +348,24 @@ def prompts(
     varlen_attention.varlen_attention(q, cache, table, plan, n, scores, kv_scales)
 
 
+def latents(compiler: Compiler, dtype: torch.dtype, num_heads: int = 16, value: int = 512, turns: int = 64) -> None:
+    """Attention to latents, DeepSeek's by default."""
+    compiler.note = f"{dtype} {num_heads} heads, latents of {turns} + {value}"
+    n, size, device = 3, turns + value, torch.device("cpu")
+    cache = torch.zeros(4, 1, 1, 16, size, dtype=dtype).permute(0, 3, 1, 2, 4).expand(-1, -1, 2, -1, -1)
+    q, table = torch.zeros(n, num_heads, size, dtype=dtype), torch.zeros(n, 4, dtype=torch.int32)
+    rows, lens = torch.zeros(n, dtype=torch.int64), torch.zeros(n, dtype=torch.int32)
+    for rope in (Rope(torch.zeros(99, turns), True), Rope(torch.zeros(99, turns)), None):
+        latent_attention.write_latents(q, q[:, 0].contiguous(), rows, rows, rope, cache)
+    workspace = decode_attention.DecodeWorkspace(n, num_heads, decode_plan.lanes_of(num_heads), value, device)
+    plan = decode_attention.plan_decode(rows, lens, workspace)
+    for out in (None, torch.zeros(n, num_heads * value, dtype=dtype)):
+        latent_attention.attend_to_decodes(q, cache, table, 0.1, value, plan, workspace, out)
+    starts = torch.zeros(n + 1, dtype=torch.int32)
+    plan = latent_attention.plan_prompts(rows, starts, lens, n, num_heads, dtype)
+    latent_attention.attend_to_prompts(q, cache, table, plan, 0.1, value)
+
+
 def invariant(compiler: Compiler, dtype: torch.dtype, heads: Heads, extras: bool = False) -> None:
     """What a batch-invariant policy has of its own, on the GPUs that it is for."""
     if compiler.capability != 90:
@@ -575,6 +595,8 @@ def largest(compiler: Compiler) -> None:
     prompts(compiler, full, (16, 8, 256), 1024)
     for dim in (64, 128, 256):
         invariant(compiler, half, (16, 8, dim))
+    for dtype in (half, full) if compiler.capability >= 80 else ():  # older GPUs have no room for such a row
+        latents(compiler, dtype)
     for n in (8, 512, 8192):
         mixtures(compiler, n, ExpertShape(128, 2048, 768, 8), ExpertGate())
     in_blocks = {"rows": 128, "scale": torch.float32}

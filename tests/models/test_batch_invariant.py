@@ -13,7 +13,7 @@ import torch
 from driver import Driver, check_near, load, source_of
 from scenarios import Engine, reference_of, settings_of_torch_kept, some_prompts
 from test_prompt_logprobs import Scores
-from test_scenarios import GRANITE
+from test_scenarios import DEEPSEEK_V3, GRANITE
 from tiny import load_reference
 
 from aengine.config import EngineConfig
@@ -128,6 +128,7 @@ def test_prompts_longer_than_a_window_have_one_result(
         ),
         ("llama", {}, {"model_impl": "transformers"}, "'llama' is computed by transformers"),
         ("qwen3_next", {}, {}, "recurrent layers"),
+        ("deepseek_v3", DEEPSEEK_V3, {}, "head by head"),
         ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, {}, "short convolutions"),
     ],
 )

@@ -12,6 +12,7 @@ import pytest
 import torch
 from driver import CPU, Driver, load, source_of
 from safetensors.torch import load_file, save_file
+from test_scenarios import DEEPSEEK_V3
 from torch import Tensor
 
 from aengine.checkpoint.source import ModelSource
@@ -19,6 +20,7 @@ from aengine.config import EngineConfig
 from aengine.engine.tokenizer.tokenizer import Tokenizer
 from aengine.errors import InvalidRequestError, ModelLoadError
 from aengine.runner.attention.kv_format import KVFormat
+from aengine.runner.models import read_config
 from aengine.runner.models.causal_lm import CausalLM
 from aengine.runner.platforms.cpu import CpuPlatform
 from aengine.runner.startup.kv_scales import choose_kv_format, measured
@@ -192,6 +194,13 @@ def test_scales_that_are_wrong(tiny_model: TinyModel, tmp_path: Path, what: str)
         setup_of(source, model)
     assert "kv_cache_scales='calibrated'" in str(error.value) and "kv_cache_dtype at 'auto'" in str(error.value)
     assert setup_of(source, model, kv_cache_scales="calibrated").kv_format.origin == "calibrated"
+
+
+def test_latents_have_no_scales(tiny_model: TinyModel) -> None:
+    source = source_of(tiny_model("deepseek_v3", **DEEPSEEK_V3))
+    config = EngineConfig.create(source.path, {"kv_cache_dtype": "fp8"})
+    with pytest.raises(ModelLoadError, match="kv_cache_dtype='fp8': .*'deepseek_v3' are made of latents"):
+        choose_kv_format(config, read_config(source.hf_config), torch.float32, source, 0)
 
 
 def test_misspelt_settings() -> None:

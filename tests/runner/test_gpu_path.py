@@ -56,6 +56,20 @@ SHAPES = {
     "qwen2": {},
     "qwen3": {"tie_word_embeddings": True},
     "qwen3_moe": {},
+    "deepseek_v3": {
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "n_group": 4,
+        "topk_group": 2,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 12,
+        "v_head_dim": 20,
+        "num_key_value_heads": 6,
+    },  # fmt: skip
 }
 
 
@@ -161,7 +175,7 @@ def steps(rng: random.Random) -> list[SchedulerOutput]:
     return out
 
 
-@pytest.mark.parametrize("arch", some(["llama", "mistral", "qwen3"], "qwen3"))
+@pytest.mark.parametrize("arch", some(["llama", "mistral", "qwen3", "deepseek_v3"], "qwen3", "deepseek_v3"))
 def test_the_same_tokens(tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
     """With prompts, too, a step's end is what a graph holds."""
     folder = write_model(tmp_path, arch)
@@ -245,13 +259,22 @@ def test_the_same_tokens_without_memory_for_graphs(
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding is computed with whatever lies in memory
-@pytest.mark.parametrize("how", ["op by op", "layers", "graph"])
+@pytest.mark.parametrize(
+    ("arch", "how"),
+    [
+        ("qwen3", "op by op"),
+        ("qwen3", "layers"),
+        ("qwen3", "graph"),
+        ("deepseek_v3", "layers"),
+        ("deepseek_v3", "graph"),
+    ],
+)
 def test_the_same_tokens_with_drafts(
-    tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch, how: str
+    tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch, arch: str, how: str
 ) -> None:
     """Verified beside decodes, op by op, their layers as one launch, or in the steps that graphs hold; then decodes of
     rows whose lengths the host does not know."""
-    folder, sizes = write_model(tmp_path, "qwen3"), (4, 8, 16) if how == "graph" else ()
+    folder, sizes = write_model(tmp_path, arch), (4, 8, 16) if how == "graph" else ()
     plain = make_runner(folder, like_gpu=False)
     like_gpu = make_runner(folder, like_gpu=True, enforce_eager=how != "layers", position_sizes=sizes)
     if sizes:

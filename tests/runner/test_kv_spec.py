@@ -5,9 +5,12 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
+import torch
 
 from aengine.ipc.messages import STATE_BLOCK_SIZE, KVCacheGroup
-from aengine.runner.kv_spec import FullKV, KVLayout, SharedKV, StateKV, StateTensor, WindowKV, lay_out_kv
+from aengine.runner.attention.kv_format import KVFormat
+from aengine.runner.attention.kv_pages import KVPages
+from aengine.runner.kv_spec import FullKV, KVLayout, LatentKV, SharedKV, StateKV, StateTensor, WindowKV, lay_out_kv
 
 FULL = FullKV(num_kv_heads=2, head_dim=8)
 WINDOW = WindowKV(num_kv_heads=2, head_dim=8, window=32)
@@ -44,6 +47,18 @@ def test_a_layer_with_fewer_bytes_has_more_tokens_in_a_block() -> None:
     layout = lay_out_kv([FULL, FullKV(1, 8), FullKV(1, 3)], 16, 2)  # 64, 32 and 12 bytes a token
     assert [group.block_size for group in layout.groups] == [16, 32, 64]
     assert layout.slab_bytes == 16 * 64 and layout.num_slabs == 1
+
+
+def test_latents_are_kept_once() -> None:
+    """DeepSeek's, in 16 bits: 1,152 bytes a layer and token. Keys and values are the same memory."""
+    layout = lay_out_kv([LatentKV(1, 576, 512)] * 3, 16, 2)
+    assert layout.groups == (KVCacheGroup("full", 16),) and layout.page_bytes == 3 * 16 * 1152
+    for heads_first in (False, True):
+        pages = KVPages(layout, 4, KVFormat(torch.bfloat16), torch.device("cpu"))
+        cache = pages.layers(heads_first=heads_first)[1].cache
+        assert cache.shape == (4, 16, 2, 1, 576)
+        cache[2, 5, 0] = 3.0
+        assert (cache[2, 5, 1] == 3.0).all() and cache.sum() == 2 * 3 * 576
 
 
 def state(num_floats: int) -> StateKV:

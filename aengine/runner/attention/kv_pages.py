@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...kernels.kv_codes import kept_kv, kv_numbers
 from ..distributed.stage import WHOLE, PipelineStage
-from ..kv_spec import FullKV, KVLayout, LayerPlace, StateKV, WindowKV, lay_out_kv
+from ..kv_spec import FullKV, KVLayout, LatentKV, LayerPlace, StateKV, WindowKV, lay_out_kv, num_kept
 from ..lazy_zeros import NewZeros, lazy_zeros
 from ..model_config import AttendingLayers, ModelConfig
 from .kv_format import KVFormat
@@ -52,14 +52,17 @@ class KvCacheSpec:
 class AttentionLayerKV:
     """A layer's KV as attention uses it."""
 
-    __slots__ = ("cache", "group", "heads", "scales", "window")
+    __slots__ = ("cache", "group", "heads", "scales", "value_dim", "window")
 
     def __init__(self, place: LayerPlace, cache: Tensor, scales: Tensor | None = None) -> None:
         assert isinstance(place.kv, FullKV | WindowKV)
-        self.cache = cache  # [num_blocks, block_size, 2, num_kv_heads, head_dim], any strides but the last
+        # [num_blocks, block_size, 2, num_kv_heads, head_dim], any strides but the last; values may be the keys' memory
+        self.cache = cache
         self.scales = scales  # float32 [2, num_kv_heads], of keys and of values; None: the cache has plain numbers
         self.group = place.group  # index of the KV group whose block table leads to it
         self.heads = place.kv.num_kv_heads, place.kv.head_dim
+        # size of the values with which keys end; None: values are apart
+        self.value_dim = place.kv.value_dim if isinstance(place.kv, LatentKV) else None
         self.window = place.kv.window if isinstance(place.kv, WindowKV) else None  # tokens, the query's own included
 
     def kept(self, kv: Tensor) -> Tensor:
@@ -128,12 +131,12 @@ class KVPages:
     def _view(self, place: LayerPlace, heads_first: bool) -> Tensor:
         assert isinstance(place.kv, FullKV | WindowKV)
         size = self.layout.groups[place.group].block_size
-        heads, head_dim = place.kv.num_kv_heads, place.kv.head_dim
-        shape = (2, heads, size, head_dim) if heads_first else (size, 2, heads, head_dim)
+        kept, heads, head_dim = num_kept(place.kv), place.kv.num_kv_heads, place.kv.head_dim
+        shape = (kept, heads, size, head_dim) if heads_first else (size, kept, heads, head_dim)
         slab = self.slabs[place.slab]
         first = place.first_byte // slab.itemsize
         blocks = slab[:, first : first + math.prod(shape)].unflatten(1, shape)
-        return blocks.permute(0, 3, 1, 2, 4) if heads_first else blocks
+        return (blocks.permute(0, 3, 1, 2, 4) if heads_first else blocks).expand(-1, -1, 2, -1, -1)
 
     def copy(self, pairs: Sequence[int]) -> None:
         """Copy whole pages, [from, to, from, to, ...]: none is both. One by one, so that no memory is needed."""

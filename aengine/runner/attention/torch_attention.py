@@ -19,6 +19,7 @@ from torch import Tensor
 from ...kernels.input_prep import PreparedInputs
 from ...kernels.invariant_attention import invariant_attention
 from ...kernels.kv_write import write_kv
+from ...kernels.latent_attention import values_of
 from ...kernels.paged_attention import decode_attention, prefill_attention
 from ...kernels.policy import FASTEST, KernelPolicy
 from ...kernels.rotary import apply_rotary, rotary_rows
@@ -247,6 +248,16 @@ class Attention:
             out = out.unflatten(1, (-1, layer.head_dim))[..., :value_dim].flatten(1)
         return out
 
+    def attend_to_latents(self, layer: AttentionLayer, q: Tensor, latents: Tensor) -> Tensor:
+        """See `AttentionCall`."""
+        kept, both = self._kv_cache.layers[layer.index], torch.cat((q, latents[:, None]), 1)
+        assert layer.rope is not None and kept.value_dim is not None
+        self._ropes[layer.rope].apply(both, layer.num_heads)
+        own = kept.kept(both[:, layer.num_heads :, None])
+        write_kv(own, kept.cache[:, :, :1], self._groups[kept.group].slot_mapping)
+        out = self._read(layer, both[:, : layer.num_heads], own.expand(-1, 2, -1, -1))
+        return values_of(out, layer.num_heads, kept.value_dim)
+
     def _write(self, layer: AttentionLayer, kv: Tensor) -> Tensor:
         """Write [num_tokens, 2, num_kv_heads, head_dim] to the cache; returns them as they are kept there."""
         own = self._kv_cache.layers[layer.index]
@@ -256,10 +267,13 @@ class Attention:
 
     def _attend(self, layer: AttentionLayer, q: Tensor, kv: Tensor) -> Tensor:
         """q: [num_tokens, num_heads, head_dim]; kv: [num_tokens, 2, num_kv_heads, head_dim]."""
+        return self._read(layer, q, self._write(layer, kv))
+
+    def _read(self, layer: AttentionLayer, q: Tensor, kv: Tensor) -> Tensor:
+        """`_attend` where ``kv`` is written, and is as it is kept."""
         kept = self._kv_cache.layers[layer.index]
         cache, group, n = kept.cache, self._groups[kept.group].batch, self._num_decodes
-        block_size, kv = cache.shape[1], self._write(layer, kv)
-        how = layer.scores(kept.window)
+        block_size, how = cache.shape[1], layer.scores(kept.window)
         parts = []
         if n:
             table, lens = self._decodes[kept.group]

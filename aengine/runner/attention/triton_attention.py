@@ -11,6 +11,7 @@ A layer's cache is [num_blocks, block_size, 2, num_kv_heads, head_dim] as it is 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.decode_attention import DecodeWorkspace, decode_step_attention, plan_decode
+from ...kernels.decode_plan import lanes_of
 from ...kernels.input_prep import PreparedInputs
+from ...kernels.latent_attention import attend_to_decodes as attend_to_latents_of_decodes
+from ...kernels.latent_attention import attend_to_prompts as attend_to_latents_of_prompts
+from ...kernels.latent_attention import plan_prompts as plan_prompts_of_latents
+from ...kernels.latent_attention import write_latents
 from ...kernels.rotary import HeadNorms, Rope
 from ...kernels.shared_prefix import SharedKeys
 from ...kernels.varlen_attention import plan_prompts, varlen_attention
@@ -32,16 +38,23 @@ from ..rope import rope_tables
 from ..speculation.states_ahead import RowsAhead
 from ..weights.step_rows import StepRows
 from .kv_pages import AttentionLayerKV, KvCacheSpec
-from .prefill import PrefillBackend, PrefillMetadata
+from .prefill import PrefillBackend, PrefillMetadata, TritonPrefill
 from .shared_prefixes import NO_PREFIXES, NoPrefixes, SharedPrefixes
 
 
 class Heads(NamedTuple):
-    """Number and size of a layer's heads."""
+    """Number and size of a layer's heads; of latents, into how many parts its heads are divided, and values' size."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    of_latents: bool = False
+
+    @classmethod
+    def of(cls, num_heads: int, kept: AttentionLayerKV) -> Heads:
+        if kept.value_dim is not None:
+            return cls(num_heads, lanes_of(num_heads), kept.value_dim, True)
+        return cls(num_heads, *kept.heads)
 
 
 class DecodePlan(NamedTuple):
@@ -64,14 +77,15 @@ class GpuKvCache:
         self.layout = pages.layout
         self.layers = pages.layers(heads_first=True)
         query_heads = spec.config.query_heads
-        self.heads = {index: Heads(query_heads[index], *kept.heads) for index, kept in self.layers.items()}
+        self.heads = {index: Heads.of(query_heads[index], kept) for index, kept in self.layers.items()}
         self.dtype = spec.dtype
-        self.prefill = prefill
+        of_latents = any(heads.of_latents for heads in self.heads.values())
+        self.prefill = TritonPrefill() if of_latents else prefill
         self.ropes = [rope_tables(config, spec.max_model_len, spec.device) for config in spec.config.ropes]
         self._first_lens: Tensor | None = None
         self._borders = [None if long is None else long.border for long in (c.long() for c in spec.config.ropes)]
         self.workspaces = {
-            heads: self.make_workspace(max(spec.max_num_seqs, spec.max_positions), *heads, spec.device)
+            heads: self.make_workspace(max(spec.max_num_seqs, spec.max_positions), *heads[:3], spec.device)
             for heads in dict.fromkeys(self.heads.values())
         }
         self._prefixes = NO_PREFIXES
@@ -83,14 +97,14 @@ class GpuKvCache:
 
     def decode_kinds(self, requests: RequestState, tables: BlockTables, step_rows: StepRows) -> StepRows:
         """See `KvMemory`: without and with keys that rows read together."""
-        heads = [heads for heads, window in self.kinds if window is None]
+        heads = [heads[:3] for heads, window in self.kinds if window is None]
         groups = {kept.group for kept in self.layers.values() if kept.window is None}
         prefixes = SharedPrefixes.of(heads, self.dtype, groups, requests, tables, step_rows)
         if prefixes is None:
             return step_rows
         self._prefixes = prefixes
         for own in heads:
-            self.workspaces[own].reserve(prefixes.sizes.num_parts)
+            self.workspaces[Heads(*own)].reserve(prefixes.sizes.num_parts)
         return prefixes
 
     def first_lens_of(self, rows: Tensor) -> Tensor | None:
@@ -176,7 +190,9 @@ class GpuKvCache:
         """Plan the attention of sequences with several new tokens, for the layers of each kind of heads."""
         where = (rows, inputs.query_start_loc, inputs.seq_lens, len(inputs.positions))
         return {
-            heads: plan_prompts(
+            heads: plan_prompts_of_latents(*where, heads.num_heads, self.dtype)
+            if heads.of_latents
+            else plan_prompts(
                 *where, heads.num_heads // heads.num_kv_heads, self.dtype, heads.head_dim, skip_single=True
             )
             for heads in self.workspaces
@@ -190,6 +206,28 @@ class GpuKvCache:
         kept = self.layers[layer.index]
         where = (block_tables[kept.group], plans[self.heads[layer.index]], n)
         return varlen_attention(q, kept.cache, *where, layer.scores(kept.window), kept.scales)
+
+    def attend_to_latents_of_decodes(
+        self,
+        layer: AttentionLayer,
+        q: Tensor,
+        plans: Mapping[Any, Any],
+        block_tables: Sequence[Tensor],
+        out: Tensor | None,
+    ) -> Tensor:
+        """Return [n, num_heads * value_dim] for q [n, num_heads, head_dim], turned; latents are written already."""
+        kept, heads = self.layers[layer.index], self.heads[layer.index]
+        where = kept.cache, block_tables[kept.group], layer.scale, heads.head_dim
+        plan, workspace = plans[heads, None].items, self.workspaces[heads]
+        return attend_to_latents_of_decodes(q, *where, plan, workspace, out)
+
+    def attend_to_latents_of_prompts(
+        self, layer: AttentionLayer, q: Tensor, plans: Mapping[Heads, Tensor], block_tables: Sequence[Tensor]
+    ) -> Tensor:
+        """Return [num_tokens, num_heads * value_dim], likewise."""
+        kept, heads = self.layers[layer.index], self.heads[layer.index]
+        where = block_tables[kept.group], plans[heads]
+        return attend_to_latents_of_prompts(q, kept.cache, *where, layer.scale, heads.head_dim)
 
     def clear_blocks(self, block_ids: Tensor) -> None:
         raise AssertionError("nothing needs to be cleared")
@@ -226,7 +264,7 @@ class DecodeAttention:
         self._state_rows: dict[int, StateRows | RowsAhead] = {}  # the rows of each KV group with states
 
     def begin(self, positions: Tensor) -> None:
-        pass
+        self._positions = positions
 
     def first_lens(self) -> Tensor | None:
         """See `AttentionCall`."""
@@ -252,6 +290,33 @@ class DecodeAttention:
         """See `AttentionCall`."""
         return _cut(layer, self._call(layer, _join(layer, q, k, v), None, None), v)
 
+    def attend_to_latents(self, layer: AttentionLayer, q: Tensor, latents: Tensor) -> Tensor:
+        """See `AttentionCall`."""
+        kept = self._cache.layers[layer.index]
+        rope = None if layer.rope is None else self._ropes[layer.rope]
+        write_latents(q, latents, self._places(rope), self._slots[kept.group], rope, kept.cache)
+        return self.attend_to_written_latents(layer, q, None)
+
+    def attend_to_written_latents(self, layer: AttentionLayer, q: Tensor, out: Tensor | None) -> Tensor:
+        """`attend_to_latents` where q is turned, and latents are written, already; into the first rows of ``out``."""
+        return self._cache.attend_to_latents_of_decodes(layer, q, self._plans, self._block_tables, out)
+
+    def _places(self, rope: Rope | None) -> Tensor:
+        """int64 [n]: where each token's position is in the rope's table."""
+        if rope is None or rope.shifts is None:
+            return self._positions
+        return self._positions + rope.shifts[self._rows.clamp(min=0)]
+
+    @cached_property
+    def _slots(self) -> list[Tensor]:
+        """int64 [n] of each KV group: where the tokens are written, -1 for padding."""
+        rows, own, positions = self._rows, self._rows.clamp(min=0), self._positions
+        sizes = (group.block_size for group in self._cache.layout.groups)
+        return [
+            torch.where(rows < 0, -1, table[own, positions // size].long() * size + positions % size)
+            for table, size in zip(self._block_tables, sizes, strict=True)
+        ]
+
     def attend_to_written(self, layer: AttentionLayer, qkv: Tensor, out: Tensor) -> None:
         """`forward` where q and k are rotated, and k and v written, already; into the first rows of ``out``."""
         self._call(layer, qkv, None, None, out)
@@ -271,22 +336,18 @@ class PositionsAttention(DecodeAttention):
     ) -> None:
         super().__init__(cache, rows, seq_lens, block_table)
         self._positions = positions
-        own = rows.clamp(min=0)
-        self._slots = [
-            torch.where(rows < 0, -1, table[own, positions // size].long() * size + positions % size)
-            for table, size in zip(self._block_tables, (g.block_size for g in cache.layout.groups), strict=True)
-        ]
+
+    def begin(self, positions: Tensor) -> None:
+        pass
 
     def write(self, layer: AttentionLayer, qkv: Tensor) -> None:
         """See `AttentionCall`."""
         self._write(layer, qkv, None if layer.rope is None else self._ropes[layer.rope], layer.norms)
 
     def _write(self, layer: AttentionLayer, qkv: Tensor, rope: Rope | None, norms: HeadNorms | None) -> None:
-        kept, positions = self._cache.layers[layer.index], self._positions
-        if rope is not None and rope.shifts is not None:
-            positions = positions + rope.shifts[self._rows.clamp(min=0)]
+        kept, places = self._cache.layers[layer.index], self._places(rope)
         slots = self._slots[kept.group]
-        apply_rope_and_write_kv(qkv, positions, slots, rope, norms, layer.num_heads, kept.cache, kept.scales)
+        apply_rope_and_write_kv(qkv, places, slots, rope, norms, layer.num_heads, kept.cache, kept.scales)
 
     def _call(
         self, layer: AttentionLayer, qkv: Tensor, rope: Rope | None, norms: HeadNorms | None, out: Tensor | None = None
@@ -386,6 +447,19 @@ class BatchAttention:
         """See `AttentionCall`."""
         out = self._attend(layer, _join(layer, q, k, v), None, self._inputs.positions, None)
         return _cut(layer, out, v)
+
+    def attend_to_latents(self, layer: AttentionLayer, q: Tensor, latents: Tensor) -> Tensor:
+        """See `AttentionCall`."""
+        kept = self._cache.layers[layer.index]
+        rope, positions = self._turned(layer)
+        write_latents(q, latents, positions, self._slot_mappings[kept.group], rope, kept.cache)
+        if self._has_prompts:
+            out = self._cache.attend_to_latents_of_prompts(layer, q, self._prompts, self._block_tables)
+        else:
+            out = q.new_empty((len(q), layer.num_heads * self._cache.heads[layer.index].head_dim))
+        if self._decodes is not None:
+            self._decodes.attend_to_written_latents(layer, q[: self._decodes.size], out)
+        return out
 
     def _write(
         self, layer: AttentionLayer, qkv: Tensor, rope: Rope | None, positions: Tensor, norms: HeadNorms | None

@@ -122,6 +122,11 @@ class AttentionCall(Protocol):
             v: [num_tokens, num_kv_heads, value_dim], value_dim <= head_dim
         """
 
+    def attend_to_latents(self, layer: AttentionLayer, q: Tensor, latents: Tensor) -> Tensor:
+        """Return [num_tokens, num_heads * value_dim] for q [num_tokens, num_heads, head_dim] and ``latents``
+        [num_tokens, head_dim], of a layer that keeps `LatentKV`. Both are used up: their first elements are turned by
+        position."""
+
     def first_lens(self) -> Tensor | None:
         """Return int32 [num_tokens]: how many tokens each token's request had when it got its row; None: no rotary
         embedding of the model depends on it."""

@@ -16,6 +16,7 @@ from ...errors import ModelLoadError
 from ...kernels.activation import Activation, Gated, computed
 from ...kernels.rms_norm import add_rms_norm
 from ..distributed.shares import NOTHING, Part, Share, part_of, sizes
+from ..weights.plain import NumbersOf, PlainWeight
 from ..weights.scope import Gathering, WeightScope
 from ..weights.weight import JoinedTensors, Norm, OrdersDiffer, StoredTensor, Weight, WeightFormat
 
@@ -113,8 +114,8 @@ class Linear:
         self._is_partial = any(share.is_divided for share in columns)
         self._out_features = 0  # output features on this rank
         rows_of = {scope.name_of(name): shares_of(features) for name, features in parts.items()}
-        self._wrap: Callable[[Weight], Weight] | None = scope.formats.step_rows.wrap(rows_of, columns)
-        by_format = groupby(parts.items(), lambda part: scope.format_of(part[0]))
+        self._wrap: Callable[[Weight], Weight] | None = self._wrapper(scope, rows_of, columns)
+        by_format = groupby(parts.items(), lambda part: self._format_of(scope, part[0]))
         self._pieces = [_Piece(form, scope.formats.device, dict(own)) for form, own in by_format]
         # Names are the scope's alone: layers that hold them would not be alike.
         names: dict[_Piece, list[str]] = {piece: [] for piece in self._pieces}
@@ -144,6 +145,14 @@ class Linear:
                 scope.want(*what, put, count, part, room, kept=kept, drawn=drawn, fault=fault)
                 names[piece].append(scope.name_of(full))
                 piece.num_tensors += 1
+
+    def _wrapper(
+        self, scope: WeightScope, rows_of: Mapping[str, Sequence[Share]], columns: Sequence[Share]
+    ) -> Callable[[Weight], Weight]:
+        return scope.formats.step_rows.wrap(rows_of, columns)
+
+    def _format_of(self, scope: WeightScope, name: str) -> WeightFormat:
+        return scope.format_of(name)
 
     def _put(self, piece: _Piece, stored: StoredTensor, tensor: Tensor) -> None:
         own = tensor.t() if stored.turned else tensor
@@ -211,6 +220,27 @@ class Linear:
             self.group.add_sum(residual, own)
         else:
             self.group.add_sum(residual, self.weight.multiply(x))
+
+
+class HeadMatrices(Linear):
+    """A matrix whose output features are those of heads, each of which is multiplied by itself: plain numbers, whatever
+    the checkpoint has. No adapter changes it."""
+
+    def __init__(self, scope: WeightScope, name: str, rows: Share, in_features: int, num_heads: int) -> None:
+        self._in_features, self._num_heads = in_features, num_heads
+        super().__init__(scope, in_features, {name: rows})
+
+    def _wrapper(self, *asked: object) -> Callable[[Weight], Weight]:
+        return lambda weight: weight
+
+    def _format_of(self, scope: WeightScope, name: str) -> WeightFormat:
+        return NumbersOf(scope.format_of(name), self._in_features, scope.formats.dtype)
+
+    @property
+    def matrices(self) -> Tensor:
+        """[num_heads, output features of each, in_features]."""
+        assert isinstance(self.weight, PlainWeight)
+        return self.weight.weight.unflatten(0, (self._num_heads, -1))
 
 
 def drop(tensor: Tensor) -> None:

@@ -3,11 +3,12 @@ are made of one latent vector a token, and of a key that turns, which the heads 
 
                 ┌─ q_a ─ norm ─ q_b ─────────────┐ q: a part that turns, one that does not, of each head
 residual ─ norm ┤
-                └─ kv_a ┬─ norm ─ kv_b ──────────┤ k that does not turn, and v, of each head
+                └─ kv_a ┬─ norm ─ latent ─ kv_b ─┤ k that does not turn, and v, of each head
                         └────────────────────────┘ k that turns
 
-Small models have one product in place of q_a and q_b. Feed-forward layers but the first are mixtures of experts (Dai et
-al. 2024, arXiv:2401.06066): some that all tokens take, and some that are chosen, of the best groups of experts."""
+Only the latent and what turns are kept. Small models have one product in place of q_a and q_b. Feed-forward layers but
+the first are mixtures of experts (Dai et al. 2024, arXiv:2401.06066): some that all tokens take, and some that are
+chosen, of the best groups of experts."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.expert_types import ExpertGate, RoutingRule
+from ..kv_spec import LatentKV, LayerKV
 from ..layers.attention import AttentionCall, AttentionLayer
 from ..layers.decoder import Decoder, FeedForward, Mixer
-from ..layers.linear import Features, Linear
+from ..layers.linear import Features, HeadMatrices, Linear
 from ..layers.mlp import GatedMLP
 from ..layers.moe import Experts, MoE, Router, SharedExpert
 from ..layers.norm import RMSNorm
@@ -159,13 +160,16 @@ class DeepseekConfig(MixtureConfig):
         method = keys.text("topk_method", "greedy" if is_v2 else "noaux_tc")
         if method not in (("greedy", "group_limited_greedy") if is_v2 else ("noaux_tc",)):
             raise keys.error("topk_method", "is no way of choosing experts that this model's family has")
-        # Where checkpoints have a head_dim, it is rope_dim; each head has keys and values of its own.
-        sizes = {"head_dim": max(rope_dim + plain_dim, value_dim), "num_key_value_heads": None}
+        kv_rank = keys.integer("kv_lora_rank", default=512)
+        # All heads see the latents. Where checkpoints have a head_dim, it is rope_dim.
+        sizes = {"head_dim": rope_dim + kv_rank, "num_key_value_heads": 1}
         fields = ConfigReader({**_DEFAULTS[model_type], **hf, **sizes}).decoder(has_experts=True)
         fields["ropes"] = keys.ropes(
             rope_dim, fields["max_position_embeddings"], is_v2 or keys.flag("rope_interleave", True)
         )
         scoring: Literal["softmax", "sigmoid"] = "softmax" if is_v2 else "sigmoid"
+        if fields["ropes"][0].scaling.get("llama_4_scaling_beta"):
+            raise NotNativeError("config.json: llama_4_scaling_beta of latents is for transformers' code")
         return cls(
             **fields,
             **cls.mixture(keys, scoring, has_groups=method != "greedy"),
@@ -173,12 +177,16 @@ class DeepseekConfig(MixtureConfig):
             mlp_bias=keys.flag("mlp_bias"),
             sliding_windows=keys.windows(None),
             q_rank=q_rank,
-            kv_rank=keys.integer("kv_lora_rank", default=512),
+            kv_rank=kv_rank,
             rope_dim=rope_dim,
             plain_dim=plain_dim,
             value_dim=value_dim,
             score_scale=(rope_dim + plain_dim) ** -0.5 * _temperature(fields["ropes"][0]) ** 2,
         )
+
+    @property
+    def kv_layers(self) -> tuple[LayerKV, ...]:
+        return (LatentKV(1, self.head_dim, self.kv_rank),) * self.num_layers
 
 
 def _temperature(rope: RopeConfig) -> float:
@@ -188,7 +196,8 @@ def _temperature(rope: RopeConfig) -> float:
 
 
 class LatentAttention:
-    """Attention whose keys and values are made of a vector that is smaller than they are."""
+    """Attention to latents. What makes keys of them is a product of the queries instead, what makes values one of the
+    output: q (W c) = (W^T q) c, so that no head has keys of its own."""
 
     def __init__(self, config: DeepseekConfig, index: int, scope: WeightScope) -> None:
         heads, size, dim = config.num_heads, config.hidden_size, config.rope_dim + config.plain_dim
@@ -203,35 +212,28 @@ class LatentAttention:
             self.q_norm = RMSNorm(scope.at("q_a_layernorm"), config.q_rank, _LATENT_EPS)
             self.q = Linear(scope, config.q_rank, {"q_b_proj": q})
         self.kv_norm = RMSNorm(scope.at("kv_a_layernorm"), config.kv_rank, _LATENT_EPS)
-        self.kv = Linear(
-            scope, config.kv_rank, {"kv_b_proj": scope.share(heads * (config.plain_dim + config.value_dim))}
-        )
+        of_heads = scope.share(heads * (config.plain_dim + config.value_dim))
+        self.kv = HeadMatrices(scope, "kv_b_proj", of_heads, config.kv_rank, heads)
         self.out = Linear(scope, scope.share(heads * config.value_dim), {"o_proj": size}, config.attention_bias)
         self.layer = AttentionLayer.make(config, index, scale=config.score_scale)
         self._parts = [config.q_rank or heads * dim, config.kv_rank, config.rope_dim]
-        self._plain_dim, self._value_dim = config.plain_dim, config.value_dim
+        self._plain_dim = config.plain_dim
 
     def __call__(self, residual: Tensor, norm: RMSNorm, attn: AttentionCall) -> None:
         """Add the output for norm(residual) to ``residual`` [num_tokens, hidden_size], in place."""
         q, latent, k_turned = self.latents.after_norm(residual, norm).split(self._parts, 1)
         if self.q is not None:
             q = self.q.after_norm(q.contiguous(), self.q_norm)
-        layer, heads = self.layer, self.layer.num_heads
-        q_plain, q_turned = q.unflatten(1, (heads, -1)).split([self._plain_dim, self._parts[2]], 2)
-        kv = self.kv.after_norm(latent.contiguous(), self.kv_norm).unflatten(1, (heads, -1))
-        k_plain, v = kv.split([self._plain_dim, self._value_dim], 2)
-        k_turned = k_turned[:, None].expand(-1, heads, -1)
-        # What turns comes first, as in all models of which a part of each head does.
-        padded = (
-            F.pad(torch.cat(x, 2), (0, layer.head_dim - size))
-            for x, size in (
-                ((q_turned, q_plain), self._parts[2] + self._plain_dim),
-                ((k_turned, k_plain), self._parts[2] + self._plain_dim),
-                ((v,), self._value_dim),
-            )
-        )
-        out = attn.forward(layer, torch.cat(tuple(padded), 1).flatten(1))
-        self.out.add_to(residual, out.unflatten(1, (heads, -1))[..., : self._value_dim].flatten(1))
+        heads = self.layer.num_heads
+        matrices = self.kv.matrices  # rows of each head: those of its keys, those of its values
+        q = q.unflatten(1, (heads, -1))
+        q_plain, q_turned = q[..., : self._plain_dim], q[..., self._plain_dim :]
+        q_latent = torch.bmm(q_plain.transpose(0, 1), matrices[:, : self._plain_dim]).transpose(0, 1)
+        latents = torch.cat((k_turned, self.kv_norm(latent)), 1)
+        seen = attn.attend_to_latents(self.layer, torch.cat((q_turned, q_latent), 2), latents)
+        seen = seen.unflatten(1, (heads, -1)).transpose(0, 1)
+        values = torch.bmm(seen, matrices[:, self._plain_dim :].transpose(1, 2))
+        self.out.add_to(residual, values.transpose(0, 1).flatten(1))
 
 
 class Deepseek(MixtureDecoder[DeepseekConfig]):

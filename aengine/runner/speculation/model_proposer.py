@@ -144,6 +144,10 @@ class AttentionBehind:
         out: Tensor = self._attn.attend(self._behind(layer), q, k, v)
         return out
 
+    def attend_to_latents(self, layer: AttentionLayer, q: Tensor, latents: Tensor) -> Tensor:
+        out: Tensor = self._attn.attend_to_latents(self._behind(layer), q, latents)
+        return out
+
     def write(self, layer: AttentionLayer, qkv: Tensor) -> None:
         self._attn.write(self._behind(layer), qkv)
 

@@ -26,7 +26,7 @@ from ...errors import ModelLoadError
 from ...ipc.messages import NewRequest, SchedulerOutput, int32
 from ...kernels.kv_codes import LARGEST
 from ..attention.kv_format import KVFormat, ScaledKV, kv_format_of
-from ..kv_spec import FullKV, LayerKV, WindowKV
+from ..kv_spec import FullKV, LatentKV, LayerKV, WindowKV
 from ..model_config import ModelConfig
 from ..weights.sources.safetensors_source import read_matching
 from .setup import RunnerSetup
@@ -54,6 +54,11 @@ def choose_kv_format(
     ``rank``: of those that divide the layers. Raises ModelLoadError: the checkpoint's scales can't be used.
     """
     kept = kv_format_of(config.kv_cache_dtype, dtype)
+    if kept.origin and any(isinstance(kv, LatentKV) for kv in model_config.kv_layers):
+        raise ModelLoadError(
+            f"kv_cache_dtype={config.kv_cache_dtype!r}: keys and values of {model_config.model_type!r} are made of "
+            f"latents, which are kept as numbers of 16 or 32 bits: leave it at 'auto'"
+        )
     if config.kv_cache_dtype == "auto" and _asks_for_fp8(source.hf_config):
         logger.info(
             "the checkpoint is made for keys and values in FP8: kv_cache_dtype='fp8' keeps them so, by its scales; "

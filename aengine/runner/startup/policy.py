@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...config import EngineConfig
 from ...errors import ModelLoadError
 from ...kernels.policy import KernelPolicy
-from ..kv_spec import StateKV
+from ..kv_spec import LatentKV, StateKV
 from ..model_config import ModelConfig
 from ..platforms.platform import Platform
 from ..weights.formats import COMPILED_DTYPES
@@ -32,6 +32,8 @@ def _why_not(config: EngineConfig, model_config: ModelConfig, platform: Platform
             f"{kind!r} has recurrent layers or short convolutions, which add up in an order that depends on how a "
             f"prompt is cut into steps: use a model that only attends"
         )
+    if any(isinstance(kv, LatentKV) for kv in model_config.kv_layers):
+        return f"{kind!r} multiplies head by head, by a library that adds up in an order of its own: use another model"
     if model_config.num_experts and not platform.is_accelerator:
         return _why_no_experts(config, platform)
     return ""

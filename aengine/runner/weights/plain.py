@@ -14,9 +14,9 @@ from ...kernels.linear import add_linear, norm_conv_linear, norm_gated_linear, n
 from ...kernels.matrix import Matrix
 from ...kernels.short_conv import TokenConv
 from .expert_weights import StackedExperts
-from .weight import ExpertWeights, Norm, StoredTensor, Weight
+from .weight import ExpertWeights, Norm, StoredTensor, Weight, WeightFormat
 
-__all__ = ["MatrixWeight", "PlainFormat", "PlainWeight", "plain_tensors"]
+__all__ = ["MatrixWeight", "NumbersOf", "PlainFormat", "PlainWeight", "plain_tensors"]
 
 
 class MatrixWeight(Weight):
@@ -85,3 +85,29 @@ class PlainFormat:
 
     def make_experts(self, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device) -> ExpertWeights:
         return StackedExperts(num_experts, tensors, device)
+
+
+@dataclass(frozen=True, slots=True)
+class NumbersOf:
+    """Matrices of another format, which become plain numbers as they are loaded."""
+
+    form: WeightFormat
+    in_features: int
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        return self.form.name
+
+    def tensors(self, out_features: int, in_features: int, has_bias: bool) -> list[StoredTensor]:
+        return self.form.tensors(out_features, in_features, has_bias)
+
+    def make(self, tensors: Mapping[str, Tensor]) -> Weight:
+        made = self.form.make(tensors)
+        if isinstance(made, PlainWeight):
+            return made
+        columns = torch.eye(self.in_features, dtype=self.dtype, device=next(iter(tensors.values())).device)
+        return PlainWeight(made.multiply(columns).t().contiguous(), None)
+
+    def make_experts(self, num_experts: int, tensors: Sequence[StoredTensor], device: torch.device) -> ExpertWeights:
+        return self.form.make_experts(num_experts, tensors, device)
