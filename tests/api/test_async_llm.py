@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from conftest_api import core_of, settled
+from fakes import FakeExecutor
 
 from aengine import (
     AsyncLLM,
@@ -26,6 +27,7 @@ from aengine import (
     StructuredOutput,
     WorkerDiedError,
 )
+from aengine.engine.delivery import Delivery
 from aengine.engine.pacing.in_flight_limit import InFlightLimit
 
 Make = Callable[..., AsyncLLM]
@@ -722,3 +724,25 @@ async def test_a_timeout_of_a_health_check_that_is_none(make_engine: Make, timeo
         with pytest.raises(InvalidRequestError) as caught:
             await engine.check_health(timeout)  # type: ignore[arg-type]
         assert caught.value.param == "timeout"
+
+
+async def test_a_worker_without_steps_gets_one_before_tokens_are_delivered(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    deliver, execute = Delivery.deliver_all, FakeExecutor.execute_model
+
+    async def note_tokens(self: Delivery, *args: Any) -> None:
+        order.append("tokens")
+        await deliver(self, *args)
+
+    async def note_step(self: FakeExecutor, *args: Any) -> Any:
+        order.append("step")
+        return await execute(self, *args)
+
+    monkeypatch.setattr(Delivery, "deliver_all", note_tokens)
+    monkeypatch.setattr(FakeExecutor, "execute_model", note_step)
+    async with make_engine(max_in_flight_steps=1) as engine:
+        completion = await engine.generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert len(completion.token_ids) == 4
+    assert order == ["step", *["step", "tokens"] * 3, "tokens"]
