@@ -5,6 +5,7 @@
                 it is kept ───────> passed over: it is looked at no more while it is kept
     passed    blocks that were passed over: only these are left once the order is empty. Of the keeper that has most for
               its weight the session whose last turn is longest ago gives way then, its last tokens first
+    expected  blocks that were brought for a request in the queue, until it has them: they go last
 
 Keeping is no reference: `BlockPool.num_free` counts kept blocks as free, and whoever runs may have them. Blocks that
 are kept no more are the oldest again if they were passed over; those that others have used since have their place by
@@ -25,6 +26,8 @@ from typing import Protocol
 
 from ..scheduler.block_pool import IdleBlocks
 
+_EXPECTED = 4
+"""Blocks are expected of this part of the pool at most: who waited for some may have gone."""
 _MOST_ENTRIES = 8
 """All sessions' lists of blocks together have so many times the pool's blocks: a block may be in many of them."""
 
@@ -89,8 +92,8 @@ class KeptBlocks(IdleBlocks):
     """Idle blocks, of which sessions keep the share ``fraction`` of the pool at most."""
 
     __slots__ = (
-        *("_entries", "_giving", "_hits", "_most", "_most_entries", "_num_keepers", "_parts", "_passed"),
-        "_sessions",
+        *("_entries", "_expected", "_giving", "_hits", "_most", "_most_entries", "_most_expected", "_num_keepers"),
+        *("_parts", "_passed", "_sessions"),
     )
 
     def __init__(self, num_blocks: int, fraction: float, hits: KeptHits) -> None:
@@ -105,6 +108,8 @@ class KeptBlocks(IdleBlocks):
         self._giving: Session | None = None  # the session that gives way
         self._num_keepers: dict[int, int] = {}  # sessions that keep the block, for each kept one, idle or in use
         self._passed: dict[int, None] = {}
+        self._expected: OrderedDict[int, None] = OrderedDict()
+        self._most_expected = num_blocks // _EXPECTED
 
     @property
     def num_kept(self) -> int:
@@ -204,24 +209,36 @@ class KeptBlocks(IdleBlocks):
     # -- the verbs of `IdleBlocks`
 
     def __len__(self) -> int:
-        return len(self._order) + len(self._passed)
+        return len(self._order) + len(self._passed) + len(self._expected)
 
     def __iter__(self) -> Iterator[int]:
         yield from self._order
         yield from self._passed
+        yield from self._expected
+
+    def expect(self, block_ids: Iterable[int]) -> None:
+        order, expected = self._order, self._expected
+        for block_id in block_ids:
+            if block_id in order:
+                del order[block_id]
+                expected[block_id] = None
+        while len(expected) > self._most_expected:
+            order[expected.popitem(last=False)[0]] = None
 
     def remove(self, block_ids: Iterable[int]) -> None:
-        order, num_keepers = self._order, self._num_keepers
-        if not num_keepers:
+        order, num_keepers, expected = self._order, self._num_keepers, self._expected
+        if not num_keepers and not expected:
             super().remove(block_ids)
             return
         for block_id in block_ids:
             if block_id in num_keepers:
                 self._hits.num_blocks += 1
-                if block_id in self._passed:
-                    del self._passed[block_id]
-                    continue
-            del order[block_id]
+            if block_id in order:
+                del order[block_id]
+            elif block_id in expected:
+                del expected[block_id]
+            else:
+                del self._passed[block_id]
 
     def pop(self) -> int:
         order, num_keepers = self._order, self._num_keepers
@@ -230,18 +247,25 @@ class KeptBlocks(IdleBlocks):
             if block_id not in num_keepers:
                 return block_id
             self._passed[block_id] = None
-        while True:
+        while self._passed:
             block_id = self._let_one_go()
             if block_id in self._passed:
                 del self._passed[block_id]
                 return block_id
+        block_id, _ = self._expected.popitem(last=False)
+        while block_id in num_keepers:  # nothing else of what is kept is idle
+            self._let_one_go()
+        return block_id
 
     def drop(self, block_id: int) -> bool:
-        return block_id not in self._num_keepers and super().drop(block_id)
+        if block_id in self._num_keepers:
+            return False
+        return self._expected.pop(block_id, self) is None or super().drop(block_id)
 
     def clear(self) -> list[int]:
-        block_ids = super().clear() + list(self._passed)
+        block_ids = super().clear() + list(self._passed) + list(self._expected)
         self._passed.clear()
+        self._expected.clear()
         self._sessions.clear()
         self._parts.clear()
         self._giving = None
@@ -262,3 +286,5 @@ class KeptBlocks(IdleBlocks):
         assert len(num_keepers) <= self._most, "more blocks are kept than the bound allows"
         assert num_keepers.keys() <= set(named), "a block without a name is kept"
         assert self._passed.keys() <= num_keepers.keys() - self._order.keys(), "a block was passed over wrongly"
+        assert len(self._expected) <= self._most_expected
+        assert self._expected.keys() <= set(named) - self._order.keys() - self._passed.keys()

@@ -90,6 +90,9 @@ class IdleBlocks:
         if block_id in self._order:
             self._order.move_to_end(block_id)
 
+    def expect(self, block_ids: Iterable[int]) -> None:
+        """Note that a request in the queue will begin with these, as far as they are idle: they were used last."""
+
     def clear(self) -> list[int]:
         """Remove and return all."""
         block_ids = list(self._order)

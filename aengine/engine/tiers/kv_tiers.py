@@ -239,6 +239,8 @@ class KVTiers(KVElsewhere):
             self.num_saved += len(good)
         self._pool.release(job.pages)
         self._pool.release(job.held)
+        if job.requests:
+            self._pool.idle.expect(job.pages)
         self.places.release(job.places)
         for i in lost if job.is_fetch else ():
             self.places.drop(job.names[i])
