@@ -176,7 +176,7 @@ def candidates(shape: ExpertShape, num_tokens: int, kind: CodeKind | None) -> It
     """Tilings to try; the tiles of both products are changed one after the other."""
     average = num_tokens * shape.top_k / shape.num_experts
     if num_tokens <= 8:
-        for tile in (ProductTile(*sizes, 1) for sizes in itertools.product((2, 4, 8), (256, 512, 1024), (2, 4, 8))):
+        for tile in (ProductTile(*sizes, 1) for sizes in itertools.product((1, 2, 4), (256, 512, 1024), (1, 2, 4))):
             yield ExpertTiling("pairs", 1, tile, tile)
     if num_tokens <= 8 and kind is not None:
         for tile in (ProductTile(*sizes, 1) for sizes in itertools.product((2, 4, 8), (1024, 2048, 4096), (1, 2, 4))):

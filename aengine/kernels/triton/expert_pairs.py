@@ -43,15 +43,16 @@ def _load_weights(
     w_ptr, n, k0: tl.constexpr, ALL: tl.constexpr, K: tl.constexpr, W_N: tl.constexpr, W_K: tl.constexpr,
     BK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """[len(n), BK], from column ``k0`` on."""
+    """[len(n), BK], from column ``k0`` on. They leave the L1 cache to x, which all programs read."""
     k = k0 + tl.arange(0, BK)
     w_ptrs = w_ptr + n[:, None].to(tl.int64) * W_N + k[None, :].to(tl.int64) * W_K
     if EVEN and k0 + BK <= K:
-        w = tl.load(w_ptrs)
+        w = tl.load(w_ptrs, eviction_policy="evict_first")
     elif EVEN:
-        w = tl.load(w_ptrs, mask=(k < K)[None, :], other=0.0)
+        w = tl.load(w_ptrs, mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
     else:
-        w = tl.load(w_ptrs, mask=(n < ALL)[:, None] & (k < K)[None, :], other=0.0)
+        mask = (n < ALL)[:, None] & (k < K)[None, :]
+        w = tl.load(w_ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
     return w
 
 
