@@ -49,6 +49,17 @@ def act_and_mul(gate_up: Tensor, activation: Activation = "silu") -> Tensor:
     return activate(gate, activation).mul_(up)
 
 
+def weigh(x: Tensor, logits: Tensor) -> None:
+    """Multiply each row of x [n, size] by the sigmoid of its logit, float32 [n, 1], in place."""
+    assert logits.shape == (len(x), 1) and logits.dtype == torch.float32, f"{logits.dtype} {tuple(logits.shape)}"
+    if uses_triton(x):
+        from .triton import activation as triton_op
+
+        return triton_op.weigh(x, logits)
+    x *= torch.sigmoid(logits).to(x.dtype)
+    return None
+
+
 def activate(x: Tensor, activation: Activation) -> Tensor:
     """Return activation(x), a new tensor, by torch."""
     if activation == "silu":

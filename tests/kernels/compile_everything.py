@@ -625,6 +625,7 @@ def every_kernel(compiler: Compiler) -> None:
     compiler.note = ""
     rms_norm.rms_norm(torch.zeros(3, 576, dtype=dtype), torch.zeros(576, dtype=dtype), 1e-6)
     rms_norm.add_rms_norm(*(torch.zeros(3, 576, dtype=dtype) for _ in range(2)), torch.zeros(576), 1e-6)
+    activation.weigh(torch.zeros(3, 64, dtype=dtype), torch.zeros(3, 1))
     for name in get_args(activation.Activation):
         activation.act_and_mul(torch.zeros(3, 64, dtype=dtype), name)
         for rows in (1, 16, 64):

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 import torch
 
-from aengine.kernels.activation import Activation, act_and_mul
+from aengine.kernels.activation import Activation, act_and_mul, weigh
 
 
 def activated(gate: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -31,6 +31,19 @@ def test_against_the_definition(
         out = act_and_mul(given, activation)
         torch.testing.assert_close(out.cpu().double(), activated(gate, activation) * up, rtol=1e-5, atol=2e-5)
         assert torch.equal(given.cpu(), gate_up)
+
+
+@pytest.mark.parametrize("on_triton", [False, True])
+def test_rows_are_weighed(gen: torch.Generator, on_triton: bool, request: pytest.FixtureRequest) -> None:
+    device = request.getfixturevalue("triton_device") if on_triton else torch.device("cpu")
+    for rows, size in ((1, 1), (3, 17), (2, 1030)):
+        x, logits = torch.randn(rows, size, generator=gen), torch.randn(rows, 1, generator=gen) * 8
+        logits[0] = -200.0  # weighs nothing, and is no overflow
+        out = x.clone().to(device)
+        weigh(out, logits.to(device))
+        torch.testing.assert_close(
+            out.cpu().double(), x.double() / (1 + (-logits.double()).exp()), rtol=1e-5, atol=1e-7
+        )
 
 
 def test_large_values_do_not_overflow() -> None:

@@ -39,6 +39,22 @@ def _act_and_mul(x_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, ACTIVA
     tl.store(out_ptr + row * SIZE + i, y.to(out_ptr.dtype.element_ty), mask=i < SIZE)
 
 
+def weigh(x: Tensor, logits: Tensor) -> None:
+    n, size = x.shape
+    launch(_weigh, (n, triton.cdiv(size, _BLOCK)), x, logits, SIZE=size, BLOCK=_BLOCK, PDL=has_pdl())
+
+
+@triton.jit
+def _weigh(x_ptr, logits_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    launch_next_and_wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = x_ptr + row * SIZE + i
+    x = tl.load(at, mask=i < SIZE, other=0.0).to(tl.float32)
+    y = x / (1 + tl.exp(tl.minimum(-tl.load(logits_ptr + row), 80.0)))  # beyond, exp would overflow
+    tl.store(at, y.to(x_ptr.dtype.element_ty), mask=i < SIZE)
+
+
 @triton.jit
 def activate_and_multiply(gate, up, ACTIVATION: tl.constexpr):
     """Return activation(gate) * up, in float32."""

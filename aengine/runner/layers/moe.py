@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ModelLoadError
-from ...kernels.activation import computed
+from ...kernels.activation import computed, weigh
 from ...kernels.expert_plan import plan_experts
 from ...kernels.expert_tilings import ExpertShape
 from ...kernels.expert_types import ExpertGate, ExpertPlan, Routing, RoutingRule
@@ -129,7 +129,7 @@ class SharedExpert:
     def hidden(self, residual: Tensor, norm: RMSNorm) -> Tensor:
         hidden = computed(self.mlp.gate_up.gated_after_norm(residual, norm, self.mlp.activation))
         if self.gate is not None:  # the product by `down` is linear, so its input may be weighted instead
-            hidden *= torch.sigmoid(self.gate.after_norm(residual, norm, torch.float32)).to(hidden.dtype)
+            weigh(hidden, self.gate.after_norm(residual, norm, torch.float32))
         return hidden
 
 
