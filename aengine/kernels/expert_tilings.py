@@ -83,7 +83,7 @@ def default_tiling(shape: ExpertShape, num_tokens: int, can_group: bool, kind: C
     if kind is not None:
         return _tiling_of_codes(shape, num_tokens, kind)
     if num_tokens <= MAX_PAIR_TOKENS:
-        return ExpertTiling("pairs", 1, ProductTile(1, 512, 1, 1), ProductTile(2, 256, 1, 1))
+        return ExpertTiling("pairs", 1, ProductTile(2, 1024, 2, 1), ProductTile(2, 256, 1, 1))
     if can_group and num_tokens >= MIN_GROUPED_TOKENS:
         return ExpertTiling("grouped", 1, ProductTile(64, 64, 4, 3), ProductTile(128, 64, 4, 3))
     average = num_tokens * shape.top_k / shape.num_experts
