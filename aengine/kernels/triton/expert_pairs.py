@@ -15,6 +15,7 @@ from ..expert_tilings import ProductTile
 from ..expert_types import ExpertMatrices
 from .expert_frames import PairKernels, rows_of, store_pair, wait_for_choice
 from .launch import launch_next, wait_for_previous
+from .linear_gemv import load_row
 
 _HELD = 16
 """Pieces of 16 bytes of weights that a thread has on their way at once; 4 registers each."""
@@ -48,22 +49,10 @@ def _load_weights(
     w_ptrs = w_ptr + n[:, None].to(tl.int64) * W_N + k[None, :].to(tl.int64) * W_K
     if EVEN and k0 + BK <= K:
         w = tl.load(w_ptrs, eviction_policy="evict_first")
-    elif EVEN:
-        w = tl.load(w_ptrs, mask=(k < K)[None, :], other=0.0, eviction_policy="evict_first")
     else:
-        mask = (n < ALL)[:, None] & (k < K)[None, :]
-        w = tl.load(w_ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
+        inside = (n < ALL)[:, None] & (k < K)[None, :]
+        w = tl.load(w_ptrs, mask=inside, other=0.0, eviction_policy="evict_first")
     return w
-
-
-@triton.jit
-def _load_row(x_ptr, k0: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
-    k = k0 + tl.arange(0, BK)
-    if k0 + BK <= K:
-        x = tl.load(x_ptr + k)
-    else:
-        x = tl.load(x_ptr + k, mask=k < K, other=0.0)
-    return x.to(tl.float32)
 
 
 @triton.jit
@@ -95,10 +84,11 @@ def _multiply_pairs(
     up = tl.zeros((BN, BK), tl.float32)
     squares = tl.zeros((BK,), tl.float32)
     for i in tl.static_range((K + BK - 1) // BK):
-        x = _load_row(x_ptr, i * BK, K, BK)
+        k = i * BK + tl.arange(0, BK)
+        x = load_row(x_ptr + k, k < K, i * BK + BK <= K)
         if NORM:
             squares += x * x
-            x = x * _load_row(norm_ptr, i * BK, K, BK)
+            x = x * load_row(norm_ptr + k, k < K, i * BK + BK <= K)
         w = ws[i] if i < HELD else _load_weights(w_ptr, n, i * BK, ALL, K, W_N, W_K, BK, EVEN)
         acc += w.to(tl.float32) * x[None, :]
         if GATE != "":
@@ -111,7 +101,7 @@ def _multiply_pairs(
 
 
 @triton.jit
-def _weights_of_pair(
+def _block(
     index: tl.constexpr, w_ptr, ids_ptr, pair, n, ALL: tl.constexpr, K: tl.constexpr, W_E: tl.constexpr,
     W_N: tl.constexpr, W_K: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, NUM_EXPERTS: tl.constexpr,
 ):  # fmt: skip
@@ -138,22 +128,20 @@ def _add_pairs(
     token = tl.program_id(1).to(tl.int64)
     first = token * TOP_K
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    ws = (_weights_of_pair(0, w_ptr, ids_ptr, first, n, ALL, K, W_E, W_N, W_K, BK, IS_EVEN, NUM_EXPERTS),)
+    ws = (_block(0, w_ptr, ids_ptr, first, n, ALL, K, W_E, W_N, W_K, BK, IS_EVEN, NUM_EXPERTS),)
     for i in tl.static_range(1, HELD):
-        w = _weights_of_pair(i, w_ptr, ids_ptr, first, n, ALL, K, W_E, W_N, W_K, BK, IS_EVEN, NUM_EXPERTS)
+        w = _block(i, w_ptr, ids_ptr, first, n, ALL, K, W_E, W_N, W_K, BK, IS_EVEN, NUM_EXPERTS)
         ws = ws + (w,)  # type: ignore[assignment]
     wait_for_previous(PDL)
     at = residual_ptr + token * N + n
     total = tl.load(at, mask=n < N, other=0.0).to(tl.float32)
     acc = tl.zeros((BN, BK), tl.float32)
     for i in tl.static_range(TOP_K * BLOCKS):
-        if i < HELD:
-            w = ws[i]
-        else:
-            w = _weights_of_pair(i, w_ptr, ids_ptr, first, n, ALL, K, W_E, W_N, W_K, BK, IS_EVEN, NUM_EXPERTS)
+        w = ws[i] if i < HELD else _block(i, w_ptr, ids_ptr, first, n, ALL, K, W_E, W_N, W_K, BK, IS_EVEN, NUM_EXPERTS)
         pair = first + i // BLOCKS
         expert = tl.load(ids_ptr + pair)
-        x = _load_row(x_ptr + pair * K, i % BLOCKS * BK, K, BK)
+        k = i % BLOCKS * BK + tl.arange(0, BK)
+        x = load_row(x_ptr + pair * K + k, k < K, i % BLOCKS * BK + BK <= K)
         if NUM_EXPERTS:  # nothing was written for an expert of another rank
             x = tl.where(expert < NUM_EXPERTS, x, 0.0)
         own = expert * ALL + n  # rows of all experts'
