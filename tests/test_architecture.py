@@ -627,7 +627,7 @@ BUDGETS = {
     "engine": 32000,
     "integrations": 2650,
     "ipc": 2200,
-    "kernels": 18640,
+    "kernels": 18720,
     "limits": 1110,
     "remote": 1700,
     "runner": 27660,
