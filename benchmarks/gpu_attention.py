@@ -19,8 +19,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from aengine.kernels.decode_attention import DecodeWorkspace, decode_step_attention, plan_decode
 from aengine.kernels.dispatch import triton_everywhere
@@ -29,7 +31,7 @@ from aengine.kernels.rotary import HeadNorms, Rope
 from aengine.kernels.triton import decode_attention as body
 from aengine.kernels.triton import varlen_attention as varlen_body
 from aengine.kernels.triton.launch import compiling
-from aengine.kernels.varlen_attention import plan_prompts, varlen_attention
+from aengine.kernels.varlen_attention import PromptLayers, plan_prompts, varlen_attention
 
 BLOCK = 16
 BUDGET_S = 140  # of the 150 that a run may take
@@ -38,19 +40,28 @@ COLD_BYTES = 192 << 20  # more than three times the L2 cache of an H200
 SKEWED = [300] * 60 + [8192] * 4
 SHORT = {f"B{n} 192": [192] * n for n in (1, 8, 64, 256)}
 DECODES = SHORT | {f"B{n} {k // 1024}k": [k] * n for n in (1, 32, 256) for k in (1024, 8192)} | {"skewed": SKEWED}
-PREFILLS = {
+PREFILLS = {  # lengths of what is new, and how many tokens are before it
     "1x8192": ([8192], 0),
     "8x1024": ([1024] * 8, 0),
     "64x128": ([128] * 64, 0),
     "8x256 at 4096": ([256] * 8, 4096),
+    "1x512": ([512], 0),
+    "1x1024": ([1024], 0),
+    "1x2048": ([2048], 0),
+    "1984 at 1984": ([1984], 1984),
+    "128 at 3968": ([128], 3968),
+    "512 at 3584": ([512], 3584),
+    "256 at 8192": ([256], 8192),
+    "4x64 at 2500": ([64] * 4, 2500),
 }
+PREFILL_HEADS = {"a": (16, 8, 128), "b": (32, 8, 128)}  # of Qwen3-0.6B and Llama-3.1-8B
 PREFILL_TILINGS = [
-    varlen_body._Tiling(block_m, block_n, num_warps, num_stages, max_pack)
+    varlen_body._Tiling(block_m, block_n, num_warps, num_stages, max_pack, resident)
     for block_m in (64, 128)
     for block_n in (32, 64, 128)
     for num_warps in (4, 8)
     for num_stages in (1, 2, 3)
-    for max_pack in (1, 2, 4)
+    for max_pack, resident in ((4, 1), (4, 2), (1, 1))
     if (block_m, num_warps) != (64, 8)
 ]
 TILINGS = [
@@ -129,7 +140,8 @@ def check(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     starts = [sum(query_lens[:i]) for i in range(len(lens) + 1)]
     q = torch.randn(starts[-1], heads, dim, dtype=dtype, device=device)
     places = torch.tensor(starts, dtype=torch.int32, device=device)
-    prompts = plan_prompts(case.rows, places, case.seq_lens, len(q), heads // kv_heads, dtype, dim, skip_single=False)
+    layers = PromptLayers(heads, kv_heads, dim, dtype)
+    prompts = plan_prompts(case.rows, places, case.seq_lens, len(q), layers, skip_single=False)
     q = q.clone()
     out = varlen_attention(q, case.caches[0], case.table, prompts, len(lens), Scores(dim**-0.5))
     errors["prefill"] = relative_error(out, case, q, starts, dim**-0.5)
@@ -193,8 +205,20 @@ def time_decodes(device: torch.device, deadline: float) -> Iterator[dict[str, An
         torch.cuda.empty_cache()
 
 
-def time_prefills(device: torch.device) -> Iterator[dict[str, Any]]:
-    heads, kv_heads, dim = 32, 8, 128
+def time_cudnn(heads: tuple[int, int, int], query_len: int, context: int, device: torch.device) -> float:
+    """cuDNN's time for a prompt in one piece; behind a context without a mask, for which it has other kernels."""
+    num_heads, num_kv_heads, dim = heads
+    q = torch.randn(1, num_heads, query_len, dim, dtype=torch.bfloat16, device=device)
+    k, v = torch.randn(2, 1, num_kv_heads, context + query_len, dim, dtype=torch.bfloat16, device=device)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        calls: list[Callable[[], Any]] = [
+            partial(F.scaled_dot_product_attention, q, k, v, is_causal=not context, enable_gqa=True)
+        ]
+        return microseconds(calls)
+
+
+def time_prefills(device: torch.device, shape: str) -> Iterator[dict[str, Any]]:
+    heads, kv_heads, dim = PREFILL_HEADS[shape]
     for name, (query_lens, context) in PREFILLS.items():
         lens = [length + context for length in query_lens]
         case = make_case(lens, kv_heads, dim, torch.bfloat16, device, 2)
@@ -204,12 +228,14 @@ def time_prefills(device: torch.device) -> Iterator[dict[str, Any]]:
 
         def calls_of(case: Case = case, places: Tensor = places, q: Tensor = q) -> list[Callable[[], Any]]:
             batch = (case.rows, places, case.seq_lens, len(q))
-            plan = plan_prompts(*batch, heads // kv_heads, q.dtype, dim, skip_single=False)
+            plan = plan_prompts(*batch, PromptLayers(heads, kv_heads, dim, q.dtype), skip_single=False)
             where = (case.table, plan, len(case.rows), Scores(dim**-0.5))
             return [partial(varlen_attention, q, cache, *where) for cache in case.caches]
 
         pairs = sum(n * context + n * (n + 1) / 2 for n in query_lens)
         times = {"as set": microseconds(calls_of(), at_least=2)}
+        if len(query_lens) == 1:
+            times["cudnn"] = time_cudnn(PREFILL_HEADS[shape], query_lens[0], context, device)
         with compiling(os.cpu_count() or 1):
             for tiling in PREFILL_TILINGS:
                 with tiled(tiling, varlen_body):
@@ -217,7 +243,7 @@ def time_prefills(device: torch.device) -> Iterator[dict[str, Any]]:
         for tiling in PREFILL_TILINGS:
             with tiled(tiling, varlen_body), suppress(triton.OutOfResources):
                 times["/".join(map(str, tiling))] = microseconds(calls_of(), at_least=2)
-        yield {"case": name, "us": times, "tflops": 4 * pairs * heads * dim / times["as set"] / 1e6}
+        yield {"case": f"{shape} {name}", "us": times, "tflops": 4 * pairs * heads * dim / times["as set"] / 1e6}
 
 
 def main() -> None:
@@ -234,11 +260,12 @@ def main() -> None:
     if "--prefill" in sys.argv:
         DECODES.clear()
     if "--check" not in sys.argv:
-        for result in time_prefills(device):  # few and cheap: before the tilings take what is left of the time
+        prefills = (result for shape in PREFILL_HEADS for result in time_prefills(device, shape))
+        for result in prefills:  # few and cheap: before the tilings take what is left of the time
             results.append(result)
             us = result["us"]
             best = sorted((t, name) for name, t in us.items() if name != "as set")[:4]
-            print(f"prefill {result['case']:14} {us['as set']:9.1f} us {result['tflops']:6.0f} TFLOP/s; best:", end=" ")
+            print(f"prefill {result['case']:16} {us['as set']:9.1f} us {result['tflops']:6.0f} TFLOP/s; best:", end=" ")
             print(", ".join(f"{name} {t:.1f}" for t, name in best), flush=True)
         for result in time_decodes(device, begin + BUDGET_S - 25):
             results.append(result)

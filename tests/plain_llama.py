@@ -61,7 +61,7 @@ class PlainLlama(nn.Module):
         rope = rope_tables(config.ropes[0], n, device)
         row, lens = torch.zeros(1, dtype=torch.int64, device=device), torch.tensor([0, n], device=device).int()
         assert n > 1, "a single token is no prompt to the plan"
-        plan = plan_prompts(row, lens, lens[1:], n, heads // kv_heads, residual.dtype, size)
+        plan = plan_prompts(row, lens, lens[1:], n, heads // kv_heads, size)
         for i in range(config.num_layers):
             layer = f"model.layers.{i}"
             x = rms_norm(residual, *self._norm(f"{layer}.input_layernorm"))

@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import varlen_attention
 from .decode_plan import PartsWorkspace
 from .dispatch import uses_triton
 from .kv_codes import kv_numbers
 from .paged_attention import Scores
 from .policy import ROW_TILE
+from .varlen_attention import facts_of
 
 _KEYS = 128  # keys that are read at a time
 
@@ -35,7 +35,6 @@ def plan_prompts(
     seq_lens: Tensor,
     num_tokens: int,
     group: int,
-    dtype: torch.dtype,
     head_dim: int,
 ) -> Tensor:
     """Plan `attend_to_prompts` for all layers: the sequences with more than one new token. See
@@ -44,8 +43,7 @@ def plan_prompts(
         from .triton import invariant_attention as triton_op
 
         return triton_op.plan_prompts(rows, query_start_loc, seq_lens, num_tokens, group, head_dim)
-    where = (rows, query_start_loc, seq_lens, num_tokens, group, dtype, head_dim)
-    return varlen_attention.plan_prompts(*where, skip_single=True)
+    return facts_of(rows, query_start_loc, seq_lens, skip_single=True)
 
 
 def attend_to_prompts(q: Tensor, kv_cache: Tensor, block_table: Tensor, plan: Tensor, how: Scores) -> Tensor:

@@ -17,8 +17,7 @@ from .decode_plan import DecodeWorkspace
 from .dispatch import uses_triton
 from .paged_attention import Scores
 from .rotary import Rope
-from .varlen_attention import plan_prompts as plan_on_cpu
-from .varlen_attention import varlen_attention
+from .varlen_attention import facts_of, varlen_attention
 from .write_qkv import turned
 
 
@@ -82,7 +81,7 @@ def plan_prompts(
         from .triton import latent_attention as triton_op
 
         return triton_op.plan_prompts(rows, query_start_loc, seq_lens, num_tokens, num_heads, dtype)
-    return plan_on_cpu(rows, query_start_loc, seq_lens, num_tokens, num_heads, dtype, 0, skip_single=True)
+    return facts_of(rows, query_start_loc, seq_lens, skip_single=True)
 
 
 def attend_to_prompts(

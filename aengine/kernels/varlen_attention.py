@@ -7,6 +7,8 @@ Dao 2023, https://arxiv.org/abs/2307.08691.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -14,18 +16,27 @@ from .dispatch import uses_triton
 from .paged_attention import Scores, prefill_attention
 
 
+class PromptLayers(NamedTuple):
+    """What layers have in common that share a plan. ``dtype``: of the queries; ``is_fp8``: the cache is in FP8."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    window: int | None = None
+    is_fp8: bool = False
+
+
 def plan_prompts(
     rows: Tensor,
     query_start_loc: Tensor,
     seq_lens: Tensor,
     num_tokens: int,
-    group: int,
-    dtype: torch.dtype,
-    head_dim: int,
+    layers: PromptLayers,
     *,
     skip_single: bool,
 ) -> Tensor:
-    """Plan how the queries of a batch are cut into blocks, for all layers: the ``plan`` of `varlen_attention`.
+    """Plan how the queries of a batch, and the keys that they see, are cut: the ``plan`` of `varlen_attention`.
 
     Between it and the attention there must be a kernel that is not launched ahead of its predecessor's end, as for
     `plan_decode`.
@@ -33,14 +44,18 @@ def plan_prompts(
     Args:
         rows: int64 [n]; seq_lens: int32 [n]
         query_start_loc: int32 [n + 1], up to num_tokens; sequences without tokens are left out
-        group: query heads that share a key-value head; dtype, head_dim: of the queries
         skip_single: sequences of one new token are left out too; their place in the result is not written
     """
     assert rows.shape == seq_lens.shape and query_start_loc.shape[0] == rows.shape[0] + 1
     if uses_triton(rows):
         from .triton import varlen_attention as triton_op
 
-        return triton_op.plan_prompts(rows, query_start_loc, seq_lens, num_tokens, group, dtype, head_dim, skip_single)
+        return triton_op.plan_prompts(rows, query_start_loc, seq_lens, num_tokens, layers, skip_single)
+    return facts_of(rows, query_start_loc, seq_lens, skip_single=skip_single)
+
+
+def facts_of(rows: Tensor, query_start_loc: Tensor, seq_lens: Tensor, *, skip_single: bool) -> Tensor:
+    """Row, first token, query and sequence length of the sequences that have new tokens: the plan without Triton."""
     query_lens = query_start_loc.diff()
     facts = torch.stack((rows.int(), query_start_loc[:-1], query_lens, seq_lens), 1)
     return facts[query_lens > int(skip_single)]
@@ -54,6 +69,7 @@ def varlen_attention(
     num_seqs: int,
     how: Scores,
     kv_scales: Tensor | None = None,
+    new_kv: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """[num_tokens, num_heads * head_dim], in q's dtype.
 
@@ -61,14 +77,16 @@ def varlen_attention(
         q: [num_tokens, num_heads, head_dim], rotated by position; strided by token
         kv_cache: [num_blocks, block_size, 2, num_kv_heads, head_dim], any strides but the last
         block_table: int32 [max_num_seqs, width], by row
-        plan: of these sequences, `plan_prompts`; num_seqs: how many they are
+        plan: of these sequences and for such layers, `plan_prompts`; num_seqs: how many they are
         kv_scales: of a cache in FP8, see kv_codes.py
+        new_kv: keys and values of the new tokens as the cache has them, [num_tokens, num_kv_heads, head_dim], strided
+            by token; they may be read instead
     """
     assert q.stride(2) == 1 and q.stride(1) == q.shape[2] and kv_cache.stride(4) == 1
     if uses_triton(q):
         from .triton import varlen_attention as triton_op
 
-        return triton_op.varlen_attention(q, kv_cache, block_table, plan, num_seqs, how, kv_scales)
+        return triton_op.varlen_attention(q, kv_cache, block_table, plan, num_seqs, how, kv_scales, new_kv)
     out = torch.zeros((q.shape[0], q.shape[1] * q.shape[2]), dtype=q.dtype)
     block_size = kv_cache.shape[1]
     for row, start, query_len, seq_len in plan.tolist():

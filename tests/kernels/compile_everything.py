@@ -343,7 +343,8 @@ def prompts(
     q = qkv.view(num_tokens, -1, dim)[:, :num_heads]
     starts, lens = torch.zeros(n + 1, dtype=torch.int32), torch.zeros(n, dtype=torch.int32)
     batch = (torch.zeros(n, dtype=torch.int64), starts, lens, num_tokens)
-    plan = varlen_attention.plan_prompts(*batch, num_heads // num_kv_heads, dtype, dim, skip_single=n > 1)
+    layers = varlen_attention.PromptLayers(*heads, dtype, window, fp8)
+    plan = varlen_attention.plan_prompts(*batch, layers, skip_single=n > 1)
     scores = Scores(0.1, window, 30.0, torch.zeros(num_heads, dtype=dtype)) if extras else Scores(0.1, window)
     varlen_attention.varlen_attention(q, cache, table, plan, n, scores, kv_scales)
 
@@ -376,7 +377,7 @@ def invariant(compiler: Compiler, dtype: torch.dtype, heads: Heads, extras: bool
     q, rows, lens = qkv.view(3, -1, dim)[:, :num_heads], torch.zeros(3, dtype=torch.int64), torch.zeros(3).int()
     scores = Scores(0.1, 40, 30.0, torch.zeros(num_heads, dtype=dtype)) if extras else Scores(0.1)
     starts = torch.zeros(4, dtype=torch.int32)
-    plan = invariant_attention.plan_prompts(rows, starts, lens, 300, num_heads // num_kv_heads, dtype, dim)
+    plan = invariant_attention.plan_prompts(rows, starts, lens, 300, num_heads // num_kv_heads, dim)
     invariant_attention.attend_to_prompts(q, cache, table, plan, scores)
     workspace = PartsWorkspace(3, *heads, torch.device("cpu"))
     out = torch.zeros(3, num_heads * dim, dtype=dtype)

@@ -124,6 +124,7 @@ class TestChoices:
     def test_attention_on_hopper(self) -> None:
         from aengine.kernels.decode_plan import BatchSize
         from aengine.kernels.triton import decode_attention, varlen_attention
+        from aengine.kernels.varlen_attention import PromptLayers
 
         for head_bytes in (32, 64, 128, 256, 512, 1024):
             for rows in (16, 32):
@@ -133,15 +134,19 @@ class TestChoices:
                 keys = {32: 256, 64: 256, 128: 256, 256: 256, 512: 128, 1024: 64}[head_bytes]
                 assert tuple(decode_attention._tiling(BatchSize.SMALL, rows, head_bytes, True, False)) == (keys, 8, 1)
         for head_dim in (16, 64, 80, 128, 256):
-            large = (64, 32, 4, 2, 2) if head_dim > 128 else (128, 128, 8, 3, 1)
-            of_16_bit = [tuple(varlen_attention._tiling(HALF, head_dim, n, 1)) for n in (64, 65, 3071, 3072)]
-            assert of_16_bit == [(32, 32, 4, 2, 1), (64, 32, 4, 2, 2), (64, 32, 4, 2, 2), large]
-            assert varlen_attention._tiling(FULL, head_dim, 3072, 1) == (32, 32, 4, 2, 1)
+            layers = PromptLayers(16, 8, head_dim, HALF)
+            usual = (64, 32, 4, 2, 2, 2, None) if head_dim > 128 else (64, 64, 4, 3, 4, 2, None)
+            short = usual if head_dim > 128 else (64, 32, 4, 3, 4, 3, 168)
+            sizes = ((64, 1), (2304, 256), (2305, 3), (8192, 8), (8191, 8))
+            of_16_bit = [tuple(varlen_attention._tiling(layers, *size)) for size in sizes]
+            assert of_16_bit == [usual, usual, short, usual, short]
+            assert varlen_attention._tiling(layers._replace(dtype=FULL), 3072, 1)[:4] == (32, 32, 4, 2)
 
     @pytest.mark.parametrize("limit", [65_536, 101_376, 166_912])
     def test_smaller_gpus_get_smaller_tiles(self, limit: int) -> None:
         from aengine.kernels.decode_plan import BatchSize
         from aengine.kernels.triton import decode_attention, varlen_attention
+        from aengine.kernels.varlen_attention import PromptLayers
 
         self.limit = limit
         for head_bytes in (32, 128, 256, 512):
@@ -149,10 +154,8 @@ class TestChoices:
                 tiling = decode_attention._tiling(size, 16, head_bytes, is_narrow, False)
                 assert tiling.shared_bytes(16, head_bytes) <= limit and tiling.block_n in (16, 32, 64, 128, 256)
         for head_dim in (64, 128, 256):
-            for num_tokens in (64, 1024, 3072):
-                attention = varlen_attention._tiling(HALF, head_dim, num_tokens, 1)
+            for num_seqs, is_fp8, num_heads in itertools.product((1, 64), (False, True), (16, 32)):
+                layers = PromptLayers(num_heads, 8, head_dim, HALF, None, is_fp8)
+                attention = varlen_attention._tiling(layers, 3072, num_seqs)
                 assert attention.shared_bytes(2 * head_dim) <= limit
-                of_codes = varlen_attention._tiling(HALF, head_dim, num_tokens, 1, is_fp8=True)
-                assert of_codes.shared_bytes(2 * head_dim) <= limit
-                assert (of_codes.block_m, of_codes.max_pack) == (attention.block_m, attention.max_pack)
                 assert attention.block_m % attention.max_pack == 0

@@ -13,7 +13,7 @@ from aengine.kernels.decode_attention import DecodeWorkspace, decode_step_attent
 from aengine.kernels.dispatch import torch_reference
 from aengine.kernels.kv_codes import kept_kv, kv_numbers
 from aengine.kernels.paged_attention import Scores
-from aengine.kernels.varlen_attention import plan_prompts, varlen_attention
+from aengine.kernels.varlen_attention import PromptLayers, plan_prompts, varlen_attention
 from aengine.kernels.write_qkv import apply_rope_and_write_kv
 
 NAN = float("nan")
@@ -165,10 +165,10 @@ class Fp8Case:
 
     def prompts(self, device: torch.device, qkv: Tensor, cache: Tensor) -> Tensor:
         case = self.case
-        heads = case.num_heads // case.num_kv_heads, case.dtype, case.head_dim
+        layers = PromptLayers(case.num_heads, case.num_kv_heads, case.head_dim, case.dtype, case.window, True)
         lens = torch.tensor(case.seq_lens, dtype=torch.int32).to(device)
         where = case.rows.to(device), case.query_start_loc.to(device), lens, len(qkv)
-        plan = plan_prompts(*where, *heads, skip_single=False)
+        plan = plan_prompts(*where, layers, skip_single=False)
         q = qkv.view(len(qkv), -1, case.head_dim)[:, : case.num_heads]
         how = case.scores(device), self.scales.to(device)
         return varlen_attention(q, cache, case.table.to(device), plan, len(lens), *how)

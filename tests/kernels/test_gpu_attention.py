@@ -17,7 +17,7 @@ from aengine.kernels.decode_plan import GRAIN, BatchSize
 from aengine.kernels.dispatch import torch_reference
 from aengine.kernels.paged_attention import Scores
 from aengine.kernels.rotary import HeadNorms, Rope
-from aengine.kernels.varlen_attention import plan_prompts, varlen_attention
+from aengine.kernels.varlen_attention import PromptLayers, plan_prompts, varlen_attention
 from aengine.kernels.write_qkv import apply_rope_and_write_kv
 
 pytestmark = pytest.mark.slow
@@ -168,6 +168,9 @@ class Case:
         sinks = None if self.sinks is None else self.sinks.to(device)
         return Scores(self.head_dim**-0.5, self.window, self.softcap, sinks)
 
+    def layers(self) -> PromptLayers:
+        return PromptLayers(self.num_heads, self.num_kv_heads, self.head_dim, self.dtype, self.window)
+
     def write(self, device: torch.device, cache: Tensor) -> Tensor:
         """`apply_rope_and_write_kv` of all new tokens; returns qkv afterwards."""
         qkv = self.qkv.clone().to(device)
@@ -315,11 +318,13 @@ def test_prompts(
     pack: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """``pack``: with blocks of that many heads, if the group allows it; None: as the tiling is."""
-    if pack is not None:
-        from aengine.kernels.triton import varlen_attention as kernel
+    """``pack``: with tiles of that many heads, if the group allows it; None: as the tiling is."""
+    pytest.importorskip("triton")
+    from aengine.kernels.triton import varlen_attention as kernel
 
-        monkeypatch.setattr(kernel, "_tiling", lambda *_: kernel._Tiling(32, 16, 4, 2, pack))
+    if pack is not None:
+        monkeypatch.setattr(kernel, "_tiling", lambda *_: kernel._Tiling(32, 16, 4, 2, pack, 1))
+        monkeypatch.setattr(kernel, "num_multiprocessors", lambda: rng.choice([1, 5, 40]))
     for i in range(5):
         case = draw(rng, gen, decode=False, dtype=dtype, longest=150, plain=i < 2)
         cache = moved_cache(case, triton_device)
@@ -329,7 +334,7 @@ def test_prompts(
         rows = torch.cat((case.rows, torch.tensor([-1])))
         seq_lens = torch.tensor([*case.seq_lens, 0], dtype=torch.int32)
         table, *on = (t.to(triton_device) for t in (case.table, rows, padded, seq_lens))
-        plan = plan_prompts(*on, len(q), case.num_heads // case.num_kv_heads, dtype, case.head_dim, skip_single=False)
+        plan = plan_prompts(*on, len(q), case.layers(), skip_single=False)
         out = varlen_attention(q, cache, table, plan, len(rows), case.scores(triton_device))
         assert close(out, case.expected(), dtype), case
 
@@ -355,9 +360,37 @@ def test_tiles_of_gpus_with_little_shared_memory(
         qkv = case.write(triton_device, cache)
         q = qkv.view(len(qkv), -1, head_dim)[:, :4]
         on = (t.to(triton_device) for t in (case.rows, case.query_start_loc, torch.tensor(lens, dtype=torch.int32)))
-        plan = plan_prompts(*on, len(q), 2, dtype, head_dim, skip_single=False)
+        plan = plan_prompts(*on, len(q), case.layers(), skip_single=False)
         out = varlen_attention(q, cache, case.table.to(triton_device), plan, 3, case.scores(triton_device))
         assert close(out, case.expected(), dtype), case
+
+
+@pytest.mark.parametrize("least", [1, 4])
+def test_few_queries_behind_long_contexts(
+    rng: random.Random, gen: torch.Generator, triton_device: torch.device, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tile's keys are divided among programs, and its parts put together; ``least``: blocks of a part."""
+    pytest.importorskip("triton")
+    from aengine.kernels.triton import varlen_attention as kernel
+
+    monkeypatch.setattr(kernel, "_tiling", lambda *_: kernel._Tiling(32, 16, 4, 2, 2, 1))
+    monkeypatch.setattr(kernel, "LEAST_BLOCKS", least)
+    for window, extras in ((None, {}), (200, {}), (150, {"with_sinks": True, "softcap": 2.0})):
+        num_programs = rng.choice([2, 12, 50])
+        monkeypatch.setattr(kernel, "num_multiprocessors", lambda num_programs=num_programs: num_programs)
+        lens = [rng.randint(300, 600), 40, rng.randint(100, 500)]
+        case = Case(4, 2, 64, 16, window, lens, [rng.randint(2, 40), 1, 20], torch.float32, gen, True, **extras)
+        cache = moved_cache(case, triton_device)
+        qkv = case.write(triton_device, cache)
+        q = qkv.view(len(qkv), -1, case.head_dim)[:, : case.num_heads]
+        on = (case.rows, case.query_start_loc, torch.tensor(case.seq_lens, dtype=torch.int32))
+        plan = plan_prompts(*(t.to(triton_device) for t in on), len(q), case.layers(), skip_single=False)
+        planned = plan.clone()
+        where = (cache, case.table.to(triton_device), plan, len(lens), case.scores(triton_device))
+        out = varlen_attention(q, *where)
+        assert close(out, case.expected(), torch.float32), case
+        assert torch.equal(plan, planned), "a counter was not put back"
+        assert torch.equal(varlen_attention(q, *where), out), "the order of the parts differs"
 
 
 def test_a_slot_of_minus_one_is_not_written(gen: torch.Generator, triton_device: torch.device) -> None:
@@ -382,9 +415,7 @@ def test_the_torch_reference(rng: random.Random, gen: torch.Generator) -> None:
             qkv = case.write(torch.device("cpu"), cache)
             q = qkv.view(len(qkv), -1, case.head_dim)[:, : case.num_heads]
             lens = torch.tensor(case.seq_lens, dtype=torch.int32)
-            plan = plan_prompts(
-                case.rows, case.query_start_loc, lens, len(q), 1, q.dtype, case.head_dim, skip_single=False
-            )
+            plan = plan_prompts(case.rows, case.query_start_loc, lens, len(q), case.layers(), skip_single=False)
             out = varlen_attention(q, cache, case.table, plan, len(lens), case.scores(torch.device("cpu")))
         assert close(out, expected, torch.float32), case
 

@@ -131,7 +131,7 @@ def attend(case: Case, device: torch.device, cache: Tensor, qkv: Tensor, query_l
     starts = torch.tensor([0, *query_lens]).cumsum(0).int().to(device)
     lens, rows = torch.tensor(case.seq_lens, dtype=torch.int32, device=device), case.rows.to(device)
     group, table = case.num_heads // case.num_kv_heads, case.table.to(device)
-    plan = plan_prompts(rows, starts, lens, len(q), group, q.dtype, case.head_dim)
+    plan = plan_prompts(rows, starts, lens, len(q), group, case.head_dim)
     out = attend_to_prompts(q, cache, table, plan, case.scores(device))
     workspace = PartsWorkspace(n, case.num_heads, case.num_kv_heads, case.head_dim, device)
     for i in (i for i in range(n) if query_lens[i] == 1):

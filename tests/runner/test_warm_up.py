@@ -188,7 +188,8 @@ MODELS: dict[str, dict[str, Any]] = {
 def test_serving_compiles_nothing(
     tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch, arch: str, max_num_seqs: int
 ) -> None:
-    """With two key-value heads, so that 90 sequences are of two sizes, and with large tiles from 260 tokens on."""
+    """With two key-value heads, so that 90 sequences are of two sizes, and with tiles of short ones from 261
+    tokens on."""
     pytest.importorskip("triton")
     from tiny import write_tiny_model
 
@@ -197,7 +198,7 @@ def test_serving_compiles_nothing(
     from aengine.runner.startup.warm_up import compile_kernels
 
     monkeypatch.setattr(launch, "compiling", only_compiling)
-    monkeypatch.setattr(varlen_attention, "LARGE_TILES_FROM", 260)
+    monkeypatch.setattr(varlen_attention, "MOST_PADDED", 260)
     runner, config = make_runner(write_tiny_model(tmp_path, arch, **MODELS[arch]), max_num_seqs)
     recorder = Recorder(monkeypatch)
     with triton_everywhere():

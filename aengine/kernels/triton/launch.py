@@ -108,6 +108,15 @@ def max_shared_memory() -> int:
     return int(properties["max_shared_mem"])
 
 
+@functools.cache
+def num_multiprocessors() -> int:
+    """Return how many multiprocessors this GPU has; 4 where there is none: an interpreter runs programs in turn."""
+    if _target() is None:
+        return 4
+    driver = triton.runtime.driver.active
+    return int(driver.utils.get_device_properties(driver.get_current_device())["multiprocessor_count"])
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Launch a Triton kernel; one that takes PDL as a constexpr is told whether to wait, and launched accordingly."""
     if options.get("PDL"):

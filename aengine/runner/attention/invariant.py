@@ -69,16 +69,21 @@ class InvariantKvCache(GpuKvCache):
         attend_alone(q, kept.cache, table, rows, seq_lens, layer.scores(kept.window), self.workspaces[heads], out)
         return out
 
-    def plan_prompts(self, rows: Tensor, inputs: PreparedInputs) -> dict[Heads, Tensor]:
+    def plan_prompts(self, rows: Tensor, inputs: PreparedInputs) -> Mapping[Any, Tensor]:
         where = (rows, inputs.query_start_loc, inputs.seq_lens, len(inputs.positions))
         return {
-            heads: plan_prompts(*where, heads.num_heads // heads.num_kv_heads, self.dtype, heads.head_dim)
+            heads: plan_prompts(*where, heads.num_heads // heads.num_kv_heads, heads.head_dim)
             for heads in self.workspaces
         }
 
     def attend_to_prompts(
-        self, layer: AttentionLayer, q: Tensor, plans: Mapping[Heads, Tensor], block_tables: Sequence[Tensor], n: int
+        self,
+        layer: AttentionLayer,
+        qkv: Sequence[Tensor],
+        plans: Mapping[Any, Tensor],
+        block_tables: Sequence[Tensor],
+        n: int,
     ) -> Tensor:
         kept = self.layers[layer.index]
         where = (block_tables[kept.group], plans[self.heads[layer.index]])
-        return attend_to_prompts(q, kept.cache, *where, layer.scores(kept.window))
+        return attend_to_prompts(qkv[0], kept.cache, *where, layer.scores(kept.window))

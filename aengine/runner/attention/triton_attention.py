@@ -27,7 +27,7 @@ from ...kernels.latent_attention import plan_prompts as plan_prompts_of_latents
 from ...kernels.latent_attention import write_latents
 from ...kernels.rotary import HeadNorms, Rope
 from ...kernels.shared_prefix import SharedKeys
-from ...kernels.varlen_attention import plan_prompts, varlen_attention
+from ...kernels.varlen_attention import PromptLayers, plan_prompts, varlen_attention
 from ...kernels.write_qkv import apply_rope_and_write_kv
 from ..block_tables import BlockTables
 from ..input_batch import BatchPlan, InputBatch
@@ -90,6 +90,13 @@ class GpuKvCache:
         }
         self._prefixes = NO_PREFIXES
         self.kinds = dict.fromkeys((self.heads[index], kept.window) for index, kept in self.layers.items())
+        self._alike = {
+            index: PromptLayers(*self.heads[index][:3], self.dtype, kept.window, kept.scales is not None)
+            for index, kept in self.layers.items()
+        }
+        self._prompt_kinds: set[PromptLayers | Heads] = {
+            heads if heads.of_latents else self._alike[index] for index, heads in self.heads.items()
+        }
 
     def watch_rows(self, first_lens: Tensor) -> None:
         """See `KvMemory`."""
@@ -186,26 +193,30 @@ class GpuKvCache:
             shared=shared,
         )
 
-    def plan_prompts(self, rows: Tensor, inputs: PreparedInputs) -> dict[Heads, Tensor]:
-        """Plan the attention of sequences with several new tokens, for the layers of each kind of heads."""
+    def plan_prompts(self, rows: Tensor, inputs: PreparedInputs) -> Mapping[Any, Tensor]:
+        """Plan the attention of sequences with several new tokens, for each kind of layer."""
         where = (rows, inputs.query_start_loc, inputs.seq_lens, len(inputs.positions))
         return {
-            heads: plan_prompts_of_latents(*where, heads.num_heads, self.dtype)
-            if heads.of_latents
-            else plan_prompts(
-                *where, heads.num_heads // heads.num_kv_heads, self.dtype, heads.head_dim, skip_single=True
-            )
-            for heads in self.workspaces
+            kind: plan_prompts_of_latents(*where, kind.num_heads, self.dtype)
+            if isinstance(kind, Heads)
+            else plan_prompts(*where, kind, skip_single=True)
+            for kind in self._prompt_kinds
         }
 
     def attend_to_prompts(
-        self, layer: AttentionLayer, q: Tensor, plans: Mapping[Heads, Tensor], block_tables: Sequence[Tensor], n: int
+        self,
+        layer: AttentionLayer,
+        qkv: Sequence[Tensor],
+        plans: Mapping[Any, Tensor],
+        block_tables: Sequence[Tensor],
+        n: int,
     ) -> Tensor:
-        """Return [num_tokens, num_heads * head_dim] for q [num_tokens, num_heads, head_dim]. ``n``: number of sequences
-        of the step."""
+        """Return [num_tokens, num_heads * head_dim] for q, k, v [num_tokens, heads, head_dim], which are in the cache.
+        ``n``: number of sequences of the step."""
+        q, k, v = qkv
         kept = self.layers[layer.index]
-        where = (block_tables[kept.group], plans[self.heads[layer.index]], n)
-        return varlen_attention(q, kept.cache, *where, layer.scores(kept.window), kept.scales)
+        where = (block_tables[kept.group], plans[self._alike[layer.index]], n)
+        return varlen_attention(q, kept.cache, *where, layer.scores(kept.window), kept.scales, (k, v))
 
     def attend_to_latents_of_decodes(
         self,
@@ -222,7 +233,7 @@ class GpuKvCache:
         return attend_to_latents_of_decodes(q, *where, plan, workspace, out)
 
     def attend_to_latents_of_prompts(
-        self, layer: AttentionLayer, q: Tensor, plans: Mapping[Heads, Tensor], block_tables: Sequence[Tensor]
+        self, layer: AttentionLayer, q: Tensor, plans: Mapping[Any, Tensor], block_tables: Sequence[Tensor]
     ) -> Tensor:
         """Return [num_tokens, num_heads * value_dim], likewise."""
         kept, heads = self.layers[layer.index], self.heads[layer.index]
@@ -375,7 +386,7 @@ class BatchAttention:
         self._ropes = cache.step_ropes()
         self._positions = [self._places(rope) for rope in self._ropes]
         self._has_prompts = plan is None or plan.num_decodes < plan.num_reqs
-        self._prompts: dict[Heads, Tensor] = {}  # plans
+        self._prompts: Mapping[Any, Tensor] = {}  # plans
         self._metadata: PrefillMetadata | None = None
         self._num_decodes = 0 if plan is None else plan.num_decodes
         self._plan = plan
@@ -507,7 +518,7 @@ class BatchAttention:
             # The attention reads the plan ahead of its wait (kernels/varlen_attention.py): this launch is not early, so
             # the plan is written when it begins.
             qkv.new_zeros(1)
-        return self._cache.attend_to_prompts(layer, q, self._prompts, self._block_tables, len(self._rows))
+        return self._cache.attend_to_prompts(layer, (q, k, v), self._prompts, self._block_tables, len(self._rows))
 
 
 def _join(layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ def compile_kernels(
 def _prompt_shapes(max_num_seqs: int, max_batched: int, num_kv_heads: int) -> set[tuple[int, int]]:
     """Return (tokens, requests) of steps with prompts, such that any other step launches what these do."""
     from ...kernels.triton.launch import bucket
-    from ...kernels.triton.varlen_attention import LARGE_TILES_FROM
+    from ...kernels.triton.varlen_attention import MOST_PADDED
 
     def kernels_of(num_reqs: int) -> tuple[BatchSize, int]:
         return next(size for size in BatchSize if num_reqs * num_kv_heads <= size.value), bucket(num_reqs)
@@ -74,8 +74,7 @@ def _prompt_shapes(max_num_seqs: int, max_batched: int, num_kv_heads: int) -> se
     shapes |= {(_MOST_OF_SMALL_TILES, count) for count in counts if count <= _MOST_OF_SMALL_TILES}
     shapes |= {(max(2 * _MOST_OF_SMALL_TILES, count), count) for count in counts}
     shapes = {(min(num_tokens, max_batched), count) for num_tokens, count in shapes}
-    shapes |= {(LARGE_TILES_FROM * count, count) for count in counts if LARGE_TILES_FROM * count <= max_batched}
-    return shapes
+    return shapes | {(MOST_PADDED + 1, count) for count in counts if max_batched > MOST_PADDED}
 
 
 def _sizes_for_experts(max_batched: int) -> set[int]:
