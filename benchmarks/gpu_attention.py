@@ -26,12 +26,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from aengine.kernels.decode_attention import DecodeWorkspace, decode_step_attention, plan_decode
 from aengine.kernels.dispatch import triton_everywhere
-from aengine.kernels.paged_attention import Scores
+from aengine.kernels.paged_attention import PromptLayers, Scores
 from aengine.kernels.rotary import HeadNorms, Rope
 from aengine.kernels.triton import decode_attention as body
 from aengine.kernels.triton import varlen_attention as varlen_body
 from aengine.kernels.triton.launch import compiling
-from aengine.kernels.varlen_attention import PromptLayers, plan_prompts, varlen_attention
+from aengine.kernels.varlen_attention import plan_prompts, varlen_attention
 
 BLOCK = 16
 BUDGET_S = 140  # of the 150 that a run may take

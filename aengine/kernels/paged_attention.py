@@ -31,6 +31,17 @@ class Scores(NamedTuple):
     sinks: Tensor | None = None  # [num_heads]
 
 
+class PromptLayers(NamedTuple):
+    """What layers have in common that share a plan. ``dtype``: of the queries; ``is_fp8``: the cache is in FP8."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    window: int | None = None
+    is_fp8: bool = False
+
+
 def prefill_attention(
     q: Tensor,
     kv: Tensor,

@@ -7,24 +7,11 @@ Dao 2023, https://arxiv.org/abs/2307.08691.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from .dispatch import uses_triton
-from .paged_attention import Scores, prefill_attention
-
-
-class PromptLayers(NamedTuple):
-    """What layers have in common that share a plan. ``dtype``: of the queries; ``is_fp8``: the cache is in FP8."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    window: int | None = None
-    is_fp8: bool = False
+from .paged_attention import PromptLayers, Scores, prefill_attention
 
 
 def plan_prompts(

@@ -70,7 +70,7 @@ from aengine.kernels.expert_tilings import ExpertShape, default_tiling
 from aengine.kernels.expert_types import ExpertCodes, ExpertGate, ExpertMatrices, InputNorm, Routing, RoutingRule
 from aengine.kernels.grouped_codes import CodeKind, GroupedCodes
 from aengine.kernels.matrix import Matrix
-from aengine.kernels.paged_attention import Scores
+from aengine.kernels.paged_attention import PromptLayers, Scores
 from aengine.kernels.rotary import HeadNorms, Rope
 from aengine.kernels.sequences import Sequences
 from aengine.kernels.shared_prefix import ITEM_COLUMNS, SEQ_COLUMNS, PrefixSizes, SharedKeys
@@ -343,7 +343,7 @@ def prompts(
     q = qkv.view(num_tokens, -1, dim)[:, :num_heads]
     starts, lens = torch.zeros(n + 1, dtype=torch.int32), torch.zeros(n, dtype=torch.int32)
     batch = (torch.zeros(n, dtype=torch.int64), starts, lens, num_tokens)
-    layers = varlen_attention.PromptLayers(*heads, dtype, window, fp8)
+    layers = PromptLayers(*heads, dtype, window, fp8)
     plan = varlen_attention.plan_prompts(*batch, layers, skip_single=n > 1)
     scores = Scores(0.1, window, 30.0, torch.zeros(num_heads, dtype=dtype)) if extras else Scores(0.1, window)
     varlen_attention.varlen_attention(q, cache, table, plan, n, scores, kv_scales)

@@ -123,8 +123,8 @@ class TestChoices:
 
     def test_attention_on_hopper(self) -> None:
         from aengine.kernels.decode_plan import BatchSize
+        from aengine.kernels.paged_attention import PromptLayers
         from aengine.kernels.triton import decode_attention, varlen_attention
-        from aengine.kernels.varlen_attention import PromptLayers
 
         for head_bytes in (32, 64, 128, 256, 512, 1024):
             for rows in (16, 32):
@@ -145,8 +145,8 @@ class TestChoices:
     @pytest.mark.parametrize("limit", [65_536, 101_376, 166_912])
     def test_smaller_gpus_get_smaller_tiles(self, limit: int) -> None:
         from aengine.kernels.decode_plan import BatchSize
+        from aengine.kernels.paged_attention import PromptLayers
         from aengine.kernels.triton import decode_attention, varlen_attention
-        from aengine.kernels.varlen_attention import PromptLayers
 
         self.limit = limit
         for head_bytes in (32, 128, 256, 512):

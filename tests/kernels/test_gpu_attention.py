@@ -15,9 +15,9 @@ from torch import Tensor
 from aengine.kernels.decode_attention import DecodeWorkspace, decode_step_attention, plan_decode
 from aengine.kernels.decode_plan import GRAIN, BatchSize
 from aengine.kernels.dispatch import torch_reference
-from aengine.kernels.paged_attention import Scores
+from aengine.kernels.paged_attention import PromptLayers, Scores
 from aengine.kernels.rotary import HeadNorms, Rope
-from aengine.kernels.varlen_attention import PromptLayers, plan_prompts, varlen_attention
+from aengine.kernels.varlen_attention import plan_prompts, varlen_attention
 from aengine.kernels.write_qkv import apply_rope_and_write_kv
 
 pytestmark = pytest.mark.slow

@@ -20,8 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..paged_attention import Scores
-from ..varlen_attention import PromptLayers
+from ..paged_attention import PromptLayers, Scores
 from .decode_parts import capped, score_scale
 from .kv_codes import as_known, beside_codes, numbers_of, times_scale
 from .launch import (
@@ -53,7 +52,7 @@ class _Tiling(NamedTuple):
     num_stages: int
     max_pack: int  # most heads whose queries share a tile
     resident: int  # programs of a multiprocessor at a time
-    max_registers: int | None = None  # of a thread
+    max_registers: int | None = None  # the most that a thread gets; None: as many as it takes
 
     def shared_bytes(self, head_bytes: int) -> int:
         """Shared memory needed at most: queries, keys and values of the stages under way, scores in float32."""
@@ -261,26 +260,10 @@ def _num_parts(blocks, share, has):
 
 @triton.jit(do_not_specialize=["n", "num_parts"], do_not_specialize_on_alignment=_MOVING)
 def _plan_prompts(
-    rows,
-    query_start_loc,
-    seq_lens,
-    plan,
-    n,
-    num_parts,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    LEAST: tl.constexpr,
-    WINDOW: tl.constexpr,
-    REQS: tl.constexpr,
-    SHORTEST: tl.constexpr,
-    FACTS: tl.constexpr,
-    PARTS: tl.constexpr,
-    LANES: tl.constexpr,
-    PADDED: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    rows, query_start_loc, seq_lens, plan, n, num_parts, BM: tl.constexpr, BN: tl.constexpr, LEAST: tl.constexpr,
+    WINDOW: tl.constexpr, REQS: tl.constexpr, SHORTEST: tl.constexpr, FACTS: tl.constexpr, PARTS: tl.constexpr,
+    LANES: tl.constexpr, PADDED: tl.constexpr, PROGRAMS: tl.constexpr, ALIGNED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     launch_next_and_wait(PDL)
     i = tl.arange(0, REQS)
     starts = tl.load(query_start_loc + i, mask=i < n, other=0)
@@ -366,22 +349,9 @@ def _pages_of(blocks, j, lowest, last, BLOCK_SIZE: tl.constexpr, BN: tl.constexp
 
 @triton.jit
 def _attend(
-    tile,
-    where,
-    new,
-    block,
-    j,
-    position,
-    scale,
-    state,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BN: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    tile, where, new, block, j, position, scale, state, D: tl.constexpr, DP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """The keys from j on, which are in these blocks, into the running softmax; returned with the blocks of those that
     follow, which are read ahead. Not MASKED: every query sees all of them."""
     base, blocks, strides, lowest, last = where
@@ -446,26 +416,10 @@ def _begin_softmax(sinks, heads, is_first, BM: tl.constexpr):
 
 @triton.jit
 def _attend_to_blocks(
-    tile,
-    where,
-    new,
-    begin,
-    position,
-    first_block,
-    end_block,
-    scale,
-    top,
-    total,
-    acc,
-    QUERIES: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BN: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    tile, where, new, begin, position, first_block, end_block, scale, top, total, acc, QUERIES: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK_SIZE: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """The keys of some of the blocks that a tile sees into its running softmax. ``begin``: position of its first query;
     ``new``: what the copy engine reads (`_attend`), and the position from which on it does; None: nothing."""
     lowest, last = where[3], where[4]
@@ -532,38 +486,12 @@ def _put_together(part, count, BM: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def _varlen_attention(
-    q,
-    new_keys,
-    new_values,
-    cache,
-    kv_scales,
-    table,
-    plan,
-    sinks,
-    out,
-    parts,
-    scale,
-    stride_q,
-    stride_block,
-    stride_token,
-    stride_kv,
-    stride_head,
-    stride_table,
-    H: tl.constexpr,
-    GROUP: tl.constexpr,
-    PACK: tl.constexpr,
-    D: tl.constexpr,
-    DP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    FACTS: tl.constexpr,
-    PARTS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    STAGES: tl.constexpr,
+    q, new_keys, new_values, cache, kv_scales, table, plan, sinks, out, parts, scale, stride_q, stride_block,
+    stride_token, stride_kv, stride_head, stride_table, H: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK_SIZE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    FACTS: tl.constexpr, PARTS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     launch_next(PDL)
     LANES: tl.constexpr = H // PACK
     item, lane = tl.program_id(0), tl.program_id(1)

@@ -25,9 +25,10 @@ from ...kernels.latent_attention import attend_to_decodes as attend_to_latents_o
 from ...kernels.latent_attention import attend_to_prompts as attend_to_latents_of_prompts
 from ...kernels.latent_attention import plan_prompts as plan_prompts_of_latents
 from ...kernels.latent_attention import write_latents
+from ...kernels.paged_attention import PromptLayers
 from ...kernels.rotary import HeadNorms, Rope
 from ...kernels.shared_prefix import SharedKeys
-from ...kernels.varlen_attention import PromptLayers, plan_prompts, varlen_attention
+from ...kernels.varlen_attention import plan_prompts, varlen_attention
 from ...kernels.write_qkv import apply_rope_and_write_kv
 from ..block_tables import BlockTables
 from ..input_batch import BatchPlan, InputBatch
