@@ -627,7 +627,7 @@ BUDGETS = {
     "engine": 32000,
     "integrations": 2650,
     "ipc": 2200,
-    "kernels": 18720,
+    "kernels": 18920,
     "limits": 1110,
     "remote": 1700,
     "runner": 27660,
