@@ -1,10 +1,15 @@
-"""What the gated delta rule computes of tokens behind which some may be rejected; see drafted_states.py."""
+"""What the gated delta rule is computed of; see gated_delta.py, and drafted_states.py of tokens behind which some may
+be rejected."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from .rms_norm import rms_norm
 
 
 class DeltaMemory(NamedTuple):
@@ -16,13 +21,60 @@ class DeltaMemory(NamedTuple):
 
 
 class DeltaInputs(NamedTuple):
-    """See `gated_delta_of_tokens` in gated_delta.py."""
+    """Of n tokens, any stride from token to token. Each key head serves consecutive value heads, of the same number."""
 
-    q: Tensor
+    mixed: Tensor  # [n, 2 * keys + values]: the convolution's output, of which q, k and v are made by silu
+    z: Tensor  # [n, values]: the gate of the output
+    b: Tensor  # [n, num_value_heads]: the share of a correction that is written
+    a: Tensor  # [n, num_value_heads]: the share of the state that is forgotten
+    num_key_heads: int
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self[:4]
+
+    def new_output(self) -> Tensor:
+        """Return memory for [n, values]."""
+        return torch.empty(self.z.shape, dtype=self.mixed.dtype, device=self.mixed.device)
+
+    def of(self, places: slice | Tensor) -> DeltaInputs:
+        mixed, z, b, a = (x[places] for x in self.tensors)
+        return DeltaInputs(mixed, z, b, a, self.num_key_heads)
+
+
+class DeltaGates(NamedTuple):
+    """Weights of a layer."""
+
+    rate: Tensor  # float32 [num_value_heads], < 0: the slope of the decay
+    bias: Tensor  # float32 [num_value_heads]
+    norm: Tensor  # [value_dim]: the weight of the output's norm
+    eps: float
+
+
+class DeltaRule(NamedTuple):
+    """What the rule itself takes of n tokens."""
+
+    q: Tensor  # [n, num_key_heads, key_dim], not normalised
     k: Tensor
-    v: Tensor
-    decay: Tensor
-    beta: Tensor
+    v: Tensor  # [n, num_value_heads, value_dim]
+    decay: Tensor  # float32 [n, num_value_heads]
+    beta: Tensor  # float32 [n, num_value_heads]
 
-    def of(self, places: Tensor) -> DeltaInputs:
-        return DeltaInputs(*(x.index_select(0, places) for x in self))
+    @classmethod
+    def of_inputs(cls, inputs: DeltaInputs, gates: DeltaGates) -> DeltaRule:
+        mixed, z, b, a, num_key_heads = inputs
+        values, heads = z.shape[1], b.shape[1]
+        keys = (mixed.shape[1] - values) // 2
+        q, k, v = F.silu(mixed.float()).split([keys, keys, values], 1)
+        q, k = (x.unflatten(1, (num_key_heads, -1)) for x in (q, k))
+        decay = gates.rate * F.softplus(a.float() + gates.bias)
+        return cls(q, k, v.unflatten(1, (heads, -1)), decay, b.float().sigmoid())
+
+    def of(self, places: Tensor) -> DeltaRule:
+        return DeltaRule(*(x.index_select(0, places) for x in self))
+
+
+def gated_output(out: Tensor, inputs: DeltaInputs, gates: DeltaGates) -> Tensor:
+    """Return [n, values] of what the rule reads out of the states, float32 [n, num_value_heads, value_dim]."""
+    normed = rms_norm(out, gates.norm.float(), gates.eps).flatten(1)
+    return (normed * F.silu(inputs.z.float())).to(inputs.mixed.dtype)

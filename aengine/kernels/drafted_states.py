@@ -21,39 +21,42 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .delta_memory import DeltaInputs, DeltaMemory
+from .delta_memory import DeltaGates, DeltaInputs, DeltaMemory, DeltaRule, gated_output
 from .dispatch import uses_triton
-from .gated_delta import normalised
+from .gated_delta import advance
 from .short_conv import ungated
 
 
-def gated_delta_of_drafts(inputs: DeltaInputs, memory: DeltaMemory, pages: Tensor, positions: Tensor) -> Tensor:
+def gated_delta_of_drafts(
+    inputs: DeltaInputs, gates: DeltaGates, memory: DeltaMemory, pages: Tensor, positions: Tensor
+) -> Tensor:
     """Compute n tokens of several sequences, each of which has one or more, one after the other: the first is certain,
-    those behind it may be rejected. Returns float32 [n, num_value_heads, value_dim].
+    those behind it may be rejected. Returns [n, values], see `gated_delta_of_tokens`.
 
     Args:
         pages: int64 [n], where the sequence of each token keeps its state; no two sequences have one, but at position 0
         positions: int64 [n]; of a sequence's tokens at most half of what ``pending`` has room for
     """
     assert memory.states.dtype == torch.float32 and pages.dtype == positions.dtype == torch.int64
-    if uses_triton(inputs.q):
+    if uses_triton(memory.states):
         from .triton import drafted_states as triton_op
 
-        return triton_op.gated_delta_of_drafts(inputs, memory, pages, positions)
+        return triton_op.gated_delta_of_drafts(inputs, gates, memory, pages, positions)
     continues = torch.zeros(len(pages), dtype=torch.bool)
     continues[1:] = (pages[1:] == pages[:-1]) & (positions[1:] == positions[:-1] + 1)
     first = (~continues).nonzero()[:, 0]
     counts = torch.diff(first, append=torch.tensor([len(pages)]))
     own, begin = pages[first], positions[first]
     state = _with_pending(memory, own, begin)
-    out = torch.empty(inputs.v.shape, dtype=torch.float32)
+    rule = DeltaRule.of_inputs(inputs, gates)
+    out = torch.empty(rule.v.shape, dtype=torch.float32)
     length = memory.tags.shape[1]
     for place in range(int(counts.max())):
         rows = (counts > place).nonzero()[:, 0]
         at = first[rows] + place
-        here = inputs.of(at)
+        here = rule.of(at)
         moved = state[rows]
-        out[at] = _advance(moved, *here)
+        out[at] = advance(moved, *here)
         state[rows] = moved
         slots = (begin[rows] + place) % length
         if place == 0:
@@ -63,7 +66,7 @@ def gated_delta_of_drafts(inputs: DeltaInputs, memory: DeltaMemory, pages: Tenso
             parts = (here.k.flatten(1), here.v.flatten(1), here.decay, here.beta)
             memory.pending[own[rows], slots] = torch.cat([part.float() for part in parts], 1)
             memory.tags[own[rows], slots] = (begin[rows] + place).int()
-    return out
+    return gated_output(out, inputs, gates)
 
 
 def settle_drafts(memory: DeltaMemory, pages: Tensor, positions: Tensor, num_tokens: Tensor) -> None:
@@ -134,16 +137,6 @@ def _with_pending(memory: DeltaMemory, pages: Tensor, positions: Tensor) -> Tens
         kept = memory.pending[pages[rows], (positions[rows] - back) % length]
         k, v, decay, beta = kept.split([keys, heads * value_dim, heads, heads], 1)
         k, moved = k.unflatten(1, (-1, key_dim)), state[rows]
-        _advance(moved, k, k, v.unflatten(1, (-1, value_dim)), decay, beta)
+        advance(moved, k, k, v.unflatten(1, (-1, value_dim)), decay, beta)
         state[rows] = moved
     return state
-
-
-def _advance(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
-    """Move states [m, num_value_heads, key_dim, value_dim] on by a token each, in place. Returns what q reads."""
-    q, k = normalised(q, k, v.shape[1])
-    state.mul_(decay.exp()[..., None, None])
-    known = (k[:, :, None] @ state).squeeze(2)
-    correction = (v.float() - known) * beta[..., None]
-    state.addcmul_(k[..., None], correction[:, :, None])
-    return (q[:, :, None] @ state).squeeze(2)

@@ -3,29 +3,22 @@
     S <- a S;   S <- S + beta k (v - S^T k)^T;   o = S^T q          Yang et al. 2024, arXiv:2412.06464
 
 for each token, with S [key_dim, value_dim] of each head, a = exp(decay) <= 1 and 0 < beta < 1. q and k are normalised
-to length 1 first, and q divided by sqrt(key_dim).
+to length 1 first, and q divided by sqrt(key_dim). What is returned is the output normalised and gated (`gated_output`).
 
 Prompts are computed in chunks of 64 tokens, in which the rule is a triangular system. With cumulated decays G of a
 chunk and L[i, j] = exp(G[i] - G[j]) for j <= i:
 
     (I + strictly lower(beta K K^T * L)) [U, W] = beta [V, exp(G) K]
     D = U - W S;   O = exp(G) Q S + (Q K^T * L) D;   S <- exp(G[-1]) S + (exp(G[-1] - G) K)^T D
-
-On a GPU, in 16 bits, fla-core (the extra aengine-llm[fla]) computes the prompts of a step in one call; elsewhere torch
-does, sequence by sequence.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from functools import cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import ModelLoadError
+from .delta_memory import DeltaGates, DeltaInputs, DeltaRule, gated_output
 from .dispatch import uses_triton
 from .sequences import CHUNK, Sequences
 
@@ -33,86 +26,67 @@ _EPS = 1e-6
 
 
 def gated_delta_of_tokens(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, memory: Tensor, pages: Tensor, begins: Tensor
+    inputs: DeltaInputs, gates: DeltaGates, memory: Tensor, pages: Tensor, begins: Tensor
 ) -> Tensor:
-    """Compute one token of each of n sequences, whose states are updated in place. Returns float32 [n, num_value_heads,
-    value_dim].
+    """Compute one token of each of n sequences, whose states are updated in place. Returns [n, values] in the inputs'
+    dtype.
 
     Args:
-        q, k: [n, num_key_heads, key_dim]; each serves num_value_heads / num_key_heads consecutive value heads
-        v: [n, num_value_heads, value_dim]; like q and k any stride from token to token
-        decay, beta: float32 [n, num_value_heads]
         memory: float32 [num_pages, num_value_heads, key_dim, value_dim], any stride from page to page
         pages: int64 [n]
         begins: bool [n]: the sequence has no state yet, whatever its page holds
     """
     assert memory.dtype == torch.float32 and pages.dtype == torch.int64 and begins.dtype == torch.bool
-    if uses_triton(q):
+    if uses_triton(memory):
         from .triton import gated_delta as triton_op
 
-        return triton_op.gated_delta_of_tokens(q, k, v, decay, beta, memory, pages, begins)
+        out = inputs.new_output()
+        triton_op.gated_delta_of_tokens(inputs, gates, memory, pages, begins, out)
+        return out
+    q, k, v, decay, beta = DeltaRule.of_inputs(inputs, gates)
     state = memory.index_select(0, pages).masked_fill_(begins[:, None, None, None], 0)
+    read = advance(state, q, k, v, decay, beta)
+    memory.index_copy_(0, pages, state)
+    return gated_output(read, inputs, gates)
+
+
+def gated_delta_of_prompts(inputs: DeltaInputs, gates: DeltaGates, memory: Tensor, sequences: Sequences) -> Tensor:
+    """Compute the next tokens of several sequences, whose states are updated in place, and kept at cuts: n counts the
+    tokens of all. See `gated_delta_of_tokens`."""
+    assert memory.dtype == torch.float32 and len(inputs.mixed) == len(sequences.owners)
+    if uses_triton(memory):
+        from .triton import delta_chunks as triton_op
+
+        return triton_op.gated_delta_of_prompts(inputs, gates, memory, sequences)
+    n = len(sequences.singles)
+    where = memory, sequences.singles, sequences.begins[:n] > 0
+    parts = [gated_delta_of_tokens(inputs.of(slice(n)), gates, *where)] if n else []
+    begin = n
+    for i, length in enumerate(sequences.lens[n:], n):
+        page, own = int(sequences.pages[i]), inputs.of(slice(begin, begin + length))
+        q, k, v, decay, beta = DeltaRule.of_inputs(own, gates)
+        q, k = normalised(q, k, v.shape[1])
+        state, read, done = memory[page], torch.empty_like(v), 0
+        if sequences.begins[i]:
+            state.zero_()
+        for cut in (*(cut for cut in sequences.cuts if cut.sequence == i), None):
+            part = slice(done, cut.num_tokens if cut else length)
+            read[part] = _in_chunks(q[part], k[part], v[part], decay[part], beta[part], state)
+            if cut:
+                memory[cut.page], done = state, cut.num_tokens
+        parts.append(gated_output(read, own, gates))
+        begin += length
+    return torch.cat(parts)
+
+
+def advance(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    """Move states [m, num_value_heads, key_dim, value_dim] on by a token each, in place. Returns what q reads."""
     q, k = normalised(q, k, v.shape[1])
     state.mul_(decay.exp()[..., None, None])
     known = (k[:, :, None] @ state).squeeze(2)
     correction = (v.float() - known) * beta[..., None]
     state.addcmul_(k[..., None], correction[:, :, None])
-    memory.index_copy_(0, pages, state)
     return (q[:, :, None] @ state).squeeze(2)
-
-
-def gated_delta_of_prompts(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, memory: Tensor, sequences: Sequences
-) -> Tensor:
-    """Compute the next tokens of several sequences, whose states are updated in place: n counts the tokens of all. See
-    `gated_delta_of_tokens`."""
-    assert memory.dtype == torch.float32 and len(v) == len(sequences.owners), f"{len(v)} rows for {sequences.lens}"
-    if _runs_in_fla(q.device, q.dtype):
-        return _by_fla(q, k, v, decay, beta, memory, sequences)
-    out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
-    q, k = normalised(q, k, v.shape[1])
-    states = memory.index_select(0, sequences.pages).masked_fill_(sequences.begins[:, None, None, None], 0)
-    begin = 0
-    for state, length in zip(states, sequences.lens, strict=True):
-        own = slice(begin, begin + length)
-        out[own] = _in_chunks(q[own], k[own], v[own].float(), decay[own], beta[own], state)
-        begin += length
-    memory.index_copy_(0, sequences.pages, states)
-    return out
-
-
-def check_gated_delta(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ModelLoadError if prompts in ``dtype`` need a library there that can't be imported."""
-    if not _runs_in_fla(device, dtype):
-        return
-    try:
-        _fla()
-    except ImportError as error:
-        raise ModelLoadError(
-            f"on a GPU the prompts of a gated delta net are computed by fla-core, which can't be imported ({error}): "
-            "pip install fla-core. With dtype='float32' torch computes them, several times slower"
-        ) from None
-
-
-def _runs_in_fla(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type != "cpu" and dtype != torch.float32
-
-
-def _by_fla(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, memory: Tensor, sequences: Sequences
-) -> Tensor:
-    states = memory.index_select(0, sequences.pages).masked_fill_(sequences.begins[:, None, None, None], 0)
-    out, states = _fla()(
-        *(x[None] for x in (q, k, v, decay, beta)),
-        initial_state=states,
-        output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
-        cu_seqlens=sequences.starts,
-        chunk_indices=sequences.chunks,  # without them their number would be read from the device
-    )
-    memory.index_copy_(0, sequences.pages, states)
-    result: Tensor = out[0].float()
-    return result
 
 
 def _in_chunks(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
@@ -167,11 +141,3 @@ def normalised(q: Tensor, k: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
     k = k * torch.rsqrt((k * k).sum(-1, keepdim=True) + _EPS)
     times = num_heads // q.shape[1]
     return q.repeat_interleave(times, 1), k.repeat_interleave(times, 1)
-
-
-@cache
-def _fla() -> Callable[..., Any]:
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    function: Callable[..., Any] = chunk_gated_delta_rule
-    return function

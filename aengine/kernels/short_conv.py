@@ -57,27 +57,34 @@ def conv_of_tokens(
 
 
 def conv_of_prompts(x: Tensor, weight: Tensor, bias: Tensor | None, memory: Tensor, sequences: Sequences) -> Tensor:
-    """Compute the next tokens of several sequences, whose states are updated in place: n counts the tokens of all. See
-    `conv_of_tokens`."""
-    assert memory.dtype == torch.float32 and len(x) == len(sequences.owners), f"{len(x)} rows for {sequences.lens}"
+    """Compute the next tokens of several sequences, whose states are updated in place, and kept at cuts: n counts the
+    tokens of all. See `conv_of_tokens`."""
+    assert memory.dtype == torch.float32 and len(x) == len(sequences.owners)
     if uses_triton(x):
         from .triton import short_conv as triton_op
 
         return triton_op.conv_of_prompts(x, weight, bias, memory, sequences)
-    states = memory.index_select(0, sequences.pages).masked_fill_(sequences.begins[:, None, None], 0)
     own, gate = ungated(x, weight)
-    out, begin = torch.empty_like(own), 0
-    for state, length in zip(states, sequences.lens, strict=True):
-        inputs = torch.cat((state, own[begin : begin + length]))
+    n = len(sequences.singles)
+    out, begin = torch.empty_like(own), n
+    if n:
+        where = memory, sequences.singles, sequences.begins[:n] > 0
+        out[:n] = conv_of_tokens(own[:n], weight, bias, *where)
+    for i, length in enumerate(sequences.lens[n:], n):
+        state = memory[sequences.pages[i]]
+        before = torch.zeros_like(state) if sequences.begins[i] else state
+        inputs = torch.cat((before, own[begin : begin + length]))
         y = inputs[:length] * weight[0]
-        for i in range(1, len(weight)):
-            y.addcmul_(inputs[i : i + length], weight[i])
+        for tap in range(1, len(weight)):
+            y.addcmul_(inputs[tap : tap + length], weight[tap])
         if bias is not None:
             y += bias
         out[begin : begin + length] = y
+        for cut in sequences.cuts:
+            if cut.sequence == i:
+                memory[cut.page] = inputs[cut.num_tokens : cut.num_tokens + len(state)]
         state.copy_(inputs[length:])
         begin += length
-    memory.index_copy_(0, sequences.pages, states)
     return (out * gate).to(x.dtype)
 
 

@@ -30,6 +30,7 @@ from .distributed.group import ALONE
 from .distributed.shares import VocabularyShare
 from .exchange.step_exchange import StepExchange
 from .graphs.batch_graphs import BatchGraphs
+from .graphs.batch_states import BatchStates
 from .graphs.cuda_graphs import CudaGraphManager, DecodeStep
 from .graphs.launches import Launches
 from .input_batch import NO_ROWS, BatchPlan, InputBatch, Rows
@@ -77,6 +78,8 @@ class KvMemory(Protocol):
 
     clears_blocks: bool
     """Whether `clear_blocks` must be called."""
+    batch_states: BatchStates
+    """Told what layers with states compute in steps with prompts that are graphs."""
 
     def watch_rows(self, first_lens: Tensor) -> None:
         """Take int32 [max_num_seqs], before all other calls: the tokens that the request of each row had when it got
@@ -220,8 +223,9 @@ class ModelRunner:
         verified = (position_sizes, parts, enforce_eager, self._exchange.has_tokens, self.proposer, self.step_rows)
         self.speculation: Verifier = DraftVerifier(self.requests, *verified)
         if graph_sizes and not enforce_eager:
-            most, ranks = (max_num_seqs, max_graph_tokens), (self._exchange.group, self.step_rows)
-            self.batch_graphs = BatchGraphs(self.requests, self.tables, self.forward_batch, *most, platform, *ranks)
+            most, others = (max_num_seqs, max_graph_tokens), (self._exchange.group, self.step_rows)
+            own = self.requests, self.tables, self.forward_batch
+            self.batch_graphs = BatchGraphs(*own, *most, platform, *others, kv_memory.batch_states)
         self._exchange.use_graphs(self.graphs, self.batch_graphs)
         self._launches = Launches.of(self.graphs, self.speculation.graphs, self.batch_graphs)
 

@@ -36,6 +36,7 @@ from aengine.kernels import (
     copy_pages,
     decode_attention,
     decode_plan,
+    drafted_states,
     expert_gate,
     expert_plan,
     experts,
@@ -64,6 +65,7 @@ from aengine.kernels import (
 )
 from aengine.kernels import triton as triton_kernels
 from aengine.kernels.decode_plan import BatchSize, PartsWorkspace
+from aengine.kernels.delta_memory import DeltaGates, DeltaInputs, DeltaMemory
 from aengine.kernels.dispatch import triton_everywhere
 from aengine.kernels.exchange_buffers import MAX_PROGRAMS, ExchangeBuffers
 from aengine.kernels.expert_tilings import ExpertShape, default_tiling
@@ -72,10 +74,11 @@ from aengine.kernels.grouped_codes import CodeKind, GroupedCodes
 from aengine.kernels.matrix import Matrix
 from aengine.kernels.paged_attention import PromptLayers, Scores
 from aengine.kernels.rotary import HeadNorms, Rope
-from aengine.kernels.sequences import Sequences
+from aengine.kernels.sequences import Cut
 from aengine.kernels.shared_prefix import ITEM_COLUMNS, SEQ_COLUMNS, PrefixSizes, SharedKeys
 from aengine.kernels.triton import exchange_bulk, exchange_words, linear_fp8, linear_streamed
 from aengine.kernels.triton import launch as launching
+from aengine.runner.state_tables import sequences_of
 
 LIMITS = {
     75: 65_536,
@@ -469,15 +472,18 @@ def states(compiler: Compiler) -> None:
     """Qwen3-Next's gated delta net and convolution; LFM2's."""
     compiler.note = ""
     pages, begins = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.bool)
-    x = torch.zeros(2, 8192, dtype=compiler.half)
-    q, v = x[:, :2048].unflatten(1, (16, 128)), x[:, 4096:].unflatten(1, (32, 128))
-    where = torch.zeros(2, 32, 128, 128), pages, begins
-    gated_delta.gated_delta_of_tokens(q, q, v, torch.zeros(2, 32), torch.zeros(2, 32), *where)
+    x = torch.zeros(70, 8192, dtype=compiler.half)
+    inputs = DeltaInputs(x, x[:, :4096], x[:, :32], x[:, :32], 16)
+    gates, memory = DeltaGates(*torch.zeros(2, 32), torch.zeros(128), 1e-6), torch.zeros(2, 32, 128, 128)
+    gated_delta.gated_delta_of_tokens(inputs.of(slice(2)), gates, memory, pages, begins)
+    sequences = sequences_of([1, 69], 1, [0, 1], [True, True], [Cut(1, 9, 0)], x.device)
+    gated_delta.gated_delta_of_prompts(inputs, gates, memory, sequences)
+    drafted = DeltaMemory(memory, torch.zeros(2, 8, 2048 + 4096 + 64), torch.zeros(2, 8, dtype=torch.int32))
+    drafted_states.gated_delta_of_drafts(inputs.of(slice(2)), gates, drafted, pages, pages)
+    drafted_states.settle_drafts(drafted, pages, pages, pages)
     for width, bias in ((4, None), (3, torch.zeros(8192))):
         memory = torch.zeros(2, width - 1, 8192)
-        short_conv.conv_of_tokens(x, torch.zeros(width, 8192), bias, memory, pages, begins)
-        starts = torch.arange(3)
-        sequences = Sequences((1, 1), starts, torch.arange(2, dtype=torch.int32), pages, begins, starts)
+        short_conv.conv_of_tokens(x[:2], torch.zeros(width, 8192), bias, memory, pages, begins)
         short_conv.conv_of_prompts(x, torch.zeros(width, 8192), bias, memory, sequences)
     memory, filters = torch.zeros(2, 2, 1024), torch.zeros(3, 1024)
     conv = short_conv.TokenConv(filters, None, memory, pages[:1], begins[:1])

@@ -21,6 +21,7 @@ from aengine.runner.distributed.shares import VocabularyShare
 from aengine.runner.exchange.expert_rounds import ExpertRounds
 from aengine.runner.exchange.step_exchange import StepExchange
 from aengine.runner.graphs import batch_graphs, cuda_graphs
+from aengine.runner.graphs.batch_states import NO_STATES
 from aengine.runner.model_runner import ModelRunner
 from aengine.runner.platforms.cpu import CpuPlatform
 from aengine.runner.sampling.sampler import Sampling
@@ -34,6 +35,7 @@ class Chain:
     position."""
 
     clears_blocks = False
+    batch_states = NO_STATES
 
     def __init__(self, group: ThreadGroup) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -89,8 +91,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def capture_batch(graphs: Any, shape: Any) -> None:
     """`BatchGraphs.capture`. To have the outputs' memory, padding alone is computed."""
-    nothing = torch.empty(0, dtype=torch.int64).numpy()
-    graphs._send(nothing, nothing, shape)
+    graphs._send(None, shape)
     with graphs._group.rehearsal():
         outputs = graphs._step(shape)
     graphs._graphs[shape] = (Again(lambda: graphs._step(shape), outputs), outputs)
@@ -197,6 +198,7 @@ class ChainOfExperts:
     """A model of two layers, in each of which every rank has an expert that all tokens take, and its KV memory."""
 
     clears_blocks = False
+    batch_states = NO_STATES
 
     def __init__(self, spread: ExpertsGroup) -> None:
         generator = torch.Generator().manual_seed(6)

@@ -17,6 +17,7 @@ from aengine.engine.scheduler.prefixes import kept_states
 from aengine.engine.scheduler.request import Request
 from aengine.engine.scheduler.scheduler import Scheduler
 from aengine.ipc.messages import ModelRunnerOutput
+from aengine.kernels.delta_memory import DeltaGates, DeltaInputs
 from aengine.outputs import FinishReason
 from aengine.params import SamplingParams
 from aengine.runner.attention.kv_pages import KvCacheSpec
@@ -244,7 +245,7 @@ def test_padding_writes_no_request_s_state() -> None:
 
 def test_a_request_that_begins_has_a_zero_state() -> None:
     memory = torch.full((2, 3), torch.nan)
-    nobody = StateRows(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool), ())
+    nobody = StateRows(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool))
     states = LayerStates({"state": memory}, state_rows_of_batch(nobody, [5, 2], [5, 9], [1, 0], {}))
     first, second = states.spans
     assert (first.start, first.stop, second.start, second.stop) == (0, 5, 5, 7)
@@ -283,8 +284,9 @@ def test_states_kept_within_a_step_are_those_of_steps_that_end_there(most: int, 
     torch.testing.assert_close(*after)
 
 
-SIZES = 2 * 2 * 8 + 4 * 6, 4, 4
-"""Of a token: channels of q, k and v (2 heads of 8, 4 of 6), decays, betas."""
+SIZES = 2 * 2 * 8 + 4 * 6, 24, 4, 4
+"""Of a token: channels of q, k and v (2 heads of 8, 4 of 6), gates of the output, b and a."""
+GATES = DeltaGates(-torch.ones(4), torch.zeros(4), torch.ones(6), 1e-6)
 
 
 def delta_memory(num_pages: int, most: int) -> dict[str, Tensor]:
@@ -311,19 +313,18 @@ def mix(
         of_tokens = torch.tensor(pages).repeat_interleave(torch.tensor(lens))
         rows = RowsAhead.of_batch(of_tokens, at, lens, pages, most, kept)
     else:
-        nobody = StateRows(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool), ())
+        nobody = StateRows(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool))
         seq_lens = [first + count for first, count in zip(positions, lens, strict=True)]
         rows = state_rows_of_batch(nobody, lens, seq_lens, pages, kept)
     states = rows.of_layer(memory)
-    x, decay, beta = inputs
-    q, k, v = states.conv("conv", x, weight, None).split([16, 16, 24], 1)
-    q, k = (part.unflatten(1, (2, 8)) for part in (q, k))
-    return states.gated_delta("state", q, k, v.unflatten(1, (4, 6)), -decay.abs(), beta.sigmoid()).flatten(1)
+    x, *others = inputs
+    own = DeltaInputs(states.conv("conv", x, weight, None), *others, 2)
+    return states.gated_delta("state", own, GATES)
 
 
 def test_tokens_of_nobody_are_computed_by_a_mixer_of_transformers() -> None:
     """The walk that compiles kernels on a GPU runs steps of padding alone."""
-    nobody = StateRows(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool), ())
+    nobody = StateRows(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.bool))
     memory = torch.full((2, 3), 7.0)
     out = mix_batch(
         lambda begin, end, are_apart, cache: torch.ones(1, end - begin, 4),

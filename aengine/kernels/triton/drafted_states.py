@@ -1,4 +1,4 @@
-"""Columns of a head's state a program, of one sequence with all its tokens: the state is read and written once.
+"""A head of a sequence with all its tokens a program: the state is read and written once.
 
 Bytes: 8 * num_sequences * num_value_heads * key_dim * value_dim, beside those of the inputs.
 """
@@ -10,45 +10,45 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..delta_memory import DeltaInputs, DeltaMemory
+from ..delta_memory import DeltaGates, DeltaInputs, DeltaMemory
+from .gated_delta import WARPS, decay_of, gated_norm, silu
 from .launch import has_pdl, launch, launch_next_and_wait
 from .short_conv import conv_input, conv_output
 
-_COLUMNS = 32
 
-
-def gated_delta_of_drafts(inputs: DeltaInputs, memory: DeltaMemory, pages: Tensor, positions: Tensor) -> Tensor:
-    v = inputs.v
-    out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
-    decay, beta = inputs.decay.contiguous(), inputs.beta.contiguous()
-    given = (*inputs[:3], decay, beta, out)
-    _launch(given, memory, pages, positions, inputs.q.shape[1], [x.stride(0) for x in inputs[:3]], settles=False)
+def gated_delta_of_drafts(
+    inputs: DeltaInputs, gates: DeltaGates, memory: DeltaMemory, pages: Tensor, positions: Tensor
+) -> Tensor:
+    out = inputs.new_output()
+    strides = [x.stride(0) for x in inputs.tensors]
+    given = *inputs.tensors, *gates, out
+    _launch(given, strides, memory, pages, positions, inputs.num_key_heads, settles=False)
     return out
 
 
 def settle_pending(memory: DeltaMemory, pages: Tensor, positions: Tensor) -> None:
     heads, key_dim, value_dim = memory.states.shape[1:]
     keys = memory.pending.shape[2] - heads * (value_dim + 2)
-    _launch((memory.pending,) * 6, memory, pages, positions, keys // key_dim, [0, 0, 0], settles=True)
+    given = *(memory.pending,) * 7, 0.0, memory.pending
+    _launch(given, [0] * 4, memory, pages, positions, keys // key_dim, settles=True)
 
 
 def _launch(
-    given: tuple[Tensor, ...],
+    given: tuple[Tensor | float, ...],
+    strides: list[int],
     memory: DeltaMemory,
     pages: Tensor,
     positions: Tensor,
     num_key_heads: int,
-    strides: list[int],
     *,
     settles: bool,
 ) -> None:
     states, pending, tags = memory
     _, num_heads, key_dim, value_dim = states.shape
     length = tags.shape[1]
-    bv = min(_COLUMNS, triton.next_power_of_2(value_dim))
     launch(
         _gated_delta,
-        (len(pages), num_heads, triton.cdiv(value_dim, bv)),
+        (len(pages), num_heads),
         *given,
         states,
         pending,
@@ -67,9 +67,9 @@ def _launch(
         LENGTH=length,
         SETTLES=settles,
         BK=triton.next_power_of_2(key_dim),
-        BV=bv,
+        BV=triton.next_power_of_2(value_dim),
         BL=triton.next_power_of_2(length),
-        num_warps=4,
+        num_warps=WARPS,
     )
 
 
@@ -79,6 +79,22 @@ def _moved(state, k, v, decay, beta):
     state *= tl.exp(decay)
     correction = (v - tl.sum(state * k[:, None], 0)) * beta
     return state + k[:, None] * correction[None, :]
+
+
+@triton.jit
+def _own(mixed, of_key, keys, of_value, is_k, is_v):
+    q = silu(tl.load(mixed + of_key, mask=is_k, other=0.0).to(tl.float32))
+    k = silu(tl.load(mixed + keys + of_key, mask=is_k, other=0.0).to(tl.float32))
+    return q, k, silu(tl.load(mixed + 2 * keys + of_value, mask=is_v, other=0.0).to(tl.float32))
+
+
+@triton.jit
+def _keep(kept, k, v, decay, beta, of_key, of_value, is_k, is_v, keys, head, V: tl.constexpr):
+    of_head = kept + keys + tl.num_programs(1) * V + head
+    tl.store(kept + of_key, k, mask=is_k)
+    tl.store(kept + keys + of_value, v, mask=is_v)
+    tl.store(of_head, decay)
+    tl.store(of_head + tl.num_programs(1), beta)
 
 
 @triton.jit
@@ -104,20 +120,16 @@ def _count_pending(tags, first, LENGTH: tl.constexpr, BL: tl.constexpr):
     return tl.min(tl.where(is_there & (found.to(tl.int64) == wanted), BL, lanes), 0)
 
 
-@triton.jit
-def _inputs(k_ptr, v_ptr, decay_ptr, beta_ptr, is_k, is_v):
-    k = tl.load(k_ptr, mask=is_k, other=0.0).to(tl.float32)
-    v = tl.load(v_ptr, mask=is_v, other=0.0).to(tl.float32)
-    return k, v, tl.load(decay_ptr), tl.load(beta_ptr)
-
-
 @triton.jit(do_not_specialize=["n"])
 def _gated_delta(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    decay_ptr,
-    beta_ptr,
+    mixed_ptr,
+    z_ptr,
+    b_ptr,
+    a_ptr,
+    rate_ptr,
+    bias_ptr,
+    norm_ptr,
+    eps,
     out_ptr,
     memory_ptr,
     pending_ptr,
@@ -125,9 +137,10 @@ def _gated_delta(
     pages_ptr,
     positions_ptr,
     n,
-    stride_q,
-    stride_k,
-    stride_v,
+    stride_mixed,
+    stride_z,
+    stride_b,
+    stride_a,
     stride_page,
     stride_pending,
     stride_tags,
@@ -145,8 +158,7 @@ def _gated_delta(
     i, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_heads = tl.num_programs(1)
     keys = num_heads // TIMES * K
-    # Of a token in ``pending``.
-    width = keys + num_heads * (V + 2)
+    width = keys + num_heads * (V + 2)  # elements that ``pending`` has of a token
     page, first = tl.load(pages_ptr + i), tl.load(positions_ptr + i)
     count = 0
     if not SETTLES:
@@ -155,7 +167,7 @@ def _gated_delta(
             return
     tags = tags_ptr + page * stride_tags
     num_pending = _count_pending(tags, first, LENGTH, BL)
-    at_k, at_v = tl.arange(0, BK), tl.program_id(2) * BV + tl.arange(0, BV)
+    at_k, at_v = tl.arange(0, BK), tl.arange(0, BV)
     is_k, is_v = at_k < K, at_v < V
     places = memory_ptr + page * stride_page + head * K * V + at_k[:, None] * V + at_v[None, :]
     inside = is_k[:, None] & is_v[None, :]
@@ -166,30 +178,29 @@ def _gated_delta(
     for back in range(num_pending):
         kept = pending + (first - num_pending + back) % LENGTH * width
         of_head = kept + keys + num_heads * V + head
-        k, v, decay, beta = _inputs(kept + of_key, kept + keys + of_value, of_head, of_head + num_heads, is_k, is_v)
-        state = _moved(state, k, v, decay, beta)
+        k = tl.load(kept + of_key, mask=is_k, other=0.0)
+        v = tl.load(kept + keys + of_value, mask=is_v, other=0.0)
+        state = _moved(state, k, v, tl.load(of_head), tl.load(of_head + num_heads))
     if SETTLES:
         tl.store(places, state, mask=inside)
-    for place in range(count):
-        at = i + place
-        q = tl.load(q_ptr + at * stride_q + of_key, mask=is_k, other=0.0).to(tl.float32)
-        own_k, own_v, at_head = k_ptr + at * stride_k + of_key, v_ptr + at * stride_v + of_value, at * num_heads + head
-        k, v, decay, beta = _inputs(own_k, own_v, decay_ptr + at_head, beta_ptr + at_head, is_k, is_v)
-        state = _moved(state, k, v, decay, beta)
-        q *= scale / tl.sqrt(tl.sum(q * q, 0) + 1e-6)
-        tl.store(out_ptr + at * num_heads * V + of_value, tl.sum(state * q[:, None], 0), mask=is_v)
-        slot = (first + place) % LENGTH
-        is_first_of_head = tl.program_id(2) == 0
-        if place == 0:
-            tl.store(places, state, mask=inside)
-        else:
-            kept = pending + slot * width
-            tl.store(kept + of_key, k, mask=is_k & is_first_of_head & (head % TIMES == 0))
-            tl.store(kept + keys + of_value, v, mask=is_v)
-            tl.store(kept + keys + num_heads * V + head, decay, mask=is_first_of_head)
-            tl.store(kept + keys + num_heads * (V + 1) + head, beta, mask=is_first_of_head)
-        tag = tl.where(place == 0, -1, first + place).to(tl.int32)
-        tl.store(tags + slot, tag, mask=is_first_of_head & (head == 0))
+    else:
+        weight = tl.load(norm_ptr + at_v, mask=is_v, other=0.0).to(tl.float32)
+        for place in range(count):
+            at = i + place
+            q, k, v = _own(mixed_ptr + at * stride_mixed, of_key, keys, of_value, is_k, is_v)
+            decay = decay_of(tl.load(a_ptr + at * stride_a + head), tl.load(rate_ptr + head), tl.load(bias_ptr + head))
+            beta = tl.sigmoid(tl.load(b_ptr + at * stride_b + head).to(tl.float32))
+            state = _moved(state, k, v, decay, beta)
+            z = tl.load(z_ptr + at * stride_z + of_value, mask=is_v, other=0.0)
+            q *= scale / tl.sqrt(tl.sum(q * q, 0) + 1e-6)
+            out = gated_norm(tl.sum(state * q[:, None], 0), z, weight, eps, V)
+            tl.store(out_ptr + at * num_heads * V + of_value, out.to(out_ptr.dtype.element_ty), mask=is_v)
+            if place == 0:
+                tl.store(places, state, mask=inside)
+            else:
+                kept = pending + (first + place) % LENGTH * width
+                _keep(kept, k, v, decay, beta, of_key, of_value, is_k & (head % TIMES == 0), is_v, keys, head, V)
+            tl.store(tags + (first + place) % LENGTH, tl.where(place == 0, -1, first + place), mask=head == 0)
 
 
 def conv_of_drafts(

@@ -12,7 +12,8 @@ from .launch import has_pdl, launch, launch_next, wait_for_previous
 
 _TOKENS, _CHANNELS = 16, 128
 _MOST_CHANNELS = 256  # a program of one token has no more: with few programs the kernel takes longer
-_WHERE = ["owners_ptr", "starts_ptr", "pages_ptr", "begins_ptr"]  # parts of one buffer: any place in it is one kernel
+# parts of one buffer: any place in it is one kernel
+_WHERE = ["owners_ptr", "starts_ptr", "pages_ptr", "begins_ptr", "cut_places_ptr", "cut_pages_ptr"]
 
 
 def conv_of_tokens(
@@ -112,7 +113,7 @@ def conv_of_state(weight_ptr, bias_ptr, state, at, channels, inside, goes_on, WI
 def conv_of_prompts(x: Tensor, weight: Tensor, bias: Tensor | None, memory: Tensor, sequences: Sequences) -> Tensor:
     n, channels, is_gated = len(x), weight.shape[1], x.shape[1] > weight.shape[1]
     out = torch.empty((n, channels), dtype=x.dtype, device=x.device)
-    where = sequences.starts, sequences.pages, sequences.begins.view(torch.uint8)
+    where = sequences.starts, sequences.pages, sequences.begins
     sizes = x.stride(0), memory.stride(0), channels
     launch(
         _conv_of_prompts,
@@ -133,9 +134,12 @@ def conv_of_prompts(x: Tensor, weight: Tensor, bias: Tensor | None, memory: Tens
         num_warps=4,
     )
     block = min(1024, triton.next_power_of_2(channels))
-    grid = (len(sequences.lens), triton.cdiv(channels, block))
-    options = {"WIDTH": weight.shape[0], "GATED": is_gated, "BLOCK": block, "num_warps": 4}
-    launch(_keep_last, grid, x, memory, *where, *sizes, **options)
+    cuts = sequences.cut_places, sequences.cut_pages
+    for count, has_cuts in ((len(sequences.cut_pages), True), (len(sequences.pages), False)):
+        grid = (count, triton.cdiv(channels, block))
+        options = {"WIDTH": weight.shape[0], "GATED": is_gated, "CUTS": has_cuts, "BLOCK": block, "num_warps": 4}
+        if count:
+            launch(_keep_last, grid, x, memory, *where, *cuts, *sizes, len(sequences.cut_pages), **options)
     return out
 
 
@@ -185,29 +189,45 @@ def _conv_of_prompts(
     tl.store(places, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize_on_alignment=_WHERE)
+@triton.jit(do_not_specialize=["num_cuts"], do_not_specialize_on_alignment=_WHERE)
 def _keep_last(
     x_ptr,
     memory_ptr,
     starts_ptr,
     pages_ptr,
     begins_ptr,
+    cut_places_ptr,
+    cut_pages_ptr,
     stride_x,
     stride_page,
     channels,
+    num_cuts,
     WIDTH: tl.constexpr,
     GATED: tl.constexpr,
+    CUTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The last WIDTH - 1 inputs of a sequence, of which those before this step's are in its state."""
+    """The last WIDTH - 1 inputs of a sequence, or of what is before a cut, of which those before this step's are in the
+    sequence's state."""
     i = tl.program_id(0).to(tl.int64)
+    kept = i
+    if CUTS:
+        kept = tl.load(cut_pages_ptr + i)
+        if kept < 0:
+            return
+        i = tl.load(cut_places_ptr + i)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < channels
     start, end = tl.load(starts_ptr + i), tl.load(starts_ptr + i + 1)
+    page = tl.load(pages_ptr + i)
+    if CUTS:
+        end = tl.load(cut_places_ptr + num_cuts + tl.program_id(0))
+    else:
+        kept = page
     goes_on = inside & (tl.load(begins_ptr + i) == 0)
-    state = memory_ptr + tl.load(pages_ptr + i) * stride_page + at
+    state, target = memory_ptr + page * stride_page + at, memory_ptr + kept * stride_page + at
     for row in tl.static_range(WIDTH - 1):  # upwards: a row moves down, and is read before it is written
         source = end - (WIDTH - 1) + row
         new = conv_input(x_ptr + source * stride_x, at, channels, inside & (source >= start), GATED)
         old = tl.load(state + (row + end - start) * channels, mask=goes_on & (source < start), other=0.0)
-        tl.store(state + row * channels, new + old, mask=inside)
+        tl.store(target + row * channels, new + old, mask=inside)

@@ -24,9 +24,10 @@ from ...kernels.paged_attention import decode_attention, prefill_attention
 from ...kernels.policy import FASTEST, KernelPolicy
 from ...kernels.rotary import apply_rotary, rotary_rows
 from ..block_tables import BlockTables
+from ..graphs.batch_states import NO_STATES
 from ..input_batch import GroupBatch, InputBatch, Rows
 from ..layers.attention import AttentionLayer
-from ..layers.states import LayerStates, StateRows, kept_within, rows_like, state_rows_of_batch
+from ..layers.states import LayerStates, StateRows, kept_within, state_rows_of_batch
 from ..request_state import RequestState
 from ..rope import RopeConfig
 from ..speculation.states_ahead import RowsAhead
@@ -38,6 +39,8 @@ DEFAULT_BLOCK_SIZE = 16
 
 class KvCache:
     """The paged KV of all layers. On a CPU the memory is taken from the system when a block is first written."""
+
+    batch_states = NO_STATES  # there are no graphs
 
     def __init__(self, spec: KvCacheSpec, policy: KernelPolicy = FASTEST) -> None:
         self.policy = policy
@@ -212,11 +215,9 @@ class Attention:
         if num_ahead:
             of_tokens = pages.repeat_interleave(torch.tensor(query_lens))
             where = of_tokens, self._positions, query_lens, pages.tolist(), 1 + num_ahead
-            return RowsAhead.of_batch(*where, kept, rows_like(self._state_rows, RowsAhead))
-        decodes = StateRows(pages[:n], torch.tensor(group.seq_lens[:n], dtype=torch.int64) <= 1, ())
-        return state_rows_of_batch(
-            decodes, query_lens, group.seq_lens, pages.tolist(), kept, rows_like(self._state_rows, StateRows)
-        )
+            return RowsAhead.of_batch(*where, kept)
+        decodes = StateRows(pages[:n], torch.tensor(group.seq_lens[:n], dtype=torch.int64) <= 1)
+        return state_rows_of_batch(decodes, query_lens, group.seq_lens, pages.tolist(), kept)
 
     def forward(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
         """See `AttentionCall`: q and k are normalised and rotated in place, the KV of all tokens is written, then all

@@ -31,9 +31,10 @@ from ...kernels.shared_prefix import SharedKeys
 from ...kernels.varlen_attention import plan_prompts, varlen_attention
 from ...kernels.write_qkv import apply_rope_and_write_kv
 from ..block_tables import BlockTables
+from ..graphs.batch_states import batch_states_of
 from ..input_batch import BatchPlan, InputBatch
 from ..layers.attention import AttentionLayer
-from ..layers.states import LayerStates, StateRows, kept_within, rows_like, state_rows_of_batch, state_rows_of_decodes
+from ..layers.states import LayerStates, StateRows, kept_within, state_rows_of_batch, state_rows_of_decodes
 from ..request_state import RequestState
 from ..rope import rope_tables
 from ..speculation.states_ahead import RowsAhead
@@ -75,6 +76,7 @@ class GpuKvCache:
         self.pages = pages = spec.make_pages(has_spare=True)  # the spare page is where padding writes its states
         self.spare_page = spec.num_blocks
         self.states = pages.states()
+        self.batch_states = batch_states_of(pages.layout, self.spare_page, spec.device)
         self.layout = pages.layout
         self.layers = pages.layers(heads_first=True)
         query_heads = spec.config.query_heads
@@ -421,26 +423,23 @@ class BatchAttention:
         return self._state_rows[place.group].of_layer(place.tensors)
 
     def _find_states(self, group: int) -> StateRows | RowsAhead:
-        """There are none without a plan: a model with states has no batch graphs, so that only kernels are compiled
-        here."""
         plan = self._plan
-        nothing = self._rows[:0]
-        decodes = StateRows(nothing, nothing > 0, ())
         if plan is None:
-            return decodes
+            return self._cache.batch_states.rows(group, len(self._inputs.positions), len(self._rows))
+        nothing = self._rows[:0]
+        decodes = StateRows(nothing, nothing > 0)
         assert plan.state_pages is not None
         kept = kept_within(plan.kept_states, group)
         num_ahead = self._cache.layout.groups[group].num_ahead
         if num_ahead:
             of_tokens = self._block_tables[group][:, 0].index_select(0, self._rows_of_tokens()).long()
             where = of_tokens, self._inputs.positions, plan.query_lens.tolist(), plan.state_pages[group].tolist()
-            return RowsAhead.of_batch(*where, 1 + num_ahead, kept, rows_like(self._state_rows, RowsAhead))
+            return RowsAhead.of_batch(*where, 1 + num_ahead, kept)
         if self._decodes is not None:
             rows, n = self._decodes.state_rows(group), plan.num_decodes
-            decodes = StateRows(rows.pages[:n], rows.begins[:n], ())
+            decodes = StateRows(rows.pages[:n], rows.begins[:n])
         lens = plan.query_lens.tolist(), plan.seq_lens.tolist()
-        like = rows_like(self._state_rows, StateRows)
-        return state_rows_of_batch(decodes, *lens, plan.state_pages[group], kept, like)
+        return state_rows_of_batch(decodes, *lens, plan.state_pages[group], kept)
 
     def forward(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
         return self._attend(layer, qkv, *self._turned(layer), layer.norms)

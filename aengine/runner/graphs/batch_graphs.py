@@ -20,12 +20,13 @@ from torch import Tensor
 from ...kernels.input_prep import PreparedInputs, prepare_inputs
 from ..block_tables import BlockTables
 from ..distributed.group import ALONE, Peers
-from ..input_batch import NO_ROWS, BatchPlan, Rows
+from ..input_batch import BatchPlan
 from ..platforms.platform import Graph, Platform
 from ..profiler import phase
 from ..request_state import RequestState
 from ..transfer import send
 from ..weights.step_rows import ROWS_UNSEEN, StepRows
+from .batch_states import NO_STATES, BatchStates
 from .cuda_graphs import fits
 from .launches import Launches
 
@@ -66,17 +67,18 @@ class BatchGraphs:
         platform: Platform,
         group: Peers = ALONE,
         step_rows: StepRows = ROWS_UNSEEN,
+        states: BatchStates = NO_STATES,
     ) -> None:
         """``group``: the ranks that exchange tensors in these steps; each captures its graphs when it can.
-        ``step_rows``: has the kinds of steps."""
+        ``step_rows``: has the kinds of steps; ``states``: is told what layers with states compute."""
         self._step_rows = step_rows
         self._platform = platform
         self._group = group
         self._requests = requests
         self._tables = tables
         self._forward = forward
-        # States of prompts are computed one by one.
-        self._tokens = [] if tables.has_states else [t for t in _TOKENS if t <= max_tokens]
+        self._states = states
+        self._tokens = [t for t in _TOKENS if t <= max_tokens and states.may_be_graphs]
         self._reqs = [*(r for r in _REQUESTS if 2 * r <= max_num_seqs), max_num_seqs]
         self._words = torch.empty(2 * max_num_seqs, dtype=torch.int64, device=requests.token_ids.device)
         self._graphs: dict[BatchShape, tuple[Graph, BatchOutputs]] = {}
@@ -121,17 +123,18 @@ class BatchGraphs:
 
     def run(self, plan: BatchPlan, shape: BatchShape) -> BatchOutputs:
         """Queue the step, in the shape that `shape_for` gave. What it returns is valid until the next step."""
-        self.launches.note(is_graph=shape in self._graphs, num_paddings=shape.num_tokens - plan.num_tokens)
-        outputs = self._run(plan.rows, plan.query_lens, shape)
+        outputs = self._run(plan, shape)
         return BatchOutputs(outputs.hidden, *(column[: plan.num_reqs] for column in outputs[1:]))
 
     def run_empty(self, num_tokens: int) -> None:
         """Queue a step of ``num_tokens``, all of them padding: for what ranks exchange in it."""
-        self._run(NO_ROWS, NO_ROWS, BatchShape(num_tokens, self._reqs[0], self._step_rows.kind))
+        self._run(None, BatchShape(num_tokens, self._reqs[0], self._step_rows.kind))
 
-    def _run(self, rows: Rows, query_lens: Rows, shape: BatchShape) -> BatchOutputs:
-        self._send(rows, query_lens, shape)
-        if shape in self._graphs:
+    def _run(self, plan: BatchPlan | None, shape: BatchShape) -> BatchOutputs:
+        is_graph = self._send(plan, shape) and shape in self._graphs
+        if plan is not None:
+            self.launches.note(is_graph=is_graph, num_paddings=shape.num_tokens - plan.num_tokens)
+        if is_graph:
             graph, outputs = self._graphs[shape]
             graph.replay()
             return outputs
@@ -158,7 +161,7 @@ class BatchGraphs:
 
     def load(self, shape: BatchShape) -> None:
         """Run a step with padding alone: what is done once (loading a kernel) may not be captured."""
-        self._send(NO_ROWS, NO_ROWS, shape)
+        self._send(None, shape)
         with self._step_rows.only(shape.kind):
             self._step(shape)
         self._loaded.add(shape)
@@ -168,15 +171,19 @@ class BatchGraphs:
         """Capture one graph, of a step that has run before. Others may be under way."""
         if self._pool is None:
             self._pool = self._platform.graph_pool()
+        self._send(None, shape)
         with self._step_rows.only(shape.kind), self._platform.capture(self._pool) as graph:
             outputs = self._step(shape)
         self._graphs[shape] = (graph, outputs)
 
-    def _send(self, rows: Rows, query_lens: Rows, shape: BatchShape) -> None:
+    def _send(self, plan: BatchPlan | None, shape: BatchShape) -> bool:
+        """Tell what the step computes; None: nothing. False: a graph can't hold it."""
         columns = np.empty((2, shape.num_reqs), dtype=np.int64)
         columns[0], columns[1] = -1, 0
-        columns[0, : len(rows)], columns[1, : len(rows)] = rows, query_lens
+        if plan is not None:
+            columns[0, : plan.num_reqs], columns[1, : plan.num_reqs] = plan.rows, plan.query_lens
         send(columns, self._columns(shape))
+        return self._states.send(plan, shape.num_tokens, shape.num_reqs)
 
     def _columns(self, shape: BatchShape) -> Tensor:
         """Return the rows and query lengths, int64 [2, shape.num_reqs], in memory without gaps, so that they are one

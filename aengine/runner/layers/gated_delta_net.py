@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels.delta_memory import DeltaGates, DeltaInputs
 from ..distributed.shares import part_of
 from ..kv_spec import StateKV, StateTensor
 from ..model_config import Divisible
@@ -67,7 +67,7 @@ class DeltaSizes(Divisible):
         return StateKV((*kept, pending, StateTensor("tags", (0,), torch.int32, per_position=2)))
 
 
-class DeltaInputs(NamedTuple):
+class DeltaProducts(NamedTuple):
     """The inputs of a gated delta net, made of norm(residual) by matrix products."""
 
     qkv: Tensor  # [num_tokens, channels]
@@ -86,7 +86,7 @@ class GatedDeltaNet:
         hidden_size: int,
         eps: float,
         scope: WeightScope,
-        project: Callable[[Tensor, RMSNorm], DeltaInputs],
+        project: Callable[[Tensor, RMSNorm], DeltaProducts],
     ) -> None:
         self._sizes = sizes
         self._index = index
@@ -111,11 +111,6 @@ class GatedDeltaNet:
         """Add the output for norm(residual) to ``residual`` [num_tokens, hidden_size], in place."""
         sizes, states = self._sizes, attn.states(self._index)
         qkv, z, b, a = self._project(residual, norm)
-        mixed = F.silu(self.conv(qkv, states))
-        q, k, v = mixed.split([sizes.keys, sizes.keys, sizes.values], 1)
-        q, k = (x.unflatten(1, (-1, sizes.key_dim)) for x in (q, k))
-        decay = self._rate * F.softplus(a.float() + self._bias)
-        v = v.unflatten(1, (-1, sizes.value_dim))
-        out = states.gated_delta(_NAME, q, k, v, decay, b.float().sigmoid())
-        gated = self.norm(out.to(residual.dtype)).flatten(1) * F.silu(z.float())
-        self.out.add_to(residual, gated.to(residual.dtype))
+        inputs = DeltaInputs(self.conv(qkv, states), z, b, a, sizes.num_key_heads)
+        gates = DeltaGates(self._rate, self._bias, self.norm.weight, self.norm.eps)
+        self.out.add_to(residual, states.gated_delta(_NAME, inputs, gates))

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from ...kernels.expert_types import ExpertGate, RoutingRule
-from ...kernels.gated_delta import check_gated_delta
 from ..kv_spec import FullKV, LayerKV
 from ..layers.attention import AttentionCall, AttentionLayer
 from ..layers.decoder import Decoder, FeedForward, Mixer
-from ..layers.gated_delta_net import DeltaInputs, DeltaSizes, GatedDeltaNet
+from ..layers.gated_delta_net import DeltaProducts, DeltaSizes, GatedDeltaNet
 from ..layers.linear import Features, Linear
 from ..layers.mlp import GatedMLP
 from ..layers.moe import Experts, MoE, Router, SharedExpert
@@ -94,10 +93,6 @@ class Qwen3NextConfig(ModelConfig):
             dense_layers=frozenset(i for i in range(num_layers) if i in dense or not num_experts or (i + 1) % step),
         )
 
-    def check_device(self, device: torch.device, dtype: torch.dtype) -> None:
-        if any(self.is_linear):
-            check_gated_delta(device, dtype)
-
     @property
     def kv_layers(self) -> tuple[LayerKV, ...]:
         kept = FullKV(self.num_kv_heads, self.head_dim)
@@ -137,7 +132,7 @@ class _JoinedInputs:
         self._splits = list(parts.values())
         self.product = Linear(scope, hidden_size, {name: scope.share(size) for name, size in parts.items()})
 
-    def __call__(self, residual: Tensor, norm: RMSNorm) -> DeltaInputs:
+    def __call__(self, residual: Tensor, norm: RMSNorm) -> DeltaProducts:
         sizes = self._sizes
         times = sizes.num_value_heads // sizes.num_key_heads
         qkvz, ba = self.product.after_norm(residual, norm).split(self._splits, 1)
@@ -145,7 +140,7 @@ class _JoinedInputs:
         q, k, v, z = qkvz.unflatten(1, (sizes.num_key_heads, -1)).split(widths, 2)
         b, a = ba.unflatten(1, (sizes.num_key_heads, -1)).split([times, times], 2)
         qkv = torch.cat((q.flatten(1), k.flatten(1), v.flatten(1)), 1)
-        return DeltaInputs(qkv, z.flatten(1), b.flatten(1), a.flatten(1))
+        return DeltaProducts(qkv, z.flatten(1), b.flatten(1), a.flatten(1))
 
 
 class _SeparateInputs:
@@ -158,8 +153,8 @@ class _SeparateInputs:
         self._splits = [sizes.channels, sizes.values, sizes.num_value_heads, sizes.num_value_heads]
         self.product = Linear(scope, hidden_size, parts)
 
-    def __call__(self, residual: Tensor, norm: RMSNorm) -> DeltaInputs:
-        return DeltaInputs(*self.product.after_norm(residual, norm).split(self._splits, 1))
+    def __call__(self, residual: Tensor, norm: RMSNorm) -> DeltaProducts:
+        return DeltaProducts(*self.product.after_norm(residual, norm).split(self._splits, 1))
 
 
 class Qwen3Next(Decoder[Qwen3NextConfig]):

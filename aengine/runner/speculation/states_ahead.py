@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.delta_memory import DeltaInputs, DeltaMemory
+from ...kernels.delta_memory import DeltaGates, DeltaInputs, DeltaMemory
 from ...kernels.drafted_states import (
     conv_of_drafts,
     gated_delta_of_drafts,
@@ -17,25 +17,18 @@ from ...kernels.drafted_states import (
     nothing_pends_behind,
     settle_drafts,
 )
+from ...kernels.gated_delta import gated_delta_of_prompts
+from ...kernels.sequences import Sequences
 from ...kernels.short_conv import TokenConv
-from ..layers.states import (
-    KeptWithin,
-    LayerStates,
-    StateRows,
-    StateSpan,
-    Wave,
-    delta_of_prompts,
-    spans_of,
-    waves_of_spans,
-)
+from ..layers.states import KeptWithin, LayerStates, StateRows, cuts_of
+from ..state_tables import sequences_of
 from ..transfer import to_device
 
 
 class LongSpans(NamedTuple):
     """Requests with more tokens than may have been guessed: all of theirs are certain, and follow those of others."""
 
-    waves: Sequence[Wave]
-    pages: Tensor  # int64 [m]
+    sequences: Sequences
     firsts: Tensor  # int64 [m]: the position of each one's first token
     counts: Tensor  # int64 [m]: tokens of each
     last: Tensor  # int64: the last tokens before the end of each, and before its states are kept: as a filter reads
@@ -44,24 +37,24 @@ class LongSpans(NamedTuple):
 
     @classmethod
     def of(
-        cls, spans: Sequence[StateSpan], begin: int, most: int, positions: Tensor, like: LongSpans | None
+        cls, lens: Sequence[int], pages: Sequence[int], begin: int, most: int, positions: Tensor, kept: KeptWithin
     ) -> LongSpans:
-        """``spans``: those that follow token ``begin``; ``most``: tokens that a filter reads, at most."""
-        device, stops = positions.device, [span.stop for span in spans if span.kept < 0]
-        starts = [begin, *stops[:-1]]
-        own = [span.page for span in spans if span.kept < 0], starts, np.subtract(stops, starts)
-        pages, first_tokens, counts = to_device(np.array(own, dtype=np.int64), device)
+        """``lens``, ``pages``: of the requests behind token ``begin``; ``most``: tokens that a filter may read."""
+        device, starts = positions.device, [begin, *(begin + np.cumsum(lens)).tolist()]
+        first_tokens, counts = to_device(np.array([starts[:-1], lens], dtype=np.int64), device)
         firsts = positions.index_select(0, first_tokens)
-        first, *others = waves_of_spans(spans, begin, device, like.waves if like else ())
-        first = first._replace(sequences=first.sequences._replace(begins=firsts == 0))
+        cuts = cuts_of(kept)
+        sequences = sequences_of(lens, 0, pages, [False] * len(lens), cuts, device)
+        sequences = sequences._replace(begins=(firsts == 0).long())
+        ends = [(starts[cut.sequence] + cut.num_tokens, cut.page) for cut in cuts]
         filled = [
-            (place, span.page if span.kept < 0 else span.kept)
-            for span in spans
-            for place in range(span.stop - most, span.stop)
+            (place, page)
+            for end, page in (*zip(starts[1:], pages, strict=True), *ends)
+            for place in range(end - most, end)
         ]
         last, last_pages = _columns(filled, device)
-        kept = _columns([(span.kept, span.stop - 1) for span in spans if span.kept >= 0], device)
-        return cls([first, *others], pages, firsts, counts, last, last_pages, kept)
+        behind = _columns([(page, end - 1) for end, page in ends], device)
+        return cls(sequences, firsts, counts, last, last_pages, behind)
 
 
 def _columns(pairs: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
@@ -97,17 +90,15 @@ class RowsAhead(NamedTuple):
         of_requests: Sequence[int],
         most: int,
         kept: KeptWithin,
-        like: RowsAhead | None = None,
     ) -> RowsAhead:
         """``query_lens``, ``of_requests``: host [num_reqs], tokens and page of each; those of at most ``most`` tokens
-        lead. States are kept behind no fewer. ``like``: rows of another KV group in the same step."""
+        lead. States are kept behind no fewer."""
         num_short = sum(length <= most for length in query_lens)
-        begin = start = sum(query_lens[:num_short])
-        spans: list[StateSpan] = []
-        for i in range(num_short, len(query_lens)):
-            spans += spans_of(start, query_lens[i], of_requests[i], False, kept.get(i, ()))
-            start = spans[-1].stop
-        long = LongSpans.of(spans, begin, most, positions, like.long if like else None) if spans else None
+        lens, own, long = query_lens[num_short:], of_requests[num_short:], None
+        begin = sum(query_lens[:num_short])
+        if lens:
+            of_long = {place - num_short: cuts for place, cuts in kept.items()}
+            long = LongSpans.of(lens, own, begin, most, positions, of_long)
         return cls(pages, positions, begin, long)
 
 
@@ -133,18 +124,17 @@ class StatesAhead(LayerStates):
         """See `LayerStates`."""
         return None
 
-    def gated_delta(self, name: str, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    def gated_delta(self, name: str, inputs: DeltaInputs, gates: DeltaGates) -> Tensor:
         """See `LayerStates`."""
         rows, n = self._rows, self._rows.num_short
         memory = DeltaMemory(self.tensors[name], self.tensors["pending"], self.tensors["tags"])
         parts = []
         if n:
-            short = DeltaInputs(q[:n], k[:n], v[:n], decay[:n], beta[:n])
-            parts.append(gated_delta_of_drafts(short, memory, rows.pages[:n], rows.positions[:n]))
+            own = inputs.of(slice(n))
+            parts.append(gated_delta_of_drafts(own, gates, memory, rows.pages[:n], rows.positions[:n]))
         if rows.long is not None:
             long, (pages, last) = rows.long, rows.long.kept
-            settle_drafts(memory, long.pages, long.firsts, long.counts)
-            inputs = q[n:], k[n:], v[n:], decay[n:], beta[n:]
-            parts.append(delta_of_prompts(inputs, memory.states, long.waves))
+            settle_drafts(memory, long.sequences.pages, long.firsts, long.counts)
+            parts.append(gated_delta_of_prompts(inputs.of(slice(n, None)), gates, memory.states, long.sequences))
             nothing_pends_behind(memory, pages, rows.positions[last])
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -95,10 +95,6 @@ def _peak(setup: RunnerSetup, runner: ModelRunner, max_model_len: int) -> int:
     """Return the bytes that this process needs at most: weights, rows, the runner's KV cache, the largest batch, the
     graphs."""
     platform = setup.platform
-    if runner.tables.has_states:  # fla-core chooses its kernels by trying, for few tokens and for many
-        profile_run(
-            runner, max_num_seqs=1, max_num_batched_tokens=min(64, setup.max_batched), max_model_len=max_model_len
-        )
     peak = platform.peak_of(
         lambda: profile_run(
             runner,

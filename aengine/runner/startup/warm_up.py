@@ -119,6 +119,7 @@ def _prompts(runner: ModelRunner, num_tokens: int, num_reqs: int) -> None:
     slots = torch.full((len(tables.groups), num_tokens), -1, dtype=torch.int64, device=device)
     lens = torch.zeros(num_reqs, dtype=torch.int32, device=device)
     starts = torch.zeros(num_reqs + 1, dtype=torch.int32, device=device)
+    runner.kv_memory.batch_states.send(None, num_tokens, num_reqs)
     runner.forward_batch(PreparedInputs(zeros, zeros, slots, starts, lens), rows)
 
 

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 STATE_INTERVAL = 256
 """Least number of tokens from one kept state of a request to the next: a copy takes memory (Qwen3-Next's 75 MiB, as its
-keys and values of 3168 tokens do), and each within a prompt one call more in all layers with states."""
+keys and values of 3168 tokens do)."""
 _QUESTION = 8
 """Part of a prompt, 1 in so many, that may be its own: no further from its end are states kept on a guess, or two
-intervals from there. On an H100 the call of fla-core for each takes the host 2.4 ms a layer."""
+intervals from there: each takes a page for every group of layers with states."""
 _NEARER = 4
 """Part of that interval, 1 in so many, that is enough where prompts are known to differ: all that follow gain by it."""
 GUESSES = 8
