@@ -153,6 +153,13 @@ def test_what_is_no_page_stays_when_room_is_made(open_disk: Open, folder: Path) 
     assert isinstance(store, DiskStore) and store.num_bytes == FILE * (len(files_of(folder)) - len(others))
 
 
+def test_files_are_counted_though_a_process_saves_what_is_there(open_disk: Open) -> None:
+    save(open_disk(), 0)
+    store = open_disk()
+    save(store, 0)
+    assert isinstance(store, DiskStore) and store.num_bytes == FILE
+
+
 def age(folder: Path, number: int, seconds: float) -> None:
     path = folder / key_of(number).hex()[:2] / key_of(number).hex()
     os.utime(path, (time.time() - seconds,) * 2)

@@ -169,9 +169,10 @@ class DiskStore:
         """Remove the longest unused files where the store would have too many with ``needed`` bytes more. Returns the
         bytes of those that stay."""
         read = os.pread(self._count, _COUNT.size, 0)
-        total = _COUNT.unpack(read)[0] if self._is_counted and len(read) == _COUNT.size else self._most_bytes
-        if total + needed <= self._most_bytes:
-            return total
+        if self._is_counted and len(read) == _COUNT.size:
+            total = int(_COUNT.unpack(read)[0])
+            if total + needed <= self._most_bytes:
+                return total
         files = self._listed()
         self._is_counted = True
         total = sum(size for _, size, _ in files)
