@@ -367,6 +367,8 @@ class EngineConfig:
             if not is_unicode(getattr(self, name) or ""):
                 wanted = "valid Unicode: it has a lone surrogate, as a path that is not UTF-8 has; rename such a file"
                 raise not_valid(name, getattr(self, name), wanted)
+        if self.spare_workers is not None and not isinstance(self.spare_workers, Spares):
+            raise not_valid("spare_workers", self.spare_workers, "a SpareWorkers, or None")
         for name, (other, value, hint) in _ONLY_WITH.items():
             if getattr(self, name) != _DEFAULTS[name] and getattr(self, other) != value:
                 effect = f"{name}={shown(getattr(self, name))} has no effect without {other}={value!r}"
@@ -401,8 +403,6 @@ class EngineConfig:
             max_num_batched_tokens=self.max_num_batched_tokens,
         )
         object.__setattr__(self, "cudagraph_capture_sizes", sizes)
-        if self.spare_workers is not None and not isinstance(self.spare_workers, Spares):
-            raise not_valid("spare_workers", self.spare_workers, "a SpareWorkers, or None")
         for name in ("progress", "on_request_end"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise not_valid(name, getattr(self, name), "a callable, or None")

@@ -98,3 +98,6 @@ class Spares(Protocol):
 
     def take(self, environment: dict[str, str]) -> Any:
         """Return a process that is ready to become a worker with this environment; None: there is none. Blocking."""
+
+    def close(self) -> None:
+        """End those that are ready."""
