@@ -87,7 +87,7 @@ class Layer:
         self.qkv = torch.randn(rows, sum(heads[:2], heads[1]) * heads.head_dim, dtype=torch.bfloat16, device=DEVICE)
         self.rope = Rope(torch.randn(length, heads.head_dim, device=DEVICE))
         self.on_device = table.to(DEVICE)
-        self.workspace = DecodeWorkspace(rows, *heads, DEVICE)
+        self.workspace = DecodeWorkspace(rows, *heads[:3], DEVICE)
 
     def prefixes(self) -> SharedPrefixes:
         requests = SimpleNamespace(
@@ -97,7 +97,7 @@ class Layer:
         )
         group = SimpleNamespace(block_size=BLOCK)
         tables = SimpleNamespace(groups=[group], on_host=self.table.numpy()[None], num_replaced=0)
-        found = SharedPrefixes.of([self.heads], torch.bfloat16, [0], requests, tables, StepRows())  # type: ignore[arg-type]
+        found = SharedPrefixes.of([self.heads[:3]], torch.bfloat16, [0], requests, tables, StepRows())  # type: ignore[arg-type]
         assert found is not None
         return found
 

@@ -76,7 +76,7 @@ class Step:
         shapes = [(rng.randint(4, 11), rng.randint(8, 300 // self.size)) for _ in range(rng.randint(1, 2))]
         shapes += [(1, 0)] * rng.randint(0, 2)
         table, lens = tables_of(rng, shapes, self.size, 100)
-        num_heads, num_kv, dim = self.heads
+        num_heads, num_kv, dim, _ = self.heads
         blocks, places = np.unique(table, return_inverse=True)
         self.rows = torch.tensor(rng.sample(range(len(lens)), len(lens)))
         self.table = torch.from_numpy(places.reshape(table.shape)).int()
@@ -113,7 +113,7 @@ class Step:
         requests.num_computed_tokens[self.rows] = np.array(self.lens) - 1
         group = SimpleNamespace(block_size=self.size)
         tables = SimpleNamespace(groups=[group], on_host=self.table.numpy()[None], num_replaced=0)
-        found = SharedPrefixes.of([self.heads], self.dtype, [0], requests, tables, step_rows)  # type: ignore[arg-type]
+        found = SharedPrefixes.of([self.heads[:3]], self.dtype, [0], requests, tables, step_rows)  # type: ignore[arg-type]
         assert found is not None
         return found
 
@@ -128,7 +128,7 @@ class Step:
             prefixes.choose(self.rows.numpy())
             assert prefixes.kind == 1
             shared = prefixes.of_step(rows, lens, None)
-        workspace = DecodeWorkspace(len(rows), *self.heads, device)
+        workspace = DecodeWorkspace(len(rows), *self.heads[:3], device)
         workspace.reserve(prefixes.sizes.num_parts)
         plan = plan_decode(rows, lens, workspace, None, shared)
         qkv = torch.cat((self.qkv, torch.full((padding, self.qkv.shape[1]), torch.nan, dtype=self.dtype))).to(device)

@@ -16,7 +16,7 @@ LAYER = ["_gemv", "_decode_attention", "_gemv", "_gemv", "_gemv"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [arch for arch in SHAPES if arch != "qwen3_moe"])
+@pytest.mark.parametrize("arch", sorted(SHAPES.keys() - {"qwen3_moe", "deepseek_v3"}))
 @pytest.mark.usefixtures("wide_programs")
 def test_a_layer_of_one_stream_is_five_launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
     pytest.importorskip("triton")
