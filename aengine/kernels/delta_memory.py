@@ -21,7 +21,7 @@ class DeltaMemory(NamedTuple):
 
 
 class DeltaInputs(NamedTuple):
-    """Of n tokens, any stride from token to token. Each key head serves consecutive value heads, of the same number."""
+    """Inputs of n tokens, with any stride from token to token. A key head serves consecutive value heads."""
 
     mixed: Tensor  # [n, 2 * keys + values]: the convolution's output, of which q, k and v are made by silu
     z: Tensor  # [n, values]: the gate of the output

@@ -120,8 +120,8 @@ def _add_pairs(
     BK: tl.constexpr, HELD: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, NUM_EXPERTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `_add_pairs` of expert_code_pairs.py: sums are added up over threads once for all pairs, and the first weights
-    are on their way before the product before has ended."""
+    """Do what `_add_pairs` of expert_code_pairs.py does: sums are added up over threads once for all pairs, and the
+    first weights are on their way before the product before has ended."""
     launch_next(PDL)
     BLOCKS: tl.constexpr = (K + BK - 1) // BK
     IS_EVEN: tl.constexpr = EVEN and NUM_EXPERTS == 0

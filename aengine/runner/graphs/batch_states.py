@@ -25,7 +25,7 @@ _PROMPTS, _CUTS = 64, 16
 
 
 class BatchStates:
-    """As if no layer had states."""
+    """Tables of a model in which no layer has states: there are none."""
 
     may_be_graphs = True
 
@@ -90,7 +90,7 @@ class StatesInMemory(BatchStates):
 
 
 class StatesOpByOp(StatesInMemory):
-    """Of layers whose states can't be computed in a graph: kernels are compiled by steps without tokens."""
+    """Tables of layers whose states can't be computed in a graph: kernels are compiled by steps without tokens."""
 
     may_be_graphs = False
 

@@ -73,7 +73,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureConfig(ModelConfig):
-    """Of a model with experts that are chosen and such that are not, but for dense layers."""
+    """Config of a model with experts that are chosen and such that are not, but for dense layers."""
 
     moe_intermediate_size: int
     shared_intermediate_size: int
